@@ -1,0 +1,72 @@
+"""Config → Trainer: the only owner of the build order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drivetrain import surgery
+from drivetrain.errors import UserError
+from drivetrain.loader import Pipeline
+from drivetrain.plan import World
+from drivetrain.spec import Run
+from drivetrain.trainer import Trainer
+
+
+def build(run: Run, world: World, run_dir: Path, sinks: list[Any]) -> Trainer:
+    """One rank's trainer, ready to fit or to be restored. Raises UserError where model and data do not fit the run."""
+    values = run.values
+    # Device and seed before anything that allocates or draws.
+    device = run.runtime.start(world)
+    run.parallel.start(world, device)
+    run.precision.start(device)
+    run.debug.start()
+
+    data = run.data.load(device)
+    per_epoch = _updates_per_epoch(run, len(data.train), world)
+    total = min(n for n in (per_epoch * values["epochs"], values["updates"], run.debug.updates) if n)
+
+    model = run.model.build(data.shape, data.classes).to(device)
+    # Edits of the module tree first: every later step works on the modules that remain. The memory format is one of
+    # them, and precedes compiling, which specialises on strides.
+    formats = [e.memory_format for e in run.surgery if e.memory_format is not None]
+    memory_format = getattr(torch, formats[-1] if formats else "contiguous_format")
+    edits = surgery.apply_all(run.surgery, model, torch.zeros(2, *data.shape, device=device))
+    model = run.precision.convert(model)
+    # Recomputation changes forwards in place, inside what compile traces and DDP wraps; names stay plain.
+    run.checkpointing.apply(model)
+    # Compile before DDP: each bucket's all-reduce still starts as its gradients appear, and evaluation keeps the plain model.
+    forward = run.parallel.wrap(run.compile.apply(model))
+    # The optimizer after every edit that may replace or move parameters; the average after the weights are final.
+    optimizer = run.optimizer.build(model, run.batch.lr_factor())
+    run.scheduler.start(optimizer, total)
+    run.ema.start(model)
+    run.runtime.seed_rank(world)  # the model's start was shared; its dropout is each rank's own
+
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    seed = run.runtime.seed
+    return Trainer(
+        model=model, forward=forward, loss=run.loss, optimizer=optimizer, scheduler=run.scheduler,
+        precision=run.precision, parallel=run.parallel, clip=run.clip.build(parameters), ema=run.ema,
+        zero_grad=lambda: run.runtime.zero(parameters), batch=run.batch, loader=run.loader,
+        train_data=Pipeline(data.train, tuple(run.augment), data.normalize, seed),
+        test_data=Pipeline(data.test, (), data.normalize, seed),
+        device=device, memory_format=memory_format, seed=seed, drop_last=run.data.drop_last,
+        epochs=values["epochs"], max_updates=total, updates_per_epoch=per_epoch, log_every=values["log_every"],
+        evaluate_every=values["evaluate_every"], eval_batches=run.debug.eval_batches,
+        saving=run.saving, run_dir=run_dir, sinks=sinks, said=edits,
+    )  # fmt: skip
+
+
+def _updates_per_epoch(run: Run, samples: int, world: World) -> int:
+    if samples < world.size:
+        raise UserError(f"{world.size} ranks, but only {samples} training samples: lower parallel.nproc")
+    updates = run.batch.updates_per_epoch(samples, run.data.drop_last)
+    if updates == 0:
+        raise UserError(
+            f"batch.global_batch={run.batch.global_batch} is more than the {samples} training samples, and data.drop_last "
+            f"drops the short batch: set batch.global_batch to {samples} or less, or data.drop_last=false"
+        )
+    return updates

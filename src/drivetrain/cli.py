@@ -1,0 +1,161 @@
+"""The command: verbs, and for `train` compose → check → launch."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from drivetrain import __version__
+from drivetrain.errors import BAD_CONFIG, DONE, FAILED, INTERRUPTED, UserError, did_you_mean
+
+TRAIN_HELP = """\
+drivetrain train [group=option] [key=value] …      (the same: python -m src.train …)
+
+  drivetrain train                                     the default recipe, on real data
+  drivetrain train precision=amp parallel=ddp          techniques are overrides
+  drivetrain train optimizer.lr=0.01 epochs=30         so are values
+  drivetrain train -m precision=fp32,bf16 optimizer=sgd,adamw   every combination, compared in a table
+  drivetrain train recipe=fast                         a shared recipe, by name or path
+  drivetrain train resume=outputs/<date>/<run>         go on where a run was (resume=auto: the newest)
+
+  -m, --multirun        run every combination of a=x,y  b=range(1,4)
+  -c, --cfg job         show the composed config and stop (--resolve: with references resolved)
+  -p, --package KEY     with --cfg: that part of it
+  -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
+  -q, --quiet           only the result
+  -h, --help            this
+
+exit codes: 0 done · 1 an error while training · 2 bad config or recipe · 3 diverged · 75 interrupted, saved, resumable
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; its exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(argv)
+    except UserError as error:
+        for problem in error.problems:
+            print(f"error: {problem}", file=sys.stderr)
+        return BAD_CONFIG
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # `drivetrain list | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return DONE
+    except Exception as error:  # a bug of ours: one line, the rest on demand
+        if os.environ.get("DRIVETRAIN_TRACEBACK"):
+            traceback.print_exc()
+        text = str(error).strip().splitlines()
+        print(f"error: {type(error).__name__}: {text[0] if text else ''} (DRIVETRAIN_TRACEBACK=1 shows where)", file=sys.stderr)
+        return FAILED
+
+
+def _dispatch(argv: list[str]) -> int:
+    verb = argv[0] if argv else "--help"
+    if verb in ("-h", "--help", "help"):
+        print(_overview())
+        return DONE
+    if verb == "--version":
+        print(f"drivetrain {__version__}")
+        return DONE
+    if verb not in VERBS:
+        hint = f"drivetrain train {verb} …" if "=" in verb else did_you_mean(verb, VERBS)
+        raise UserError(f"there is no command '{verb}': {hint}")
+    return VERBS[verb][0](argv[1:])
+
+
+def _overview() -> str:
+    verbs = "\n".join(f"  drivetrain {name:<12} {text}" for name, (_, text) in VERBS.items() if text)
+    return f"drivetrain {__version__}: every training technique is one config override, and measured\n\n{verbs}\n\n  drivetrain train --help says more"
+
+
+def _train(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="drivetrain train", add_help=False)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("-m", "--multirun", action="store_true")
+    parser.add_argument("-c", "--cfg", choices=["job"])
+    parser.add_argument("--resolve", action="store_true")
+    parser.add_argument("-p", "--package")
+    parser.add_argument("-cd", "--config-dir", action="append", default=[])
+    parser.add_argument("-q", "--quiet", action="store_true")
+    parser.add_argument("-h", "--help", action="store_true")
+    given = parser.parse_intermixed_args(argv)
+    if given.help:
+        from drivetrain import catalogue
+
+        print(TRAIN_HELP)
+        catalogue.show()
+        return DONE
+    missing = [d for d in given.config_dir if not Path(d).is_dir()]
+    if missing:
+        raise UserError(f"--config-dir {d} is no directory" for d in missing)
+    for folder in given.config_dir:
+        sys.path.insert(0, str(Path(folder).resolve().parent))
+    sys.path.insert(0, os.getcwd())  # where an own model's module lies
+    if given.cfg:
+        return _show_config(given)
+    from drivetrain import launch, sweep, terminal
+
+    if given.multirun or sweep.is_sweep_recipe(given.overrides):
+        return sweep.run(given.overrides, given.config_dir, given.quiet)
+    ended = launch.launch(launch.prepare(given.overrides, given.config_dir), quiet=given.quiet)
+    if ended.result.run_dir is not None:  # rank 0
+        terminal.show_result(ended.result)
+        if ended.result.error:
+            for line in ended.result.error.splitlines():
+                terminal.say(f"error: {line}")
+    return ended.code
+
+
+def _show_config(given: argparse.Namespace) -> int:
+    from omegaconf import OmegaConf
+
+    from drivetrain import launch
+
+    config = launch.prepare(given.overrides, given.config_dir).composed.config
+    part = OmegaConf.select(config, given.package) if given.package else config
+    if part is None:
+        raise UserError(f"--package {given.package}: {did_you_mean(given.package, map(str, config))}")
+    print(OmegaConf.to_yaml(part, resolve=given.resolve) if OmegaConf.is_config(part) else part)
+    return DONE
+
+
+def _list(argv: list[str]) -> int:
+    from drivetrain import catalogue
+
+    catalogue.show(*argv[:1])
+    return DONE
+
+
+def _recipe(argv: list[str]) -> int:
+    from drivetrain import catalogue
+
+    return catalogue.recipe_command(argv)
+
+
+def _completion(argv: list[str]) -> int:
+    from drivetrain import completion
+
+    return completion.install(argv)
+
+
+def _complete(argv: list[str]) -> int:
+    from drivetrain import completion
+
+    print("\n".join(completion.candidates(argv)))
+    return DONE
+
+
+VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
+    "train": (_train, "train what the config says"),
+    "list": (_list, "every option of every group, or of one, with what it buys"),
+    "recipe": (_recipe, "list, show, check or export recipes"),
+    "completion": (_completion, "TAB completion for bash, zsh or fish"),
+    "complete": (_complete, ""),
+}

@@ -1,0 +1,70 @@
+"""Where a run ran: versions, device, commit, command line. No variable of the environment is written."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import drivetrain
+
+_SECRET = re.compile(r"(api_?key|token|secret|password)$", re.I)
+
+
+def describe(overrides: list[str], config_hash: str, operator: dict[str, Any]) -> dict[str, Any]:
+    """The content of environment.json."""
+    versions = {n: _version(n) for n in ("torch", "torchvision", "timm", "hydra-core", "omegaconf", "numpy", "safetensors")}
+    return {
+        "drivetrain": drivetrain.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "versions": versions,
+        "git_commit": _git("rev-parse", "HEAD"),
+        "git_dirty": bool(_git("status", "--porcelain")),
+        "lock_hash": _lock_hash(),
+        "command": [redact(word) for word in sys.argv],
+        "overrides": [redact(word) for word in overrides],
+        "config_hash": config_hash,
+        "operator": {k: v for k, v in operator.items() if not _SECRET.search(k)},
+    }
+
+
+def redact(override: str) -> str:
+    """An override with the value of a key, token, secret or password left out."""
+    key, equals, _ = override.partition("=")
+    return f"{key}=<redacted>" if equals and _SECRET.search(key) else override
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    try:
+        found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    except OSError:
+        found = None
+    return found[1] if found else platform.processor()
+
+
+def _git(*words: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *words], capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _lock_hash() -> str:
+    """SHA-256 over the installed distributions: what `pip freeze` would list."""
+    names = sorted({f"{d.name}=={d.version}" for d in metadata.distributions() if d.name})
+    return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]

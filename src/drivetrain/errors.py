@@ -1,0 +1,45 @@
+"""What can end a run, and the exit code each end has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+DONE, FAILED, BAD_CONFIG, DIVERGED, INTERRUPTED = 0, 1, 2, 3, 75
+EXIT_OF_STATUS = {"completed": DONE, "failed": FAILED, "diverged": DIVERGED, "interrupted": INTERRUPTED}
+
+
+class UserError(ValueError):
+    """Bad input: every problem found, one line each. Exit code 2, never a traceback."""
+
+    def __init__(self, problems: str | Iterable[str]) -> None:
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+    def __reduce__(self) -> tuple[type[UserError], tuple[list[str]]]:  # crosses worker processes
+        return type(self), (self.problems,)
+
+
+class DataError(UserError):
+    """A sample that cannot be read: the file is named."""
+
+
+class Diverged(RuntimeError):
+    """The loss is not finite. Exit code 3."""
+
+
+class Interrupted(Exception):
+    """A signal asked the run to stop. Exit code 75 when the state was saved."""
+
+    def __init__(self, message: str, saved: bool) -> None:
+        super().__init__(message)
+        self.saved = saved
+
+
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """"did you mean …?" with the near names, or the names there are."""
+    known = sorted(known)
+    near = get_close_matches(given, known, n=3, cutoff=0.6)
+    if near:
+        return "did you mean " + " or ".join(repr(n) for n in near) + "?"
+    return "there is: " + ", ".join(known) if len(known) <= 30 else ""

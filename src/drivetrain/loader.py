@@ -1,0 +1,149 @@
+"""How samples get from the data to the device. Every loader yields the same micro-batches in the same order."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from drivetrain.augment import Augment
+from drivetrain.errors import DataError, UserError
+from drivetrain.lazy import torch
+from drivetrain.plan import Micro, Request
+from drivetrain.spec import Count, NonNegative, Part, Run
+
+
+class Pipeline(NamedTuple):
+    """What happens to a request's samples on the CPU: read, augment, normalise. Picklable, for worker processes."""
+
+    source: Any
+    steps: tuple[Augment, ...]
+    normalize: Any  # None where the source's values are ready
+    seed: int
+
+    def __call__(self, epoch: int, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and targets of the samples `indices`, on the source's device."""
+        x, y = self.source.fetch(indices)
+        for step in self.steps:
+            x = step(x, self.seed, epoch, indices)
+        return (x if self.normalize is None else self.normalize(x)), y
+
+
+class Loader(Part):
+    """loader=sync: the loop fetches each batch itself, as torch's DataLoader does by default."""
+
+    pin_memory = False
+    non_blocking = False
+
+    def stream(
+        self, pipeline: Pipeline, requests: Iterable[Request], device: torch.device, memory_format: torch.memory_format
+    ) -> Iterator[Micro]:
+        """The micro-batches of `requests`, in their order, on the device."""
+        for request in requests:
+            x, y = pipeline(request.epoch, request.indices)
+            yield self._micro(x, y, request, device, memory_format)
+
+    def _micro(
+        self, x: Any, y: Any, request: Request, device: torch.device, memory_format: torch.memory_format
+    ) -> Micro:
+        x = x.to(device, non_blocking=self.non_blocking, memory_format=memory_format)
+        y = y.to(device, non_blocking=self.non_blocking)
+        return Micro(x, y, request.weight, request.last, request.epoch_end)
+
+
+class Workers(Loader):
+    """torch's DataLoader with worker processes, pinned memory and prefetching: the five knobs everybody tunes.
+
+    One iterator serves the whole run, so persistent workers fetch the next epoch while this one still trains.
+    """
+
+    def __init__(
+        self,
+        num_workers: Count = 2,
+        pin_memory: bool = True,
+        prefetch_factor: Count = 2,
+        persistent_workers: bool = True,
+        non_blocking: bool = True,
+        timeout_s: NonNegative = 120.0,
+    ) -> None:
+        self.num_workers, self.pin_memory, self.prefetch_factor = num_workers, pin_memory, prefetch_factor
+        self.persistent_workers, self.non_blocking, self.timeout_s = persistent_workers, non_blocking, timeout_s
+
+    def check(self, run: Run) -> Iterator[str]:
+        if run.choices["data"] == "synthetic":
+            yield (
+                f"{run.named('loader')} has nothing to do for data=synthetic, which is made on the device: set loader=sync"
+            )
+
+    def stream(
+        self, pipeline: Pipeline, requests: Iterable[Request], device: torch.device, memory_format: torch.memory_format
+    ) -> Iterator[Micro]:
+        from torch.utils.data import DataLoader
+
+        waiting: deque[Request] = deque()  # what has been asked for and not come yet
+
+        def keys() -> Iterator[tuple[int, torch.Tensor]]:
+            for request in requests:
+                waiting.append(request)
+                yield request.epoch, request.indices
+                if request.epoch_end and not self.persistent_workers:
+                    return
+
+        more = True
+        while more:
+            loader = DataLoader(
+                _Fetch(pipeline),
+                sampler=_Once(keys()),
+                batch_size=None,
+                num_workers=self.num_workers,
+                pin_memory=self.pin_memory and device.type == "cuda",
+                prefetch_factor=self.prefetch_factor,
+                timeout=self.timeout_s,
+                worker_init_fn=_one_thread,
+                generator=torch.Generator(),  # else it draws its base seed from the model's own stream
+            )
+            more = False
+            for x, y in self._errors_named(loader):
+                request = waiting.popleft()
+                more = request.epoch_end and not self.persistent_workers
+                yield self._micro(x, y, request, device, memory_format)
+
+    def _errors_named(self, loader: Iterable[Any]) -> Iterator[Any]:
+        try:
+            for fetched in loader:
+                if isinstance(fetched, DataError):
+                    raise fetched
+                yield fetched
+        except RuntimeError as error:
+            if "timed out" in str(error):
+                raise UserError(
+                    f"no worker delivered a batch for {self.timeout_s:g} s (loader.timeout_s): a stuck read, or too slow a disk"
+                ) from None
+            raise
+
+
+class _Fetch:
+    """The pipeline as a map-style dataset whose key is a whole micro-batch."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.pipeline = pipeline
+
+    def __getitem__(self, key: tuple[int, torch.Tensor]) -> Any:
+        try:
+            return self.pipeline(*key)
+        except DataError as error:  # raised in the parent: torch would wrap the worker's traceback around it
+            return error
+
+
+class _Once:
+    """An iterator as a sampler."""
+
+    def __init__(self, keys: Iterator[Any]) -> None:
+        self.keys = keys
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.keys
+
+
+def _one_thread(_: int) -> None:
+    torch.set_num_threads(1)  # the cores are shared out among the workers already

@@ -1,0 +1,54 @@
+"""Which checkpoints of a run are whole: told from their manifests and hashes, without torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+FORMAT = 1
+
+
+def verify(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint, or None."""
+    try:
+        manifest = json.loads((checkpoint / "manifest.json").read_text())
+        if manifest["format"] != FORMAT:
+            return f"has format {manifest['format']}, this drivetrain reads {FORMAT}"
+        for name, expected in manifest["sha256"].items():
+            if Path(name).name != name:
+                return f"names a file outside itself: {name!r}"
+            if not (checkpoint / name).is_file():
+                return f"lacks {name}"
+            if sha256(checkpoint / name) != expected:
+                return f"has a damaged {name} (its SHA-256 differs)"
+        if not {"model.safetensors", "state.pt"} <= set(manifest["sha256"]):
+            return "is incomplete"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"has no readable manifest.json ({error})"
+    return None
+
+
+def newest_valid(run_dir: Path) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint that verifies, and one line for each newer one that does not."""
+    complaints = []
+    for checkpoint in sorted(checkpoints(run_dir), key=lambda p: int(p.name), reverse=True):
+        wrong = verify(checkpoint)
+        if wrong is None:
+            return checkpoint, complaints
+        complaints.append(f"checkpoint {checkpoint} {wrong}: passed over")
+    return None, complaints
+
+
+def checkpoints(run_dir: Path) -> list[Path]:
+    """The checkpoints in a run's directory, in no order."""
+    root = run_dir / "checkpoints"
+    return [p for p in root.iterdir() if p.name.isdigit()] if root.is_dir() else []
+
+
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+

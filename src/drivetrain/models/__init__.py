@@ -1,0 +1,1 @@
+"""The models that drivetrain ships; built through drivetrain.model."""

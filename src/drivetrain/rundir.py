@@ -1,0 +1,62 @@
+"""A run's directory: a new one for every run, held by one process at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from drivetrain.errors import UserError
+
+
+def create(root: Path, *middle: str) -> Path:
+    """root/<middle…>/<date>/<time>-<id>/, new even for runs that start in the same second. Raises UserError."""
+    folder = root.joinpath(*middle, time.strftime("%Y-%m-%d"))
+    path = folder / f"{time.strftime('%H-%M-%S')}-{secrets.token_hex(3)}"
+    make(path)
+    return path
+
+
+def make(path: Path) -> None:
+    """Make a run's directory. Raises UserError where that cannot be."""
+    try:
+        path.mkdir(parents=True)
+        (path / ".lock").touch()
+    except OSError as error:
+        raise UserError(
+            f"output_dir: {path} cannot be made ({error.strerror}): set output_dir to a directory you can write to"
+        ) from None
+
+
+@contextlib.contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Hold a run's directory. Raises UserError while another process holds it."""
+    lock = path / ".lock"
+    try:
+        import fcntl
+    except ImportError:  # no such locks on Windows
+        yield
+        return
+    with lock.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(f"{path} is in use by another process: wait for it, or start a run of its own") from None
+        yield
+
+
+def is_held(path: Path) -> bool:
+    """Whether a process holds the run's directory now."""
+    try:
+        with held(path):
+            return False
+    except (UserError, OSError):
+        return True
+
+
+def newest_first(root: Path) -> list[Path]:
+    """The runs below root, the newest first."""
+    return sorted((p.parent for p in root.glob("*/*/environment.json")), key=os.path.getmtime, reverse=True)

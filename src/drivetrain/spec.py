@@ -1,0 +1,66 @@
+"""What a config group's options are made of: typed knobs, and rules beside the code they guard.
+
+An option's knobs are its constructor's arguments: the annotation says type and range, the YAML in
+conf/ gives the value. Constructors only keep their arguments; nothing is built before every rule has spoken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from annotated_types import Ge, Gt, Le, Lt
+
+Positive = Annotated[float, Gt(0)]
+NonNegative = Annotated[float, Ge(0)]
+Share = Annotated[float, Ge(0), Le(1)]  # 0 … 1
+Momentum = Annotated[float, Ge(0), Lt(1)]  # 0 … below 1
+Count = Annotated[int, Ge(1)]
+CountOrZero = Annotated[int, Ge(0)]
+
+
+@dataclass
+class Run:
+    """A whole run as its options, before anything is built: what the rules look at."""
+
+    choices: dict[str, Any]  # group → option's name (a list for surgery, augment, logger)
+    values: dict[str, Any]  # the keys of conf/config.yaml that are no group
+    parts: dict[str, Any] = field(default_factory=dict)  # group → Part, or a list of them
+
+    def __getattr__(self, group: str) -> Any:
+        try:
+            return self.__dict__["parts"][group]
+        except KeyError:
+            raise AttributeError(group) from None
+
+    def named(self, group: str) -> str:
+        """The setting as the user would type it, for messages."""
+        choice = self.choices.get(group)
+        return f"{group}=[{','.join(choice)}]" if isinstance(choice, list) else f"{group}={choice}"
+
+
+class Part:
+    """One option of one config group. A group's base class is its off switch."""
+
+    operators: tuple[str, ...] = ()  # knobs that are the operator's (paths, devices): never a recipe's, not in the hash
+
+    def check(self, run: Run) -> Iterator[str]:
+        """Problems that can be told without torch, the model or the data: one line each."""
+        return iter(())
+
+    def advise(self, run: Run) -> Iterator[str]:
+        """Settings that work and probably do not do what was wanted: said at the start, never refused."""
+        return iter(())
+
+    def verify(self, run: Run) -> Iterator[str]:
+        """Problems that need torch or the device to be told."""
+        return iter(())
+
+
+def needs_extra(package: str, extra: str, setting: str) -> Iterator[str]:
+    """The problem of an optional package that is not installed, if it is not."""
+    from importlib.util import find_spec
+
+    if find_spec(package) is None:
+        yield f"{setting} needs the package '{package}', which is not installed: pip install 'drivetrain[{extra}]'"

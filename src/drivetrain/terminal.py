@@ -1,0 +1,161 @@
+"""What a person sees: the recipe as a tree, a live line, a table at the end; plain lines where it is no terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from drivetrain.compose import Composed
+from drivetrain.measure.result import Result
+
+
+def is_live() -> bool:
+    """Whether standard output is a terminal."""
+    return sys.stdout.isatty()
+
+
+def say(line: str) -> None:
+    """One line to the user, beside the run's own output."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def show_recipe(composed: Composed) -> None:
+    """The composed recipe: a line for each group."""
+    name = composed.recipe.name if composed.recipe else "default"
+    rows = [(group, *_knobs(composed, group)) for group in composed.choices]
+    if not is_live():
+        print(f"recipe {name}: " + " ".join(f"{g}={_option(composed.choices[g])}" for g, _, _ in rows), flush=True)
+        return
+    from rich import print as rich_print
+    from rich.markup import escape
+    from rich.tree import Tree
+
+    tree = Tree(f"[bold]recipe {name}[/]")
+    for group, option, knobs in rows:
+        style = "dim" if option in ("none", "single", "constant", "") else "cyan"
+        tree.add(f"{group:<14}[{style}]{escape(option):<12}[/] [dim]{escape(knobs)}[/]")
+    for key in ("epochs", "updates"):
+        if composed.plain[key] is not None:
+            tree.add(f"{key:<14}[cyan]{composed.plain[key]}[/]")
+    rich_print(tree)
+
+
+def _option(choice: Any) -> str:
+    return f"[{','.join(choice)}]" if isinstance(choice, list) else str(choice)
+
+
+def _knobs(composed: Composed, group: str) -> tuple[str, str]:
+    choice, section = composed.choices[group], composed.plain.get(group) or {}
+    if isinstance(choice, list):
+        return ", ".join(choice) or "none", ""
+    shown = {k: v for k, v in section.items() if k != "_target_" and v not in (None, {})}
+    text = " ".join(f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in shown.items())
+    return choice, text if len(text) < 90 else text[:87] + "…"
+
+
+class Progress:
+    """A sink: the live line in a terminal, one line an evaluation (and now and then between) elsewhere."""
+
+    def __init__(self, total_updates: int, epochs: int) -> None:
+        self.total, self.epochs = total_updates, epochs
+        self._last: dict[str, Any] = {}
+        self._printed = time.monotonic()
+        self._bar: Any = None
+        if is_live():
+            self._bar, self._task = _bar(total_updates)
+            self._bar.start()
+
+    def say(self, line: str) -> None:
+        """A remark of the build."""
+        print(line, flush=True) if self._bar is None else self._bar.console.print(line, style="dim", highlight=False)
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Take a training or evaluation record."""
+        if record["event"] == "train":
+            self._last = record
+            if self._bar is not None:
+                self._bar.update(self._task, completed=record["update"], text=self._text(record))
+            elif time.monotonic() - self._printed > 10:
+                self._print(self._text(record))
+            return
+        metrics = "  ".join(f"test {k} {_number(v)}" for k, v in record.items() if k not in ("event", "update", "epoch"))
+        text = f"{self._text(self._last)}  {metrics}" if self._last else metrics
+        if self._bar is not None:
+            self._bar.console.print(f"  {text}", highlight=False)
+        else:
+            self._print(text)
+
+    def _print(self, line: str) -> None:
+        self._printed = time.monotonic()
+        print(line, flush=True)
+
+    def _text(self, r: dict[str, Any]) -> str:
+        from drivetrain.runtime import memory_now
+
+        rate, loss = r["samples_per_second"], r["loss"]
+        return (
+            f"epoch {r['epoch'] + 1}/{self.epochs}  update {r['update']}/{self.total}  loss {'overflow' if loss is None else _number(loss)}"
+            f"  lr {r['lr']:.2e}  {_number(rate) if rate else '–'} samples/s  data wait {100 * r['data_wait']:.0f} %"
+            f"  {memory_now() / 2**30:.2f} GiB"
+        )
+
+    def close(self) -> None:
+        """The run has ended."""
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def _bar(total: int) -> tuple[Any, Any]:
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    bar = Progress(BarColumn(bar_width=20), TextColumn("{task.fields[text]}"), TimeRemainingColumn(), refresh_per_second=4)
+    return bar, bar.add_task("train", total=total, text="starting")
+
+
+def _number(value: float) -> str:
+    if isinstance(value, int) or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4f}" if abs(value) < 10 else f"{value:.1f}"
+
+
+def show_result(result: Result) -> None:
+    """The result as a table."""
+    rows = [("status", result.status + (f": {result.error}" if result.error else ""))]
+    best = result.metrics["best"]
+    for name, value in result.metrics["final"].items():
+        rows.append((f"test {name}", f"{_number(value)}" + (f"   (best {_number(best[name])})" if name in best else "")))
+    rows += [
+        ("updates", f"{result.updates:,} in {_number(result.epochs)} epochs, {result.wall_s:.1f} s"),
+        ("samples/s", _number(result.samples_per_second) if result.samples_per_second else "–"),
+        ("step", f"{result.step_ms_p50:.2f} ms (p95 {result.step_ms_p95:.2f})" if result.step_ms_p50 and result.step_ms_p95 else "–"),
+        ("data wait", f"{100 * result.data_wait_fraction:.1f} %" if result.data_wait_fraction is not None else "–"),
+        ("peak memory", f"{result.peak_memory_bytes / 2**30:.2f} GiB" if result.peak_memory_bytes else "–"),
+        ("run", str(result.run_dir)),
+    ]
+    table(("", "result"), rows)
+
+
+def show_jobs(results: Sequence[tuple[str, Result]]) -> None:
+    """A sweep's jobs in one table."""
+    names = list(dict.fromkeys(n for _, r in results for n in r.metrics["final"]))
+    rows = []
+    for number, (label, r) in enumerate(results):
+        metrics = [_number(r.metrics["final"][n]) if n in r.metrics["final"] else "–" for n in names]
+        rate = _number(r.samples_per_second) if r.samples_per_second else "–"
+        rows.append((str(number), label, r.status, *metrics, rate, f"{r.wall_s:.1f} s", (r.error or "").split("\n")[0]))
+    table(("job", "overrides", "status", *names, "samples/s", "time", "error"), rows)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table in the terminal; the same columns as plain text elsewhere."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table(*header, box=None if not is_live() else Table().box, show_edge=is_live())
+    for row in rows:
+        grid.add_row(*(Text(cell) for cell in row))
+    console = Console(width=None if is_live() else 200)
+    console.print(grid)

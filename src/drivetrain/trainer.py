@@ -1,0 +1,236 @@
+"""The loop: fit, step, evaluate. It sees no config and no technique by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drivetrain import resume
+from drivetrain.clock import Clock
+from drivetrain.errors import Diverged, Interrupted
+from drivetrain.plan import Micro, Request
+from drivetrain.signals import StopFlag
+
+SAVE, STOP = 1, 2  # what the ranks agree on after an update; the higher wins
+MOST_SKIPS = 50  # updates skipped in a row before the run counts as diverged
+
+
+@dataclass
+class Progress:
+    """How far the run is. Updates and what was consumed are counted apart: a skipped update consumes its samples."""
+
+    epoch: int = 0
+    window: int = 0  # updates' worth of samples consumed in this epoch
+    updates: int = 0
+    samples: int = 0
+    skipped: int = 0
+    evaluated: int = -1  # the update of the last evaluation
+    final: dict[str, float] = field(default_factory=dict)
+    best: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Trainer:
+    """One rank of a run. `build.build` fills it."""
+
+    model: torch.nn.Module  # plain: evaluated and saved under its own names
+    forward: Callable[[torch.Tensor], torch.Tensor]  # the same model, compiled and wrapped as asked for
+    loss: Any
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+    precision: Any
+    parallel: Any
+    clip: Callable[[], None]
+    ema: Any
+    zero_grad: Callable[[], None]
+    batch: Any
+    loader: Any
+    train_data: Any  # Pipeline
+    test_data: Any  # Pipeline
+    device: torch.device
+    memory_format: torch.memory_format
+    seed: int
+    drop_last: bool
+    epochs: int
+    max_updates: int  # over the whole run
+    updates_per_epoch: int
+    log_every: int
+    evaluate_every: int
+    eval_batches: int | None
+    saving: Any
+    run_dir: Path
+    sinks: list[Any]  # loggers and the terminal; empty on all ranks but 0
+    said: list[str]  # what the build has to say
+    progress: Progress = field(default_factory=Progress)
+    clock: Clock = field(default_factory=Clock)
+
+    def fit(self) -> None:
+        """Train to the end. Raises Diverged, and Interrupted when a signal asked to stop."""
+        self.model.train()
+        self.scheduler.step(self.progress.updates)
+        self.saving.start(self.progress.updates)
+        self._loss = torch.zeros((), device=self.device)  # summed since the last log; stays on the device
+        self._logged = (self.progress.updates, self.progress.samples, 0)
+        self._skips = self._steps = 0
+        stream = self.loader.stream(self.train_data, self._requests(), self.device, self.memory_format)
+        with StopFlag() as self._stop:
+            self.clock.resume()
+            if self.progress.updates < self.max_updates:
+                self._run(self.clock.waits(stream))
+        if self.progress.evaluated != self.progress.updates:
+            self._evaluate_and_log()
+            self._save()
+
+    def _run(self, stream: Iterator[Micro]) -> None:
+        parallel, precision, forward, criterion = self.parallel, self.precision, self.forward, self.loss
+        for micro in stream:
+            with parallel.sync(forward, micro.last):
+                with precision.autocast():
+                    loss = criterion(forward(micro.x), micro.y)
+                precision.backward(loss, micro.weight)
+            self._loss.addcmul_(loss.detach(), micro.weight)
+            if not micro.last:
+                continue
+            if precision.step(self.optimizer, self.clip):
+                self.progress.updates += 1
+                self.scheduler.step(self.progress.updates)
+                self.ema.update()
+                self._skips = 0
+            else:
+                self._skip()
+            self.zero_grad()
+            if self._after_update(micro.epoch_end):
+                return
+
+    def _requests(self) -> Iterator[Request]:
+        start = self.progress.epoch
+        for epoch in range(start, self.epochs):
+            yield from self.batch.requests(
+                len(self.train_data.source), self.seed, epoch, self.parallel.world, self.drop_last,
+                skip=self.progress.window if epoch == start else 0, device=self.device,
+            )  # fmt: skip
+
+    def _skip(self) -> None:
+        self.progress.skipped += 1
+        self._skips += 1
+        if self._skips >= MOST_SKIPS:
+            raise Diverged(f"{MOST_SKIPS} updates in a row had gradients that are not finite (update {self.progress.updates})")
+
+    def _after_update(self, epoch_end: bool) -> bool:
+        """Bookkeeping at an update's boundary; True when the run is done."""
+        self.clock.step()
+        progress = self.progress
+        progress.window += 1
+        self._steps += 1
+        want = STOP if self._stop.raised else SAVE if self.saving.due(progress.updates) else 0
+        agreed = self.parallel.agree(want)
+        done = progress.updates >= self.max_updates
+        if not (epoch_end or agreed or done or self._steps % self.log_every == 0):
+            return False
+        self._count_samples(epoch_end)
+        self._log()
+        if epoch_end:
+            progress.epoch, progress.window = progress.epoch + 1, 0
+            if progress.epoch % self.evaluate_every == 0 or progress.epoch == self.epochs:
+                self._evaluate_and_log()
+        if epoch_end or agreed:
+            self._save()
+        if agreed == STOP and not done:
+            raise Interrupted(f"stopped by a signal at update {progress.updates}", saved=self.saving.active)
+        self.clock.resume()
+        return done
+
+    def _count_samples(self, epoch_end: bool) -> None:
+        per_epoch = len(self.train_data.source)
+        in_epoch = min(self.progress.window * self.batch.global_batch, per_epoch)
+        if self.drop_last:
+            per_epoch -= per_epoch % self.batch.global_batch
+        self.progress.samples = self.progress.epoch * per_epoch + in_epoch
+
+    def _log(self) -> None:
+        """Read the loss back, once for all updates since the last time, and tell the sinks."""
+        progress = self.progress
+        updates, samples, steps = self._logged
+        windows = self._steps - steps
+        loss = float(self.parallel.total(self._loss)) / (windows * self.parallel.world.size)
+        self._loss.zero_()
+        self._logged = (progress.updates, progress.samples, self._steps)
+        seconds, waiting = self.clock.since_last()
+        skipped = windows - (progress.updates - updates)
+        if not math.isfinite(loss) and not skipped:
+            raise Diverged(f"the loss is {loss} (updates {updates + 1} to {progress.updates})")
+        self._tell(
+            "train", loss=loss if math.isfinite(loss) else None, lr=self.optimizer.param_groups[0]["lr"],
+            samples=progress.samples, skipped=progress.skipped,
+            samples_per_second=(progress.samples - samples) / seconds if seconds else None, data_wait=waiting,
+        )  # fmt: skip
+
+    def _tell(self, event: str, **numbers: Any) -> None:
+        record = {"event": event, "update": self.progress.updates, "epoch": self.progress.epoch, **numbers}
+        for sink in self.sinks:
+            sink.log(record)
+
+    def _evaluate_and_log(self) -> None:
+        self.parallel.share_buffers(self.model)
+        metrics = self.evaluate()
+        if self.ema.active:
+            with self.ema.swapped():
+                metrics |= {f"ema_{name}": value for name, value in self.evaluate().items()}
+        progress = self.progress
+        name, better = self.loss.best
+        if not progress.best or better(metrics[name], progress.best[name]) != progress.best[name]:
+            progress.best = {**metrics, "update": progress.updates}
+        progress.evaluated, progress.final = progress.updates, metrics
+        self._tell("evaluate", **metrics)
+
+    @torch.inference_mode()
+    def evaluate(self) -> dict[str, float]:
+        """The metrics over the test data, every sample once on any number of ranks: sums are reduced, not means."""
+        self.model.eval()
+        world = self.parallel.world
+        batches = torch.arange(len(self.test_data.source)).split(self.batch.micro_batch(world))[: self.eval_batches]
+        mine = (Request(0, indices) for indices in batches[world.rank :: world.size])
+        sums = torch.zeros(len(self.loss.metrics) + 1, dtype=torch.float64, device=self.device)
+        for micro in self.loader.stream(self.test_data, mine, self.device, self.memory_format):
+            with self.precision.autocast():
+                output = self.model(micro.x)
+            sums += self.loss.sums(output, micro.y)
+        *totals, count = self.parallel.total(sums).tolist()
+        self.model.train()
+        return {name: total / count for name, total in zip(self.loss.metrics, totals, strict=True)}
+
+    def _save(self) -> None:
+        if not self.saving.active:
+            return
+        state = self.state()  # gathers from all ranks
+        if self.parallel.world.rank == 0:
+            resume.save(self.run_dir, self.progress.updates, self.model.state_dict(), state)
+            best = int(self.progress.best["update"]) if self.saving.keep_best and self.progress.best else None
+            resume.prune(self.run_dir, self.saving.keep, best)
+        self.saving.start(self.progress.updates)
+
+    def state(self) -> dict[str, Any]:
+        """Everything but the weights that a resumed run needs."""
+        return {
+            "progress": asdict(self.progress),
+            "optimizer": self.optimizer.state_dict(),
+            "precision": self.precision.state_dict(),
+            "ema": self.ema.state_dict(),
+            "random": self.parallel.gather(resume.random_state()),
+        }
+
+    def restore(self, weights: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self.model.load_state_dict(weights)
+        self.progress = Progress(**state["progress"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.precision.load_state_dict(state["precision"])
+        self.ema.load_state_dict(state["ema"])
+        rank = self.parallel.world.rank
+        if rank < len(state["random"]):
+            resume.restore_random_state(state["random"][rank])

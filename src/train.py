@@ -1,0 +1,11 @@
+"""`python -m src.train …` is `drivetrain train …`, run from a checkout."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # works uninstalled, too
+
+from drivetrain.cli import main  # noqa: E402
+
+if __name__ == "__main__":
+    sys.exit(main(["train", *sys.argv[1:]]))
