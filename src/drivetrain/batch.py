@@ -55,7 +55,13 @@ class Batch(Part):
         return samples // self.global_batch if drop_last else math.ceil(samples / self.global_batch)
 
     def requests(
-        self, samples: int, seed: int, epoch: int, world: World, drop_last: bool, skip: int = 0,
+        self,
+        samples: int,
+        seed: int,
+        epoch: int,
+        world: World,
+        drop_last: bool,
+        skip: int = 0,
         device: torch.device | None = None,
     ) -> Iterator[Request]:
         """This rank's micro-batches of one epoch in order, from its update number `skip` on.

@@ -32,7 +32,7 @@ def check(composed: Composed) -> Run:
     plain = composed.plain
     groups = options(composed.config_dirs)
     run = Run(composed.choices, {k: v for k, v in plain.items() if k not in groups})
-    problems = list(_values(run.values))
+    problems = [*composed.problems, *_values(run.values)]
     for group in groups:
         made: list[Any] = []
         for place, section in _sections(group, plain.get(group), composed):
@@ -69,7 +69,9 @@ def _sections(group: str, section: Any, composed: Composed) -> Iterator[tuple[st
         yield group, section
 
 
-def _make(place: str, section: dict[str, Any], trust: list[str], composed: Composed, problems: list[str]) -> Part | None:
+def _make(
+    place: str, section: dict[str, Any], trust: list[str], composed: Composed, problems: list[str]
+) -> Part | None:
     """One option, its knobs checked against its constructor's signature."""
     knobs = {k: v for k, v in section.items() if k != "_target_"}
     target = str(section.get("_target_"))

@@ -65,11 +65,12 @@ def checkpoint_forward(block: torch.nn.Module) -> None:
 
 @contextmanager
 def _statistics_held(norms: list[Any]) -> Iterator[None]:
-    tracked = [m.track_running_stats for m in norms]
+    """Momentum 0 writes the running statistics back unchanged, and without its counter a norm counts nothing."""
+    held = [(m.momentum, m.num_batches_tracked) for m in norms]
     try:
         for m in norms:
-            m.track_running_stats = False
+            m.momentum, m.num_batches_tracked = 0.0, None
         yield
     finally:
-        for m, value in zip(norms, tracked, strict=True):
-            m.track_running_stats = value
+        for m, (momentum, counter) in zip(norms, held, strict=True):
+            m.momentum, m.num_batches_tracked = momentum, counter

@@ -52,7 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("DRIVETRAIN_TRACEBACK"):
             traceback.print_exc()
         text = str(error).strip().splitlines()
-        print(f"error: {type(error).__name__}: {text[0] if text else ''} (DRIVETRAIN_TRACEBACK=1 shows where)", file=sys.stderr)
+        print(
+            f"error: {type(error).__name__}: {text[0] if text else ''} (DRIVETRAIN_TRACEBACK=1 shows where)",
+            file=sys.stderr,
+        )
         return FAILED
 
 

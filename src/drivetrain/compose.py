@@ -31,6 +31,7 @@ class Composed:
     recipe: recipes.Recipe | None = None
     said: list[str] = field(default_factory=list)  # what the user should know
     config_dirs: tuple[str, ...] = ()
+    problems: list[str] = field(default_factory=list)  # of the words; `check` adds those of the values
 
     @property
     def plain(self) -> dict[str, Any]:
@@ -55,7 +56,8 @@ def _defaults() -> list[Any]:
 def compose(overrides: Sequence[str], config_dirs: Sequence[str] = (), base: recipes.Recipe | None = None) -> Composed:
     """Compose a config from command-line overrides. `base` is a recipe already read (a resumed run's own).
 
-    Raises UserError with every problem of the words: unknown options, unknown keys, a recipe's faults.
+    Unknown options and keys become the result's `problems`, so that they are told together with wrong values.
+    Raises UserError for a recipe that cannot be read.
     """
     known = options(config_dirs)
     problems: list[str] = []
@@ -89,13 +91,13 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str] = (), base: rec
         where = recipe.where(key) + ": " if recipe is not None and key not in parsed and key in recipe.lines else ""
         _set(config, key, value, known, choices, problems, where)
     final = {g: choices.get(g, default) for g, default in _default_choices().items()}
-    composed = Composed(config, final, list(overrides), recipe, said, tuple(config_dirs))
+    composed = Composed(config, final, list(overrides), recipe, said, tuple(config_dirs), problems)
     try:
         composed.plain  # noqa: B018 - resolves every interpolation
     except OmegaConfBaseException as error:
-        problems.append(f"a reference in the config cannot be resolved: {str(error).splitlines()[0]}")
-    if problems:
-        raise UserError(problems)
+        raise UserError(
+            [*problems, f"a reference in the config cannot be resolved: {str(error).splitlines()[0]}"]
+        ) from None
     return composed
 
 
@@ -113,11 +115,15 @@ def _parse(overrides: Sequence[str], problems: list[str]) -> dict[str, Any]:
             continue
         key = override.key_or_group
         if override.is_delete():
-            problems.append(f"'{text}': nothing can be deleted: choose a group's off switch ({key}=none) or set another value")
+            problems.append(
+                f"'{text}': nothing can be deleted: choose a group's off switch ({key}=none) or set another value"
+            )
         elif override.is_sweep_override():
             problems.append(f"'{text}' gives several values: say -m before it to run them all as a sweep, or quote it")
         elif key == "hydra" or key.startswith(("hydra.", "hydra/")):
-            problems.append(f"'{text}': drivetrain runs Hydra's config without its launcher: set output_dir=… for the place of runs")
+            problems.append(
+                f"'{text}': drivetrain runs Hydra's config without its launcher: set output_dir=… for the place of runs"
+            )
         elif override.package is not None:
             problems.append(f"'{text}': a group stands in its own place: write {key}={override.value()}")
         else:
@@ -149,8 +155,13 @@ def _choose(
 
 
 def _carry(
-    recipe: recipes.Recipe, group: str, option: Any, kept: list[str], values: dict[str, Any],
-    config_dirs: Sequence[str], said: list[str],
+    recipe: recipes.Recipe,
+    group: str,
+    option: Any,
+    kept: list[str],
+    values: dict[str, Any],
+    config_dirs: Sequence[str],
+    said: list[str],
 ) -> None:
     """The command line chose another option than the recipe: the recipe's values go along where the option has them."""
     has = _option_keys(group, option, config_dirs)
@@ -200,8 +211,13 @@ def _hydra(choices: dict[str, Any], config_dirs: Sequence[str]) -> DictConfig:
 
 
 def _set(
-    config: DictConfig, key: str, value: Any, known: dict[str, list[str]], choices: dict[str, Any],
-    problems: list[str], where: str,
+    config: DictConfig,
+    key: str,
+    value: Any,
+    known: dict[str, list[str]],
+    choices: dict[str, Any],
+    problems: list[str],
+    where: str,
 ) -> None:
     """Set a key that exists; keys below an empty mapping are free."""
     parts, node = key.split("."), config
@@ -213,15 +229,24 @@ def _set(
             if depth and parts[depth - 1] == "kwargs":
                 break  # an open mapping: whatever the target takes
             inside = ".".join(parts[:depth])
-            place = f"{inside}={choices.get(inside, _default_choices().get(inside))}" if inside in known else inside or "the config"
+            place = (
+                f"{inside}={choices.get(inside, _default_choices().get(inside))}"
+                if inside in known
+                else inside or "the config"
+            )
             names = [str(k) for k in node if k != "_target_"]
-            suggestion = did_you_mean(part, [*names, *(known if not depth else [])])
+            suggestion = did_you_mean(part, {*names, *(known if not depth else [])})
+            others = [o for o in known.get(inside, []) if part in _option_keys(inside, o, ())]
+            if others:
+                suggestion = " or ".join(f"{inside}={o}" for o in others) + " has it"
             problems.append(f"{where}{place} has no '{part}' ({key}={value}): {suggestion}")
             return
         if depth < len(parts) - 1:
             node = node[part]
     if parts[-1] == "_target_" or "_target_" in parts:
-        problems.append(f"{where}{key}: a target is not set by hand: your own class goes in by model=own model.target=… or --config-dir")
+        problems.append(
+            f"{where}{key}: a target is not set by hand: your own class goes in by model=own model.target=… or --config-dir"
+        )
         return
     current = OmegaConf.select(config, key)
     if isinstance(current, DictConfig) and current and not isinstance(value, dict):
@@ -272,14 +297,22 @@ def to_recipe(composed: Composed, operators: set[str]) -> str:
     tree = OmegaConf.create({})
     for key, value in differing.items():
         OmegaConf.update(tree, key, value, force_add=True)
-    lines = [f"description: {json.dumps(composed.recipe.description)}"] if composed.recipe and composed.recipe.description else []
-    lines += ["defaults:"] + [f"  - override /{g}: {json.dumps(o) if isinstance(o, list) else o}" for g, o in chosen.items()]
+    lines = (
+        [f"description: {json.dumps(composed.recipe.description)}"]
+        if composed.recipe and composed.recipe.description
+        else []
+    )
+    lines += ["defaults:"] + [
+        f"  - override /{g}: {json.dumps(o) if isinstance(o, list) else o}" for g, o in chosen.items()
+    ]
     return "\n".join(lines) + "\n" + (OmegaConf.to_yaml(tree) if differing else "")
 
 
 def operator_words(operator: dict[str, Any], composed: Composed) -> dict[str, Any]:
     """The operator's settings as override keys and values: options of its groups, values elsewhere."""
-    words = {k: v for k, v in operator.items() if k.split(".")[0] not in ("logger", "resume", "resume_changed", "recipe")}
+    words = {
+        k: v for k, v in operator.items() if k.split(".")[0] not in ("logger", "resume", "resume_changed", "recipe")
+    }
     return {**words, "logger": composed.choices["logger"]}
 
 

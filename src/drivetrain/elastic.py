@@ -69,7 +69,9 @@ def _outcome(told: Path, ranks: int) -> tuple[Result, int]:
         except (OSError, ValueError):
             continue
     main = ended.get(0)
-    if main is not None and (main["code"] == INTERRUPTED or len(ended) == ranks and not any(e["code"] for e in ended.values())):
+    if main is not None and (
+        main["code"] == INTERRUPTED or (len(ended) == ranks and not any(e["code"] for e in ended.values()))
+    ):
         rank, content = 0, main
     else:
         failed = {r: e for r, e in ended.items() if e["code"]}
@@ -77,12 +79,20 @@ def _outcome(told: Path, ranks: int) -> tuple[Result, int]:
         if not failed or (lost and _is_consequence(failed)):
             names = " and ".join(f"rank {r}" for r in lost) or "a rank"
             base = main or {"world_size": ranks}
-            content = {**base, "status": "failed", "error": f"{names} died without a word (killed, or out of memory)", "code": FAILED}
+            content = {
+                **base,
+                "status": "failed",
+                "error": f"{names} died without a word (killed, or out of memory)",
+                "code": FAILED,
+            }
             rank = 0
         else:
             own = {r: e for r, e in failed.items() if not _is_consequence({r: e})} or failed
             rank = min(own, key=lambda r: own[r]["time"])
-            content = {**(main or {}), **{k: own[rank][k] for k in ("status", "error", "code", "world_size", "overrides", "config_hash")}}
+            content = {
+                **(main or {}),
+                **{k: own[rank][k] for k in ("status", "error", "code", "world_size", "overrides", "config_hash")},
+            }
             if rank and "rank" not in str(content["error"]):
                 content["error"] = f"rank {rank}: {content['error']}"
     code = content.pop("code")

@@ -37,9 +37,9 @@ class Interrupted(Exception):
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """"did you mean …?" with the near names, or the names there are."""
+    """ "did you mean …?" with the near names, or the names there are."""
     known = sorted(known)
     near = get_close_matches(given, known, n=3, cutoff=0.6)
     if near:
         return "did you mean " + " or ".join(repr(n) for n in near) + "?"
-    return "there is: " + ", ".join(known) if len(known) <= 30 else ""
+    return "there is: " + ", ".join(known) if known else "it has none"

@@ -56,7 +56,9 @@ def prepare(overrides: Sequence[str], config_dirs: Sequence[str] = (), in_sweep:
     if going_on in ("null", "", "auto"):
         composed = composing.compose(words, config_dirs)
         if composed.recipe is not None and composed.recipe.sweep and not in_sweep:
-            raise UserError(f"recipe {composed.recipe.name} is a sweep: run it by `python -m src.train recipe={composed.recipe.name}`")
+            raise UserError(
+                f"recipe {composed.recipe.name} is a sweep: run it by `python -m src.train recipe={composed.recipe.name}`"
+            )
         job = checked(composed)
         return _newest_unfinished(job) if going_on == "auto" else job
     return _resumed(Path(going_on), words, config_dirs)
@@ -73,7 +75,9 @@ def checked(composed: Composed) -> Job:
 def _resumed(run_dir: Path, words: list[str], config_dirs: Sequence[str]) -> Job:
     """The job of `resume=<run dir>`: the run's own recipe and operator's settings, then the words beside it."""
     if not (run_dir / "recipe.yaml").is_file() or not (run_dir / "environment.json").is_file():
-        raise UserError(f"resume={run_dir} is no run's directory (no recipe.yaml in it): name one such as outputs/<date>/<time>-<id>")
+        raise UserError(
+            f"resume={run_dir} is no run's directory (no recipe.yaml in it): name one such as outputs/<date>/<time>-<id>"
+        )
     try:
         facts = json.loads((run_dir / "environment.json").read_text())
     except ValueError:
@@ -141,17 +145,21 @@ def train(overrides: list[str]) -> Result:
 
 
 def launch(job: Job, run_dir: Path | None = None, quiet: bool = False) -> Ended:
-    """Run a job to its end in `run_dir`, or in a new directory. Raises UserError only before that is made."""
+    """Run a job to its end in `run_dir`, or in a new directory. Raises UserError where it cannot begin, and leaves nothing."""
     world = _world_of_environment()
     ranks = job.run.parallel.ranks()
     check.verify(job.run)
     if world.rank != 0:
         return Ended(*_rank(job, world, Path(os.devnull), quiet=True))
     run_dir = job.run_dir or run_dir
-    if run_dir is None:
+    if is_new := run_dir is None:
         run_dir = rundir.create(Path(job.run.values["output_dir"]))
     with rundir.held(run_dir):
-        return _held_run(job, run_dir, world, ranks, quiet)
+        ended = _held_run(job, run_dir, world, ranks, quiet)
+    if ended.code == BAD_CONFIG and not ended.result.updates and is_new:
+        rundir.remove(run_dir)  # it never was a run: nothing is left of it
+        raise UserError(str(ended.result.error).splitlines())
+    return ended
 
 
 def _held_run(job: Job, run_dir: Path, world: World, ranks: int, quiet: bool) -> Ended:
@@ -182,7 +190,9 @@ def _describe(job: Job, run_dir: Path) -> None:
     (run_dir / "recipe.yaml").write_text(composing.to_recipe(job.composed, job.operators))
     (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(job.composed.config))
     operator = composing.operator_values(job.composed, job.operators)
-    about = environment.describe(job.composed.overrides, job.config_hash, composing.operator_words(operator, job.composed))
+    about = environment.describe(
+        job.composed.overrides, job.config_hash, composing.operator_words(operator, job.composed)
+    )
     write_json(run_dir / "environment.json", about)
 
 
@@ -197,7 +207,11 @@ def _world_of_environment() -> World:
 
 def _rank(job: Job, world: World, run_dir: Path, quiet: bool) -> tuple[Result, int]:
     """Build, restore and fit one rank; whatever happens becomes a result and an exit code."""
-    result = Result(overrides=[environment.redact(w) for w in job.composed.overrides], config_hash=job.config_hash, world_size=world.size)
+    result = Result(
+        overrides=[environment.redact(w) for w in job.composed.overrides],
+        config_hash=job.config_hash,
+        world_size=world.size,
+    )
     sinks: list[Any] = []
     trainer = None
     began = time.perf_counter()
@@ -215,10 +229,17 @@ def _rank(job: Job, world: World, run_dir: Path, quiet: bool) -> tuple[Result, i
         kept = saved or any((run_dir / "checkpoints").glob("[0-9]*"))
         result.status, code = "interrupted", INTERRUPTED if kept else FAILED
         result.error = (str(error) or "stopped by the keyboard") + (
-            f": go on with resume={run_dir}" if kept else ": saving=none kept nothing" if not job.run.saving.active else ""
+            f": go on with resume={run_dir}"
+            if kept
+            else ": saving=none kept nothing"
+            if not job.run.saving.active
+            else ""
         )
     except Exception as error:  # the one place where a bug becomes a line and a log
-        code, result.error = FAILED, f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        code, result.error = (
+            FAILED,
+            f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}",
+        )
         if run_dir.is_dir():
             with (run_dir / "log.txt").open("a") as log:
                 log.write(traceback.format_exc())

@@ -19,8 +19,13 @@ class Optimizer(Part):
     torch_name: str  # the class in torch.optim
 
     def __init__(
-        self, lr: Positive, weight_decay: NonNegative, decay_norm_and_bias: bool, fused: bool | None,
-        foreach: bool | None, **own: Any,
+        self,
+        lr: Positive,
+        weight_decay: NonNegative,
+        decay_norm_and_bias: bool,
+        fused: bool | None,
+        foreach: bool | None,
+        **own: Any,
     ) -> None:
         self.lr, self.weight_decay, self.decay_norm_and_bias = lr, weight_decay, decay_norm_and_bias
         self.fused, self.foreach, self.own = fused, foreach, own

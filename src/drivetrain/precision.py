@@ -61,7 +61,10 @@ class Bf16(Precision):
 
 
 class Amp(Bf16):
-    """float16 autocast with dynamic loss scaling (Micikevicius et al. 2018): an overflow skips the update."""
+    """float16 autocast with dynamic loss scaling (Micikevicius et al. 2018): an overflow skips the update.
+
+    On a CPU that has no float16 convolution, convolutions stay in float32: torch's fallback is 50 times slower.
+    """
 
     dtype = "float16"
 
@@ -73,6 +76,13 @@ class Amp(Bf16):
         self.scaler = torch.amp.GradScaler(
             device.type, init_scale=self.init_scale, growth_interval=self.growth_interval
         )
+
+    def convert(self, model: torch.nn.Module) -> torch.nn.Module:
+        if self._device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_fp16_supported():
+            for module in model.modules():
+                if isinstance(module, torch.nn.modules.conv._ConvNd):
+                    _stay_float32(module)
+        return model
 
     def backward(self, loss: torch.Tensor, weight: torch.Tensor) -> None:
         self.scaler.scale(loss).backward(weight)
@@ -90,6 +100,17 @@ class Amp(Bf16):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.scaler.load_state_dict(state)
+
+
+def _stay_float32(module: torch.nn.Module) -> None:
+    """Run a module's forward in float32 whatever autocast says."""
+    forward = module.forward
+
+    def in_float32(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return forward(x.float())
+
+    module.forward = in_float32  # type: ignore[method-assign]
 
 
 class Fp8(Bf16):

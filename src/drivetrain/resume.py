@@ -12,6 +12,8 @@ import safetensors.torch
 import torch
 
 from drivetrain.manifest import FORMAT, checkpoints, sha256
+
+
 def save(run_dir: Path, update: int, weights: dict[str, torch.Tensor], state: dict[str, Any]) -> Path:
     """Write checkpoints/<update>/ atomically: weights under plain names, training state, manifest of SHA-256 sums."""
     root = run_dir / "checkpoints"
@@ -21,7 +23,9 @@ def save(run_dir: Path, update: int, weights: dict[str, torch.Tensor], state: di
     safetensors.torch.save_file(_contiguous(weights), temporary / "model.safetensors")
     torch.save(state, temporary / "state.pt")
     hashes = {f.name: sha256(f) for f in sorted(temporary.iterdir())}
-    (temporary / "manifest.json").write_text(json.dumps({"format": FORMAT, "update": update, "sha256": hashes}, indent=2))
+    (temporary / "manifest.json").write_text(
+        json.dumps({"format": FORMAT, "update": update, "sha256": hashes}, indent=2)
+    )
     for file in temporary.iterdir():
         _fsync(file)
     _fsync(temporary)

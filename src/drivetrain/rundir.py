@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,14 @@ def make(path: Path) -> None:
         raise UserError(
             f"output_dir: {path} cannot be made ({error.strerror}): set output_dir to a directory you can write to"
         ) from None
+
+
+def remove(path: Path) -> None:
+    """Remove a run's directory, and the folders that held nothing else."""
+    shutil.rmtree(path, ignore_errors=True)
+    for parent in path.parents[:2]:
+        with contextlib.suppress(OSError):
+            parent.rmdir()
 
 
 @contextlib.contextmanager
