@@ -96,7 +96,7 @@ def _knobs(place: str, cls: type, knobs: dict[str, Any]) -> Iterator[str]:
     parameters = inspect.signature(cls).parameters
     unknown = [k for k in knobs if k not in parameters]
     yield from (f"{place}.{k}: {cls.__name__} takes no such argument" for k in unknown)
-    hints = get_type_hints(cls.__init__, include_extras=True)
+    hints = get_type_hints(cls.__init__, include_extras=True)  # type: ignore[misc]
     yield from _typed(place, {k: (hints.get(k, Any), knobs[k]) for k in knobs if k in parameters})
 
 

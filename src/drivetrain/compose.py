@@ -50,7 +50,8 @@ def options(config_dirs: Sequence[str] = ()) -> dict[str, list[str]]:
 
 
 def _defaults() -> list[Any]:
-    return OmegaConf.to_container(OmegaConf.load(conf_dir() / "config.yaml"))["defaults"]  # type: ignore[index,call-overload]
+    config: Any = OmegaConf.to_container(OmegaConf.load(conf_dir() / "config.yaml"))
+    return config["defaults"]
 
 
 def compose(overrides: Sequence[str], config_dirs: Sequence[str] = (), base: recipes.Recipe | None = None) -> Composed:
@@ -67,7 +68,9 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str] = (), base: rec
         name = parsed.pop("recipe")
         if name is not None and base is None:
             recipe = recipes.read(recipes.find(str(name)))
-    choices, values, said = {}, {}, []
+    choices: dict[str, Any] = {}
+    values: dict[str, Any] = {}
+    said: list[str] = []
     if recipe is not None:
         for group, option in recipe.choices.items():
             _choose(choices, known, group, option, problems, recipe.where(group) + ": ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -41,10 +42,8 @@ def run(job: Job, run_dir: Path, ranks: int, quiet: bool) -> tuple[Result, int]:
         rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1, start_method="fork", local_addr="localhost",
         logs_specs=DefaultLogsSpecs(log_dir=str(told), redirects=dict.fromkeys(range(1, ranks), Std.ALL)),
     )  # fmt: skip
-    try:
+    with contextlib.suppress(ChildFailedError, SignalException):  # the ranks have told why
         elastic_launch(config, _entry)(job, run_dir, quiet)
-    except (ChildFailedError, SignalException):
-        pass  # the ranks have told why
     return _outcome(told, ranks)
 
 

@@ -49,8 +49,8 @@ class Average(Ema):
         self.decay, self.warmup, self.buffers = decay, warmup, buffers
 
     def start(self, model: torch.nn.Module) -> None:
-        averaged = dict(model.named_parameters())
-        copied = {}
+        averaged: dict[str, torch.Tensor] = dict(model.named_parameters())
+        copied: dict[str, torch.Tensor] = {}
         for name, buffer in model.named_buffers():
             average = buffer.is_floating_point() and self.buffers == "average"
             (averaged if average else copied)[name] = buffer

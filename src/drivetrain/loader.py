@@ -91,8 +91,9 @@ class Workers(Loader):
 
         more = True
         while more:
-            loader = DataLoader(
-                _Fetch(pipeline),
+            dataset: Any = _Fetch(pipeline)
+            loader: Any = DataLoader(
+                dataset,
                 sampler=_Once(keys()),
                 batch_size=None,
                 num_workers=self.num_workers,

@@ -31,7 +31,7 @@ def verify(checkpoint: Path) -> str | None:
 
 def newest_valid(run_dir: Path) -> tuple[Path | None, list[str]]:
     """The newest checkpoint that verifies, and one line for each newer one that does not."""
-    complaints = []
+    complaints: list[str] = []
     for checkpoint in sorted(checkpoints(run_dir), key=lambda p: int(p.name), reverse=True):
         wrong = verify(checkpoint)
         if wrong is None:

@@ -98,8 +98,9 @@ class Ddp(Parallel):
         timeout = timedelta(seconds=self.timeout_s)
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
         # Flags travel on the CPU whatever the device: reading one must not wait for the device's queue.
-        self._control = dist.new_group(backend="gloo", timeout=timeout) if device.type == "cuda" else dist.group.WORLD
-        self._flag, self._pending = torch.zeros((), dtype=torch.int64), None
+        self._control: Any = dist.new_group(backend="gloo", timeout=timeout) if device.type == "cuda" else dist.group.WORLD
+        self._flag = torch.zeros((), dtype=torch.int64)
+        self._pending: Any = None
 
     def wrap(self, model: Any) -> Any:
         return torch.nn.parallel.DistributedDataParallel(

@@ -23,7 +23,7 @@ class Request:
 
     epoch: int
     indices: torch.Tensor  # (n,) int64
-    weight: torch.Tensor | None = None  # 0-d; None in evaluation
+    weight: torch.Tensor  # 0-d; 1 in evaluation
     last: bool = True  # the update's last micro-batch
     epoch_end: bool = False  # the epoch's last micro-batch
 
@@ -34,6 +34,6 @@ class Micro:
 
     x: torch.Tensor
     y: torch.Tensor
-    weight: torch.Tensor | None
+    weight: torch.Tensor
     last: bool
     epoch_end: bool

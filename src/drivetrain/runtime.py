@@ -46,7 +46,7 @@ class Runtime(Part):
 
     def start(self, world: World) -> torch.device:
         """Set the process up and return its device."""
-        device = torch.device(self.kind(), world.local_rank if self.kind() == "cuda" else None)
+        device = torch.device(f"cuda:{world.local_rank}" if self.kind() == "cuda" else "cpu")
         if device.type == "cuda":
             torch.cuda.set_device(device)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -196,7 +196,8 @@ class Trainer:
         self.model.eval()
         world = self.parallel.world
         batches = torch.arange(len(self.test_data.source)).split(self.batch.micro_batch(world))[: self.eval_batches]
-        mine = (Request(0, indices) for indices in batches[world.rank :: world.size])
+        one = torch.ones(())
+        mine = (Request(0, indices, one) for indices in batches[world.rank :: world.size])
         sums = torch.zeros(len(self.loss.metrics) + 1, dtype=torch.float64, device=self.device)
         for micro in self.loader.stream(self.test_data, mine, self.device, self.memory_format):
             with self.precision.autocast():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -27,7 +28,7 @@ class Mlp(nn.Module):
     def __init__(self, shape: tuple[int, ...], classes: int, hidden: Sequence[int], dropout: float) -> None:
         super().__init__()
         widths = [math.prod(shape), *hidden]
-        self.layers = nn.Sequential(*(Layer(i, o, dropout) for i, o in zip(widths, widths[1:], strict=False)))
+        self.layers = nn.Sequential(*(Layer(i, o, dropout) for i, o in itertools.pairwise(widths)))
         self.head = nn.Linear(widths[-1], classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
