@@ -41,9 +41,7 @@ def recipe_command(argv: list[str]) -> int:
     verbs = {"list": _list, "show": _show, "check": _check, "export": _export}
     if not argv or argv[0] not in verbs:
         given = f"'{argv[0]}': {did_you_mean(argv[0], verbs)}" if argv else ""
-        raise UserError(
-            f"drivetrain recipe wants list, show NAME, check NAME|PATH … or export RUN [FILE] {given}".rstrip()
-        )
+        raise UserError(f"drivetrain recipe wants list, show NAME, check NAME|PATH … or export RUN [FILE] {given}".rstrip())
     verbs[argv[0]](argv[1:])
     return DONE
 
@@ -79,9 +77,7 @@ def _export(argv: list[str]) -> None:
         raise UserError("drivetrain recipe export wants a run's directory, and a file if it is not for the screen")
     source = Path(argv[0]) / "recipe.yaml"
     if not source.is_file():
-        raise UserError(
-            f"{argv[0]} is no run's directory (no recipe.yaml in it): name one such as outputs/<date>/<time>-<id>"
-        )
+        raise UserError(f"{argv[0]} is no run's directory (no recipe.yaml in it): name one such as outputs/<date>/<time>-<id>")
     recipe.read(source)
     if len(argv) == 1:
         print(source.read_text(), end="")

@@ -69,9 +69,7 @@ def _sections(group: str, section: Any, composed: Composed) -> Iterator[tuple[st
         yield group, section
 
 
-def _make(
-    place: str, section: dict[str, Any], trust: list[str], composed: Composed, problems: list[str]
-) -> Part | None:
+def _make(place: str, section: dict[str, Any], trust: list[str], composed: Composed, problems: list[str]) -> Part | None:
     """One option, its knobs checked against its constructor's signature."""
     knobs = {k: v for k, v in section.items() if k != "_target_"}
     target = str(section.get("_target_"))

@@ -98,9 +98,7 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str] = (), base: rec
     try:
         composed.plain  # noqa: B018 - resolves every interpolation
     except OmegaConfBaseException as error:
-        raise UserError(
-            [*problems, f"a reference in the config cannot be resolved: {str(error).splitlines()[0]}"]
-        ) from None
+        raise UserError([*problems, f"a reference in the config cannot be resolved: {str(error).splitlines()[0]}"]) from None
     return composed
 
 
@@ -118,9 +116,7 @@ def _parse(overrides: Sequence[str], problems: list[str]) -> dict[str, Any]:
             continue
         key = override.key_or_group
         if override.is_delete():
-            problems.append(
-                f"'{text}': nothing can be deleted: choose a group's off switch ({key}=none) or set another value"
-            )
+            problems.append(f"'{text}': nothing can be deleted: choose a group's off switch ({key}=none) or set another value")
         elif override.is_sweep_override():
             problems.append(f"'{text}' gives several values: say -m before it to run them all as a sweep, or quote it")
         elif key == "hydra" or key.startswith(("hydra.", "hydra/")):
@@ -233,9 +229,7 @@ def _set(
                 break  # an open mapping: whatever the target takes
             inside = ".".join(parts[:depth])
             place = (
-                f"{inside}={choices.get(inside, _default_choices().get(inside))}"
-                if inside in known
-                else inside or "the config"
+                f"{inside}={choices.get(inside, _default_choices().get(inside))}" if inside in known else inside or "the config"
             )
             names = [str(k) for k in node if k != "_target_"]
             suggestion = did_you_mean(part, {*names, *(known if not depth else [])})
@@ -300,22 +294,14 @@ def to_recipe(composed: Composed, operators: set[str]) -> str:
     tree = OmegaConf.create({})
     for key, value in differing.items():
         OmegaConf.update(tree, key, value, force_add=True)
-    lines = (
-        [f"description: {json.dumps(composed.recipe.description)}"]
-        if composed.recipe and composed.recipe.description
-        else []
-    )
-    lines += ["defaults:"] + [
-        f"  - override /{g}: {json.dumps(o) if isinstance(o, list) else o}" for g, o in chosen.items()
-    ]
+    lines = [f"description: {json.dumps(composed.recipe.description)}"] if composed.recipe and composed.recipe.description else []
+    lines += ["defaults:"] + [f"  - override /{g}: {json.dumps(o) if isinstance(o, list) else o}" for g, o in chosen.items()]
     return "\n".join(lines) + "\n" + (OmegaConf.to_yaml(tree) if differing else "")
 
 
 def operator_words(operator: dict[str, Any], composed: Composed) -> dict[str, Any]:
     """The operator's settings as override keys and values: options of its groups, values elsewhere."""
-    words = {
-        k: v for k, v in operator.items() if k.split(".")[0] not in ("logger", "resume", "resume_changed", "recipe")
-    }
+    words = {k: v for k, v in operator.items() if k.split(".")[0] not in ("logger", "resume", "resume_changed", "recipe")}
     return {**words, "logger": composed.choices["logger"]}
 
 

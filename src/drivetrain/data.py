@@ -215,9 +215,7 @@ class ImageFolder(Data):
             if not paths and (folder / name).is_dir():
                 empty.append(str(folder / name))
         if empty:
-            raise UserError(
-                f"no image in {', '.join(empty)}: remove the empty class or add images ({' '.join(IMAGES)})"
-            )
+            raise UserError(f"no image in {', '.join(empty)}: remove the empty class or add images ({' '.join(IMAGES)})")
         return files
 
     def _held_out(self, path: Path) -> bool:

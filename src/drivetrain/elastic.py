@@ -68,9 +68,7 @@ def _outcome(told: Path, ranks: int) -> tuple[Result, int]:
         except (OSError, ValueError):
             continue
     main = ended.get(0)
-    if main is not None and (
-        main["code"] == INTERRUPTED or (len(ended) == ranks and not any(e["code"] for e in ended.values()))
-    ):
+    if main is not None and (main["code"] == INTERRUPTED or (len(ended) == ranks and not any(e["code"] for e in ended.values()))):
         rank, content = 0, main
     else:
         failed = {r: e for r, e in ended.items() if e["code"]}

@@ -43,9 +43,7 @@ class Average(Ema):
 
     active = True
 
-    def __init__(
-        self, decay: Share = 0.999, warmup: bool = True, buffers: Literal["average", "copy"] = "average"
-    ) -> None:
+    def __init__(self, decay: Share = 0.999, warmup: bool = True, buffers: Literal["average", "copy"] = "average") -> None:
         self.decay, self.warmup, self.buffers = decay, warmup, buffers
 
     def start(self, model: torch.nn.Module) -> None:

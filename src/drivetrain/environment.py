@@ -18,9 +18,7 @@ _SECRET = re.compile(r"(api_?key|token|secret|password)$", re.I)
 
 def describe(overrides: list[str], config_hash: str, operator: dict[str, Any]) -> dict[str, Any]:
     """The content of environment.json."""
-    versions = {
-        n: _version(n) for n in ("torch", "torchvision", "timm", "hydra-core", "omegaconf", "numpy", "safetensors")
-    }
+    versions = {n: _version(n) for n in ("torch", "torchvision", "timm", "hydra-core", "omegaconf", "numpy", "safetensors")}
     return {
         "drivetrain": drivetrain.__version__,
         "python": platform.python_version(),

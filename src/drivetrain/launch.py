@@ -190,9 +190,7 @@ def _describe(job: Job, run_dir: Path) -> None:
     (run_dir / "recipe.yaml").write_text(composing.to_recipe(job.composed, job.operators))
     (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(job.composed.config))
     operator = composing.operator_values(job.composed, job.operators)
-    about = environment.describe(
-        job.composed.overrides, job.config_hash, composing.operator_words(operator, job.composed)
-    )
+    about = environment.describe(job.composed.overrides, job.config_hash, composing.operator_words(operator, job.composed))
     write_json(run_dir / "environment.json", about)
 
 
@@ -229,11 +227,7 @@ def _rank(job: Job, world: World, run_dir: Path, quiet: bool) -> tuple[Result, i
         kept = saved or any((run_dir / "checkpoints").glob("[0-9]*"))
         result.status, code = "interrupted", INTERRUPTED if kept else FAILED
         result.error = (str(error) or "stopped by the keyboard") + (
-            f": go on with resume={run_dir}"
-            if kept
-            else ": saving=none kept nothing"
-            if not job.run.saving.active
-            else ""
+            f": go on with resume={run_dir}" if kept else ": saving=none kept nothing" if not job.run.saving.active else ""
         )
     except Exception as error:  # the one place where a bug becomes a line and a log
         code, result.error = (

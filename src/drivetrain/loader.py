@@ -43,9 +43,7 @@ class Loader(Part):
             x, y = pipeline(request.epoch, request.indices)
             yield self._micro(x, y, request, device, memory_format)
 
-    def _micro(
-        self, x: Any, y: Any, request: Request, device: torch.device, memory_format: torch.memory_format
-    ) -> Micro:
+    def _micro(self, x: Any, y: Any, request: Request, device: torch.device, memory_format: torch.memory_format) -> Micro:
         x = x.to(device, non_blocking=self.non_blocking, memory_format=memory_format)
         y = y.to(device, non_blocking=self.non_blocking)
         return Micro(x, y, request.weight, request.last, request.epoch_end)
@@ -71,9 +69,7 @@ class Workers(Loader):
 
     def check(self, run: Run) -> Iterator[str]:
         if run.choices["data"] == "synthetic":
-            yield (
-                f"{run.named('loader')} has nothing to do for data=synthetic, which is made on the device: set loader=sync"
-            )
+            yield (f"{run.named('loader')} has nothing to do for data=synthetic, which is made on the device: set loader=sync")
 
     def stream(
         self, pipeline: Pipeline, requests: Iterable[Request], device: torch.device, memory_format: torch.memory_format

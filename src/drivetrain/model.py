@@ -31,9 +31,7 @@ class Timm(Model):
         base = self.name.split(".")[0]
         if not self.name.startswith("hf-hub:") and not timm.is_model(self.name):
             near = difflib.get_close_matches(base, timm.list_models(), n=5, cutoff=0.5)
-            yield (
-                f"model.name={self.name} is no model of timm {timm.__version__}: did you mean {', '.join(near) or 'another'}?"
-            )
+            yield (f"model.name={self.name} is no model of timm {timm.__version__}: did you mean {', '.join(near) or 'another'}?")
 
     def build(self, shape: tuple[int, ...], classes: int) -> torch.nn.Module:
         import timm

@@ -73,9 +73,7 @@ class Amp(Bf16):
 
     def start(self, device: torch.device) -> None:
         super().start(device)
-        self.scaler = torch.amp.GradScaler(
-            device.type, init_scale=self.init_scale, growth_interval=self.growth_interval
-        )
+        self.scaler = torch.amp.GradScaler(device.type, init_scale=self.init_scale, growth_interval=self.growth_interval)
 
     def convert(self, model: torch.nn.Module) -> torch.nn.Module:
         if self._device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_fp16_supported():

@@ -89,9 +89,7 @@ def _nodes(path: Path, raw: bytes) -> yaml.MappingNode | None:
             if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
                 raise UserError(f"{where}: a recipe has no YAML anchors or aliases: write the value out")
             if getattr(event, "tag", None):
-                raise UserError(
-                    f"{where}: a recipe has no YAML tags ({event.tag}): it holds plain values, never objects"
-                )
+                raise UserError(f"{where}: a recipe has no YAML tags ({event.tag}): it holds plain values, never objects")
             if nodes > MAX_NODES or depth > MAX_DEPTH:
                 raise UserError(f"{where}: a recipe has at most {MAX_NODES} values, {MAX_DEPTH} deep: this is more")
         node = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -103,9 +101,7 @@ def _nodes(path: Path, raw: bytes) -> yaml.MappingNode | None:
         raise UserError(f"{path}{line}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
     if node is not None and not isinstance(node, yaml.MappingNode):
         kind = "list" if isinstance(node, yaml.SequenceNode) else "single value"
-        raise UserError(
-            f"recipe {path} is a {kind}, not a mapping: write 'defaults:' and 'group: {{key: value}}' entries"
-        )
+        raise UserError(f"recipe {path} is a {kind}, not a mapping: write 'defaults:' and 'group: {{key: value}}' entries")
     return node
 
 
@@ -143,17 +139,13 @@ def _defaults(recipe: Recipe, node: Any, where: str, problems: list[str]) -> Non
         if match is None:
             shown = entry.value if isinstance(entry, yaml.ScalarNode) else str(pairs[0][0].value) if pairs else ""
             if str(shown).lstrip("/").startswith(("override /hydra", "hydra")):
-                problems.append(
-                    f"{at}: '{shown}' is not a recipe's to set (Hydra's settings): give it on the command line"
-                )
+                problems.append(f"{at}: '{shown}' is not a recipe's to set (Hydra's settings): give it on the command line")
             else:
                 problems.append(f"{at}: {shown!r} in defaults: a recipe chooses options as '- override /group: option'")
             continue
         group, option = match[1], _plain(pairs[0][1], at, problems)
         if group in OPERATORS:
-            problems.append(
-                f"{at}: '{group}' is not a recipe's to set ({OPERATORS[group]}): give it on the command line"
-            )
+            problems.append(f"{at}: '{group}' is not a recipe's to set ({OPERATORS[group]}): give it on the command line")
         elif all(isinstance(o, str) and _OPTION.match(o) for o in (option if isinstance(option, list) else [option])):
             recipe.choices[group], recipe.lines[group] = option, entry.start_mark.line + 1
         else:
@@ -163,9 +155,7 @@ def _defaults(recipe: Recipe, node: Any, where: str, problems: list[str]) -> Non
 def _values(recipe: Recipe, key: str, key_node: Any, node: Any, problems: list[str]) -> None:
     where = f"{recipe.path}:{key_node.start_mark.line + 1}"
     if key.split(".")[-1].startswith("_") or any(part.startswith("_") for part in key.split(".")):
-        problems.append(
-            f"{where}: '{key}': a recipe names options and values, never a target or another key of Hydra's"
-        )
+        problems.append(f"{where}: '{key}': a recipe names options and values, never a target or another key of Hydra's")
     elif not re.fullmatch(r"[A-Za-z0-9_.]+", key):
         problems.append(f"{where}: '{key}' is no key: keys are plain names")
     elif isinstance(node, yaml.MappingNode) and node.value:
@@ -188,9 +178,7 @@ def _plain(node: Any, where: str, problems: list[str]) -> Any:
         return [_plain(v, where, problems) for v in node.value]
     for name in _INTERPOLATION.findall(node.value):
         if not re.fullmatch(r"[a-z_]+(\.[a-z_0-9]+)*", name):
-            problems.append(
-                f"{where}: '${{{name}}}': a recipe refers to keys of the config alone, never to the environment"
-            )
+            problems.append(f"{where}: '${{{name}}}': a recipe refers to keys of the config alone, never to the environment")
     if node.style is None and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", node.value):
         return float(node.value)  # YAML 1.1 reads 1e-3 as text
     loader = yaml.SafeLoader("")

@@ -23,9 +23,7 @@ def save(run_dir: Path, update: int, weights: dict[str, torch.Tensor], state: di
     safetensors.torch.save_file(_contiguous(weights), temporary / "model.safetensors")
     torch.save(state, temporary / "state.pt")
     hashes = {f.name: sha256(f) for f in sorted(temporary.iterdir())}
-    (temporary / "manifest.json").write_text(
-        json.dumps({"format": FORMAT, "update": update, "sha256": hashes}, indent=2)
-    )
+    (temporary / "manifest.json").write_text(json.dumps({"format": FORMAT, "update": update, "sha256": hashes}, indent=2))
     for file in temporary.iterdir():
         _fsync(file)
     _fsync(temporary)

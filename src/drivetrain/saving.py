@@ -28,9 +28,7 @@ class Last(Saving):
 
     active = True
 
-    def __init__(
-        self, every_updates: Count | None = None, every_minutes: Positive | None = None, keep: Count = 2
-    ) -> None:
+    def __init__(self, every_updates: Count | None = None, every_minutes: Positive | None = None, keep: Count = 2) -> None:
         self.every_updates, self.every_minutes, self.keep = every_updates, every_minutes, keep
 
     def start(self, update: int) -> None:

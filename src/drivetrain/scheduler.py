@@ -78,9 +78,7 @@ class OneCycle(Scheduler):
         peak = (self.warmup * self.updates if self.warmup < 1 else self.warmup) - 1  # torch's phase ends, not rounded
         if update <= peak:
             return self._between(low, 1.0, update / peak if peak else 1.0)
-        return self._between(
-            1.0, end, min(1.0, (update - peak) / (self.updates - 1 - peak)) if self.updates - 1 > peak else 1.0
-        )
+        return self._between(1.0, end, min(1.0, (update - peak) / (self.updates - 1 - peak)) if self.updates - 1 > peak else 1.0)
 
     def _between(self, start: float, end: float, t: float) -> float:
         if self.anneal == "linear":

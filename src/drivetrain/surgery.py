@@ -59,9 +59,7 @@ def _feeding_a_norm(model: torch.nn.Module, example: torch.Tensor) -> list[tuple
 
     layers = (torch.nn.modules.conv._ConvNd, torch.nn.Linear)
     made_by: dict[int, Any] = {}  # id of a tensor → the layer that made it
-    readers: dict[int, list[Any]] = defaultdict(
-        list
-    )  # id of a tensor → what read it: a norm, or None for anything else
+    readers: dict[int, list[Any]] = defaultdict(list)  # id of a tensor → what read it: a norm, or None for anything else
     alive: list[Any] = []  # keeps every id unique while we watch
     norm_now: list[Any] = []
 
@@ -69,9 +67,7 @@ def _feeding_a_norm(model: torch.nn.Module, example: torch.Tensor) -> list[tuple
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if getattr(func, "__name__", "") not in _LOOKS_ONLY:
                 for tensor in _tensors((args, kwargs)):
-                    readers[id(tensor)].append(
-                        norm_now[-1] if norm_now and func is torch.nn.functional.batch_norm else None
-                    )
+                    readers[id(tensor)].append(norm_now[-1] if norm_now and func is torch.nn.functional.batch_norm else None)
             return func(*args, **(kwargs or {}))
 
     def entered(norm: Any, _: Any) -> None:

@@ -80,9 +80,7 @@ class Progress:
             elif time.monotonic() - self._printed > 10:
                 self._print(self._text(record))
             return
-        metrics = "  ".join(
-            f"test {k} {_number(v)}" for k, v in record.items() if k not in ("event", "update", "epoch")
-        )
+        metrics = "  ".join(f"test {k} {_number(v)}" for k, v in record.items() if k not in ("event", "update", "epoch"))
         text = f"{self._text(self._last)}  {metrics}" if self._last else metrics
         if self._bar is not None:
             self._bar.console.print(f"  {text}", highlight=False)
@@ -112,9 +110,7 @@ class Progress:
 def _bar(total: int) -> tuple[Any, Any]:
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    bar = Progress(
-        BarColumn(bar_width=20), TextColumn("{task.fields[text]}"), TimeRemainingColumn(), refresh_per_second=4
-    )
+    bar = Progress(BarColumn(bar_width=20), TextColumn("{task.fields[text]}"), TimeRemainingColumn(), refresh_per_second=4)
     return bar, bar.add_task("train", total=total, text="starting")
 
 
@@ -129,17 +125,13 @@ def show_result(result: Result) -> None:
     rows = [("status", result.status + (f": {result.error}" if result.error else ""))]
     best = result.metrics["best"]
     for name, value in result.metrics["final"].items():
-        rows.append(
-            (f"test {name}", f"{_number(value)}" + (f"   (best {_number(best[name])})" if name in best else ""))
-        )
+        rows.append((f"test {name}", f"{_number(value)}" + (f"   (best {_number(best[name])})" if name in best else "")))
     rows += [
         ("updates", f"{result.updates:,} in {_number(result.epochs)} epochs, {result.wall_s:.1f} s"),
         ("samples/s", _number(result.samples_per_second) if result.samples_per_second else "–"),
         (
             "step",
-            f"{result.step_ms_p50:.2f} ms (p95 {result.step_ms_p95:.2f})"
-            if result.step_ms_p50 and result.step_ms_p95
-            else "–",
+            f"{result.step_ms_p50:.2f} ms (p95 {result.step_ms_p95:.2f})" if result.step_ms_p50 and result.step_ms_p95 else "–",
         ),
         ("data wait", f"{100 * result.data_wait_fraction:.1f} %" if result.data_wait_fraction is not None else "–"),
         ("peak memory", f"{result.peak_memory_bytes / 2**30:.2f} GiB" if result.peak_memory_bytes else "–"),

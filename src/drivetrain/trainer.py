@@ -119,9 +119,7 @@ class Trainer:
         self.progress.skipped += 1
         self._skips += 1
         if self._skips >= MOST_SKIPS:
-            raise Diverged(
-                f"{MOST_SKIPS} updates in a row had gradients that are not finite (update {self.progress.updates})"
-            )
+            raise Diverged(f"{MOST_SKIPS} updates in a row had gradients that are not finite (update {self.progress.updates})")
 
     def _after_update(self, epoch_end: bool) -> bool:
         """Bookkeeping at an update's boundary; True when the run is done."""

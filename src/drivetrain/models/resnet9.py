@@ -8,9 +8,7 @@ from torch import nn
 
 def conv_norm(inputs: int, outputs: int, bias: bool) -> nn.Sequential:
     """3×3 convolution, BatchNorm, ReLU."""
-    return nn.Sequential(
-        nn.Conv2d(inputs, outputs, 3, padding=1, bias=bias), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)
-    )
+    return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1, bias=bias), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True))
 
 
 class Residual(nn.Module):
