@@ -198,7 +198,8 @@ class ImageFolder(Data):
             train = [f for f in train if not self._held_out(f[0].relative_to(train_dir))]
         if not train or not test:
             raise UserError(
-                f"{root} gives {len(train)} training and {len(test)} test images: add images, a val/ folder, or raise data.holdout"
+                f"{root} gives {len(train)} training and {len(test)} test images: "
+                "add images, a val/ folder, or raise data.holdout"
             )
         sources = tuple(Images(files, self.size, self.max_pixels) for files in (train, test))
         for path, _ in (train + test)[: self.verify_files]:
