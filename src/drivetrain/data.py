@@ -169,7 +169,8 @@ class ImageFolder(Data):
         max_pixels: Count = 100_000_000,
         drop_last: bool = True,
     ) -> None:
-        self.root, self.size, self.holdout, self.normalize = root, size, holdout, normalize
+        self.root = os.path.expanduser(root) if root else None
+        self.size, self.holdout, self.normalize = size, holdout, normalize
         self.verify_files, self.max_pixels, self.drop_last = verify, max_pixels, drop_last
 
     def check(self, run: Run) -> Iterator[str]:
