@@ -95,8 +95,18 @@ class Batch(Part):
 
     def consumed(self, samples: int, epoch: int, window: int, drop_last: bool) -> int:
         """Samples that a run has trained on after `window` updates of an epoch and all epochs before."""
-        before = sum(min(samples, self.updates(samples, e, drop_last) * self.size(e)) for e in range(epoch))
+        before = self._over_epochs(epoch, lambda e: min(samples, self.updates(samples, e, drop_last) * self.size(e)))
         return before + min(samples, window * self.size(epoch))
+
+    def total_updates(self, samples: int, epochs: int, drop_last: bool) -> int:
+        """Updates that a run of `epochs` makes; 0 if one of its epochs would make none."""
+        if not self.updates(samples, epochs - 1, drop_last):  # the last has the largest batch
+            return 0
+        return self._over_epochs(epochs, lambda e: self.updates(samples, e, drop_last))
+
+    def _over_epochs(self, epochs: int, amount: Callable[[int], int]) -> int:
+        """The sum of a per-epoch amount; without growth all epochs are alike."""
+        return sum(map(amount, range(epochs))) if self.grow_every else epochs * amount(0)
 
     def requests(
         self,

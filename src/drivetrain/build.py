@@ -65,10 +65,11 @@ def build(run: Run, world: World, run_dir: Path, sinks: list[Any]) -> Trainer:
 def _updates(run: Run, samples: int, world: World) -> int:
     if samples < world.size:
         raise UserError(f"{world.size} ranks, but only {samples} training samples: lower parallel.nproc")
-    updates = [run.batch.updates(samples, epoch, run.data.drop_last) for epoch in range(run.values["epochs"])]
-    if not all(updates):
+    epochs = run.values["epochs"]
+    updates = run.batch.total_updates(samples, epochs, run.data.drop_last)
+    if not updates:
         raise UserError(
-            f"batch.global_batch={run.batch.size(updates.index(0))} is more than the {samples} training samples, and "
+            f"batch.global_batch={run.batch.size(epochs - 1)} is more than the {samples} training samples, and "
             f"data.drop_last drops the short batch: set batch.global_batch to {samples} or less, or data.drop_last=false"
         )
-    return sum(updates)
+    return updates

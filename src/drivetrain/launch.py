@@ -127,6 +127,7 @@ def _newest_unfinished(job: Job) -> Job:
 
 def train(overrides: list[str]) -> Result:
     """`drivetrain.train`: this process trains a run of one rank; several ranks start from a process of their own."""
+    drivetrain.STARTED = time.time()
     job = prepare(overrides)
     if job.run.parallel.ranks() == 1 or "WORLD_SIZE" in os.environ:
         return launch(job).result
