@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from drivetrain import plan, surgery
+from drivetrain import dry, plan, surgery
 from drivetrain.errors import UserError
 from drivetrain.loader import Pipeline
 from drivetrain.plan import Horizon, World
@@ -46,17 +46,20 @@ def build(run: Run, world: World, run_dir: Path, sinks: list[Any]) -> Trainer:
 
     parameters = [p for p in model.parameters() if p.requires_grad]
     seed = run.runtime.seed
-    return Trainer(
+    trainer = Trainer(
         model=model, forward=forward, loss=run.loss, optimizer=optimizer, scheduler=run.scheduler,
         precision=run.precision, parallel=run.parallel, clip=run.clip.build(parameters), ema=run.ema,
         zero_grad=lambda: run.runtime.zero(parameters), batch=run.batch, loader=run.loader,
         train_data=Pipeline(data.train, tuple(run.augment), data.normalize, seed),
         test_data=Pipeline(data.test, (), data.normalize, seed),
         device=device, memory_format=memory_format, seed=seed, drop_last=run.data.drop_last,
-        epochs=values["epochs"], max_updates=horizon.updates, updates_per_epoch=horizon.per_epoch, log_every=values["log_every"],
+        epochs=values["epochs"], max_updates=horizon.updates, log_every=values["log_every"],
         evaluate_every=values["evaluate_every"], eval_batches=run.debug.eval_batches,
         saving=run.saving, run_dir=run_dir, sinks=sinks, said=[*said, *edits],
     )  # fmt: skip
+    if run.batch.preallocate:
+        dry.preallocate(trainer)
+    return trainer
 
 
 def _horizon(run: Run, samples: int, world: World) -> tuple[Horizon, list[str]]:
@@ -66,8 +69,8 @@ def _horizon(run: Run, samples: int, world: World) -> tuple[Horizon, list[str]]:
     horizon = plan.horizon(run, samples)
     if horizon is None:
         raise UserError(
-            f"batch.global_batch={run.batch.global_batch} is more than the {samples} training samples, and data.drop_last "
-            f"drops the short batch: set batch.global_batch to {samples} or less, or data.drop_last=false"
+            f"batch.global_batch={run.batch.size(run.values['epochs'] - 1)} is more than the {samples} training samples, and "
+            f"data.drop_last drops the short batch: set batch.global_batch to {samples} or less, or data.drop_last=false"
         )
     said: list[str] = []
     if run.data.train_samples() is None and run.debug.updates is None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 from drivetrain.lazy import torch
@@ -45,16 +47,35 @@ class Micro:
 
 
 class Horizon(NamedTuple):
-    """How long a run is, in updates."""
+    """How long a run is, in updates. Epochs get shorter where the batch grows."""
 
     updates: int  # of the whole run
-    per_epoch: int
+    ends: Sequence[int]  # updates made when each epoch ends
 
     def of(self, length: Length) -> float:
-        """A length that `length_problem` has nothing against, in updates; shares and epochs are not rounded."""
+        """A length that `length_problem` has nothing against, in updates from the start of the run, not rounded."""
         if isinstance(length, str):
-            return float(length.removesuffix("ep")) * self.per_epoch
+            return self._after(float(length.removesuffix("ep")))
         return length * self.updates if length < 1 else length
+
+    def of_end(self, length: Length) -> float:
+        """A length that ends with the run, in updates."""
+        if not isinstance(length, str):
+            return self.of(length)
+        return self.updates - self._after(max(0.0, self.epochs - float(length.removesuffix("ep"))))
+
+    @property
+    def epochs(self) -> float:
+        """How many epochs the run's updates are."""
+        last = min(bisect_left(self.ends, self.updates), len(self.ends) - 1)
+        begin = self.ends[last - 1] if last else 0
+        return last + (self.updates - begin) / (self.ends[last] - begin)
+
+    def _after(self, epochs: float) -> float:
+        """Updates made after so many epochs; past the end all are as long as the last."""
+        whole = min(int(epochs), len(self.ends) - 1)
+        begin = self.ends[whole - 1] if whole else 0
+        return begin + (epochs - whole) * (self.ends[whole] - begin)
 
     def at_most(self, updates: int | None) -> Horizon:
         """The horizon of a run that is stopped after so many updates."""
@@ -64,10 +85,14 @@ class Horizon(NamedTuple):
 def horizon(run: Run, samples: int | None = None) -> Horizon | None:
     """The horizon of a run over so many training samples; None where the data must be read to tell, or gives no update."""
     samples = run.data.train_samples() if samples is None else samples
-    per_epoch = run.batch.updates_per_epoch(samples, run.data.drop_last) if samples else 0
-    if per_epoch == 0:
+    epochs, batch, drop_last = run.values["epochs"], run.batch, run.data.drop_last
+    if not samples or not batch.total_updates(samples, epochs, drop_last):
         return None
-    return Horizon(per_epoch * run.values["epochs"], per_epoch).at_most(run.values["updates"])
+    first, last = batch.updates(samples, 0, drop_last), batch.updates(samples, epochs - 1, drop_last)
+    ends: Sequence[int] = range(first, first * epochs + 1, first)
+    if first != last:
+        ends = list(accumulate(batch.updates(samples, epoch, drop_last) for epoch in range(epochs)))
+    return Horizon(ends[-1], ends).at_most(run.values["updates"])
 
 
 def length_problem(knob: str, length: Length) -> Iterator[str]:

@@ -27,7 +27,7 @@ class Curve(NamedTuple):
 def text(curves: list[Curve], over: Horizon, width: int = 80) -> str:
     """The curves below one another; updates along the bottom, epochs along the top."""
     columns = max(20, width - MARGIN - 2)
-    epochs = [(e * over.per_epoch, e) for e in ticks(over.updates / over.per_epoch)]
+    epochs = epoch_marks(over)
     updates = [(u, u) for u in ticks(over.updates)]
     lines = [_labels("epoch", epochs, over.updates, columns), _border("┌┴┐", epochs, over.updates, columns)]
     for number, curve in enumerate(curves):
@@ -46,6 +46,11 @@ def ticks(end: float, most: int = 8) -> list[int]:
             if end / step <= most:
                 return list(range(0, int(end) + 1, step))
         size *= 10
+
+
+def epoch_marks(over: Horizon) -> list[tuple[int, int]]:
+    """(updates made, epochs made) for round numbers of epochs."""
+    return [(over.ends[epoch - 1] if epoch else 0, epoch) for epoch in ticks(over.epochs)]
 
 
 def _panel(curve: Curve, updates: int, columns: int, rows: int) -> list[str]:
@@ -109,9 +114,9 @@ def png(curves: list[Curve], over: Horizon, title: str, file: Path) -> None:
         axes.grid(alpha=0.3)
         axes.spines[["right", "top"]].set_visible(False)
     panels[-1].set_xlabel("update")
-    epochs = panels[0].secondary_xaxis("top", functions=(lambda u: u / over.per_epoch, lambda e: e * over.per_epoch))
+    epochs = panels[0].secondary_xaxis("top")
     epochs.set_xlabel("epoch")
-    epochs.set_xticks(ticks(over.updates / over.per_epoch))
+    epochs.set_xticks(*zip(*epoch_marks(over), strict=True))
     figure.suptitle(title, fontsize=10)
     try:
         figure.savefig(file, format="png", dpi=150)

@@ -60,7 +60,7 @@ def _curves(run: Run, over: Horizon) -> list[plot.Curve]:
 
 
 def _title(run: Run, over: Horizon) -> str:
-    updates = f"{over.updates:,} updates, {over.per_epoch:,} an epoch"
+    updates = f"{over.updates:,} updates, {over.ends[0]:,} an epoch{' at first' if run.batch.grow_every else ''}"
     return f"{run.named('scheduler')} {run.named('optimizer')} optimizer.lr={run.optimizer.lr:g}: {updates}"
 
 

@@ -73,13 +73,18 @@ class Progress:
 
     def log(self, record: dict[str, Any]) -> None:
         """Take a training or evaluation record."""
-        if record["event"] == "train":
+        if record["event"] == "remark":
+            self.say(record["text"])
+        elif record["event"] == "train":
             self._last = record
             if self._bar is not None:
                 self._bar.update(self._task, completed=record["update"], text=self._text(record))
             elif time.monotonic() - self._printed > 10:
                 self._print(self._text(record))
-            return
+        else:
+            self._evaluation(record)
+
+    def _evaluation(self, record: dict[str, Any]) -> None:
         metrics = "  ".join(f"test {k} {_number(v)}" for k, v in record.items() if k not in ("event", "update", "epoch"))
         text = f"{self._text(self._last)}  {metrics}" if self._last else metrics
         if self._bar is not None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from drivetrain.lazy import torch
 from drivetrain.plan import Horizon, horizon, length_problem
 from drivetrain.spec import Length, Part, Run, Share
-
-# They average the weights instead of lowering the rate, and weigh each update by its rate: a falling one undoes both.
-SCHEDULE_FREE = ("schedule_free", "schedulefree", "adamw_schedule_free", "sgd_schedule_free")
 
 
 class Scheduler(Part):
@@ -20,7 +17,6 @@ class Scheduler(Part):
     """
 
     lengths: tuple[str, ...] = ("warmup",)  # the knobs that are lengths, or lists of them
-    falls = False  # whether the rate moves after the warm-up
     remark = ""  # what a drawing of the curve cannot show
 
     def __init__(self, warmup: Length = 0.0, warmup_start: Share = 0.0) -> None:
@@ -29,11 +25,6 @@ class Scheduler(Part):
     def check(self, run: Run) -> Iterator[str]:
         wrong = [problem for knob in self.lengths for problem in self._unreadable(knob)]
         yield from wrong
-        if self.falls and run.choices["optimizer"] in SCHEDULE_FREE:
-            yield (
-                f"{run.named('scheduler')} and {run.named('optimizer')} exclude each other "
-                "(it averages the weights in place of lowering the rate): set scheduler=constant"
-            )
         # A debugging run may be shorter than its schedule: it is there to be cut short.
         if not wrong and run.debug.updates is None and (over := horizon(run)) is not None:
             yield from self.rules(over)
@@ -61,12 +52,11 @@ class Scheduler(Part):
 
     def lay(self, over: Horizon) -> None:
         """Lay the curve over a run."""
-        self.updates = over.updates
         self._warmup = round(over.of(self.warmup))
 
-    def start(self, optimizer: torch.optim.Optimizer, updates: int, per_epoch: int | None = None) -> None:
-        """Bind to an optimizer for a run of `updates` updates, `per_epoch` of them in an epoch."""
-        self.lay(Horizon(updates, per_epoch or updates))
+    def start(self, optimizer: torch.optim.Optimizer, updates: int, ends: Sequence[int] | None = None) -> None:
+        """Bind to an optimizer for a run of `updates` updates, whose epochs end after `ends`."""
+        self.lay(Horizon(updates, ends or [updates]))
         self.optimizer, self._update = optimizer, 0
         self._base = [float(group["lr"]) for group in optimizer.param_groups]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal
 
 from annotated_types import Len
@@ -24,7 +24,6 @@ class Cycling(Scheduler):
     It moves `momentum` of SGD and its kin, `beta1` of Adam and its kin, as torch's cycle_momentum does.
     """
 
-    falls = True
     momentum: list[float] | None
 
     def check(self, run: Run) -> Iterator[str]:
@@ -39,8 +38,8 @@ class Cycling(Scheduler):
         if run.choices["compile"] == "step":
             yield "scheduler.momentum and compile=step exclude each other (its graph keeps the momentum): set it to null"
 
-    def start(self, optimizer: torch.optim.Optimizer, updates: int, per_epoch: int | None = None) -> None:
-        super().start(optimizer, updates, per_epoch)
+    def start(self, optimizer: torch.optim.Optimizer, updates: int, ends: Sequence[int] | None = None) -> None:
+        super().start(optimizer, updates, ends)
         if self.momentum is not None and not any("betas" in g or "momentum" in g for g in optimizer.param_groups):
             raise UserError(self._no_momentum(type(optimizer).__name__))
 

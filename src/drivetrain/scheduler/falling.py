@@ -16,7 +16,6 @@ class Falling(Scheduler):
     """The base of curves from lr to `final` × lr over the run, or over `length`, warm-up included; then `final` holds."""
 
     lengths = ("warmup", "length")
-    falls = True
 
     def __init__(self, warmup: Length, warmup_start: Share, final: Share, length: Length | None) -> None:
         super().__init__(warmup, warmup_start)
@@ -113,7 +112,6 @@ class Exponential(Scheduler):
     """× `gamma` every `every`, smoothly (torch's ExponentialLR)."""
 
     lengths = ("warmup", "every")
-    falls = True
 
     def __init__(self, gamma: Share = 0.9, every: Length = "1ep", warmup: Length = 0.0, warmup_start: Share = 0.0) -> None:
         super().__init__(warmup, warmup_start)
@@ -140,7 +138,6 @@ class Wsd(Scheduler):
     """Warm-up, stable, decay: full rate until the last `decay` (Hu et al. 2024, MiniCPM; sqrt: Hägele et al. 2024)."""
 
     lengths = ("warmup", "decay")
-    falls = True
 
     def __init__(
         self,
@@ -159,7 +156,7 @@ class Wsd(Scheduler):
             yield "scheduler.shape=exponential never gets to scheduler.final=0: set scheduler.final above 0, such as 0.01"
 
     def rules(self, over: Horizon) -> Iterator[str]:
-        warmup, decay = over.of(self.warmup), over.of(self.decay)
+        warmup, decay = over.of(self.warmup), over.of_end(self.decay)
         if warmup + decay > over.updates:
             yield (
                 f"scheduler.warmup={self.warmup} and scheduler.decay={self.decay} are {warmup:.0f} + {decay:.0f} updates, "
@@ -168,7 +165,7 @@ class Wsd(Scheduler):
 
     def lay(self, over: Horizon) -> None:
         super().lay(over)
-        begin = max(self._warmup, over.updates - round(over.of(self.decay)))
+        begin = max(self._warmup, over.updates - round(over.of_end(self.decay)))
         self._stable, self._decay = begin - self._warmup, max(1, over.updates - begin)
 
     def curve(self, since: int) -> float:

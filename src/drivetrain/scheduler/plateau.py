@@ -14,7 +14,6 @@ from drivetrain.spec import CountOrZero, Length, Momentum, NonNegative, Run, Sha
 class Plateau(Scheduler):
     """× `factor` when `metric` has not bettered for more than `patience` evaluations (torch's ReduceLROnPlateau)."""
 
-    falls = True
     remark = "it falls when evaluations stop getting better, which no drawing can know"
 
     def __init__(
@@ -49,7 +48,7 @@ class Plateau(Scheduler):
 
     def advice(self, over: Horizon, run: Run) -> Iterator[str]:
         yield from super().advice(over, run)
-        evaluations = math.ceil(over.updates / (over.per_epoch * run.values["evaluate_every"]))
+        evaluations = math.ceil(over.epochs / run.values["evaluate_every"])
         if evaluations < self.patience + 2:  # the first sets the mark
             yield (
                 f"scheduler.patience={self.patience} and {evaluations} evaluations in all: the learning rate can hardly fall; "

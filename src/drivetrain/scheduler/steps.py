@@ -18,7 +18,6 @@ class MultiStep(Scheduler):
     """× `gamma` at each of the `milestones` (torch's MultiStepLR)."""
 
     lengths = ("warmup", "milestones")
-    falls = True
 
     def __init__(
         self,
@@ -56,7 +55,6 @@ class Step(Scheduler):
     """× `gamma` every `every` (torch's StepLR)."""
 
     lengths = ("warmup", "every")
-    falls = True
 
     def __init__(self, every: Length = 0.34, gamma: Share = 0.1, warmup: Length = 0.0, warmup_start: Share = 0.0) -> None:
         super().__init__(warmup, warmup_start)
