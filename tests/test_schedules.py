@@ -17,10 +17,11 @@ from drivetrain import scheduler as ours
 from drivetrain.compose import options
 from drivetrain.errors import UserError
 from drivetrain.launch import prepare
-from drivetrain.plan import Horizon, length_problem
+from drivetrain.plan import Horizon, horizon, length_problem
 from drivetrain.spec import Part
 
-UPDATES, PER_EPOCH, LR = 240, 12, 0.5
+UPDATES, LR = 240, 0.5
+OVER = Horizon(UPDATES, range(12, UPDATES + 1, 12))  # 20 epochs of 12 updates
 Optimizer = torch.optim.Optimizer
 
 
@@ -39,7 +40,7 @@ def seen(optimizer: Optimizer) -> list[tuple[float, float]]:
 
 
 def our_curve(scheduler: ours.Scheduler, optimizer: Optimizer, updates: int = UPDATES) -> list[Any]:
-    scheduler.start(optimizer, UPDATES, PER_EPOCH)
+    scheduler.start(optimizer, *OVER)
     values = []
     for update in range(updates):
         scheduler.step(update)
@@ -188,14 +189,14 @@ def test_equals_timm(scheduler: ours.Scheduler, make: Callable[[Optimizer], Any]
 )
 def test_wsd_shapes(shape: Any, height: Callable[[float], float]) -> None:
     scheduler = ours.Wsd(warmup=0, decay=60, shape=shape, final=0.1)
-    scheduler.lay(Horizon(UPDATES, PER_EPOCH))
+    scheduler.lay(OVER)
     assert {scheduler.multiple(u) for u in range(180)} == {1.0}
     assert [scheduler.multiple(180 + u) for u in range(60)] == pytest.approx([0.1 + 0.9 * height(u / 60) for u in range(60)])
 
 
 def test_wsd_exponential() -> None:
     scheduler = ours.Wsd(warmup=0, decay=60, shape="exponential", final=0.01)
-    scheduler.lay(Horizon(UPDATES, PER_EPOCH))
+    scheduler.lay(OVER)
     assert [scheduler.multiple(u) for u in (179, 180, 210, 240)] == pytest.approx([1.0, 1.0, 0.1, 0.01])
 
 
@@ -210,13 +211,13 @@ def test_wsd_exponential() -> None:
     ids=lambda v: type(v).__name__,
 )  # fmt: skip
 def test_the_last_value_holds_after_the_end(scheduler: ours.Scheduler, last: float) -> None:
-    scheduler.lay(Horizon(UPDATES, PER_EPOCH))
+    scheduler.lay(OVER)
     assert [scheduler.multiple(UPDATES + n) for n in (0, 1, 1000)] == pytest.approx([last] * 3)
 
 
 def test_momentum_holds_after_the_end() -> None:
     scheduler = ours.OneCycle(momentum=RANGE, length=100)
-    scheduler.lay(Horizon(UPDATES, PER_EPOCH))
+    scheduler.lay(OVER)
     assert [scheduler.momentum_at(u) for u in (99, 150, 300)] == pytest.approx([0.95] * 3)
     assert scheduler.momentum_at(29) == pytest.approx(0.922, abs=0.2)
 
@@ -268,7 +269,7 @@ class TestPlateau:
         }
         optimizer, reference = adam(), adam()
         mine = ours.Plateau(**knobs, final=0.1)
-        mine.start(optimizer, UPDATES, PER_EPOCH)
+        mine.start(optimizer, *OVER)
         other = theirs.ReduceLROnPlateau(reference, **knobs, min_lr=0.1 * LR)
         rates = []
         for epoch, loss in enumerate(self.LOSSES):
@@ -283,7 +284,7 @@ class TestPlateau:
         for cut in range(len(self.LOSSES)):
             one, two = ours.Plateau(patience=1), ours.Plateau(patience=1)
             for scheduler in (one, two):
-                scheduler.start(adam(), UPDATES, PER_EPOCH)
+                scheduler.start(adam(), *OVER)
             for loss in self.LOSSES[:cut]:
                 one.evaluated({"loss": loss})
             two.load_state_dict(one.state_dict())
@@ -295,13 +296,31 @@ class TestPlateau:
 
     def test_warms_up_to_where_it_stands(self) -> None:
         scheduler = ours.Plateau(warmup=9)
-        scheduler.start(adam(), UPDATES, PER_EPOCH)
+        scheduler.start(adam(), *OVER)
         assert [scheduler.multiple(u) for u in (0, 4, 9)] == [0.1, 0.5, 1.0]
+
+
+def test_plateau_in_a_run_and_in_its_resumed_half(make: Any) -> None:
+    """No evaluation betters by 100, so that the rate falls after each but the first."""
+    words = ["scheduler=plateau", "scheduler.patience=0", "scheduler.threshold=100", "scheduler.threshold_mode=abs",
+             "scheduler.factor=0.5", "updates=null", "log_every=4"]  # fmt: skip
+    whole, half, rest = make(*words, "epochs=5"), make(*words, "epochs=3"), make(*words, "epochs=5")
+    whole.fit()
+    half.fit()
+    rest.restore(half.model.state_dict(), half.state())
+    rest.fit()
+
+    def rates(trainer: Any) -> list[float]:
+        return [r["lr"] for r in trainer.sinks[0] if r["event"] == "train"]
+
+    assert rates(whole) == pytest.approx([0.05, 0.05, 0.025, 0.0125, 0.00625])
+    assert rates(half) + rates(rest) == rates(whole)
+    assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), rest.model.parameters(), strict=True))
 
 
 def test_the_base_class_hears_evaluations_and_has_no_state() -> None:
     scheduler = ours.Scheduler()
-    scheduler.start(adam(), UPDATES, PER_EPOCH)
+    scheduler.start(adam(), *OVER)
     scheduler.evaluated({"loss": 1.0})
     assert scheduler.state_dict() == {}
 
@@ -312,7 +331,26 @@ def test_the_base_class_hears_evaluations_and_has_no_state() -> None:
 @pytest.mark.parametrize(("length", "updates"), [(0, 0), (0.1, 24), (1, 1), (500, 500), ("5ep", 60), ("0.5ep", 6), (30.0, 30)])
 def test_one_notation_for_lengths(length: Any, updates: float) -> None:
     assert list(length_problem("scheduler.warmup", length)) == []
-    assert Horizon(UPDATES, PER_EPOCH).of(length) == pytest.approx(updates)
+    assert OVER.of(length) == pytest.approx(updates)
+
+
+def test_epochs_are_counted_where_they_lie_when_the_batch_grows() -> None:
+    """Digits: 11, 11, 5, 5, 2 and 2 updates; by epochs from the start, or to the end."""
+    words = ["model=mlp", "epochs=6", "batch.grow_every=2", "scheduler=wsd", "scheduler.warmup=1ep", "scheduler.decay=3ep"]
+    run = prepare(words).run
+    over = horizon(run)
+    assert over is not None
+    assert over == Horizon(36, [11, 22, 27, 32, 34, 36])
+    assert [over.of(n) for n in ("1ep", "2.2ep", "3ep", "6ep", "8ep", 0.5)] == pytest.approx([11, 23, 27, 36, 40, 18])
+    assert [over.of_end(n) for n in ("1ep", "2ep", "3.4ep", "6ep", "9ep", 0.5, 7)] == pytest.approx([2, 4, 11, 36, 36, 18, 7])
+    run.scheduler.lay(over)
+    assert [run.scheduler.multiple(u) for u in (10, 11, 27, 28, 35)] == pytest.approx([11 / 12, 1, 1, 8 / 9, 1 / 9])
+
+
+@pytest.mark.parametrize(("updates", "epochs"), [(1, 1 / 12), (12, 1), (30, 2.5), (240, 20)])
+def test_the_run_in_epochs(updates: int, epochs: float) -> None:
+    assert OVER.at_most(updates).epochs == pytest.approx(epochs)
+    assert OVER.at_most(None) == OVER
 
 
 @pytest.mark.parametrize("length", [1.5, -1, -0.1, "5", "ep", "5 epochs", "-1ep", "10%", "1e3ep", ""])
@@ -401,7 +439,7 @@ def test_the_options_as_they_come_have_nothing_said_against_them(name: str) -> N
 def test_a_debugging_run_may_be_shorter_than_its_schedule() -> None:
     words = ["model=mlp", "scheduler=wsd", "scheduler.decay=2000", "debug=fast", "debug.updates=3"]
     scheduler = prepare(words).run.scheduler
-    scheduler.lay(Horizon(3, 11))
+    scheduler.lay(Horizon(3, [11]))
     assert [scheduler.multiple(u) for u in range(4)] == pytest.approx([1.0, 2 / 3, 1 / 3, 0.0])
 
 
@@ -414,16 +452,8 @@ def test_momentum_that_cannot_cycle_is_refused_where_it_is_known_and_at_the_star
     assert [p for p in job.run.scheduler.check(job.run) if "neither momentum nor beta1" in p]
     adagrad = torch.optim.Adagrad([torch.zeros(1, requires_grad=True)])
     with pytest.raises(UserError, match="but Adagrad has neither momentum nor beta1"):
-        job.run.scheduler.start(adagrad, UPDATES, PER_EPOCH)
-    ours.OneCycle().start(adagrad, UPDATES, PER_EPOCH)  # nothing to cycle, nothing to refuse
-
-
-@pytest.mark.parametrize("optimizer", ours.base.SCHEDULE_FREE)
-def test_schedule_free_wants_no_schedule(optimizer: str) -> None:
-    for scheduler, expected in (("cosine", 1), ("constant", 0)):
-        job = prepare(["model=mlp", f"scheduler={scheduler}"])
-        job.run.choices["optimizer"] = optimizer
-        assert len(list(job.run.scheduler.check(job.run))) == expected
+        job.run.scheduler.start(adagrad, *OVER)
+    ours.OneCycle().start(adagrad, *OVER)  # nothing to cycle, nothing to refuse
 
 
 def test_rules_are_asked_when_the_data_is_read_where_only_that_tells_the_length(tmp_path: Any, monkeypatch: Any) -> None:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 
@@ -29,7 +30,7 @@ def dots(drawing: str, first: str) -> list[tuple[int, int]]:
 
 def test_a_straight_line_is_drawn_straight():
     curve = plot.Curve("lr", [(u, 1 - u / 100) for u in range(101)], 0.0, 1.0)
-    drawing = plot.text([curve], Horizon(100, 10), width=72)
+    drawing = plot.text([curve], Horizon(100, range(10, 101, 10)), width=72)
     drawn = dots(drawing, "1")
     across, up = 2 * 60 - 1, 4 * 12 - 1
     assert len({x for x, _ in drawn}) == 120  # no gap
@@ -38,7 +39,7 @@ def test_a_straight_line_is_drawn_straight():
 
 
 def test_the_axes_say_updates_and_epochs_where_they_are():
-    drawing = plot.text([plot.Curve("lr", [(0, 1.0), (99, 1.0)], 0.0, 1.0)], Horizon(100, 10), width=112)
+    drawing = plot.text([plot.Curve("lr", [(0, 1.0), (99, 1.0)], 0.0, 1.0)], Horizon(100, range(10, 101, 10)), width=112)
     lines = drawing.splitlines()
     middle = plot.MARGIN + 1 + 50  # update 50, epoch 5, in a frame of 100 columns
     assert lines[0][middle - 11 : middle + 12].split() == ["4", "6"]
@@ -101,6 +102,16 @@ def test_data_that_must_be_read_is_read(monkeypatch, capsys, tiny):
 def test_a_debugging_run_is_shown_as_short_as_it_is(capsys):
     assert main(["show", "model=mlp", "debug=fast", "debug.updates=4"]) == 0
     assert "4 updates, 11 an epoch" in capsys.readouterr().out
+
+
+def test_epochs_that_get_shorter_are_marked_where_they_end(capsys):
+    assert main(["show", "model=mlp", "epochs=6", "batch.grow_every=2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "36 updates, 11 an epoch at first" in lines[0]
+    marks = [c for c, mark in enumerate(lines[2]) if mark == "┴"]
+    widths = [b - a for a, b in pairwise(marks)]
+    assert len(widths) == 6
+    assert min(widths[:2]) > max(widths[2:4]) > max(widths[4:])
 
 
 def test_no_update_at_all_is_said(capsys, tiny):
