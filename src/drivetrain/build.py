@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from drivetrain import dry, surgery
+from drivetrain import dry, plan, surgery
 from drivetrain.errors import UserError
 from drivetrain.loader import Pipeline
-from drivetrain.plan import World
+from drivetrain.plan import Horizon, World
 from drivetrain.spec import Run
 from drivetrain.trainer import Trainer
 
@@ -25,7 +25,7 @@ def build(run: Run, world: World, run_dir: Path, sinks: list[Any]) -> Trainer:
     run.debug.start()
 
     data = run.data.load(device)
-    total = min(n for n in (_updates(run, len(data.train), world), values["updates"], run.debug.updates) if n)
+    horizon, said = _horizon(run, len(data.train), world)
 
     model = run.model.build(data.shape, data.classes).to(device)
     # Edits of the module tree first: every later step works on the modules that remain. The memory format is one of
@@ -40,7 +40,7 @@ def build(run: Run, world: World, run_dir: Path, sinks: list[Any]) -> Trainer:
     forward = run.parallel.wrap(run.compile.apply(model))
     # The optimizer after every edit that may replace or move parameters; the average after the weights are final.
     optimizer = run.optimizer.build(model, run.batch.lr_factor())
-    run.scheduler.start(optimizer, total)
+    run.scheduler.start(optimizer, *horizon)
     run.ema.start(model)
     run.runtime.seed_rank(world)  # the model's start was shared; its dropout is each rank's own
 
@@ -53,23 +53,28 @@ def build(run: Run, world: World, run_dir: Path, sinks: list[Any]) -> Trainer:
         train_data=Pipeline(data.train, tuple(run.augment), data.normalize, seed),
         test_data=Pipeline(data.test, (), data.normalize, seed),
         device=device, memory_format=memory_format, seed=seed, drop_last=run.data.drop_last,
-        epochs=values["epochs"], max_updates=total, log_every=values["log_every"],
+        epochs=values["epochs"], max_updates=horizon.updates, log_every=values["log_every"],
         evaluate_every=values["evaluate_every"], eval_batches=run.debug.eval_batches,
-        saving=run.saving, run_dir=run_dir, sinks=sinks, said=edits,
+        saving=run.saving, run_dir=run_dir, sinks=sinks, said=[*said, *edits],
     )  # fmt: skip
     if run.batch.preallocate:
         dry.preallocate(trainer)
     return trainer
 
 
-def _updates(run: Run, samples: int, world: World) -> int:
+def _horizon(run: Run, samples: int, world: World) -> tuple[Horizon, list[str]]:
+    """The run's length, and what its schedule has to say to it that could not be said before the data was read."""
     if samples < world.size:
         raise UserError(f"{world.size} ranks, but only {samples} training samples: lower parallel.nproc")
-    epochs = run.values["epochs"]
-    updates = run.batch.total_updates(samples, epochs, run.data.drop_last)
-    if not updates:
+    horizon = plan.horizon(run, samples)
+    if horizon is None:
         raise UserError(
-            f"batch.global_batch={run.batch.size(epochs - 1)} is more than the {samples} training samples, and "
+            f"batch.global_batch={run.batch.size(run.values['epochs'] - 1)} is more than the {samples} training samples, and "
             f"data.drop_last drops the short batch: set batch.global_batch to {samples} or less, or data.drop_last=false"
         )
-    return updates
+    said: list[str] = []
+    if run.data.train_samples() is None and run.debug.updates is None:
+        if problems := list(run.scheduler.rules(horizon)):
+            raise UserError(problems)
+        said = list(run.scheduler.advice(horizon, run))
+    return horizon.at_most(run.debug.updates), said

@@ -192,12 +192,14 @@ class Trainer:
         metrics = self.evaluate()
         if self.ema.active:
             with self.ema.swapped():
+                self.parallel.share_buffers(self.model)  # each rank averaged its own
                 metrics |= {f"ema_{name}": value for name, value in self.evaluate().items()}
         progress = self.progress
         name, better = self.loss.best
         if not progress.best or better(metrics[name], progress.best[name]) != progress.best[name]:
             progress.best = {**metrics, "update": progress.updates}
         progress.evaluated, progress.final = progress.updates, metrics
+        self.scheduler.evaluated(metrics)
         self._tell("evaluate", **metrics)
 
     @torch.inference_mode()
@@ -232,6 +234,7 @@ class Trainer:
         return {
             "progress": asdict(self.progress),
             "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
             "precision": self.precision.state_dict(),
             "ema": self.ema.state_dict(),
             "batch": self.batch.state_dict(),
@@ -243,6 +246,7 @@ class Trainer:
         self.model.load_state_dict(weights)
         self.progress = Progress(**state["progress"])
         self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
         self.precision.load_state_dict(state["precision"])
         self.ema.load_state_dict(state["ema"])
         self.batch.load_state_dict(state["batch"])
