@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from drivetrain import surgery
+from drivetrain import inputs, surgery
 from drivetrain.errors import UserError
 from drivetrain.loader import Pipeline
 from drivetrain.plan import World
@@ -25,6 +25,8 @@ def build(run: Run, world: World, run_dir: Path, sinks: list[Any]) -> Trainer:
     run.debug.start()
 
     data = run.data.load(device)
+    seed = run.runtime.seed
+    train_data = Pipeline(data.train, tuple(run.augment), data.normalize, seed)
     per_epoch = _updates_per_epoch(run, len(data.train), world)
     total = min(n for n in (per_epoch * values["epochs"], values["updates"], run.debug.updates) if n)
 
@@ -35,29 +37,40 @@ def build(run: Run, world: World, run_dir: Path, sinks: list[Any]) -> Trainer:
     memory_format = getattr(torch, formats[-1] if formats else "contiguous_format")
     edits = surgery.apply_all(run.surgery, model, torch.zeros(2, *data.shape, device=device))
     model = run.precision.convert(model)
+    # Gradients are checked on a copy of the modules, before anything patches their forwards.
+    checked = run.debug.examine(model, run.loss, train_data)
     # Recomputation changes forwards in place, inside what compile traces and DDP wraps; names stay plain.
     run.checkpointing.apply(model)
     # Compile before DDP: each bucket's all-reduce still starts as its gradients appear, and evaluation keeps the plain model.
     forward = run.parallel.wrap(run.compile.apply(model))
     # The optimizer after every edit that may replace or move parameters; the average after the weights are final.
-    optimizer = run.optimizer.build(model, run.batch.lr_factor())
+    with run.precision.masters(model):
+        optimizer = run.optimizer.build(model, run.batch.lr_factor())
+        updated = [p for p in model.parameters() if p.requires_grad]
     run.scheduler.start(optimizer, total)
     run.ema.start(model)
     run.runtime.seed_rank(world)  # the model's start was shared; its dropout is each rank's own
 
     parameters = [p for p in model.parameters() if p.requires_grad]
-    seed = run.runtime.seed
-    return Trainer(
+
+    def say(line: str) -> None:
+        for sink in sinks:
+            sink.say(line)
+
+    trainer = Trainer(
         model=model, forward=forward, loss=run.loss, optimizer=optimizer, scheduler=run.scheduler,
-        precision=run.precision, parallel=run.parallel, clip=run.clip.build(parameters), ema=run.ema,
+        precision=run.precision, parallel=run.parallel, clip=run.clip.build(updated), ema=run.ema,
         zero_grad=lambda: run.runtime.zero(parameters), batch=run.batch, loader=run.loader,
-        train_data=Pipeline(data.train, tuple(run.augment), data.normalize, seed),
+        train_data=train_data,
         test_data=Pipeline(data.test, (), data.normalize, seed),
         device=device, memory_format=memory_format, seed=seed, drop_last=run.data.drop_last,
         epochs=values["epochs"], max_updates=total, updates_per_epoch=per_epoch, log_every=values["log_every"],
         evaluate_every=values["evaluate_every"], eval_batches=run.debug.eval_batches,
-        saving=run.saving, run_dir=run_dir, sinks=sinks, said=edits,
+        saving=run.saving, run_dir=run_dir, sinks=sinks, said=[*edits, *run.precision.said, *checked],
+        watch=lambda stream: inputs.looked_at(stream, say),
     )  # fmt: skip
+    run.debug.attach(trainer)  # last: it wraps what is there
+    return trainer
 
 
 def _updates_per_epoch(run: Run, samples: int, world: World) -> int:

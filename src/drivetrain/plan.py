@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from drivetrain.lazy import torch
 
@@ -37,3 +38,14 @@ class Micro:
     weight: torch.Tensor
     last: bool
     epoch_end: bool
+
+
+Part = TypeVar("Part", Request, Micro)
+
+
+def one_update(parts: Iterator[Part]) -> Iterator[Part]:
+    """The next update's parts of a longer stream. When it ends, that update is made: the loop has come for more."""
+    for part in parts:
+        yield part
+        if part.last:
+            return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,7 @@ class Trainer:
     run_dir: Path
     sinks: list[Any]  # loggers and the terminal; empty on all ranks but 0
     said: list[str]  # what the build has to say
+    watch: Callable[[Iterator[Micro]], Any]  # what looks at the training stream on its way, as a generator
     progress: Progress = field(default_factory=Progress)
     clock: Clock = field(default_factory=Clock)
 
@@ -77,8 +79,8 @@ class Trainer:
         self._loss = torch.zeros((), device=self.device)  # summed since the last log; stays on the device
         self._logged = (self.progress.updates, self.progress.samples, 0)
         self._skips = self._steps = 0
-        stream = self.loader.stream(self.train_data, self._requests(), self.device, self.memory_format)
-        with StopFlag() as self._stop:
+        stream = self.watch(self.loader.stream(self.train_data, self.requests(), self.device, self.memory_format))
+        with StopFlag() as self._stop, closing(stream):
             self.clock.resume()
             if self.progress.updates < self.max_updates:
                 self._run(self.clock.waits(stream))
@@ -107,7 +109,8 @@ class Trainer:
             if self._after_update(micro.epoch_end):
                 return
 
-    def _requests(self) -> Iterator[Request]:
+    def requests(self) -> Iterator[Request]:
+        """This rank's micro-batches from where the run is to its end."""
         start = self.progress.epoch
         for epoch in range(start, self.epochs):
             yield from self.batch.requests(
