@@ -12,27 +12,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Python's ways to read a tensor, which end in no operation, or in one that does not name them.
-READS = frozenset(
-    [
-        "item",
-        "tolist",
-        "numpy",
-        "cpu",
-        "__bool__",
-        "__int__",
-        "__float__",
-        "__complex__",
-        "__index__",
-        "__array__",
-        "__repr__",
-        "__format__",
-        "__contains__",
-    ]
-)
+READS = frozenset((
+    "item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__complex__", "__index__", "__array__",
+    "__repr__", "__format__", "__contains__",
+))  # fmt: skip
 # Operations whose result's shape, or whose Python value, depends on the data.
-WAITS = frozenset(
-    ["_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal", "bincount"]
-)
+WAITS = frozenset((
+    "_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal", "bincount",
+))  # fmt: skip
 MASKS = (torch.bool, torch.uint8)
 
 
