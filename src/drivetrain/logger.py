@@ -20,9 +20,6 @@ class Logger(Part):
     def log(self, record: dict[str, Any]) -> None:
         """Take one record: `event` ("train" or "evaluate"), `update`, `epoch`, and numbers."""
 
-    def say(self, line: str) -> None:
-        """Take a remark: it is for people, not for curves."""
-
     def close(self) -> None:
         """The run has ended."""
 

@@ -32,18 +32,24 @@ class Overfit(Debug):
     def attach(self, trainer: Any) -> None:
         self._trainer = trainer
         trainer.train_data = trainer.train_data._replace(steps=())
-        self._requests = list(one_update(trainer.requests()))  # of the run's start, wherever it goes on
         batch = rng.permutation(trainer.seed, 0, len(trainer.train_data.source))[: trainer.batch.global_batch]
         trainer.test_data = trainer.train_data._replace(source=_Part(trainer.train_data.source, batch))
         trainer.watch = self._repeated
 
     def _repeated(self, stream: Any) -> Iterator[Micro]:
-        trainer, progress, per_epoch = self._trainer, self._trainer.progress, self._trainer.updates_per_epoch
+        trainer, samples = self._trainer, len(self._trainer.train_data.source)
         stream.close()
-        batch = list(trainer.loader.stream(trainer.train_data, self._requests, trainer.device, trainer.memory_format))
-        for window in range(progress.epoch * per_epoch + progress.window, trainer.epochs * per_epoch):
-            for micro in batch:
-                yield replace(micro, epoch_end=micro.last and (window + 1) % per_epoch == 0)
+        requests = trainer.batch.requests(
+            samples, trainer.seed, 0, trainer.parallel.world, trainer.drop_last, device=trainer.device
+        )
+        first = one_update(requests)  # of the run's start, wherever it goes on
+        batch = list(trainer.loader.stream(trainer.train_data, first, trainer.device, trainer.memory_format))
+        start, skip = trainer.progress.epoch, trainer.progress.window
+        for epoch in range(start, trainer.epochs):
+            updates = trainer.batch.updates(samples, epoch, trainer.drop_last)
+            for window in range(skip if epoch == start else 0, updates):
+                for micro in batch:
+                    yield replace(micro, epoch_end=micro.last and window + 1 == updates)
 
     def stop(self) -> list[str]:
         loss = self._trainer.progress.final.get("loss") if self._trainer is not None else None

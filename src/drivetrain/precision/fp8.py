@@ -42,8 +42,8 @@ class Fp8(Bf16):
         needed = (8, 9) if self.scaling == "tensorwise" else (9, 0)
         if not self.emulate and (run.runtime.kind() != "cuda" or torch.cuda.get_device_capability() < needed):
             yield (
-                f"precision=fp8 with precision.scaling={self.scaling} needs a CUDA device of compute capability "
-                f"{needed[0]}.{needed[1]} or newer: set precision=bf16, or precision.emulate=true to try it out"
+                f"precision=fp8 needs a CUDA device of compute capability {needed[0]}.{needed[1]} or newer "
+                f"(precision.scaling={self.scaling}): set precision=bf16, or precision.emulate=true to try it out"
             )
 
     def convert(self, model: torch.nn.Module) -> torch.nn.Module:
