@@ -82,7 +82,7 @@ def test_a_stopped_and_resumed_run_is_the_uninterrupted_one(train, stop_at, name
     weights, state = resume.load(newest(whole.run_dir))
     assert state.keys() >= {"progress", "optimizer", "precision", "ema", "random"}
     assert len(numbers(whole.run_dir)) == 12
-    assert (state["progress"]["skipped"] > 3) == (name == "overflows")
+    assert (state["progress"]["skipped"] > 0) == (name == "overflows")
     for step in (3, 5, 7):  # within an epoch, at its end, within the second
         stop_at(step)
         stopped = train(*words)
