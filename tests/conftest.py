@@ -34,7 +34,7 @@ def _own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
         monkeypatch.delenv(name, raising=False)
     yield
     torch = sys.modules.get("torch")
-    if torch is not None:
+    if torch is not None:  # only where the test has loaded it
         torch.set_default_dtype(torch.float32)
         torch.autograd.set_detect_anomaly(False)
         torch.use_deterministic_algorithms(False)

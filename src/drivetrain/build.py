@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from drivetrain import dry, plan, surgery
+from drivetrain import dry, inputs, plan, surgery
 from drivetrain.errors import UserError
 from drivetrain.loader import Pipeline
 from drivetrain.plan import Horizon, World
@@ -26,6 +26,8 @@ def build(run: Run, world: World, run_dir: Path, sinks: list[Any]) -> Trainer:
 
     data = run.data.load(device)
     horizon, said = _horizon(run, len(data.train), world)
+    seed = run.runtime.seed
+    train_data = Pipeline(data.train, tuple(run.augment), data.normalize, seed)
 
     model = run.model.build(data.shape, data.classes).to(device)
     # Edits of the module tree first: every later step works on the modules that remain. The memory format is one of
@@ -34,31 +36,36 @@ def build(run: Run, world: World, run_dir: Path, sinks: list[Any]) -> Trainer:
     memory_format = getattr(torch, formats[-1] if formats else "contiguous_format")
     edits = surgery.apply_all(run.surgery, model, torch.zeros(2, *data.shape, device=device))
     model = run.precision.convert(model)
+    # Gradients are checked on a copy of the modules, before anything patches their forwards.
+    checked = run.debug.examine(model, run.loss, train_data)
     # Recomputation changes forwards in place, inside what compile traces and DDP wraps; names stay plain.
     run.checkpointing.apply(model)
     # Compile before DDP: each bucket's all-reduce still starts as its gradients appear, and evaluation keeps the plain model.
     forward = run.parallel.wrap(run.compile.apply(model))
     # The optimizer after every edit that may replace or move parameters; the average after the weights are final.
-    optimizer = run.optimizer.build(model, run.batch.lr_factor())
+    with run.precision.masters(model):
+        optimizer = run.optimizer.build(model, run.batch.lr_factor())
+        updated = [p for p in model.parameters() if p.requires_grad]
     run.scheduler.start(optimizer, *horizon)
     run.ema.start(model)
     run.runtime.seed_rank(world)  # the model's start was shared; its dropout is each rank's own
 
     parameters = [p for p in model.parameters() if p.requires_grad]
-    seed = run.runtime.seed
     trainer = Trainer(
         model=model, forward=forward, loss=run.loss, optimizer=optimizer, scheduler=run.scheduler,
-        precision=run.precision, parallel=run.parallel, clip=run.clip.build(parameters), ema=run.ema,
+        precision=run.precision, parallel=run.parallel, clip=run.clip.build(updated), ema=run.ema,
         zero_grad=lambda: run.runtime.zero(parameters), batch=run.batch, loader=run.loader,
-        train_data=Pipeline(data.train, tuple(run.augment), data.normalize, seed),
-        test_data=Pipeline(data.test, (), data.normalize, seed),
+        train_data=train_data, test_data=Pipeline(data.test, (), data.normalize, seed),
         device=device, memory_format=memory_format, seed=seed, drop_last=run.data.drop_last,
         epochs=values["epochs"], max_updates=horizon.updates, log_every=values["log_every"],
         evaluate_every=values["evaluate_every"], eval_batches=run.debug.eval_batches,
-        saving=run.saving, run_dir=run_dir, sinks=sinks, said=[*said, *edits],
+        saving=run.saving, run_dir=run_dir, sinks=sinks, said=[*said, *edits, *run.precision.said, *checked],
     )  # fmt: skip
     if run.batch.preallocate:
         dry.preallocate(trainer)
+    # Last: what watches a run wraps what is there, and sees nothing of the preparations.
+    trainer.watch = lambda stream: inputs.looked_at(stream, lambda line: trainer.tell("remark", text=line))
+    run.debug.attach(trainer)
     return trainer
 
 

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from drivetrain.lazy import torch
 from drivetrain.spec import Length, Run
@@ -103,3 +103,14 @@ def length_problem(knob: str, length: Length) -> Iterator[str]:
         good = 0 <= length < 1 or (length >= 1 and length == int(length))
     if not good:
         yield f"{knob}={length} is no length: give a share of the run below 1 (0.1), updates (500) or epochs (5ep)"
+
+
+Part = TypeVar("Part", Request, Micro)
+
+
+def one_update(parts: Iterator[Part]) -> Iterator[Part]:
+    """The next update's parts of a longer stream. When it ends, that update is made: the loop has come for more."""
+    for part in parts:
+        yield part
+        if part.last:
+            return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,11 @@ from drivetrain import resume
 from drivetrain.clock import Clock
 from drivetrain.errors import Diverged, Interrupted
 from drivetrain.plan import Micro, Request
+from drivetrain.runtime import is_out_of_memory
 from drivetrain.signals import StopFlag
 
 SAVE, STOP = 1, 2  # what the ranks agree on after an update; the higher wins
 MOST_SKIPS = 50  # updates skipped in a row before the run counts as diverged
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed: on CUDA, or on the CPU, where torch has no type for it."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 @dataclass
@@ -70,6 +67,7 @@ class Trainer:
     run_dir: Path
     sinks: list[Any]  # loggers and the terminal; empty on all ranks but 0
     said: list[str]  # what the build has to say
+    watch: Callable[[Any], Any] = iter  # what looks at the training stream on its way, as a generator
     progress: Progress = field(default_factory=Progress)
     clock: Clock = field(default_factory=Clock)
 
@@ -84,10 +82,11 @@ class Trainer:
         self.clock.first_samples = self.progress.samples + self.batch.size(self.progress.epoch)
         with StopFlag() as self._stop:
             while self.progress.updates < self.max_updates:
-                stream = self.loader.stream(self.train_data, self._requests(), self.device, self.memory_format)
+                stream = self.watch(self.loader.stream(self.train_data, self._requests(), self.device, self.memory_format))
                 self.clock.resume()
                 try:
-                    self._run(self.clock.waits(stream))
+                    with closing(stream):
+                        self._run(self.clock.waits(stream))
                     break
                 except RuntimeError as error:
                     self._make_room(error)
@@ -132,7 +131,7 @@ class Trainer:
         self.zero_grad()
         self._loss.zero_()
         self._logged = (self.progress.updates, self.progress.samples, self._steps)
-        self._tell("remark", text=f"out of memory: on with {self.batch.micro_batch(world)} samples at once")
+        self.tell("remark", text=f"out of memory: on with {self.batch.micro_batch(world)} samples at once")
 
     def _skip(self) -> None:
         self.progress.skipped += 1
@@ -176,13 +175,14 @@ class Trainer:
         skipped = windows - (progress.updates - updates)
         if not math.isfinite(loss) and not skipped:
             raise Diverged(f"the loss is {loss} (updates {updates + 1} to {progress.updates})")
-        self._tell(
+        self.tell(
             "train", loss=loss if math.isfinite(loss) else None, lr=self.optimizer.param_groups[0]["lr"],
             samples=progress.samples, skipped=progress.skipped,
             samples_per_second=(progress.samples - samples) / seconds if seconds else None, data_wait=waiting,
         )  # fmt: skip
 
-    def _tell(self, event: str, **numbers: Any) -> None:
+    def tell(self, event: str, **numbers: Any) -> None:
+        """One record to all sinks."""
         record = {"event": event, "update": self.progress.updates, "epoch": self.progress.epoch, **numbers}
         for sink in self.sinks:
             sink.log(record)
@@ -200,7 +200,7 @@ class Trainer:
             progress.best = {**metrics, "update": progress.updates}
         progress.evaluated, progress.final = progress.updates, metrics
         self.scheduler.evaluated(metrics)
-        self._tell("evaluate", **metrics)
+        self.tell("evaluate", **metrics)
 
     @torch.inference_mode()
     def evaluate(self) -> dict[str, float]:
