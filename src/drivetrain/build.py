@@ -48,7 +48,7 @@ def build(run: Run, world: World, run_dir: Path, sinks: list[Any]) -> Trainer:
     parameters = [p for p in model.parameters() if p.requires_grad]
     seed = run.runtime.seed
     return Trainer(
-        model=model, forward=forward, loss=run.loss, optimizer=optimizer, scheduler=run.scheduler,
+        model=model, forward=forward, loss=run.loss, optimizer=optimizer, settled=run.optimizer.settled, scheduler=run.scheduler,
         precision=run.precision, parallel=run.parallel, clip=run.clip.build(parameters), ema=run.ema,
         zero_grad=lambda: run.runtime.zero(parameters), batch=run.batch, loader=run.loader,
         train_data=Pipeline(data.train, tuple(run.augment), data.normalize, seed),

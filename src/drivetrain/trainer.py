@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ class Trainer:
     forward: Callable[[torch.Tensor], torch.Tensor]  # the same model, compiled and wrapped as asked for
     loss: Any
     optimizer: torch.optim.Optimizer
+    settled: Callable[[], AbstractContextManager[None]]  # the weights to evaluate and to save stand in the model
     scheduler: Any
     precision: Any
     parallel: Any
@@ -177,7 +179,8 @@ class Trainer:
 
     def _evaluate_and_log(self) -> None:
         self.parallel.share_buffers(self.model)
-        metrics = self.evaluate()
+        with self.settled():
+            metrics = self.evaluate()
         if self.ema.active:
             with self.ema.swapped():
                 metrics |= {f"ema_{name}": value for name, value in self.evaluate().items()}
@@ -210,7 +213,8 @@ class Trainer:
             return
         state = self.state()  # gathers from all ranks
         if self.parallel.world.rank == 0:
-            resume.save(self.run_dir, self.progress.updates, self.model.state_dict(), state)
+            with self.settled():
+                resume.save(self.run_dir, self.progress.updates, self.model.state_dict(), state)
             best = int(self.progress.best["update"]) if self.saving.keep_best and self.progress.best else None
             resume.prune(self.run_dir, self.saving.keep, best)
         self.saving.start(self.progress.updates)
