@@ -18,6 +18,7 @@ from drivetrain.errors import UserError, did_you_mean
 from drivetrain.paths import conf_dir
 
 LISTS = ("surgery", "augment", "logger")  # groups of which several options are chosen at once
+OPEN = {"kwargs", "lr_of"}  # mappings with keys of the user's: whatever the target takes, parameters' names
 MAY_LENGTHEN = ("epochs", "updates")  # what a resumed run may change
 
 
@@ -225,8 +226,8 @@ def _set(
             problems.append(f"{where}{key}: {'.'.join(parts[:depth])} is a value and has no '{part}'")
             return
         if part not in node:
-            if depth and parts[depth - 1] == "kwargs":
-                break  # an open mapping: whatever the target takes
+            if OPEN.intersection(parts[:depth]):
+                break
             inside = ".".join(parts[:depth])
             place = (
                 f"{inside}={choices.get(inside, _default_choices().get(inside))}" if inside in known else inside or "the config"

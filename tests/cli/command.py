@@ -49,9 +49,7 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     return {**env, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in paths if p), **extra}
 
 
-def start(
-    *words: str, cwd: Path, how: Sequence[str] = DRIVETRAIN, env: Mapping[str, str] | None = None
-) -> subprocess.Popen[str]:
+def start(*words: str, cwd: Path, how: Sequence[str] = DRIVETRAIN, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
     """Start a command in a session of its own, so that all its processes can be ended together."""
     return subprocess.Popen(
         [sys.executable, *how, *words], cwd=cwd, env=environment(env), text=True, start_new_session=True,

@@ -181,9 +181,7 @@ def test_bad_recipes(case: str, tmp_path: Path) -> None:
     text, names = RECIPES[case]
     file = empty(tmp_path / "given") / "recipe.yaml"
     file.write_text(text)
-    said = at_once(
-        tmp_path, (f"recipe={file}",), tuple(n.replace("@", str(file)) for n in names), env={"SECRET": SECRET}
-    )
+    said = at_once(tmp_path, (f"recipe={file}",), tuple(n.replace("@", str(file)) for n in names), env={"SECRET": SECRET})
     assert SECRET not in said
     assert len(said) < 2000, "a refusal is short"
 

@@ -29,7 +29,7 @@ BASE = (
     "augment=[flip_crop]", "augment.flip_crop.flip=0.0", "augment.flip_crop.pad=1", "epochs=3", "saving.every_updates=5",
 )  # fmt: skip
 PER_EPOCH = 11
-STOP_AT = 17  # the update during which the signal comes: in the middle of the second epoch, two after a save
+STOP_AT = 19  # the update during which the signal comes: in mid-epoch, some after a save
 ACCUMULATE = ("batch=accumulate", "batch.steps=2")
 ARMS: dict[str, tuple[tuple[str, ...], int, int]] = {
     # what runs: its words, micro-batches an update, ranks
@@ -132,9 +132,7 @@ def assert_same_end(resumed: Path, unbroken: Path) -> None:
 
 
 @pytest.mark.parametrize(("arm", "by"), MATRIX)
-def test_stopped_in_mid_epoch_and_resumed(
-    arm: str, by: signal.Signals, whole: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_stopped_in_mid_epoch_and_resumed(arm: str, by: signal.Signals, whole: Callable[[str], Path], tmp_path: Path) -> None:
     words, micro_batches, ranks = ARMS[arm]
     place = with_own_nets(tmp_path / "here")
     ended = stop(place, by, str((STOP_AT - 1) * micro_batches + 1), *BASE, *words, ranks=ranks)
