@@ -385,7 +385,7 @@ REFUSED = {
     "scheduler=cosine scheduler.warmup=5epochs": "scheduler.warmup=5epochs is no length",
     "scheduler=multistep scheduler.milestones=[0.5,x]": "scheduler.milestones=x is no length",
     "scheduler=multistep scheduler.milestones=[100,5ep]": "must increase: they are updates 100, 55",
-    "scheduler=multistep scheduler.milestones=[0.51,0.512]": "must increase: they are updates 84, 84",
+    "scheduler=multistep scheduler.milestones=[0.5,0.5]": "must increase: they are updates 82, 82",
     "scheduler=multistep scheduler.milestones=[]": "scheduler.milestones",
     "scheduler=wsd scheduler.decay=200": "are 8 + 200 updates, more than the run's 165",
     "scheduler=wsd scheduler.shape=exponential": "set scheduler.final above 0",
