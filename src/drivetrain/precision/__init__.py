@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 from drivetrain.lazy import torch
@@ -29,10 +29,13 @@ class Precision(Part):
         """The model in this precision, before it is compiled or wrapped."""
         return model
 
-    @contextmanager
-    def masters(self, model: torch.nn.Module) -> Iterator[None]:
-        """Within it the model holds the parameters that the optimizer updates, outside those that it computes with."""
-        yield
+    def optimizer(self, option: Any, model: torch.nn.Module, lr_factor: float) -> torch.optim.Optimizer:
+        """The option's optimizer, over the parameters in which updates add up: those that the model computes with."""
+        return option.build(model, lr_factor)
+
+    def settled(self, optimizers: Callable[[], AbstractContextManager[None]]) -> Callable[[], AbstractContextManager[None]]:
+        """The optimizer's context in which the weights to evaluate and to save stand in the model."""
+        return optimizers
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of forward and loss."""
