@@ -24,7 +24,7 @@ ABOVE = [
     {"resume", "trainer"},
     {"build"},
     {"recipe", "compose", "check", "environment", "terminal"},
-    {"launch", "elastic", "sweep", "trial", "catalogue", "completion", "cli", "__main__", "__init__"},
+    {"launch", "elastic", "sweep", "trial", "catalogue", "show", "completion", "cli", "__main__", "__init__"},
 ]
 
 
