@@ -69,8 +69,8 @@ def refusal(words: Sequence[str]) -> dict[str, float]:
 def imports() -> dict[str, Any]:
     """What a run imports beyond `import torch`: own milliseconds by package (torch's by subpackage), the ten largest."""
     with tempfile.TemporaryDirectory() as folder:
-        ours = _import_times(*TRAIN, *WORDS, f"output_dir={folder}")
-    extra = {name: ms for name, ms in ours.items() if name not in _import_times("-c", "import torch")}
+        ours, torch_alone = _import_times(*TRAIN, *WORDS, f"output_dir={folder}"), _import_times("-c", "import torch")
+    extra = {name: ms for name, ms in ours.items() if name not in torch_alone}
     packages: dict[str, list[float]] = defaultdict(list)
     for name, ms in extra.items():
         packages[".".join(name.split(".")[: 2 if name.startswith("torch.") else 1])].append(ms)

@@ -24,7 +24,7 @@ ABOVE = [
     {"resume", "trainer"},
     {"build"},
     {"recipe", "compose", "check", "environment", "terminal"},
-    {"launch", "elastic", "sweep", "trial", "catalogue", "completion", "cli", "__main__"},
+    {"launch", "elastic", "sweep", "trial", "catalogue", "show", "completion", "cli", "__main__", "__init__"},
 ]
 
 
@@ -130,8 +130,8 @@ def test_the_loop_stays_under_250_lines():
 # Options whose names are plain words of the loop, and what they mean there.
 WORDS = {
     "best": "the best metrics so far", "last": "an update's last micro-batch", "sync": "the context of a micro-batch",
-    "step": "of optimizer, scheduler and clock", "device": "where tensors are", "ema": "the seam's name", "none": "None",
-    "split": "Tensor.split", "files": "", "default": "",
+    "step": "of optimizer, scheduler and clock", "value": "a metric's", "device": "where tensors are",
+    "split": "Tensor.split", "none": "None", "default": "a field's", "ema": "the seam's own name",
 }  # fmt: skip
 
 
@@ -151,6 +151,7 @@ def words_of_code(path: Path) -> set[str]:
 
 
 def test_the_loop_names_no_technique():
+    """An option whose name is a plain word of the loop goes into WORDS, with what it means there."""
     techniques = {name for names in options().values() for name in names} - set(WORDS)
     assert len(techniques) > 30
     words = words_of_code(MODULES["trainer"])

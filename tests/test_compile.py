@@ -7,7 +7,7 @@ import torch
 
 @pytest.fixture
 def eager_backend(monkeypatch):
-    """torch.compile with a backend that traces forward and backward and runs them as they are: seconds instead of minutes. The calls it got."""
+    """torch.compile with a backend that traces as inductor does and runs what it traced as it is. The calls it got."""
     calls, original = [], torch.compile
 
     def compile_(model, **knobs):
@@ -67,7 +67,9 @@ def test_none_is_the_model_itself(make):
 
 
 def test_what_cannot_be_is_refused(problems, monkeypatch):
-    assert any("compile=inductor and debug=anomaly exclude each other" in p for p in problems("compile=inductor", "debug=anomaly"))
+    assert any(
+        "compile=inductor and debug=anomaly exclude each other" in p for p in problems("compile=inductor", "debug=anomaly")
+    )
     assert any("compile.mode=fastest" in p for p in problems("compile=inductor", "compile.mode=fastest"))
     monkeypatch.setattr("shutil.which", lambda name: None)
     assert any("compile=inductor needs a C++ compiler" in p for p in problems("compile=inductor"))

@@ -74,17 +74,18 @@ def outside(tmp_path, monkeypatch):
 )
 def test_it_composes_builds_trains_saves_and_goes_on(tiny, outside, group, option):
     words = tiny(*BESIDE.get(group, []), word(group, option), *BESIDE.get((group, option), []))
+    refusal: list[str] = []
     try:
         first = drivetrain.train(words)
     except UserError as error:
-        assert all(word(group, option) in p or f"{group}={option}" in p for p in error.problems), error
-        assert all(any(lack in p for lack in LACKING) for p in error.problems), error
+        refusal = error.problems
+    if refusal:
+        assert all(f"{group}={option}" in problem for problem in refusal), refusal
+        assert all(any(lack in problem for lack in LACKING) for problem in refusal), refusal
         return
     assert (first.status, first.updates) == ("completed", 2), first.error
     run_dir = Path(first.run_dir)
     assert first.metrics["final"]["loss"] > 0
-    composed = compose([], base=None).choices
-    assert (composed[group] != option) or option in str(first.overrides)  # it was chosen, not only the default
     saved = run_dir / "checkpoints" / "2"
     assert (manifest.verify(saved) is None) if (group, option) != ("saving", "none") else not saved.exists()
 

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+import drivetrain
 from drivetrain.logger import Files
 
 
@@ -48,7 +49,7 @@ def test_tensorboard_reads_the_values_of_the_lines(train):
     result = train("logger=[files,tensorboard]", "updates=null", "epochs=2")
     events = EventAccumulator(str(result.run_dir / "tensorboard"))
     events.Reload()
-    told = [r for r in records(result.run_dir)]
+    told = records(result.run_dir)
     seen = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
     assert {"train/loss", "train/lr", "evaluate/loss", "evaluate/accuracy"} <= set(seen)
     for tag, points in seen.items():
@@ -60,7 +61,6 @@ def test_tensorboard_reads_the_values_of_the_lines(train):
 
 
 def test_tensorboard_shows_a_resumed_update_once(train):
-    import drivetrain
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run_dir = train("logger=[files,tensorboard]").run_dir

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+
 def matmul_types(trainer, tmp_path) -> set[str]:
     """The element types that the matrix products of a run work on, from a profiler's trace."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:

@@ -347,6 +347,10 @@ def test_epochs_are_counted_where_they_lie_when_the_batch_grows() -> None:
     assert [run.scheduler.multiple(u) for u in (10, 11, 27, 28, 35)] == pytest.approx([11 / 12, 1, 1, 8 / 9, 1 / 9])
 
 
+def test_past_the_end_epochs_are_as_long_as_the_last() -> None:
+    assert [Horizon(20, [11, 18, 20]).of(n) for n in ("2ep", "3ep", "4ep", "5.5ep")] == [18, 20, 22, 25]
+
+
 @pytest.mark.parametrize(("updates", "epochs"), [(1, 1 / 12), (12, 1), (30, 2.5), (240, 20)])
 def test_the_run_in_epochs(updates: int, epochs: float) -> None:
     assert OVER.at_most(updates).epochs == pytest.approx(epochs)
@@ -392,6 +396,7 @@ REFUSED = {
     "scheduler=cyclic scheduler.mode=exp_range": "scheduler.mode=exp_range shrinks",
     "scheduler=cyclic scheduler.gamma=0.9": "scheduler.gamma=0.9 is exp_range's",
     "scheduler=cosine scheduler.length=10 scheduler.warmup=10": "scheduler.length=10 ends within scheduler.warmup=10",
+    "scheduler=onecycle scheduler.length=40": "scheduler.length=40 ends within scheduler.warmup=0.3",
     "scheduler=cosine scheduler.cycles=200": "less than one update to a cycle",
     "scheduler=onecycle scheduler.three_phase=true scheduler.warmup=0.6": "twice scheduler.warmup=0.6",
     "scheduler=onecycle scheduler.momentum=[0.95,0.85]": "[low, high]: turn it round",

@@ -22,7 +22,18 @@ def wheel(tmp_path_factory) -> Path:
     copy = folder / "checkout"
     leave = shutil.ignore_patterns(".*", "outputs", "build", "dist", "*.egg-info", "__pycache__")
     shutil.copytree(ROOT, copy, ignore=leave)
-    command = [sys.executable, "-m", "pip", "wheel", str(copy), "--no-deps", "--no-build-isolation", "--no-index", "-w", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        str(copy),
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "-w",
+        str(folder),
+    ]
     done = subprocess.run([*command, "--disable-pip-version-check"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (built,) = folder.glob("*.whl")

@@ -74,9 +74,8 @@ class Agc(Clip):
             norms = [_unit_norms(g) for g in gradients]
             torch._foreach_clamp_min_(scale, self.eps)
             torch._foreach_mul_(scale, self.clip_factor)
-            torch._foreach_clamp_min_(norms, 1e-6)  # a gradient of zero stays one
             torch._foreach_div_(scale, norms)
-            torch._foreach_clamp_max_(scale, 1.0)
+            torch._foreach_clamp_max_(scale, 1.0)  # infinite for a gradient of zero, which stays one
             torch._foreach_mul_(gradients, scale)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,25 +15,12 @@ from drivetrain import resume
 from drivetrain.clock import Clock
 from drivetrain.errors import Diverged, Interrupted
 from drivetrain.plan import Micro, Request
+from drivetrain.progress import Progress
 from drivetrain.runtime import is_out_of_memory
 from drivetrain.signals import StopFlag
 
 SAVE, STOP = 1, 2  # what the ranks agree on after an update; the higher wins
 MOST_SKIPS = 50  # updates skipped in a row before the run counts as diverged
-
-
-@dataclass
-class Progress:
-    """How far the run is. Updates and what was consumed are counted apart: a skipped update consumes its samples."""
-
-    epoch: int = 0
-    window: int = 0  # updates' worth of samples consumed in this epoch
-    updates: int = 0
-    samples: int = 0
-    skipped: int = 0
-    evaluated: int = -1  # the update of the last evaluation
-    final: dict[str, float] = field(default_factory=dict)
-    best: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -44,6 +31,7 @@ class Trainer:
     forward: Callable[[torch.Tensor], torch.Tensor]  # the same model, compiled and wrapped as asked for
     loss: Any
     optimizer: torch.optim.Optimizer
+    settled: Callable[[], AbstractContextManager[None]]  # the weights to evaluate and to save stand in the model
     scheduler: Any
     precision: Any
     parallel: Any
@@ -189,7 +177,8 @@ class Trainer:
 
     def _evaluate_and_log(self) -> None:
         self.parallel.share_buffers(self.model)
-        metrics = self.evaluate()
+        with self.settled():
+            metrics = self.evaluate()
         if self.ema.active:
             with self.ema.swapped():
                 self.parallel.share_buffers(self.model)  # each rank averaged its own
@@ -224,7 +213,8 @@ class Trainer:
             return
         state = self.state()  # gathers from all ranks
         if self.parallel.world.rank == 0:
-            resume.save(self.run_dir, self.progress.updates, self.model.state_dict(), state)
+            with self.settled():
+                resume.save(self.run_dir, self.progress.updates, self.model.state_dict(), state)
             best = int(self.progress.best["update"]) if self.saving.keep_best and self.progress.best else None
             resume.prune(self.run_dir, self.saving.keep, best)
         self.saving.start(self.progress.updates)

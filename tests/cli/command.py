@@ -8,7 +8,9 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,9 +51,7 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     return {**env, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in paths if p), **extra}
 
 
-def start(
-    *words: str, cwd: Path, how: Sequence[str] = DRIVETRAIN, env: Mapping[str, str] | None = None
-) -> subprocess.Popen[str]:
+def start(*words: str, cwd: Path, how: Sequence[str] = DRIVETRAIN, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
     """Start a command in a session of its own, so that all its processes can be ended together."""
     return subprocess.Popen(
         [sys.executable, *how, *words], cwd=cwd, env=environment(env), text=True, start_new_session=True,
@@ -72,10 +72,8 @@ def finish(process: subprocess.Popen[str]) -> Done:
 
 def kill_all(process: subprocess.Popen[str]) -> None:
     """SIGKILL to the command and to every process it started."""
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 def run(*words: str, cwd: Path, how: Sequence[str] = DRIVETRAIN, env: Mapping[str, str] | None = None) -> Done:
@@ -86,6 +84,23 @@ def run(*words: str, cwd: Path, how: Sequence[str] = DRIVETRAIN, env: Mapping[st
 def train(*words: str, cwd: Path, how: Sequence[str] = DRIVETRAIN, env: Mapping[str, str] | None = None) -> Done:
     """`drivetrain train -q …` to its end."""
     return run("train", "-q", *words, cwd=cwd, how=how, env=env)
+
+
+@contextmanager
+def at_the_gate(place: Path, at: str, *words: str, ranks: int = 1) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """A run of my_nets.Gated that waits, all its ranks at the gate; (process, the file that lets it go on)."""
+    gate = empty(place.with_name(f"{place.name}-gate"))
+    process = start("train", "-q", *words, cwd=place, env={"GATE": str(gate), "GATE_AT": at})
+    deadline = time.monotonic() + TIMEOUT_S
+    while len(list(gate.glob("arrived-*"))) < ranks:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "never came to the gate"
+        time.sleep(0.02)
+    try:
+        yield process, gate / "go"
+    finally:
+        kill_all(process)
+        process.communicate()
 
 
 def empty(place: Path) -> Path:

@@ -99,6 +99,12 @@ def no_length(knob: str, length: Length, over: Horizon) -> Iterator[str]:
         yield f"scheduler.{knob}={length} is no length of time: make it longer"
 
 
+def too_short(length: Length | None, warmup: Length, over: Horizon) -> Iterator[str]:
+    """The problem of a schedule that ends within its warm-up."""
+    if length is not None and over.of(length) <= over.of(warmup):
+        yield f"scheduler.length={length} ends within scheduler.warmup={warmup}: set it longer, or null for the run"
+
+
 def too_long(length: Length | None, over: Horizon) -> Iterator[str]:
     """The remark on a schedule that the run does not see the end of."""
     if length is not None and over.of(length) > over.updates:

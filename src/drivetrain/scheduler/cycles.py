@@ -5,14 +5,14 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from annotated_types import Len
 
 from drivetrain.errors import UserError
 from drivetrain.lazy import torch
 from drivetrain.plan import Horizon
-from drivetrain.scheduler.base import Scheduler, no_length, put, too_long
+from drivetrain.scheduler.base import Scheduler, no_length, put, too_long, too_short
 from drivetrain.spec import Length, Momentum, Positive, Run, Share
 
 Range = Annotated[list[Momentum], Len(2, 2)]  # [low, high]
@@ -68,6 +68,14 @@ class Cycling(Scheduler):
         raise NotImplementedError
 
 
+class _Phase(NamedTuple):
+    """A part of 1cycle, from the end of the one before."""
+
+    end: float  # its last update
+    lr: tuple[float, float]  # multiples at its bounds
+    rise: tuple[float, float]  # of the momentum, from high (0) to low (1)
+
+
 class OneCycle(Cycling):
     """1cycle (Smith & Topin 2018; torch's OneCycleLR): up from lr / `div` to lr in `warmup`, then to lr / `div` / `final_div`.
 
@@ -91,6 +99,7 @@ class OneCycle(Cycling):
         self.momentum, self.length = momentum, length
 
     def rules(self, over: Horizon) -> Iterator[str]:
+        yield from too_short(self.length, self.warmup, over)
         end = over.updates if self.length is None else over.of(self.length)
         if self.three_phase and 2 * over.of(self.warmup) > end:
             yield (
@@ -107,27 +116,26 @@ class OneCycle(Cycling):
         peak = over.of(self.warmup) - 1  # torch's phases end so, not rounded
         end = (over.updates if self.length is None else round(over.of(self.length))) - 1
         start, bottom = 1 / self.div, 1 / (self.div * self.final_div)
-        # end of the phase, multiples of lr at its bounds, and how far the momentum is from high (0) to low (1)
-        up, down = (peak, start, 1.0, 0.0, 1.0), (end, 1.0, bottom, 1.0, 0.0)
-        back, out = (2 * peak, 1.0, start, 1.0, 0.0), (end, start, bottom, 0.0, 0.0)
+        up, down = _Phase(peak, (start, 1.0), (0.0, 1.0)), _Phase(end, (1.0, bottom), (1.0, 0.0))
+        back, out = _Phase(2 * peak, (1.0, start), (1.0, 0.0)), _Phase(end, (start, bottom), (0.0, 0.0))
         self._phases = [up, back, out] if self.three_phase else [up, down]
 
     def multiple(self, update: int) -> float:
-        (_, low, high, _, _), t = self._phase(update)
-        return self._between(low, high, t)
+        phase, t = self._phase(update)
+        return self._between(*phase.lr, t)
 
     def rise(self, update: int) -> float:
-        (_, _, _, low, high), t = self._phase(update)
-        return self._between(low, high, t)
+        phase, t = self._phase(update)
+        return self._between(*phase.rise, t)
 
-    def _phase(self, update: int) -> tuple[tuple[float, float, float, float, float], float]:
+    def _phase(self, update: int) -> tuple[_Phase, float]:
         """The phase an update is in and its share of the way through it."""
         begin = 0.0
         for phase in self._phases:
-            if update <= phase[0]:
+            if update <= phase.end:
                 break
-            begin = phase[0]
-        length = phase[0] - begin
+            begin = phase.end
+        length = phase.end - begin
         return phase, min(1.0, (update - begin) / length) if length > 0 else 1.0
 
     def _between(self, start: float, end: float, t: float) -> float:

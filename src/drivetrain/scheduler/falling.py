@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Literal
 
 from drivetrain.plan import Horizon
-from drivetrain.scheduler.base import Scheduler, no_length, too_long
+from drivetrain.scheduler.base import Scheduler, no_length, too_long, too_short
 from drivetrain.spec import Count, Length, Positive, Run, Share
 
 
@@ -22,8 +22,7 @@ class Falling(Scheduler):
         self.final, self.length = final, length
 
     def rules(self, over: Horizon) -> Iterator[str]:
-        if self.length is not None and over.of(self.length) <= over.of(self.warmup):
-            yield f"scheduler.length={self.length} ends within scheduler.warmup={self.warmup}: set it longer, or null for the run"
+        yield from too_short(self.length, self.warmup, over)
 
     def advice(self, over: Horizon, run: Run) -> Iterator[str]:
         yield from super().advice(over, run)
