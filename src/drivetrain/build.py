@@ -43,14 +43,13 @@ def build(run: Run, world: World, run_dir: Path, sinks: list[Any]) -> Trainer:
     # Compile before DDP: each bucket's all-reduce still starts as its gradients appear, and evaluation keeps the plain model.
     forward = run.parallel.wrap(run.compile.apply(model))
     # The optimizer after every edit that may replace or move parameters; the average after the weights are final.
-    with run.precision.masters(model):
-        optimizer = run.optimizer.build(model, run.batch.lr_factor())
-        updated = [p for p in model.parameters() if p.requires_grad]
+    optimizer = run.precision.optimizer(run.optimizer, model, run.batch.lr_factor())
     run.scheduler.start(optimizer, *horizon)
     run.ema.start(model)
     run.runtime.seed_rank(world)  # the model's start was shared; its dropout is each rank's own
 
     parameters = [p for p in model.parameters() if p.requires_grad]
+    updated = [p for group in optimizer.param_groups for p in group["params"]]
     trainer = Trainer(
         model=model, forward=forward, loss=run.loss, optimizer=optimizer, settled=run.optimizer.settled, scheduler=run.scheduler,
         precision=run.precision, parallel=run.parallel, clip=run.clip.build(updated), ema=run.ema,

@@ -8,7 +8,9 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,10 +72,8 @@ def finish(process: subprocess.Popen[str]) -> Done:
 
 def kill_all(process: subprocess.Popen[str]) -> None:
     """SIGKILL to the command and to every process it started."""
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 def run(*words: str, cwd: Path, how: Sequence[str] = DRIVETRAIN, env: Mapping[str, str] | None = None) -> Done:
@@ -84,6 +84,23 @@ def run(*words: str, cwd: Path, how: Sequence[str] = DRIVETRAIN, env: Mapping[st
 def train(*words: str, cwd: Path, how: Sequence[str] = DRIVETRAIN, env: Mapping[str, str] | None = None) -> Done:
     """`drivetrain train -q …` to its end."""
     return run("train", "-q", *words, cwd=cwd, how=how, env=env)
+
+
+@contextmanager
+def at_the_gate(place: Path, at: str, *words: str, ranks: int = 1) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """A run of my_nets.Gated that waits, all its ranks at the gate; (process, the file that lets it go on)."""
+    gate = empty(place.with_name(f"{place.name}-gate"))
+    process = start("train", "-q", *words, cwd=place, env={"GATE": str(gate), "GATE_AT": at})
+    deadline = time.monotonic() + TIMEOUT_S
+    while len(list(gate.glob("arrived-*"))) < ranks:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "never came to the gate"
+        time.sleep(0.02)
+    try:
+        yield process, gate / "go"
+    finally:
+        kill_all(process)
+        process.communicate()
 
 
 def empty(place: Path) -> Path:

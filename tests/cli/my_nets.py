@@ -73,6 +73,14 @@ class RaisesOnRank1(Net):
             raise RuntimeError("this one is unwell")
 
 
+class KilledOnRank1(Net):
+    """Memory runs out on one rank."""
+
+    def event(self):
+        if self.trained == 3 and os.environ.get("RANK") == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 class Exits(Net):
     """Code that ends the process politely, as scripts do."""
 

@@ -59,6 +59,7 @@ WITHOUT_A_MODEL: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "output_dir below a file": (("output_dir=/dev/null/runs",), ("output_dir", "/dev/null/runs")),
     "two wrong words": (("precision=ampp", "optimizer.lrr=3"), ("precision=ampp", "optimizer.lrr=3")),
     "a wrong word and a wrong value": (("precision=ampp", "optimizer.lr=-1"), ("precision=ampp", "optimizer.lr=-1")),
+    "a recipe there is not and a wrong word": (("recipe=nope", "precision=ampp"), ("recipe=nope", "precision=ampp")),
     "three wrong values": (
         ("epochs=0", "optimizer.lr=-1", "model.width=wide"), ("epochs=0", "optimizer.lr=-1", "model.width=wide"),
     ),

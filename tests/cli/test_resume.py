@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,8 +18,21 @@ from typing import Any
 import pytest
 
 from .command import (
-    OWN, TIMEOUT_S, TINY, Done, checkpoints, empty, finish, kill_all, losses, only_run, records, result, runs, start, train,
-    weights, with_own_nets,
+    OWN,
+    TINY,
+    Done,
+    at_the_gate,
+    checkpoints,
+    finish,
+    kill_all,
+    losses,
+    only_run,
+    records,
+    result,
+    runs,
+    train,
+    weights,
+    with_own_nets,
 )  # fmt: skip
 
 TERM, KILL, USR1, INT = signal.SIGTERM, signal.SIGKILL, signal.SIGUSR1, signal.SIGINT
@@ -52,23 +64,6 @@ MATRIX = [
         for arm in ARMS for by in (TERM, KILL) if (arm, by) not in NORMAL
     ),
 ]  # fmt: skip
-
-
-@contextmanager
-def at_the_gate(place: Path, at: str, *words: str, ranks: int = 1) -> Iterator[tuple[subprocess.Popen[str], Path]]:
-    """A run of my_nets.Gated that waits, all its ranks at the gate; (process, the file that lets it go on)."""
-    gate = empty(place.with_name(f"{place.name}-gate"))
-    process = start("train", "-q", *words, cwd=place, env={"GATE": str(gate), "GATE_AT": at})
-    deadline = time.monotonic() + TIMEOUT_S
-    while len(list(gate.glob("arrived-*"))) < ranks:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, "never came to the gate"
-        time.sleep(0.02)
-    try:
-        yield process, gate / "go"
-    finally:
-        kill_all(process)
-        process.communicate()
 
 
 def stop(place: Path, by: signal.Signals, at: str, *words: str, ranks: int = 1) -> Done:
@@ -154,8 +149,7 @@ def test_stopped_in_mid_epoch_and_resumed(arm: str, by: signal.Signals, whole: C
     assert_same_end(run_dir, whole(arm))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("by", [USR1, INT])
+@pytest.mark.parametrize(("by", "ranks"), [(USR1, 1), (USR1, 2), (INT, 1)])
 def test_other_signals_stop_alike(by: signal.Signals, ranks: int, tmp_path: Path) -> None:
     """Slurm's warning and Ctrl-C: the update is finished, the state saved, exit 75; alone and on two ranks."""
     place = with_own_nets(tmp_path / "here")
@@ -288,7 +282,8 @@ def test_metrics_that_a_kill_cut_short(small: Path, tmp_path: Path) -> None:
 def age(run_dir: Path, hours: float) -> Path:
     """Make a run look older."""
     then = time.time() - 3600 * hours
-    os.utime(run_dir / "environment.json", (then, then))
+    for path in (run_dir / "environment.json", run_dir):
+        os.utime(path, (then, then))
     return run_dir
 
 
@@ -302,16 +297,16 @@ def holding(run_dir: Path) -> Iterator[None]:
 
 def test_resume_auto(small: Path, tmp_path: Path) -> None:
     """The newest unfinished run of the same config, that nobody holds; else a new one."""
-    age(copy(small, tmp_path, "completed"), 1)
-    other = tmp_path / "outputs" / "2020-01-01" / "other"  # of another config
-    shutil.copytree(small, other)
+    older = age(copy(small, tmp_path, "interrupted", keep=1), 5)
+    (older / "result.json").unlink()  # killed: it never wrote one
+    age(older, 5)
+    newer = age(copy(small, tmp_path, "failed", keep=1), 4)
+    held = age(copy(small, tmp_path, "interrupted", keep=1), 3)
+    other = copy(small, tmp_path, "interrupted", keep=1)  # of another config
     about = json.loads((other / "environment.json").read_text())
     (other / "environment.json").write_text(json.dumps({**about, "config_hash": "0" * 16}))
-    (other / "result.json").unlink()
-    held = age(copy(small, tmp_path, "interrupted", keep=1), 2)
-    newer = age(copy(small, tmp_path, "failed", keep=1), 3)
-    older = age(copy(small, tmp_path, "interrupted", keep=1), 4)
-    (older / "result.json").unlink()  # killed: it never wrote one
+    age(other, 2)
+    age(copy(small, tmp_path, "completed"), 1)
     with holding(held):
         for expected in (newer, older, None):
             ended = train(*SMALL, "resume=auto", cwd=tmp_path)
@@ -320,9 +315,8 @@ def test_resume_auto(small: Path, tmp_path: Path) -> None:
                 assert f"going on from outputs/{expected.relative_to(tmp_path / 'outputs')}/checkpoints/11" in ended.err
                 assert_same_end(expected, small)
     assert "no unfinished run of this config" in ended.err
-    assert not [p for p in runs(tmp_path / "outputs") if (p / "result.json").exists() and result(p)["updates"] < 2 * PER_EPOCH]
-    assert len(runs(tmp_path / "outputs")) == 6
-    assert len(checkpoints(held)) == 1, "the held one was left alone"
+    assert len(runs(tmp_path / "outputs")) == 6, "a new one at the end, none before"
+    assert [len(checkpoints(left)) for left in (held, other)] == [1, 1], "these were left alone"
 
 
 def test_resume_auto_without_any_run(tmp_path: Path) -> None:

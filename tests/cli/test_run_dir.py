@@ -12,7 +12,22 @@ from typing import Any
 import pytest
 
 from .command import (
-    OWN, TINY, Done, checkpoints, empty, finish, losses, only_run, records, result, run, runs, start, strict_json, train, weights,
+    OWN,
+    TINY,
+    Done,
+    checkpoints,
+    empty,
+    finish,
+    losses,
+    only_run,
+    records,
+    result,
+    run,
+    runs,
+    start,
+    strict_json,
+    train,
+    weights,
     with_own_nets,
 )  # fmt: skip
 
@@ -183,7 +198,7 @@ def test_an_error_while_training(tmp_path: Path) -> None:
 
 def test_a_loss_that_is_not_finite(tmp_path: Path) -> None:
     """Exit 3, "diverged", and the update."""
-    ended, run_dir, left = fail(tmp_path / "here", "Diverges", code=3)
+    _, run_dir, left = fail(tmp_path / "here", "Diverges", code=3)
     assert left["status"] == "diverged"
     assert "nan" in left["error"]
     assert "3" in left["error"]

@@ -159,7 +159,7 @@ def _recorded(model: torch.nn.Module, x: torch.Tensor) -> tuple[dict[str, _Call]
 def _one_recording(
     model: torch.nn.Module, x: torch.Tensor, left_out: dict[str, str]
 ) -> tuple[dict[str, _Call], tuple[str, str] | None]:
-    from drivetrain.debug.modes import Narrow
+    from drivetrain.modes import Narrow
 
     calls: dict[str, _Call] = {}
     inside: list[str] = []

@@ -6,6 +6,7 @@ import csv
 import gzip
 import json
 import os
+import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -47,8 +48,11 @@ class Profile(Window):
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it reports each start, and every machine without a GPU as an error
         first = self._trainer.progress.updates + warmup + 1
         self._where = f"update {first}" if window == 1 else f"updates {first} to {first + window - 1}"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is no warm-up: in a run of one update there cannot be
+            schedule = torch.profiler.schedule(wait=0, warmup=warmup, active=window, repeat=1)
         profiler = torch.profiler.profile(
-            schedule=torch.profiler.schedule(wait=0, warmup=warmup, active=window, repeat=1),
+            schedule=schedule,
             on_trace_ready=self._write, record_shapes=self.shapes, profile_memory=self.memory, with_stack=self.stacks,
         )  # fmt: skip
         with profiler:

@@ -60,7 +60,7 @@ class Sync(Debug):
     def _watching(self) -> AbstractContextManager[Any]:
         if self._trainer.device.type == "cuda":
             return self._told_by_cuda()
-        from drivetrain.debug.modes import Calls
+        from drivetrain.modes import Calls
 
         return Calls(self._count)
 

@@ -48,7 +48,7 @@ class Window(Debug):
     def _watched(self, stream: Iterator[Micro]) -> Iterator[Micro]:
         """The stream, whose window is looked at. A run too short for it has it end with its last update."""
         left = self._trainer.max_updates - self._trainer.progress.updates
-        window = min(self.window, left)
+        window = min(self.window, max(1, left - self.warmup))
         warmup = min(self.warmup, left - window)
         for _ in range(min(self.skip, left - window - warmup)):
             yield from one_update(stream)

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 from drivetrain.lazy import torch
 from drivetrain.spec import Count, Part, Positive
 
 _NULL = nullcontext()
+
+
+def backpropagate(loss: torch.Tensor, weight: torch.Tensor) -> None:
+    """`loss.backward(weight)` by torch's engine itself. Both are 0-d.
+
+    What Tensor.backward does before that to weights of any shape costs some 10 µs a step, and 0.3 s at the first, for
+    importing symbolic shapes.
+    """
+    engine = torch.autograd.Variable._execution_engine
+    engine.run_backward((loss,), (weight,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 class Precision(Part):
@@ -29,10 +39,13 @@ class Precision(Part):
         """The model in this precision, before it is compiled or wrapped."""
         return model
 
-    @contextmanager
-    def masters(self, model: torch.nn.Module) -> Iterator[None]:
-        """Within it the model holds the parameters that the optimizer updates, outside those that it computes with."""
-        yield
+    def optimizer(self, option: Any, model: torch.nn.Module, lr_factor: float) -> torch.optim.Optimizer:
+        """The option's optimizer, over the parameters in which updates add up: those that the model computes with."""
+        return option.build(model, lr_factor)
+
+    def settled(self, optimizers: Callable[[], AbstractContextManager[None]]) -> Callable[[], AbstractContextManager[None]]:
+        """The optimizer's context in which the weights to evaluate and to save stand in the model."""
+        return optimizers
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of forward and loss."""
@@ -40,7 +53,7 @@ class Precision(Part):
 
     def backward(self, loss: torch.Tensor, weight: torch.Tensor) -> None:
         """Add the gradients of `weight × loss`. The weight seeds the backward, which saves a multiplication."""
-        loss.backward(weight)
+        backpropagate(loss, weight)
 
     def step(self, optimizer: torch.optim.Optimizer, clip: Callable[[], None]) -> bool:
         """Clip and update; False if the update was skipped, and then nothing may move."""
@@ -118,7 +131,7 @@ class Amp(Bf16):
         return model
 
     def backward(self, loss: torch.Tensor, weight: torch.Tensor) -> None:
-        self.scaler.scale(loss).backward(weight)
+        backpropagate(self.scaler.scale(loss), weight)
 
     def step(self, optimizer: torch.optim.Optimizer, clip: Callable[[], None]) -> bool:
         """One read of the device: was there an overflow? It waits for the backward alone, and the clipping is queued by then.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
 from drivetrain.lazy import torch
@@ -51,14 +52,52 @@ class Bf16Pure(Precision):
         self.said.append(f"{len(mine)} of {sum(1 for _ in model.parameters())} parameters in bfloat16, with {kept}")
         return model
 
-    @contextmanager
-    def masters(self, model: torch.nn.Module) -> Iterator[None]:
+    def optimizer(self, option: Any, model: torch.nn.Module, lr_factor: float) -> torch.optim.Optimizer:
+        """It holds the masters: they stand in the model while it is built, and are there while it saves and loads."""
         self._exchange(model, dict(zip(self._parameters, self._masters, strict=True)))
+        try:
+            optimizer = option.build(model, lr_factor)
+        finally:
+            self._exchange(model, dict(zip(self._masters, self._parameters, strict=True)))
+        for name in ("state_dict", "load_state_dict"):
+            setattr(optimizer, name, self._with_masters(getattr(optimizer, name)))
+        self._release()
+        return optimizer
+
+    def settled(self, optimizers: Callable[[], AbstractContextManager[None]]) -> Callable[[], AbstractContextManager[None]]:
+        @contextmanager
+        def shown() -> Iterator[None]:
+            with self._opened(), optimizers():
+                torch._foreach_copy_(self._weights, self._views)
+                yield
+
+        return shown
+
+    def _with_masters(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        from torch.utils._pytree import tree_map
+
+        @functools.wraps(method)
+        def opened(*args: Any, **kwargs: Any) -> Any:
+            with self._opened():
+                return tree_map(self._kept, method(*args, **kwargs))
+
+        return opened
+
+    @contextmanager
+    def _opened(self) -> Iterator[None]:
+        """Outside of an update: the masters are there, and what they are afterwards is what the model has."""
+        self._widen()
         try:
             yield
         finally:
-            self._exchange(model, dict(zip(self._masters, self._parameters, strict=True)))
+            torch._foreach_copy_(self._weights, self._views)
             self._release()
+
+    def _kept(self, value: Any) -> Any:
+        """A master that somebody keeps must not go when the masters' memory does."""
+        if self.master == "fp32" or not isinstance(value, torch.Tensor):
+            return value
+        return value.clone() if value.untyped_storage().data_ptr() == self._flat.untyped_storage().data_ptr() else value
 
     def step(self, optimizer: torch.optim.Optimizer, clip: Callable[[], None]) -> bool:
         self._widen()
@@ -114,6 +153,7 @@ class Bf16Pure(Precision):
             saved = state.get("masters") or dict(zip(self._names, self._weights, strict=True))
             for name, master in zip(self._names, self._views, strict=True):
                 master.copy_(saved[name])
+            torch._foreach_copy_(self._weights, self._views)
 
 
 def _to_bfloat16(value: Any) -> Any:

@@ -64,7 +64,11 @@ class Fp8(Bf16):
         # The backward's inner dimension is the batch, which 16 need not divide: padded.
         config = dataclasses.replace(Float8LinearConfig.from_recipe_name(self.scaling), emulate=self.emulate, pad_inner_dim=True)
         self.said.append(f"{len(chosen)} of {len(linears)} Linear layers compute in float8")
-        return convert_to_float8_training(model, config=config, module_filter_fn=lambda m, _: self._suits(m))
+        model = convert_to_float8_training(model, config=config, module_filter_fn=lambda m, _: self._suits(m))
+        if self._device.type != "cuda":  # torchao looks at CUDA's autocast alone
+            for layer in (m for m in model.modules() if isinstance(m, torch.nn.Linear) and self._suits(m)):
+                layer.register_forward_pre_hook(lambda _, args: (args[0].to(torch.bfloat16),))
+        return model
 
     def autocast(self) -> AbstractContextManager[Any]:
         return self._evaluating() if torch.is_inference_mode_enabled() else super().autocast()

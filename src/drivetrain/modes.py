@@ -1,4 +1,4 @@
-"""Modes that watch every call. Imported by the options that use them, when they run: they subclass torch's."""
+"""Modes that watch every call that torch is given."""
 
 from __future__ import annotations
 
@@ -66,15 +66,24 @@ class _Reads(TorchFunctionMode):
         self.found, self.operations = found, operations
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.backward:
+            with self:  # torch leaves the mode for a call, but in this one other Python is called
+                return _backward(*args, **(kwargs or {}))
         if getattr(func, "__name__", "") not in READS:
-            with self:  # torch leaves the mode for the call, and a backward is one call
-                return func(*args, **(kwargs or {}))
+            return func(*args, **(kwargs or {}))
         self.found(f"Tensor.{func.__name__}")
         self.operations.named = True
         try:
             return func(*args, **(kwargs or {}))
         finally:
             self.operations.named = False
+
+
+def _backward(
+    tensor: Any, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+) -> None:
+    """Tensor.backward, which would only ask for the mode again."""
+    torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
 
 
 class Narrow(TorchDispatchMode):
