@@ -316,7 +316,7 @@ class Report:
         self.work, self.progress = work, progress
 
     def __enter__(self) -> Report:
-        self._file = tempfile.TemporaryFile("w")  # noqa: SIM115 - closed on leaving
+        self._file = tempfile.TemporaryFile("w")
         return self
 
     def __call__(self, updates: int, loss: float) -> None:

@@ -31,7 +31,7 @@ BESIDE = {
     ("batch", "auto"): ["batch.memory_gb=64"],
 }
 # Options that this machine may lack something for. They must say what; any other refusal is a failure.
-LACKING = ("needs the package", "needs a CUDA device")
+LACKING = ("which is not installed", "needs a CUDA device")
 SLOW = {("compile", "inductor")}
 
 NET = '''

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from drivetrain.augment import Augment
 from drivetrain.errors import DataError, UserError
 from drivetrain.lazy import torch
 from drivetrain.plan import Micro, Request
@@ -17,7 +16,7 @@ class Pipeline(NamedTuple):
     """What happens to a request's samples on the CPU: read, augment, normalise. Picklable, for worker processes."""
 
     source: Any
-    steps: tuple[Augment, ...]
+    steps: tuple[Callable[[torch.Tensor, int, int, torch.Tensor], torch.Tensor], ...]  # (x, seed, epoch, indices) → x
     normalize: Any  # None where the source's values are ready
     seed: int
 

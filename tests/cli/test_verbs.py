@@ -1,0 +1,446 @@
+"""The command's other words: help, lists, recipes, the composed config, completion, an own config dir, a bare checkout."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from .command import (
+    OWN,
+    ROOT,
+    SRC_TRAIN,
+    TINY,
+    Done,
+    environment,
+    losses,
+    only_run,
+    result,
+    run,
+    strict_json,
+    train,
+    weights,
+    with_own_nets,
+)  # fmt: skip
+
+GROUPS = {p.name: sorted(f.stem for f in p.glob("*.yaml")) for p in sorted((ROOT / "conf").iterdir()) if p.is_dir()}
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+
+
+def good(done: Done) -> str:
+    """What it said; exit 0 and not a word on standard error."""
+    assert (done.code, done.err) == (0, ""), done
+    assert done.out.strip()
+    assert not CONTROL.search(done.out), "plain text where it is no terminal"
+    return done.out
+
+
+@pytest.mark.parametrize("words", [(), ("--help",), ("-h",), ("help",)])
+def test_help(words: tuple[str, ...], tmp_path: Path) -> None:
+    said = good(run(*words, cwd=tmp_path))
+    for verb in ("train", "list", "recipe", "completion"):
+        assert f"drivetrain {verb}" in said
+
+
+def test_version(tmp_path: Path) -> None:
+    import drivetrain
+
+    assert good(run("--version", cwd=tmp_path)) == f"drivetrain {drivetrain.__version__}\n"
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_train_help_is_the_same_from_the_checkout(flag: str, tmp_path: Path) -> None:
+    said = good(run("train", flag, cwd=tmp_path))
+    assert said == good(run(flag, cwd=ROOT, how=SRC_TRAIN))
+    for text in ("--multirun", "--cfg job", "--config-dir", "--quiet", "resume=", "75 interrupted", *GROUPS):
+        assert text in said
+
+
+def test_list(tmp_path: Path) -> None:
+    """Every option of every group, with what it buys."""
+    rows = [line.split() for line in good(run("list", cwd=tmp_path)).splitlines()]
+    for group, options in GROUPS.items():
+        for option in options:
+            assert any(option in row[:2] and len(row) >= 3 for row in rows), f"{group}={option} and its line"
+    assert {row[0] for row in rows if row} >= set(GROUPS)
+
+
+@pytest.mark.parametrize("group", ["optimizer", "precision", "augment"])
+def test_list_one_group(group: str, tmp_path: Path) -> None:
+    """Its options with every knob and its value."""
+    said = good(run("list", group, cwd=tmp_path))
+    for option in GROUPS[group]:
+        assert re.search(rf"^{group}={option}: \w+", said, re.M)
+        knobs = yaml.safe_load((ROOT / "conf" / group / f"{option}.yaml").read_text())
+        for knob in set(knobs) - {"_target_", "defaults"}:
+            assert f"{group}.{knob}:" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (("list", "nope"), ("'nope'", "optimizer")),
+        (("list", "optimiser"), ("'optimiser'", "'optimizer'")),
+        (("trian",), ("'trian'", "'train'")),
+        (("precision=amp",), ("drivetrain train precision=amp",)),
+        (("recipe",), ("list", "show", "check", "export")),
+        (("recipe", "chek"), ("'chek'", "'check'")),
+        (("recipe", "show"), ("one name", "naive")),
+        (("recipe", "show", "nope"), ("recipe=nope", "naive")),
+        (("recipe", "check"), ("name or path",)),
+        (("recipe", "check", "nope"), ("nope", "naive")),
+        (("recipe", "export", "."), ("no run",)),
+        (("completion",), ("bash", "zsh", "fish")),
+        (("completion", "csh"), ("bash", "zsh", "fish")),
+        (("train", "--cfg", "job", "--package", "optimiser"), ("optimiser", "'optimizer'")),
+        (("list", "optimizer", "precision"), ("precision",)),
+        (("recipe", "list", "naive"), ("naive",)),
+    ],
+)
+def test_bad_verbs(words: tuple[str, ...], names: tuple[str, ...], tmp_path: Path) -> None:
+    done = run(*words, cwd=tmp_path)
+    assert done.code == 2, done
+    assert not [name for name in names if name not in done.err], done.err
+    assert done.out == ""
+    assert "Traceback" not in done.err
+    assert not list(tmp_path.iterdir())
+
+
+# Recipes.
+
+
+def test_recipe_list_and_show(tmp_path: Path) -> None:
+    """All that ship, each with its line; each shown to the letter; the user's own beside them."""
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "mine.yaml").write_text("description: my own words\nepochs: 3\n")
+    said = good(run("recipe", "list", cwd=tmp_path))
+    shipped = {p.stem for p in (ROOT / "recipes").glob("*.yaml")}
+    assert shipped >= {"naive", "default", "fast", "speed_ladder"}
+    assert all(re.search(rf"^\s*{name}\s+\w+", said, re.M) for name in (*shipped, "mine"))
+    assert "my own words" in said
+    assert good(run("recipe", "show", "naive", cwd=tmp_path)) == (ROOT / "recipes" / "naive.yaml").read_text()
+    assert yaml.safe_load(good(run("train", "--cfg", "job", "recipe=mine", cwd=tmp_path)))["epochs"] == 3
+
+
+def test_recipe_check(tmp_path: Path) -> None:
+    """Several at once: good ones are said to be good, and all the problems of the bad ones are told."""
+    shipped = sorted(p.stem for p in (ROOT / "recipes").glob("*.yaml"))
+    assert good(run("recipe", "check", *shipped, cwd=tmp_path)).splitlines() == [f"{name}: good" for name in shipped]
+    (tmp_path / "a.yaml").write_text("optimizer:\n  lrr: 3\n")
+    (tmp_path / "b.yaml").write_text("epochs: 0\n")
+    done = run("recipe", "check", "a.yaml", "naive", "b.yaml", cwd=tmp_path)
+    assert done.code == 2
+    assert done.out == "naive: good\n"
+    assert "a.yaml:2" in done.err
+    assert "epochs=0" in done.err
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A short run."""
+    place = tmp_path_factory.mktemp("finished")
+    done = train(*TINY, "optimizer=sgd", "updates=3", cwd=place)
+    assert done.code == 0, done
+    return only_run(place / "outputs")
+
+
+def test_recipe_export(finished: Path, tmp_path: Path) -> None:
+    """A run's recipe, on the screen or in a file that is not overwritten, and good as it is."""
+    shown = good(run("recipe", "export", str(finished), cwd=tmp_path))
+    assert shown == (finished / "recipe.yaml").read_text()
+    assert "mine.yaml" in good(run("recipe", "export", str(finished), "mine.yaml", cwd=tmp_path))
+    assert (tmp_path / "mine.yaml").read_text() == shown
+    again = run("recipe", "export", str(finished), "mine.yaml", cwd=tmp_path)
+    assert again.code == 2
+    assert "mine.yaml is there already" in again.err
+    assert good(run("recipe", "check", "mine.yaml", cwd=tmp_path)) == "mine.yaml: good\n"
+
+
+# The composed config.
+
+
+def cfg(*words: str, cwd: Path) -> str:
+    return good(run("train", "--cfg", "job", *words, cwd=cwd))
+
+
+def test_cfg_job(tmp_path: Path) -> None:
+    """The whole config as YAML; with --resolve, without references; with --package, a part of it; nothing is run."""
+    words = ("precision=amp", "recipe=fast", "epochs=7", "optimizer.weight_decay=${optimizer.lr}")
+    config = yaml.safe_load(cfg(*words, cwd=tmp_path))
+    assert set(config) >= set(GROUPS) - {"augment", "surgery"} | {"epochs", "updates", "output_dir"}, "all but empty lists"
+    assert config["precision"]["_target_"].endswith(".Amp")
+    assert (config["epochs"], config["optimizer"]["weight_decay"]) == (7, "${optimizer.lr}")
+    resolved = yaml.safe_load(cfg(*words, "--resolve", cwd=tmp_path))
+    assert resolved["optimizer"]["weight_decay"] == resolved["optimizer"]["lr"] == 0.1
+    assert yaml.safe_load(cfg(*words, "--package", "optimizer", cwd=tmp_path)) == config["optimizer"]
+    assert yaml.safe_load(cfg(*words, "--package", "optimizer", "--resolve", cwd=tmp_path)) == resolved["optimizer"]
+    assert cfg(*words, "-p", "optimizer.lr", cwd=tmp_path).split() == ["0.1"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_cfg_job_of_a_bad_config(tmp_path: Path) -> None:
+    done = run("train", "--cfg", "job", "optimizer.lr=-1", cwd=tmp_path)
+    assert (done.code, done.out) == (2, "")
+    assert "optimizer.lr=-1" in done.err
+
+
+def test_cfg_job_of_a_sweep_says_what_is_wrong(tmp_path: Path) -> None:
+    """-m is there: it must not be asked for."""
+    done = run("train", "--cfg", "job", "-m", "epochs=1,2", cwd=tmp_path)
+    assert done.code == 2
+    assert "say -m" not in done.err
+    assert "--cfg" in done.err
+
+
+# Output.
+
+
+def test_quiet_and_piped(finished: Path, tmp_path: Path) -> None:
+    """-q: only the result. Without: the recipe and a line an evaluation; never a control character."""
+    words = (*TINY, "optimizer=sgd", "epochs=2")
+    quiet, loud = good(train(*words, cwd=tmp_path)), good(run("train", *words, cwd=tmp_path))
+    for said in (quiet, loud):
+        assert re.search(r"status\s+completed", said)
+        assert re.search(r"test accuracy\s+0\.\d+", said)
+    assert "recipe default:" not in quiet
+    assert "epoch" not in quiet.split("result")[0]
+    assert "recipe default:" in loud
+    assert "optimizer=sgd" in loud
+    lines = [line for line in loud.splitlines() if line.startswith("epoch ")]
+    assert len(lines) == 2
+    for text in ("update 11/22", "loss", "lr", "samples/s", "data wait", "GiB", "test accuracy"):
+        assert text in lines[0]
+
+
+def test_a_terminal_is_not_assumed_from_the_environment(tmp_path: Path) -> None:
+    """FORCE_COLOR and its like, as CI sets them, put no control characters into a file."""
+    done = run("list", cwd=tmp_path, env={"FORCE_COLOR": "1", "TTY_COMPATIBLE": "1", "COLUMNS": "40"})
+    assert good(done) == good(run("list", cwd=tmp_path))
+
+
+def test_output_in_a_narrow_alphabet(tmp_path: Path) -> None:
+    """Where standard output cannot write × or –, the lists and a run still work."""
+    plain = {"PYTHONIOENCODING": "ascii"}
+    assert run("list", cwd=tmp_path, env=plain).code == 0
+    done = run("train", *TINY, "updates=2", cwd=tmp_path, env=plain)
+    assert done.code == 0, done
+    assert result(only_run(tmp_path / "outputs"))["status"] == "completed"
+
+
+def test_standard_output_closed(tmp_path: Path) -> None:
+    """A daemon's: no output at all."""
+    command = [sys.executable, "-m", "drivetrain", "train", "-q", *TINY, "updates=1"]
+    script = f"exec {' '.join(map(repr, command))} >&-"
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert result(only_run(tmp_path / "outputs"))["status"] == "completed"
+
+
+def test_a_long_path_is_shown_whole(tmp_path: Path) -> None:
+    """The run's directory is there to be copied."""
+    place = tmp_path / ("x" * 120) / ("y" * 120)
+    done = train(*TINY, "updates=1", f"output_dir={place}", cwd=tmp_path)
+    assert done.code == 0, done
+    assert str(only_run(place)) in done.out
+
+
+# Completion.
+
+DRIVE = """
+eval "$(drivetrain completion bash)"
+COMP_LINE="$1" COMP_POINT="${2:-${#1}}" COMP_WORDS=($1) COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
+_drivetrain
+printf '%s\\n' "${COMPREPLY[@]}"
+"""
+
+
+def completed(line: str, place: Path, point: int | None = None) -> list[str]:
+    """What bash would offer for the last word of the line, driven as readline drives the function."""
+    tools = place / "bin"
+    if not tools.exists():
+        tools.mkdir()
+        (tools / "drivetrain").write_text(f'#!/bin/sh\nexec {sys.executable} -m drivetrain "$@"\n')
+        (tools / "drivetrain").chmod(0o755)
+    env = environment()
+    env["PATH"] = f"{tools}{os.pathsep}{env['PATH']}"
+    words = ["bash", "-c", DRIVE, "bash", line, *([str(point)] if point is not None else [])]
+    done = subprocess.run(words, env=env, cwd=place, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stderr == ""
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("drivetrain tr", {"train"}),
+        ("drivetrain train pre", {"precision=", "precision."}),
+        ("drivetrain train precision=a", {"amp"}),
+        ("drivetrain train -m precision=fp32,b", {"fp32,bf16", "fp32,bf16_pure"} & {f"fp32,{o}" for o in GROUPS["precision"]}),
+        ("drivetrain train precision=bf16 optimizer=s", {o for o in GROUPS["optimizer"] if o.startswith("s")}),
+        ("drivetrain train recipe=fa", {"fast"}),
+        ("drivetrain train epo", {"epochs="}),
+        ("drivetrain list opt", {"optimizer"}),
+        ("drivetrain recipe sh", {"show"}),
+        ("drivetrain recipe show na", {"naive"}),
+        ("drivetrain completion ", {"bash", "zsh", "fish"}),
+        ("drivetrain train nothing-like-it", set()),
+    ],
+)
+def test_completion_in_bash(line: str, offered: set[str], tmp_path: Path) -> None:
+    assert set(completed(line, tmp_path)) == offered
+
+
+def test_completion_of_knobs_and_in_the_middle_of_a_line(tmp_path: Path) -> None:
+    knobs = completed("drivetrain train optimizer.l", tmp_path)
+    assert "optimizer.lr=" in knobs
+    assert all(knob.startswith("optimizer.l") for knob in knobs)
+    assert completed("drivetrain train pre optimizer=sgd", tmp_path, point=20) == ["precision=", "precision."]
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells(shell: str, tmp_path: Path) -> None:
+    """A script that calls `drivetrain complete`; where the shell is installed, one that it can read."""
+    script = good(run("completion", shell, cwd=tmp_path))
+    assert "drivetrain complete" in script
+    if shutil.which(shell):
+        subprocess.run([shell, "-n", "/dev/stdin"], input=script, text=True, check=True)
+
+
+# An own config dir, and an own class.
+
+
+def own_option(place: Path, text: str, group: str = "model", name: str = "mynet") -> Path:
+    """A directory with my_nets.py and conf/<group>/<name>.yaml."""
+    with_own_nets(place)
+    file = place / "conf" / group / f"{name}.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text(text)
+    return place
+
+
+OWN_OPTION = "# my own network\n_target_: drivetrain.model.Own\ntarget: my_nets.Net\nkwargs: {}\n"
+OWN_CLASS = "# my own option\n_target_: my_options.Wide\nwidth: 48\n"
+OWN_MODULE = '''
+from drivetrain.model import Model
+
+class Wide(Model):
+    """One layer more than mine."""
+
+    def __init__(self, width: int = 16) -> None:
+        self.width = width
+
+    def build(self, shape, classes):
+        from torch import nn
+        import math
+
+        return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), self.width), nn.ReLU(), nn.Linear(self.width, classes))
+'''
+
+
+def test_own_option_that_names_an_own_class(tmp_path: Path) -> None:
+    place = own_option(tmp_path / "here", OWN_OPTION)
+    words = ("--config-dir", "conf", "model=mynet", "log_every=1", "epochs=1")
+    refused = train(*words, cwd=place)
+    assert refused.code == 2, refused
+    assert "my_nets.Net" in refused.err
+    assert "trust=[my_nets]" in refused.err
+    assert not (place / "outputs").exists()
+    done = train(*words, "trust=[my_nets]", cwd=place)
+    assert done.code == 0, done
+    assert result(only_run(place / "outputs"))["updates"] == 11
+    direct = train(*OWN, "model.target=my_nets.Net", "epochs=1", "output_dir=direct", cwd=place)
+    assert direct.code == 0, direct
+    assert weights(only_run(place / "direct")) == weights(only_run(place / "outputs")), "the same network"
+
+
+def test_own_option_of_an_own_kind(tmp_path: Path) -> None:
+    """`_target_` names a class of the user's that is a model option itself; its knobs are overrides like any other."""
+    place = own_option(tmp_path / "here", OWN_CLASS)
+    (place / "my_options.py").write_text(OWN_MODULE)
+    words = ("--config-dir", "conf", "model=mynet", "log_every=1", "epochs=1")
+    refused = train(*words, cwd=place)
+    assert refused.code == 2, refused
+    assert "my_options.Wide" in refused.err
+    assert "trust=[my_options]" in refused.err
+    words = (*words, "trust=[my_options]")
+    wrong = train(*words, "model.width=wide", "model.depth=3", cwd=place)
+    assert wrong.code == 2, wrong
+    assert "model.width=wide" in wrong.err
+    assert "model.depth=3" in wrong.err
+    done = train(*words, "model.width=24", cwd=place)
+    assert done.code == 0, done
+    run_dir = only_run(place / "outputs")
+    assert losses(run_dir)[-1][2] < losses(run_dir)[0][2]
+    done = train(f"resume={run_dir}", "epochs=2", cwd=place)  # the run knows where its options came from
+    assert done.code == 0, done
+    assert result(run_dir)["updates"] == 22
+
+
+WRONG = {  # what is wrong: its group, its text, what the answer must name
+    "no such group": ("models", OWN_OPTION, ("models",)),
+    "no YAML": ("model", "_target_: [1\n", ("mynet.yaml",)),
+    "no mapping": ("model", "- a\n- b\n", ("mynet.yaml",)),
+    "no target": ("model", "width: 3\n", ("_target_",)),
+    "a network, not an option": ("model", "_target_: my_nets.Net\n", ("my_nets.Net", "model=own")),
+    "another group's": ("model", "_target_: drivetrain.data.Digits\n", ("drivetrain.data.Digits", "model")),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_own_option_that_is_wrong(case: str, tmp_path: Path) -> None:
+    group, text, names = WRONG[case]
+    place = own_option(tmp_path / "here", text, group)
+    done = train("--config-dir", "conf", "model=mynet", "trust=[my_nets]", "updates=1", cwd=place)
+    assert done.code == 2, done
+    assert not [n for n in names if n not in done.err], done.err
+    assert "Traceback" not in done.err
+    assert not (place / "outputs").exists()
+
+
+def test_own_option_with_the_name_of_one_that_ships(tmp_path: Path) -> None:
+    """It is taken or refused, never passed over without a word."""
+    place = own_option(tmp_path / "here", "_target_: drivetrain.model.Mlp\nhidden: [7]\n", name="mlp")
+    done = run("train", "--config-dir", "conf", "--cfg", "job", "--package", "model.hidden", "model=mlp", cwd=place)
+    assert (done.code == 0 and yaml.safe_load(done.out) == [7]) or (done.code == 2 and "mlp" in done.err), done
+
+
+# Not installed: a bare copy of the checkout.
+
+
+def bare_checkout(place: Path) -> Path:
+    """What `git clone` gives, where nothing called drivetrain is installed."""
+    for name in ("src", "conf", "recipes"):
+        shutil.copytree(ROOT / name, place / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return place
+
+
+def test_from_a_bare_checkout(tmp_path: Path) -> None:
+    """The copy's own code, conf/ and recipes/ are used, in its ranks too, whatever is installed beside them."""
+    place = bare_checkout(tmp_path / "clone")
+    conf = place / "conf" / "model" / "mlp.yaml"
+    conf.write_text(conf.read_text().replace("[256, 256]", "[24]"))
+    (place / "recipes" / "only_here.yaml").write_text("description: of this copy\nepochs: 1\n")
+    model = place / "src" / "drivetrain" / "models" / "mlp.py"
+    model.write_text(model.read_text() + "\nprint('the code of', __file__)\n")
+    env = {"PYTHONPATH": ""}
+    done = run("-q", "model=mlp", "recipe=only_here", "parallel=ddp", cwd=place, how=SRC_TRAIN, env=env)
+    assert done.code == 0, done
+    assert f"the code of {model}" in done.out
+    run_dir = only_run(place / "outputs")
+    left = strict_json((run_dir / "result.json").read_text())
+    assert (left["status"], left["epochs"], left["world_size"]) == ("completed", 1.0, 2)
+    assert yaml.safe_load((run_dir / "config.yaml").read_text())["model"]["hidden"] == [24]
+    where = run("-c", "import src.train, drivetrain; print(drivetrain.__file__)", cwd=place, how=(), env=env)
+    assert where.out == f"{place / 'src' / 'drivetrain' / '__init__.py'}\n"
+
+
+def test_environment_of_a_run_names_the_command(finished: Path) -> None:
+    about = json.loads((finished / "environment.json").read_text())
+    assert about["command"][1:] == ["train", "-q", *about["overrides"]]

@@ -1,0 +1,93 @@
+"""The benchmarks run: short forms of both, their markers, and their arithmetic. Nothing here judges a time."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench import harness, overhead
+
+ROOT = Path(__file__).resolve().parent.parent
+WITHOUT_PEERS = """
+import importlib.util, sys
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name in ("lightning", "accelerate") else find(name, *rest)
+from bench.overhead import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def read(file: Path, done: subprocess.CompletedProcess[str]) -> Any:
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(file.read_text())
+
+
+def test_overhead_measures_what_is_there_and_names_what_is_not(tmp_path: Path) -> None:
+    out = tmp_path / "o.json"
+    done = run("-c", WITHOUT_PEERS, "--quick", "--rounds", "2", "--arms", "ours,accelerate,lightning", "--out", str(out))
+    content = read(out, done)
+    assert set(content["skipped"]) == {"accelerate", "lightning"}
+    assert "skipped lightning: lightning is not installed" in done.stdout
+    assert list(content["groups"]) == ["bare", "everyday"]
+    for figures in content["groups"].values():
+        assert set(figures["arms"]) == {"hand", "ours"}
+        for arm in figures["arms"].values():
+            assert arm["trained"]
+            assert arm["updates"] == 20 * 3  # one warm-up block, two measured
+            assert arm["loss_last"] < arm["loss_first"]
+        assert figures["arms"]["hand"]["to_hand"]["ratio"]["median"] == 1
+        assert len(figures["blocks_us"]["wall"]["ours"]) == 2
+        assert min(figures["blocks_us"]["wall"]["ours"]) > 0
+
+
+def test_startup_measures(tmp_path: Path) -> None:
+    out = tmp_path / "s.json"
+    content = read(out, run("-m", "bench.startup", "--quick", "--out", str(out)))
+    first = content["first_update"]
+    assert first["time_to_first_step_s"]["median"] < first["ready"]["median"] < first["wall"]["median"]
+    assert set(content["bad_option"]) == {"precision=ampp", "optimizer.lr=-1"}
+    assert "hydra" in content["imports_beyond_torch"]["packages_ms"]
+    assert "torch" not in content["imports_beyond_torch"]["packages_ms"]
+
+
+def test_an_arm_that_did_not_train_is_found_out() -> None:
+    good = {"updates": 60, "loss_first": 2.3, "loss_last": 2.2}
+    assert overhead._trained(good, 60)
+    assert not overhead._trained(good, 80)
+    assert not overhead._trained({**good, "loss_last": 2.3}, 60)
+    assert not overhead._trained({**good, "loss_last": float("nan")}, 60)
+
+
+def test_a_turn_times_only_its_block() -> None:
+    ours, theirs = Pipe()
+    losses = iter([2.0, 1.0])
+    turn = harness.Turn(theirs)
+    turn.watch(lambda: next(losses))
+    ours.send("go")
+    turn(0)
+    assert ours.recv() is None  # ready; no block has run
+    ours.send("stop")
+    with pytest.raises(harness.Done):
+        turn(5)
+    wall, cpu = ours.recv()
+    assert 0 <= cpu < 1
+    assert 0 < wall < 60
+    assert ours.recv() == {"updates": 5, "loss_first": 2.0, "loss_last": 1.0}
+
+
+def test_pairs_are_compared_within_their_round() -> None:
+    base = [1.0, 10.0, 100.0]  # the machine's speed wanders
+    figures = harness.against([2 * b for b in base], base)
+    assert figures["ratio"] == {"median": 2, "low": 2, "high": 2}
+    assert figures["difference"]["median"] == 10
+    assert (figures["difference"]["low"], figures["difference"]["high"]) == (1, 100)
+    assert harness.spread(list(range(11))) == {"median": 5, "p10": 1, "p90": 9}
