@@ -91,8 +91,8 @@ def test_layer_decay_by_timms_own_layers() -> None:
 
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=3, embed_dim=24, num_heads=2, num_classes=5)
     names = {p: n for n, p in model.named_parameters()}
-    theirs = {names[p]: (g["lr_scale"], g["weight_decay"])
-              for g in param_groups_layer_decay(model, 0.05, model.no_weight_decay(), layer_decay=0.7) for p in g["params"]}  # fmt: skip
+    groups = param_groups_layer_decay(model, 0.05, model.no_weight_decay(), layer_decay=0.7)
+    theirs = {names[p]: (g["lr_scale"], g["weight_decay"]) for g in groups for p in g["params"]}
     assert by_name(model, options.AdamW(lr=1.0, weight_decay=0.05, layer_decay=0.7)) == theirs
     assert theirs["pos_embed"][1] == 0
 

@@ -186,7 +186,7 @@ def test_muon_without_a_hidden_matrix_is_refused() -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(4)))
     with pytest.raises(UserError, match="finds no weight"):
         options.Muon(adamw=["1", "2"]).build(model)
-    with pytest.raises(UserError, match="optimizer.adamw: '9' matches no trainable parameter"):
+    with pytest.raises(UserError, match=r"optimizer.adamw: '9' matches no trainable parameter"):
         options.Muon(adamw=["9"]).build(model)
     names = {p: n for n, p in model.named_parameters()}
     muon, adamw = options.Muon(adamw=["1"]).build(model).members
