@@ -16,6 +16,7 @@ from drivetrain.lazy import torch
 from drivetrain.spec import Count, CountOrZero, Part, Run
 
 Fraction = Annotated[float, annotated_types.Gt(0), annotated_types.Lt(1)]
+DIGITS = 1797
 IMAGES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".gif", ".tif", ".tiff")
 
 
@@ -78,6 +79,10 @@ class Data(Part):
         """The shape of one input, where it is known before reading."""
         return None
 
+    def train_samples(self) -> int | None:
+        """How many samples an epoch has, where it is known before reading."""
+        return None
+
 
 class Digits(Data):
     """scikit-learn's 1,797 real handwritten digits, 8×8 (Alpaydin & Kaynak 1998): on every machine, nothing to download."""
@@ -87,6 +92,9 @@ class Digits(Data):
 
     def shape(self) -> tuple[int, ...]:
         return (1, 8, 8)
+
+    def train_samples(self) -> int:
+        return DIGITS - round(DIGITS * self.holdout)
 
     def load(self, device: torch.device) -> Splits:
         x, y = _read_digits()
@@ -140,6 +148,9 @@ class Synthetic(Data):
     def shape(self) -> tuple[int, ...]:
         return self._shape
 
+    def train_samples(self) -> int:
+        return self.samples
+
     def load(self, device: torch.device) -> Splits:
         generator = torch.Generator(device).manual_seed(rng.mix(0, 5))
 
@@ -169,7 +180,8 @@ class ImageFolder(Data):
         max_pixels: Count = 100_000_000,
         drop_last: bool = True,
     ) -> None:
-        self.root, self.size, self.holdout, self.normalize = root, size, holdout, normalize
+        self.root = os.path.expanduser(root) if root else None
+        self.size, self.holdout, self.normalize = size, holdout, normalize
         self.verify_files, self.max_pixels, self.drop_last = verify, max_pixels, drop_last
 
     def check(self, run: Run) -> Iterator[str]:
@@ -198,7 +210,8 @@ class ImageFolder(Data):
             train = [f for f in train if not self._held_out(f[0].relative_to(train_dir))]
         if not train or not test:
             raise UserError(
-                f"{root} gives {len(train)} training and {len(test)} test images: add images, a val/ folder, or raise data.holdout"
+                f"{root} gives {len(train)} training and {len(test)} test images: "
+                "add images, a val/ folder, or raise data.holdout"
             )
         sources = tuple(Images(files, self.size, self.max_pixels) for files in (train, test))
         for path, _ in (train + test)[: self.verify_files]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import drivetrain
-from drivetrain import check, environment, rundir, terminal
+from drivetrain import check, environment, rundir, terminal, trial
 from drivetrain import compose as composing
 from drivetrain import recipe as recipes
 from drivetrain.compose import Composed
@@ -127,6 +128,7 @@ def _newest_unfinished(job: Job) -> Job:
 
 def train(overrides: list[str]) -> Result:
     """`drivetrain.train`: this process trains a run of one rank; several ranks start from a process of their own."""
+    drivetrain.STARTED = time.time()
     job = prepare(overrides)
     if job.run.parallel.ranks() == 1 or "WORLD_SIZE" in os.environ:
         return launch(job).result
@@ -151,6 +153,11 @@ def launch(job: Job, run_dir: Path | None = None, quiet: bool = False) -> Ended:
     check.verify(job.run)
     if world.rank != 0:
         return Ended(*_rank(job, world, Path(os.devnull), quiet=True))
+    if job.checkpoint is None and world.size == 1:  # a checkpoint brings with it what was settled
+        words, dirs = job.composed.overrides, job.composed.config_dirs
+        settled = job.run.batch.settle(lambda sizes, limit: trial.fitting(words, dirs, sizes, limit), ranks)
+        if settled:
+            job.said.append(settled)
     run_dir = job.run_dir or run_dir
     if is_new := run_dir is None:
         run_dir = rundir.create(Path(job.run.values["output_dir"]))
@@ -244,10 +251,21 @@ def _rank(job: Job, world: World, run_dir: Path, quiet: bool) -> tuple[Result, i
         _measured(result, trainer, time.perf_counter() - began, job)
     for sink in sinks:
         sink.close()
-    job.run.debug.stop()
+    job.run.precision.stop()
+    _report(job.run.debug.stop(), world, run_dir)
     if trainer is not None and code == EXIT_OF_STATUS["completed"]:
         job.run.parallel.stop()  # a failed rank must not wait here for the others
     return result, code
+
+
+def _report(lines: list[str], world: World, run_dir: Path) -> None:
+    """What debugging found: to the user and to debug.txt."""
+    if world.rank != 0 or not lines:
+        return
+    for line in lines:
+        terminal.say(line)
+    with contextlib.suppress(OSError):  # a full disk takes the copy, not the run
+        (run_dir / "debug.txt").write_text("".join(line + "\n" for line in lines))
 
 
 def _build(job: Job, world: World, run_dir: Path, sinks: list[Any], quiet: bool) -> Any:
@@ -274,13 +292,17 @@ def _measured(result: Result, trainer: Any, seconds: float, job: Job) -> None:
     progress, clock = trainer.progress, trainer.clock
     result.metrics = {"final": progress.final, "best": progress.best}
     result.updates = progress.updates
-    result.epochs = progress.epoch + progress.window / trainer.updates_per_epoch
+    result.epochs = progress.epoch
+    if progress.window:
+        result.epochs += progress.window / trainer.batch.updates(
+            len(trainer.train_data.source), progress.epoch, trainer.drop_last
+        )
     result.device = trainer.device.type
     result.peak_memory_bytes = peak_memory(trainer.device)
     result.time_to_first_step_s = clock.to_first_step
     if (steady := clock.steady()) is not None:
-        step_s, result.data_wait_fraction = steady
-        result.samples_per_second = trainer.batch.global_batch / step_s
+        seconds, result.data_wait_fraction = steady
+        result.samples_per_second = (progress.samples - clock.first_samples) / seconds
     if (percentiles := clock.percentiles()) is not None:
         result.step_ms_p50, result.step_ms_p95 = percentiles
         if job.run.choices["compile"] != "none":

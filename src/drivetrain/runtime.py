@@ -76,6 +76,11 @@ def peak_memory(device: torch.device) -> int:
     """Bytes at the peak: the CUDA allocator's, else this process's resident set."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    return peak_memory_of_process()
+
+
+def peak_memory_of_process() -> int:
+    """Bytes of this process's resident set at its peak."""
     import resource
     import sys
 
@@ -92,3 +97,8 @@ def memory_now() -> int:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return peak_memory(torch.device("cpu"))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed: on CUDA, or on the CPU, where torch has no type for it."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,24 +15,12 @@ from drivetrain import resume
 from drivetrain.clock import Clock
 from drivetrain.errors import Diverged, Interrupted
 from drivetrain.plan import Micro, Request
+from drivetrain.progress import Progress
+from drivetrain.runtime import is_out_of_memory
 from drivetrain.signals import StopFlag
 
 SAVE, STOP = 1, 2  # what the ranks agree on after an update; the higher wins
 MOST_SKIPS = 50  # updates skipped in a row before the run counts as diverged
-
-
-@dataclass
-class Progress:
-    """How far the run is. Updates and what was consumed are counted apart: a skipped update consumes its samples."""
-
-    epoch: int = 0
-    window: int = 0  # updates' worth of samples consumed in this epoch
-    updates: int = 0
-    samples: int = 0
-    skipped: int = 0
-    evaluated: int = -1  # the update of the last evaluation
-    final: dict[str, float] = field(default_factory=dict)
-    best: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -60,7 +48,6 @@ class Trainer:
     drop_last: bool
     epochs: int
     max_updates: int  # over the whole run
-    updates_per_epoch: int
     log_every: int
     evaluate_every: int
     eval_batches: int | None
@@ -68,6 +55,7 @@ class Trainer:
     run_dir: Path
     sinks: list[Any]  # loggers and the terminal; empty on all ranks but 0
     said: list[str]  # what the build has to say
+    watch: Callable[[Any], Any] = iter  # what looks at the training stream on its way, as a generator
     progress: Progress = field(default_factory=Progress)
     clock: Clock = field(default_factory=Clock)
 
@@ -79,11 +67,17 @@ class Trainer:
         self._loss = torch.zeros((), device=self.device)  # summed since the last log; stays on the device
         self._logged = (self.progress.updates, self.progress.samples, 0)
         self._skips = self._steps = 0
-        stream = self.loader.stream(self.train_data, self._requests(), self.device, self.memory_format)
+        self.clock.first_samples = self.progress.samples + self.batch.size(self.progress.epoch)
         with StopFlag() as self._stop:
-            self.clock.resume()
-            if self.progress.updates < self.max_updates:
-                self._run(self.clock.waits(stream))
+            while self.progress.updates < self.max_updates:
+                stream = self.watch(self.loader.stream(self.train_data, self._requests(), self.device, self.memory_format))
+                self.clock.resume()
+                try:
+                    with closing(stream):
+                        self._run(self.clock.waits(stream))
+                    break
+                except RuntimeError as error:
+                    self._make_room(error)
         if self.progress.evaluated != self.progress.updates:
             self._evaluate_and_log()
             self._save()
@@ -117,6 +111,16 @@ class Trainer:
                 skip=self.progress.window if epoch == start else 0, device=self.device,
             )  # fmt: skip
 
+    def _make_room(self, error: RuntimeError) -> None:
+        """Out of memory: the same update again, in micro-batches half as large. Any other error goes on its way."""
+        world = self.parallel.world
+        if not is_out_of_memory(error) or world.size > 1 or not self.batch.halve(world):
+            raise error
+        self.zero_grad()
+        self._loss.zero_()
+        self._logged = (self.progress.updates, self.progress.samples, self._steps)
+        self.tell("remark", text=f"out of memory: on with {self.batch.micro_batch(world)} samples at once")
+
     def _skip(self) -> None:
         self.progress.skipped += 1
         self._skips += 1
@@ -134,7 +138,7 @@ class Trainer:
         done = progress.updates >= self.max_updates
         if not (epoch_end or agreed or done or self._steps % self.log_every == 0):
             return False
-        self._count_samples(epoch_end)
+        progress.samples = self.batch.consumed(len(self.train_data.source), progress.epoch, progress.window, self.drop_last)
         self._log()
         if epoch_end:
             progress.epoch, progress.window = progress.epoch + 1, 0
@@ -146,13 +150,6 @@ class Trainer:
             raise Interrupted(f"stopped by a signal at update {progress.updates}", saved=self.saving.active)
         self.clock.resume()
         return done
-
-    def _count_samples(self, epoch_end: bool) -> None:
-        per_epoch = len(self.train_data.source)
-        in_epoch = min(self.progress.window * self.batch.global_batch, per_epoch)
-        if self.drop_last:
-            per_epoch -= per_epoch % self.batch.global_batch
-        self.progress.samples = self.progress.epoch * per_epoch + in_epoch
 
     def _log(self) -> None:
         """Read the loss back, once for all updates since the last time, and tell the sinks."""
@@ -166,13 +163,14 @@ class Trainer:
         skipped = windows - (progress.updates - updates)
         if not math.isfinite(loss) and not skipped:
             raise Diverged(f"the loss is {loss} (updates {updates + 1} to {progress.updates})")
-        self._tell(
+        self.tell(
             "train", loss=loss if math.isfinite(loss) else None, lr=self.optimizer.param_groups[0]["lr"],
             samples=progress.samples, skipped=progress.skipped,
             samples_per_second=(progress.samples - samples) / seconds if seconds else None, data_wait=waiting,
         )  # fmt: skip
 
-    def _tell(self, event: str, **numbers: Any) -> None:
+    def tell(self, event: str, **numbers: Any) -> None:
+        """One record to all sinks."""
         record = {"event": event, "update": self.progress.updates, "epoch": self.progress.epoch, **numbers}
         for sink in self.sinks:
             sink.log(record)
@@ -183,13 +181,15 @@ class Trainer:
             metrics = self.evaluate()
         if self.ema.active:
             with self.ema.swapped():
+                self.parallel.share_buffers(self.model)  # each rank averaged its own
                 metrics |= {f"ema_{name}": value for name, value in self.evaluate().items()}
         progress = self.progress
         name, better = self.loss.best
         if not progress.best or better(metrics[name], progress.best[name]) != progress.best[name]:
             progress.best = {**metrics, "update": progress.updates}
         progress.evaluated, progress.final = progress.updates, metrics
-        self._tell("evaluate", **metrics)
+        self.scheduler.evaluated(metrics)
+        self.tell("evaluate", **metrics)
 
     @torch.inference_mode()
     def evaluate(self) -> dict[str, float]:
@@ -224,8 +224,10 @@ class Trainer:
         return {
             "progress": asdict(self.progress),
             "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
             "precision": self.precision.state_dict(),
             "ema": self.ema.state_dict(),
+            "batch": self.batch.state_dict(),
             "random": self.parallel.gather(resume.random_state()),
         }
 
@@ -234,8 +236,10 @@ class Trainer:
         self.model.load_state_dict(weights)
         self.progress = Progress(**state["progress"])
         self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
         self.precision.load_state_dict(state["precision"])
         self.ema.load_state_dict(state["ema"])
+        self.batch.load_state_dict(state["batch"])
         rank = self.parallel.world.rank
         if rank < len(state["random"]):
             resume.restore_random_state(state["random"][rank])
