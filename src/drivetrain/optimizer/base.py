@@ -28,6 +28,7 @@ class Optimizer(Knobs):
 
     fused_on: ClassVar[tuple[str, ...]] = ()  # the devices on which it has a fused form
     has_foreach: ClassVar[bool] = True
+    in_chunks: ClassVar[bool] = False  # its foreach form works on what a CPU's cache holds (drivetrain.optimizers.flat)
 
     def check(self, run: Run) -> Iterator[str]:
         name = run.named("optimizer")
@@ -80,7 +81,8 @@ class Optimizer(Knobs):
         """The implementation for a model of so many elements."""
         if self.fused or (self.fused is None and not self.foreach and self.has_fused(device)):
             return "fused"
-        if self.foreach or (self.foreach is None and self.has_foreach and (device != "cpu" or elements <= CACHED)):
+        cached = device != "cpu" or self.in_chunks or elements <= CACHED
+        if self.foreach or (self.foreach is None and self.has_foreach and cached):
             return "foreach"
         return "loop"
 

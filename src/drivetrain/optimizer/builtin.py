@@ -33,6 +33,15 @@ class Sgd(Builtin):
     momentum: Momentum = 0.9
     nesterov: bool = True
 
+    def make(self, groups: list[dict[str, Any]], form: Form) -> torch.optim.Optimizer:
+        optimizer = super().make(groups, form)
+        if form == "fused" and self.momentum:
+            # torch's fused kernel fails where some parameters have their first gradient later than others. From zeros
+            # the first step is the same.
+            for p in (p for group in groups for p in group["params"]):
+                optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        return optimizer
+
     def check(self, run: Run) -> Iterator[str]:
         yield from super().check(run)
         if self.nesterov and not self.momentum:

@@ -15,6 +15,8 @@ from drivetrain.spec import Momentum, NonNegative, Positive, Run
 class Layerwise(Optimizer):
     """Trust ratios for the parameters that decay by kind, whatever `weight_decay` is: not for norms, biases and `no_decay`."""
 
+    in_chunks = True
+
     def tags(self, model: torch.nn.Module) -> Any:
         return lambda name, decayed: {"adapt": decayed}
 
@@ -71,6 +73,7 @@ class NvLamb(Lamb):
 class NovoGrad(Optimizer):
     """Layer-wise second moments (Ginsburg et al. 2019): drivetrain.optimizers.novograd states the rules."""
 
+    in_chunks = True
     lr: Positive = 0.01
     weight_decay: NonNegative = 1e-3
     beta1: Momentum = 0.95

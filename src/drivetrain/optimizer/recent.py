@@ -86,6 +86,7 @@ def hidden_matrices(model: torch.nn.Module) -> set[str]:
 class Lion(Optimizer):
     """Evolved sign momentum (Chen et al. 2023): drivetrain.optimizers.lion states the rules."""
 
+    in_chunks = True
     lr: Positive = 1e-4
     weight_decay: NonNegative = 0.1
     beta1: Momentum = 0.9
@@ -104,6 +105,7 @@ class ScheduleFree(Optimizer):
     Evaluated and saved are the averaged weights; BatchNorm's running statistics stay those of the trained ones.
     """
 
+    in_chunks = True
     lr: Positive = 2.5e-3
     weight_decay: NonNegative = 0.01
     beta1: Annotated[float, Gt(0), Lt(1)] = 0.9

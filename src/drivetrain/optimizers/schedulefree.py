@@ -77,8 +77,8 @@ class ScheduleFree(Flat):
         return list(itertools.chain.from_iterable(group["params"] for group in self.param_groups))
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's, with y: the model's weights are saved as x."""
-        return {**super().state_dict(), "y": self._trained or [p.detach() for p in self._parameters()]}
+        """torch's, with a copy of y: the model's weights are saved as x, and while they are the parameters are x."""
+        return {**super().state_dict(), "y": self._trained or [p.detach().clone() for p in self._parameters()]}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

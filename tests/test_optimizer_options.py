@@ -1,0 +1,237 @@
+"""The options' settings: the same common knobs everywhere, and every setting that cannot be is refused with what to set."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from drivetrain import optimizer as options
+from drivetrain.check import check, verify
+from drivetrain.compose import compose
+from drivetrain.errors import UserError
+from drivetrain.optimizer.knobs import Knobs
+from drivetrain.paths import conf_dir
+
+FILES = sorted((conf_dir() / "optimizer").glob("*.yaml"))
+FORMLESS = ["rmsprop", "adafactor", "lars", "novograd", "lion", "schedulefree"]
+
+
+def problems(*words: str, needs_torch: bool = False) -> list[str]:
+    try:
+        run = check(compose(words))
+        if needs_torch:
+            verify(run)
+    except UserError as error:
+        return error.problems
+    return []
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
+def test_yaml_and_constructor_say_the_same(file: Path) -> None:
+    knobs = yaml.safe_load(file.read_text())
+    cls = getattr(options, knobs.pop("_target_").rpartition(".")[2])
+    assert set(knobs) == set(inspect.signature(cls).parameters)
+
+
+def test_the_common_knobs_read_the_same_everywhere() -> None:
+    """The lines repeat in every file so that each is whole; this keeps the repetition honest."""
+    common = [f.name for f in fields(Knobs) if f.name not in ("lr", "weight_decay")]
+    tails = {f.stem: [line for line in f.read_text().splitlines() if line.split(":")[0] in common] for f in FILES}
+    assert len(tails["sgd"]) == len(common)
+    assert all(tail == tails["sgd"] for tail in tails.values())
+
+
+def test_every_option_is_there() -> None:
+    wanted = "sgd adam adamw rmsprop adagrad adafactor lars lamb nvlamb novograd muon lion schedulefree timm"
+    apex = "apex_adam apex_sgd apex_lamb apex_novograd"
+    assert set(f"{wanted} {apex}".split()) <= {f.stem for f in FILES}
+
+
+@pytest.mark.parametrize("name", FORMLESS)
+def test_fused_is_refused_where_there_is_no_such_form(name: str) -> None:
+    said = problems(f"optimizer={name}", "optimizer.fused=true", "scheduler=constant")
+    assert said == [
+        f"optimizer.fused=true, but optimizer={name} has no fused form: set optimizer.fused=null, it takes the fastest there is"
+    ]
+    assert not problems(f"optimizer={name}", "optimizer.fused=false", "optimizer.foreach=true", "scheduler=constant")
+
+
+def test_both_forms_at_once_are_refused() -> None:
+    assert "exclude each other" in problems("optimizer=lamb", "optimizer.fused=true", "optimizer.foreach=true")[0]
+
+
+@pytest.mark.parametrize("scheduler", ["onecycle", "cosine"])
+def test_schedulefree_wants_no_falling_schedule(scheduler: str) -> None:
+    said = problems("optimizer=schedulefree", f"scheduler={scheduler}")
+    assert len(said) == 1
+    assert f"scheduler={scheduler} lowers it: set scheduler=constant" in said[0]
+    assert not problems("optimizer=schedulefree", "scheduler=constant", "scheduler.warmup=0.1")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["optimizer=sgd", "optimizer.momentum=0"], "set optimizer.momentum above 0 or optimizer.nesterov=false"),
+        (["optimizer=adafactor", "optimizer.beta2_decay=0.8"], "must be ≤ 0"),
+        (["optimizer=adafactor", "optimizer.d=0.5"], "must be ≥ 1"),
+        (["optimizer=muon", "optimizer.scale=rms"], "must be one of 'original' or 'match_rms_adamw'"),
+        (["optimizer=schedulefree", "scheduler=constant", "optimizer.beta1=0"], "must be > 0"),
+        (["optimizer=nvlamb", "optimizer.max_grad_norm=0"], "must be > 0"),
+        (["optimizer=lamb", "optimizer.beta2=1"], "must be < 1"),
+        (["optimizer=lars", "optimizer.beta1=0.9"], "has it"),
+    ],
+)
+def test_values_that_cannot_be(words: list[str], said: str) -> None:
+    assert said in " ".join(problems(*words))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["optimizer.name=nadamv"], "did you mean 'nadam' or 'nadamw'"),
+        (["optimizer.name=adahessian"], "needs second derivatives"),
+        (["optimizer.name=fusedadam"], "set optimizer=apex_adam"),
+        (["optimizer.name=lamb", "optimizer.kwargs.trust_clp=true"], "did you mean 'trust_clip'?"),
+        (["optimizer.name=adan", "optimizer.fused=true"], "timm's adan has no such form: set optimizer.fused=null"),
+        (["optimizer.name=novograd", "optimizer.foreach=true"], "timm's novograd has no such form"),
+    ],
+)
+def test_timm_says_what_it_has(words: list[str], said: str) -> None:
+    assert said in " ".join(problems("optimizer=timm", *words, needs_torch=True))
+
+
+def test_timm_takes_its_arguments_and_our_groups() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
+    knobs = options.Timm(name="lamb", lr=0.1, weight_decay=0.3, lr_of={"1": 2}, kwargs={"betas": [0.5, 0.6], "trust_clip": True})
+    optimizer = knobs.build(model)
+    assert type(optimizer).__module__ == "timm.optim.lamb"
+    assert {(g["lr"], g["weight_decay"]) for g in optimizer.param_groups} == {(0.1, 0.3), (0.1, 0.0), (0.2, 0.3), (0.2, 0.0)}
+    assert optimizer.param_groups[0]["betas"] == (0.5, 0.6)
+    assert optimizer.param_groups[0]["trust_clip"] is True
+    assert options.Timm(name="adamw").build(model).param_groups[0]["fused"] is True
+    with pytest.raises(UserError, match=r"optimizer.name=lamb cannot be built"):
+        options.Timm(name="lamb", kwargs={"max_grad_norm": 1, "nonsense": 2}).build(model)
+
+
+APEX = {"apex_adam": "adamw", "apex_sgd": "sgd", "apex_lamb": "nvlamb", "apex_novograd": "novograd"}
+
+
+@pytest.mark.parametrize("name", APEX)
+def test_apex_is_refused_where_it_is_not(name: str) -> None:
+    said = problems(f"optimizer={name}")
+    assert len(said) == 1
+    assert said[0].startswith(f"optimizer={name} needs NVIDIA's apex, which is not installed")
+    assert said[0].endswith(f"set optimizer={APEX[name]} instead")
+
+
+@pytest.mark.parametrize("name", APEX)
+def test_apex_is_built_where_it_is(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in of apex's signatures; the kernels themselves need its build and a GPU."""
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "__init__.py").write_text("")
+    (tmp_path / "apex" / "optimizers.py").write_text(STAND_IN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for module in ("apex", "apex.optimizers"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    words = [f"optimizer={name}", "optimizer.lr=0.5"]
+    assert not problems(*words)
+    assert "runs on CUDA alone" in problems(*words, needs_torch=True)[0]
+    assert "is nothing else" in problems(*words, "optimizer.fused=false")[0]
+    assert "has no multi-tensor form" in problems(*words, "optimizer.foreach=true")[0]
+    run = check(compose(words))
+    monkeypatch.setattr(run.runtime, "kind", lambda: "cuda")
+    assert not list(run.optimizer.verify(run))
+    built = run.optimizer.build(torch.nn.Linear(3, 3))
+    assert {g["lr"] for g in built.param_groups} == {0.5}
+    assert {g["weight_decay"] for g in built.param_groups} == {run.optimizer.weight_decay, 0.0}
+    for module in ("apex", "apex.optimizers"):
+        sys.modules.pop(module, None)
+
+
+STAND_IN = """
+import torch
+class _Base(torch.optim.Optimizer):
+    def step(self): pass
+class FusedAdam(_Base):
+    def __init__(self, params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, adam_w_mode=True, weight_decay=0.,
+                 amsgrad=False, set_grad_none=True, capturable=False, master_weights=False):
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+class FusedSGD(_Base):
+    def __init__(self, params, lr, momentum=0, dampening=0, weight_decay=0, nesterov=False, wd_after_momentum=False,
+                 materialize_master_grads=True, set_grad_none=False):
+        super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov))
+class FusedLAMB(_Base):
+    def __init__(self, params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.01, amsgrad=False,
+                 adam_w_mode=True, grad_averaging=True, set_grad_none=True, max_grad_norm=1.0, use_nvlamb=False):
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm))
+class FusedNovoGrad(_Base):
+    def __init__(self, params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, weight_decay=0., amsgrad=False,
+                 reg_inside_moment=False, grad_averaging=True, norm_type=2, init_zero=False, set_grad_none=True):
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, grad_averaging=grad_averaging))
+"""
+
+
+def test_muon_without_a_hidden_matrix_is_refused() -> None:
+    with pytest.raises(UserError, match="finds no weight"):
+        options.Muon().build(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)))
+    model = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(4)))
+    with pytest.raises(UserError, match="finds no weight"):
+        options.Muon(adamw=["1", "2"]).build(model)
+    with pytest.raises(UserError, match=r"optimizer.adamw: '9' matches no trainable parameter"):
+        options.Muon(adamw=["9"]).build(model)
+    names = {p: n for n, p in model.named_parameters()}
+    muon, adamw = options.Muon(adamw=["1"]).build(model).members
+    assert [names[p] for g in muon.param_groups for p in g["params"]] == ["2.weight"]
+    assert len([p for g in adamw.param_groups for p in g["params"]]) == 7
+
+
+def test_what_is_hidden_in_a_transformer() -> None:
+    pytest.importorskip("timm")
+    import timm
+
+    from drivetrain.optimizer.recent import hidden_matrices
+
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, embed_dim=24, num_heads=2, num_classes=5)
+    assert hidden_matrices(model) == {f"blocks.0.{n}.weight" for n in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")}
+    torchs = torch.nn.Sequential(torch.nn.Embedding(9, 8), torch.nn.Linear(8, 8), torch.nn.TransformerEncoderLayer(8, 2, 16),
+                                 torch.nn.Linear(8, 3))  # fmt: skip
+    found = hidden_matrices(torchs)
+    assert {"2.self_attn.in_proj_weight", "2.self_attn.out_proj.weight", "2.linear1.weight"} <= found
+    assert not {"0.weight", "1.weight", "3.weight"} & found
+
+
+def test_unset_forms_take_the_fastest() -> None:
+    assert options.AdamW().form("cpu", 10**9) == "fused"
+    assert options.AdamW(foreach=True).form("cuda", 10) == "foreach"
+    assert options.AdamW(fused=False, foreach=False).form("cuda", 10) == "loop"
+    assert options.RmsProp().form("cuda", 10**9) == "foreach"
+    assert options.RmsProp().form("cpu", 10**4) == "foreach"
+    assert options.RmsProp().form("cpu", 10**9) == "loop"  # measured: on a CPU multi-tensor operations leave the cache
+    for option in (options.Lars, options.NovoGrad, options.Lion, options.ScheduleFree):
+        assert option().form("cpu", 10**9) == "foreach"  # in chunks
+
+
+def test_a_bad_optimizer_is_answered_without_torch() -> None:
+    code = (
+        "import sys\nfrom drivetrain.check import check\nfrom drivetrain.compose import compose\n"
+        "try: check(compose(['optimizer=lars', 'optimizer.fused=true', 'optimizer.lr_of={head: -1}']))\n"
+        "except ValueError as error: print(len(error.problems), 'torch' in sys.modules, 'timm' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["2", "False", "False"]
+
+
+def test_every_docstring_names_its_source() -> None:
+    """A paper, or the library's class: the rules must be findable."""
+    classes: list[Any] = [getattr(options, yaml.safe_load(f.read_text())["_target_"].rpartition(".")[2]) for f in FILES]
+    for cls in classes:
+        assert re.search(r"\d{4}\)|torch\.optim|timm\.optim|apex\.optimizers|NVIDIA", cls.__doc__), cls

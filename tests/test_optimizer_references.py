@@ -1,0 +1,341 @@
+"""Every optimizer against its paper: float64, twelve steps, two kinds of groups, gradients that are missing or zero."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from drivetrain import optimizer as options
+
+STEPS = 12
+State = dict[str, Any]
+
+
+class Net(torch.nn.Module):
+    """Parameters of every kind: kernel, matrices, vectors, a scalar, one that starts at zero, sizes around a row's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = torch.nn.Conv2d(2, 3, 3)
+        self.norm = torch.nn.BatchNorm2d(3)
+        self.body = torch.nn.Linear(13, 65)
+        self.zero = torch.nn.Linear(64, 2, bias=False)
+        self.scale = torch.nn.Parameter(torch.tensor(0.7))
+        self.head = torch.nn.Linear(5, 4)
+        torch.nn.init.zeros_(self.zero.weight)
+
+
+def net(dtype: torch.dtype = torch.float64) -> Net:
+    torch.manual_seed(1)
+    return Net().to(dtype)
+
+
+def gradient(name: str, shape: torch.Size, step: int) -> np.ndarray | None:
+    """norm.bias has none in some steps, zero's first is zero."""
+    if name == "norm.bias" and step in (1, 4, 5):
+        return None
+    noise = np.random.default_rng([step, *name.encode()]).normal(size=tuple(shape)) * 0.1
+    return noise * 0 if name == "zero.weight" and step == 1 else noise
+
+
+def sgd(s: State, w: Any, g: Any, t: int, lr: float, decay: float, k: Any) -> Any:
+    g = g + decay * w
+    s["v"] = k.momentum * s.get("v", 0) + g
+    return w - lr * (g + k.momentum * s["v"] if k.nesterov else s["v"])
+
+
+def adam_direction(s: State, g: Any, t: int, k: Any, correct: bool = True) -> Any:
+    s["m"] = k.beta1 * s.get("m", 0) + (1 - k.beta1) * g
+    s["v"] = k.beta2 * s.get("v", 0) + (1 - k.beta2) * g * g
+    c1, c2 = (1 - k.beta1**t, 1 - k.beta2**t) if correct else (1, 1)
+    return s["m"] / c1 / (np.sqrt(s["v"] / c2) + k.eps)
+
+
+def adam(s: State, w: Any, g: Any, t: int, lr: float, decay: float, k: Any) -> Any:
+    return w - lr * adam_direction(s, g + decay * w, t, k)
+
+
+def adamw(s: State, w: Any, g: Any, t: int, lr: float, decay: float, k: Any) -> Any:
+    return w - lr * (adam_direction(s, g, t, k) + decay * w)
+
+
+def rmsprop(s: State, w: Any, g: Any, t: int, lr: float, decay: float, k: Any) -> Any:
+    g = g + decay * w
+    s["v"] = k.alpha * s.get("v", 0) + (1 - k.alpha) * g * g
+    s["mean"] = k.alpha * s.get("mean", 0) + (1 - k.alpha) * g
+    s["b"] = k.momentum * s.get("b", 0) + g / (np.sqrt(s["v"] - s["mean"] ** 2 * k.centered) + k.eps)
+    return w - lr * s["b"]
+
+
+def adagrad(s: State, w: Any, g: Any, t: int, lr: float, decay: float, k: Any) -> Any:
+    g = g + decay * w
+    s["sum"] = s.get("sum", k.initial_accumulator_value) + g * g
+    return w - lr / (1 + (t - 1) * k.lr_decay) * g / (np.sqrt(s["sum"]) + k.eps)
+
+
+def adafactor(s: State, w: Any, g: Any, t: int, lr: float, decay: float, k: Any) -> Any:
+    eps1, new = k.eps1, t**k.beta2_decay
+    size = max(k.eps2, np.sqrt((w**2).mean()))
+    if g.ndim > 1:
+        s["r"] = (1 - new) * s.get("r", 0) + new * (g * g).mean(-1, keepdims=True)
+        s["c"] = (1 - new) * s.get("c", 0) + new * (g * g).mean(-2, keepdims=True)
+        second = s["r"] @ s["c"] / np.maximum(s["r"].mean(-2, keepdims=True), eps1)
+    else:
+        second = s["v"] = (1 - new) * s.get("v", 0) + new * g * g
+    u = g / np.maximum(np.sqrt(second), eps1)
+    u = u / max(1, np.sqrt((u**2).mean()) / k.d)
+    return w - lr * decay * w - size * min(lr, 1 / math.sqrt(t)) * u
+
+
+def lars(s: State, w: Any, g: Any, t: int, lr: float, decay: float, k: Any) -> Any:
+    w_norm, g_norm = np.linalg.norm(w), np.linalg.norm(g)
+    adapt = w.ndim > 1 and w_norm > 0 and g_norm > 0
+    rate = lr * (k.trust * w_norm / (g_norm + decay * w_norm) if adapt else 1)
+    step = rate * (g + decay * w)
+    s["v"] = k.momentum * s.get("v", 0) + step
+    return w - (step + k.momentum * s["v"] if k.nesterov else s["v"])
+
+
+def lamb(s: State, w: Any, g: Any, t: int, lr: float, decay: float, k: Any, adapt_all: bool = False) -> Any:
+    u = adam_direction(s, g, t, k, k.bias_correction) + decay * w
+    w_norm, u_norm = np.linalg.norm(w), np.linalg.norm(u)
+    adapt = (adapt_all or w.ndim > 1) and w_norm > 0 and u_norm > 0
+    return w - lr * (w_norm / u_norm if adapt else 1) * u
+
+
+def nvlamb(s: State, w: Any, g: Any, t: int, lr: float, decay: float, k: Any) -> Any:
+    return lamb(s, w, g, t, lr, decay, k, adapt_all=True)  # pre-normalised in `follow`
+
+
+def novograd(s: State, w: Any, g: Any, t: int, lr: float, decay: float, k: Any) -> Any:
+    squared = (g * g).sum()
+    s["v"] = k.beta2 * s["v"] + (1 - k.beta2) * squared if s.get("v") else squared
+    step = g / (np.sqrt(s["v"]) + k.eps) + decay * w
+    s["m"] = k.beta1 * s.get("m", 0) + step * (1 - k.beta1 if k.grad_averaging else 1)
+    return w - lr * s["m"]
+
+
+def lion(s: State, w: Any, g: Any, t: int, lr: float, decay: float, k: Any) -> Any:
+    m = s.get("m", 0)
+    s["m"] = k.beta2 * m + (1 - k.beta2) * g
+    return w - lr * (np.sign(k.beta1 * m + (1 - k.beta1) * g) + decay * w)
+
+
+def schedulefree(s: State, w: Any, g: Any, t: int, lr: float, decay: float, k: Any) -> Any:
+    """w is y; the result is s["x"]."""
+    z, x = s.get("z", w), s.get("x", w)
+    s["v"] = k.beta2 * s.get("v", 0) + (1 - k.beta2) * g * g
+    s["z"] = z - lr * (g / (np.sqrt(s["v"] / (1 - k.beta2**t)) + k.eps) + decay * w)
+    s["total"] = s.get("total", 0) + lr**2
+    c = lr**2 / s["total"]
+    s["x"] = (1 - c) * x + c * s["z"]
+    return (1 - k.beta1) * s["z"] + k.beta1 * s["x"]
+
+
+CASES: dict[str, tuple[type, dict[str, Any], Callable[..., Any]]] = {
+    "sgd": (options.Sgd, {}, sgd),
+    "sgd plain": (options.Sgd, {"nesterov": False, "momentum": 0.5}, sgd),
+    "adam": (options.Adam, {"weight_decay": 0.1}, adam),
+    "adamw": (options.AdamW, {"weight_decay": 0.1}, adamw),
+    "rmsprop": (options.RmsProp, {"weight_decay": 0.1}, rmsprop),
+    "rmsprop centered": (options.RmsProp, {"momentum": 0.9, "centered": True}, rmsprop),
+    "adagrad": (options.Adagrad, {"lr_decay": 0.1, "initial_accumulator_value": 0.1, "weight_decay": 0.1}, adagrad),
+    "adafactor": (options.Adafactor, {"weight_decay": 0.1, "eps1": 1e-16}, adafactor),
+    "lars": (options.Lars, {"weight_decay": 0.1}, lars),
+    "lars nesterov": (options.Lars, {"nesterov": True, "trust": 0.02}, lars),
+    "lamb": (options.Lamb, {"weight_decay": 0.1}, lamb),
+    "lamb uncorrected": (options.Lamb, {"bias_correction": False, "weight_decay": 0.0}, lamb),
+    "nvlamb": (options.NvLamb, {"weight_decay": 0.1}, nvlamb),
+    "nvlamb loose": (options.NvLamb, {"max_grad_norm": 1e6}, nvlamb),
+    "novograd": (options.NovoGrad, {"weight_decay": 0.1}, novograd),
+    "novograd averaging": (options.NovoGrad, {"grad_averaging": True}, novograd),
+    "lion": (options.Lion, {}, lion),
+    "schedulefree": (options.ScheduleFree, {"weight_decay": 0.1}, schedulefree),
+}
+FORMS = {
+    "fused": {"fused": True},
+    "foreach": {"foreach": True},
+    "loop": {"fused": False, "foreach": False},
+}
+
+
+def follow(knobs: Any, rule: Callable[..., Any], lr: float) -> tuple[dict[str, Any], dict[str, State]]:
+    """(weights, states) after all steps by the paper, the learning rate as `schedule` sets it."""
+    weights = {n: p.detach().numpy().copy() for n, p in net().named_parameters()}
+    states: dict[str, State] = {n: {"t": 0} for n in weights}
+    for step in range(1, STEPS + 1):
+        grads = {n: gradient(n, w.shape, step) for n, w in weights.items()}
+        there = {n: g for n, g in grads.items() if g is not None}
+        if hasattr(knobs, "max_grad_norm"):
+            norm = math.sqrt(sum((g**2).sum() for g in there.values()))
+            there = {n: g / max(1, norm / knobs.max_grad_norm) for n, g in there.items()}
+        for n, g in there.items():
+            states[n]["t"] += 1
+            decay = knobs.weight_decay if weights[n].ndim > 1 else 0.0
+            rate = lr * (3 if n.startswith("head.") else 1) * schedule(step)
+            weights[n] = rule(states[n], weights[n], g, states[n]["t"], rate, decay, knobs)
+    return weights, states
+
+
+def schedule(step: int) -> float:
+    return min(step, 4) / 4 if step < 8 else 1.5
+
+
+def steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    base = [group["lr"] for group in optimizer.param_groups]
+    for step in range(1, STEPS + 1):
+        for name, p in model.named_parameters():
+            g = gradient(name, p.shape, step)
+            p.grad = None if g is None else torch.as_tensor(g, dtype=p.dtype)
+        for group, lr in zip(optimizer.param_groups, base, strict=True):
+            group["lr"] = lr * schedule(step)
+        optimizer.step()
+
+
+def largest_difference(model: torch.nn.Module, weights: dict[str, Any]) -> float:
+    return max(float(np.abs(p.detach().double().numpy() - weights[n]).max()) for n, p in model.named_parameters())
+
+
+def forms(option: type) -> list[str]:
+    return [f for f in FORMS if f != "fused" or option.fused_on]
+
+
+@pytest.mark.parametrize(
+    ("case", "form", "dtype"),
+    [(c, f, d) for c, (option, _, _) in CASES.items() for f in forms(option) for d in (torch.float64, torch.float32)],
+)
+def test_equals_the_paper(case: str, form: str, dtype: torch.dtype) -> None:
+    option, given, rule = CASES[case]
+    lr = 1.0 if "lars" in case else 0.01
+    knobs = option(lr=lr, lr_of={"head": 3}, **given, **FORMS[form])
+    model = net(dtype)
+    optimizer = knobs.build(model)
+    steps(model, optimizer)
+    weights, states = follow(knobs, rule, lr)
+    tolerance = 1e-12 if dtype == torch.float64 else 2e-5
+    assert largest_difference(net(dtype), weights) > 1e-3  # it moved
+    assert largest_difference(model, weights) < tolerance
+    if case == "schedulefree":
+        trained = {n: p.detach().clone() for n, p in model.named_parameters()}
+        with knobs.settled():
+            assert largest_difference(model, {n: s["x"] for n, s in states.items()}) < tolerance * 10
+            assert largest_difference(model, weights) > 1e-4
+        assert all(torch.equal(p, trained[n]) for n, p in model.named_parameters())
+
+
+def test_the_forms_are_taken() -> None:
+    """A knob that is not in effect would make all forms equal."""
+    sgd = {f: options.Sgd(**FORMS[f]).build(net()).param_groups[0] for f in FORMS}
+    assert [(g["fused"], g["foreach"]) for g in sgd.values()] == [(True, False), (False, True), (False, False)]
+    lamb = {f: options.Lamb(**FORMS[f]).build(net()) for f in FORMS}
+    assert [o.loop for o in lamb.values()] == [False, False, True]
+    assert lamb["fused"]._moments is not lamb["foreach"]._moments
+    assert options.Lamb().build(net())._moments is lamb["fused"]._moments
+
+
+def test_muon_equals_torch_on_matrices() -> None:
+    from drivetrain.optimizers.muon import Muon
+
+    for scale, adjust in (("original", "original"), ("match_rms_adamw", "match_rms_adamw")):
+        for shape in ((12, 40), (40, 12), (16, 16)):
+            torch.manual_seed(0)
+            start = [torch.randn(shape) for _ in range(3)]
+            ours, theirs = ([torch.nn.Parameter(w.clone()) for w in start] for _ in range(2))
+            a = Muon(ours, lr=0.05, weight_decay=0.1, scale=scale)
+            b = torch.optim.Muon(theirs, lr=0.05, weight_decay=0.1, adjust_lr_fn=adjust)
+            for step in range(STEPS):
+                for p, q in zip(ours, theirs, strict=True):
+                    p.grad = q.grad = torch.as_tensor(gradient("w", p.shape, step), dtype=p.dtype)
+                a.step()
+                b.step()
+            moved = torch.stack([(q - w).norm() for q, w in zip(theirs, start, strict=True)])
+            apart = torch.stack([(p - q).norm() for p, q in zip(ours, theirs, strict=True)])
+            assert (apart < 0.02 * moved).all(), (scale, shape)  # bfloat16 in another order
+
+
+def orthogonal(g: np.ndarray) -> np.ndarray:
+    """Five quintic Newton-Schulz steps in float64."""
+    x = g.T if g.shape[0] > g.shape[1] else g
+    x = x / np.linalg.norm(x)
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x.T if g.shape[0] > g.shape[1] else x
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_muon_on_kernels_and_adamw_for_the_rest(channels_last: bool) -> None:
+    torch.manual_seed(0)
+    conv, linear = torch.nn.Conv2d, torch.nn.Linear
+    model = torch.nn.Sequential(conv(2, 4, 3), conv(4, 8, 3), torch.nn.BatchNorm2d(8), linear(8, 24), linear(24, 3)).double()
+    if channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    knobs = options.Muon(lr=0.1, adamw_lr=0.01, weight_decay=0.1, nesterov=True)
+    weights = {n: p.detach().numpy().copy() for n, p in model.named_parameters()}
+    states: dict[str, State] = {n: {} for n in weights}
+    optimizer = knobs.build(model)
+    for step in range(1, 11):
+        for n, p in model.named_parameters():
+            g = gradient(n, p.shape, step)
+            p.grad = torch.empty_like(p).copy_(torch.as_tensor(g))
+            decay = 0.1 if g.ndim > 1 else 0.0
+            if n in ("1.weight", "3.weight"):
+                s, matrix = states[n], g.reshape(len(g), -1)
+                s["m"] = 0.95 * s.get("m", 0) + 0.05 * matrix
+                u = orthogonal(0.05 * matrix + 0.95 * s["m"]) * math.sqrt(max(1, len(g) / matrix.shape[1]))
+                weights[n] = weights[n] * (1 - 0.1 * decay) - 0.1 * u.reshape(g.shape)
+            else:
+                weights[n] = adamw(states[n], weights[n], g, step, 0.01, decay, knobs)
+        optimizer.step()
+    start = dict(model.named_parameters())
+    for n, p in start.items():
+        apart = float((p.detach() - torch.as_tensor(weights[n])).norm())
+        if n in ("1.weight", "3.weight"):
+            assert apart < 0.03 * float(p.detach().norm()), n  # the iteration is in bfloat16
+        else:
+            assert apart < 1e-10, n
+
+
+def test_orthogonalised_has_singular_values_near_one() -> None:
+    from drivetrain.optimizers.muon import orthogonalised
+
+    torch.manual_seed(0)
+    for shape in ((2, 8, 30), (2, 30, 8)):
+        values = torch.linalg.svdvals(orthogonalised(torch.randn(shape), 5))
+        assert values.min() > 0.6
+        assert values.max() < 1.3
+
+
+def test_lars_keeps_the_learning_rate_inside_the_momentum() -> None:
+    """After lr falls to almost nothing the momentum goes on with its old size: that is the paper's, not SGD's, order."""
+    model = torch.nn.Linear(8, 8, bias=False)
+    optimizer = options.Lars(lr=1.0).build(model)
+    model.weight.grad = torch.ones(8, 8)
+    before = model.weight.detach().clone()
+    optimizer.step()
+    first = (model.weight.detach() - before).norm()
+    optimizer.param_groups[0]["lr"] = 1e-9
+    before = model.weight.detach().clone()
+    optimizer.step()
+    torch.testing.assert_close((model.weight.detach() - before).norm(), 0.9 * first, rtol=1e-4, atol=0)
+
+
+def test_lamb_adapts_without_decay_where_its_kind_decays() -> None:
+    """weight_decay=0 does not turn LAMB into Adam, and NVLAMB adapts vectors too."""
+    for option, bias_adapts in ((options.Lamb, False), (options.NvLamb, True)):
+        model = net()
+        with torch.no_grad():
+            model.head.bias.fill_(5.0)
+        before = {n: p.detach().clone() for n, p in model.named_parameters()}
+        optimizer = option(lr=0.01, weight_decay=0.0).build(model)
+        for n, p in model.named_parameters():
+            p.grad = torch.as_tensor(gradient(n, p.shape, 2))
+        optimizer.step()
+        size = {n: float((p.detach() - before[n]).norm() / before[n].norm()) for n, p in model.named_parameters()}
+        assert abs(size["body.weight"] - 0.01) < 1e-6
+        assert (abs(size["head.bias"] - 0.01) < 1e-6) == bias_adapts

@@ -1,0 +1,227 @@
+"""What an optimizer keeps: resumed bit for bit, loadable without pickles, skipped where there is no gradient, never sparse."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from drivetrain import optimizer as options
+
+OURS = [options.Lars, options.Lamb, options.NvLamb, options.NovoGrad, options.Lion, options.ScheduleFree, options.Muon]
+TORCHS = [options.Sgd, options.Adam, options.AdamW, options.RmsProp, options.Adagrad, options.Adafactor]
+TIMMS = ["nadamw", "lookahead_lamb"]
+ALL = [
+    *(pytest.param(o, {}, "plain", id=o.__name__) for o in (*TORCHS, *OURS)),
+    *(pytest.param(options.Timm, {"name": n}, "plain", id=n) for n in TIMMS),
+    *(pytest.param(o, {}, layout, id=f"{o.__name__} {layout}") for o in OURS for layout in ("channels_last", "bf16")),
+]
+
+
+def net() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(1, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU(), torch.nn.Conv2d(4, 4, 3), torch.nn.Flatten(),
+        torch.nn.Linear(64, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4),
+    )  # fmt: skip
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+    for step in range(first, last):
+        generator = torch.Generator().manual_seed(step)
+        x, y = torch.randn(8, 1, 8, 8, generator=generator), torch.randint(0, 4, (8,), generator=generator)
+        for p in model.parameters():
+            p.grad = None
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.9
+        if step in (2, 5):
+            next(model.parameters()).grad = None
+        optimizer.step()
+
+
+def feed(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Three steps of given gradients: those of a bias before BatchNorm would be noise."""
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        for p in model.parameters():
+            p.grad = torch.empty_like(p).copy_(torch.randn(p.shape, generator=generator))
+        optimizer.step()
+
+
+def through_a_file(*state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize(("option", "knobs", "layout"), ALL)
+def test_resume_is_exact(option: type, knobs: dict[str, Any], layout: str) -> None:
+    def fresh() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = net()
+        model = model.to(memory_format=torch.channels_last) if layout == "channels_last" else model
+        model = model.bfloat16() if layout == "bf16" else model
+        if layout == "bf16":
+            model.register_forward_pre_hook(lambda _, x: (x[0].bfloat16(),))
+            model.register_forward_hook(lambda _, x, y: y.float())
+        return model, option(**knobs).build(model)
+
+    straight, optimizer = fresh()
+    torch.manual_seed(1)
+    train(straight, optimizer, 0, 9)
+
+    first, optimizer = fresh()
+    torch.manual_seed(1)
+    train(first, optimizer, 0, 5)
+    weights, state, random = through_a_file(first.state_dict(), optimizer.state_dict(), torch.get_rng_state())
+    second, optimizer = fresh()
+    second.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    torch.set_rng_state(random)
+    train(second, optimizer, 5, 9)
+
+    start = fresh()[0]
+    assert any(not torch.equal(a, b) for a, b in zip(start.parameters(), straight.parameters(), strict=True))
+    for (name, a), b in zip(straight.named_parameters(), second.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("option", [o for o in OURS if o is not options.Muon])
+def test_memory_order_and_width_change_nothing(option: type) -> None:
+    """Channels-last parameters are updated like others; a bfloat16 parameter like a float32 one, then rounded."""
+    plain, last = net(), net().to(memory_format=torch.channels_last)
+    for model in (plain, last):
+        feed(model, option().build(model))
+    for a, b in zip(plain.parameters(), last.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+    torch.manual_seed(0)
+    wide = torch.nn.Linear(20, 20).bfloat16().float()
+    narrow = torch.nn.Linear(20, 20).bfloat16()
+    narrow.load_state_dict(wide.state_dict())
+    for model in (wide, narrow):
+        optimizer = option().build(model)
+        model.weight.grad = torch.linspace(-1, 1, 400).bfloat16().to(model.weight.dtype).view(20, 20)
+        model.bias.grad = torch.ones_like(model.bias)
+        optimizer.step()
+    torch.testing.assert_close(narrow.weight, wide.weight.bfloat16(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("option", OURS)
+def test_sparse_gradients_are_refused(option: type) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+    optimizer = option().build(model)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    model[1].weight.grad = torch.ones(4, 4).to_sparse()
+    with pytest.raises(TypeError, match="sparse=False"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("option", [*TORCHS, *OURS])
+def test_an_overflow_is_skipped_and_the_next_step_is_whole(option: type) -> None:
+    """GradScaler, with the lean step: inf leaves weights and state; unscaled gradients give the unscaled update."""
+    plain, scaled = net(), net()
+    a, b = option().build(plain), option().build(scaled)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    x, y = torch.randn(8, 1, 8, 8), torch.randint(0, 4, (8,))
+    for overflow in (True, False, False):
+        for model, factor in ((plain, 1.0), (scaled, scaler.get_scale())):
+            for p in model.parameters():
+                p.grad = None
+            (torch.nn.functional.cross_entropy(model(x), y) * factor).backward()
+        if overflow:
+            before = [p.detach().clone() for p in scaled.parameters()]
+            next(scaled.parameters()).grad.fill_(float("inf"))
+        scaler._lazy_init_scale_growth_tracker(torch.device("cpu")) if scaler._scale is None else None
+        scaler.unscale_(b)
+        scaler.step(b)
+        scaler.update()
+        if overflow:
+            assert all(torch.equal(p, q) for p, q in zip(scaled.parameters(), before, strict=True))
+        else:
+            a.step()
+    for p, q in zip(plain.parameters(), scaled.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("option", OURS)
+def test_the_learning_rate_may_be_a_tensor(option: type) -> None:
+    """As a whole-step graph sets it; nothing is read back to the host for it."""
+    models = net(), net()
+    for model, tensor in zip(models, (False, True), strict=True):
+        optimizer = option().build(model)
+        for group in optimizer.param_groups:
+            group["lr"] = torch.tensor(group["lr"], dtype=torch.float64) if tensor else group["lr"]
+        feed(model, optimizer)
+    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_that_come_and_go() -> None:
+    """A parameter without a gradient keeps weight, state and its own count; its neighbours are not touched by that."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    optimizer = options.Lamb(weight_decay=0.1).build(model)
+    for step in range(4):
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        if step in (1, 2):
+            model[0].weight.grad = None
+            held = model[0].weight.detach().clone()
+        optimizer.step()
+        if step in (1, 2):
+            assert torch.equal(model[0].weight, held)
+    counts = [int(optimizer.state[p]["step"]) for p in model.parameters()]
+    assert counts == [2, 4, 4, 4]
+
+
+def test_new_storage_is_found() -> None:
+    """A parameter whose tensor was exchanged behind the optimizer's back is updated where it now lies."""
+    model = torch.nn.Linear(3, 3)
+    optimizer = options.Lars(lr=10.0).build(model)
+    for _ in range(2):
+        model.weight.data = model.weight.data.clone()
+        before = model.weight.detach().clone()
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        assert not torch.equal(model.weight, before)
+
+
+def test_schedulefree_comes_back_on_an_exception() -> None:
+    model = net()
+    knobs = options.ScheduleFree()
+    optimizer = knobs.build(model)
+    train(model, optimizer, 0, 4)
+    trained = [p.detach().clone() for p in model.parameters()]
+
+    def look() -> None:
+        assert any(not torch.equal(p, q) for p, q in zip(model.parameters(), trained, strict=True))
+        saved = dict(zip((p for g in optimizer.param_groups for p in g["params"]), optimizer.state_dict()["y"], strict=True))
+        assert all(torch.equal(saved[p], q) for p, q in zip(model.parameters(), trained, strict=True))
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), knobs.settled():
+        look()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), trained, strict=True))
+
+
+def test_steps_do_not_import_the_compiler() -> None:
+    """1.4 s of every start: building and stepping any of ours must not import torch._dynamo."""
+    code = (
+        "import sys, torch\nfrom drivetrain import optimizer as o\n"
+        "for option in (o.AdamW, o.Lamb, o.Lars, o.NovoGrad, o.Lion, o.Muon, o.ScheduleFree):\n"
+        "    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))\n"
+        "    optimizer = option().build(model)\n"
+        "    model(torch.ones(2, 4)).sum().backward()\n"
+        "    optimizer.step(); optimizer.load_state_dict(optimizer.state_dict())\n"
+        "print('torch._dynamo' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

@@ -1,0 +1,92 @@
+"""Whole runs: every optimizer learns the digits, and what is evaluated, saved and resumed are the right weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+import drivetrain
+from drivetrain.measure.result import Result
+
+RATES: dict[str, list[str]] = {
+    "sgd": [], "adam": [], "adamw": [], "rmsprop": [], "adagrad": [], "adafactor": [], "lars": [], "lamb": [], "nvlamb": [],
+    "novograd": [], "muon": [], "lion": [], "schedulefree": ["scheduler=constant"], "timm": [],
+}  # fmt: skip
+
+
+def run(out: Path, *words: str, epochs: int = 5) -> Result:
+    fixed = ["model=mlp", f"epochs={epochs}", f"output_dir={out}", "runtime.threads=1"]
+    result = drivetrain.train([*fixed, *words])
+    assert result.status == "completed", result.error
+    return result
+
+
+def newest(result: Result) -> Path:
+    return max((result.run_dir / "checkpoints").iterdir(), key=lambda p: int(p.name))
+
+
+def weights(result: Result) -> dict[str, torch.Tensor]:
+    return safetensors.torch.load_file(newest(result) / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_learns_the_digits(name: str, tmp_path: Path) -> None:
+    result = run(tmp_path, f"optimizer={name}", *RATES[name])
+    assert result.metrics["final"]["accuracy"] > 0.85  # chance is 0.1
+
+
+@pytest.mark.parametrize("name", ["lamb", "muon", "schedulefree", "novograd"])
+def test_a_resumed_run_is_the_uninterrupted_one(name: str, tmp_path: Path) -> None:
+    words = [f"optimizer={name}", "scheduler=constant", "ema=ema"]
+    straight = run(tmp_path / "a", *words, epochs=4)
+    first = run(tmp_path / "b", *words, epochs=2)
+    second = drivetrain.train([f"resume={first.run_dir}", "epochs=4"])
+    assert second.status == "completed", second.error
+    assert second.updates == straight.updates
+    a, b = weights(straight), weights(second)
+    assert all(torch.equal(a[n], b[n]) for n in a)
+    assert straight.metrics["final"] == second.metrics["final"]
+
+
+def test_schedulefree_evaluates_and_saves_the_average(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from drivetrain.optimizers.schedulefree import ScheduleFree
+    from drivetrain.trainer import Trainer
+
+    seen: dict[str, Any] = {}
+    evaluate, fit = Trainer.evaluate, Trainer.fit
+
+    def watched(trainer: Trainer) -> dict[str, float]:
+        seen["evaluated"] = [p.detach().clone() for p in trainer.model.parameters()]
+        return evaluate(trainer)
+
+    def ended(trainer: Trainer) -> None:
+        fit(trainer)
+        seen["trained"] = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+        seen["optimizer"], seen["model"] = trainer.optimizer, trainer.model
+
+    monkeypatch.setattr(Trainer, "evaluate", watched)
+    monkeypatch.setattr(Trainer, "fit", ended)
+    result = run(tmp_path, "optimizer=schedulefree", "scheduler=constant", epochs=2)
+    saved = weights(result)
+    assert isinstance(seen["optimizer"], ScheduleFree)
+    assert all(torch.equal(p, saved[n]) for p, n in zip(seen["evaluated"], seen["trained"], strict=True))
+    assert any(not torch.equal(saved[n], p) for n, p in seen["trained"].items())
+    kept = torch.load(newest(result) / "state.pt", weights_only=True)["optimizer"]["y"]
+    trained = {p: seen["trained"][n] for n, p in seen["model"].named_parameters()}
+    order = (p for group in seen["optimizer"].param_groups for p in group["params"])
+    assert all(torch.equal(y, trained[p]) for y, p in zip(kept, order, strict=True))
+
+
+@pytest.mark.parametrize("name", ["sgd", "lamb", "novograd", "muon"])
+def test_with_loss_scaling(name: str, tmp_path: Path) -> None:
+    result = run(tmp_path, f"optimizer={name}", "precision=amp", "batch=accumulate", "batch.steps=2", epochs=3)
+    assert result.metrics["final"]["accuracy"] > 0.7
+
+
+def test_groups_reach_the_run(tmp_path: Path) -> None:
+    words = ["optimizer=lamb", "optimizer.layer_decay=0.7", "optimizer.lr_of={head: 2}", "optimizer.no_decay=[layers.1]"]
+    assert run(tmp_path, *words).metrics["final"]["accuracy"] > 0.8
