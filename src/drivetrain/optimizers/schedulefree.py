@@ -78,7 +78,7 @@ class ScheduleFree(Flat):
 
     def state_dict(self) -> dict[str, Any]:
         """torch's, with y: the model's weights are saved as x."""
-        return {**super().state_dict(), "y": self._trained or [p.detach() for p in self._parameters()]}
+        return {**super().state_dict(), "y": self._trained or [p.detach().clone() for p in self._parameters()]}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
