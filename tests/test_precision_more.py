@@ -309,6 +309,35 @@ def test_every_optimizer_updates_in_float32(make, master, optimizer):
 
 
 @masters
+@pytest.mark.parametrize("optimizer", ["adagrad", "muon", "lamb", "schedulefree"])
+def test_every_kind_of_optimizer_goes_on_bit_for_bit(tiny, master, optimizer):
+    """Those with state from the start, of their own layout, and with other weights to evaluate than to train."""
+    words = ["precision=bf16_pure", master, f"optimizer={optimizer}", "epochs=9"]
+    whole, part = drivetrain.train(tiny(*words, "updates=5")), drivetrain.train(tiny(*words, "updates=2"))
+    on = drivetrain.train([f"resume={part.run_dir}", "updates=5"])
+    assert [r.status for r in (whole, part, on)] == ["completed"] * 3, on.error
+    ends = [Path(r.run_dir) / "checkpoints" / "5" / "model.safetensors" for r in (whole, on)]
+    assert ends[0].read_bytes() == ends[1].read_bytes()
+    assert whole.metrics["final"] == on.metrics["final"]
+
+
+@masters
+def test_weights_to_evaluate_stand_in_the_model_and_those_to_train_come_back(make, master):
+    trainer = make("precision=bf16_pure", master, "optimizer=schedulefree", "optimizer.lr=0.1", "updates=3")
+    trainer.fit()
+    trained = [p.detach().clone() for p in trainer.model.parameters()]
+    y = [t.clone() for t in trainer.optimizer.state_dict()["y"]]
+    with trainer.settled():
+        averaged = [p.detach().clone() for p in trainer.model.parameters()]
+    assert any(not torch.equal(a, b) for a, b in zip(trained, averaged, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(trained, trainer.model.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(y, trainer.optimizer.state_dict()["y"], strict=True))
+    order = {id(m): p for m, p in zip(trainer.precision._masters, trainer.precision._parameters, strict=True)}
+    updated = [p for group in trainer.optimizer.param_groups for p in group["params"]]
+    assert all(torch.equal(order[id(m)], kept.bfloat16()) for m, kept in zip(updated, y, strict=True))
+
+
+@masters
 def test_gradients_are_clipped_in_float32(make, monkeypatch, master):
     trainer = make("precision=bf16_pure", master, "clip=norm", "clip.max_norm=0.01")
     clip, seen = trainer.clip, []

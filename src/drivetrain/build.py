@@ -51,8 +51,8 @@ def build(run: Run, world: World, run_dir: Path, sinks: list[Any]) -> Trainer:
     parameters = [p for p in model.parameters() if p.requires_grad]
     updated = [p for group in optimizer.param_groups for p in group["params"]]
     trainer = Trainer(
-        model=model, forward=forward, loss=run.loss, optimizer=optimizer, settled=run.optimizer.settled, scheduler=run.scheduler,
-        precision=run.precision, parallel=run.parallel, clip=run.clip.build(updated), ema=run.ema,
+        model=model, forward=forward, loss=run.loss, optimizer=optimizer, settled=run.precision.settled(run.optimizer.settled),
+        scheduler=run.scheduler, precision=run.precision, parallel=run.parallel, clip=run.clip.build(updated), ema=run.ema,
         zero_grad=lambda: run.runtime.zero(parameters), batch=run.batch, loader=run.loader,
         train_data=train_data, test_data=Pipeline(data.test, (), data.normalize, seed),
         device=device, memory_format=memory_format, seed=seed, drop_last=run.data.drop_last,

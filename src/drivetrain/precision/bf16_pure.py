@@ -144,7 +144,8 @@ class Bf16Pure(Precision):
     def state_dict(self) -> dict[str, Any]:
         if self.master == "stochastic":
             return {"random": self._bits.get_state()}
-        return {"masters": dict(zip(self._names, self._views, strict=True))}
+        # Copies: while the state is written, other weights may stand in the masters (`settled`).
+        return {"masters": {name: v.to("cpu", copy=True) for name, v in zip(self._names, self._views, strict=True)}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "random" in state and self.master == "stochastic":
