@@ -6,29 +6,45 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Annotated, Literal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
 
 from drivetrain import rng
+from drivetrain.errors import UserError
 from drivetrain.lazy import torch
 from drivetrain.plan import Request, World
-from drivetrain.spec import Count, Part, Run
+from drivetrain.spec import Count, Part, Positive, Run
+
+Scaling = Literal["none", "linear", "sqrt"]
+Factor = Annotated[int, Ge(2)]
+CLOSE = 1.1  # batch=auto finds the limit to within this factor
 
 
 class Batch(Part):
-    """batch=fixed: every rank takes its share of the global batch in one forward."""
+    """batch=fixed: every rank takes its share of the global batch in one forward.
 
-    steps = 1
+    With `grow_every` the global batch is multiplied by `grow_by` every so many epochs, up to `grow_until`, in place of a
+    falling learning rate (Smith et al. 2018); micro-batches keep their size, so memory does not grow.
+    """
+
+    steps = 1  # micro-batches of one update, before any growth
 
     def __init__(
         self,
         global_batch: Count = 128,
-        lr_scaling: Literal["none", "linear", "sqrt"] = "none",
+        lr_scaling: Scaling = "none",
         base_batch: Count = 256,
+        grow_every: Count | None = None,
+        grow_by: Factor = 2,
+        grow_until: Count | None = None,
+        preallocate: bool = False,
     ) -> None:
         self.global_batch, self.lr_scaling, self.base_batch = global_batch, lr_scaling, base_batch
+        self.grow_every, self.grow_by, self.grow_until = grow_every, grow_by, grow_until
+        self.preallocate = preallocate
+        self._configured = self.steps
 
     def check(self, run: Run) -> Iterator[str]:
         ranks = run.parallel.ranks()
@@ -40,19 +56,57 @@ class Batch(Part):
                 f"batch.global_batch={self.global_batch} does not divide into {self.steps} steps × {ranks} ranks: "
                 f"set batch.global_batch to {near}"
             )
+        if self.grow_until is not None and self.grow_every is None:
+            yield f"batch.grow_until={self.grow_until} needs batch.grow_every, the epochs between two growths"
+        if self.grow_until is not None and self.grow_until < self.global_batch * self.grow_by:
+            yield (
+                f"batch.grow_until={self.grow_until} is below batch.global_batch × batch.grow_by = "
+                f"{self.global_batch * self.grow_by}, so that nothing would grow: raise it"
+            )
 
-    def micro_batch(self, world: World) -> int:
-        """Samples in one rank's forward."""
-        return self.global_batch // (self.steps * world.size)
+    def settle(self, fitting: Callable[[Sequence[int], Any], int], ranks: int) -> str | None:
+        """Decide what needs trying out, before any rank starts. What was decided, for the user.
+
+        `fitting(sizes, limit_gb)` is the number of these ascending micro-batch sizes that fit, from the first.
+        """
+        return None
 
     def lr_factor(self) -> float:
         """What the learning rate is multiplied with (linear: Goyal et al. 2017; sqrt: Krizhevsky 2014)."""
         ratio = self.global_batch / self.base_batch
         return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[self.lr_scaling]
 
-    def updates_per_epoch(self, samples: int, drop_last: bool) -> int:
-        """Updates that one epoch over `samples` makes."""
-        return samples // self.global_batch if drop_last else math.ceil(samples / self.global_batch)
+    def size(self, epoch: int) -> int:
+        """Samples of one update in an epoch."""
+        size = self.global_batch
+        for _ in range(epoch // self.grow_every if self.grow_every else 0):
+            if self.grow_until is not None and size * self.grow_by > self.grow_until:
+                break
+            size *= self.grow_by
+        return size
+
+    def micro_batch(self, world: World) -> int:
+        """Samples in one rank's forward, at the most."""
+        return math.ceil(self.global_batch / (self.steps * world.size))
+
+    def updates(self, samples: int, epoch: int, drop_last: bool) -> int:
+        """Updates that an epoch over `samples` makes."""
+        return samples // self.size(epoch) if drop_last else math.ceil(samples / self.size(epoch))
+
+    def consumed(self, samples: int, epoch: int, window: int, drop_last: bool) -> int:
+        """Samples that a run has trained on after `window` updates of an epoch and all epochs before."""
+        before = self._over_epochs(epoch, lambda e: min(samples, self.updates(samples, e, drop_last) * self.size(e)))
+        return before + min(samples, window * self.size(epoch))
+
+    def total_updates(self, samples: int, epochs: int, drop_last: bool) -> int:
+        """Updates that a run of `epochs` makes; 0 if one of its epochs would make none."""
+        if not self.updates(samples, epochs - 1, drop_last):  # the last has the largest batch
+            return 0
+        return self._over_epochs(epochs, lambda e: self.updates(samples, e, drop_last))
+
+    def _over_epochs(self, epochs: int, amount: Callable[[int], int]) -> int:
+        """The sum of a per-epoch amount; without growth all epochs are alike."""
+        return sum(map(amount, range(epochs))) if self.grow_every else epochs * amount(0)
 
     def requests(
         self,
@@ -66,28 +120,42 @@ class Batch(Part):
     ) -> Iterator[Request]:
         """This rank's micro-batches of one epoch in order, from its update number `skip` on.
 
-        Update u takes positions [u·G, (u+1)·G) of the epoch's permutation. A short tail is split as
-        evenly as it goes, and each micro-batch weighs by its samples, so that its update is the mean over the tail.
+        Update u takes positions [u·G, (u+1)·G) of the epoch's permutation, which are split among ranks and micro-batches
+        as evenly as it goes. Each micro-batch weighs by its samples, so that an update is the mean over its samples also
+        where they do not divide, as in a short tail.
         """
         order = rng.permutation(seed, epoch, samples)
-        total = self.updates_per_epoch(samples, drop_last)
-        size, steps = self.global_batch, self.steps
-        full = samples // size
-        even = torch.full((), 1.0 / steps, device=device)
-        for update in range(skip, full):
-            mine = order[update * size : (update + 1) * size].view(world.size, steps, -1)[world.rank].unbind(0)
-            for step, indices in enumerate(mine, 1):
-                yield Request(epoch, indices, even, step == steps, step == steps and update + 1 == total)
-        if total > full and skip <= full:
-            yield from self._tail(epoch, order[full * size :], world, device)
+        total, size, micro = self.updates(samples, epoch, drop_last), self.size(epoch), self.micro_batch(world)
+        weights: dict[float, torch.Tensor] = {}
+        for update in range(skip, total):
+            window = order[update * size : (update + 1) * size]
+            mine = window if world.size == 1 else window.tensor_split(world.size)[world.rank]
+            count = math.ceil(len(mine) / micro)
+            chunks = (mine,) if count == 1 else mine.tensor_split(max(1, count))
+            for step, indices in enumerate(chunks, 1):
+                share = len(indices) * world.size / len(window)
+                if share not in weights:
+                    weights[share] = torch.full((), share, device=device)
+                if not share:  # fewer samples than ranks: this one joins the all-reduce with one that counts nothing
+                    indices = window[:1]
+                last = step == len(chunks)
+                yield Request(epoch, indices, weights[share], last, last and update + 1 == total)
 
-    def _tail(self, epoch: int, tail: torch.Tensor, world: World, device: torch.device | None) -> Iterator[Request]:
-        mine = tail.tensor_split(world.size)[world.rank]
-        chunks = mine.split(self.micro_batch(world)) if len(mine) else [tail[:1]]  # every rank joins the all-reduce
-        for step, indices in enumerate(chunks, 1):
-            share = len(indices) * world.size / len(tail) if len(mine) else 0.0
-            last = step == len(chunks)
-            yield Request(epoch, indices, torch.full((), share, device=device), last, last)
+    def halve(self, world: World) -> bool:
+        """Halve the micro-batch and double the steps; False where it is one sample already."""
+        if self.micro_batch(world) == 1:
+            return False
+        self.steps *= 2
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """The split that was settled on, so that a resumed run repeats it."""
+        return {"configured": self._configured, "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take `state_dict()` back, unless the config now asks for another split."""
+        if state["configured"] == self._configured:
+            self.steps = state["steps"]
 
 
 class Accumulate(Batch):
@@ -96,9 +164,65 @@ class Accumulate(Batch):
     def __init__(
         self,
         global_batch: Count = 128,
-        steps: Annotated[int, Ge(1)] = 4,
-        lr_scaling: Literal["none", "linear", "sqrt"] = "none",
+        steps: Count = 4,
+        lr_scaling: Scaling = "none",
         base_batch: Count = 256,
+        grow_every: Count | None = None,
+        grow_by: Factor = 2,
+        grow_until: Count | None = None,
+        preallocate: bool = False,
     ) -> None:
-        super().__init__(global_batch, lr_scaling, base_batch)
         self.steps = steps
+        super().__init__(global_batch, lr_scaling, base_batch, grow_every, grow_by, grow_until, preallocate)
+
+
+class Auto(Batch):
+    """The largest micro-batch that fits, found by trying before the run; accumulation keeps the global batch.
+
+    Each try is a process that may die of it. A CPU has no limit of its own: give `memory_gb`.
+    """
+
+    def __init__(
+        self,
+        global_batch: Count = 128,
+        memory_gb: Positive | None = None,
+        lr_scaling: Scaling = "none",
+        base_batch: Count = 256,
+        grow_every: Count | None = None,
+        grow_by: Factor = 2,
+        grow_until: Count | None = None,
+        preallocate: bool = False,
+    ) -> None:
+        super().__init__(global_batch, lr_scaling, base_batch, grow_every, grow_by, grow_until, preallocate)
+        self.memory_gb = memory_gb
+
+    def verify(self, run: Run) -> Iterator[str]:
+        if run.runtime.kind() == "cpu" and self.memory_gb is None:
+            yield "batch=auto on a CPU needs a limit: set batch.memory_gb to what a rank may use, or batch=fixed"
+
+    def settle(self, fitting: Callable[[Sequence[int], Any], int], ranks: int) -> str | None:
+        most = self.global_batch // ranks
+        # From 2: BatchNorm refuses a single sample in training, and no one wants it.
+        sizes = sorted({*(2**k for k in range(1, most.bit_length())), most})
+        good = fitting(sizes, self.memory_gb)
+        limit = sizes[good - 1] if good else 0
+        if limit and good < len(sizes):
+            between = _geometric(limit, sizes[good])
+            limit = [limit, *between][fitting(between, self.memory_gb)] if between else limit
+        if not limit:
+            raise UserError(
+                f"batch=auto: not even {sizes[0]} samples fit: raise batch.memory_gb, or save memory "
+                "(precision=bf16, checkpointing=blocks, a smaller model)"
+            )
+        self.steps = math.ceil(most / limit)
+        micro = math.ceil(most / self.steps)
+        found = f"{limit} samples fit" if limit < most else f"all {most} samples fit"
+        return f"batch=auto: {found} at once: {self.steps} steps of {micro} samples on each rank"
+
+
+def _geometric(low: int, high: int) -> list[int]:
+    """Sizes between low and high, each at most CLOSE times the one before."""
+    sizes, size = [], low
+    while (size := max(size + 1, int(size * CLOSE))) < high:
+        sizes.append(size)
+    return sizes

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from drivetrain import surgery
+from drivetrain import dry, surgery
 from drivetrain.errors import UserError
 from drivetrain.loader import Pipeline
 from drivetrain.plan import World
@@ -25,8 +25,7 @@ def build(run: Run, world: World, run_dir: Path, sinks: list[Any]) -> Trainer:
     run.debug.start()
 
     data = run.data.load(device)
-    per_epoch = _updates_per_epoch(run, len(data.train), world)
-    total = min(n for n in (per_epoch * values["epochs"], values["updates"], run.debug.updates) if n)
+    total = min(n for n in (_updates(run, len(data.train), world), values["updates"], run.debug.updates) if n)
 
     model = run.model.build(data.shape, data.classes).to(device)
     # Edits of the module tree first: every later step works on the modules that remain. The memory format is one of
@@ -47,26 +46,30 @@ def build(run: Run, world: World, run_dir: Path, sinks: list[Any]) -> Trainer:
 
     parameters = [p for p in model.parameters() if p.requires_grad]
     seed = run.runtime.seed
-    return Trainer(
+    trainer = Trainer(
         model=model, forward=forward, loss=run.loss, optimizer=optimizer, scheduler=run.scheduler,
         precision=run.precision, parallel=run.parallel, clip=run.clip.build(parameters), ema=run.ema,
         zero_grad=lambda: run.runtime.zero(parameters), batch=run.batch, loader=run.loader,
         train_data=Pipeline(data.train, tuple(run.augment), data.normalize, seed),
         test_data=Pipeline(data.test, (), data.normalize, seed),
         device=device, memory_format=memory_format, seed=seed, drop_last=run.data.drop_last,
-        epochs=values["epochs"], max_updates=total, updates_per_epoch=per_epoch, log_every=values["log_every"],
+        epochs=values["epochs"], max_updates=total, log_every=values["log_every"],
         evaluate_every=values["evaluate_every"], eval_batches=run.debug.eval_batches,
         saving=run.saving, run_dir=run_dir, sinks=sinks, said=edits,
     )  # fmt: skip
+    if run.batch.preallocate:
+        dry.preallocate(trainer)
+    return trainer
 
 
-def _updates_per_epoch(run: Run, samples: int, world: World) -> int:
+def _updates(run: Run, samples: int, world: World) -> int:
     if samples < world.size:
         raise UserError(f"{world.size} ranks, but only {samples} training samples: lower parallel.nproc")
-    updates = run.batch.updates_per_epoch(samples, run.data.drop_last)
-    if updates == 0:
+    epochs = run.values["epochs"]
+    updates = run.batch.total_updates(samples, epochs, run.data.drop_last)
+    if not updates:
         raise UserError(
-            f"batch.global_batch={run.batch.global_batch} is more than the {samples} training samples, and data.drop_last "
-            f"drops the short batch: set batch.global_batch to {samples} or less, or data.drop_last=false"
+            f"batch.global_batch={run.batch.size(epochs - 1)} is more than the {samples} training samples, and "
+            f"data.drop_last drops the short batch: set batch.global_batch to {samples} or less, or data.drop_last=false"
         )
     return updates

@@ -17,6 +17,18 @@ from drivetrain.errors import UserError
 from drivetrain.paths import conf_dir
 from drivetrain.spec import Part, Run
 
+_KINDS = {  # pydantic's error types in our words
+    "float_type": "must be a number",
+    "int_type": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "bool_type": "must be true or false",
+    "string_type": "must be a text",
+    "list_type": "must be a list",
+    "is_instance_of": "must be a list",
+    "dict_type": "must be a mapping",
+    "none_required": "null",
+    "finite_number": "must be finite",
+}
 _LIMITS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 
 
@@ -128,11 +140,7 @@ def _reason(error: Any) -> str:
     said = []
     for e in error.errors():
         limit = next((f"must be {_LIMITS[k]} {v}" for k, v in e.get("ctx", {}).items() if k in _LIMITS), None)
-        kind = {
-            "float_type": "must be a number", "int_type": "must be a whole number", "bool_type": "must be true or false",
-            "string_type": "must be a text", "none_required": "null", "finite_number": "must be finite", "list_type": "must be a list",
-            "is_instance_of": "must be a list", "dict_type": "must be a mapping", "int_from_float": "must be a whole number",
-        }.get(e["type"])  # fmt: skip
+        kind = _KINDS.get(e["type"])
         if e["type"] == "literal_error":
             kind = f"must be one of {e['ctx']['expected']}"
         said.append(limit or kind or e["msg"])

@@ -75,7 +75,8 @@ def _dispatch(argv: list[str]) -> int:
 
 def _overview() -> str:
     verbs = "\n".join(f"  drivetrain {name:<12} {text}" for name, (_, text) in VERBS.items() if text)
-    return f"drivetrain {__version__}: every training technique is one config override, and measured\n\n{verbs}\n\n  drivetrain train --help says more"
+    title = f"drivetrain {__version__}: every training technique is one config override, and measured"
+    return f"{title}\n\n{verbs}\n\n  drivetrain train --help says more"
 
 
 def _train(argv: list[str]) -> int:

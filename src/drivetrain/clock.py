@@ -20,6 +20,7 @@ class Clock:
         self.steps = array("d")  # seconds
         self.wait = 0.0  # seconds spent waiting for data, within the steps
         self.first_wait = 0.0
+        self.first_samples = 0  # trained on when the first step had ended
         self.to_first_step: float | None = None
         self._mark = time.perf_counter()
         self._logged = (0, 0.0, 0.0)  # steps, their seconds, wait at the last log
@@ -55,11 +56,11 @@ class Clock:
         return seconds, (self.wait - wait) / seconds if seconds else 0.0
 
     def steady(self) -> tuple[float, float] | None:
-        """Seconds a step, without the first (it starts workers, compiles, allocates), and the share spent waiting."""
+        """Seconds of all steps but the first (it starts workers, compiles, allocates), and the share spent waiting."""
         rest = self.steps[1:]
         if not rest:
             return None
-        return sum(rest) / len(rest), (self.wait - self.first_wait) / sum(rest)
+        return sum(rest), (self.wait - self.first_wait) / sum(rest)
 
     def percentiles(self) -> tuple[float, float] | None:
         """The 50th and 95th percentile of the steps after the first, in milliseconds."""

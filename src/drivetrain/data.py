@@ -169,7 +169,8 @@ class ImageFolder(Data):
         max_pixels: Count = 100_000_000,
         drop_last: bool = True,
     ) -> None:
-        self.root, self.size, self.holdout, self.normalize = root, size, holdout, normalize
+        self.root = os.path.expanduser(root) if root else None
+        self.size, self.holdout, self.normalize = size, holdout, normalize
         self.verify_files, self.max_pixels, self.drop_last = verify, max_pixels, drop_last
 
     def check(self, run: Run) -> Iterator[str]:
@@ -198,7 +199,8 @@ class ImageFolder(Data):
             train = [f for f in train if not self._held_out(f[0].relative_to(train_dir))]
         if not train or not test:
             raise UserError(
-                f"{root} gives {len(train)} training and {len(test)} test images: add images, a val/ folder, or raise data.holdout"
+                f"{root} gives {len(train)} training and {len(test)} test images: "
+                "add images, a val/ folder, or raise data.holdout"
             )
         sources = tuple(Images(files, self.size, self.max_pixels) for files in (train, test))
         for path, _ in (train + test)[: self.verify_files]:

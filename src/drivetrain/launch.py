@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import drivetrain
-from drivetrain import check, environment, rundir, terminal
+from drivetrain import check, environment, rundir, terminal, trial
 from drivetrain import compose as composing
 from drivetrain import recipe as recipes
 from drivetrain.compose import Composed
@@ -127,6 +127,7 @@ def _newest_unfinished(job: Job) -> Job:
 
 def train(overrides: list[str]) -> Result:
     """`drivetrain.train`: this process trains a run of one rank; several ranks start from a process of their own."""
+    drivetrain.STARTED = time.time()
     job = prepare(overrides)
     if job.run.parallel.ranks() == 1 or "WORLD_SIZE" in os.environ:
         return launch(job).result
@@ -151,6 +152,11 @@ def launch(job: Job, run_dir: Path | None = None, quiet: bool = False) -> Ended:
     check.verify(job.run)
     if world.rank != 0:
         return Ended(*_rank(job, world, Path(os.devnull), quiet=True))
+    if job.checkpoint is None and world.size == 1:  # a checkpoint brings with it what was settled
+        words, dirs = job.composed.overrides, job.composed.config_dirs
+        settled = job.run.batch.settle(lambda sizes, limit: trial.fitting(words, dirs, sizes, limit), ranks)
+        if settled:
+            job.said.append(settled)
     run_dir = job.run_dir or run_dir
     if is_new := run_dir is None:
         run_dir = rundir.create(Path(job.run.values["output_dir"]))
@@ -274,13 +280,17 @@ def _measured(result: Result, trainer: Any, seconds: float, job: Job) -> None:
     progress, clock = trainer.progress, trainer.clock
     result.metrics = {"final": progress.final, "best": progress.best}
     result.updates = progress.updates
-    result.epochs = progress.epoch + progress.window / trainer.updates_per_epoch
+    result.epochs = progress.epoch
+    if progress.window:
+        result.epochs += progress.window / trainer.batch.updates(
+            len(trainer.train_data.source), progress.epoch, trainer.drop_last
+        )
     result.device = trainer.device.type
     result.peak_memory_bytes = peak_memory(trainer.device)
     result.time_to_first_step_s = clock.to_first_step
     if (steady := clock.steady()) is not None:
-        step_s, result.data_wait_fraction = steady
-        result.samples_per_second = trainer.batch.global_batch / step_s
+        seconds, result.data_wait_fraction = steady
+        result.samples_per_second = (progress.samples - clock.first_samples) / seconds
     if (percentiles := clock.percentiles()) is not None:
         result.step_ms_p50, result.step_ms_p95 = percentiles
         if job.run.choices["compile"] != "none":

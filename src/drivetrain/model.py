@@ -73,7 +73,7 @@ class Mlp(Model):
 
 
 class Own(Model):
-    """The user's own class or function, `target`, from a package named in `trust`. `classes` and `shape` are passed if it takes them."""
+    """The user's own class, `target`, of a package named in `trust`; `classes` and `shape` are passed if it takes them."""
 
     operators = ("target",)
 

@@ -69,7 +69,8 @@ def read(path: Path) -> Recipe:
     if len(raw) > MAX_BYTES:
         raise UserError(f"recipe {path} is larger than {MAX_BYTES // 1024} KiB: that is no recipe")
     root = _nodes(path, raw)
-    recipe = Recipe(path.stem, path)
+    name = f"of run {path.parent.name}" if path.name == "recipe.yaml" else path.stem
+    recipe = Recipe(name, path)
     problems: list[str] = []
     for key_node, node in root.value if root is not None else []:
         _section(recipe, str(key_node.value), key_node, node, problems)

@@ -76,6 +76,11 @@ def peak_memory(device: torch.device) -> int:
     """Bytes at the peak: the CUDA allocator's, else this process's resident set."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    return peak_memory_of_process()
+
+
+def peak_memory_of_process() -> int:
+    """Bytes of this process's resident set at its peak."""
     import resource
     import sys
 

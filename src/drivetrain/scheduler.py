@@ -61,7 +61,7 @@ class Cosine(Scheduler):
 
 
 class OneCycle(Scheduler):
-    """1cycle (Smith & Topin 2018; torch's OneCycleLR): up from lr / `div` to lr in `warmup`, then down to lr / (`div`·`final_div`)."""
+    """1cycle (Smith & Topin 2018; torch's OneCycleLR): up from lr / `div` to lr in `warmup`, then to lr / `div` / `final_div`."""
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ ASKED_TO_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class StopFlag:
-    """Within the context, the first SIGTERM, SIGINT or SIGUSR1 sets `raised`; Ctrl-C again, a second later, interrupts at once."""
+    """Within the context, the first SIGTERM, SIGINT or SIGUSR1 sets `raised`; Ctrl-C again later interrupts at once."""
 
     def __init__(self) -> None:
         self.raised, self._at = 0, 0.0

@@ -73,13 +73,18 @@ class Progress:
 
     def log(self, record: dict[str, Any]) -> None:
         """Take a training or evaluation record."""
-        if record["event"] == "train":
+        if record["event"] == "remark":
+            self.say(record["text"])
+        elif record["event"] == "train":
             self._last = record
             if self._bar is not None:
                 self._bar.update(self._task, completed=record["update"], text=self._text(record))
             elif time.monotonic() - self._printed > 10:
                 self._print(self._text(record))
-            return
+        else:
+            self._evaluation(record)
+
+    def _evaluation(self, record: dict[str, Any]) -> None:
         metrics = "  ".join(f"test {k} {_number(v)}" for k, v in record.items() if k not in ("event", "update", "epoch"))
         text = f"{self._text(self._last)}  {metrics}" if self._last else metrics
         if self._bar is not None:
@@ -94,11 +99,11 @@ class Progress:
     def _text(self, r: dict[str, Any]) -> str:
         from drivetrain.runtime import memory_now
 
-        rate, loss = r["samples_per_second"], r["loss"]
+        loss = "overflow" if r["loss"] is None else _number(r["loss"])
+        rate = _number(r["samples_per_second"]) if r["samples_per_second"] else "–"
         return (
-            f"epoch {r['epoch'] + 1}/{self.epochs}  update {r['update']}/{self.total}  loss {'overflow' if loss is None else _number(loss)}"
-            f"  lr {r['lr']:.2e}  {_number(rate) if rate else '–'} samples/s  data wait {100 * r['data_wait']:.0f} %"
-            f"  {memory_now() / 2**30:.2f} GiB"
+            f"epoch {r['epoch'] + 1}/{self.epochs}  update {r['update']}/{self.total}  loss {loss}  lr {r['lr']:.2e}"
+            f"  {rate} samples/s  data wait {100 * r['data_wait']:.0f} %  {memory_now() / 2**30:.2f} GiB"
         )
 
     def close(self) -> None:
@@ -127,7 +132,7 @@ def show_result(result: Result) -> None:
     for name, value in result.metrics["final"].items():
         rows.append((f"test {name}", f"{_number(value)}" + (f"   (best {_number(best[name])})" if name in best else "")))
     rows += [
-        ("updates", f"{result.updates:,} in {_number(result.epochs)} epochs, {result.wall_s:.1f} s"),
+        ("updates", f"{result.updates:,} in {result.epochs:.4g} epochs, {result.wall_s:.1f} s"),
         ("samples/s", _number(result.samples_per_second) if result.samples_per_second else "–"),
         (
             "step",

@@ -20,6 +20,11 @@ SAVE, STOP = 1, 2  # what the ranks agree on after an update; the higher wins
 MOST_SKIPS = 50  # updates skipped in a row before the run counts as diverged
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed: on CUDA, or on the CPU, where torch has no type for it."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
 @dataclass
 class Progress:
     """How far the run is. Updates and what was consumed are counted apart: a skipped update consumes its samples."""
@@ -58,7 +63,6 @@ class Trainer:
     drop_last: bool
     epochs: int
     max_updates: int  # over the whole run
-    updates_per_epoch: int
     log_every: int
     evaluate_every: int
     eval_batches: int | None
@@ -77,11 +81,16 @@ class Trainer:
         self._loss = torch.zeros((), device=self.device)  # summed since the last log; stays on the device
         self._logged = (self.progress.updates, self.progress.samples, 0)
         self._skips = self._steps = 0
-        stream = self.loader.stream(self.train_data, self._requests(), self.device, self.memory_format)
+        self.clock.first_samples = self.progress.samples + self.batch.size(self.progress.epoch)
         with StopFlag() as self._stop:
-            self.clock.resume()
-            if self.progress.updates < self.max_updates:
-                self._run(self.clock.waits(stream))
+            while self.progress.updates < self.max_updates:
+                stream = self.loader.stream(self.train_data, self._requests(), self.device, self.memory_format)
+                self.clock.resume()
+                try:
+                    self._run(self.clock.waits(stream))
+                    break
+                except RuntimeError as error:
+                    self._make_room(error)
         if self.progress.evaluated != self.progress.updates:
             self._evaluate_and_log()
             self._save()
@@ -115,6 +124,16 @@ class Trainer:
                 skip=self.progress.window if epoch == start else 0, device=self.device,
             )  # fmt: skip
 
+    def _make_room(self, error: RuntimeError) -> None:
+        """Out of memory: the same update again, in micro-batches half as large. Any other error goes on its way."""
+        world = self.parallel.world
+        if not is_out_of_memory(error) or world.size > 1 or not self.batch.halve(world):
+            raise error
+        self.zero_grad()
+        self._loss.zero_()
+        self._logged = (self.progress.updates, self.progress.samples, self._steps)
+        self._tell("remark", text=f"out of memory: on with {self.batch.micro_batch(world)} samples at once")
+
     def _skip(self) -> None:
         self.progress.skipped += 1
         self._skips += 1
@@ -132,7 +151,7 @@ class Trainer:
         done = progress.updates >= self.max_updates
         if not (epoch_end or agreed or done or self._steps % self.log_every == 0):
             return False
-        self._count_samples(epoch_end)
+        progress.samples = self.batch.consumed(len(self.train_data.source), progress.epoch, progress.window, self.drop_last)
         self._log()
         if epoch_end:
             progress.epoch, progress.window = progress.epoch + 1, 0
@@ -144,13 +163,6 @@ class Trainer:
             raise Interrupted(f"stopped by a signal at update {progress.updates}", saved=self.saving.active)
         self.clock.resume()
         return done
-
-    def _count_samples(self, epoch_end: bool) -> None:
-        per_epoch = len(self.train_data.source)
-        in_epoch = min(self.progress.window * self.batch.global_batch, per_epoch)
-        if self.drop_last:
-            per_epoch -= per_epoch % self.batch.global_batch
-        self.progress.samples = self.progress.epoch * per_epoch + in_epoch
 
     def _log(self) -> None:
         """Read the loss back, once for all updates since the last time, and tell the sinks."""
@@ -222,6 +234,7 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "precision": self.precision.state_dict(),
             "ema": self.ema.state_dict(),
+            "batch": self.batch.state_dict(),
             "random": self.parallel.gather(resume.random_state()),
         }
 
@@ -232,6 +245,7 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         self.precision.load_state_dict(state["precision"])
         self.ema.load_state_dict(state["ema"])
+        self.batch.load_state_dict(state["batch"])
         rank = self.parallel.world.rank
         if rank < len(state["random"]):
             resume.restore_random_state(state["random"][rank])

@@ -1,0 +1,31 @@
+"""A step that leaves no trace but the memory it claimed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from drivetrain import resume
+from drivetrain.plan import Request
+
+
+def forward_backward(trainer: Any, size: int) -> None:
+    """Forward and backward of one micro-batch of `size` samples; the gradients are there afterwards."""
+    indices = torch.arange(size) % len(trainer.train_data.source)
+    request = Request(0, indices, torch.ones((), device=trainer.device))
+    for micro in trainer.loader.stream(trainer.train_data, [request], trainer.device, trainer.memory_format):
+        with trainer.precision.autocast():
+            loss = trainer.loss(trainer.forward(micro.x), micro.y)
+        trainer.precision.backward(loss, micro.weight)
+
+
+def preallocate(trainer: Any) -> None:
+    """Claim the memory of the largest micro-batch now: buffers, gradients and random streams are put back."""
+    random = resume.random_state()
+    buffers = {name: b.clone() for name, b in trainer.model.named_buffers()}
+    forward_backward(trainer, trainer.batch.micro_batch(trainer.parallel.world))
+    trainer.zero_grad()
+    for name, buffer in trainer.model.named_buffers():
+        buffer.copy_(buffers[name])
+    resume.restore_random_state(random)

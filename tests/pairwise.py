@@ -1,0 +1,219 @@
+"""Every pair of options of all groups: trained together, or refused up front with a reason that names both.
+
+`python -m tests.pairwise` runs the whole cover and writes docs/pairwise.md; the suite runs a sample of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+
+from drivetrain.compose import LISTS, options
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = ["updates=2", "epochs=2", "log_every=1", "batch.global_batch=8", "runtime.threads=1"]
+OWN_NET = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self, shape, classes):
+        super().__init__()
+        self.body = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Conv2d(shape[0], shape[0], 3, padding=1),
+            torch.nn.BatchNorm2d(shape[0]), torch.nn.ReLU()) for _ in range(2)))
+        self.head = torch.nn.LazyLinear(classes)
+        self.head(torch.zeros(1, *shape).flatten(1))
+
+    def forward(self, x):
+        return self.head(self.body(x).flatten(1))
+"""
+
+Pair = frozenset[str]
+
+
+def needs(folder: Path) -> dict[str, list[str]]:
+    """What an option wants besides its name, to be tried at all and to be small."""
+    return {
+        "data=synthetic": ["data.shape=[3,32,32]", "data.samples=32", "data.test_samples=16"],
+        "data=imagefolder": [f"data.root={folder}/images", "data.size=32", "data.holdout=0.3"],
+        "model=timm": ["model.name=test_resnet"],
+        "model=resnet9": ["model.width=4", "model.bias=true"],
+        "model=mlp": ["model.hidden=[16,16,16]"],
+        "model=own": ["model.target=pairwise_net.Net", "trust=[pairwise_net]"],
+        "batch=accumulate": ["batch.steps=2"],
+        "batch=auto": ["batch.memory_gb=16"],
+    }
+
+
+def prepare_folder(folder: Path) -> None:
+    """Images and a model of the user's own, for the options that want them."""
+    import numpy as np
+    from PIL import Image
+
+    (folder / "pairwise_net.py").write_text(OWN_NET)
+    noise = np.random.default_rng(0)
+    for label in ("a", "b"):
+        (folder / "images" / label).mkdir(parents=True)
+        for number in range(16):
+            Image.fromarray(noise.integers(0, 255, (32, 32, 3), dtype=np.uint8)).save(folder / f"images/{label}/{number}.png")
+
+
+def factors() -> dict[str, list[str]]:
+    """group → its options as words; a list group is off or has one of its options."""
+    found = {}
+    for group, names in options().items():
+        if group in LISTS:
+            found[group] = [f"{group}=[]", *(f"{group}=[{n}]" for n in names if n != "none")]
+        else:
+            found[group] = [f"{group}={n}" for n in names]
+    return {group: words for group, words in found.items() if len(words) > 1}
+
+
+@dataclass
+class Outcome:
+    """What became of one combination."""
+
+    words: tuple[str, ...]
+    status: str  # trained, refused or broken
+    reason: str = ""
+
+
+def try_one(words: tuple[str, ...], folder: str) -> Outcome:
+    """Train two updates with these options and save, in this process."""
+    import drivetrain
+    from drivetrain.errors import UserError
+
+    sys.path.insert(0, folder)
+    extra = [w for word in words for w in needs(Path(folder)).get(word, [])]
+    try:
+        result = drivetrain.train([*SMALL, *words, *extra, f"output_dir={folder}/runs"])
+    except UserError as error:
+        return Outcome(words, "refused", str(error))
+    except BaseException as error:
+        return Outcome(words, "broken", f"{type(error).__name__}: {error}")
+    finally:
+        sys.path.remove(folder)
+    saved = "saving=none" in words or any((result.run_dir / "checkpoints").glob("[0-9]*/manifest.json"))
+    if result.status == "completed" and result.updates >= 1 and saved:
+        return Outcome(words, "trained")
+    return Outcome(words, "broken", f"{result.status}, {result.updates} updates: {result.error}")
+
+
+def refused(words: Iterable[str], folder: Path) -> str | None:
+    """The reason why these options cannot be, told before anything is built; None if they can."""
+    from drivetrain import check, launch
+    from drivetrain.errors import UserError
+
+    words = list(words)
+    try:
+        job = launch.prepare([*SMALL, *words, *(w for word in words for w in needs(folder).get(word, []))])
+        check.verify(job.run)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+@dataclass
+class Cover:
+    """Which options cannot be here at all, which pairs cannot be together, and rows that cover all other pairs."""
+
+    alone: dict[str, str] = field(default_factory=dict)
+    together: dict[Pair, str] = field(default_factory=dict)
+    rows: list[tuple[str, ...]] = field(default_factory=list)
+
+
+def cover(folder: Path, say: Callable[[str], None] = lambda _: None) -> Cover:
+    """Ask the rules about every option and every pair, then cover the allowed pairs with as few rows as allpairspy finds."""
+    from allpairspy import AllPairs
+
+    result, groups = Cover(), factors()
+    for word in itertools.chain(*groups.values()):
+        if reason := refused([word], folder):
+            result.alone[word] = reason
+    able = {group: [w for w in words if w not in result.alone] for group, words in groups.items()}
+    pairs = [p for a, b in itertools.combinations(able, 2) for p in itertools.product(able[a], able[b])]
+    say(f"{len(pairs)} pairs of {sum(map(len, able.values()))} options")
+    for pair in pairs:
+        if reason := refused(pair, folder):
+            result.together[frozenset(pair)] = reason
+    say(f"{len(result.together)} pairs refused")
+
+    def allowed(row: list[str]) -> bool:
+        return not any(frozenset(p) in result.together for p in itertools.combinations(row, 2))
+
+    result.rows = [tuple(row) for row in AllPairs(list(able.values()), filter_func=allowed)]
+    return result
+
+
+def run(rows: Iterable[tuple[str, ...]], folder: Path, workers: int = 2) -> Iterator[Outcome]:
+    """Try the rows, a few processes at a time; one that dies is a broken row, not the end."""
+    waiting = list(rows)
+    while waiting:
+        with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+            futures = {pool.submit(try_one, row, str(folder)): row for row in waiting}
+            try:
+                for future in as_completed(futures):
+                    outcome = future.result()
+                    waiting.remove(futures[future])
+                    yield outcome
+            except BrokenProcessPool:
+                pass
+        if waiting and len(waiting) == len(futures):  # nobody got through: the first one kills
+            yield Outcome(waiting.pop(0), "broken", "the process died")
+
+
+def names_both(pair: Pair, reason: str) -> bool:
+    """Whether a refusal names both settings, by group and option or by a knob of the group."""
+    return all(word.split("=")[0] in reason for word in pair)
+
+
+def matrix(found: Cover, outcomes: list[Outcome]) -> str:
+    """docs/pairwise.md."""
+    trained = {frozenset(p) for o in outcomes if o.status == "trained" for p in itertools.combinations(o.words, 2)}
+    groups = factors()
+    lines = ["# Which options go together", ""]
+    total = sum(len(a) * len(b) for a, b in itertools.combinations(groups.values(), 2))
+    alone = sum(
+        any(w in found.alone for w in pair)
+        for a, b in itertools.combinations(groups.values(), 2)
+        for pair in itertools.product(a, b)
+    )
+    rest = total - len(trained) - len(found.together) - alone
+    lines += [
+        f"{total} pairs of options: {len(trained)} trained together (two updates and a save), {len(found.together)} refused with a",
+        f"reason that names both, {alone} with an option that this machine cannot run, {rest} open. {len(outcomes)} runs covered them.",
+        "", "Written by `python -m tests.pairwise` on a CPU.", "", "## Refused together", "", "| pair | reason |", "|---|---|",
+    ]  # fmt: skip
+    lines += [f"| {' · '.join(sorted(p))} | {' '.join(r.split())} |" for p, r in sorted(found.together.items(), key=str)]
+    lines += ["", "## Not on this machine", "", "| option | reason |", "|---|---|"]
+    lines += [f"| {w} | {' '.join(r.split())} |" for w, r in found.alone.items()]
+    broken = [o for o in outcomes if o.status != "trained"]
+    if broken:
+        lines += ["", "## Broken", ""] + [f"- `{' '.join(o.words)}`: {' '.join(o.reason.split())}" for o in broken]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Run the whole cover; 1 if anything broke."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        prepare_folder(folder)
+        found = cover(folder, print)
+        print(f"{len(found.rows)} rows")
+        outcomes = []
+        for outcome in run(found.rows, folder):
+            outcomes.append(outcome)
+            print(f"{len(outcomes):4d} {outcome.status}: {' '.join(outcome.words)} {outcome.reason}", flush=True)
+        text = matrix(found, outcomes).replace(name, "…")
+    (ROOT / "docs" / "pairwise.md").write_text(text)
+    return int(any(o.status != "trained" for o in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

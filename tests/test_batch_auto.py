@@ -1,0 +1,133 @@
+"""batch=auto, growth, preallocation, and running out of memory in mid-run."""
+
+import sys
+
+import pytest
+import torch
+
+import drivetrain
+from drivetrain import launch
+from drivetrain.batch import Auto, Batch
+from drivetrain.errors import UserError
+from drivetrain.plan import World
+
+HUNGRY = """
+import torch
+
+class Net(torch.nn.Module):
+    '''A linear model that runs out of memory above `most` samples.'''
+    def __init__(self, shape, classes, most):
+        super().__init__()
+        self.most, self.linear = most, torch.nn.Linear(shape[0], classes)
+
+    def forward(self, x):
+        if self.training and len(x) > self.most:
+            raise torch.OutOfMemoryError(f"{len(x)} samples")
+        return self.linear(x.flatten(1))
+"""
+TINY = ["data=synthetic", "data.shape=[8]", "data.samples=96", "optimizer=sgd", "scheduler=constant", "epochs=2", "log_every=1"]
+
+
+@pytest.fixture
+def hungry(tmp_path, monkeypatch):
+    (tmp_path / "hungry_net.py").write_text(HUNGRY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield ["model=own", "model.target=hungry_net.Net", "trust=[hungry_net]"]
+    sys.modules.pop("hungry_net", None)
+
+
+def train(tmp_path, *words):
+    return drivetrain.train([*TINY, f"output_dir={tmp_path}", *words])
+
+
+def weights(result):
+    from safetensors.torch import load_file
+
+    return load_file(result.run_dir / "checkpoints" / str(result.updates) / "model.safetensors")
+
+
+def test_out_of_memory_halves_the_micro_batch_and_repeats_the_update(tmp_path, hungry):
+    plain = train(tmp_path, *hungry, "batch.global_batch=32", "model.kwargs={most: 32}")
+    cut = train(tmp_path, *hungry, "batch.global_batch=32", "model.kwargs={most: 9}")
+    assert plain.status == cut.status == "completed"
+    assert plain.updates == cut.updates == 6
+    assert "out of memory" in (cut.run_dir / "metrics.jsonl").read_text()
+    assert "out of memory" not in (plain.run_dir / "metrics.jsonl").read_text()
+    for name, weight in weights(plain).items():
+        torch.testing.assert_close(weights(cut)[name], weight)
+
+
+def test_out_of_memory_with_one_sample_ends_the_run(tmp_path, hungry):
+    result = train(tmp_path, *hungry, "batch.global_batch=8", "model.kwargs={most: 0}")
+    assert result.status == "failed"
+    assert "OutOfMemoryError" in result.error
+
+
+def limit_of(true_limit):
+    """A stand-in for trials on a device that holds `true_limit` samples."""
+    return lambda sizes, _: sum(size <= true_limit for size in sizes)
+
+
+@pytest.mark.parametrize("true_limit", [2, 7, 50, 100, 127, 128, 1000])
+def test_auto_comes_within_a_tenth_of_the_limit(true_limit):
+    batch = Auto(global_batch=256)
+    said = batch.settle(limit_of(true_limit), ranks=2)
+    micro = batch.micro_batch(World(size=2))
+    assert micro <= true_limit
+    assert f"all {128} samples" in said or int(said.split()[1]) * 1.1 + 1 >= true_limit
+    assert batch.steps == -(-128 // micro)
+
+
+def test_auto_says_when_nothing_fits():
+    with pytest.raises(UserError, match="not even 2 samples fit"):
+        Auto().settle(limit_of(1), ranks=1)
+
+
+def test_auto_needs_a_limit_on_a_cpu(tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("a CUDA device has a limit of its own")
+    with pytest.raises(UserError, match=r"batch\.memory_gb"):
+        train(tmp_path, "model=mlp", "batch=auto")
+
+
+def test_auto_tries_in_processes_and_keeps_the_update(tmp_path):
+    wide = ["model=mlp", "model.hidden=[64]", "data.shape=[3,64,64]", "data.samples=64", "batch.global_batch=64"]
+    plain = train(tmp_path, *wide)
+    auto = train(tmp_path, *wide, "batch=auto", "batch.memory_gb=16")
+    assert plain.status == auto.status == "completed"
+    for name, weight in weights(plain).items():
+        torch.testing.assert_close(weights(auto)[name], weight)
+
+
+def test_growth_multiplies_updates_not_micro_batches():
+    batch = Batch(global_batch=8, grow_every=2, grow_by=2, grow_until=20)
+    assert [batch.size(epoch) for epoch in range(6)] == [8, 8, 16, 16, 16, 16]
+    for epoch, size in ((0, 8), (2, 16)):
+        requests = list(batch.requests(40, 0, epoch, World(), drop_last=False))
+        assert max(len(r.indices) for r in requests) == 8
+        assert sum(r.last for r in requests) == batch.updates(40, epoch, False) == -(-40 // size)
+        assert torch.cat([r.indices for r in requests]).sort().values.tolist() == list(range(40))
+    assert batch.consumed(40, 3, 1, drop_last=True) == 40 + 40 + 32 + 16
+
+
+def test_growth_trains_and_resumes(tmp_path):
+    grown = ["model=mlp", "batch.global_batch=8", "batch.grow_every=1", "epochs=3"]
+    result = train(tmp_path, *grown)
+    assert result.updates == 12 + 6 + 3
+    longer = drivetrain.train([f"resume={result.run_dir}", "epochs=4"])
+    assert longer.status == "completed"
+    assert longer.updates == 12 + 6 + 3 + 1
+
+
+def test_preallocation_changes_nothing_but_memory(tmp_path):
+    words = ["model=resnet9", "model.width=4", "data.shape=[3,16,16]", "batch.global_batch=32"]
+    plain, claimed = train(tmp_path, *words), train(tmp_path, *words, "batch.preallocate=true")
+    assert plain.status == claimed.status == "completed"
+    assert all(torch.equal(weights(plain)[name], weight) for name, weight in weights(claimed).items())
+
+
+def test_the_rules_speak():
+    with pytest.raises(UserError, match=r"batch\.grow_until=64 needs batch\.grow_every"):
+        launch.prepare(["batch.grow_until=64"])
+    with pytest.raises(UserError, match="nothing would grow"):
+        launch.prepare(["batch.grow_until=130", "batch.grow_every=1"])
