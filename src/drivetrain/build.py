@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from drivetrain import dry, surgery
+from drivetrain.clock import Clock
 from drivetrain.errors import UserError
 from drivetrain.loader import Pipeline
 from drivetrain.plan import World
@@ -32,12 +33,13 @@ def build(run: Run, world: World, run_dir: Path, sinks: list[Any]) -> Trainer:
     # them, and precedes compiling, which specialises on strides.
     formats = [e.memory_format for e in run.surgery if e.memory_format is not None]
     memory_format = getattr(torch, formats[-1] if formats else "contiguous_format")
-    edits = surgery.apply_all(run.surgery, model, torch.zeros(2, *data.shape, device=device))
+    example = torch.zeros(2, *data.shape, device=device)
+    said = surgery.apply_all(run.surgery, model, example)
     model = run.precision.convert(model)
     # Recomputation changes forwards in place, inside what compile traces and DDP wraps; names stay plain.
-    run.checkpointing.apply(model)
+    said += run.checkpointing.apply(model)
     # Compile before DDP: each bucket's all-reduce still starts as its gradients appear, and evaluation keeps the plain model.
-    forward = run.parallel.wrap(run.compile.apply(model))
+    forward = run.parallel.wrap(run.compile.apply(model, example, run.checkpointing.budget))
     # The optimizer after every edit that may replace or move parameters; the average after the weights are final.
     optimizer = run.optimizer.build(model, run.batch.lr_factor())
     run.scheduler.start(optimizer, total)
@@ -55,8 +57,10 @@ def build(run: Run, world: World, run_dir: Path, sinks: list[Any]) -> Trainer:
         device=device, memory_format=memory_format, seed=seed, drop_last=run.data.drop_last,
         epochs=values["epochs"], max_updates=total, log_every=values["log_every"],
         evaluate_every=values["evaluate_every"], eval_batches=run.debug.eval_batches,
-        saving=run.saving, run_dir=run_dir, sinks=sinks, said=edits,
+        saving=run.saving, run_dir=run_dir, sinks=sinks, said=[*said, *run.compile.said()],
+        clock=Clock(run.compile.warmup),
     )  # fmt: skip
+    run.compile.attach(trainer)  # it may take the whole step over
     if run.batch.preallocate:
         dry.preallocate(trainer)
     return trainer

@@ -9,16 +9,12 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from drivetrain.blocks import blocks_for, described
 from drivetrain.errors import UserError
 from drivetrain.lazy import torch
 from drivetrain.spec import Part, Run
-from drivetrain.terminal import say
-
-if TYPE_CHECKING:
-    from drivetrain.step import Step
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 _USERS_CACHE = os.environ.get(CACHE)
@@ -34,9 +30,8 @@ class Compile(Part):
         """The callable that training calls. `example` is a batch of two zeros; `budget` the share of activations to keep."""
         return model
 
-    def step(self, step: Step, model: torch.nn.Module) -> Step:
-        """The step as this option wants it."""
-        return step
+    def attach(self, trainer: Any) -> None:
+        """Take over parts of the finished trainer."""
 
     def seconds(self) -> float | None:
         """What compiling has taken so far."""
@@ -207,11 +202,10 @@ class StepGraph(Dynamo):
         self.start(budget)
         return model
 
-    def step(self, step: Step, model: torch.nn.Module) -> Step:
+    def attach(self, trainer: Any) -> None:
         from drivetrain.wholestep import WholeStep
 
-        self._step = WholeStep(step, model, lambda: torch.compile(model), say, self.cudagraph)
-        return self._step
+        self._step = WholeStep(trainer, lambda: torch.compile(trainer.model), self.cudagraph)
 
     def seconds(self) -> float | None:
         return self._step.seconds + (super().seconds() or 0.0)

@@ -81,7 +81,7 @@ class Trainer:
         self._loss = torch.zeros((), device=self.device)  # summed since the last log; stays on the device
         self._logged = (self.progress.updates, self.progress.samples, 0)
         self._skips = self._steps = 0
-        self.clock.first_samples = self.progress.samples + self.batch.size(self.progress.epoch)
+        self.clock.first_samples = self.progress.samples + self.clock.warmup * self.batch.size(self.progress.epoch)
         with StopFlag() as self._stop:
             while self.progress.updates < self.max_updates:
                 stream = self.loader.stream(self.train_data, self._requests(), self.device, self.memory_format)
@@ -96,16 +96,11 @@ class Trainer:
             self._save()
 
     def _run(self, stream: Iterator[Micro]) -> None:
-        parallel, precision, forward, criterion = self.parallel, self.precision, self.forward, self.loss
         for micro in stream:
-            with parallel.sync(forward, micro.last):
-                with precision.autocast():
-                    loss = criterion(forward(micro.x), micro.y)
-                precision.backward(loss, micro.weight)
-            self._loss.addcmul_(loss.detach(), micro.weight)
+            self._loss.addcmul_(self.micro(micro), micro.weight)
             if not micro.last:
                 continue
-            if precision.step(self.optimizer, self.clip):
+            if self.update():
                 self.progress.updates += 1
                 self.scheduler.step(self.progress.updates)
                 self.ema.update()
@@ -115,6 +110,19 @@ class Trainer:
             self.zero_grad()
             if self._after_update(micro.epoch_end):
                 return
+
+    def micro(self, micro: Micro) -> torch.Tensor:
+        """Forward and backward of one micro-batch; its loss, without history."""
+        forward = self.forward
+        with self.parallel.sync(forward, micro.last):
+            with self.precision.autocast():
+                loss = self.loss(forward(micro.x), micro.y)
+            self.precision.backward(loss, micro.weight)
+        return loss.detach()
+
+    def update(self) -> bool:
+        """Update the weights by the gradients; False if that was skipped."""
+        return self.precision.step(self.optimizer, self.clip)
 
     def _requests(self) -> Iterator[Request]:
         start = self.progress.epoch
@@ -132,7 +140,11 @@ class Trainer:
         self.zero_grad()
         self._loss.zero_()
         self._logged = (self.progress.updates, self.progress.samples, self._steps)
-        self._tell("remark", text=f"out of memory: on with {self.batch.micro_batch(world)} samples at once")
+        self.remark(f"out of memory: on with {self.batch.micro_batch(world)} samples at once")
+
+    def remark(self, text: str) -> None:
+        """Say something about the run, to whoever looks on and to its files."""
+        self._tell("remark", text=text)
 
     def _skip(self) -> None:
         self.progress.skipped += 1

@@ -18,7 +18,6 @@ import torch._inductor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from drivetrain.plan import Micro
-from drivetrain.step import Step
 
 # Recomputed activations (activation checkpointing) stay where the backward wants them: sorting by locality moves them up.
 INDUCTOR = {"reorder_for_locality": False}
@@ -32,132 +31,136 @@ class CannotRecordError(Exception):
     """Why a step cannot be one graph."""
 
 
-class WholeStep(Step):
-    """A step that becomes one graph for each shape of a micro-batch.
+class WholeStep:
+    """Takes the place of a trainer's `micro` and `update`: one graph for each shape of a micro-batch.
 
-    `otherwise` makes the forward to go on with where the step cannot be recorded; `say` tells the user why.
+    Where a step cannot be recorded, `otherwise` makes the forward to go on with.
     """
 
-    def __init__(
-        self, step: Step, model: torch.nn.Module, otherwise: Callable[[], Any], say: Callable[[str], None], cudagraph: bool
-    ) -> None:
-        super().__init__(**vars(step))
-        self.model, self._otherwise, self._say, self._cudagraph = model, otherwise, say, cudagraph
+    def __init__(self, trainer: Any, otherwise: Callable[[], Any], cudagraph: bool) -> None:
+        self.trainer, self._otherwise, self._cudagraph = trainer, otherwise, cudagraph
+        self._micro, self._update, self._zero_grad = trainer.micro, trainer.update, trainer.zero_grad
+        trainer.micro, trainer.update, trainer.zero_grad = self.micro, self.update, self.zero_grad
         self.seconds = 0.0  # recording and compiling
         self._op_by_op, self._begun = True, False
         self._updated = False  # the window's last micro-batch has updated already
         self._graphs: dict[tuple[Any, ...], Graph] = {}
-        self._sums: list[torch.Tensor] = []  # gradients, where an update has several micro-batches
+        self._trained: list[torch.nn.Parameter] = []  # what gets gradients
+        self._sums: list[torch.Tensor] = []  # their gradients, where an update has several micro-batches
+        self._rates: list[torch.Tensor] = []
 
     def micro(self, micro: Micro) -> torch.Tensor:
-        if self._op_by_op:
-            return super().micro(micro)
-        if micro.last:
+        """Forward and backward of one micro-batch, after the last of an update the update too; its loss."""
+        if not self._op_by_op and micro.last:
             self._set_rates()
             if self._numbers() != self._recorded:
                 self._give_up("a schedule moves a number of the optimizer other than its learning rate (momentum, weight decay)")
-                return super().micro(micro)
-        elif not self._sums:
-            self._sum_gradients()
+        if self._op_by_op:
+            return self._micro(micro)
+        if not micro.last and not self._sums:
+            self._sums = [torch.zeros_like(p) for p in self._trained]
         key = (micro.last, bool(self._sums), *(f for t in (micro.x, micro.y) for f in (t.shape, t.dtype, t.stride())))
         graph = self._graphs.get(key)
         if graph is None:
             return self._record(key, micro)
         self._updated = micro.last
-        return graph(micro.x, micro.y, micro.weight)
+        return self._called(graph, micro)
 
     def update(self) -> bool:
+        """The update, unless the graph has made it."""
         if self._updated:
             self._updated = False
             return True
-        trained = [p for p in self.model.parameters() if p.grad is not None]
-        done = super().update()
+        trained = [p for p in self.trainer.model.parameters() if p.grad is not None]
+        done = self._update()
         if done and not self._begun:
             self._begin(trained)
         return done
+
+    def zero_grad(self) -> None:
+        """Forget the gradients; graphs forget theirs themselves, unless an update is begun anew."""
+        if self._op_by_op:
+            self._zero_grad()
+        elif self._sums:
+            torch._foreach_zero_(self._sums)
+
+    def _called(self, graph: Graph, micro: Micro) -> torch.Tensor:
+        try:
+            return graph(micro.x, micro.y, micro.weight)
+        except Exception as error:  # weights may be new, others old: no one may take this for an update to repeat
+            raise RuntimeError(f"compile=step: the graph of an update failed half-way: {_first_line(error)}") from None
 
     def _begin(self, trained: list[torch.nn.Parameter]) -> None:
         """From here on by graphs: the optimizer has its state now, and we know which parameters get gradients."""
         self._trained, self._begun, self._op_by_op = trained, True, False
         device = trained[0].device
-        self._rates_set = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self._rates_set = [float(group["lr"]) for group in self._groups]
         self._rates = [torch.tensor(lr, device=device) for lr in self._rates_set]
         self._recorded = self._numbers()
-        for state in self.optimizer.state.values():  # counters that torch keeps on the CPU would not reach the graph
+        for state in self.trainer.optimizer.state.values():  # counters that torch keeps on the CPU would not reach the graph
             for name, value in state.items():
                 if isinstance(value, torch.Tensor) and value.device != device:
                     state[name] = value.to(device)
 
-    def _sum_gradients(self) -> None:
-        """Give the gradients buffers that stay: one graph adds to them, the last one reads and clears them."""
-        for p in self._trained:
-            p.grad = torch.zeros_like(p)
-        self._sums = [p.grad for p in self._trained if p.grad is not None]
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return self.trainer.optimizer.param_groups
 
     def _set_rates(self) -> None:
-        for i, group in enumerate(self.optimizer.param_groups):
+        for i, group in enumerate(self._groups):
             if group["lr"] != self._rates_set[i]:
                 self._rates[i].fill_(group["lr"])
                 self._rates_set[i] = group["lr"]
 
     def _numbers(self) -> list[dict[str, Any]]:
-        """What a recording holds as constants."""
-        return [{k: v for k, v in g.items() if k not in ("params", "lr")} for g in self.optimizer.param_groups]
+        """What a recording holds as constants and a schedule could move."""
+        return [{k: v for k, v in g.items() if isinstance(v, float | tuple) and k != "lr"} for g in self._groups]
 
     def _record(self, key: tuple[Any, ...], micro: Micro) -> torch.Tensor:
         """Run one micro-batch and keep it as a graph; where it cannot be one, run it all the same."""
         start = time.perf_counter()
-        static = self._static()
+        static, numbers = self._state()
         held = [t.detach().to("cpu", copy=True) for t in static]
-        counts = self._counts()
+        self._bind(self._sums or [None] * len(self._trained))
         try:
             recording, loss = self._trace(static, micro)
         except Exception as error:  # whatever user code does with a tensor that is being recorded
-            self._restore(static, held)
+            with torch.no_grad():
+                for tensor, value in zip(static, held, strict=True):
+                    tensor.copy_(value)
             self._give_up(_reason(error))
-            return super().micro(micro)
+            return self._micro(micro)
         self._updated = micro.last
         try:
-            self._check(recording, static, counts)
+            self._check(recording, static, numbers)
             self._graphs[key] = self._compile(recording, static, micro)
         except Exception as error:
             self._give_up(_reason(error))
         self.seconds += time.perf_counter() - start
         return loss
 
-    def _static(self) -> list[torch.Tensor]:
-        """Every tensor that lives from update to update."""
-        states = [v for state in self.optimizer.state.values() for v in state.values()]
-        groups = [v for group in self.optimizer.param_groups for v in group.values()]
-        lasting = [*self.model.parameters(), *self.model.buffers(), *states, *groups, *self._rates, *self._sums]
-        return list({id(t): t for t in lasting if isinstance(t, torch.Tensor)}.values())
+    def _state(self) -> tuple[list[torch.Tensor], list[Any]]:
+        """Every tensor that lives from update to update, and what the optimizer keeps in Python."""
+        trainer = self.trainer
+        tensors = {id(t): t for t in (*trainer.model.parameters(), *trainer.model.buffers(), *self._rates, *self._sums)}
+        numbers: list[Any] = []
+        _walk([trainer.optimizer.state, vars(trainer.optimizer)], tensors, numbers, set())
+        return list(tensors.values()), numbers
 
-    def _counts(self) -> list[Any]:
-        """What the optimizer keeps in Python."""
-        states = self.optimizer.state.values()
-        return [[v for v in state.values() if not isinstance(v, torch.Tensor)] for state in states]
-
-    def _restore(self, static: list[torch.Tensor], held: list[torch.Tensor]) -> None:
-        with torch.no_grad():
-            for tensor, value in zip(static, held, strict=True):
-                tensor.copy_(value)
-        if not self._sums:
-            self._forget()
-
-    def _forget(self) -> None:
-        for p in self.model.parameters():
-            p.grad = None
+    def _bind(self, gradients: list[Any]) -> None:
+        for p, gradient in zip(self._trained, gradients, strict=True):
+            p.grad = gradient
 
     def _trace(self, static: list[torch.Tensor], micro: Micro) -> tuple[torch.fx.GraphModule, torch.Tensor]:
         losses = []
 
         def run(*tensors: torch.Tensor) -> torch.Tensor:
             x, y, weight = tensors[-3:]
-            losses.append(Step.micro(self, Micro(x, y, weight, micro.last, micro.epoch_end)))
+            losses.append(self._micro(Micro(x, y, weight, micro.last, micro.epoch_end)))
             if micro.last:
-                if not self.precision.step(self.optimizer, self.clip):
+                if not self._update():
                     raise CannotRecordError("the precision decides in Python whether to update")
-                torch._foreach_zero_(self._sums) if self._sums else self._forget()
+                torch._foreach_zero_(self._sums) if self._sums else self._bind([None] * len(self._trained))
             return losses[0]
 
         with self._traceable():
@@ -166,29 +169,30 @@ class WholeStep(Step):
 
     @contextmanager
     def _traceable(self) -> Iterator[None]:
-        """Learning rates as tensors, torch's optimizers in their compilable form, and one thread, which is the recorded one."""
-        groups = self.optimizer.param_groups
+        """Learning rates as tensors, torch's optimizers in their compilable form, and one thread: the one that is recorded."""
+        groups = self._groups
         own = [dict(group) for group in groups]
         try:
             for group, rate in zip(groups, self._rates, strict=True):
-                group |= {"lr": rate} | {k: v for k, v in TRACEABLE.items() if k in group}
+                group.update({"lr": rate} | {k: v for k, v in TRACEABLE.items() if k in group})
             with torch.autograd.set_multithreading_enabled(False), _compiling():
                 yield
         finally:
             for group, mine in zip(groups, own, strict=True):
-                group |= mine
+                group.update({k: mine[k] for k in ("lr", *TRACEABLE) if k in mine})
 
-    def _check(self, recording: torch.fx.GraphModule, static: list[torch.Tensor], counts: list[Any]) -> None:
+    def _check(self, recording: torch.fx.GraphModule, static: list[torch.Tensor], numbers: list[Any]) -> None:
         """Raise where the recorded update did more than the recording says."""
-        if self._counts() != counts or self._numbers() != self._recorded:
-            raise CannotRecordError("the optimizer counts its updates in Python")
-        if {id(t) for t in self._static()} != {id(t) for t in static}:
+        tensors_now, numbers_now = self._state()
+        if numbers_now != numbers:
+            raise CannotRecordError("the optimizer keeps count in Python")
+        if {id(t) for t in tensors_now} != {id(t) for t in static}:
             raise CannotRecordError("the optimizer or the model replaces tensors of its state where it could write into them")
         for node in recording.graph.nodes:
             schema = getattr(node.target, "_schema", None)
             for argument, value in zip(schema.arguments if schema else (), node.args, strict=False):
                 written = argument.alias_info is not None and argument.alias_info.is_write
-                if written and getattr(value, "op", None) == "get_attr":
+                if written and any(getattr(v, "op", None) == "get_attr" for v in (value if isinstance(value, list) else [value])):
                     raise CannotRecordError("the model writes into a tensor that is neither a parameter nor a buffer")
 
     def _compile(self, recording: torch.fx.GraphModule, static: list[torch.Tensor], micro: Micro) -> Graph:
@@ -203,8 +207,9 @@ class WholeStep(Step):
 
     def _give_up(self, reason: str) -> None:
         self._op_by_op = True
-        self.forward = self._otherwise()
-        self._say(f"compile=step: this step cannot be one graph: {reason}. Going on with compile=inductor")
+        self._bind(self._sums or [None] * len(self._trained))
+        self.trainer.forward = self._otherwise()
+        self.trainer.remark(f"compile=step: this step cannot be one graph: {reason}. Going on with compile=inductor")
 
 
 class Replayed:
@@ -242,6 +247,23 @@ def _compiling() -> Iterator[None]:
             setattr(torch.compiler, flag, value)
 
 
+def _walk(value: Any, tensors: dict[int, torch.Tensor], numbers: list[Any], seen: set[int]) -> None:
+    """Collect the tensors and the plain values that are reachable."""
+    if isinstance(value, torch.Tensor):
+        tensors[id(value)] = value
+    elif isinstance(value, bool | int | float | str | None):
+        numbers.append(value)
+    elif id(value) not in seen and not callable(value):
+        seen.add(id(value))
+        if isinstance(value, dict):
+            value = list(value.values())
+        for item in value if isinstance(value, list | tuple | set) else getattr(value, "__dict__", {}).values():
+            _walk(item, tensors, numbers, seen)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+
+
 def _reason(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(". ") if isinstance(error, CannotRecordError) else f"{type(error).__name__}: {lines[0] if lines else ''}"
+    return str(error) if isinstance(error, CannotRecordError) else _first_line(error)
