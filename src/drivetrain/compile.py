@@ -196,7 +196,10 @@ class StepGraph(Dynamo):
             yield "runtime.zero_grad=memset has no effect in compile=step, which clears its own gradients: set it to none"
         for knob, value in (("fused", True), ("foreach", False)):
             if getattr(run.optimizer, knob, None) is value:
-                yield f"optimizer.{knob}={str(value).lower()} has no effect in compile=step, which fuses the update itself: set it to null"
+                yield (
+                    f"optimizer.{knob}={str(value).lower()} has no effect in compile=step, which fuses the update itself: "
+                    "set it to null"
+                )
 
     def apply(self, model: torch.nn.Module, example: torch.Tensor, budget: float) -> Any:
         self.start(budget)
