@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from drivetrain import dry, surgery
+from drivetrain import dry, inputs, plan, surgery
 from drivetrain.clock import Clock
 from drivetrain.errors import UserError
 from drivetrain.loader import Pipeline
-from drivetrain.plan import World
+from drivetrain.plan import Horizon, World
 from drivetrain.spec import Run
 from drivetrain.trainer import Trainer
 
@@ -26,7 +26,9 @@ def build(run: Run, world: World, run_dir: Path, sinks: list[Any]) -> Trainer:
     run.debug.start()
 
     data = run.data.load(device)
-    total = min(n for n in (_updates(run, len(data.train), world), values["updates"], run.debug.updates) if n)
+    horizon, said = _horizon(run, len(data.train), world)
+    seed = run.runtime.seed
+    train_data = Pipeline(data.train, tuple(run.augment), data.normalize, seed)
 
     model = run.model.build(data.shape, data.classes).to(device)
     # Edits of the module tree first: every later step works on the modules that remain. The memory format is one of
@@ -34,46 +36,55 @@ def build(run: Run, world: World, run_dir: Path, sinks: list[Any]) -> Trainer:
     formats = [e.memory_format for e in run.surgery if e.memory_format is not None]
     memory_format = getattr(torch, formats[-1] if formats else "contiguous_format")
     example = torch.zeros(2, *data.shape, device=device)
-    said = surgery.apply_all(run.surgery, model, example)
+    said += surgery.apply_all(run.surgery, model, example)
     model = run.precision.convert(model)
+    # Gradients are checked on a copy of the modules, before anything patches their forwards.
+    checked = run.debug.examine(model, run.loss, train_data)
     # Recomputation changes forwards in place, inside what compile traces and DDP wraps; names stay plain.
     said += run.checkpointing.apply(model)
     # Compile before DDP: each bucket's all-reduce still starts as its gradients appear, and evaluation keeps the plain model.
     forward = run.parallel.wrap(run.compile.apply(model, example, run.checkpointing.budget))
     # The optimizer after every edit that may replace or move parameters; the average after the weights are final.
-    optimizer = run.optimizer.build(model, run.batch.lr_factor())
-    run.scheduler.start(optimizer, total)
+    optimizer = run.precision.optimizer(run.optimizer, model, run.batch.lr_factor())
+    run.scheduler.start(optimizer, *horizon)
     run.ema.start(model)
     run.runtime.seed_rank(world)  # the model's start was shared; its dropout is each rank's own
 
     parameters = [p for p in model.parameters() if p.requires_grad]
-    seed = run.runtime.seed
+    updated = [p for group in optimizer.param_groups for p in group["params"]]
     trainer = Trainer(
-        model=model, forward=forward, loss=run.loss, optimizer=optimizer, scheduler=run.scheduler,
-        precision=run.precision, parallel=run.parallel, clip=run.clip.build(parameters), ema=run.ema,
+        model=model, forward=forward, loss=run.loss, optimizer=optimizer, settled=run.optimizer.settled, scheduler=run.scheduler,
+        precision=run.precision, parallel=run.parallel, clip=run.clip.build(updated), ema=run.ema,
         zero_grad=lambda: run.runtime.zero(parameters), batch=run.batch, loader=run.loader,
-        train_data=Pipeline(data.train, tuple(run.augment), data.normalize, seed),
-        test_data=Pipeline(data.test, (), data.normalize, seed),
+        train_data=train_data, test_data=Pipeline(data.test, (), data.normalize, seed),
         device=device, memory_format=memory_format, seed=seed, drop_last=run.data.drop_last,
-        epochs=values["epochs"], max_updates=total, log_every=values["log_every"],
+        epochs=values["epochs"], max_updates=horizon.updates, log_every=values["log_every"],
         evaluate_every=values["evaluate_every"], eval_batches=run.debug.eval_batches,
-        saving=run.saving, run_dir=run_dir, sinks=sinks, said=[*said, *run.compile.said()],
-        clock=Clock(run.compile.warmup),
+        saving=run.saving, run_dir=run_dir, sinks=sinks, clock=Clock(run.compile.warmup),
+        said=[*said, *run.compile.said(), *run.precision.said, *checked],
     )  # fmt: skip
     run.compile.attach(trainer)  # it may take the whole step over
     if run.batch.preallocate:
         dry.preallocate(trainer)
+    # Last: what watches a run wraps what is there, and sees nothing of the preparations.
+    trainer.watch = lambda stream: inputs.looked_at(stream, lambda line: trainer.tell("remark", text=line))
+    run.debug.attach(trainer)
     return trainer
 
 
-def _updates(run: Run, samples: int, world: World) -> int:
+def _horizon(run: Run, samples: int, world: World) -> tuple[Horizon, list[str]]:
+    """The run's length, and what its schedule has to say to it that could not be said before the data was read."""
     if samples < world.size:
         raise UserError(f"{world.size} ranks, but only {samples} training samples: lower parallel.nproc")
-    epochs = run.values["epochs"]
-    updates = run.batch.total_updates(samples, epochs, run.data.drop_last)
-    if not updates:
+    horizon = plan.horizon(run, samples)
+    if horizon is None:
         raise UserError(
-            f"batch.global_batch={run.batch.size(epochs - 1)} is more than the {samples} training samples, and "
+            f"batch.global_batch={run.batch.size(run.values['epochs'] - 1)} is more than the {samples} training samples, and "
             f"data.drop_last drops the short batch: set batch.global_batch to {samples} or less, or data.drop_last=false"
         )
-    return updates
+    said: list[str] = []
+    if run.data.train_samples() is None and run.debug.updates is None:
+        if problems := list(run.scheduler.rules(horizon)):
+            raise UserError(problems)
+        said = list(run.scheduler.advice(horizon, run))
+    return horizon.at_most(run.debug.updates), said

@@ -33,6 +33,18 @@ exit codes: 0 done · 1 an error while training · 2 bad config or recipe · 3 d
 """
 
 
+SHOW_HELP = """\
+drivetrain show [group=option] [key=value] …      the learning rate (and momentum) over the run that these words compose
+
+  drivetrain show scheduler=cosine scheduler.cycles=3
+  drivetrain show recipe=fast epochs=90
+  drivetrain show scheduler=onecycle scheduler.momentum=[0.85,0.95] --png schedule.png
+
+  --png FILE            as an image, by matplotlib
+  -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
+"""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -96,12 +108,7 @@ def _train(argv: list[str]) -> int:
         print(TRAIN_HELP)
         catalogue.show()
         return DONE
-    missing = [d for d in given.config_dir if not Path(d).is_dir()]
-    if missing:
-        raise UserError(f"--config-dir {d} is no directory" for d in missing)
-    for folder in given.config_dir:
-        sys.path.insert(0, str(Path(folder).resolve().parent))
-    sys.path.insert(0, os.getcwd())  # where an own model's module lies
+    _add_own_places(given.config_dir)
     if given.cfg:
         return _show_config(given)
     from drivetrain import launch, sweep, terminal
@@ -115,6 +122,33 @@ def _train(argv: list[str]) -> int:
             for line in ended.result.error.splitlines():
                 terminal.say(f"error: {line}")
     return ended.code
+
+
+def _add_own_places(config_dirs: list[str]) -> None:
+    """Let the user's own classes be imported: from beside their options, and from here."""
+    missing = [d for d in config_dirs if not Path(d).is_dir()]
+    if missing:
+        raise UserError(f"--config-dir {d} is no directory" for d in missing)
+    for folder in config_dirs:
+        sys.path.insert(0, str(Path(folder).resolve().parent))
+    sys.path.insert(0, os.getcwd())
+
+
+def _show(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="drivetrain show", add_help=False)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--png", type=Path)
+    parser.add_argument("-cd", "--config-dir", action="append", default=[])
+    parser.add_argument("-h", "--help", action="store_true")
+    given = parser.parse_intermixed_args(argv)
+    if given.help:
+        print(SHOW_HELP)
+        return DONE
+    _add_own_places(given.config_dir)
+    from drivetrain import show
+
+    show.show(given.overrides, given.config_dir, given.png)
+    return DONE
 
 
 def _show_config(given: argparse.Namespace) -> int:
@@ -159,6 +193,7 @@ def _complete(argv: list[str]) -> int:
 VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "train": (_train, "train what the config says"),
     "list": (_list, "every option of every group, or of one, with what it buys"),
+    "show": (_show, "draw the learning rate over a run, before it is trained"),
     "recipe": (_recipe, "list, show, check or export recipes"),
     "completion": (_completion, "TAB completion for bash, zsh or fish"),
     "complete": (_complete, ""),

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from drivetrain.errors import UserError, did_you_mean
 from drivetrain.paths import conf_dir
 
 LISTS = ("surgery", "augment", "logger")  # groups of which several options are chosen at once
+OPEN = {"kwargs", "lr_of"}  # mappings with keys of the user's: whatever the target takes, parameters' names
 MAY_LENGTHEN = ("epochs", "updates")  # what a resumed run may change
 
 
@@ -31,6 +33,7 @@ class Composed:
     recipe: recipes.Recipe | None = None
     said: list[str] = field(default_factory=list)  # what the user should know
     config_dirs: tuple[str, ...] = ()
+    options_own: dict[str, Any] = field(default_factory=dict)  # the config before any value was set
     problems: list[str] = field(default_factory=list)  # of the words; `check` adds those of the values
 
     @property
@@ -49,6 +52,7 @@ def options(config_dirs: Sequence[str] = ()) -> dict[str, list[str]]:
     return {g: found[g] for g in [*order, *(g for g in found if g not in order)] if g in found}
 
 
+@cache
 def _defaults() -> list[Any]:
     config: Any = OmegaConf.to_container(OmegaConf.load(conf_dir() / "config.yaml"))
     return config["defaults"]
@@ -90,11 +94,12 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str] = (), base: rec
     values |= {k: v for k, v in parsed.items() if k not in known}
 
     config = _hydra(choices, config_dirs)
+    options_own: Any = OmegaConf.to_container(config)
     for key, value in values.items():
         where = recipe.where(key) + ": " if recipe is not None and key not in parsed and key in recipe.lines else ""
         _set(config, key, value, known, choices, problems, where)
     final = {g: choices.get(g, default) for g, default in _default_choices().items()}
-    composed = Composed(config, final, list(overrides), recipe, said, tuple(config_dirs), problems)
+    composed = Composed(config, final, list(overrides), recipe, said, tuple(config_dirs), options_own, problems)
     try:
         composed.plain  # noqa: B018 - resolves every interpolation
     except OmegaConfBaseException as error:
@@ -225,8 +230,8 @@ def _set(
             problems.append(f"{where}{key}: {'.'.join(parts[:depth])} is a value and has no '{part}'")
             return
         if part not in node:
-            if depth and parts[depth - 1] == "kwargs":
-                break  # an open mapping: whatever the target takes
+            if OPEN.intersection(parts[:depth]):
+                break
             inside = ".".join(parts[:depth])
             place = (
                 f"{inside}={choices.get(inside, _default_choices().get(inside))}" if inside in known else inside or "the config"
@@ -288,7 +293,7 @@ def differences(old: dict[str, Any], new: dict[str, Any], operators: set[str]) -
 def to_recipe(composed: Composed, operators: set[str]) -> str:
     """The recipe that replays a config: every group's option, and the values that differ from the option's own."""
     chosen = {g: o for g, o in composed.choices.items() if g not in operators}
-    plain = flatten(OmegaConf.to_container(_hydra(chosen, composed.config_dirs)))
+    plain = flatten(composed.options_own)
     given = flatten(OmegaConf.to_container(composed.config))
     differing = {k: v for k, v in given.items() if plain.get(k) != v and not _is_operators(k, operators)}
     tree = OmegaConf.create({})

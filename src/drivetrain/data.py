@@ -16,6 +16,7 @@ from drivetrain.lazy import torch
 from drivetrain.spec import Count, CountOrZero, Part, Run
 
 Fraction = Annotated[float, annotated_types.Gt(0), annotated_types.Lt(1)]
+DIGITS = 1797
 IMAGES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".gif", ".tif", ".tiff")
 
 
@@ -78,6 +79,10 @@ class Data(Part):
         """The shape of one input, where it is known before reading."""
         return None
 
+    def train_samples(self) -> int | None:
+        """How many samples an epoch has, where it is known before reading."""
+        return None
+
 
 class Digits(Data):
     """scikit-learn's 1,797 real handwritten digits, 8×8 (Alpaydin & Kaynak 1998): on every machine, nothing to download."""
@@ -87,6 +92,9 @@ class Digits(Data):
 
     def shape(self) -> tuple[int, ...]:
         return (1, 8, 8)
+
+    def train_samples(self) -> int:
+        return DIGITS - round(DIGITS * self.holdout)
 
     def load(self, device: torch.device) -> Splits:
         x, y = _read_digits()
@@ -139,6 +147,9 @@ class Synthetic(Data):
 
     def shape(self) -> tuple[int, ...]:
         return self._shape
+
+    def train_samples(self) -> int:
+        return self.samples
 
     def load(self, device: torch.device) -> Splits:
         generator = torch.Generator(device).manual_seed(rng.mix(0, 5))

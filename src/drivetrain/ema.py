@@ -39,6 +39,7 @@ class Average(Ema):
 
     Float buffers (BatchNorm's statistics) are averaged too or copied, integer ones copied. With `warmup` the decay
     is min(decay, (1+n)/(10+n)), as in TensorFlow's ExponentialMovingAverage, so that early weights are soon forgotten.
+    The average of 16-bit weights is float32: in 16 bits it would not move.
     """
 
     active = True
@@ -55,32 +56,31 @@ class Average(Ema):
         self._names = list(averaged) + list(copied)
         self._live = [t.detach() for t in averaged.values()]
         self._live_copied = [t.detach() for t in copied.values()]
-        self._mean = [t.clone() for t in self._live]
+        self._mean = [t.to(torch.promote_types(t.dtype, torch.float32), copy=True) for t in self._live]
         self._copied = [t.clone() for t in self._live_copied]
+        self._widened = any(mean.dtype != t.dtype for mean, t in zip(self._mean, self._live, strict=True))
         self._updates = 0
 
     def update(self) -> None:
         self._updates += 1
         n = self._updates
         decay = min(self.decay, (1 + n) / (10 + n)) if self.warmup else self.decay
-        torch._foreach_lerp_(self._mean, self._live, 1.0 - decay)  # detached: no graph is kept
+        live = self._live  # detached: no graph is kept
+        if self._widened:
+            live = [t.to(mean.dtype) for t, mean in zip(live, self._mean, strict=True)]
+        torch._foreach_lerp_(self._mean, live, 1.0 - decay)
         if self._copied:
             torch._foreach_copy_(self._copied, self._live_copied)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        self._swap()
+        live = self._live + self._live_copied
+        held = [t.clone() for t in live]
+        torch._foreach_copy_(live, self._mean + self._copied)
         try:
             yield
         finally:
-            self._swap()
-
-    def _swap(self) -> None:
-        with torch.no_grad():
-            live, mean = self._live + self._live_copied, self._mean + self._copied
-            held = [t.clone() for t in live]
-            torch._foreach_copy_(live, mean)
-            torch._foreach_copy_(mean, held)
+            torch._foreach_copy_(live, held)
 
     def state_dict(self) -> dict[str, Any]:
         tensors = dict(zip(self._names, self._mean + self._copied, strict=True))

@@ -25,8 +25,7 @@ def describe(overrides: list[str], config_hash: str, operator: dict[str, Any]) -
         "platform": platform.platform(),
         "processor": _processor(),
         "versions": versions,
-        "git_commit": _git("rev-parse", "HEAD"),
-        "git_dirty": bool(_git("status", "--porcelain")),
+        "git_commit": _git_commit(),
         "lock_hash": _lock_hash(),
         "command": [redact(word) for word in sys.argv],
         "overrides": [redact(word) for word in overrides],
@@ -56,15 +55,17 @@ def _processor() -> str:
     return found[1] if found else platform.processor()
 
 
-def _git(*words: str) -> str | None:
+def _git_commit() -> str | None:
+    """The commit of the folder the run was started in; it ends in -dirty where files differ from it."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        done = subprocess.run(["git", *words], capture_output=True, text=True, timeout=5, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
 
 
 def _lock_hash() -> str:
-    """SHA-256 over the installed distributions: what `pip freeze` would list."""
-    names = sorted({f"{d.name}=={d.version}" for d in metadata.distributions() if d.name})
+    """SHA-256 over the installed distributions' names and versions, as their folders have them."""
+    names = sorted({p.name for place in sys.path if place for p in Path(place).glob("*.dist-info")})
     return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -250,10 +251,21 @@ def _rank(job: Job, world: World, run_dir: Path, quiet: bool) -> tuple[Result, i
         _measured(result, trainer, time.perf_counter() - began, job)
     for sink in sinks:
         sink.close()
-    job.run.debug.stop()
+    job.run.precision.stop()
+    _report(job.run.debug.stop(), world, run_dir)
     if trainer is not None and code == EXIT_OF_STATUS["completed"]:
         job.run.parallel.stop()  # a failed rank must not wait here for the others
     return result, code
+
+
+def _report(lines: list[str], world: World, run_dir: Path) -> None:
+    """What debugging found: to the user and to debug.txt."""
+    if world.rank != 0 or not lines:
+        return
+    for line in lines:
+        terminal.say(line)
+    with contextlib.suppress(OSError):  # a full disk takes the copy, not the run
+        (run_dir / "debug.txt").write_text("".join(line + "\n" for line in lines))
 
 
 def _build(job: Job, world: World, run_dir: Path, sinks: list[Any], quiet: bool) -> Any:

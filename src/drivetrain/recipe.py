@@ -157,7 +157,7 @@ def _values(recipe: Recipe, key: str, key_node: Any, node: Any, problems: list[s
     where = f"{recipe.path}:{key_node.start_mark.line + 1}"
     if key.split(".")[-1].startswith("_") or any(part.startswith("_") for part in key.split(".")):
         problems.append(f"{where}: '{key}': a recipe names options and values, never a target or another key of Hydra's")
-    elif not re.fullmatch(r"[A-Za-z0-9_.]+", key):
+    elif not re.fullmatch(r"[A-Za-z0-9_.*?]+", key):  # * and ? in patterns of parameters' names
         problems.append(f"{where}: '{key}' is no key: keys are plain names")
     elif isinstance(node, yaml.MappingNode) and node.value:
         for k, v in node.value:

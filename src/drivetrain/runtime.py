@@ -97,3 +97,8 @@ def memory_now() -> int:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return peak_memory(torch.device("cpu"))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed: on CUDA, or on the CPU, where torch has no type for it."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,29 +15,13 @@ from drivetrain import resume
 from drivetrain.clock import Clock
 from drivetrain.errors import Diverged, Interrupted
 from drivetrain.plan import Micro, Request
+from drivetrain.progress import Progress
+from drivetrain.runtime import is_out_of_memory
 from drivetrain.signals import StopFlag
 
 SAVE, STOP = 1, 2  # what the ranks agree on after an update; the higher wins
+STATEFUL = ("optimizer", "scheduler", "precision", "ema", "batch")  # restored in this order
 MOST_SKIPS = 50  # updates skipped in a row before the run counts as diverged
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed: on CUDA, or on the CPU, where torch has no type for it."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-
-
-@dataclass
-class Progress:
-    """How far the run is. Updates and what was consumed are counted apart: a skipped update consumes its samples."""
-
-    epoch: int = 0
-    window: int = 0  # updates' worth of samples consumed in this epoch
-    updates: int = 0
-    samples: int = 0
-    skipped: int = 0
-    evaluated: int = -1  # the update of the last evaluation
-    final: dict[str, float] = field(default_factory=dict)
-    best: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -47,6 +32,7 @@ class Trainer:
     forward: Callable[[torch.Tensor], torch.Tensor]  # the same model, compiled and wrapped as asked for
     loss: Any
     optimizer: torch.optim.Optimizer
+    settled: Callable[[], AbstractContextManager[None]]  # the weights to evaluate and to save stand in the model
     scheduler: Any
     precision: Any
     parallel: Any
@@ -70,6 +56,7 @@ class Trainer:
     run_dir: Path
     sinks: list[Any]  # loggers and the terminal; empty on all ranks but 0
     said: list[str]  # what the build has to say
+    watch: Callable[[Any], Any] = iter  # what looks at the training stream on its way, as a generator
     progress: Progress = field(default_factory=Progress)
     clock: Clock = field(default_factory=Clock)
 
@@ -84,10 +71,11 @@ class Trainer:
         self.clock.first_samples = self.progress.samples + self.clock.warmup * self.batch.size(self.progress.epoch)
         with StopFlag() as self._stop:
             while self.progress.updates < self.max_updates:
-                stream = self.loader.stream(self.train_data, self._requests(), self.device, self.memory_format)
+                stream = self.watch(self.loader.stream(self.train_data, self._requests(), self.device, self.memory_format))
                 self.clock.resume()
                 try:
-                    self._run(self.clock.waits(stream))
+                    with closing(stream):
+                        self._run(self.clock.waits(stream))
                     break
                 except RuntimeError as error:
                     self._make_room(error)
@@ -113,10 +101,9 @@ class Trainer:
 
     def micro(self, micro: Micro) -> torch.Tensor:
         """Forward and backward of one micro-batch; its loss, without history."""
-        forward = self.forward
-        with self.parallel.sync(forward, micro.last):
+        with self.parallel.sync(self.forward, micro.last):
             with self.precision.autocast():
-                loss = self.loss(forward(micro.x), micro.y)
+                loss = self.loss(self.forward(micro.x), micro.y)
             self.precision.backward(loss, micro.weight)
         return loss.detach()
 
@@ -140,11 +127,7 @@ class Trainer:
         self.zero_grad()
         self._loss.zero_()
         self._logged = (self.progress.updates, self.progress.samples, self._steps)
-        self.remark(f"out of memory: on with {self.batch.micro_batch(world)} samples at once")
-
-    def remark(self, text: str) -> None:
-        """Say something about the run, to whoever looks on and to its files."""
-        self._tell("remark", text=text)
+        self.tell("remark", text=f"out of memory: on with {self.batch.micro_batch(world)} samples at once")
 
     def _skip(self) -> None:
         self.progress.skipped += 1
@@ -188,29 +171,33 @@ class Trainer:
         skipped = windows - (progress.updates - updates)
         if not math.isfinite(loss) and not skipped:
             raise Diverged(f"the loss is {loss} (updates {updates + 1} to {progress.updates})")
-        self._tell(
+        self.tell(
             "train", loss=loss if math.isfinite(loss) else None, lr=self.optimizer.param_groups[0]["lr"],
             samples=progress.samples, skipped=progress.skipped,
             samples_per_second=(progress.samples - samples) / seconds if seconds else None, data_wait=waiting,
         )  # fmt: skip
 
-    def _tell(self, event: str, **numbers: Any) -> None:
+    def tell(self, event: str, **numbers: Any) -> None:
+        """One record to all sinks."""
         record = {"event": event, "update": self.progress.updates, "epoch": self.progress.epoch, **numbers}
         for sink in self.sinks:
             sink.log(record)
 
     def _evaluate_and_log(self) -> None:
         self.parallel.share_buffers(self.model)
-        metrics = self.evaluate()
+        with self.settled():
+            metrics = self.evaluate()
         if self.ema.active:
             with self.ema.swapped():
+                self.parallel.share_buffers(self.model)  # each rank averaged its own
                 metrics |= {f"ema_{name}": value for name, value in self.evaluate().items()}
         progress = self.progress
         name, better = self.loss.best
         if not progress.best or better(metrics[name], progress.best[name]) != progress.best[name]:
             progress.best = {**metrics, "update": progress.updates}
         progress.evaluated, progress.final = progress.updates, metrics
-        self._tell("evaluate", **metrics)
+        self.scheduler.evaluated(metrics)
+        self.tell("evaluate", **metrics)
 
     @torch.inference_mode()
     def evaluate(self) -> dict[str, float]:
@@ -234,7 +221,8 @@ class Trainer:
             return
         state = self.state()  # gathers from all ranks
         if self.parallel.world.rank == 0:
-            resume.save(self.run_dir, self.progress.updates, self.model.state_dict(), state)
+            with self.settled():
+                resume.save(self.run_dir, self.progress.updates, self.model.state_dict(), state)
             best = int(self.progress.best["update"]) if self.saving.keep_best and self.progress.best else None
             resume.prune(self.run_dir, self.saving.keep, best)
         self.saving.start(self.progress.updates)
@@ -243,10 +231,7 @@ class Trainer:
         """Everything but the weights that a resumed run needs."""
         return {
             "progress": asdict(self.progress),
-            "optimizer": self.optimizer.state_dict(),
-            "precision": self.precision.state_dict(),
-            "ema": self.ema.state_dict(),
-            "batch": self.batch.state_dict(),
+            **{part: getattr(self, part).state_dict() for part in STATEFUL},
             "random": self.parallel.gather(resume.random_state()),
         }
 
@@ -254,10 +239,8 @@ class Trainer:
         """Go on from a checkpoint."""
         self.model.load_state_dict(weights)
         self.progress = Progress(**state["progress"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.precision.load_state_dict(state["precision"])
-        self.ema.load_state_dict(state["ema"])
-        self.batch.load_state_dict(state["batch"])
+        for part in STATEFUL:
+            getattr(self, part).load_state_dict(state[part])
         rank = self.parallel.world.rank
         if rank < len(state["random"]):
             resume.restore_random_state(state["random"][rank])

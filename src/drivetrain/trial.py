@@ -42,7 +42,7 @@ def main() -> None:
         threading.Thread(target=_die_above, args=(task["limit_gb"] * 2**30,), daemon=True).start()
     from drivetrain import build, dry, launch
     from drivetrain.plan import World
-    from drivetrain.trainer import is_out_of_memory
+    from drivetrain.runtime import is_out_of_memory
 
     # Searching eagerly: a compiled graph for each size would take minutes and hold its own memory.
     job = launch.prepare([*task["words"], "parallel=single", "compile=none", "saving=none", "debug=none"], task["config_dirs"])

@@ -209,7 +209,8 @@ class WholeStep:
         self._op_by_op = True
         self._bind(self._sums or [None] * len(self._trained))
         self.trainer.forward = self._otherwise()
-        self.trainer.remark(f"compile=step: this step cannot be one graph: {reason}. Going on with compile=inductor")
+        text = f"compile=step: this step cannot be one graph: {reason}. Going on with compile=inductor"
+        self.trainer.tell("remark", text=text)
 
 
 class Replayed:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from typing import Any
 
 from drivetrain.lazy import torch
-from drivetrain.spec import Count, Part
+from drivetrain.spec import Count, Part, Run
 
 
 class Debug(Part):
@@ -15,10 +17,18 @@ class Debug(Part):
     eval_batches: int | None = None
 
     def start(self) -> None:
-        """Install what the option needs, before the first step."""
+        """Install what the option needs, before anything is built."""
 
-    def stop(self) -> None:
-        """Take it away again: the process may train another run."""
+    def examine(self, model: torch.nn.Module, loss: Any, data: Any) -> list[str]:
+        """Look at the model before it is trained, patched or wrapped; `data` gives (x, y) for an epoch and indices (n,)."""
+        return []
+
+    def attach(self, trainer: Any) -> None:
+        """Wrap parts of the finished trainer."""
+
+    def stop(self) -> list[str]:
+        """Take it away again, for the process may train another run, and say what was found."""
+        return []
 
 
 class Fast(Debug):
@@ -34,10 +44,18 @@ class Anomaly(Debug):
     def __init__(self, check_nan: bool = True) -> None:
         self.check_nan = check_nan
 
+    def advise(self, run: Run) -> Iterator[str]:
+        if self.check_nan and run.choices["precision"] == "amp":
+            yield (
+                "debug=anomaly stops at the NaN of an overflow that precision=amp would skip: "
+                "set precision=bf16, or debug.check_nan=false to see forward lines only"
+            )
+
     def start(self) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that it is slow; whoever asked for it knows
             torch.autograd.set_detect_anomaly(True, check_nan=self.check_nan)
 
-    def stop(self) -> None:
+    def stop(self) -> list[str]:
         torch.autograd.set_detect_anomaly(False)
+        return []

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 from drivetrain.lazy import torch
-from drivetrain.spec import Count, Part, Positive, Run, needs_extra
+from drivetrain.spec import Count, Part, Positive
 
 _NULL = nullcontext()
+
+
+def backpropagate(loss: torch.Tensor, weight: torch.Tensor) -> None:
+    """`loss.backward(weight)` by torch's engine itself. Both are 0-d.
+
+    What Tensor.backward does before that to weights of any shape costs some 10 µs a step, and 0.3 s at the first, for
+    importing symbolic shapes.
+    """
+    engine = torch.autograd.Variable._execution_engine
+    engine.run_backward((loss,), (weight,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 class Precision(Part):
@@ -20,10 +30,22 @@ class Precision(Part):
     def start(self, device: torch.device) -> None:
         """Bind to the device the step runs on."""
         self._device = device
+        self.said: list[str] = []  # what the build has to say
+
+    def stop(self) -> None:
+        """Undo what `start` changed for the whole process: it may train another run."""
 
     def convert(self, model: torch.nn.Module) -> torch.nn.Module:
         """The model in this precision, before it is compiled or wrapped."""
         return model
+
+    def optimizer(self, option: Any, model: torch.nn.Module, lr_factor: float) -> torch.optim.Optimizer:
+        """The option's optimizer, over the parameters in which updates add up: those that the model computes with."""
+        return option.build(model, lr_factor)
+
+    def settled(self, optimizers: Callable[[], AbstractContextManager[None]]) -> Callable[[], AbstractContextManager[None]]:
+        """The optimizer's context in which the weights to evaluate and to save stand in the model."""
+        return optimizers
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of forward and loss."""
@@ -31,7 +53,7 @@ class Precision(Part):
 
     def backward(self, loss: torch.Tensor, weight: torch.Tensor) -> None:
         """Add the gradients of `weight × loss`. The weight seeds the backward, which saves a multiplication."""
-        loss.backward(weight)
+        backpropagate(loss, weight)
 
     def step(self, optimizer: torch.optim.Optimizer, clip: Callable[[], None]) -> bool:
         """Clip and update; False if the update was skipped, and then nothing may move."""
@@ -45,6 +67,32 @@ class Precision(Part):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take `state_dict()` back."""
+
+
+class Tf32(Precision):
+    """float32 whose matrix products are rounded to TensorFloat-32: 10 bits of mantissa, on tensor cores from Ampere on.
+
+    `matmul` is torch.set_float32_matmul_precision's; `cudnn` rounds the convolutions too, which is torch's own default.
+    """
+
+    _before: tuple[str, bool] | None = None
+
+    def __init__(self, matmul: Literal["high", "medium"] = "high", cudnn: bool = True) -> None:
+        self.matmul, self.cudnn = matmul, cudnn
+
+    def start(self, device: torch.device) -> None:
+        super().start(device)
+        self._before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+        torch.set_float32_matmul_precision(self.matmul)
+        torch.backends.cudnn.allow_tf32 = self.cudnn
+        if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+            self.said.append("precision=tf32 rounds nothing here (CUDA devices from Ampere on have TF32): this is float32")
+
+    def stop(self) -> None:
+        if self._before is not None:
+            torch.set_float32_matmul_precision(self._before[0])
+            torch.backends.cudnn.allow_tf32 = self._before[1]
+            self._before = None
 
 
 class Bf16(Precision):
@@ -83,21 +131,28 @@ class Amp(Bf16):
         return model
 
     def backward(self, loss: torch.Tensor, weight: torch.Tensor) -> None:
-        self.scaler.scale(loss).backward(weight)
+        backpropagate(self.scaler.scale(loss), weight)
 
     def step(self, optimizer: torch.optim.Optimizer, clip: Callable[[], None]) -> bool:
+        """One read of the device: was there an overflow? It waits for the backward alone, and the clipping is queued by then.
+
+        Doing without it takes a schedule, an average and counters that live on the device and move by `1 - overflow`.
+        """
         self.scaler.unscale_(optimizer)
         clip()
-        self.scaler.step(optimizer)
-        before = self.scaler.get_scale()
+        found = self.scaler._found_inf_per_device(optimizer)  # `scaler.step` would read it too, and tell nobody
+        overflow = any(float(inf) for inf in found.values())
+        if not overflow:
+            optimizer.step()
         self.scaler.update()
-        return self.scaler.get_scale() >= before  # the scale falls exactly when an overflow was found
+        return not overflow
 
     def state_dict(self) -> dict[str, Any]:
         return self.scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.scaler.load_state_dict(state)
+        if state:  # none in a checkpoint of another precision: the scale starts anew
+            self.scaler.load_state_dict(state)
 
 
 def _stay_float32(module: torch.nn.Module) -> None:
@@ -109,21 +164,3 @@ def _stay_float32(module: torch.nn.Module) -> None:
             return forward(x.float())
 
     module.forward = in_float32  # type: ignore[method-assign]
-
-
-class Fp8(Bf16):
-    """float8 matrix products in Linear layers (torchao's float8 training), bfloat16 elsewhere."""
-
-    def check(self, run: Run) -> Iterator[str]:
-        yield from needs_extra("torchao", "torchao", "precision=fp8")
-
-    def verify(self, run: Run) -> Iterator[str]:
-        if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
-            yield "precision=fp8 needs a CUDA device of compute capability 8.9 or newer: set precision=bf16"
-
-    def convert(self, model: torch.nn.Module) -> torch.nn.Module:
-        from torchao.float8 import convert_to_float8_training
-
-        return convert_to_float8_training(
-            model, module_filter_fn=lambda m, _: m.in_features % 16 == 0 and m.out_features % 16 == 0
-        )

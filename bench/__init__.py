@@ -1,0 +1,1 @@
+"""Measurements against other loops. `python -m bench.overhead`, `python -m bench.startup`."""

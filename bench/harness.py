@@ -1,0 +1,226 @@
+"""What the benchmarks share: arms that take turns in live processes, paired statistics, the machine, a table.
+
+A machine's speed wanders by more than what is measured here, so no arm runs alone: each lives in a process of its own
+(nothing that one library imports or patches touches another), and all take short turns, A B C … C B A. Ratios are
+taken between turns of the same round.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import pty
+import random
+import re
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import metadata
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
+
+
+class Done(BaseException):
+    """No more turns. No Exception, so that no loop under test takes it for an error of training."""
+
+
+class Turn:
+    """An arm's side of the turns: called at the end of every block, it returns when the next one is to run."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._began: tuple[float, float] | None = None
+
+    def watch(self, loss: Callable[[], float]) -> None:
+        """`loss` is read before the first block and after the last: the marker that the arm trained."""
+        self._loss, self._first = loss, loss()
+
+    def __call__(self, updates: int) -> None:
+        """Hand over the block's time; `updates` is the arm's own count of all it made. Raises Done after the last."""
+        now = _clocks()
+        self._connection.send(None if self._began is None else tuple(b - a for a, b in zip(self._began, now, strict=True)))
+        if self._connection.recv() == "stop":
+            self._connection.send({"updates": updates, "loss_first": self._first, "loss_last": self._loss()})
+            raise Done
+        self._began = _clocks()
+
+
+def _clocks() -> tuple[float, float]:
+    """The wall's seconds, and this process's on a CPU: those stand still while another process has the core."""
+    return time.perf_counter(), time.process_time()
+
+
+def _serve(arm: Callable[..., None], args: tuple[Any, ...], connection: Connection, terminal: str) -> None:
+    screen = os.open(terminal, os.O_RDWR)  # every arm writes to a terminal, as it would before a person
+    os.dup2(screen, 1)
+    os.dup2(screen, 2)
+    try:
+        arm(*args, Turn(connection))
+    except Done:
+        pass
+    except BaseException as error:
+        connection.send(f"{type(error).__name__}: {error}")
+        raise
+
+
+class Arm:
+    """One live process. It starts at once; `ready` waits for it."""
+
+    def __init__(self, name: str, run: Callable[..., None], args: tuple[Any, ...], terminal: str) -> None:
+        context = get_context("spawn")  # a fresh interpreter
+        self.name = name
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(run, args, theirs, terminal), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def ready(self) -> None:
+        """Wait until the arm has built what it trains."""
+        self._receive()
+
+    def block(self) -> tuple[float, float]:
+        """Run one block; its seconds by the wall and on the CPU."""
+        self._connection.send("go")
+        return self._receive()
+
+    def stop(self) -> dict[str, Any]:
+        """End the arm; its marker."""
+        self._connection.send("stop")
+        marker = self._receive()
+        self._process.join(10)
+        return marker
+
+    def kill(self) -> None:
+        """End the process whatever it does."""
+        self._process.kill()
+
+    def _receive(self) -> Any:
+        try:
+            told = self._connection.recv()
+        except EOFError:
+            told = f"died with exit code {self._process.exitcode}"
+        if isinstance(told, str):
+            raise RuntimeError(f"arm {self.name}: {told}")
+        return told
+
+
+def take_turns(
+    arms: dict[str, tuple[Callable[..., None], tuple[Any, ...]]], rounds: int, warmup: int
+) -> tuple[dict[str, list[tuple[float, float]]], dict[str, dict[str, Any]]]:
+    """Seconds (wall, CPU) of each arm's blocks, one a round, and each arm's marker. The order turns about each round."""
+    with _screen() as terminal:
+        live = [Arm(name, run, args, terminal) for name, (run, args) in arms.items()]
+        try:
+            for arm in live:
+                arm.ready()
+            seconds: dict[str, list[tuple[float, float]]] = {arm.name: [] for arm in live}
+            for turn in range(warmup + rounds):
+                for arm in live if turn % 2 == 0 else reversed(live):
+                    taken = arm.block()
+                    if turn >= warmup:
+                        seconds[arm.name].append(taken)
+            return seconds, {arm.name: arm.stop() for arm in live}
+        finally:
+            for arm in live:
+                arm.kill()
+
+
+@contextmanager
+def _screen() -> Iterator[str]:
+    """A terminal that nobody looks at, by name; what is written to it is read and forgotten."""
+    ours, theirs = pty.openpty()
+
+    def forget() -> None:
+        try:
+            while os.read(ours, 65536):
+                pass
+        except OSError:  # closed
+            pass
+
+    threading.Thread(target=forget, daemon=True).start()
+    try:
+        yield os.ttyname(theirs)
+    finally:
+        os.close(theirs)
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, 10th and 90th percentile."""
+    ordered = sorted(values)
+
+    def at(share: float) -> float:
+        return ordered[round(share * (len(ordered) - 1))]
+
+    return {"median": statistics.median(ordered), "p10": at(0.1), "p90": at(0.9)}
+
+
+def interval(paired: Sequence[float], resamples: int = 2000) -> dict[str, float]:
+    """The median of paired values and its 95 % interval, by bootstrap over the pairs (Efron 1979)."""
+    draw = random.Random(0)
+    medians = sorted(statistics.median(draw.choices(paired, k=len(paired))) for _ in range(resamples))
+    low, high = medians[int(0.025 * resamples)], medians[int(0.975 * resamples)]
+    return {"median": statistics.median(paired), "low": low, "high": high}
+
+
+def against(values: Sequence[float], base: Sequence[float]) -> dict[str, dict[str, float]]:
+    """Difference and ratio to the base arm, each pair from one round."""
+    pairs = list(zip(values, base, strict=True))
+    return {"difference": interval([v - b for v, b in pairs]), "ratio": interval([v / b for v, b in pairs])}
+
+
+def machine() -> dict[str, Any]:
+    """CPU, load and versions: what a figure means nothing without."""
+    return {
+        "cpu": _processor(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "load": os.getloadavg()[0],
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in ("drivetrain", "torch", "lightning", "accelerate", "numpy")},
+    }
+
+
+def version(package: str) -> str | None:
+    """The installed version, or None."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    try:
+        about = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor()
+    facts = dict(re.findall(r"^(model name|cpu family|model)\s*: (.*)$", about, re.M))
+    return f"{facts.get('model name', platform.machine())} (family {facts.get('cpu family')}, model {facts.get('model')})"
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    """Write a result file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=2) + "\n")
+    print(f"written to {path}")
+
+
+def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table: the first column left, the others right."""
+    from rich.console import Console
+    from rich.table import Table
+
+    grid = Table(title=title, title_justify="left")
+    for number, name in enumerate(header):
+        grid.add_column(name, justify="right" if number else "left")
+    for row in rows:
+        grid.add_row(*row)
+    console = Console()
+    Console(width=console.width if console.is_terminal else 140).print(grid)

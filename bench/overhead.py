@@ -1,0 +1,415 @@
+"""What a loop costs a step: ours against hand-written loops, Lightning Fabric, accelerate and Lightning.
+
+`python -m bench.overhead [--quick] [--arms hand,ours,…] [--out FILE]`
+
+The model is so small that the loop shows: an MLP 32 → 64 → 64 → 10, batch 64, SGD with momentum, one thread. Every arm
+holds the same amount of data in memory and picks each batch by a shuffled index. A block is a few epochs.
+
+- bare: one update a batch, nothing else. `ours`, `lightning` and the others with all their extras off; `…_default` as
+  they come: ours logs to files every 20 updates and shows its live line; Lightning has its logger, checkpoint and bar.
+- everyday: four micro-batches of 64 to an update, gradients clipped by norm, the loss to a JSONL every 20 updates,
+  progress in the terminal.
+
+Ours is driven through `Trainer.fit()` itself, the trainer being built by `build` from a checked config: the arm only adds
+a sink, whose `log` is called at each epoch's end and takes the turn there. Nothing is added to a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from bench import harness
+from bench.harness import Turn
+
+LR = 0.05
+LOG_EVERY = 20
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every arm of a group does."""
+
+    updates: int  # of an epoch
+    epochs: int  # of a block
+    steps: int = 1  # micro-batches of an update
+    batch: int = 64  # samples of a micro-batch
+
+    @property
+    def samples(self) -> int:
+        """Samples of the training set."""
+        return self.updates * self.steps * self.batch
+
+
+def start(work: Work, turn: Turn, fused: bool | None = None) -> tuple[Any, Any, Any, Any]:
+    """One thread; data (n, 32) and (n,); the model; its optimizer, with torch's own defaults where `fused` is None."""
+    import torch
+    from torch import nn
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    x, y = torch.randn(work.samples, 32), torch.randint(10, (work.samples,))
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    turn.watch(lambda: mean_loss(model, x, y))
+    return x, y, model, torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9, fused=fused)
+
+
+def mean_loss(model: Any, x: Any, y: Any) -> float:
+    """Cross entropy over the whole training set."""
+    import torch
+
+    with torch.no_grad():
+        return float(torch.nn.functional.cross_entropy(model(x), y))
+
+
+def epochs(work: Work, turn: Turn, x: Any) -> Iterator[Any]:
+    """A shuffled index for each epoch, for ever; the turn is taken between blocks."""
+    import torch
+
+    for epoch in itertools.count():
+        if epoch % work.epochs == 0:
+            turn(epoch * work.updates)
+        yield torch.randperm(len(x))
+
+
+def hand(work: Work, turn: Turn, fused: bool | None = None) -> None:
+    """The loop that everyone writes."""
+    from torch.nn.functional import cross_entropy
+
+    x, y, model, optimizer = start(work, turn, fused)
+    for order in epochs(work, turn, x):
+        for begin in range(0, len(x), work.batch):
+            optimizer.zero_grad()
+            picked = order[begin : begin + work.batch]
+            loss = cross_entropy(model(x[picked]), y[picked])
+            loss.backward()
+            optimizer.step()
+
+
+def hand_fused(work: Work, turn: Turn) -> None:
+    """The same with the fused optimizer."""
+    hand(work, turn, fused=True)
+
+
+def fabric(work: Work, turn: Turn) -> None:
+    """Lightning Fabric as its guide says."""
+    from lightning.fabric import Fabric
+    from torch.nn.functional import cross_entropy
+
+    x, y, module, sgd = start(work, turn)
+    runner = Fabric(accelerator="cpu", devices=1)
+    runner.launch()
+    model, optimizer = runner.setup(module, sgd)
+    for order in epochs(work, turn, x):
+        for begin in range(0, len(x), work.batch):
+            optimizer.zero_grad()
+            picked = order[begin : begin + work.batch]
+            loss = cross_entropy(model(x[picked]), y[picked])
+            runner.backward(loss)
+            optimizer.step()
+
+
+def accelerate(work: Work, turn: Turn) -> None:
+    """accelerate as its guide says."""
+    from accelerate import Accelerator
+    from torch.nn.functional import cross_entropy
+
+    x, y, module, sgd = start(work, turn)
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(module, sgd)
+    for order in epochs(work, turn, x):
+        for begin in range(0, len(x), work.batch):
+            optimizer.zero_grad()
+            picked = order[begin : begin + work.batch]
+            loss = cross_entropy(model(x[picked]), y[picked])
+            accelerator.backward(loss)
+            optimizer.step()
+
+
+def lightning(work: Work, turn: Turn) -> None:
+    """Lightning's Trainer with all it can leave out left out (`barebones`)."""
+    _lightning(work, turn, log=False, barebones=True)
+
+
+def lightning_default(work: Work, turn: Turn) -> None:
+    """Lightning's Trainer as it comes: logger, checkpoints at an epoch's end, progress bar, and a loss to show."""
+    with tempfile.TemporaryDirectory() as folder:
+        _lightning(work, turn, log=True, default_root_dir=folder)
+
+
+def _lightning(work: Work, turn: Turn, log: bool, **options: Any) -> None:
+    from lightning.pytorch import LightningModule, Trainer
+    from torch.nn.functional import cross_entropy
+
+    x, y, model, sgd = start(work, turn)
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch: Any, number: int) -> Any:
+            loss = cross_entropy(self.model(batch[0]), batch[1])
+            if log:
+                self.log("loss", loss, prog_bar=True)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return sgd
+
+    class Batches:
+        def __len__(self) -> int:
+            return work.updates * work.steps
+
+        def __iter__(self) -> Iterator[Any]:
+            order = next(orders)
+            for begin in range(0, len(x), work.batch):
+                picked = order[begin : begin + work.batch]
+                yield x[picked], y[picked]
+
+    orders = epochs(work, turn, x)
+    Trainer(accelerator="cpu", devices=1, max_epochs=-1, **options).fit(Module(), Batches())
+
+
+def ours(work: Work, turn: Turn) -> None:
+    """drivetrain's loop, nothing logged but each epoch's mean loss."""
+    _ours(work, turn, (f"log_every={work.updates}",), told=False)
+
+
+def ours_default(work: Work, turn: Turn) -> None:
+    """drivetrain's loop as it comes: the loss to files every 20 updates, the live line."""
+    _ours(work, turn, (f"log_every={LOG_EVERY}",), told=True)
+
+
+def ours_everyday(work: Work, turn: Turn) -> None:
+    """drivetrain's loop with accumulation and clipping, and as it comes otherwise."""
+    words = ("batch=accumulate", f"batch.steps={work.steps}", "clip=norm", f"log_every={LOG_EVERY}")
+    _ours(work, turn, words, told=True)
+
+
+def _ours(work: Work, turn: Turn, words: Sequence[str], told: bool) -> None:
+    from drivetrain import build, launch, terminal
+    from drivetrain.plan import World
+
+    job = launch.prepare([
+        "data=synthetic", "data.shape=[32]", f"data.samples={work.samples}", "model=mlp", "model.hidden=[64,64]",
+        "optimizer=sgd", f"optimizer.lr={LR}", "optimizer.nesterov=false", "optimizer.weight_decay=0", "scheduler=constant",
+        "saving=none", "runtime.device=cpu", "runtime.threads=1", f"batch.global_batch={work.batch * work.steps}",
+        "epochs=10000", "evaluate_every=10000", *words,
+    ])  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        sinks: list[Any] = []
+        trainer = build.build(job.run, World(), Path(folder), sinks)
+        if told:
+            for logger in job.run.logger:
+                logger.start(Path(folder), 0)
+            sinks += [*job.run.logger, terminal.Progress(trainer.max_updates, trainer.epochs)]
+        source = trainer.train_data.source
+        turn.watch(lambda: mean_loss(trainer.model, source.x, source.y))
+        sinks.append(_TurnSink(turn, work.updates * work.epochs))
+        turn(0)
+        trainer.fit()
+
+
+class _TurnSink:
+    """Takes the turn when the last update of a block is logged."""
+
+    def __init__(self, turn: Turn, updates: int) -> None:
+        self.turn, self.updates = turn, updates
+
+    def log(self, record: dict[str, Any]) -> None:
+        if record["update"] % self.updates == 0:
+            self.turn(record["update"])
+
+
+def hand_everyday(work: Work, turn: Turn, fused: bool | None = None) -> None:
+    """What an everyday run needs, by hand."""
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    x, y, model, optimizer = start(work, turn, fused)
+    parameters = list(model.parameters())
+    window, updates, total = work.steps * work.batch, 0, torch.zeros(())
+    with Report(work) as report:
+        for order in epochs(work, turn, x):
+            for begin in range(0, len(x), window):
+                for at in range(begin, begin + window, work.batch):
+                    picked = order[at : at + work.batch]
+                    loss = cross_entropy(model(x[picked]), y[picked]) / work.steps
+                    loss.backward()
+                    total += loss.detach()
+                torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                updates += 1
+                if updates % LOG_EVERY == 0:
+                    report(updates, float(total) / LOG_EVERY)
+                    total.zero_()
+
+
+def hand_everyday_fused(work: Work, turn: Turn) -> None:
+    """The same with the fused optimizer."""
+    hand_everyday(work, turn, fused=True)
+
+
+def accelerate_everyday(work: Work, turn: Turn) -> None:
+    """accelerate's own accumulation and clipping; logging and progress by hand."""
+    import torch
+    from accelerate import Accelerator
+    from torch.nn.functional import cross_entropy
+
+    x, y, module, sgd = start(work, turn)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=work.steps)
+    model, optimizer = accelerator.prepare(module, sgd)
+    updates, total = 0, torch.zeros(())
+    with Report(work) as report:
+        for order in epochs(work, turn, x):
+            for begin in range(0, len(x), work.batch):
+                with accelerator.accumulate(model):
+                    picked = order[begin : begin + work.batch]
+                    loss = cross_entropy(model(x[picked]), y[picked])
+                    accelerator.backward(loss)
+                    total += loss.detach()
+                    if accelerator.sync_gradients:
+                        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if accelerator.sync_gradients:
+                    updates += 1
+                    if updates % LOG_EVERY == 0:
+                        report(updates, float(total) / LOG_EVERY / work.steps)
+                        total.zero_()
+
+
+def lightning_everyday(work: Work, turn: Turn) -> None:
+    """Lightning's accumulation, clipping, logging and progress bar; its logger writes our JSONL."""
+    from lightning.pytorch.loggers.logger import Logger
+
+    with Report(work, progress=False) as report:
+
+        class Jsonl(Logger):
+            name, version = "jsonl", 0
+
+            def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+                report(step or 0, metrics["loss"])
+
+            def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+                pass
+
+        _lightning(
+            work, turn, log=True, logger=Jsonl(), enable_checkpointing=False, enable_model_summary=False,
+            accumulate_grad_batches=work.steps, gradient_clip_val=1.0, log_every_n_steps=LOG_EVERY,
+        )  # fmt: skip
+
+
+class Report:
+    """The loss to a JSONL and a line in the terminal: the least that a person would write."""
+
+    def __init__(self, work: Work, progress: bool = True) -> None:
+        self.work, self.progress = work, progress
+
+    def __enter__(self) -> Report:
+        self._file = tempfile.TemporaryFile("w")  # noqa: SIM115 - closed on leaving
+        return self
+
+    def __call__(self, updates: int, loss: float) -> None:
+        self._file.write(json.dumps({"update": updates, "loss": loss, "lr": LR}) + "\n")
+        self._file.flush()
+        if self.progress:
+            print(f"\repoch {updates // self.work.updates}  update {updates}  loss {loss:.4f}", end="", flush=True)
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+
+Loop = Callable[[Work, Turn], None]
+GROUPS: dict[str, dict[str, Loop]] = {
+    "bare": {
+        "hand": hand, "hand_fused": hand_fused, "ours": ours, "ours_default": ours_default, "fabric": fabric,
+        "accelerate": accelerate, "lightning": lightning, "lightning_default": lightning_default,
+    },
+    "everyday": {
+        "hand": hand_everyday, "hand_fused": hand_everyday_fused, "ours": ours_everyday,
+        "accelerate": accelerate_everyday, "lightning": lightning_everyday,
+    },
+}  # fmt: skip
+NEEDS = {"fabric": "lightning", "accelerate": "accelerate", "lightning": "lightning", "lightning_default": "lightning"}
+
+
+def measure(group: str, work: Work, names: Sequence[str], rounds: int, warmup: int) -> dict[str, Any]:
+    """One group's figures, in microseconds an update."""
+    loops = {name: loop for name, loop in GROUPS[group].items() if name in names}
+    seconds, markers = harness.take_turns({n: (loop, (work,)) for n, loop in loops.items()}, rounds, warmup)
+    per_block = work.updates * work.epochs
+    wall, cpu = ({n: [1e6 * s[i] / per_block for s in taken] for n, taken in seconds.items()} for i in (0, 1))
+    arms = {}
+    for name in loops:
+        arms[name] = {
+            "us": harness.spread(wall[name]), "to_hand": harness.against(wall[name], wall["hand"]),
+            "cpu_us": harness.spread(cpu[name]), "cpu_to_hand": harness.against(cpu[name], cpu["hand"]),
+            **markers[name], "trained": _trained(markers[name], per_block * (rounds + warmup)),
+        }  # fmt: skip
+    return {"work": asdict(work), "rounds": rounds, "arms": arms, "blocks_us": {"wall": wall, "cpu": cpu}}
+
+
+def _trained(marker: dict[str, Any], expected: int) -> bool:
+    return marker["updates"] == expected and marker["loss_last"] < marker["loss_first"]
+
+
+def show(group: str, figures: dict[str, Any]) -> None:
+    """The figures as a table."""
+
+    def row(name: str, arm: dict[str, Any]) -> list[str]:
+        us, (difference, ratio) = arm["us"], arm["to_hand"].values()
+        return [
+            name, f"{us['median']:.1f}", f"{us['p10']:.1f} – {us['p90']:.1f}",
+            f"{difference['median']:+.1f} [{difference['low']:+.1f}, {difference['high']:+.1f}]",
+            f"{ratio['median']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]", f"{arm['cpu_to_hand']['ratio']['median']:.3f}",
+            f"{arm['updates']:,}", f"{arm['loss_first']:.3f} → {arm['loss_last']:.3f}" + ("" if arm["trained"] else " FAILED"),
+        ]  # fmt: skip
+
+    header = ("arm", "µs/update", "p10 – p90", "to hand, µs [95 %]", "ratio [95 %]", "CPU ratio", "updates", "loss")
+    harness.table(f"{group} ({figures['rounds']} rounds)", header, [row(n, a) for n, a in figures["arms"].items()])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure both groups; exit code 1 if an arm did not train."""
+    parser = argparse.ArgumentParser(prog="bench.overhead", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a few short blocks: does it run?")
+    parser.add_argument("--arms", help="comma-separated; the hand loop is always among them (default: all)")
+    parser.add_argument("--groups", default="bare,everyday")
+    parser.add_argument("--rounds", type=int, help="blocks of each arm")
+    parser.add_argument("--out", type=Path, default=harness.RESULTS / "overhead-cpu.json")
+    given = parser.parse_args(argv)
+    if given.quick:
+        works, rounds, warmup = {"bare": Work(20, 1), "everyday": Work(20, 1, steps=4)}, given.rounds or 4, 1
+    else:  # an everyday block spans several refreshes of a live progress line
+        works, rounds, warmup = {"bare": Work(500, 1), "everyday": Work(240, 2, steps=4)}, given.rounds or 30, 3
+    everyone = list(dict.fromkeys(name for loops in GROUPS.values() for name in loops))
+    asked = ["hand", *given.arms.split(",")] if given.arms else everyone
+    if unknown := set(asked) - set(everyone) | set(given.groups.split(",")) - set(GROUPS):
+        parser.error(f"there is no {', '.join(sorted(unknown))}: arms are {', '.join(everyone)}; groups {', '.join(GROUPS)}")
+    skipped = {name: f"{NEEDS[name]} is not installed" for name in asked if name in NEEDS and find_spec(NEEDS[name]) is None}
+    for name, why in skipped.items():
+        print(f"skipped {name}: {why}")
+    content: dict[str, Any] = {"machine": harness.machine(), "unit": "µs per update", "skipped": skipped, "groups": {}}
+    for group in given.groups.split(","):
+        figures = measure(group, works[group], [n for n in asked if n not in skipped], rounds, warmup)
+        content["groups"][group] = figures
+        show(group, figures)
+    harness.write(given.out, content)
+    failed = [f"{g}/{n}" for g, f in content["groups"].items() for n, a in f["arms"].items() if not a["trained"]]
+    for name in failed:
+        print(f"{name} did not train: its figures mean nothing")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

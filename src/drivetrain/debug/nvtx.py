@@ -1,0 +1,46 @@
+"""Named ranges for NVIDIA's profilers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+from drivetrain.debug.window import Window
+from drivetrain.lazy import torch
+from drivetrain.spec import Count, CountOrZero, Run
+
+
+class Nvtx(Window):
+    """NVTX ranges for the phases of a step, and for each operation in a window that Nsight Systems can be limited to:
+
+    nsys profile --capture-range=cudaProfilerApi drivetrain train debug=nvtx …
+    """
+
+    def __init__(self, skip: CountOrZero = 10, window: Count = 10, operations: bool = True, shapes: bool = False) -> None:
+        super().__init__(skip, window)
+        self.operations, self.shapes = operations, shapes
+
+    def check(self, run: Run) -> Iterator[str]:
+        if run.runtime.device == "cpu":
+            yield "debug=nvtx marks ranges for NVIDIA's profilers, and runtime.device=cpu has none: set debug=profile"
+        if self.shapes and not self.operations:
+            yield "debug.shapes=true is of operations, and debug.operations=false leaves them out: set one of them otherwise"
+
+    def verify(self, run: Run) -> Iterator[str]:
+        if run.runtime.device == "auto" and run.runtime.kind() != "cuda":
+            yield "debug=nvtx needs a CUDA device, and torch finds none: set debug=profile"
+
+    def mark(self, name: str) -> AbstractContextManager[Any]:
+        return torch.cuda.nvtx.range(name)
+
+    @contextmanager
+    def looking(self, warmup: int, window: int) -> Iterator[Callable[[], None]]:
+        with ExitStack() as stack:
+            torch.cuda.synchronize()  # what was queued before is not the window's
+            torch.cuda.profiler.start()
+            stack.callback(torch.cuda.profiler.stop)
+            stack.callback(torch.cuda.synchronize)
+            if self.operations:
+                stack.enter_context(torch.autograd.profiler.emit_nvtx(record_shapes=self.shapes))
+            yield lambda: None

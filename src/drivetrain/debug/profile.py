@@ -1,0 +1,122 @@
+"""Where the time and the memory of a step go, by torch's profiler."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import os
+import warnings
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+from drivetrain.debug.window import Window
+from drivetrain.lazy import torch
+from drivetrain.spec import Count, CountOrZero
+
+PHASES = ("data", "forward", "backward", "update", "evaluate")
+
+
+class Profile(Window):
+    """torch.profiler over a window of updates: a trace for Perfetto, the top operations, and the memory over time.
+
+    The run goes on afterwards at full speed: `updates=…` ends it sooner. Leaves profile/ in the run's directory.
+    """
+
+    def __init__(
+        self,
+        skip: CountOrZero = 10,
+        warmup: CountOrZero = 2,
+        window: Count = 5,
+        top: Count = 12,
+        memory: bool = True,
+        shapes: bool = True,
+        stacks: bool = False,
+    ) -> None:
+        super().__init__(skip, window)
+        self.warmup, self.top, self.memory, self.shapes, self.stacks = warmup, top, memory, shapes, stacks
+        self._said: list[str] = []
+
+    def mark(self, name: str) -> AbstractContextManager[Any]:
+        return torch.profiler.record_function(name)
+
+    @contextmanager
+    def looking(self, warmup: int, window: int) -> Iterator[Callable[[], None]]:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it reports each start, and every machine without a GPU as an error
+        first = self._trainer.progress.updates + warmup + 1
+        self._where = f"update {first}" if window == 1 else f"updates {first} to {first + window - 1}"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is no warm-up: in a run of one update there cannot be
+            schedule = torch.profiler.schedule(wait=0, warmup=warmup, active=window, repeat=1)
+        profiler = torch.profiler.profile(
+            schedule=schedule,
+            on_trace_ready=self._write, record_shapes=self.shapes, profile_memory=self.memory, with_stack=self.stacks,
+        )  # fmt: skip
+        with profiler:
+            yield profiler.step
+
+    def stop(self) -> list[str]:
+        return self._said
+
+    def _write(self, profiler: Any) -> None:
+        folder = self._trainer.run_dir / "profile"
+        folder.mkdir(exist_ok=True)
+        averages = profiler.key_averages()
+        order = "self_device_time_total" if self._trainer.device.type == "cuda" else "self_cpu_time_total"
+        (folder / "operations.txt").write_text(averages.table(sort_by=order, row_limit=-1, max_name_column_width=80))
+        raw = folder / "trace.json"
+        profiler.export_chrome_trace(str(raw))
+        trace = json.loads(raw.read_text())
+        raw.unlink()
+        self._said += [self._shares(averages), *self._operations(averages, order)]
+        if self.memory:
+            self._said += _memory(trace["traceEvents"], folder / "memory.csv")
+        with gzip.open(folder / "trace.json.gz", "wt") as file:
+            json.dump(trace, file)
+        self._said.append(f"{folder}: open trace.json.gz in https://ui.perfetto.dev; operations.txt has every operation")
+
+    def _shares(self, averages: Any) -> str:
+        """A line: the time of an update, and the phases' shares of it. The host's: kernels may run on behind it."""
+        ranges = {e.key: e for e in averages if e.is_user_annotation}
+        steps = next(e for name, e in ranges.items() if name.startswith("ProfilerStep"))
+        shares = {p: ranges[p].cpu_time_total / steps.cpu_time_total for p in PHASES if p in ranges}
+        shares["rest"] = max(0.0, 1.0 - sum(shares.values()))
+        told = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
+        return f"profile of {self._where}: {steps.cpu_time_total / steps.count / 1e3:.2f} ms each on the host ({told})"
+
+    def _operations(self, averages: Any, order: str) -> Iterator[str]:
+        own = [(getattr(e, order), e) for e in averages if not e.is_user_annotation]
+        total = sum(time for time, _ in own) or 1.0
+        for time, event in sorted(own, key=lambda pair: -pair[0])[: self.top]:
+            yield f"  {time / total:6.1%}  {time / 1e3:9.2f} ms  {event.count:6} calls  {event.key}"
+
+
+def _memory(events: list[dict[str, Any]], file: Path) -> list[str]:
+    """Add the allocators' levels to the trace as counters, write them to a file, and say where each was highest.
+
+    A CPU's level counts from the window's start, CUDA's is all that is allocated.
+    """
+    phases = sorted((e["ts"], e["ts"] + e["dur"], e["name"]) for e in events if e.get("ph") == "X" and e["name"] in PHASES)
+    starts = [start for start, _, _ in phases]
+    changes = sorted((e for e in events if e["name"] == "[memory]"), key=lambda e: e["ts"])
+    peaks: dict[str, tuple[int, str]] = {}
+    with file.open("w", newline="") as out:
+        rows = csv.writer(out)
+        rows.writerow(("ms", "device", "allocated_bytes", "change_bytes", "phase"))
+        for e in changes:
+            args, at = e["args"], e["ts"]
+            device = "cpu" if args["Device Type"] == 0 else f"cuda:{args['Device Id']}"
+            place = bisect_right(starts, at) - 1
+            phase = phases[place][2] if place >= 0 and at <= phases[place][1] else ""
+            level = args["Total Allocated"]
+            rows.writerow((f"{(at - changes[0]['ts']) / 1e3:.3f}", device, level, args["Bytes"], phase))
+            events.append({"ph": "C", "name": f"memory {device}", "pid": e["pid"], "ts": at, "args": {"bytes": level}})
+            peaks[device] = max(peaks.get(device, (0, "")), (level, phase))
+    return [
+        f"memory {device}: at most {level / 2**20:.1f} MiB{' above the start' if device == 'cpu' else ''}, "
+        f"in {phase or 'no phase'}; memory.csv has its course"
+        for device, (level, phase) in peaks.items()
+    ]

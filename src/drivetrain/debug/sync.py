@@ -1,0 +1,118 @@
+"""Host synchronisations hidden in the step: each makes the host wait for the device, and the device then for the host."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from types import FrameType
+from typing import Any
+
+from drivetrain.debug import Debug
+from drivetrain.lazy import torch
+from drivetrain.plan import Micro
+from drivetrain.spec import CountOrZero, Run
+
+_COUNTERS = os.path.join("torch", "optim", "optimizer.py")  # reads its step counters, which live on the host on any device
+
+
+class Sync(Debug):
+    """Name each line within the step that makes the host wait for the device, and count it.
+
+    On CUDA torch tells (torch.cuda.set_sync_debug_mode); on a CPU, which has nothing to wait for, the calls that would wait on
+    CUDA are watched. What the loop reads on purpose, at the boundary of an update, does not count.
+    """
+
+    def __init__(self, skip: CountOrZero = 1) -> None:
+        self.skip = skip
+        self.found: Counter[tuple[str, str]] = Counter()  # (place, call) → times
+        self._steps = 0
+        self._trainer: Any = None
+
+    def verify(self, run: Run) -> Iterator[str]:
+        if run.runtime.kind() == "cpu" and run.choices["compile"] != "none":
+            yield f"debug=sync watches calls on a CPU, and {run.named('compile')} makes none: set compile=none"
+
+    def attach(self, trainer: Any) -> None:
+        if trainer.parallel.world.rank != 0:
+            return
+        self._trainer, before = trainer, trainer.watch
+        self._on_purpose = type(trainer)._after_update.__code__
+        folders = tuple(os.path.dirname(file) + os.sep for file in (str(torch.__file__), __file__))
+        self._between = (*folders, str(warnings.__file__), str(contextlib.__file__))  # between a call and whose it is
+        trainer.watch = lambda stream: self._watched(before(stream))
+
+    def _watched(self, stream: Iterator[Micro]) -> Iterator[Micro]:
+        skipped = 0
+        for micro in stream:
+            if skipped < self.skip:
+                skipped += micro.last
+                yield micro
+                continue
+            self._steps += micro.last
+            with self._watching():
+                yield micro
+
+    def _watching(self) -> AbstractContextManager[Any]:
+        if self._trainer.device.type == "cuda":
+            return self._told_by_cuda()
+        from drivetrain.modes import Calls
+
+        return Calls(self._count)
+
+    @contextlib.contextmanager
+    def _told_by_cuda(self) -> Iterator[None]:
+        shown = warnings.showwarning
+
+        def told(message: Any, *rest: Any, **more: Any) -> None:
+            if "synchronizing CUDA operation" in str(message):
+                self._count("waits for the device")
+            elif "Synchronization debug mode" not in str(message):  # torch's remark on the mode itself
+                shown(message, *rest, **more)
+
+        with warnings.catch_warnings():  # takes `told` back as well
+            warnings.filterwarnings("always", message=".*synchronizing CUDA operation")
+            warnings.showwarning = told
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                yield
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+    def _count(self, call: str) -> None:
+        place = self._place(sys._getframe(1))
+        if place is not None:
+            self.found[place, call] += 1
+
+    def _place(self, frame: FrameType | None) -> str | None:
+        """file:line of the innermost frame outside torch; None for a read on purpose."""
+        place = None
+        while frame is not None:
+            code = frame.f_code
+            if code is self._on_purpose:
+                return None
+            if code.co_name == "_get_value" and code.co_filename.endswith(_COUNTERS):
+                return None
+            if place is None and not code.co_filename.startswith(self._between):
+                place = f"{_short(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
+            frame = frame.f_back
+        return place or "a thread of torch's own"
+
+    def stop(self) -> list[str]:
+        if self._trainer is None:
+            return []
+        if not self._steps:
+            return [f"debug=sync watched no update: the run was over after debug.skip={self.skip}"]
+        if not self.found:
+            return [f"debug=sync: no hidden host synchronisation in {self._steps} updates"]
+        head = f"debug=sync: {len(self.found)} hidden host synchronisations in {self._steps} updates, the most frequent first"
+        return [head, *(f"  {place}: {call}, {n} times" for (place, call), n in self.found.most_common())]
+
+
+def _short(path: str) -> str:
+    """The path from here, where it lies below."""
+    return os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else path

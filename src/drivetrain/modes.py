@@ -1,0 +1,101 @@
+"""Modes that watch every call that torch is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Python's ways to read a tensor, which end in no operation, or in one that does not name them.
+READS = frozenset((
+    "item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__complex__", "__index__", "__array__",
+    "__repr__", "__format__", "__contains__",
+))  # fmt: skip
+# Operations whose result's shape, or whose Python value, depends on the data.
+WAITS = frozenset((
+    "_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal", "bincount",
+))  # fmt: skip
+MASKS = (torch.bool, torch.uint8)
+
+
+class Calls:
+    """Within the context, `found` is told the name of each call that would wait for the device."""
+
+    def __init__(self, found: Callable[[str], None]) -> None:
+        self._operations = _Operations(found)
+        self._reads = _Reads(found, self._operations)
+
+    def __enter__(self) -> None:
+        self._stack = ExitStack()
+        self._stack.enter_context(self._operations)
+        self._stack.enter_context(self._reads)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stack.close()
+
+
+class _Operations(TorchDispatchMode):
+    """What reaches the dispatcher, also from within torch's own functions and the backward."""
+
+    def __init__(self, found: Callable[[str], None]) -> None:
+        super().__init__()
+        self.found, self.named = found, False  # named: Python's call was told already
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        if not self.named:
+            if name in WAITS:
+                self.found(name)
+            elif name in ("index", "index_put_", "index_put") and any(i is not None and i.dtype in MASKS for i in args[1]):
+                self.found(f"{name} by a mask")
+            elif name == "repeat_interleave" and (kwargs or {}).get("output_size") is None:
+                self.found(name)
+        return func(*args, **(kwargs or {}))
+
+
+class _Reads(TorchFunctionMode):
+    """What Python calls on a tensor."""
+
+    def __init__(self, found: Callable[[str], None], operations: _Operations) -> None:
+        super().__init__()
+        self.found, self.operations = found, operations
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.backward:
+            with self:  # torch leaves the mode for a call, but in this one other Python is called
+                return _backward(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") not in READS:
+            return func(*args, **(kwargs or {}))
+        self.found(f"Tensor.{func.__name__}")
+        self.operations.named = True
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self.operations.named = False
+
+
+def _backward(
+    tensor: Any, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+) -> None:
+    """Tensor.backward, which would only ask for the mode again."""
+    torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
+
+
+class Narrow(TorchDispatchMode):
+    """Calls `found` at each operation whose result is a float narrower than float64."""
+
+    def __init__(self, found: Callable[[], None]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != torch.float64:
+                self.found()
+        return result

@@ -1,0 +1,125 @@
+"""torch's own optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from drivetrain.lazy import torch
+from drivetrain.optimizer.base import Form, Optimizer
+from drivetrain.spec import Momentum, NonNegative, Positive, Run
+
+
+@dataclass(kw_only=True, eq=False)
+class Builtin(Optimizer):
+    """The base of the options that are a class of torch.optim."""
+
+    torch_name: ClassVar[str]
+
+    def make(self, groups: list[dict[str, Any]], form: Form) -> torch.optim.Optimizer:
+        how = {"foreach": form == "foreach"} | ({"fused": form == "fused"} if self.fused_on else {})
+        return getattr(torch.optim, self.torch_name)(groups, lr=groups[0]["lr"], **how, **self.own())
+
+
+@dataclass(kw_only=True, eq=False)
+class Sgd(Builtin):
+    """Stochastic gradient descent with momentum (torch.optim.SGD)."""
+
+    torch_name = "SGD"
+    fused_on = ("cpu", "cuda")
+    lr: Positive = 0.1
+    weight_decay: NonNegative = 5e-4
+    momentum: Momentum = 0.9
+    nesterov: bool = True
+
+    def check(self, run: Run) -> Iterator[str]:
+        yield from super().check(run)
+        if self.nesterov and not self.momentum:
+            yield "optimizer.nesterov=true needs momentum: set optimizer.momentum above 0 or optimizer.nesterov=false"
+
+
+@dataclass(kw_only=True, eq=False)
+class Adam(Builtin):
+    """Adam with its decay in the gradient (Kingma & Ba 2015; torch.optim.Adam)."""
+
+    torch_name = "Adam"
+    fused_on = ("cpu", "cuda")
+    lr: Positive = 1e-3
+    weight_decay: NonNegative = 0.0
+    beta1: Momentum = 0.9
+    beta2: Momentum = 0.999
+    eps: Positive = 1e-8
+    amsgrad: bool = False
+
+
+@dataclass(kw_only=True, eq=False)
+class AdamW(Builtin):
+    """Adam with decoupled weight decay (Loshchilov & Hutter 2019; torch.optim.AdamW)."""
+
+    torch_name = "AdamW"
+    fused_on = ("cpu", "cuda")
+    lr: Positive = 1e-3
+    weight_decay: NonNegative = 0.01
+    beta1: Momentum = 0.9
+    beta2: Momentum = 0.999
+    eps: Positive = 1e-8
+
+
+@dataclass(kw_only=True, eq=False)
+class RmsProp(Builtin):
+    """Gradients over the root of their squares' moving average (Tieleman & Hinton 2012; torch.optim.RMSprop)."""
+
+    torch_name = "RMSprop"
+    lr: Positive = 1e-3
+    weight_decay: NonNegative = 0.0
+    alpha: Momentum = 0.99
+    eps: Positive = 1e-8
+    momentum: Momentum = 0.0
+    centered: bool = False
+
+
+@dataclass(kw_only=True, eq=False)
+class Adagrad(Builtin):
+    """Gradients over the root of the sum of all their squares (Duchi et al. 2011; torch.optim.Adagrad)."""
+
+    torch_name = "Adagrad"
+    fused_on = ("cpu", "cuda")
+    lr: Positive = 1e-2
+    weight_decay: NonNegative = 0.0
+    lr_decay: NonNegative = 0.0
+    initial_accumulator_value: NonNegative = 0.0
+    eps: Positive = 1e-10
+
+    def has_fused(self, device: str) -> bool:
+        return torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_adagrad_", device.upper())  # older: CPU alone
+
+
+@dataclass(kw_only=True, eq=False)
+class Adafactor(Builtin):
+    """Adam's second moment as rows × columns, in a fraction of the memory (Shazeer & Stern 2018; torch.optim.Adafactor).
+
+    The update is clipped at root mean square `d` and scaled by the parameter's own, at least `eps2`, and by
+    min(lr, 1/√t). The last two dimensions are factored: of a convolution that is its kernel, which saves little. torch's
+    code reads norms back to the host, one wait per parameter and step on a GPU.
+    """
+
+    torch_name = "Adafactor"
+    lr: Positive = 1e-2
+    weight_decay: NonNegative = 0.0
+    beta2_decay: float = -0.8
+    eps1: Positive | None = None
+    eps2: NonNegative = 1e-3
+    d: Positive = 1.0
+
+    def check(self, run: Run) -> Iterator[str]:
+        yield from super().check(run)
+        if self.beta2_decay > 0:
+            yield f"optimizer.beta2_decay={self.beta2_decay} must be ≤ 0: the second moment's memory is 1 - t^beta2_decay"
+        if self.d < 1:
+            yield f"optimizer.d={self.d} must be ≥ 1: it is the update's root mean square from which it is clipped"
+
+    def own(self) -> dict[str, Any]:
+        values = super().own()
+        eps = (values.pop("eps1"), values.pop("eps2"))
+        return {**values, "eps": eps}

@@ -1,0 +1,1 @@
+"""The optimizers that drivetrain ships; built through drivetrain.optimizer."""

@@ -1,0 +1,84 @@
+"""float8 training, by torchao."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal
+
+from drivetrain.errors import UserError
+from drivetrain.lazy import torch
+from drivetrain.precision import Bf16
+from drivetrain.spec import Count, Run, needs_extra
+
+
+class Fp8(Bf16):
+    """float8 matrix products in large Linear layers (torchao's float8 training), bfloat16 elsewhere.
+
+    Layers of fewer than `min_features` inputs or outputs stay: the casts would cost more than the product gains; so do those
+    that 16 does not divide. `scaling` is torchao's recipe, `emulate` computes the same on any device, slowly.
+    """
+
+    def __init__(
+        self,
+        scaling: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise",
+        min_features: Count = 128,
+        emulate: bool = False,
+    ) -> None:
+        self.scaling, self.min_features, self.emulate = scaling, min_features, emulate
+
+    def check(self, run: Run) -> Iterator[str]:
+        yield from needs_extra("torchao", "torchao", "precision=fp8")
+
+    def advise(self, run: Run) -> Iterator[str]:
+        if self.emulate:
+            yield "precision.emulate=true computes float8 products in float32: for trying out, slower than any other precision"
+        elif run.choices["compile"] == "none":
+            yield "precision=fp8 casts with kernels of their own that cost what it gains: compile=inductor fuses them"
+
+    def verify(self, run: Run) -> Iterator[str]:
+        needed = (8, 9) if self.scaling == "tensorwise" else (9, 0)
+        if not self.emulate and (run.runtime.kind() != "cuda" or torch.cuda.get_device_capability() < needed):
+            yield (
+                f"precision=fp8 needs a CUDA device of compute capability {needed[0]}.{needed[1]} or newer "
+                f"(precision.scaling={self.scaling}): set precision=bf16, or precision.emulate=true to try it out"
+            )
+
+    def convert(self, model: torch.nn.Module) -> torch.nn.Module:
+        noisy = logging.getLogger("torch.utils._pytree")  # torchao's import deprecates itself there
+        level = noisy.level
+        noisy.setLevel(logging.ERROR)
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        noisy.setLevel(level)
+        linears = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
+        chosen = [m for m in linears if self._suits(m)]
+        if not chosen:
+            sizes = ", ".join(sorted({f"{m.in_features}→{m.out_features}" for m in linears})) or "it has none"
+            raise UserError(
+                f"precision=fp8 finds no Linear layer to convert ({sizes}): it wants ≥ {self.min_features} inputs and outputs "
+                "(precision.min_features) that 16 divides; set precision=bf16"
+            )
+        # The backward's inner dimension is the batch, which 16 need not divide: padded.
+        config = dataclasses.replace(Float8LinearConfig.from_recipe_name(self.scaling), emulate=self.emulate, pad_inner_dim=True)
+        self.said.append(f"{len(chosen)} of {len(linears)} Linear layers compute in float8")
+        model = convert_to_float8_training(model, config=config, module_filter_fn=lambda m, _: self._suits(m))
+        if self._device.type != "cuda":  # torchao looks at CUDA's autocast alone
+            for layer in (m for m in model.modules() if isinstance(m, torch.nn.Linear) and self._suits(m)):
+                layer.register_forward_pre_hook(lambda _, args: (args[0].to(torch.bfloat16),))
+        return model
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        return self._evaluating() if torch.is_inference_mode_enabled() else super().autocast()
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """torchao's tensors do not know the composite operations that inference mode leaves whole."""
+        with torch.inference_mode(False), torch.no_grad(), super().autocast():
+            yield
+
+    def _suits(self, layer: torch.nn.Linear) -> bool:
+        sizes = layer.in_features, layer.out_features
+        return min(sizes) >= self.min_features and all(n % 16 == 0 for n in sizes)

@@ -1,0 +1,85 @@
+"""A schedule that listens to the evaluations, and so has state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from drivetrain.plan import Horizon
+from drivetrain.scheduler.base import Scheduler
+from drivetrain.spec import CountOrZero, Length, Momentum, NonNegative, Run, Share
+
+
+class Plateau(Scheduler):
+    """× `factor` when `metric` has not bettered for more than `patience` evaluations (torch's ReduceLROnPlateau)."""
+
+    remark = "it falls when evaluations stop getting better, which no drawing can know"
+
+    def __init__(
+        self,
+        metric: str = "loss",
+        mode: Literal["min", "max"] = "min",
+        factor: Momentum = 0.1,
+        patience: CountOrZero = 3,
+        threshold: NonNegative = 1e-4,
+        threshold_mode: Literal["rel", "abs"] = "rel",
+        cooldown: CountOrZero = 0,
+        final: Share = 0.0,
+        warmup: Length = 0.0,
+        warmup_start: Share = 0.0,
+    ) -> None:
+        super().__init__(warmup, warmup_start)
+        self.metric, self.mode, self.factor, self.patience = metric, mode, factor, patience
+        self.threshold, self.threshold_mode, self.cooldown, self.final = threshold, threshold_mode, cooldown, final
+        self._multiple = 1.0
+        self._best: float | None = None
+        self._bad = self._cooling = 0  # evaluations
+
+    def check(self, run: Run) -> Iterator[str]:
+        yield from super().check(run)
+        known = [*run.loss.metrics, *(f"ema_{m}" for m in run.loss.metrics if run.ema.active)]
+        if self.metric not in known:
+            yield f"scheduler.metric={self.metric} is not evaluated by {run.named('loss')}: set one of {', '.join(known)}"
+        best, better = run.loss.best
+        if self.metric.removeprefix("ema_") == best and self.mode != better.__name__:
+            name = better.__name__
+            yield f"scheduler.mode={self.mode}, but of {self.metric} the {name}imum is the best: set scheduler.mode={name}"
+
+    def advice(self, over: Horizon, run: Run) -> Iterator[str]:
+        yield from super().advice(over, run)
+        evaluations = math.ceil(over.epochs / run.values["evaluate_every"])
+        if evaluations < self.patience + 2:  # the first sets the mark
+            yield (
+                f"scheduler.patience={self.patience} and {evaluations} evaluations in all: the learning rate can hardly fall; "
+                "lower scheduler.patience or evaluate_every, or train longer"
+            )
+
+    def curve(self, since: int) -> float:
+        return self._multiple
+
+    def evaluated(self, metrics: dict[str, float]) -> None:
+        value = metrics[self.metric]
+        if self._better(value):
+            self._best, self._bad = value, 0
+        else:
+            self._bad += 1
+        if self._cooling:
+            self._cooling, self._bad = self._cooling - 1, 0
+        if self._bad > self.patience:
+            self._multiple = max(self.final, self._multiple * self.factor)
+            self._cooling, self._bad = self.cooldown, 0
+            self.step(self._update)  # the next update is already set
+
+    def _better(self, value: float) -> bool:
+        if self._best is None:
+            return value == value  # not NaN
+        margin = self.threshold * (1.0 if self.threshold_mode == "abs" else self._best)
+        return value < self._best - margin if self.mode == "min" else value > self._best + margin
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"multiple": self._multiple, "best": self._best, "bad": self._bad, "cooling": self._cooling}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._multiple, self._best = state["multiple"], state["best"]
+        self._bad, self._cooling = state["bad"], state["cooling"]

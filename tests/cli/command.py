@@ -1,0 +1,161 @@
+"""Run the command as a user does, in a process of its own, and read what it left."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import drivetrain
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+PACKAGE = Path(drivetrain.__file__).parents[1]  # whichever drivetrain pytest tests: checkout, copy or wheel
+TIMEOUT_S = 180
+DRIVETRAIN = ("-m", "drivetrain")
+SRC_TRAIN = ("-m", "src.train")
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "drivetrain")
+TINY = ("model=mlp", "model.hidden=[32]", "log_every=1")
+OWN = ("model=own", "trust=[my_nets]", "log_every=1")
+ADDED_BY_LAUNCHERS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "FORCE_COLOR", "DRIVETRAIN_TRACEBACK")
+
+
+@dataclass(frozen=True)
+class Done:
+    """A command that has ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def errors(self) -> list[str]:
+        """The lines that begin with "error:"."""
+        return [line for line in self.err.splitlines() if line.startswith("error:")]
+
+
+def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """This process's environment, without what a launcher added, with the drivetrain that is under test."""
+    env = {k: v for k, v in os.environ.items() if k not in ADDED_BY_LAUNCHERS}
+    extra = dict(extra or {})
+    paths = [extra.pop("PYTHONPATH", ""), str(PACKAGE), os.environ.get("PYTHONPATH", "")]
+    return {**env, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in paths if p), **extra}
+
+
+def start(*words: str, cwd: Path, how: Sequence[str] = DRIVETRAIN, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    """Start a command in a session of its own, so that all its processes can be ended together."""
+    return subprocess.Popen(
+        [sys.executable, *how, *words], cwd=cwd, env=environment(env), text=True, start_new_session=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def finish(process: subprocess.Popen[str]) -> Done:
+    """Wait for a command; one that hangs is killed with all its children, and the test fails."""
+    try:
+        out, err = process.communicate(timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        kill_all(process)
+        out, err = process.communicate()
+        raise AssertionError(f"hung: {process.args}\n{out}\n{err}") from None
+    return Done(process.returncode, out, err)
+
+
+def kill_all(process: subprocess.Popen[str]) -> None:
+    """SIGKILL to the command and to every process it started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def run(*words: str, cwd: Path, how: Sequence[str] = DRIVETRAIN, env: Mapping[str, str] | None = None) -> Done:
+    """A command to its end."""
+    return finish(start(*words, cwd=cwd, how=how, env=env))
+
+
+def train(*words: str, cwd: Path, how: Sequence[str] = DRIVETRAIN, env: Mapping[str, str] | None = None) -> Done:
+    """`drivetrain train -q …` to its end."""
+    return run("train", "-q", *words, cwd=cwd, how=how, env=env)
+
+
+@contextmanager
+def at_the_gate(place: Path, at: str, *words: str, ranks: int = 1) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """A run of my_nets.Gated that waits, all its ranks at the gate; (process, the file that lets it go on)."""
+    gate = empty(place.with_name(f"{place.name}-gate"))
+    process = start("train", "-q", *words, cwd=place, env={"GATE": str(gate), "GATE_AT": at})
+    deadline = time.monotonic() + TIMEOUT_S
+    while len(list(gate.glob("arrived-*"))) < ranks:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "never came to the gate"
+        time.sleep(0.02)
+    try:
+        yield process, gate / "go"
+    finally:
+        kill_all(process)
+        process.communicate()
+
+
+def empty(place: Path) -> Path:
+    """A new empty directory."""
+    place.mkdir(parents=True)
+    return place
+
+
+def with_own_nets(place: Path) -> Path:
+    """A new directory that holds the user's my_nets.py alone."""
+    shutil.copy(HERE / "my_nets.py", empty(place))
+    return place
+
+
+def runs(root: Path) -> list[Path]:
+    """The run directories below an output_dir, sweeps' jobs too, by their results."""
+    return sorted(path.parent for path in root.rglob("config.yaml"))
+
+
+def only_run(root: Path) -> Path:
+    """The one run below an output_dir."""
+    (found,) = runs(root)
+    return found
+
+
+def strict_json(text: str) -> Any:
+    """JSON as the standard has it: NaN and Infinity are none."""
+
+    def refuse(word: str) -> None:
+        raise ValueError(f"{word} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def result(run_dir: Path) -> dict[str, Any]:
+    """A run's result.json."""
+    return json.loads((run_dir / "result.json").read_text())
+
+
+def records(run_dir: Path, event: str) -> list[dict[str, Any]]:
+    """A run's metrics.jsonl: its "train" or its "evaluate" lines."""
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [record for record in lines if record["event"] == event]
+
+
+def losses(run_dir: Path) -> list[tuple[Any, ...]]:
+    """What training came to at each logged update, without what depends on the clock."""
+    return [tuple(r[k] for k in ("update", "epoch", "loss", "lr", "samples", "skipped")) for r in records(run_dir, "train")]
+
+
+def checkpoints(run_dir: Path) -> list[Path]:
+    """The saved states, oldest first."""
+    return sorted((run_dir / "checkpoints").glob("[0-9]*"), key=lambda path: int(path.name))
+
+
+def weights(run_dir: Path) -> bytes:
+    """The newest saved weights, byte for byte."""
+    return (checkpoints(run_dir)[-1] / "model.safetensors").read_bytes()

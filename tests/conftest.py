@@ -1,0 +1,114 @@
+"""What every test starts from: a directory of its own, one thread, and runs of a second."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the workers of xdist and the ranks share the cores already
+
+TINY = [
+    "data=synthetic", "data.shape=[3,8,8]", "data.classes=4", "data.samples=48", "data.test_samples=20",
+    "model=mlp", "optimizer=sgd", "optimizer.lr=0.05", "scheduler=constant", "batch.global_batch=12",
+    "log_every=1", "updates=2",
+]  # fmt: skip
+
+
+class Sink(list[dict[str, Any]]):
+    """A logger that keeps its records."""
+
+    def log(self, record: dict[str, Any]) -> None:
+        self.append(record)
+
+
+@pytest.fixture(autouse=True)
+def _own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Runs land in the test's directory; torch's switches are put back."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    torch = sys.modules.get("torch")
+    if torch is not None:  # only where the test has loaded it
+        torch.set_default_dtype(torch.float32)
+        torch.autograd.set_detect_anomaly(False)
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def tiny() -> Callable[..., list[str]]:
+    """The words of a tiny run and the given ones. A group that is given another option loses its tiny values."""
+
+    def words(*given: str) -> list[str]:
+        chosen = {w.partition("=")[0] for w in given}
+        kept = [w for w in TINY if w.startswith("batch.") or w.partition("=")[0].partition(".")[0] not in chosen]
+        return [*kept, *given]
+
+    return words
+
+
+@pytest.fixture
+def train(tiny: Callable[..., list[str]]) -> Callable[..., Any]:
+    """Train a tiny run with these words to its end; its result."""
+    import drivetrain
+
+    return lambda *words: drivetrain.train(tiny(*words))
+
+
+@pytest.fixture
+def make(tiny: Callable[..., list[str]], tmp_path: Path) -> Callable[..., Any]:
+    """The trainer of a tiny run with these words, built and not started; its one sink keeps the records."""
+    from drivetrain import build, check, launch
+    from drivetrain.plan import World
+
+    def built(*words: str, world: World | None = None, run_dir: Path = tmp_path / "run") -> Any:
+        job = launch.prepare(tiny(*words))
+        check.verify(job.run)
+        return build.build(job.run, world or World(), run_dir, [Sink()])
+
+    return built
+
+
+@pytest.fixture
+def problems(tiny: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    """What a tiny run with these words is refused for; it must be refused."""
+    from drivetrain import check, launch
+    from drivetrain.errors import UserError
+
+    def told(*words: str) -> list[str]:
+        with pytest.raises(UserError) as refused:
+            check.verify(launch.prepare(tiny(*words)).run)
+        return refused.value.problems
+
+    return told
+
+
+@pytest.fixture
+def each_update() -> Callable[..., list[Any]]:
+    """`each_update(trainer, look)`: what `look()` gives at the end of each update, its gradients still there."""
+
+    def watch(trainer: Any, look: Callable[[], Any]) -> list[Any]:
+        seen: list[Any] = []
+        forget = trainer.zero_grad
+
+        def zero_grad() -> None:
+            seen.append(look())
+            forget()
+
+        trainer.zero_grad = zero_grad
+        return seen
+
+    return watch
+
+
+@pytest.fixture
+def float64() -> None:
+    """Models and synthetic data in double precision: equal means equal to 1e-12."""
+    import torch
+
+    torch.set_default_dtype(torch.float64)

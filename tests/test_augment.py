@@ -1,0 +1,92 @@
+"""Augmentation belongs to the sample and the epoch, and does what it says."""
+
+import pytest
+import torch
+
+from drivetrain.augment import FlipCrop, batch_crop, batch_flip
+
+IMAGES = torch.arange(2 * 3 * 5 * 6).view(2, 3, 5, 6)
+
+
+def test_flip_mirrors_the_chosen_images_alone():
+    out = batch_flip(IMAGES, torch.tensor([True, False]))
+    assert torch.equal(out[0], IMAGES[0].flip(-1))
+    assert torch.equal(out[1], IMAGES[1])
+
+
+@pytest.mark.parametrize("pad", [1, 2, 4])
+def test_crop_equals_torchs_reflected_padding_cut_out(pad):
+    padded = torch.nn.functional.pad(IMAGES.float(), (pad,) * 4, mode="reflect").long()
+    for dy in range(2 * pad + 1):
+        for dx in range(2 * pad + 1):
+            out = batch_crop(IMAGES, torch.tensor([dy, 0]), torch.tensor([dx, 2 * pad]), pad)
+            assert torch.equal(out[0], padded[0, :, dy : dy + 5, dx : dx + 6])
+            assert torch.equal(out[1], padded[1, :, :5, 2 * pad :])
+
+
+def test_a_samples_draw_does_not_depend_on_its_batch():
+    images = torch.randn(20, 3, 8, 8)
+    indices = torch.randperm(1000)[:20]
+    augment = FlipCrop()
+    whole = augment(images, 0, 3, indices)
+    order = torch.randperm(20)
+    assert torch.equal(augment(images[order], 0, 3, indices[order]), whole[order])
+    assert torch.equal(augment(images[7:8], 0, 3, indices[7:8]), whole[7:8])
+    assert not torch.equal(whole, images)
+
+
+@pytest.mark.parametrize("other", [(1, 3), (0, 4)], ids=["seed", "epoch"])
+def test_seed_and_epoch_change_the_draw(other):
+    images, indices = torch.randn(20, 3, 8, 8), torch.arange(20)
+    assert not torch.equal(FlipCrop()(images, 0, 3, indices), FlipCrop()(images, *other, indices))
+
+
+def test_shifts_and_flips_are_uniform():
+    n = 20_000
+    ramp = torch.arange(64.0).view(1, 1, 8, 8).expand(n, 1, 8, 8)
+    flipped = FlipCrop(flip=0.3, pad=0)(ramp, 0, 0, torch.arange(n))[:, 0, 0, 0] == 7
+    assert flipped.float().mean().item() == pytest.approx(0.3, abs=0.02)
+    shifted = FlipCrop(flip=0.0, pad=2)(ramp, 0, 0, torch.arange(n))[:, 0, 4, 4]
+    places, counts = shifted.unique(return_counts=True)
+    assert len(places) == 25
+    assert counts.min() > 0.8 * n / 25
+    assert counts.max() < 1.2 * n / 25
+
+
+def test_uint8_stays_uint8_and_the_input_is_not_written():
+    images = torch.randint(255, (4, 3, 8, 8), dtype=torch.uint8)
+    before = images.clone()
+    out = FlipCrop()(images, 0, 0, torch.arange(4))
+    assert out.dtype == torch.uint8
+    assert out.shape == images.shape
+    assert torch.equal(images, before)
+
+
+def test_training_is_augmented_and_evaluation_is_not(make):
+    trainer = make("augment=[flip_crop]")
+    assert len(trainer.train_data.steps) == 1
+    assert trainer.test_data.steps == ()
+    indices = torch.arange(6)
+    raw, _ = trainer.train_data.source.fetch(indices)
+    x, _ = trainer.train_data(0, indices)
+    assert not torch.equal(x, raw)
+    assert torch.equal(x, FlipCrop()(raw, 0, 0, indices))
+    assert torch.equal(trainer.test_data(0, indices)[0], trainer.test_data.source.fetch(indices)[0])
+
+
+def test_none_is_nothing(make):
+    assert make("augment=[none]").train_data.steps == make().train_data.steps == ()
+
+
+def test_what_cannot_be_is_refused(problems):
+    assert any("augment.flip_crop.flip=1.5" in p for p in problems("augment=[flip_crop]", "augment.flip_crop.flip=1.5"))
+    nothing = problems("augment=[flip_crop]", "augment.flip_crop.flip=0", "augment.flip_crop.pad=0")
+    assert any("does nothing" in p for p in nothing)
+    assert any("needs images larger" in p for p in problems("augment=[flip_crop]", "augment.flip_crop.pad=8"))
+
+
+def test_mirrored_digits_are_advised_against(tiny):
+    from drivetrain import launch
+
+    assert any("mirrors digits" in line for line in launch.prepare(tiny("data=digits", "augment=[flip_crop]")).said)
+    assert not launch.prepare(tiny("augment=[flip_crop]")).said

@@ -1,0 +1,126 @@
+"""Which samples make which update, and that splitting an update does not change it."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from drivetrain import rng
+from drivetrain.batch import Accumulate, Batch
+from drivetrain.plan import Request, World
+
+WORLDS = (1, 2, 3)
+
+
+def requests(batch: Batch, samples: int, size: int, drop_last: bool, **more: int) -> list[list[Request]]:
+    """The requests of one epoch, a list for each rank."""
+    return [list(batch.requests(samples, 0, 0, World(rank, size), drop_last, **more)) for rank in range(size)]
+
+
+def by_update(mine: list[Request]) -> list[list[Request]]:
+    """One rank's requests as a list for each update."""
+    ends = [0, *(i for i, request in enumerate(mine, 1) if request.last)]
+    return [mine[a:b] for a, b in itertools.pairwise(ends)]
+
+
+@pytest.mark.parametrize("size", WORLDS)
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("samples", [60, 61, 65, 71], ids=["no tail", "tail of 1", "tail of 5", "tail of 11"])
+def test_ranks_and_micro_batches_split_each_update_and_cover_it(size, steps, samples):
+    batch = Accumulate(global_batch=12, steps=steps)
+    ranks = [by_update(mine) for mine in requests(batch, samples, size, drop_last=False)]
+    order = rng.permutation(0, 0, samples)
+    assert {len(updates) for updates in ranks} == {math.ceil(samples / 12)}
+    for u, updates in enumerate(zip(*ranks, strict=True)):
+        real = [micro for mine in updates for micro in mine if micro.weight]
+        read = torch.cat([micro.indices for micro in real]).tolist()
+        assert sorted(read) == sorted(order[12 * u : 12 * u + 12].tolist())  # each sample once: disjoint and covering
+        # A micro-batch weighs by its samples; DDP averages over the ranks, hence × size.
+        for micro in real:
+            assert float(micro.weight) == pytest.approx(len(micro.indices) * size / len(read), rel=1e-6)
+            assert len(micro.indices) <= 12 // (steps * size)
+
+
+@pytest.mark.parametrize("size", WORLDS)
+def test_a_rank_without_a_share_of_the_tail_joins_in_with_weight_zero(size):
+    ranks = requests(Batch(global_batch=12), 13, size, drop_last=False)
+    tails = [mine[-1] for mine in ranks]
+    assert [float(tail.weight) for tail in tails] == [float(size), *[0.0] * (size - 1)]
+    assert all(len(tail.indices) == 1 and tail.last and tail.epoch_end for tail in tails)
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_only_the_last_micro_batch_ends_the_epoch(drop_last):
+    for mine in requests(Accumulate(global_batch=12, steps=2), 53, 2, drop_last):
+        assert [request.epoch_end for request in mine] == [False] * (len(mine) - 1) + [True]
+        assert mine[-1].last
+
+
+def test_the_tail_is_left_out_where_asked_for():
+    (mine,) = requests(Batch(global_batch=12), 53, 1, drop_last=True)
+    assert [len(request.indices) for request in mine] == [12] * 4
+
+
+@pytest.mark.parametrize("size", WORLDS)
+@pytest.mark.parametrize("k", [0, 1, 4, 5])
+def test_going_on_at_update_k_gives_what_the_whole_epoch_gives_from_there(size, k):
+    batch = Accumulate(global_batch=12, steps=2)
+    whole = requests(batch, 53, size, drop_last=False)
+    rest = requests(batch, 53, size, drop_last=False, skip=k)
+
+    def plain(mine: list[Request]) -> list[tuple]:
+        return [(r.epoch, r.indices.tolist(), float(r.weight), r.last, r.epoch_end) for r in mine]
+
+    expected = [plain([r for update in by_update(mine)[k:] for r in update]) for mine in whole]
+    assert [plain(mine) for mine in rest] == expected
+    assert bool(expected[0]) == (k < 5)  # five updates: the last k leaves nothing
+
+
+def test_epochs_and_seeds_have_orders_of_their_own():
+    def first(seed: int, epoch: int) -> list[int]:
+        return next(iter(Batch(global_batch=12).requests(60, seed, epoch, World(), True))).indices.tolist()
+
+    assert len({tuple(first(*key)) for key in ((0, 0), (0, 1), (1, 0))}) == 3
+    assert first(0, 0) == first(0, 0)
+
+
+@pytest.mark.parametrize("tail", [0, 1, 5], ids=lambda n: f"tail of {n}")
+def test_accumulation_equals_one_big_batch(float64, make, tail):
+    length = [f"data.samples={48 + tail}", "data.drop_last=false", "epochs=2", "updates=null"]
+    whole, parts = make(*length), make(*length, "batch=accumulate", "batch.steps=3")
+    start = [p.clone() for p in whole.model.parameters()]
+    forwards = {}
+    for name, trainer in (("whole", whole), ("parts", parts)):
+        trainer.model.register_forward_hook(lambda m, *_, name=name: forwards.update({name: forwards.get(name, 0) + m.training}))
+        trainer.fit()
+    updates = 8 + 2 * bool(tail)
+    assert whole.progress.updates == parts.progress.updates == updates
+    assert forwards == {"whole": updates, "parts": 24 + 2 * math.ceil(tail / 4)}
+    losses = [[r["loss"] for r in t.sinks[0] if r["event"] == "train"] for t in (whole, parts)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-12)
+    for begun, a, b in zip(start, whole.model.parameters(), parts.model.parameters(), strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-11, atol=1e-14)
+        assert not torch.equal(a, begun)
+
+
+def test_a_global_batch_that_does_not_divide_is_refused_with_the_nearest_that_do(problems):
+    (problem,) = problems("batch=accumulate", "batch.steps=5")
+    assert problem.startswith("batch.global_batch=12 does not divide")
+    assert "set batch.global_batch to 10 or 15" in problem
+    (problem,) = problems("parallel=ddp", "parallel.nproc=24")
+    assert "set batch.global_batch to 24" in problem
+
+
+@pytest.mark.parametrize(
+    ("rule", "factor"), [("none", 1.0), ("linear", 4.0), ("sqrt", 2.0)], ids=lambda v: v if isinstance(v, str) else ""
+)
+def test_the_learning_rate_follows_the_batch(make, rule, factor):
+    for split in ([], ["batch=accumulate", "batch.steps=3"]):
+        trainer = make(f"batch.lr_scaling={rule}", "batch.base_batch=3", "optimizer.lr=0.01", *split)
+        assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * factor)
+
+
+@pytest.mark.parametrize("word", ["batch.global_batch=0", "batch.global_batch=1.5", "batch.lr_scaling=cubic", "batch.steps=0"])
+def test_the_batch_words_are_counts_and_choices(problems, word):
+    assert any(p.startswith(word) for p in problems("batch=accumulate", word))

@@ -1,0 +1,187 @@
+"""What every option of every group owes: found in conf/, so that a new one is tested by being there."""
+
+import importlib
+import inspect
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+import drivetrain
+from drivetrain import check, launch, manifest
+from drivetrain.compose import LISTS, compose, options
+from drivetrain.errors import UserError
+from drivetrain.paths import conf_dir
+
+OPTIONS = [(group, name) for group, names in options().items() for name in names]
+FILES = {(group, name): conf_dir() / group / f"{name}.yaml" for group, name in OPTIONS}
+
+# What options want beside them to be of use, for a whole group or for one option: a new technique's row goes here.
+RESNET = ["model=resnet9", "model.width=8", "model.bias=true"]
+BESIDE = {
+    "surgery": RESNET,
+    "loader": ["data=digits"],
+    "augment": ["model=resnet9", "model.width=4"],
+    ("model", "resnet9"): ["model.width=8"],
+    ("model", "timm"): ["model.name=resnet10t", "data.shape=[3,32,32]"],
+    ("model", "own"): ["model.target=outside.Net", "trust=[outside]"],
+    ("data", "imagefolder"): ["data.root=images", "data.size=8", "data.holdout=0.3"],
+    ("data", "digits"): ["model=resnet9", "model.width=4"],
+    ("batch", "auto"): ["batch.memory_gb=64"],
+}
+# Options that this machine may lack something for. They must say what; any other refusal is a failure.
+LACKING = ("needs the package", "needs a CUDA device")
+SLOW = {("compile", "inductor")}
+
+NET = '''
+"""Somebody's own network."""
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self, shape, classes):
+        super().__init__()
+        self.only = torch.nn.Linear(shape[0] * shape[1] * shape[2], classes)
+
+    def forward(self, x):
+        return self.only(x.flatten(1))
+'''
+
+
+def word(group: str, option: str) -> str:
+    return f"{group}=[{option}]" if group in LISTS else f"{group}={option}"
+
+
+def ids(pairs) -> list[str]:
+    return [word(*pair) for pair in pairs]
+
+
+@pytest.fixture
+def outside(tmp_path, monkeypatch):
+    """What lies outside of drivetrain: images, and a class of one's own."""
+    (tmp_path / "outside.py").write_text(NET)
+    monkeypatch.syspath_prepend(tmp_path)
+    for label, name in enumerate(("cat", "dog")):
+        folder = tmp_path / "images" / name
+        folder.mkdir(parents=True)
+        for i in range(25):
+            Image.new("RGB", (12, 10), (100 * label, 5 * i, 50)).save(folder / f"{i}.png")
+
+
+@pytest.mark.parametrize(
+    ("group", "option"),
+    [pytest.param(*pair, marks=[pytest.mark.slow] if pair in SLOW else [], id=word(*pair)) for pair in OPTIONS],
+)
+def test_it_composes_builds_trains_saves_and_goes_on(tiny, outside, group, option):
+    words = tiny(*BESIDE.get(group, []), word(group, option), *BESIDE.get((group, option), []))
+    refusal: list[str] = []
+    try:
+        first = drivetrain.train(words)
+    except UserError as error:
+        refusal = error.problems
+    if refusal:
+        assert all(f"{group}={option}" in problem for problem in refusal), refusal
+        assert all(any(lack in problem for lack in LACKING) for problem in refusal), refusal
+        return
+    assert (first.status, first.updates) == ("completed", 2), first.error
+    run_dir = Path(first.run_dir)
+    assert first.metrics["final"]["loss"] > 0
+    saved = run_dir / "checkpoints" / "2"
+    assert (manifest.verify(saved) is None) if (group, option) != ("saving", "none") else not saved.exists()
+
+    again = drivetrain.train([f"resume={run_dir}", "updates=3"])
+    assert (again.status, again.updates) == ("completed", 3), again.error
+    assert again.run_dir.resolve() == run_dir.resolve()
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [r["update"] for r in records if r["event"] == "train"] == [1, 2, 3]
+    if saved.exists():
+        before, after = (p / "model.safetensors" for p in (saved, run_dir / "checkpoints" / "3"))
+        assert before.read_bytes() != after.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["data=imagefolder"], "data=imagefolder needs data.root"),
+        (["data=imagefolder", "data.root=/nowhere"], "data.root=/nowhere"),
+        (["model=own"], "model=own needs model.target"),
+        (["model=own", "model.target=outside.Net"], "trust=[outside]"),
+    ],
+)
+def test_an_option_without_what_it_needs_is_refused(problems, outside, words, says):
+    assert any(says in problem for problem in problems(*words))
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS, ids=ids(OPTIONS))
+def test_its_yaml_is_its_constructors_signature(group, option):
+    text = FILES[group, option].read_text()
+    config = compose([word(group, option)]).plain
+    section = config[group][option] if group in LISTS else config[group]
+    target = section.pop("_target_")
+    module, _, name = target.rpartition(".")
+    assert module.startswith("drivetrain.")
+    cls = getattr(importlib.import_module(module), name)
+    assert issubclass(cls, drivetrain.spec.Part)
+    assert set(section) == set(inspect.signature(cls).parameters)
+    assert list(check._knobs(group, cls, section)) == []  # the YAML's own values pass its checks
+    hints = inspect.get_annotations(cls.__init__) if section else {}
+    assert all(knob in hints for knob in section), f"a knob of {target} has no type: {text}"
+
+
+def test_the_checks_of_knobs_do_find_what_is_wrong():
+    """The contract above trusts them."""
+    from drivetrain.clip import Norm
+
+    assert len(list(check._knobs("clip", Norm, {"max_norm": -1.0, "norm_type": "two", "extra": 1}))) == 3
+
+
+# Names that say it all wherever they stand.
+OBVIOUS = {
+    "lr", "momentum", "nesterov", "weight_decay", "beta1", "beta2", "eps", "classes", "samples", "test_samples", "shape",
+    "drop_last", "updates", "eval_batches", "check_nan", "max_norm", "norm_type", "seed",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS, ids=ids(OPTIONS))
+def test_its_yaml_says_what_it_buys_and_what_each_knob_does(group, option):
+    lines = FILES[group, option].read_text().splitlines()
+    comments = [line for line in lines if line.startswith("#") and not line.startswith("# @package")]
+    assert lines[0].startswith("#")
+    assert comments
+    assert len(comments[0]) > 12
+    siblings = "\n".join(path.read_text() for (g, _), path in FILES.items() if g == group)
+    for line in lines:
+        knob, colon, rest = line.partition(":")
+        if not colon or line.startswith(("#", " ", "_target_")) or knob in OBVIOUS:
+            continue
+        elsewhere = [s for s in siblings.splitlines() if s.startswith(f"{knob}:") and "#" in s]
+        assert "#" in rest or elsewhere, f"{group}={option}: {knob} has no comment"
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS, ids=ids(OPTIONS))
+def test_its_targets_are_drivetrains_own(group, option):
+    text = FILES[group, option].read_text()
+    targets = [line.partition(":")[2].strip() for line in text.splitlines() if "_target_" in line]
+    assert len(targets) == 1
+    assert targets[0].startswith("drivetrain.")
+    assert targets[0] in check.shipped_targets()
+
+
+def test_every_group_has_its_off_switch_or_a_default():
+    groups = options()
+    assert set(groups) >= {
+        "precision", "optimizer", "scheduler", "loader", "parallel", "checkpointing", "batch", "compile", "surgery", "clip",
+        "ema", "model", "data", "augment", "debug", "saving", "logger", "runtime",
+    }  # fmt: skip
+    defaults = compose([]).choices
+    assert set(defaults) == set(groups)
+    for group, chosen in defaults.items():
+        assert set(chosen if isinstance(chosen, list) else [chosen]) <= set(groups[group])
+    names = {name for options_ in groups.values() for name in options_}
+    assert not names & {"on", "off", "yes", "no", "true", "false", "null", "y", "n"}  # YAML reads those as something else
+
+
+def test_the_defaults_are_a_good_run(tmp_path):
+    job = launch.prepare([])
+    assert not job.said
+    check.verify(job.run)

@@ -1,0 +1,227 @@
+"""What is trained on: real digits, made-up tensors, folders of images."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from drivetrain import rng
+from drivetrain.data import Digits, ImageFolder, Normalize, Synthetic, decode
+from drivetrain.errors import DataError, UserError
+
+CPU = torch.device("cpu")
+COLOURS = {"cat": (200, 0, 0), "dog": (0, 200, 0), "eel": (0, 0, 200)}
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Callable[..., Path]:
+    """Folders of small one-coloured images: `images("train", 5)` writes five for each class."""
+
+    def write(where: str = "", each: int = 12, names=tuple(COLOURS)) -> Path:
+        for name in names:
+            folder = tmp_path / "images" / where / name
+            folder.mkdir(parents=True, exist_ok=True)
+            for i in range(each):
+                Image.new("RGB", (20 + i, 16), COLOURS.get(name, (9, 9, 9))).save(folder / f"{i}.png")
+        return tmp_path / "images"
+
+    return write
+
+
+# --- digits ---
+
+
+def test_the_digits_are_scikit_learns():
+    from sklearn.datasets import load_digits
+
+    splits = Digits().load(CPU)
+    x = torch.cat([splits.test.x, splits.train.x])
+    y = torch.cat([splits.test.y, splits.train.y])
+    order = rng.permutation(0, 0, 1797)
+    images, labels = load_digits(return_X_y=True)
+    assert np.array_equal(x.view(1797, 64).numpy(), images[order].astype(np.uint8))
+    assert np.array_equal(y.numpy(), labels[order])
+    assert (splits.shape, splits.classes) == ((1, 8, 8), 10)
+
+
+def test_the_split_is_the_same_in_every_run_and_shares_nothing():
+    first, second = Digits().load(CPU), Digits().load(CPU)
+    assert torch.equal(first.test.x, second.test.x)
+    assert (len(first.train), len(first.test)) == (1438, 359)
+    assert len(Digits(holdout=0.5).load(CPU).test) == 898
+    assert set(first.test.y.tolist()) == set(range(10))
+
+
+def test_the_seed_does_not_move_the_split(make):
+    a, b = make("data=digits", "runtime.seed=0"), make("data=digits", "runtime.seed=1")
+    assert torch.equal(a.test_data.source.x, b.test_data.source.x)
+
+
+def test_inputs_have_mean_0_and_deviation_1_measured_on_the_training_set():
+    splits = Digits().load(CPU)
+    x = splits.normalize(splits.train.x)
+    assert x.dtype == torch.float32
+    assert x.mean().item() == pytest.approx(0, abs=1e-5)
+    assert x.std().item() == pytest.approx(1, abs=1e-5)
+    raw = Digits(normalize=False).load(CPU)
+    assert torch.equal(raw.normalize(raw.train.x), raw.train.x.float())
+
+
+def test_normalising_is_per_channel_and_does_not_write_its_input():
+    x = torch.randint(255, (4, 3, 5, 5), dtype=torch.uint8)
+    for kept in (x, x.float()):
+        before = kept.clone()
+        out = Normalize([1.0, 2.0, 3.0], [2.0, 4.0, 5.0])(kept)
+        expected = (before.double() - torch.tensor([1, 2, 3]).view(3, 1, 1)) / torch.tensor([2, 4, 5]).view(3, 1, 1)
+        torch.testing.assert_close(out.double(), expected, rtol=1e-6, atol=1e-6)
+        assert torch.equal(kept, before)
+
+
+# --- synthetic ---
+
+
+def test_synthetic_inputs_are_what_was_asked_for_and_the_same_every_time():
+    splits = Synthetic(shape=[2, 5], classes=3, samples=7, test_samples=4).load(CPU)
+    x, y = splits.train.fetch(torch.tensor([6, 0, 6]))
+    assert x.shape == (3, 2, 5)
+    assert torch.equal(x[0], x[2])
+    assert set(y.tolist()) <= {0, 1, 2}
+    assert (len(splits.train), len(splits.test), splits.classes, splits.normalize) == (7, 4, 3, None)
+    again = Synthetic(shape=[2, 5], classes=3, samples=7, test_samples=4).load(CPU)
+    assert torch.equal(again.train.x, splits.train.x)
+    assert not torch.equal(splits.test.x[:4], splits.train.x[:4])
+
+
+@pytest.mark.parametrize("word", ["data.shape=3", "data.shape=[3,0]", "data.classes=0", "data.samples=0", "data.test_samples=-1"])
+def test_synthetic_knobs_are_checked(problems, word):
+    assert any("data." in p for p in problems(word))
+
+
+# --- image folders ---
+
+
+def test_a_folder_per_class_gives_rgb_images_and_sorted_classes(images):
+    splits = ImageFolder(root=str(images()), size=8, holdout=0.3).load(CPU)
+    x, y = splits.train.fetch(torch.arange(len(splits.train)))
+    assert (x.dtype, x.shape[1:], splits.classes, splits.shape) == (torch.uint8, (3, 8, 8), 3, (3, 8, 8))
+    for label, colour in enumerate(COLOURS.values()):
+        assert (x[y == label].float().mean((0, 2, 3)).round().tolist()) == list(map(float, colour))
+
+
+def test_the_held_out_files_are_chosen_by_name_and_stay_when_others_come(images):
+    def held_out(root: Path) -> set[Path]:
+        splits = ImageFolder(root=str(root), size=8, holdout=0.3).load(CPU)
+        train, test = ({path for path, _ in s.files} for s in (splits.train, splits.test))
+        assert not train & test
+        assert len(train | test) == len(list(root.rglob("*.png")))
+        return test
+
+    few = held_out(images(each=12))
+    more = held_out(images(each=30))
+    assert few
+    assert few == {p for p in more if int(p.stem) < 12}
+    assert 0.15 < len(more) / 90 < 0.45
+
+
+def test_train_and_val_folders_are_taken_as_they_are(images):
+    images("train", 5)
+    splits = ImageFolder(root=str(images("val", 2, ("cat", "eel"))), size=8).load(CPU)
+    assert (len(splits.train), len(splits.test), splits.classes) == (15, 4, 3)
+    assert sorted(label for _, label in splits.test.files) == [0, 0, 2, 2]  # the training folders' numbers
+
+
+def test_a_class_that_training_has_not_is_refused(images):
+    images("train", 3, ("cat", "dog"))
+    with pytest.raises(UserError, match=r"has classes that .*train has not: wolf"):
+        ImageFolder(root=str(images("val", 1, ("cat", "wolf"))), size=8).load(CPU)
+
+
+def test_an_empty_class_and_a_folder_without_classes_are_refused(images, tmp_path):
+    root = images()
+    (root / "fox").mkdir()
+    with pytest.raises(UserError, match=r"no image in .*fox"):
+        ImageFolder(root=str(root), size=8).load(CPU)
+    (tmp_path / "flat").mkdir()
+    with pytest.raises(UserError, match="holds no class folders"):
+        ImageFolder(root=str(tmp_path / "flat"), size=8).load(CPU)
+
+
+@pytest.mark.parametrize("how", ["truncated", "text"])
+def test_a_broken_file_is_named_before_training(images, how):
+    root = images()
+    broken = root / "dog" / "3.png"
+    broken.write_bytes(broken.read_bytes()[:40] if how == "truncated" else b"not an image")
+    with pytest.raises(DataError, match=r"dog.3\.png cannot be read as an image"):
+        ImageFolder(root=str(root), size=8).load(CPU)
+    splits = ImageFolder(root=str(root), size=8, verify=0).load(CPU)  # found when it is reached
+    source = next(s for s in (splits.train, splits.test) if broken in [path for path, _ in s.files])
+    with pytest.raises(DataError, match=r"dog.3\.png"):
+        source.fetch(torch.arange(len(source)))
+
+
+def test_a_small_file_that_decodes_to_gigabytes_is_refused(tmp_path):
+    Image.new("1", (4000, 4000)).save(tmp_path / "bomb.png")
+    with pytest.raises(DataError, match=r"bomb\.png has 4000×4000 pixels, over data\.max_pixels=1000000"):
+        decode(tmp_path / "bomb.png", 8, 1_000_000)
+
+
+@pytest.mark.parametrize("mode", ["L", "RGBA", "P", "1", "CMYK", "I;16"])
+def test_every_kind_of_image_comes_out_as_rgb(tmp_path, mode):
+    path = tmp_path / ("image.tif" if mode in ("CMYK", "I;16") else "image.png")
+    Image.new(mode, (30, 20)).save(path)
+    out = decode(path, 8, 10**6)
+    assert (out.shape, out.dtype) == ((3, 8, 8), torch.uint8)
+
+
+def test_images_stand_upright(tmp_path):
+    """EXIF orientation 6: the camera was turned, so the stored left edge is the top."""
+    image = Image.new("RGB", (16, 16), (0, 0, 0))
+    image.paste((255, 255, 255), (0, 0, 8, 16))
+    exif = image.getexif()
+    exif[0x0112] = 6
+    image.save(tmp_path / "turned.png", exif=exif)
+    out = decode(tmp_path / "turned.png", 16, 10**6).float()
+    assert out[:, :8].mean() > 250
+    assert out[:, 8:].mean() < 5
+
+
+def test_the_shorter_side_is_resized_and_the_centre_kept(tmp_path):
+    image = Image.new("RGB", (64, 16), (255, 0, 0))
+    image.paste((0, 255, 0), (24, 0, 40, 16))
+    image.save(tmp_path / "wide.png")
+    out = decode(tmp_path / "wide.png", 16, 10**6)
+    assert out[1].min() > 250
+    assert out[0].max() < 5
+
+
+def test_measured_normalising_is_measured_on_the_training_images(images):
+    splits = ImageFolder(root=str(images()), size=8, normalize="measured", holdout=0.3).load(CPU)
+    x = splits.normalize(splits.train.fetch(torch.arange(len(splits.train)))[0])
+    assert x.mean((0, 2, 3)).abs().max() < 1e-4
+    assert (x.std((0, 2, 3)) - 1).abs().max() < 1e-2
+
+
+def test_imagenets_normalising_is_imagenets(images):
+    normalize = ImageFolder(root=str(images()), size=8).load(CPU).normalize
+    white = normalize(torch.full((1, 3, 1, 1), 255, dtype=torch.uint8)).flatten()
+    torch.testing.assert_close(white, torch.tensor([(1 - 0.485) / 0.229, (1 - 0.456) / 0.224, (1 - 0.406) / 0.225]))
+
+
+def test_a_folder_that_is_not_there_is_refused(problems, images):
+    assert any("needs data.root" in p for p in problems("data=imagefolder"))
+    assert any("data.root=/nowhere is no directory" in p for p in problems("data=imagefolder", "data.root=/nowhere"))
+    assert any("data.normalize=no" in p for p in problems("data=imagefolder", f"data.root={images()}", "data.normalize=no"))
+
+
+@pytest.mark.parametrize("word", ["data.holdout=0", "data.holdout=1.0", "data.holdout=-0.1"])
+def test_something_must_be_held_out_and_something_left(problems, word):
+    assert any(p.startswith("data.holdout=") for p in problems("data=digits", word))
+
+
+def test_more_samples_in_a_batch_than_there_are_is_refused(make):
+    with pytest.raises(UserError, match=r"batch\.global_batch=\d+ is more than the 48 training samples"):
+        make("batch.global_batch=60")
+    assert make("batch.global_batch=60", "data.drop_last=false").max_updates == 2

@@ -1,0 +1,114 @@
+"""Where metrics go: the same numbers in every place, each update once."""
+
+import csv
+import json
+
+import pytest
+
+import drivetrain
+from drivetrain.logger import Files
+
+
+def records(run_dir) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_line_for_each_logged_update_and_each_evaluation(train):
+    result = train("updates=null", "epochs=3", "log_every=2")
+    told = records(result.run_dir)
+    assert [r["update"] for r in told if r["event"] == "train"] == [2, 4, 6, 8, 10, 12]
+    assert [r["update"] for r in told if r["event"] == "evaluate"] == [4, 8, 12]
+    first = told[0]
+    assert {"event", "update", "epoch", "loss", "lr", "samples", "skipped", "samples_per_second", "data_wait"} <= set(first)
+    assert (first["samples"], first["lr"], first["skipped"]) == (24, 0.05, 0)
+    assert told[-1]["loss"] == result.metrics["final"]["loss"]
+
+
+def test_the_table_holds_what_the_lines_hold(train):
+    run_dir = train().run_dir
+    with (run_dir / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    told = records(run_dir)
+    assert len(rows) == len(told) == 3
+    for row, record in zip(rows, told, strict=True):
+        assert {k: v for k, v in row.items() if v} == {k: str(v) for k, v in record.items() if v is not None}
+
+
+def test_a_logged_loss_is_the_mean_over_the_updates_since_the_last(make):
+    single, pairs = (make("updates=4", f"log_every={n}") for n in (1, 2))
+    single.fit()
+    pairs.fit()
+    one, two = ([r["loss"] for r in t.sinks[0] if r["event"] == "train"] for t in (single, pairs))
+    assert len(one) == 4
+    assert two == pytest.approx([(one[0] + one[1]) / 2, (one[2] + one[3]) / 2], rel=1e-6)
+
+
+def test_tensorboard_reads_the_values_of_the_lines(train):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    result = train("logger=[files,tensorboard]", "updates=null", "epochs=2")
+    events = EventAccumulator(str(result.run_dir / "tensorboard"))
+    events.Reload()
+    told = records(result.run_dir)
+    seen = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    assert {"train/loss", "train/lr", "evaluate/loss", "evaluate/accuracy"} <= set(seen)
+    for tag, points in seen.items():
+        event, key = tag.split("/")
+        expected = [(r["update"], r[key]) for r in told if r["event"] == event and r[key] is not None]
+        assert [step for step, _ in points] == [step for step, _ in expected]
+        assert [v for _, v in points] == pytest.approx([v for _, v in expected], rel=1e-6)  # it keeps float32
+        assert points
+
+
+def test_tensorboard_shows_a_resumed_update_once(train):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run_dir = train("logger=[files,tensorboard]").run_dir
+    drivetrain.train([f"resume={run_dir}", "updates=4"])
+    events = EventAccumulator(str(run_dir / "tensorboard"))
+    events.Reload()
+    assert [e.step for e in events.Scalars("train/loss")] == [1, 2, 3, 4]
+
+
+def test_a_resumed_run_keeps_each_update_once(tmp_path):
+    lines = [json.dumps({"event": "train", "update": u}) for u in (1, 2, 3, 4)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"event": "train", "upd')  # a kill cut it short
+    files = Files()
+    files.start(tmp_path, 2)
+    files.log({"event": "train", "update": 3})
+    files.close()
+    assert [r["update"] for r in records(tmp_path)] == [1, 2, 3]
+
+
+def test_a_fresh_run_keeps_nothing_of_another(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"event": "train", "update": 7}\n')
+    files = Files()
+    files.start(tmp_path, 0)
+    files.close()
+    assert records(tmp_path) == []
+
+
+@pytest.mark.parametrize("words", [["optimizer.lr=1e30"], ["updates=1", "optimizer.lr=1e30"]], ids=["training", "evaluation"])
+def test_every_line_is_json_that_anyone_can_read(train, words):
+    """NaN is no JSON: a number that is not finite is null."""
+
+    def refuse(word: str) -> None:
+        raise AssertionError(word)
+
+    run_dir = train(*words).run_dir
+    for text in [*(run_dir / "metrics.jsonl").read_text().splitlines(), (run_dir / "result.json").read_text()]:
+        assert json.loads(text, parse_constant=refuse)
+
+
+def test_the_files_are_always_written(train):
+    assert records(train("logger=[tensorboard]").run_dir)
+
+
+def test_what_cannot_be_is_refused(problems, monkeypatch):
+    import importlib.util
+
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "tensorboard" else find_spec(name, *a))
+    (problem,) = problems("logger=[tensorboard]")
+    assert "logger=tensorboard needs the package 'tensorboard'" in problem
+    assert "pip install 'drivetrain[tensorboard]'" in problem

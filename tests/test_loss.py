@@ -1,0 +1,50 @@
+"""The loss that is trained and the sums that are reported."""
+
+import math
+
+import pytest
+import torch
+
+from drivetrain.loss import CrossEntropy
+
+LOGITS = torch.tensor([[2.0, 0.0, 0.0], [0.0, 0.0, 0.0], [0.0, 1.0, 0.0]])
+TARGET = torch.tensor([0, 2, 0])
+BY_HAND = [
+    math.log(math.exp(2) + 2) - 2,
+    math.log(3),
+    math.log(math.e + 2),
+]  # −log softmax at the target
+
+
+def test_the_loss_is_the_mean_over_the_batch():
+    assert CrossEntropy()(LOGITS, TARGET).item() == pytest.approx(sum(BY_HAND) / 3, rel=1e-6)
+
+
+def test_smoothing_spreads_the_target_in_training_alone():
+    smooth = CrossEntropy(label_smoothing=0.3)
+    log_p = torch.log_softmax(LOGITS, 1)
+    expected = -(0.7 * log_p[range(3), TARGET] + 0.3 * log_p.mean(1)).mean()
+    assert smooth(LOGITS, TARGET).item() == pytest.approx(expected.item(), rel=1e-6)
+    assert torch.equal(smooth.sums(LOGITS, TARGET), CrossEntropy().sums(LOGITS, TARGET))
+
+
+def test_the_sums_are_of_losses_hits_and_samples():
+    loss, correct, count = CrossEntropy().sums(LOGITS, TARGET).tolist()
+    assert loss == pytest.approx(sum(BY_HAND), rel=1e-6)
+    assert (correct, count) == (1.0, 3.0)
+
+
+def test_sums_of_parts_add_up_to_the_sums_of_the_whole():
+    parts = CrossEntropy().sums(LOGITS[:1], TARGET[:1]) + CrossEntropy().sums(LOGITS[1:], TARGET[1:])
+    torch.testing.assert_close(parts, CrossEntropy().sums(LOGITS, TARGET), rtol=1e-6, atol=0)
+
+
+def test_sums_of_sixteen_bit_logits_are_made_in_float32_and_added_in_float64():
+    sums = CrossEntropy().sums(LOGITS.bfloat16(), TARGET)
+    assert sums.dtype == torch.float64
+    torch.testing.assert_close(sums, CrossEntropy().sums(LOGITS, TARGET), rtol=1e-6, atol=0)  # these logits are exact
+
+
+@pytest.mark.parametrize("value", ["-0.1", "1.5", "much"])
+def test_smoothing_is_a_share(problems, value):
+    assert any(p.startswith(f"loss.label_smoothing={value}") for p in problems(f"loss.label_smoothing={value}"))

@@ -1,0 +1,121 @@
+"""The networks: shapes, knobs, and clear words for those that cannot be built."""
+
+import pytest
+import torch
+
+from drivetrain.errors import UserError
+from drivetrain.model import Mlp, Own, ResNet9, Timm
+
+OWN = '''
+"""A network from outside."""
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self, shape, classes, width=3):
+        super().__init__()
+        self.inner = torch.nn.Linear(shape[0] * shape[1] * shape[2], width)
+        self.outer = torch.nn.Linear(width, classes)
+
+    def forward(self, x):
+        return self.outer(self.inner(x.flatten(1)))
+
+def net(num_classes):
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.LazyLinear(num_classes))
+
+class Fixed(torch.nn.Linear):
+    def __init__(self, inputs):
+        super().__init__(inputs, 4)
+'''
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    (tmp_path / "theirs.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    return ["model=own", "trust=[theirs]"]
+
+
+@pytest.mark.parametrize("shape", [(5,), (3, 8, 8), (2, 3, 4, 5)])
+def test_mlp_takes_any_shape(shape):
+    model = Mlp(hidden=[6, 7], dropout=0.1).build(shape, 4)
+    assert model(torch.randn(2, *shape)).shape == (2, 4)
+    assert [layer.linear.out_features for layer in model.layers] == [6, 7]
+    assert {layer.dropout.p for layer in model.layers} == {0.1}
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 8), (3, 32, 32), (4, 11, 9)])
+def test_resnet9_takes_images_of_any_size_and_channels(shape):
+    model = ResNet9(width=4).build(shape, 5)
+    assert model(torch.randn(2, *shape)).shape == (2, 5)
+    convolutions = [m for m in model.modules() if isinstance(m, torch.nn.Conv2d)]
+    assert len(convolutions) == 8
+    assert all(m.bias is None for m in convolutions)
+    assert convolutions[-1].out_channels == 32
+    assert all(m.bias is not None for m in ResNet9(4, bias=True).build(shape, 5).modules() if isinstance(m, torch.nn.Conv2d))
+
+
+def test_timm_by_name_with_channels_classes_and_its_own_arguments():
+    model = Timm("resnet10t", kwargs={"drop_rate": 0.25}).build((1, 32, 32), 7)
+    assert model(torch.randn(2, 1, 32, 32)).shape == (2, 7)
+    assert model.drop_rate == 0.25
+
+
+def test_timms_arguments_come_through_from_the_command_line(make):
+    words = ["model=timm", "model.name=resnet10t", "data.shape=[3,32,32]", "model.kwargs.drop_rate=0.5"]
+    assert make(*words).model.drop_rate == 0.5
+
+
+def test_a_name_that_timm_does_not_know_is_refused_with_near_ones(problems):
+    (problem,) = problems("model=timm", "model.name=resnet9000")
+    assert problem.startswith("model.name=resnet9000 is no model of timm")
+    assert "resnet" in problem.partition("did you mean")[2]
+
+
+def test_an_argument_that_the_network_does_not_take_is_refused():
+    with pytest.raises(UserError, match=r"model\.name=resnet10t does not take these model\.kwargs.*wings"):
+        Timm("resnet10t", kwargs={"wings": 2}).build((3, 32, 32), 4)
+
+
+def test_images_too_small_for_resnet9_are_refused(problems):
+    for shape in ("[3,4,4]", "[12]"):
+        assert any("model=resnet9 wants images of at least 8×8" in p for p in problems("model=resnet9", f"data.shape={shape}"))
+
+
+@pytest.mark.parametrize("target", ["theirs.Net", "theirs.net"])
+def test_an_own_class_or_function_trains(train, own, target):
+    result = train(*own, f"model.target={target}", *(["+model.kwargs.width=5"] if target.endswith("Net") else []))
+    assert (result.status, result.updates) == ("completed", 2), result.error
+
+
+def test_an_own_class_is_told_shape_and_classes_if_it_takes_them(own):
+    model = Own("theirs.Net", {"width": 9}).build((3, 8, 8), 4)
+    assert (model.inner.in_features, model.inner.out_features, model.outer.out_features) == (192, 9, 4)
+    assert Own("theirs.Fixed", {"inputs": 6}).build((3, 8, 8), 4).in_features == 6
+
+
+def test_own_code_needs_a_target_and_trust(problems, own):
+    assert any("model=own needs model.target" in p for p in problems("model=own"))
+    assert any("say trust=[theirs] on the command line" in p for p in problems("model=own", "model.target=theirs.Net"))
+    assert any("say trust=[theirs_too]" in p for p in problems(*own, "model.target=theirs_too.Net"))
+
+
+@pytest.mark.parametrize(
+    ("target", "kwargs", "says"),
+    [
+        ("theirs.Nothing", {}, "cannot be imported"),
+        ("not_there.Net", {}, "cannot be imported"),
+        ("Net", {}, "cannot be imported"),
+        ("theirs.Fixed", {}, "cannot be built with"),
+        ("theirs.Net", {"height": 1}, "cannot be built with"),
+    ],
+)
+def test_own_code_that_cannot_be_built_is_one_line(own, target, kwargs, says):
+    with pytest.raises(UserError, match=says) as refused:
+        Own(target, kwargs).build((3, 8, 8), 4)
+    assert f"model.target={target}" in str(refused.value)
+    assert len(refused.value.problems) == 1
+
+
+@pytest.mark.parametrize("word", ["model.hidden=[0]", "model.hidden=3", "model.dropout=1.0", "model.dropout=-0.1"])
+def test_mlps_knobs_are_checked(problems, word):
+    assert any(p.startswith(word.partition("=")[0]) for p in problems(word))

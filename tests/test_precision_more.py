@@ -1,0 +1,482 @@
+"""TF32, bfloat16 throughout, float8, and what AMP costs: in effect, undone afterwards, exact after a resume."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import drivetrain
+from drivetrain import resume
+from drivetrain.compose import options
+from drivetrain.errors import UserError
+from drivetrain.plan import World
+from drivetrain.precision import Amp
+from drivetrain.precision.bf16_pure import Bf16Pure
+
+PURE = {"fp32 masters": "precision.master=fp32", "stochastic": "precision.master=stochastic"}
+masters = pytest.mark.parametrize("master", PURE.values(), ids=PURE)
+fp8 = pytest.mark.skipif(not __import__("importlib.util").util.find_spec("torchao"), reason="needs torchao")
+
+FP8 = ["precision=fp8", "precision.emulate=true", "model.hidden=[128,128]", "batch.global_batch=12"]
+ALL = {
+    "fp32": ["precision=fp32"],
+    "tf32": ["precision=tf32"],
+    "amp": ["precision=amp", "precision.growth_interval=2"],
+    "bf16": ["precision=bf16"],
+    "bf16_pure, masters": ["precision=bf16_pure"],
+    "bf16_pure, stochastic": ["precision=bf16_pure", "precision.master=stochastic"],
+    "fp8": FP8,
+}
+
+
+def every(**leave_out: str) -> pytest.MarkDecorator:
+    rows = [pytest.param(words, id=name, marks=[fp8] if name == "fp8" else []) for name, words in ALL.items()]
+    return pytest.mark.parametrize("words", rows)
+
+
+def losses(trainer) -> list[float]:
+    return [r["loss"] for r in trainer.sinks[0] if r["event"] == "train"]
+
+
+def traced_types(trainer, tmp_path, names=("aten::addmm", "aten::mm", "aten::mkldnn_convolution", "aten::convolution_backward")):
+    """The element types that these operations work on while the trainer fits, without its evaluation."""
+    trainer.eval_batches = 0
+    trainer.progress.evaluated = trainer.max_updates
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+        trainer.fit()
+    profile.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    seen = [e["args"]["Input type"] for e in events if e.get("name") in names and "args" in e]
+    return {kind for types in seen for kind in types if kind not in ("", "Scalar", "ScalarList", "GenericList", "Int", "bool")}
+
+
+# --- every precision ---
+
+
+@every()
+def test_the_process_is_afterwards_as_it_was(train, words):
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    result = train(*words)
+    assert result.status == "completed", result.error
+    assert not torch.is_autocast_enabled("cpu")
+    assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == before
+
+
+def test_the_process_is_as_it_was_also_after_a_run_that_failed(train, monkeypatch):
+    monkeypatch.setattr("drivetrain.loss.CrossEntropy.__call__", lambda *_: 1 / 0)
+    for words in (ALL["tf32"], ALL["bf16"]):
+        assert train(*words).status == "failed"
+        assert not torch.is_autocast_enabled("cpu")
+        assert torch.get_float32_matmul_precision() == "highest"
+
+
+@every()
+def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(tiny, words):
+    rest = [*words, "optimizer=adamw", "optimizer.lr=0.01", "model.dropout=0.1", "ema=ema", "clip=norm", "batch=accumulate",
+            "batch.steps=2", "epochs=9"]  # fmt: skip
+    whole = drivetrain.train(tiny(*rest, "updates=6"))
+    part = drivetrain.train(tiny(*rest, "updates=3"))
+    gone_on = drivetrain.train([f"resume={part.run_dir}", "updates=6"])
+    assert [r.status for r in (whole, part, gone_on)] == ["completed"] * 3, gone_on.error
+    assert (part.updates, gone_on.updates) == (3, 6)
+    ends = [Path(r.run_dir) / "checkpoints" / "6" for r in (whole, gone_on)]
+    assert ends[0].joinpath("model.safetensors").read_bytes() == ends[1].joinpath("model.safetensors").read_bytes()
+    a, b = (resume.load(end)[1] for end in ends)
+    assert a["precision"].keys() == b["precision"].keys()
+    for key in ("optimizer", "precision", "ema"):
+        flat = [torch.utils._pytree.tree_leaves(state[key]) for state in (a, b)]
+        assert len(flat[0]) == len(flat[1])
+        for x, y in zip(*flat, strict=True):
+            assert torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
+
+
+@every()
+def test_a_run_may_go_on_in_another_precision(tiny, words):
+    plain = [w for w in words if not w.startswith("precision")]
+    part = drivetrain.train(tiny(*plain, "updates=2", "epochs=9"))
+    on = drivetrain.train([f"resume={part.run_dir}", *words, "updates=4", "resume_changed=true"])
+    assert (on.status, on.updates) == ("completed", 4), on.error
+
+
+# --- tf32 ---
+
+
+def test_tf32_sets_what_torch_looks_at(make):
+    trainer = make("precision=tf32", "precision.cudnn=false")
+    assert torch.get_float32_matmul_precision() == "high"
+    assert torch.backends.cudnn.allow_tf32 is False
+    trainer.precision.stop()
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert torch.backends.cudnn.allow_tf32 is True
+    other = make("precision=tf32", "precision.matmul=medium")
+    assert torch.get_float32_matmul_precision() == "medium"
+    assert torch.backends.cudnn.allow_tf32 is True
+    other.precision.stop()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says it where there is no CUDA device")
+def test_tf32_says_that_it_does_nothing_here_and_does_nothing(make):
+    trainer, plain = make("precision=tf32"), make()
+    assert any("precision=tf32 rounds nothing here" in line for line in trainer.said)
+    trainer.fit()
+    trainer.precision.stop()
+    plain.fit()
+    assert losses(trainer) == losses(plain)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_tf32_rounds_matrix_products_on_cuda(make):
+    trainer = make("precision=tf32")
+    a = torch.randn(256, 256, device="cuda")
+    rounded = a @ a
+    trainer.precision.stop()
+    exact = a @ a
+    assert not torch.equal(rounded, exact)
+    torch.testing.assert_close(rounded, exact, rtol=1e-2, atol=0.1)
+
+
+# --- amp ---
+
+
+def test_amp_is_torchs_own_sequence_with_one_read_of_the_device():
+    """Over ten updates, an overflow among them: torch's scaler.step, and ours."""
+    from drivetrain.modes import Calls
+
+    def setting():
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 3)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    inputs = torch.randn(10, 5, 4, generator=torch.Generator().manual_seed(1))
+    inputs[4] *= 1e38
+
+    model, optimizer = setting()
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3)
+    scales = []
+    for x in inputs:
+        scaler.scale(model(x).square().mean()).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        optimizer.zero_grad()
+
+    ours, optimizer = setting()
+    precision = Amp(init_scale=256.0, growth_interval=3)
+    precision.start(torch.device("cpu"))
+    reads, stepped = [], []
+    for x, scale in zip(inputs, scales, strict=True):
+        precision.backward(ours(x).square().mean(), torch.ones(()))
+        with Calls(reads.append):
+            stepped.append(precision.step(optimizer, lambda: torch.nn.utils.clip_grad_norm_(ours.parameters(), 1.0)))
+        assert precision.scaler.get_scale() == scale
+        optimizer.zero_grad()
+    assert stepped == [True] * 4 + [False] + [True] * 5
+    assert len(reads) == 10
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), ours.parameters(), strict=True))
+
+
+# --- bfloat16 throughout ---
+
+
+@masters
+@pytest.mark.parametrize("model", [["model=mlp"], ["model=resnet9", "model.width=8"]], ids=["mlp", "resnet9"])
+def test_everything_computes_in_bfloat16(make, tmp_path, master, model):
+    trainer = make("precision=bf16_pure", master, *model)
+    assert traced_types(trainer, tmp_path) == {"c10::BFloat16"}
+    norms = [m for m in trainer.model.modules() if isinstance(m, torch.nn.BatchNorm2d)]
+    in_norms = {id(t) for m in norms for t in [*m.parameters(), *m.buffers()]}
+    assert bool(norms) == ("model=resnet9" in model)
+    for tensor in [*trainer.model.parameters(), *trainer.model.buffers()]:
+        expected = torch.float32 if id(tensor) in in_norms else torch.bfloat16
+        assert tensor.dtype == expected or not tensor.is_floating_point()
+    assert all(p.grad is None or p.grad.dtype == p.dtype for p in trainer.model.parameters())
+    assert trainer.model(torch.randn(2, 3, 8, 8)).dtype == torch.float32  # what the loss is taken of
+
+
+@masters
+@pytest.mark.parametrize("model", [["model=mlp"], ["model=resnet9", "model.width=8"]], ids=["mlp", "resnet9"])
+def test_bfloat16_stays_close_to_float32_and_is_not_it(make, master, model):
+    length = [*model, "updates=4", "optimizer.lr=0.001"]
+    reference, trainer = make(*length), make("precision=bf16_pure", master, *length)
+    reference.fit()
+    trainer.fit()
+    assert len(losses(trainer)) == 4
+    assert losses(trainer) == pytest.approx(losses(reference), rel=0.03)
+    assert losses(trainer) != losses(reference)
+
+
+class OneWeight(torch.nn.Module):
+    """A weight of ones, whose gradient is one everywhere."""
+
+    def __init__(self, n: int = 20_000) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(n))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * x).sum()
+
+
+class Sgd:
+    """An option that builds plain SGD."""
+
+    lr = 1e-4
+
+    def build(self, model, lr_factor):
+        return torch.optim.SGD(model.parameters(), lr=self.lr * lr_factor)
+
+
+def after_updates(master: str, updates: int):
+    precision = Bf16Pure(master)
+    precision.start(torch.device("cpu"))
+    model = precision.convert(OneWeight())
+    optimizer = precision.optimizer(Sgd(), model, 1.0)
+    for _ in range(updates):
+        precision.backward(model(torch.ones(())), torch.ones(()))
+        assert precision.step(optimizer, lambda: None)
+        model.weight.grad = None
+    return precision, model, optimizer
+
+
+def test_updates_below_bfloat16s_resolution_add_up():
+    assert torch.ones((), dtype=torch.bfloat16) - 1e-4 == 1  # which is why plain bfloat16 would not move at all
+    _, model, optimizer = after_updates("fp32", 60)
+    (master,) = optimizer.param_groups[0]["params"]
+    torch.testing.assert_close(master.detach(), torch.full((20_000,), 1 - 60e-4), rtol=0, atol=1e-5)
+    assert torch.equal(model.weight.detach(), master.detach().bfloat16())
+    assert not (model.weight == 1).any()
+    _, model, _ = after_updates("stochastic", 60)
+    assert float(model.weight.detach().double().mean()) == pytest.approx(1 - 60e-4, abs=2e-4)
+    assert (model.weight == 1).any()
+    assert (model.weight != 1).any()
+
+
+def test_stochastic_rounding_goes_to_a_neighbour_and_is_right_in_the_mean():
+    precision = Bf16Pure("stochastic")
+    precision.start(torch.device("cpu"))
+    values = torch.tensor([1.001, -1.001, 3.14159, 1e-30, -7e20, 0.0, 1.0, 65280.5])
+    model = torch.nn.ParameterList([values.repeat_interleave(20_000)])
+    precision.convert(model)
+    precision._narrow()
+    rounded = model[0].detach().double().view(len(values), -1)
+    exact = values.double()
+    down = values.bfloat16()
+    assert torch.equal(rounded[5:7].amin(1), exact[5:7])  # what bfloat16 has stays
+    assert torch.equal(rounded[5:7].amax(1), exact[5:7])
+    spacing = 2.0 ** (exact.abs().clamp(min=1e-45).log2().floor() - 7)
+    assert ((rounded - exact[:, None]).abs() < spacing[:, None]).all()
+    assert all(len(row.unique()) == 2 for row, value in zip(rounded, exact, strict=True) if value not in down.double())
+    error = (rounded.mean(1) - exact).abs() / spacing
+    assert (error < 0.02).all()  # 20,000 draws: a spread of 0.0035
+
+
+@masters
+def test_between_updates_only_masters_that_are_kept_take_memory(master):
+    precision, model, _ = after_updates(master.partition("=")[2], 2)
+    held = precision._flat.untyped_storage().nbytes()
+    assert held == (0 if "stochastic" in master else 4 * model.weight.numel())
+
+
+def test_masters_have_their_weights_strides(make):
+    """Fused kernels want parameters, gradients and state alike, and a copy between strides is slow."""
+    trainer = make("precision=bf16_pure", "model=resnet9", "model.width=8", "surgery=[channels_last]")
+    pairs = list(zip(trainer.precision._parameters, trainer.precision._masters, strict=True))
+    assert any(p.ndim == 4 and not p.is_contiguous() for p, _ in pairs)
+    assert all(p.stride() == m.stride() and p.shape == m.shape for p, m in pairs)
+    trainer.fit()
+    assert all(torch.equal(p, m.to(torch.bfloat16)) for p, m in pairs)
+
+
+@masters
+@pytest.mark.parametrize("optimizer", options()["optimizer"])
+def test_every_optimizer_updates_in_float32(make, master, optimizer):
+    if optimizer.startswith("apex"):
+        pytest.importorskip("apex")
+    trainer = make("precision=bf16_pure", master, f"optimizer={optimizer}", "updates=3")
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    trainer.fit()
+    updated = [p for group in trainer.optimizer.param_groups for p in group["params"]]
+    assert len(updated) == len(before)
+    assert {p.dtype for p in updated} == {torch.float32}
+    assert not {id(p) for p in updated} & {id(p) for p in trainer.model.parameters()}
+    state = torch.utils._pytree.tree_leaves(trainer.optimizer.state_dict())
+    assert torch.bfloat16 not in {t.dtype for t in state if isinstance(t, torch.Tensor)}
+    assert any(not torch.equal(a, p) for a, p in zip(before, trainer.model.parameters(), strict=True))
+    assert all(p.dtype == torch.bfloat16 and p.isfinite().all() for p in trainer.model.parameters())
+
+
+@masters
+def test_gradients_are_clipped_in_float32(make, monkeypatch, master):
+    trainer = make("precision=bf16_pure", master, "clip=norm", "clip.max_norm=0.01")
+    clip, seen = trainer.clip, []
+
+    def watched():
+        clip()
+        grads = [p.grad for group in trainer.optimizer.param_groups for p in group["params"]]
+        seen.append(({g.dtype for g in grads}, float(torch.cat([g.flatten() for g in grads]).norm())))
+
+    trainer.clip = watched
+    trainer.fit()
+    assert [kinds for kinds, _ in seen] == [{torch.float32}] * 2
+    assert [norm for _, norm in seen] == pytest.approx([0.01] * 2, rel=1e-4)
+    assert all(p.grad is None for group in trainer.optimizer.param_groups for p in group["params"])  # not kept beside the model's
+
+
+@masters
+def test_the_average_of_bfloat16_weights_is_float32(make, each_update, master):
+    trainer = make("precision=bf16_pure", master, "ema=ema", "ema.decay=0.999", "ema.warmup=false", "updates=4")
+    start = [p.detach().double() for p in trainer.model.parameters()]
+    seen = each_update(trainer, lambda: [p.detach().double() for p in trainer.model.parameters()])
+    trainer.fit()
+    average = trainer.ema.state_dict()["tensors"]
+    for i, (name, p) in enumerate(trainer.model.named_parameters()):
+        expected = start[i]
+        for weights in seen:
+            expected = 0.999 * expected + 0.001 * weights[i]
+        assert average[name].dtype == torch.float32
+        torch.testing.assert_close(average[name].double(), expected, rtol=1e-5, atol=1e-7)
+        raw = p.detach().clone()
+        with trainer.ema.swapped():
+            assert torch.equal(p, average[name].bfloat16())
+        assert torch.equal(p, raw)
+    assert any(not torch.equal(average[n].double(), s) for (n, _), s in zip(trainer.model.named_parameters(), start, strict=True))
+
+
+def test_ranks_round_alike_and_runs_of_another_seed_do_not(make):
+    words = ["precision=bf16_pure", "precision.master=stochastic"]
+    ranks = [make(*words, world=World(rank, 2)).precision._bits.get_state() for rank in (0, 1)]
+    assert torch.equal(*ranks)
+    assert not torch.equal(make(*words, "runtime.seed=1").precision._bits.get_state(), ranks[0])
+
+
+@masters
+def test_two_ranks_end_with_the_weights_of_one(train, master):
+    """All that differs is the order of sums, in 16 bits."""
+    words = ["precision=bf16_pure", master, "data.samples=48", "updates=3"]
+    one, two = train(*words), train(*words, "parallel=ddp")
+    assert (one.status, two.status, two.world_size) == ("completed", "completed", 2), two.error
+    assert two.metrics["final"]["loss"] == pytest.approx(one.metrics["final"]["loss"], rel=0.02)
+
+
+def test_tied_weights_stay_tied(tiny, tmp_path, monkeypatch, make):
+    (tmp_path / "tied.py").write_text(
+        "import torch\n"
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self, shape, classes):\n"
+        "        super().__init__()\n"
+        "        self.a, self.b = torch.nn.Linear(192, 192), torch.nn.Linear(192, 192)\n"
+        "        self.b.weight = self.a.weight\n"
+        "        self.head = torch.nn.Linear(192, classes)\n"
+        "    def forward(self, x):\n"
+        "        return self.head(self.b(self.a(x.flatten(1)).relu()))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    trainer = make("precision=bf16_pure", "model=own", "model.target=tied.Net", "trust=[tied]")
+    trainer.fit()
+    assert trainer.model.a.weight is trainer.model.b.weight
+    assert len(trainer.precision._masters) == 5
+    assert trainer.progress.updates == 2
+
+
+def test_saved_weights_are_the_models_and_load_into_float32(train):
+    import safetensors.torch
+
+    from drivetrain.models.mlp import Mlp
+
+    result = train("precision=bf16_pure", "model.hidden=[8]")
+    weights = safetensors.torch.load_file(Path(result.run_dir) / "checkpoints" / "2" / "model.safetensors")
+    assert {w.dtype for w in weights.values()} == {torch.bfloat16}
+    plain = Mlp((3, 8, 8), 4, [8], 0.0)
+    plain.load_state_dict(weights)
+    assert plain.head.weight.dtype == torch.float32
+    _, state = resume.load(Path(result.run_dir) / "checkpoints" / "2")
+    for name, master in state["precision"]["masters"].items():
+        assert master.dtype == torch.float32
+        assert torch.equal(master.bfloat16(), weights[name])
+
+
+def test_what_bfloat16_does_to_accumulation_is_said(tiny):
+    from drivetrain import launch
+
+    said = launch.prepare(tiny("precision=bf16_pure", "batch=accumulate", "batch.steps=2")).said
+    assert any("precision=bf16_pure adds the gradients of batch.steps=2 micro-batches up in bfloat16" in line for line in said)
+    assert not launch.prepare(tiny("precision=bf16_pure")).said
+
+
+# --- fp8 ---
+
+
+@fp8
+def test_fp8_converts_the_layers_that_gain_and_says_so(make):
+    trainer = make(*FP8, "model.hidden=[128,128,100]")
+    from torchao.float8.float8_linear import Float8Linear
+
+    converted = [name for name, m in trainer.model.named_modules() if isinstance(m, Float8Linear)]
+    assert converted == ["layers.0.linear", "layers.1.linear"]  # 192→128, 128→128; not 128→100, nor the head
+    assert any("2 of 4 Linear layers compute in float8" in line for line in trainer.said)
+    plain = make("model.hidden=[128,128,100]")
+    plain.model.load_state_dict(trainer.model.state_dict())  # plain names and types
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+
+
+@fp8
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_fp8_steps_close_to_bf16_and_is_not_it(make, scaling):
+    length = ["model.hidden=[128,128]", "updates=3", "optimizer.lr=0.01"]
+    reference, trainer = make("precision=bf16", *length), make(*FP8, f"precision.scaling={scaling}", *length)
+    reference.fit()
+    trainer.fit()
+    assert len(losses(trainer)) == 3
+    assert losses(trainer) == pytest.approx(losses(reference), rel=0.1)
+    assert losses(trainer) != losses(reference)
+
+
+@fp8
+def test_fp8_products_have_float8s_few_values(make):
+    """A layer's output is the product of inputs and weights rounded to 3 bits of mantissa."""
+    from torchao.float8.float8_utils import to_fp8_saturated
+
+    trainer = make(*FP8)
+    layer, x = trainer.model.layers[0].linear, torch.randn(16, 192)
+    with torch.no_grad(), trainer.precision.autocast():
+        output = layer(x)
+
+    def rounded(t):
+        scale = torch.finfo(torch.float8_e4m3fn).max / t.abs().max()
+        return to_fp8_saturated(t * scale, torch.float8_e4m3fn).float() / scale
+
+    expected = rounded(x.to(torch.bfloat16).float()) @ rounded(layer.weight.detach()).T + layer.bias
+    torch.testing.assert_close(output.float(), expected, rtol=0.02, atol=0.02)
+    assert (output.float() - (x @ layer.weight.T + layer.bias)).abs().max() > 0.02
+
+
+@fp8
+def test_fp8_refuses_a_model_without_a_layer_to_convert(make):
+    with pytest.raises(UserError, match=r"finds no Linear layer to convert \(192→64, 64→4, 64→64\).*set precision=bf16"):
+        make("precision=fp8", "precision.emulate=true", "model.hidden=[64,64]")
+    make("precision=fp8", "precision.emulate=true", "model.hidden=[64,64]", "precision.min_features=64")
+
+
+@fp8
+def test_fp8_says_what_it_wants_beside_it(tiny):
+    from drivetrain import launch
+
+    assert any("compile=inductor fuses them" in line for line in launch.prepare(tiny("precision=fp8")).said)
+    (said,) = launch.prepare(tiny("precision=fp8", "precision.emulate=true")).said
+    assert "slower than any other precision" in said
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["precision=tf32", "precision.matmul=highest"],
+        ["precision=bf16_pure", "precision.master=none"],
+        ["precision=fp8", "precision.scaling=blockwise"],
+        ["precision=fp8", "precision.min_features=0"],
+    ],
+)
+def test_what_cannot_be_is_refused(problems, words):
+    assert any(p.startswith(words[1]) for p in problems(*words))

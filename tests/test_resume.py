@@ -1,0 +1,299 @@
+"""Saving and going on: whole or not there, verified, and bit for bit what the uninterrupted run comes to."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+import drivetrain
+from drivetrain import launch, manifest, resume
+from drivetrain.errors import UserError
+from drivetrain.trainer import Trainer
+
+LENGTH = ["data.samples=53", "data.drop_last=false", "updates=null", "epochs=2"]  # 5 updates an epoch
+RUNS = {
+    "plain": [],
+    "dropout": ["model.dropout=0.5"],
+    "adamw, cosine": ["optimizer=adamw", "scheduler=cosine", "scheduler.warmup=3"],
+    "accumulated, clipped": ["batch=accumulate", "batch.steps=3", "clip=norm", "clip.max_norm=0.1"],
+    "augmented, batch norm, average": [
+        "model=resnet9", "model.width=4", "augment=[flip_crop]", "ema=ema", "surgery=[channels_last]", "optimizer=adamw",
+    ],
+    "overflows": ["precision=amp", f"precision.init_scale={2.0**19}", "precision.growth_interval=2", "optimizer=adamw"],
+    "bf16, recomputed dropout": ["precision=bf16", "checkpointing=blocks", "model.dropout=0.3"],
+    "workers": ["data=digits", "loader=workers", "augment=[flip_crop]", "batch.global_batch=280"],
+}  # fmt: skip
+
+
+@pytest.fixture
+def stop_at(monkeypatch):
+    """`stop_at(n)`: the next run gets a signal during its step number n, counted with the skipped ones."""
+
+    after = Trainer._after_update
+
+    def arm(step: int | None) -> None:
+        def stopped(self: Trainer, epoch_end: bool) -> bool:
+            if self._steps + 1 == step:
+                self._stop.raised = 15
+            return after(self, epoch_end)
+
+        monkeypatch.setattr(Trainer, "_after_update", stopped)
+
+    return arm
+
+
+def newest(run_dir: Path) -> Path:
+    found, complaints = manifest.newest_valid(run_dir)
+    assert found is not None
+    assert not complaints
+    return found
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal, tensors bit for bit."""
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(v, b[k]) for k, v in a.items())
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+def lines(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def numbers(run_dir: Path) -> list[tuple]:
+    """What was told of the training, without the times."""
+    keys = ("event", "update", "epoch", "loss", "lr", "samples", "skipped", "accuracy")
+    return [tuple(r.get(k) for k in keys) for r in lines(run_dir)]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_stopped_and_resumed_run_is_the_uninterrupted_one(train, stop_at, name):
+    words = [w for w in LENGTH if not (name == "workers" and w.startswith("data."))] + RUNS[name]
+    whole = train(*words)
+    assert whole.status == "completed", whole.error
+    weights, state = resume.load(newest(whole.run_dir))
+    assert state.keys() >= {"progress", "optimizer", "precision", "ema", "random"}
+    assert len(numbers(whole.run_dir)) == 12
+    assert (state["progress"]["skipped"] > 0) == (name == "overflows")
+    for step in (3, 5, 7):  # within an epoch, at its end, within the second
+        stop_at(step)
+        stopped = train(*words)
+        assert stopped.status == "interrupted"
+        assert "resume=" in stopped.error
+        assert stopped.epochs == step / 5
+        stop_at(None)
+        resumed = drivetrain.train([f"resume={stopped.run_dir}"])
+        assert (resumed.status, resumed.updates) == ("completed", whole.updates), resumed.error
+        assert resumed.run_dir == stopped.run_dir
+        its_weights, its_state = resume.load(newest(resumed.run_dir))
+        assert same(its_weights, weights)
+        assert its_state.keys() == state.keys()
+        assert [key for key in state if not same(its_state[key], state[key])] == []
+        assert numbers(resumed.run_dir) == numbers(whole.run_dir)
+        assert resumed.metrics == whole.metrics
+
+
+def test_the_log_falls_on_the_same_updates_after_a_resume(train, stop_at):
+    words = ["data.samples=240", "updates=null", "epochs=1", "log_every=5"]
+    whole = train(*words)
+    stop_at(7)
+    stopped = train(*words)
+    stop_at(None)
+    drivetrain.train([f"resume={stopped.run_dir}"])
+    a, b = ({r["update"]: r["loss"] for r in lines(r_.run_dir) if r["event"] == "train"} for r_ in (whole, stopped))
+    assert list(a) == [5, 10, 15, 20]
+    assert list(b) == [5, 7, 10, 15, 20]  # 7: what was done when it stopped
+    assert {u: b[u] for u in (5, 15, 20)} == {u: a[u] for u in (5, 15, 20)}
+
+
+def test_a_longer_run_goes_on(train):
+    short = train("updates=2")
+    longer = drivetrain.train([f"resume={short.run_dir}", "updates=5"])
+    at_once = train("updates=5")
+    assert (short.updates, longer.updates) == (2, 5)
+    assert same(*(resume.load(newest(r.run_dir))[0] for r in (longer, at_once)))
+
+
+def test_a_finished_run_stays_finished(train):
+    run = train()
+    before = {p: p.read_bytes() for p in newest(run.run_dir).iterdir()}
+    again = drivetrain.train([f"resume={run.run_dir}"])
+    assert (again.status, again.updates, again.metrics) == ("completed", 2, run.metrics)
+    assert {p: p.read_bytes() for p in newest(run.run_dir).iterdir()} == before
+    assert [r["update"] for r in lines(run.run_dir) if r["event"] == "train"] == [1, 2]
+
+
+# --- what may differ ---
+
+
+def test_a_changed_config_is_refused_with_the_difference(train):
+    run = train()
+    with pytest.raises(UserError) as refused:
+        launch.prepare([f"resume={run.run_dir}", "optimizer.lr=0.01"])
+    (problem,) = refused.value.problems
+    assert "optimizer.lr: 0.05 → 0.01" in problem
+    assert "resume_changed=true" in problem
+
+
+@pytest.mark.parametrize(
+    ("word", "read", "value"),
+    [
+        ("optimizer.lr=0.5", lambda t: t.optimizer.param_groups[0]["lr"], 0.5),
+        ("optimizer.weight_decay=0.25", lambda t: t.optimizer.param_groups[0]["weight_decay"], 0.25),
+        ("optimizer.momentum=0.5", lambda t: t.optimizer.param_groups[0]["momentum"], 0.5),
+        ("precision.growth_interval=7", lambda t: t.precision.scaler.get_growth_interval(), 7),
+        ("ema.decay=0.5", lambda t: t.ema.decay, 0.5),
+    ],
+)
+def test_a_change_that_was_insisted_on_takes_effect(train, word, read, value, monkeypatch):
+    run = train("precision=amp", "precision.init_scale=8.0", "ema=ema")
+    trainers, fit = [], Trainer.fit
+    monkeypatch.setattr(Trainer, "fit", lambda self: (trainers.append(self), fit(self))[1])
+    result = drivetrain.train([f"resume={run.run_dir}", "resume_changed=true", "updates=4", word])
+    assert (result.status, result.updates) == ("completed", 4), result.error
+    assert read(trainers[0]) == pytest.approx(value)
+
+
+def test_what_is_no_run_is_refused(tmp_path):
+    for path in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(UserError, match="is no run's directory"):
+            launch.prepare([f"resume={path}"])
+
+
+# --- auto ---
+
+
+def test_auto_finds_the_unfinished_run_of_this_config(train, tiny, stop_at):
+    stop_at(2)
+    stopped = train("updates=4")
+    stop_at(None)
+    other = train("updates=4", "optimizer.lr=0.01")
+    job = launch.prepare(tiny("updates=4", "resume=auto"))
+    assert job.run_dir == stopped.run_dir
+    assert other.run_dir != stopped.run_dir
+    resumed = train("updates=4", "resume=auto")
+    assert (resumed.run_dir, resumed.updates, resumed.status) == (stopped.run_dir, 4, "completed")
+    afresh = launch.prepare(tiny("updates=4", "resume=auto"))
+    assert afresh.run_dir is None
+    assert any("no unfinished run of this config" in line for line in afresh.said)
+
+
+# --- the files ---
+
+
+@pytest.fixture
+def run_dir(train) -> Path:
+    return train("updates=3", "saving.every_updates=1", "saving.keep=9", "ema=ema", "precision=amp").run_dir
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+DAMAGE = {
+    "a flipped bit in the weights": (lambda c: flip_a_bit(c / "model.safetensors"), "damaged model.safetensors"),
+    "a flipped bit in the state": (lambda c: flip_a_bit(c / "state.pt"), "damaged state.pt"),
+    "no weights": (lambda c: (c / "model.safetensors").unlink(), "lacks model.safetensors"),
+    "no state": (lambda c: (c / "state.pt").unlink(), "lacks state.pt"),
+    "a truncated state": (lambda c: (c / "state.pt").write_bytes((c / "state.pt").read_bytes()[:100]), "damaged state.pt"),
+    "no manifest": (lambda c: (c / "manifest.json").unlink(), "no readable manifest.json"),
+    "half a manifest": (lambda c: (c / "manifest.json").write_text('{"format": 1, "sha'), "no readable manifest.json"),
+    "a manifest of another format": (
+        lambda c: (c / "manifest.json").write_text('{"format": 99, "sha256": {}}'),
+        "has format 99",
+    ),
+    "a manifest without files": (lambda c: (c / "manifest.json").write_text('{"format": 1, "sha256": {}}'), "is incomplete"),
+    "a manifest that leads outside": (
+        lambda c: (c / "manifest.json").write_text('{"format": 1, "sha256": {"../3/state.pt": "0"}}'),
+        "names a file outside itself",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_damaged_checkpoint_is_named_and_passed_over(run_dir, how):
+    damage, says = DAMAGE[how]
+    checkpoint = run_dir / "checkpoints" / "3"
+    assert manifest.verify(checkpoint) is None
+    damage(checkpoint)
+    assert says in manifest.verify(checkpoint)
+    job = launch.prepare([f"resume={run_dir}"])
+    assert job.checkpoint == run_dir / "checkpoints" / "2"
+    assert any(str(checkpoint) in line and says in line and "passed over" in line for line in job.said)
+    again = drivetrain.train([f"resume={run_dir}"])
+    assert (again.status, again.updates) == ("completed", 3), again.error
+    assert manifest.verify(checkpoint) is None  # written anew
+    assert [r["update"] for r in lines(run_dir) if r["event"] == "train"] == [1, 2, 3]
+
+
+def test_with_no_checkpoint_left_it_starts_over_and_says_so(run_dir):
+    shutil.rmtree(run_dir / "checkpoints")
+    job = launch.prepare([f"resume={run_dir}"])
+    assert job.checkpoint is None
+    assert any("starts from the beginning" in line for line in job.said)
+
+
+def test_the_state_is_plain_tensors_and_containers(run_dir):
+    state = torch.load(run_dir / "checkpoints/3/state.pt", weights_only=True)
+    assert state["progress"]["updates"] == 3
+    assert state["optimizer"]["state"]
+    assert state["precision"]["scale"] > 0
+    assert state["ema"]["tensors"].keys() == safetensors.torch.load_file(run_dir / "checkpoints/3/model.safetensors").keys()
+    assert len(state["random"]) == 1
+    assert not list((run_dir / "checkpoints").glob(".*"))  # nothing half-written is left
+
+
+def test_a_save_that_fails_leaves_the_last_good_one(tmp_path, monkeypatch):
+    weights = {"w": torch.ones(3)}
+    resume.save(tmp_path, 1, weights, {"a": 1})
+    with monkeypatch.context() as m:
+        m.setattr(torch, "save", lambda *a: (_ for _ in ()).throw(OSError("No space left on device")))
+        for update in (1, 2):
+            with pytest.raises(OSError, match="No space"):
+                resume.save(tmp_path, update, weights, {"a": 2})
+    assert manifest.newest_valid(tmp_path) == (tmp_path / "checkpoints" / "1", [])
+    assert resume.load(tmp_path / "checkpoints" / "1")[1] == {"a": 1}
+    resume.save(tmp_path, 2, weights, {"a": 3})  # what was left half-written is no hindrance
+    assert resume.load(newest(tmp_path))[1] == {"a": 3}
+
+
+def test_a_save_of_the_same_update_replaces_the_old_one(tmp_path):
+    for value in (1, 2):
+        target = resume.save(tmp_path, 5, {"w": torch.full((2,), float(value))}, {"a": value})
+    weights, state = resume.load(target)
+    assert (weights["w"].tolist(), state) == ([2.0, 2.0], {"a": 2})
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["5"]
+
+
+def test_tied_and_strided_weights_are_saved_under_each_name(tmp_path):
+    tied = torch.randn(3, 4)
+    weights = {"a": tied, "b": tied, "c": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), "d": tied.T}
+    loaded, _ = resume.load(resume.save(tmp_path, 1, weights, {}))
+    assert loaded.keys() == weights.keys()
+    assert all(torch.equal(loaded[name], weights[name]) for name in weights)
+
+
+def test_pruning_keeps_the_newest_by_number_and_the_best(tmp_path):
+    for update in (2, 9, 10, 100):
+        resume.save(tmp_path, update, {"w": torch.ones(1)}, {})
+    resume.prune(tmp_path, 2, best=2)
+    assert sorted(int(p.name) for p in (tmp_path / "checkpoints").iterdir()) == [2, 10, 100]
+    resume.prune(tmp_path, 1, best=None)
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["100"]
+
+
+def test_random_streams_come_back():
+    state = resume.random_state()
+    first = torch.rand(4)
+    resume.restore_random_state(state)
+    assert torch.equal(torch.rand(4), first)

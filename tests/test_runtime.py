@@ -1,0 +1,111 @@
+"""The process: device, seeds, threads, and gradients that are forgotten."""
+
+import pytest
+import torch
+
+from drivetrain.plan import World
+from drivetrain.runtime import Runtime
+
+
+def weights(trainer) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+
+def test_the_seed_decides_the_weights_and_the_dropout(make):
+    def end(seed: int) -> torch.Tensor:
+        trainer = make(f"runtime.seed={seed}", "model.dropout=0.5")
+        trainer.fit()
+        return weights(trainer)
+
+    assert torch.equal(end(0), end(0))
+    assert not torch.equal(end(0), end(1))
+    assert torch.equal(weights(make()), weights(make()))
+
+
+def test_ranks_start_from_the_same_weights_and_drop_differently():
+    draws = []
+    for rank in range(2):
+        runtime = Runtime()
+        runtime.start(World(rank, 2, rank, 2))
+        start = torch.rand(3)
+        runtime.seed_rank(World(rank, 2, rank, 2))
+        draws.append((start, torch.rand(3)))
+    assert torch.equal(draws[0][0], draws[1][0])
+    assert not torch.equal(draws[0][1], draws[1][1])
+
+
+def test_gradients_are_none_after_each_update(make, each_update):
+    trainer = make()
+    during = each_update(trainer, lambda: all(p.grad is not None for p in trainer.model.parameters()))
+    after = []
+    step = trainer._after_update
+    trainer._after_update = lambda *a: (after.append([p.grad for p in trainer.model.parameters()]), step(*a))[1]
+    trainer.fit()
+    assert during == [True, True]
+    assert len(after) == 2
+    assert all(grad is None for grads in after for grad in grads)
+
+
+def test_memset_writes_zeros_and_trains_the_same(make):
+    freed, zeroed = make(), make("runtime.zero_grad=memset")
+    freed.fit()
+    zeroed.fit()
+    assert all(p.grad is None for p in freed.model.parameters())
+    assert all(p.grad is not None and not p.grad.any() for p in zeroed.model.parameters())
+    assert torch.equal(weights(freed), weights(zeroed))
+    assert not torch.equal(weights(freed), weights(make()))
+
+
+def test_auto_is_the_cpu_where_there_is_no_cuda(make, problems, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("drivetrain.lazy.torch.cuda.is_available", lambda: False)
+    assert make().device == torch.device("cpu")
+    assert any("runtime.device=cuda, but torch finds no CUDA device" in p for p in problems("runtime.device=cuda"))
+
+
+def test_threads_are_what_was_asked_for_also_after_another_run(make):
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        for asked in (1, 2):
+            make(f"runtime.threads={asked}")
+            assert torch.get_num_threads() == asked
+        make("runtime.threads=1")
+        make("runtime.threads=null")  # the cores, not what the run before was given
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_ranks_of_a_machine_share_its_cores(monkeypatch):
+    before = torch.get_num_threads()
+    try:
+        monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
+        torch.set_num_threads(8)
+        Runtime().start(World(0, 2, 0, 2))
+        assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_backend_flags_are_set_and_unset(make):
+    make("runtime.deterministic=true", "runtime.cudnn_benchmark=false")
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.backends.cudnn.benchmark
+    make()
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.backends.cudnn.benchmark
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["runtime.deterministic=true"], "exclude each other"),
+        (["runtime.device=tpu"], "runtime.device=tpu"),
+        (["runtime.seed=-1"], "runtime.seed=-1"),
+        (["runtime.threads=0"], "runtime.threads=0"),
+        (["runtime.zero_grad=maybe"], "runtime.zero_grad=maybe"),
+    ],
+)
+def test_what_cannot_be_is_refused(problems, words, says):
+    assert any(says in p and "runtime." in p for p in problems(*words))

@@ -1,0 +1,106 @@
+"""When states are saved, and which are kept."""
+
+from pathlib import Path
+
+import pytest
+
+from drivetrain import saving
+
+
+def saved(run_dir: Path) -> list[int]:
+    root = run_dir / "checkpoints"
+    return sorted(int(p.name) for p in root.iterdir()) if root.is_dir() else []
+
+
+EPOCHS = ["updates=null", "epochs=4"]  # of four updates each
+
+
+def test_last_keeps_the_newest_epochs(make, tmp_path):
+    make(*EPOCHS, "saving.keep=2").fit()
+    assert saved(tmp_path / "run") == [12, 16]
+
+
+def test_none_saves_nothing(make, tmp_path):
+    trainer = make(*EPOCHS, "saving=none")
+    trainer.fit()
+    assert trainer.progress.updates == 16
+    assert not (tmp_path / "run").exists()
+
+
+def test_every_so_many_updates_and_at_the_end_of_each_epoch(make, tmp_path):
+    make("data.samples=120", "updates=null", "epochs=2", "saving.every_updates=4", "saving.keep=50").fit()
+    assert saved(tmp_path / "run") == [4, 8, 10, 14, 18, 20]  # ten updates an epoch; counted from the last save
+
+
+def test_the_end_of_a_run_in_the_middle_of_an_epoch_is_saved(make, tmp_path):
+    make("data.samples=120", "updates=7", "saving.every_updates=3", "saving.keep=50").fit()
+    assert saved(tmp_path / "run") == [3, 6, 7]
+
+
+def test_every_so_many_minutes(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    last = saving.Last(every_minutes=2.0)
+    last.start(0)
+    assert not last.due(50)
+    now[0] += 119
+    assert not last.due(60)
+    now[0] += 2
+    assert last.due(61)
+    last.start(61)
+    assert not last.due(62)
+
+
+def test_the_sooner_of_the_two_counts(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    last = saving.Last(every_updates=10, every_minutes=1.0)
+    last.start(5)
+    assert not last.due(14)
+    assert last.due(15)
+    now[0] += 61
+    assert last.due(6)
+
+
+def test_best_keeps_the_best_evaluation_beside_the_newest(make, tmp_path, monkeypatch):
+    accuracies = iter([0.25, 0.75, 0.5, 0.5])
+    trainer = make(*EPOCHS, "saving=best", "saving.keep=1")
+    monkeypatch.setattr(type(trainer), "evaluate", lambda self: {"loss": 1.0, "accuracy": next(accuracies)})
+    kept = []
+    save = trainer._save
+    trainer._save = lambda: (save(), kept.append(saved(tmp_path / "run")))
+    trainer.fit()
+    assert kept == [[4], [8], [8, 12], [8, 16]]
+    assert trainer.progress.best == {"loss": 1.0, "accuracy": 0.75, "update": 8}
+    assert trainer.progress.final["accuracy"] == 0.5
+
+
+def test_of_equals_the_first_stays_the_best(make, monkeypatch):
+    trainer = make(*EPOCHS, "saving=best")
+    monkeypatch.setattr(type(trainer), "evaluate", lambda self: {"loss": 1.0, "accuracy": 0.5})
+    trainer.fit()
+    assert trainer.progress.best["update"] == 4
+
+
+def test_an_off_switch_that_is_asked_says_no():
+    off = saving.Saving()
+    off.start(0)
+    assert not off.active
+    assert not off.due(10**9)
+
+
+def test_what_cannot_be_is_refused(problems):
+    assert any("saving=best picks by evaluations" in p for p in problems("saving=best", "evaluate_every=20", "epochs=10"))
+    for word in ("saving.keep=0", "saving.every_updates=0", "saving.every_minutes=0"):
+        assert any(p.startswith(word) for p in problems(word))
+
+
+@pytest.mark.parametrize("option", ["last", "best"])
+def test_each_state_is_saved_once(make, monkeypatch, option):
+    from drivetrain import resume
+
+    writes, save = [], resume.save
+    monkeypatch.setattr(resume, "save", lambda run_dir, update, *rest: writes.append(update) or save(run_dir, update, *rest))
+    make(*EPOCHS, f"saving={option}", "saving.every_updates=2").fit()
+    assert writes == sorted(set(writes))
+    assert len(writes) == 8

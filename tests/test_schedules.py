@@ -1,0 +1,486 @@
+"""Every curve against torch's or timm's scheduler at every update, momentum too; lengths, rules and remarks."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from timm.scheduler import CosineLRScheduler, PolyLRScheduler
+from torch.optim import lr_scheduler as theirs
+
+from drivetrain import scheduler as ours
+from drivetrain.compose import options
+from drivetrain.errors import UserError
+from drivetrain.launch import prepare
+from drivetrain.plan import Horizon, horizon, length_problem
+from drivetrain.spec import Part
+
+UPDATES, LR = 240, 0.5
+OVER = Horizon(UPDATES, range(12, UPDATES + 1, 12))  # 20 epochs of 12 updates
+Optimizer = torch.optim.Optimizer
+
+
+def sgd(**kwargs: Any) -> torch.optim.SGD:
+    """Two groups with different rates."""
+    a, b = torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)
+    return torch.optim.SGD([{"params": [a], "lr": LR}, {"params": [b], "lr": LR / 10}], momentum=0.9, **kwargs)
+
+
+def adam() -> torch.optim.Adam:
+    return torch.optim.Adam([torch.zeros(1, requires_grad=True)], lr=LR)
+
+
+def seen(optimizer: Optimizer) -> list[tuple[float, float]]:
+    return [(g["lr"], g["betas"][0] if "betas" in g else g["momentum"]) for g in optimizer.param_groups]
+
+
+def our_curve(scheduler: ours.Scheduler, optimizer: Optimizer, updates: int = UPDATES) -> list[Any]:
+    scheduler.start(optimizer, *OVER)
+    values = []
+    for update in range(updates):
+        scheduler.step(update)
+        values.append(seen(optimizer))
+    return values
+
+
+def torch_curve(make: Callable[[Optimizer], Any], optimizer: Optimizer, updates: int = UPDATES) -> list[Any]:
+    scheduler, values = make(optimizer), []
+    for _ in range(updates):
+        values.append(seen(optimizer))
+        optimizer.step()
+        scheduler.step()
+    return values
+
+
+def warmed(make: Callable[[Optimizer], Any], length: int, start: float = 0.0) -> Callable[[Optimizer], Any]:
+    """torch's LinearLR before another schedule; it begins where ours does, one part of length + 1 above `start`."""
+
+    def both(optimizer: Optimizer) -> Any:
+        first = start + (1 - start) / (length + 1)
+        rise = theirs.LinearLR(optimizer, start_factor=first, total_iters=length)
+        return theirs.SequentialLR(optimizer, [rise, make(optimizer)], milestones=[length])
+
+    return both
+
+
+SAME = {
+    "constant": (ours.Scheduler(), lambda o: theirs.ConstantLR(o, factor=1.0)),
+    "constant, warm-up": (ours.Scheduler(warmup=24), warmed(lambda o: theirs.ConstantLR(o, factor=1.0), 24)),
+    "warm-up from a tenth": (
+        ours.Scheduler(warmup="2ep", warmup_start=0.1),
+        warmed(lambda o: theirs.ConstantLR(o, 1.0), 24, 0.1),
+    ),
+    "step": (ours.Step(every="5ep", gamma=0.3), lambda o: theirs.StepLR(o, 60, 0.3)),
+    "multistep": (ours.MultiStep([0.25, 100, "15ep"], 0.2), lambda o: theirs.MultiStepLR(o, [60, 100, 180], 0.2)),
+    "cosine": (ours.Cosine(), lambda o: theirs.CosineAnnealingLR(o, UPDATES)),
+    "cosine, warm-up": (ours.Cosine(warmup=0.1), warmed(lambda o: theirs.CosineAnnealingLR(o, 216), 24)),
+    "cosine, 4 cycles": (ours.Cosine(cycles=4), lambda o: theirs.CosineAnnealingWarmRestarts(o, 60)),
+    "cosine, 4 doubling cycles": (ours.Cosine(cycles=4, cycle_mult=2), lambda o: theirs.CosineAnnealingWarmRestarts(o, 16, 2)),
+    "linear": (ours.Linear(final=0.25), lambda o: theirs.LinearLR(o, 1.0, 0.25, UPDATES)),
+    "linear, short": (ours.Linear(length=100), lambda o: theirs.LinearLR(o, 1.0, 0.0, 100)),
+    "poly": (ours.Poly(power=2.5), lambda o: theirs.PolynomialLR(o, UPDATES, 2.5)),
+    "poly, warm-up": (ours.Poly(power=0.9, warmup=40), warmed(lambda o: theirs.PolynomialLR(o, 200, 0.9), 40)),
+    "exponential": (ours.Exponential(gamma=0.98, every=1), lambda o: theirs.ExponentialLR(o, 0.98)),
+    "exponential, epochs": (ours.Exponential(gamma=0.9, every="1ep"), lambda o: theirs.ExponentialLR(o, 0.9 ** (1 / 12))),
+    "wsd": (
+        ours.Wsd(warmup=24, decay=0.25),
+        lambda o: theirs.SequentialLR(
+            o,
+            [theirs.LinearLR(o, 1 / 25, 1.0, 24), theirs.ConstantLR(o, 1.0), theirs.LinearLR(o, 1.0, 0.0, 60)],
+            [24, 180],
+        ),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_equals_torch_at_every_update(name: str) -> None:
+    scheduler, make = SAME[name]
+    mine, other = our_curve(scheduler, sgd()), torch_curve(make, sgd())
+    assert len({v[0][0] for v in other}) > 1 or name == "constant"
+    torch.testing.assert_close(
+        torch.tensor(mine, dtype=torch.float64), torch.tensor(other, dtype=torch.float64), atol=1e-12, rtol=1e-9
+    )
+
+
+RANGE = [0.8, 0.95]
+M = {"base_momentum": 0.8, "max_momentum": 0.95}
+
+
+def one_cycle(**kwargs: Any) -> Callable[[Optimizer], Any]:
+    return lambda o: theirs.OneCycleLR(o, [g["lr"] for g in o.param_groups], total_steps=UPDATES, **M, **kwargs)
+
+
+def cyclic(up: int, **kwargs: Any) -> Callable[[Optimizer], Any]:
+    def make(o: Optimizer) -> Any:
+        rates = [g["lr"] for g in o.param_groups]
+        return theirs.CyclicLR(o, [0.1 * r for r in rates], rates, up, **M, **kwargs)
+
+    return make
+
+
+CYCLING = {
+    "onecycle": (lambda m: ours.OneCycle(momentum=m), one_cycle()),
+    "onecycle, linear": (lambda m: ours.OneCycle(warmup=0.25, div=10, final_div=100, anneal="linear", momentum=m),
+                         one_cycle(pct_start=0.25, div_factor=10, final_div_factor=100, anneal_strategy="linear")),
+    "onecycle, three phases": (lambda m: ours.OneCycle(three_phase=True, momentum=m), one_cycle(three_phase=True)),
+    "onecycle, at the top": (lambda m: ours.OneCycle(warmup=0, momentum=m), one_cycle(pct_start=0.0)),
+    "cyclic": (lambda m: ours.Cyclic(up="2ep", momentum=m), cyclic(24)),
+    "cyclic, lopsided": (lambda m: ours.Cyclic(up=0.05, down=30, momentum=m), cyclic(12, step_size_down=30)),
+    "cyclic, triangular2": (lambda m: ours.Cyclic(up=20, mode="triangular2", momentum=m), cyclic(20, mode="triangular2")),
+    "cyclic, exp_range": (lambda m: ours.Cyclic(up=20, mode="exp_range", gamma=0.99, momentum=m),
+                          cyclic(20, mode="exp_range", gamma=0.99)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("make_optimizer", [sgd, adam])
+@pytest.mark.parametrize("name", CYCLING)
+def test_cycles_momentum_as_torch_does(name: str, make_optimizer: Callable[[], Optimizer]) -> None:
+    make, other = CYCLING[name]
+    mine, reference = our_curve(make(RANGE), make_optimizer()), torch_curve(other, make_optimizer())
+    assert len({round(v[0][1], 6) for v in reference}) > 10  # the momentum moves
+    torch.testing.assert_close(
+        torch.tensor(mine, dtype=torch.float64), torch.tensor(reference, dtype=torch.float64), atol=1e-12, rtol=1e-9
+    )
+
+
+@pytest.mark.parametrize("name", CYCLING)
+def test_leaves_momentum_alone_unless_asked(name: str) -> None:
+    make, other = CYCLING[name]
+    mine, reference = our_curve(make(None), sgd()), torch_curve(other, sgd())
+    assert {m for update in mine for _, m in update} == {0.9}
+    rates = [[[lr for lr, _ in groups] for groups in curve] for curve in (mine, reference)]
+    torch.testing.assert_close(torch.tensor(rates[0]), torch.tensor(rates[1]))
+
+
+def test_beta2_stays() -> None:
+    optimizer = adam()
+    our_curve(ours.OneCycle(momentum=RANGE), optimizer)
+    assert optimizer.param_groups[0]["betas"][1] == 0.999
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "make"),
+    [
+        (ours.Cosine(cycles=3, cycle_mult=1.5, cycle_decay=0.6, final=0.05),
+         lambda o: CosineLRScheduler(o, 240 / 4.75, 0.05 * LR, 1.5, cycle_decay=0.6, cycle_limit=3, t_in_epochs=False)),
+        (ours.Poly(power=0.7, final=0.1),
+         lambda o: PolyLRScheduler(o, UPDATES, power=0.7, lr_min=0.1 * LR, t_in_epochs=False)),
+    ],
+    ids=["cosine with decaying cycles", "poly with a floor"],
+)  # fmt: skip
+def test_equals_timm(scheduler: ours.Scheduler, make: Callable[[Optimizer], Any]) -> None:
+    optimizer = adam()
+    other, expected = make(optimizer), []
+    for update in range(UPDATES):
+        other.step_update(update)
+        expected.append(optimizer.param_groups[0]["lr"])
+    assert [u[0][0] for u in our_curve(scheduler, adam())] == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("shape", "height"),
+    [("cosine", lambda t: (1 + math.cos(math.pi * t)) / 2), ("sqrt", lambda t: 1 - math.sqrt(t))],
+)
+def test_wsd_shapes(shape: Any, height: Callable[[float], float]) -> None:
+    scheduler = ours.Wsd(warmup=0, decay=60, shape=shape, final=0.1)
+    scheduler.lay(OVER)
+    assert {scheduler.multiple(u) for u in range(180)} == {1.0}
+    assert [scheduler.multiple(180 + u) for u in range(60)] == pytest.approx([0.1 + 0.9 * height(u / 60) for u in range(60)])
+
+
+def test_wsd_exponential() -> None:
+    scheduler = ours.Wsd(warmup=0, decay=60, shape="exponential", final=0.01)
+    scheduler.lay(OVER)
+    assert [scheduler.multiple(u) for u in (179, 180, 210, 240)] == pytest.approx([1.0, 1.0, 0.1, 0.01])
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "last"),
+    [
+        (ours.Cosine(final=0.2), 0.2), (ours.Cosine(cycles=3, final=0.2), 0.2), (ours.Cosine(length=100, final=0.2), 0.2),
+        (ours.Linear(final=0.3), 0.3), (ours.Poly(), 0.0), (ours.Wsd(final=0.1), 0.1),
+        (ours.OneCycle(div=5, final_div=4), 0.05), (ours.OneCycle(div=5, final_div=4, length=0.5), 0.05),
+        (ours.OneCycle(three_phase=True, div=5, final_div=4), 0.05), (ours.MultiStep(), 0.01),
+    ],
+    ids=lambda v: type(v).__name__,
+)  # fmt: skip
+def test_the_last_value_holds_after_the_end(scheduler: ours.Scheduler, last: float) -> None:
+    scheduler.lay(OVER)
+    assert [scheduler.multiple(UPDATES + n) for n in (0, 1, 1000)] == pytest.approx([last] * 3)
+
+
+def test_momentum_holds_after_the_end() -> None:
+    scheduler = ours.OneCycle(momentum=RANGE, length=100)
+    scheduler.lay(OVER)
+    assert [scheduler.momentum_at(u) for u in (99, 150, 300)] == pytest.approx([0.95] * 3)
+    assert scheduler.momentum_at(29) == pytest.approx(0.922, abs=0.2)
+
+
+def test_a_graph_keeps_its_rate_as_a_tensor() -> None:
+    rate = torch.tensor(LR)
+    optimizer = torch.optim.Adam([torch.zeros(1, requires_grad=True)], lr=rate, capturable=True)
+    our_curve(ours.Linear(), optimizer, updates=121)
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert rate.item() == LR / 2
+
+
+class TestPlateau:
+    LOSSES = (
+        3.0,
+        2.0,
+        1.99999,
+        2.0,
+        2.5,
+        2.4,
+        1.0,
+        1.2,
+        float("nan"),
+        1.1,
+        1.3,
+        1.2,
+        1.4,
+        1.5,
+        0.2,
+        0.3,
+        0.3,
+        0.3,
+        0.3,
+        0.3,
+        0.3,
+    )
+
+    @pytest.mark.parametrize("mode", ["min", "max"])
+    @pytest.mark.parametrize("threshold_mode", ["rel", "abs"])
+    @pytest.mark.parametrize("cooldown", [0, 2])
+    def test_equals_torch(self, mode: Any, threshold_mode: Any, cooldown: int) -> None:
+        knobs = {
+            "mode": mode,
+            "factor": 0.5,
+            "patience": 1,
+            "threshold": 1e-3,
+            "threshold_mode": threshold_mode,
+            "cooldown": cooldown,
+        }
+        optimizer, reference = adam(), adam()
+        mine = ours.Plateau(**knobs, final=0.1)
+        mine.start(optimizer, *OVER)
+        other = theirs.ReduceLROnPlateau(reference, **knobs, min_lr=0.1 * LR)
+        rates = []
+        for epoch, loss in enumerate(self.LOSSES):
+            mine.step(12 * epoch)
+            mine.evaluated({"loss": loss, "accuracy": 0.0})
+            other.step(loss)
+            rates.append(reference.param_groups[0]["lr"])
+            assert optimizer.param_groups[0]["lr"] == pytest.approx(rates[-1]), epoch
+        assert len(set(rates)) > 2
+
+    def test_a_resumed_one_goes_on_alike(self) -> None:
+        for cut in range(len(self.LOSSES)):
+            one, two = ours.Plateau(patience=1), ours.Plateau(patience=1)
+            for scheduler in (one, two):
+                scheduler.start(adam(), *OVER)
+            for loss in self.LOSSES[:cut]:
+                one.evaluated({"loss": loss})
+            two.load_state_dict(one.state_dict())
+            for loss in self.LOSSES[cut:]:
+                one.evaluated({"loss": loss})
+                two.evaluated({"loss": loss})
+            assert two.state_dict() == one.state_dict()
+            assert two.multiple(5) == one.multiple(5) < 1
+
+    def test_warms_up_to_where_it_stands(self) -> None:
+        scheduler = ours.Plateau(warmup=9)
+        scheduler.start(adam(), *OVER)
+        assert [scheduler.multiple(u) for u in (0, 4, 9)] == [0.1, 0.5, 1.0]
+
+
+def test_plateau_in_a_run_and_in_its_resumed_half(make: Any) -> None:
+    """No evaluation betters by 100, so that the rate falls after each but the first."""
+    words = ["scheduler=plateau", "scheduler.patience=0", "scheduler.threshold=100", "scheduler.threshold_mode=abs",
+             "scheduler.factor=0.5", "updates=null", "log_every=4"]  # fmt: skip
+    whole, half, rest = make(*words, "epochs=5"), make(*words, "epochs=3"), make(*words, "epochs=5")
+    whole.fit()
+    half.fit()
+    rest.restore(half.model.state_dict(), half.state())
+    rest.fit()
+
+    def rates(trainer: Any) -> list[float]:
+        return [r["lr"] for r in trainer.sinks[0] if r["event"] == "train"]
+
+    assert rates(whole) == pytest.approx([0.05, 0.05, 0.025, 0.0125, 0.00625])
+    assert rates(half) + rates(rest) == rates(whole)
+    assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), rest.model.parameters(), strict=True))
+
+
+def test_the_base_class_hears_evaluations_and_has_no_state() -> None:
+    scheduler = ours.Scheduler()
+    scheduler.start(adam(), *OVER)
+    scheduler.evaluated({"loss": 1.0})
+    assert scheduler.state_dict() == {}
+
+
+# lengths
+
+
+@pytest.mark.parametrize(("length", "updates"), [(0, 0), (0.1, 24), (1, 1), (500, 500), ("5ep", 60), ("0.5ep", 6), (30.0, 30)])
+def test_one_notation_for_lengths(length: Any, updates: float) -> None:
+    assert list(length_problem("scheduler.warmup", length)) == []
+    assert OVER.of(length) == pytest.approx(updates)
+
+
+def test_epochs_are_counted_where_they_lie_when_the_batch_grows() -> None:
+    """Digits: 11, 11, 5, 5, 2 and 2 updates; by epochs from the start, or to the end."""
+    words = ["model=mlp", "epochs=6", "batch.grow_every=2", "scheduler=wsd", "scheduler.warmup=1ep", "scheduler.decay=3ep"]
+    run = prepare(words).run
+    over = horizon(run)
+    assert over is not None
+    assert over == Horizon(36, [11, 22, 27, 32, 34, 36])
+    assert [over.of(n) for n in ("1ep", "2.2ep", "3ep", "6ep", "8ep", 0.5)] == pytest.approx([11, 23, 27, 36, 40, 18])
+    assert [over.of_end(n) for n in ("1ep", "2ep", "3.4ep", "6ep", "9ep", 0.5, 7)] == pytest.approx([2, 4, 11, 36, 36, 18, 7])
+    run.scheduler.lay(over)
+    assert [run.scheduler.multiple(u) for u in (10, 11, 27, 28, 35)] == pytest.approx([11 / 12, 1, 1, 8 / 9, 1 / 9])
+
+
+def test_past_the_end_epochs_are_as_long_as_the_last() -> None:
+    assert [Horizon(20, [11, 18, 20]).of(n) for n in ("2ep", "3ep", "4ep", "5.5ep")] == [18, 20, 22, 25]
+
+
+@pytest.mark.parametrize(("updates", "epochs"), [(1, 1 / 12), (12, 1), (30, 2.5), (240, 20)])
+def test_the_run_in_epochs(updates: int, epochs: float) -> None:
+    assert OVER.at_most(updates).epochs == pytest.approx(epochs)
+    assert OVER.at_most(None) == OVER
+
+
+@pytest.mark.parametrize("length", [1.5, -1, -0.1, "5", "ep", "5 epochs", "-1ep", "10%", "1e3ep", ""])
+def test_what_is_no_length(length: Any) -> None:
+    assert list(length_problem("scheduler.warmup", length)) == [
+        f"scheduler.warmup={length} is no length: give a share of the run below 1 (0.1), updates (500) or epochs (5ep)"
+    ]
+
+
+def test_every_length_knob_is_looked_at() -> None:
+    """A knob annotated as a length stands in `lengths`, else a bad one would pass the check."""
+    for name in ours.__all__:
+        cls = getattr(ours, name)
+        annotated = {k for k, v in cls.__init__.__annotations__.items() if "Length" in v}
+        assert annotated == set(cls.lengths), name
+
+
+# rules: 1,438 training samples of digits / 128 = 11 updates an epoch, 15 epochs = 165 updates
+
+
+def problems(*words: str) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        prepare(["model=mlp", *words])
+    return caught.value.problems
+
+
+REFUSED = {
+    "scheduler=cosine scheduler.warmup=5epochs": "scheduler.warmup=5epochs is no length",
+    "scheduler=multistep scheduler.milestones=[0.5,x]": "scheduler.milestones=x is no length",
+    "scheduler=multistep scheduler.milestones=[100,5ep]": "must increase: they are updates 100, 55",
+    "scheduler=multistep scheduler.milestones=[0.51,0.512]": "must increase: they are updates 84, 84",
+    "scheduler=multistep scheduler.milestones=[]": "scheduler.milestones",
+    "scheduler=wsd scheduler.decay=200": "are 8 + 200 updates, more than the run's 165",
+    "scheduler=wsd scheduler.shape=exponential": "set scheduler.final above 0",
+    "scheduler=step scheduler.every=0": "scheduler.every=0 is no length of time",
+    "scheduler=exponential scheduler.every=0ep": "scheduler.every=0ep is no length of time",
+    "scheduler=cyclic scheduler.up=0": "scheduler.up=0 is no length of time",
+    "scheduler=cyclic scheduler.down=0": "scheduler.down=0 is no length of time",
+    "scheduler=cyclic scheduler.mode=exp_range": "scheduler.mode=exp_range shrinks",
+    "scheduler=cyclic scheduler.gamma=0.9": "scheduler.gamma=0.9 is exp_range's",
+    "scheduler=cosine scheduler.length=10 scheduler.warmup=10": "scheduler.length=10 ends within scheduler.warmup=10",
+    "scheduler=onecycle scheduler.length=40": "scheduler.length=40 ends within scheduler.warmup=0.3",
+    "scheduler=cosine scheduler.cycles=200": "less than one update to a cycle",
+    "scheduler=onecycle scheduler.three_phase=true scheduler.warmup=0.6": "twice scheduler.warmup=0.6",
+    "scheduler=onecycle scheduler.momentum=[0.95,0.85]": "[low, high]: turn it round",
+    "scheduler=onecycle scheduler.momentum=[0.9]": "scheduler.momentum=[0.9]",
+    "scheduler=onecycle scheduler.momentum=[0.9,1.0]": "must be < 1",
+    "scheduler=onecycle epochs=null": "epochs=null: must be a whole number",
+    "scheduler=plateau scheduler.metric=accuracy": "set scheduler.mode=max",
+    "scheduler=plateau scheduler.metric=acuracy": "set one of loss, accuracy",
+    "scheduler=plateau scheduler.metric=ema_loss": "set one of loss, accuracy",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_refused(words: str) -> None:
+    said = problems(*words.split())
+    assert len(said) == 1
+    assert REFUSED[words] in said[0]
+
+
+ADVISED = {
+    "scheduler=constant scheduler.warmup=500": "the learning rate never gets to optimizer.lr",
+    "scheduler=step scheduler.every=30ep": "is 330 updates and the run has 165: the learning rate never falls",
+    "scheduler=multistep scheduler.milestones=[0.5,30ep]": "30ep is update 330 and the run ends at 165",
+    "scheduler=cosine scheduler.length=20ep": "scheduler.length=20ep is 220 updates and the run has 165",
+    "scheduler=onecycle scheduler.length=200": "scheduler.length=200 is 200 updates",
+    "scheduler=cyclic scheduler.up=100": "one cycle is 200 updates",
+    "scheduler=exponential scheduler.every=1": "of the learning rate",
+    "scheduler=plateau scheduler.patience=14": "the learning rate can hardly fall",
+}
+
+
+@pytest.mark.parametrize("words", ADVISED)
+def test_advised(words: str) -> None:
+    said = prepare(["model=mlp", *words.split()]).said
+    assert len(said) == 1
+    assert ADVISED[words] in said[0]
+
+
+@pytest.mark.parametrize("name", options()["scheduler"])
+def test_the_options_as_they_come_have_nothing_said_against_them(name: str) -> None:
+    assert prepare(["model=mlp", f"scheduler={name}"]).said == []
+    prepare(["model=mlp", f"scheduler={name}", "updates=2"])
+
+
+def test_a_debugging_run_may_be_shorter_than_its_schedule() -> None:
+    words = ["model=mlp", "scheduler=wsd", "scheduler.decay=2000", "debug=fast", "debug.updates=3"]
+    scheduler = prepare(words).run.scheduler
+    scheduler.lay(Horizon(3, [11]))
+    assert [scheduler.multiple(u) for u in range(4)] == pytest.approx([1.0, 2 / 3, 1 / 3, 0.0])
+
+
+def test_momentum_that_cannot_cycle_is_refused_where_it_is_known_and_at_the_start_elsewhere() -> None:
+    class Plain(Part):
+        def __init__(self, lr: float = 0.1) -> None: ...
+
+    job = prepare(["model=mlp", "scheduler=onecycle", "scheduler.momentum=[0.85,0.95]"])
+    job.run.parts["optimizer"] = Plain()
+    assert [p for p in job.run.scheduler.check(job.run) if "neither momentum nor beta1" in p]
+    adagrad = torch.optim.Adagrad([torch.zeros(1, requires_grad=True)])
+    with pytest.raises(UserError, match="but Adagrad has neither momentum nor beta1"):
+        job.run.scheduler.start(adagrad, *OVER)
+    ours.OneCycle().start(adagrad, *OVER)  # nothing to cycle, nothing to refuse
+
+
+def test_rules_are_asked_when_the_data_is_read_where_only_that_tells_the_length(tmp_path: Any, monkeypatch: Any) -> None:
+    from drivetrain import build, data
+    from drivetrain.plan import World
+
+    monkeypatch.setattr(data.Digits, "train_samples", lambda self: None)
+    job = prepare(["model=mlp", "scheduler=wsd", "scheduler.decay=200"])
+    with pytest.raises(UserError, match="more than the run's 165"):
+        build.build(job.run, World(), tmp_path, [])
+    job = prepare(["model=mlp", "scheduler=step", "scheduler.every=30ep"])
+    assert job.said == []
+    assert "the learning rate never falls" in build.build(job.run, World(), tmp_path, []).said[0]
+
+
+def test_schedules_need_no_torch() -> None:
+    code = (
+        "import sys; from drivetrain.launch import prepare; from drivetrain.plan import horizon\n"
+        "run = prepare(['scheduler=onecycle', 'scheduler.momentum=[0.85,0.95]']).run\n"
+        "run.scheduler.lay(horizon(run)); print(run.scheduler.multiple(49), 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    value, torch_there = done.stdout.split()
+    assert float(value) == pytest.approx(1.0, abs=1e-3)
+    assert torch_there == "False"

@@ -1,0 +1,161 @@
+"""`drivetrain show`: the drawing is that of the run that the same words train, in the terminal and as a PNG."""
+
+import subprocess
+import sys
+from itertools import pairwise
+
+import pytest
+
+from drivetrain import plot, show
+from drivetrain.cli import main
+from drivetrain.plan import Horizon
+
+
+def dots(drawing: str, first: str) -> list[tuple[int, int]]:
+    """(column, row) of every dot in the panel whose first line carries the value `first`, from its lower left corner."""
+    lines = drawing.splitlines()
+    top = next(i for i, line in enumerate(lines) if line.strip().startswith(f"{first} ┤"))
+    end = next(i for i in range(top + 1, len(lines)) if "┤" in lines[i][: plot.MARGIN + 2])
+    rows = [line[plot.MARGIN + 1 :].rstrip("│") for line in lines[top : end + 1]]
+    height = 4 * len(rows) - 1
+    return [
+        (2 * column + x, height - (4 * row + y))
+        for row, cells in enumerate(rows)
+        for column, cell in enumerate(cells)
+        for y in range(4)
+        for x in range(2)
+        if cell != " " and (ord(cell) - 0x2800) & plot.DOTS[y][x]
+    ]
+
+
+def test_a_straight_line_is_drawn_straight():
+    curve = plot.Curve("lr", [(u, 1 - u / 100) for u in range(101)], 0.0, 1.0)
+    drawing = plot.text([curve], Horizon(100, range(10, 101, 10)), width=72)
+    drawn = dots(drawing, "1")
+    across, up = 2 * 60 - 1, 4 * 12 - 1
+    assert len({x for x, _ in drawn}) == 120  # no gap
+    assert all(abs(y / up - (1 - x / across)) < 1.5 / up for x, y in drawn)
+    assert all(len(line) <= 72 for line in drawing.splitlines())
+
+
+def test_the_axes_say_updates_and_epochs_where_they_are():
+    drawing = plot.text([plot.Curve("lr", [(0, 1.0), (99, 1.0)], 0.0, 1.0)], Horizon(100, range(10, 101, 10)), width=112)
+    lines = drawing.splitlines()
+    middle = plot.MARGIN + 1 + 50  # update 50, epoch 5, in a frame of 100 columns
+    assert lines[0][middle - 11 : middle + 12].split() == ["4", "6"]
+    assert lines[-2][middle + 10] in "┬─"
+    assert [c for c, mark in enumerate(lines[-2]) if mark == "┬"] == [
+        lines[-1].index(n) + len(n) // 2 for n in (" 0", "20", "40", "60", "80", "100")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("end", "expected"),
+    [(0.4, [0]), (1, [0, 1]), (15, list(range(0, 15, 2))), (165, [0, 50, 100, 150]), (90, list(range(0, 90, 20)))],
+)
+def test_ticks_are_round(end, expected):
+    assert plot.ticks(end) == expected
+
+
+def test_what_is_drawn_is_what_is_trained(make, each_update, tiny, capsys):
+    words = ["scheduler=onecycle", "scheduler.momentum=[0.8,0.9]", "batch.lr_scaling=linear", "epochs=4", "updates=null"]
+    trainer = make(*words)
+    group = trainer.optimizer.param_groups[0]
+    used: list[tuple[float, float]] = []
+    step = trainer.optimizer.step
+    trainer.optimizer.step = lambda: (used.append((group["lr"], group["momentum"])), step())
+    trainer.fit()
+    job = show.launch.prepare(tiny(*words))
+    rates, momenta = show._curves(job.run, show._horizon(job.run))
+    assert len(used) == 16
+    assert [value for _, value in rates.points] == pytest.approx([lr for lr, _ in used])
+    assert [value for _, value in momenta.points] == pytest.approx([m for _, m in used])
+
+    assert main(["show", *tiny(*words)]) == 0
+    drawing = capsys.readouterr().out
+    assert "16 updates, 4 an epoch" in drawing
+    peak = max(dots(drawing, f"{rates.high:.3g}"), key=lambda dot: dot[1])[0]
+    trough = min(dots(drawing, "0.9"), key=lambda dot: dot[1])[0]
+    assert abs(peak - trough) <= 6  # momentum is low where the rate is high
+
+
+def test_what_no_drawing_can_know_is_said(capsys, tiny):
+    assert main(["show", *tiny("scheduler=plateau", "scheduler.patience=0")]) == 0
+    assert "evaluations stop getting better" in capsys.readouterr().out
+
+
+def test_remarks_are_made_and_problems_refused(capsys, tiny):
+    assert main(["show", *tiny("scheduler=constant", "scheduler.warmup=50")]) == 0
+    assert "never gets to optimizer.lr" in capsys.readouterr().err
+    assert main(["show", *tiny("scheduler=cosine", "scheduler.warmup=x")]) == 2
+    assert "is no length" in capsys.readouterr().err
+
+
+def test_data_that_must_be_read_is_read(monkeypatch, capsys, tiny):
+    from drivetrain.data import Synthetic
+
+    monkeypatch.setattr(Synthetic, "train_samples", lambda self: None)
+    assert main(["show", *tiny("updates=null", "epochs=3")]) == 0
+    assert "12 updates, 4 an epoch" in capsys.readouterr().out
+
+
+def test_a_debugging_run_is_shown_as_short_as_it_is(capsys):
+    assert main(["show", "model=mlp", "debug=fast", "debug.updates=4"]) == 0
+    assert "4 updates, 11 an epoch" in capsys.readouterr().out
+
+
+def test_epochs_that_get_shorter_are_marked_where_they_end(capsys):
+    assert main(["show", "model=mlp", "epochs=6", "batch.grow_every=2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "36 updates, 11 an epoch at first" in lines[0]
+    marks = [c for c, mark in enumerate(lines[2]) if mark == "┴"]
+    widths = [b - a for a, b in pairwise(marks)]
+    assert len(widths) == 6
+    assert min(widths[:2]) > max(widths[2:4]) > max(widths[4:])
+
+
+def test_no_update_at_all_is_said(capsys, tiny):
+    assert main(["show", *tiny("batch.global_batch=96")]) == 2
+    assert "more than the 48 training samples" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["scheduler=cosine"], ["scheduler=onecycle", "scheduler.momentum=[0.85,0.95]"]])
+def test_a_png(tmp_path, words, tiny, capsys):
+    pytest.importorskip("matplotlib")
+    from PIL import Image
+
+    file = tmp_path / "schedule.png"
+    assert main(["show", *tiny(*words), "--png", str(file)]) == 0
+    assert str(file) in capsys.readouterr().out
+    with Image.open(file) as image:
+        assert image.format == "PNG"
+        assert image.width == 1200
+        blue = sum(1 for r, g, b, _ in image.convert("RGBA").getdata() if b > r + 60 and b > 120)
+    assert blue > 1000  # there is a curve in it
+
+
+def test_a_png_that_cannot_be_written_is_one_line(tmp_path, capsys, tiny):
+    pytest.importorskip("matplotlib")
+    assert main(["show", *tiny(), "--png", str(tmp_path / "nowhere" / "x.png")]) == 2
+    assert "cannot be written: No such file or directory" in capsys.readouterr().err
+
+
+def test_a_png_without_matplotlib_names_the_extra(monkeypatch, capsys, tiny):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["show", *tiny(), "--png", "x.png"]) == 2
+    assert "pip install 'drivetrain[plots]'" in capsys.readouterr().err
+
+
+def test_showing_needs_no_torch():
+    code = "import sys; from drivetrain.cli import main; main(['show', 'recipe=fast']); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
+    assert "scheduler=onecycle optimizer=sgd" in done.stdout
+
+
+def test_help_and_completion(capsys):
+    assert main(["show", "--help"]) == 0
+    assert "--png" in capsys.readouterr().out
+    assert main(["complete", "drivetrain show sched"]) == 0
+    assert "scheduler=" in capsys.readouterr().out.split()
