@@ -4,30 +4,52 @@ from __future__ import annotations
 
 from collections import Counter
 
+from drivetrain.errors import UserError, did_you_mean
 from drivetrain.lazy import torch
 
 
 def repeated_blocks(model: torch.nn.Module, class_name: str | None = None) -> list[torch.nn.Module]:
-    """The outermost modules of class `class_name`; without a name, the outermost that repeat.
+    """The outermost modules of class `class_name`; without a name, the model's own repeated blocks.
 
-    A class repeats if it has submodules and stands at least twice in the model's Sequentials and ModuleLists.
+    A class repeats if it has submodules and stands at least twice in the model's Sequentials and ModuleLists. A stage,
+    which is itself a row of repeated blocks (ConvNeXt's, Swin's), is gone into.
     """
-    if class_name is None:
-        counts = Counter(
-            type(child)
-            for parent in model.modules()
-            if isinstance(parent, torch.nn.Sequential | torch.nn.ModuleList)
-            for child in parent.children()
-            if any(True for _ in child.children()) and not isinstance(child, torch.nn.Sequential | torch.nn.ModuleList)
-        )
-        wanted = {cls for cls, n in counts.items() if n > 1}
-    else:
-        wanted = {type(m) for m in model.modules() if type(m).__name__ == class_name}
-    return _outermost(model, wanted)
+    if class_name is not None:
+        return _found(model, {type(m) for m in model.modules() if type(m).__name__ == class_name}, stages=False)
+    counts = Counter(type(child) for parent in model.modules() for child in _row(parent))
+    return _found(model, {cls for cls, n in counts.items() if n > 1}, stages=True)
 
 
-def _outermost(module: torch.nn.Module, wanted: set[type]) -> list[torch.nn.Module]:
+def blocks_for(setting: str, knob: str, model: torch.nn.Module, class_name: str | None) -> list[torch.nn.Module]:
+    """The blocks that the option `setting` works on; raises UserError where there are none, with the names to set `knob` to."""
+    blocks = repeated_blocks(model, class_name)
+    if not blocks:
+        classes = sorted({type(m).__name__ for m in model.modules() if list(m.children())})
+        what = f"no module of class {class_name!r}: {did_you_mean(class_name, classes)}" if class_name else "no repeated block"
+        raise UserError(f"{setting} found {what} in the model: set {knob} to one of {', '.join(classes)}, or leave {setting} out")
+    return blocks
+
+
+def described(blocks: list[torch.nn.Module]) -> str:
+    """How many blocks of which class, as "3 ConvNorm, 2 Residual"."""
+    return ", ".join(f"{n} {name}" for name, n in Counter(type(b).__name__ for b in blocks).items())
+
+
+def _row(parent: torch.nn.Module) -> list[torch.nn.Module]:
+    """The candidates among the members of a Sequential or ModuleList: those that have submodules and are no plain container."""
+    containers = (torch.nn.Sequential, torch.nn.ModuleList)
+    if not isinstance(parent, containers):
+        return []
+    return [c for c in parent.children() if type(c) not in containers and any(True for _ in c.children())]
+
+
+def _found(module: torch.nn.Module, wanted: set[type], stages: bool) -> list[torch.nn.Module]:
     found: list[torch.nn.Module] = []
     for child in module.children():
-        found += [child] if type(child) in wanted else _outermost(child, wanted)
+        take = type(child) in wanted and not (stages and _is_stage(child, wanted))
+        found += [child] if take else _found(child, wanted, stages)
     return found
+
+
+def _is_stage(module: torch.nn.Module, wanted: set[type]) -> bool:
+    return any(n > 1 and cls in wanted for m in module.modules() for cls, n in Counter(map(type, _row(m))).items())

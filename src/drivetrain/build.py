@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from drivetrain import dry, inputs, plan, surgery
+from drivetrain.clock import Clock
 from drivetrain.errors import UserError
 from drivetrain.loader import Pipeline
 from drivetrain.plan import Horizon, World
@@ -34,14 +35,15 @@ def build(run: Run, world: World, run_dir: Path, sinks: list[Any]) -> Trainer:
     # them, and precedes compiling, which specialises on strides.
     formats = [e.memory_format for e in run.surgery if e.memory_format is not None]
     memory_format = getattr(torch, formats[-1] if formats else "contiguous_format")
-    edits = surgery.apply_all(run.surgery, model, torch.zeros(2, *data.shape, device=device))
+    example = torch.zeros(2, *data.shape, device=device)
+    said += surgery.apply_all(run.surgery, model, example)
     model = run.precision.convert(model)
     # Gradients are checked on a copy of the modules, before anything patches their forwards.
     checked = run.debug.examine(model, run.loss, train_data)
     # Recomputation changes forwards in place, inside what compile traces and DDP wraps; names stay plain.
-    run.checkpointing.apply(model)
+    said += run.checkpointing.apply(model)
     # Compile before DDP: each bucket's all-reduce still starts as its gradients appear, and evaluation keeps the plain model.
-    forward = run.parallel.wrap(run.compile.apply(model))
+    forward = run.parallel.wrap(run.compile.apply(model, example, run.checkpointing.budget))
     # The optimizer after every edit that may replace or move parameters; the average after the weights are final.
     optimizer = run.precision.optimizer(run.optimizer, model, run.batch.lr_factor())
     run.scheduler.start(optimizer, *horizon)
@@ -58,8 +60,10 @@ def build(run: Run, world: World, run_dir: Path, sinks: list[Any]) -> Trainer:
         device=device, memory_format=memory_format, seed=seed, drop_last=run.data.drop_last,
         epochs=values["epochs"], max_updates=horizon.updates, log_every=values["log_every"],
         evaluate_every=values["evaluate_every"], eval_batches=run.debug.eval_batches,
-        saving=run.saving, run_dir=run_dir, sinks=sinks, said=[*said, *edits, *run.precision.said, *checked],
+        saving=run.saving, run_dir=run_dir, sinks=sinks, clock=Clock(run.compile.warmup),
+        said=[*said, *run.compile.said(), *run.precision.said, *checked],
     )  # fmt: skip
+    run.compile.attach(trainer)  # it may take the whole step over
     if run.batch.preallocate:
         dry.preallocate(trainer)
     # Last: what watches a run wraps what is there, and sees nothing of the preparations.

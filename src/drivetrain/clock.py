@@ -16,11 +16,12 @@ T = TypeVar("T")
 class Clock:
     """Durations of the steps and of the waits for data; evaluation, saving and logging are left out."""
 
-    def __init__(self) -> None:
+    def __init__(self, warmup: int = 1) -> None:
+        self.warmup = warmup  # the first steps: they start workers, compile, allocate
         self.steps = array("d")  # seconds
         self.wait = 0.0  # seconds spent waiting for data, within the steps
-        self.first_wait = 0.0
-        self.first_samples = 0  # trained on when the first step had ended
+        self.first_wait = 0.0  # of them
+        self.first_samples = 0  # trained on when they had ended
         self.to_first_step: float | None = None
         self._mark = time.perf_counter()
         self._logged = (0, 0.0, 0.0)  # steps, their seconds, wait at the last log
@@ -42,7 +43,9 @@ class Clock:
         self.steps.append(now - self._mark)
         self._mark = now
         if self.to_first_step is None:
-            self.to_first_step, self.first_wait = time.time() - drivetrain.STARTED, self.wait
+            self.to_first_step = time.time() - drivetrain.STARTED
+        if len(self.steps) == self.warmup:
+            self.first_wait = self.wait
 
     def resume(self) -> None:
         """What was done since the last step does not count as one."""
@@ -56,15 +59,15 @@ class Clock:
         return seconds, (self.wait - wait) / seconds if seconds else 0.0
 
     def steady(self) -> tuple[float, float] | None:
-        """Seconds of all steps but the first (it starts workers, compiles, allocates), and the share spent waiting."""
-        rest = self.steps[1:]
+        """Seconds of all steps after the warm-up, and the share spent waiting."""
+        rest = self.steps[self.warmup :]
         if not rest:
             return None
         return sum(rest), (self.wait - self.first_wait) / sum(rest)
 
     def percentiles(self) -> tuple[float, float] | None:
-        """The 50th and 95th percentile of the steps after the first, in milliseconds."""
-        rest = sorted(self.steps[1:])
+        """The 50th and 95th percentile of the steps after the warm-up, in milliseconds."""
+        rest = sorted(self.steps[self.warmup :])
         if not rest:
             return None
         return 1e3 * statistics.median(rest), 1e3 * rest[min(len(rest) - 1, int(0.95 * len(rest)))]

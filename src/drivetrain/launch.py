@@ -305,5 +305,4 @@ def _measured(result: Result, trainer: Any, seconds: float, job: Job) -> None:
         result.samples_per_second = (progress.samples - clock.first_samples) / seconds
     if (percentiles := clock.percentiles()) is not None:
         result.step_ms_p50, result.step_ms_p95 = percentiles
-        if job.run.choices["compile"] != "none":
-            result.compile_s = clock.steps[0] - result.step_ms_p50 / 1e3
+    result.compile_s = job.run.compile.seconds()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator
-from typing import Any
 
 from drivetrain.errors import UserError
+from drivetrain.follow import before_norm
 from drivetrain.lazy import torch
 from drivetrain.spec import Part, Run
 
@@ -39,98 +39,88 @@ class ChannelsLast(Edit):
 class NoBiasBeforeNorm(Edit):
     """Remove biases that a BatchNorm subtracts again at once, whatever the modules are called.
 
-    Found by following one batch through the model: the layer's output goes into a BatchNorm and nowhere else. The
-    bias is folded into the running mean, so that outputs stay the same in evaluation too.
+    Found by following a batch through the model, operation by operation: a convolution's or linear layer's output goes
+    into one batch norm over its own channels, and nowhere else. The bias is folded into the running mean, so that
+    outputs stay the same in evaluation too.
     """
 
     def apply(self, model: torch.nn.Module, example: torch.Tensor) -> str:
-        removed = []
-        for layer, norm in _feeding_a_norm(model, example):
-            if norm.running_mean is not None:
-                norm.running_mean -= layer.bias.detach()
-            layer.bias = None
-            removed.append(layer)
+        removed = before_norm(model, example)
+        for bias, running_mean in removed:
+            if running_mean is not None:
+                running_mean -= bias.detach()
+        gone = {id(bias) for bias, _ in removed}
+        for module in model.modules():
+            for name, parameter in list(module._parameters.items()):
+                if id(parameter) in gone:
+                    module._parameters[name] = None
         return f"{len(removed)} biases before a BatchNorm removed"
 
 
-def _feeding_a_norm(model: torch.nn.Module, example: torch.Tensor) -> list[tuple[Any, Any]]:
-    """Pairs (layer with a bias, the one BatchNorm that is the only reader of its output)."""
-    from torch.overrides import TorchFunctionMode
+class SyncBn(Edit):
+    """BatchNorm over all ranks' samples: what one process with the whole batch would see.
 
-    layers = (torch.nn.modules.conv._ConvNd, torch.nn.Linear)
-    made_by: dict[int, Any] = {}  # id of a tensor → the layer that made it
-    readers: dict[int, list[Any]] = defaultdict(list)  # id of a tensor → what read it: a norm, or None for anything else
-    alive: list[Any] = []  # keeps every id unique while we watch
-    norm_now: list[Any] = []
+    torch.nn.SyncBatchNorm on CUDA; on a CPU, where that does not run, the same in plain operations.
+    """
 
-    class Watch(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if getattr(func, "__name__", "") not in _LOOKS_ONLY:
-                for tensor in _tensors((args, kwargs)):
-                    readers[id(tensor)].append(norm_now[-1] if norm_now and func is torch.nn.functional.batch_norm else None)
-            return func(*args, **(kwargs or {}))
+    def check(self, run: Run) -> Iterator[str]:
+        if run.choices["parallel"] == "dp":
+            yield "surgery=[sync_bn] needs a process for each device, which parallel=dp has not: set parallel=ddp"
+        if run.choices["compile"] in ("cudagraph", "jit") and run.parallel.ranks() > 1:
+            yield (
+                f"surgery=[sync_bn] and {run.named('compile')} exclude each other (the ranks' statistics meet within the "
+                "forward): set compile=inductor or none"
+            )
+        order = run.choices["surgery"]
+        if "no_bias_before_norm" in order and order.index("sync_bn") < order.index("no_bias_before_norm"):
+            yield (
+                "surgery=[sync_bn,no_bias_before_norm]: no_bias_before_norm no longer knows a norm that sync_bn has changed: "
+                "put it first"
+            )
 
-    def entered(norm: Any, _: Any) -> None:
-        norm_now.append(norm)
+    def advise(self, run: Run) -> Iterator[str]:
+        if run.parallel.ranks() > 1 and getattr(run.batch, "steps", 1) > 1:
+            yield (
+                "surgery=[sync_bn] joins the ranks' samples; the micro-batches of "
+                f"{run.named('batch')} still have their statistics each"
+            )
 
-    def left(module: Any, _: Any, output: Any) -> None:
-        if isinstance(module, layers):
-            made_by[id(output)] = module
-            alive.append(output)
-        else:
-            norm_now.pop()
+    def apply(self, model: torch.nn.Module, example: torch.Tensor) -> str:
+        norms = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
+        ranks = torch.distributed.get_world_size() if norms and torch.distributed.is_initialized() else 1
+        if norms and ranks == 1:
+            return f"BatchNorms left as they are: one process sees the whole batch (sync_bn, {len(norms)} of them)"
+        from drivetrain.syncnorm import synchronise
 
-    norm_class = torch.nn.modules.batchnorm._BatchNorm
-    handles = []
-    for module in model.modules():
-        if isinstance(module, norm_class):
-            handles.append(module.register_forward_pre_hook(entered))
-        if isinstance(module, (norm_class, *layers)):
-            handles.append(module.register_forward_hook(left))
-    training = model.training
-    try:
-        model.eval()
-        with torch.no_grad(), Watch():
-            result = model(example)
-    finally:
-        model.train(training)
-        for handle in handles:
-            handle.remove()
-    for tensor in _tensors(result):
-        readers[id(tensor)].append(None)
-
-    feeds: dict[Any, list[Any]] = defaultdict(list)
-    for tensor_id, layer in made_by.items():
-        feeds[layer] += readers[tensor_id] or [None]
-    calls = [norm for norms in feeds.values() for norm in norms]
-    pairs = []
-    for layer, norms in feeds.items():
-        norm = norms[0]
-        sole = len(norms) == 1 and norm is not None and calls.count(norm) == 1
-        if sole and layer.bias is not None and isinstance(norm, norm_class) and len(layer.bias) == norm.num_features:
-            pairs.append((layer, norm))
-    return pairs
+        unknown = {type(m).__name__ for m in norms if not synchronise(m, example.is_cuda)}
+        if unknown:
+            raise UserError(
+                f"surgery=[sync_bn] does not know how to synchronise {', '.join(sorted(unknown))}: leave sync_bn out, "
+                "or use torch's BatchNorm in the model"
+            )
+        return f"{len(norms)} BatchNorms synchronised over {ranks} ranks"
 
 
-_LOOKS_ONLY = {
-    "__get__",
-    "dim",
-    "size",
-    "numel",
-    "is_floating_point",
-    "has_names",
-}  # read a tensor's form, not its values
+class FusedNorm(Edit):
+    """Norms that the model writes out by hand become torch's single kernel: LayerNorm, and on CUDA RMSNorm.
 
+    torch.nn's own norms and timm's are that already; torch has no such kernel for a norm with its activation
+    (compile=inductor fuses those), and none for RMSNorm on a CPU.
+    """
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
+    def apply(self, model: torch.nn.Module, example: torch.Tensor) -> str:
+        from drivetrain.handwritten import find, fuse
+
+        done, left = Counter[str](), 0
+        for module, form in find(model, example):
+            if form.kind == "rms_norm" and not example.is_cuda:
+                left += 1
+                continue
+            fuse(module, form)
+            done[f"{type(module).__name__} to {form.kind}"] += 1
+        rest = f"; {left} RMSNorms left: torch has no single kernel for them on a {example.device.type}" if left else ""
+        which = ", ".join(f"{n} {name}" for name, n in done.items()) or "no norm is written out by hand" * (not left)
+        return f"{done.total()} hand-written norms fused" + (f" ({which})" if which else "") + rest
 
 
 def apply_all(edits: list[Edit], model: torch.nn.Module, example: torch.Tensor) -> list[str]:

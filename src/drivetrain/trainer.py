@@ -20,6 +20,7 @@ from drivetrain.runtime import is_out_of_memory
 from drivetrain.signals import StopFlag
 
 SAVE, STOP = 1, 2  # what the ranks agree on after an update; the higher wins
+STATEFUL = ("optimizer", "scheduler", "precision", "ema", "batch")  # restored in this order
 MOST_SKIPS = 50  # updates skipped in a row before the run counts as diverged
 
 
@@ -67,7 +68,7 @@ class Trainer:
         self._loss = torch.zeros((), device=self.device)  # summed since the last log; stays on the device
         self._logged = (self.progress.updates, self.progress.samples, 0)
         self._skips = self._steps = 0
-        self.clock.first_samples = self.progress.samples + self.batch.size(self.progress.epoch)
+        self.clock.first_samples = self.progress.samples + self.clock.warmup * self.batch.size(self.progress.epoch)
         with StopFlag() as self._stop:
             while self.progress.updates < self.max_updates:
                 stream = self.watch(self.loader.stream(self.train_data, self._requests(), self.device, self.memory_format))
@@ -83,16 +84,11 @@ class Trainer:
             self._save()
 
     def _run(self, stream: Iterator[Micro]) -> None:
-        parallel, precision, forward, criterion = self.parallel, self.precision, self.forward, self.loss
         for micro in stream:
-            with parallel.sync(forward, micro.last):
-                with precision.autocast():
-                    loss = criterion(forward(micro.x), micro.y)
-                precision.backward(loss, micro.weight)
-            self._loss.addcmul_(loss.detach(), micro.weight)
+            self._loss.addcmul_(self.micro(micro), micro.weight)
             if not micro.last:
                 continue
-            if precision.step(self.optimizer, self.clip):
+            if self.update():
                 self.progress.updates += 1
                 self.scheduler.step(self.progress.updates)
                 self.ema.update()
@@ -102,6 +98,18 @@ class Trainer:
             self.zero_grad()
             if self._after_update(micro.epoch_end):
                 return
+
+    def micro(self, micro: Micro) -> torch.Tensor:
+        """Forward and backward of one micro-batch; its loss, without history."""
+        with self.parallel.sync(self.forward, micro.last):
+            with self.precision.autocast():
+                loss = self.loss(self.forward(micro.x), micro.y)
+            self.precision.backward(loss, micro.weight)
+        return loss.detach()
+
+    def update(self) -> bool:
+        """Update the weights by the gradients; False if that was skipped."""
+        return self.precision.step(self.optimizer, self.clip)
 
     def _requests(self) -> Iterator[Request]:
         start = self.progress.epoch
@@ -223,11 +231,7 @@ class Trainer:
         """Everything but the weights that a resumed run needs."""
         return {
             "progress": asdict(self.progress),
-            "optimizer": self.optimizer.state_dict(),
-            "scheduler": self.scheduler.state_dict(),
-            "precision": self.precision.state_dict(),
-            "ema": self.ema.state_dict(),
-            "batch": self.batch.state_dict(),
+            **{part: getattr(self, part).state_dict() for part in STATEFUL},
             "random": self.parallel.gather(resume.random_state()),
         }
 
@@ -235,11 +239,8 @@ class Trainer:
         """Go on from a checkpoint."""
         self.model.load_state_dict(weights)
         self.progress = Progress(**state["progress"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.scheduler.load_state_dict(state["scheduler"])
-        self.precision.load_state_dict(state["precision"])
-        self.ema.load_state_dict(state["ema"])
-        self.batch.load_state_dict(state["batch"])
+        for part in STATEFUL:
+            getattr(self, part).load_state_dict(state[part])
         rank = self.parallel.world.rank
         if rank < len(state["random"]):
             resume.restore_random_state(state["random"][rank])

@@ -1,0 +1,204 @@
+"""Forget a block's activations and recompute them in the backward, leaving everything else as it was.
+
+What else a second forward would change: BatchNorm's running statistics, which must move once, and random draws, which
+must come out the same. torch's checkpoint replays its random stream, but a graph that records the backward too
+(compile=step) records no stream: there the draws themselves are kept.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+Policy = Callable[..., CheckpointPolicy]  # (context, operation, *arguments) → keep or recompute
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]  # around the forward, around the recomputation
+
+_aten = torch.ops.aten
+_ATTENTION = tuple(
+    getattr(_aten, name)
+    for name in (
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
+    )
+    if hasattr(_aten, name)
+)
+_FACTORS = {_aten.mm: (0, 1), _aten.bmm: (0, 1), _aten.addmm: (1, 2), _aten.baddbmm: (1, 2), _aten._scaled_mm: (0, 1)}
+_CONVOLUTIONS = (_aten.convolution, _aten._convolution)
+
+
+def checkpoint_forward(block: torch.nn.Module, policy: Callable[[], Policy] | None = None) -> None:
+    """Make the block's forward a (non-reentrant) checkpoint in place; `policy` makes the rule of which results to keep."""
+    forward = block.forward
+    norms = [m for m in block.modules() if isinstance(m, torch.nn.modules.batchnorm._NormBase)]
+    if policy is not None:
+        _out_of_place(block)
+
+    def compiled_contexts() -> Contexts:
+        assert policy is not None
+        return create_selective_checkpoint_contexts(policy())
+
+    def contexts() -> Contexts:
+        first, again = create_selective_checkpoint_contexts(policy()) if policy else (nullcontext(), nullcontext())
+        return first, _both(_statistics_held(norms), again)
+
+    def traced_contexts() -> Contexts:
+        draws: list[Any] = []
+        return _Keep(draws), _Replay(draws, norms)
+
+    @functools.wraps(forward)
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling():  # a compiled graph writes its buffers once by itself
+            if policy is None:
+                return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+            return checkpoint(forward, *args, use_reentrant=False, context_fn=compiled_contexts, **kwargs)
+        if _is_traced():
+            return checkpoint(forward, *args, use_reentrant=False, context_fn=traced_contexts, **kwargs)
+        if not norms and policy is None:
+            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+    block.forward = recomputed  # type: ignore[method-assign]
+
+
+def products(min_depth: int) -> Policy:
+    """Keep matrix products, convolutions and attention; recompute the rest, and products that sum over few terms."""
+
+    def rule(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return _keep_if(_is_product(operation, args, min_depth) and not _draws(operation, args, kwargs))
+
+    return rule
+
+
+def half(min_depth: int) -> Policy:
+    """Keep every second of what `products` keeps."""
+    seen: Counter[bool] = Counter()  # older torch asks again while it recomputes: counted apart
+
+    def rule(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if not _is_product(operation, args, min_depth) or _draws(operation, args, kwargs):
+            return _keep_if(False)
+        seen[context.is_recompute] += 1
+        return _keep_if(seen[context.is_recompute] % 2 == 1)
+
+    return rule
+
+
+def attention(_: int) -> Policy:
+    """Keep attention alone, whose cost grows with the square of the length."""
+
+    def rule(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return _keep_if(_packet(operation) in _ATTENTION and not _draws(operation, args, kwargs))
+
+    return rule
+
+
+def _keep_if(kept: bool) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _packet(operation: Any) -> Any:
+    return getattr(operation, "overloadpacket", operation)
+
+
+def _is_product(operation: Any, args: tuple[Any, ...], min_depth: int) -> bool:
+    packet = _packet(operation)
+    if packet in _FACTORS:
+        return args[_FACTORS[packet][0]].shape[-1] >= min_depth
+    if packet in _CONVOLUTIONS:
+        weight, transposed, groups = args[1], args[6], args[8]
+        per_output = weight.shape[0] // groups * weight[0, 0].numel() if transposed else weight[0].numel()
+        return per_output >= min_depth
+    return packet in _ATTENTION
+
+
+def _draws(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether this call draws random numbers. Skipping it in the recomputation would shift the draws that follow."""
+    if torch.Tag.nondeterministic_seeded not in getattr(operation, "tags", ()):
+        return False
+    names = [argument.name for argument in operation._schema.arguments]
+    if "dropout_p" not in names:
+        return True
+    place = names.index("dropout_p")
+    return kwargs.get("dropout_p", args[place] if place < len(args) else 0.0) != 0.0
+
+
+def _out_of_place(block: torch.nn.Module) -> None:
+    """A kept result must not be overwritten by the activation that follows."""
+    for module in block.modules():
+        if getattr(module, "inplace", False) is True:
+            module.inplace = False  # type: ignore[assignment]
+
+
+def _is_traced() -> bool:
+    """Whether the backward is being recorded into the same graph as the forward."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+class _Keep(TorchDispatchMode):
+    """Keep a copy of each random draw (a copy: dropout scales its mask in place)."""
+
+    def __init__(self, draws: list[Any]) -> None:
+        super().__init__()
+        self.draws = draws
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if _draws(func, args, kwargs or {}):
+            self.draws.append(tree_map_only(torch.Tensor, torch.Tensor.clone, out))
+        return out
+
+
+class _Replay(TorchDispatchMode):
+    """Give the kept draws again in their order, and hold BatchNorm's statistics."""
+
+    def __init__(self, draws: list[Any], norms: list[Any]) -> None:
+        super().__init__()
+        self.draws, self.held = draws, _statistics_held(norms)
+
+    def __enter__(self) -> Any:
+        self.left = iter(self.draws)
+        self.held.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.held.__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not _draws(func, args, kwargs or {}):
+            return func(*args, **(kwargs or {}))
+        drawn = next(self.left)
+        return args[0].copy_(drawn) if func._schema.is_mutable else drawn
+
+
+@contextmanager
+def _both(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
+@contextmanager
+def _statistics_held(norms: list[Any]) -> Iterator[None]:
+    """Momentum 0 writes the running statistics back unchanged, and without its counter a norm counts nothing."""
+    held = [(m.momentum, m.num_batches_tracked) for m in norms]
+    try:
+        for m in norms:
+            m.momentum, m.num_batches_tracked = 0.0, None
+        yield
+    finally:
+        for m, (momentum, counter) in zip(norms, held, strict=True):
+            m.momentum, m.num_batches_tracked = momentum, counter

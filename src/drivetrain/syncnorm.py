@@ -1,0 +1,98 @@
+"""Batch norms whose statistics are those of all ranks' samples together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+class SumOverRanks(torch.autograd.Function):
+    """The sum over the ranks; so is its gradient's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        total = x.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        total = gradients[0].contiguous().clone()
+        dist.all_reduce(total)
+        return total
+
+
+class AnyDeviceSyncBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """torch.nn.SyncBatchNorm in plain operations, for the devices that torch's own does not run on (a CPU under gloo).
+
+    The mean first, then the mean square about it: exact where a sum of squares would cancel. Ranks may differ in samples.
+    """
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        if input.ndim < 2:
+            raise ValueError(f"expected at least 2 dimensions, got {input.ndim}")
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return super().forward(input)
+        self._check_input_dim(input)
+        x = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+        others = [d for d in range(x.ndim) if d != 1]
+        shape = [1, -1, *(1 for _ in others[1:])]
+        count = x.new_full((1,), x.numel() // x.shape[1])
+        *_, n = parts = SumOverRanks.apply(torch.cat([x.sum(others), count])).split([x.shape[1], 1])
+        mean = parts[0] / n
+        centred = x - mean.view(shape)
+        variance = SumOverRanks.apply(centred.square().sum(others)) / n
+        self._remember(mean.detach(), (variance * (n / (n - 1))).detach())
+        out = centred * torch.rsqrt(variance + self.eps).view(shape)
+        if self.affine:
+            out = out * self.weight.view(shape) + self.bias.view(shape)
+        return out.to(input.dtype)
+
+    @torch.no_grad()
+    def _remember(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
+        if self.running_mean is None or self.running_var is None:
+            return
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        momentum = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked or 1)
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
+        self.running_var.lerp_(variance.to(self.running_var.dtype), momentum)
+
+
+class _ThenActivation:
+    """timm's BatchNormAct2d: what follows the norm itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(self.drop(super().forward(x)))  # type: ignore[attr-defined, misc]
+
+
+class SyncNorm(nn.SyncBatchNorm):
+    """torch's own, for CUDA."""
+
+
+class SyncNormAct(_ThenActivation, nn.SyncBatchNorm):
+    """torch's own, then the activation."""
+
+
+class AnyDeviceSyncNormAct(_ThenActivation, AnyDeviceSyncBatchNorm):
+    """Ours, then the activation."""
+
+
+def synchronise(norm: nn.Module, on_cuda: bool) -> bool:
+    """Make a batch norm a synchronised one in place, its parameters and hooks untouched; False if its class is not known.
+
+    The class is changed, and not the module replaced as torch's converter does, which loses what a subclass adds.
+    """
+    if type(norm) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
+        norm.__class__ = SyncNorm if on_cuda else AnyDeviceSyncBatchNorm
+    elif type(norm).__name__ == "BatchNormAct2d" and hasattr(norm, "drop") and hasattr(norm, "act"):
+        norm.__class__ = SyncNormAct if on_cuda else AnyDeviceSyncNormAct
+    else:
+        return isinstance(norm, nn.SyncBatchNorm)
+    norm.process_group = None  # type: ignore[assignment]  # torch's: all ranks
+    return True
