@@ -31,7 +31,7 @@ BESIDE = {
     ("batch", "auto"): ["batch.memory_gb=64"],
 }
 # Options that this machine may lack something for. They must say what; any other refusal is a failure.
-LACKING = ("which is not installed", "needs a CUDA device")
+LACKING = ("which is not installed", "needs a CUDA device", "has no effect on this model", "set compile=inductor")
 SLOW = {("compile", "inductor")}
 
 NET = '''

@@ -295,5 +295,5 @@ def test_pruning_keeps_the_newest_by_number_and_the_best(tmp_path):
 def test_random_streams_come_back():
     state = resume.random_state()
     first = torch.rand(4)
-    resume.restore_random_state(state)
+    resume.restore_random_state([state])
     assert torch.equal(torch.rand(4), first)

@@ -63,9 +63,11 @@ def test_auto_is_the_cpu_where_there_is_no_cuda(make, problems, monkeypatch):
     assert any("runtime.device=cuda, but torch finds no CUDA device" in p for p in problems("runtime.device=cuda"))
 
 
-def test_threads_are_what_was_asked_for_also_after_another_run(make):
+def test_threads_are_what_was_asked_for_also_after_another_run(make, monkeypatch):
     before = torch.get_num_threads()
     try:
+        monkeypatch.delenv("OMP_NUM_THREADS")
+        monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
         torch.set_num_threads(2)
         for asked in (1, 2):
             make(f"runtime.threads={asked}")
@@ -80,6 +82,7 @@ def test_threads_are_what_was_asked_for_also_after_another_run(make):
 def test_the_ranks_of_a_machine_share_its_cores(monkeypatch):
     before = torch.get_num_threads()
     try:
+        monkeypatch.delenv("OMP_NUM_THREADS")
         monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
         torch.set_num_threads(8)
         Runtime().start(World(0, 2, 0, 2))

@@ -31,7 +31,7 @@ def blocks_for(setting: str, knob: str, model: torch.nn.Module, class_name: str 
 
 
 def described(blocks: list[torch.nn.Module]) -> str:
-    """How many blocks of which class, as "3 ConvNorm, 2 Residual"."""
+    """How many blocks of which class, as "12 Block, 4 Stage"."""
     return ", ".join(f"{n} {name}" for name, n in Counter(type(b).__name__ for b in blocks).items())
 
 

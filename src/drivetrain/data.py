@@ -48,7 +48,7 @@ class Normalize:
         self.mean, self.std = torch.tensor(mean).view(-1, 1, 1), torch.tensor(std).view(-1, 1, 1)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return x.float().sub_(self.mean).div_(self.std)
+        return (x.float() - self.mean).div_(self.std)  # float() of a float is no copy: the source keeps its values
 
 
 class Tensors:

@@ -28,4 +28,4 @@ def preallocate(trainer: Any) -> None:
     trainer.zero_grad()
     for name, buffer in trainer.model.named_buffers():
         buffer.copy_(buffers[name])
-    resume.restore_random_state(random)
+    resume.restore_random_state([random])

@@ -65,9 +65,10 @@ def prepare(overrides: Sequence[str], config_dirs: Sequence[str] = (), in_sweep:
     return _resumed(Path(going_on), words, config_dirs)
 
 
-def checked(composed: Composed) -> Job:
+def checked(composed: Composed, own: bool = False) -> Job:
     run = check.check(composed)
-    check.recipe_may_not(composed, run)
+    if not own:  # the recipe of a run of ours names what its operator chose
+        check.recipe_may_not(composed, run)
     operators = check.operators(run)
     said = composed.said + [line for part in check.parts(run) for line in part.advise(run)]
     return Job(composed, run, composing.config_hash(composed, operators), operators, said=said)
@@ -86,7 +87,7 @@ def _resumed(run_dir: Path, words: list[str], config_dirs: Sequence[str]) -> Job
     own = [f"{k}={composing.as_word(v)}" for k, v in facts.get("operator", {}).items()]
     given = {w.partition("=")[0] for w in words}
     own = [w for w in own if w.partition("=")[0] not in given]
-    job = checked(composing.compose([*own, *words], config_dirs, base=recipes.read(run_dir / "recipe.yaml")))
+    job = checked(composing.compose([*own, *words], config_dirs, base=recipes.read(run_dir / "recipe.yaml")), own=True)
     job.composed.overrides = words
     different = composing.differences(check.config_file(run_dir / "config.yaml"), job.composed.plain, job.operators)
     if different and not job.run.values["resume_changed"]:
@@ -130,7 +131,7 @@ def train(overrides: list[str]) -> Result:
     """`drivetrain.train`: this process trains a run of one rank; several ranks start from a process of their own."""
     drivetrain.STARTED = time.time()
     job = prepare(overrides)
-    if job.run.parallel.ranks() == 1 or "WORLD_SIZE" in os.environ:
+    if not job.run.parallel.distributed or "WORLD_SIZE" in os.environ:
         return launch(job).result
     # The ranks are forked from a process that has run nothing of torch; this one may have.
     with tempfile.TemporaryDirectory() as folder:
@@ -178,7 +179,7 @@ def _held_run(job: Job, run_dir: Path, world: World, ranks: int, quiet: bool) ->
     if not quiet:
         terminal.show_recipe(job.composed)
     (run_dir / "result.json").unlink(missing_ok=True)  # of the part before a resume
-    if ranks > 1 and world.size == 1:
+    if job.run.parallel.distributed and "WORLD_SIZE" not in os.environ:
         from drivetrain import elastic
 
         result, code = elastic.run(job, run_dir, ranks, quiet)
@@ -270,13 +271,17 @@ def _report(lines: list[str], world: World, run_dir: Path) -> None:
 
 def _build(job: Job, world: World, run_dir: Path, sinks: list[Any], quiet: bool) -> Any:
     from drivetrain import build, resume
+    from drivetrain.logger import Files
 
     trainer = build.build(job.run, world, run_dir, sinks)
     if job.checkpoint is not None:
         trainer.restore(*resume.load(job.checkpoint))
     if world.rank == 0:
-        sinks += job.run.logger
-        for logger in job.run.logger:
+        loggers = job.run.logger
+        if not any(isinstance(logger, Files) for logger in loggers):
+            loggers = [Files(), *loggers]  # always: resume and report read them
+        sinks += loggers
+        for logger in loggers:
             logger.start(run_dir, trainer.progress.updates)
         if not quiet:
             sinks.append(terminal.Progress(trainer.max_updates, trainer.epochs))

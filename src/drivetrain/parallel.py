@@ -19,6 +19,7 @@ class Parallel(Part):
     """parallel=single: one process."""
 
     world = World()
+    distributed = False  # wants a process group, also with one rank
 
     def check(self, run: Run) -> Iterator[str]:
         asked = int(os.environ.get("WORLD_SIZE", "1"))
@@ -65,6 +66,8 @@ class Ddp(Parallel):
 
     `nproc` is the ranks on this machine: auto is one per CUDA device, two on a CPU.
     """
+
+    distributed = True
 
     def __init__(
         self,
@@ -123,7 +126,7 @@ class Ddp(Parallel):
         if self._pending is not None:
             self._pending.wait()
             agreed = int(self._flag)
-        self._flag.fill_(flag)
+        self._flag.fill_(0 if agreed else flag)  # what was agreed is done now; what is still wanted is asked for again
         self._pending = dist.all_reduce(self._flag, dist.ReduceOp.MAX, group=self._control, async_op=True)
         return agreed
 

@@ -90,7 +90,9 @@ def _nodes(path: Path, raw: bytes) -> yaml.MappingNode | None:
             if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
                 raise UserError(f"{where}: a recipe has no YAML anchors or aliases: write the value out")
             if getattr(event, "tag", None):
-                raise UserError(f"{where}: a recipe has no YAML tags ({event.tag}): it holds plain values, never objects")
+                raise UserError(
+                    f"{where}: a recipe has no YAML tags ({getattr(event, 'tag', '')}): it holds plain values, never objects"
+                )
             if nodes > MAX_NODES or depth > MAX_DEPTH:
                 raise UserError(f"{where}: a recipe has at most {MAX_NODES} values, {MAX_DEPTH} deep: this is more")
         node = yaml.compose(text, Loader=yaml.SafeLoader)

@@ -49,6 +49,14 @@ def prune(run_dir: Path, keep: int, best: int | None) -> None:
             shutil.rmtree(old)
 
 
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Take the optimizer's state back; its settings stay those of the config, which a resumed run may have changed."""
+    settings = [{k: v for k, v in group.items() if k in optimizer.defaults} for group in optimizer.param_groups]
+    optimizer.load_state_dict(state)
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(own)
+
+
 def random_state() -> dict[str, torch.Tensor]:
     """This process's random streams (the model's: the data has none)."""
     state = {"cpu": torch.get_rng_state()}
@@ -57,8 +65,11 @@ def random_state() -> dict[str, torch.Tensor]:
     return state
 
 
-def restore_random_state(state: dict[str, torch.Tensor]) -> None:
-    """Take `random_state()` back."""
+def restore_random_state(states: list[dict[str, torch.Tensor]], rank: int = 0) -> None:
+    """Take this rank's `random_state()` back; a rank that was not there when they were saved keeps its own."""
+    if rank >= len(states):
+        return
+    state = states[rank]
     torch.set_rng_state(state["cpu"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

@@ -50,7 +50,7 @@ class Runtime(Part):
         if device.type == "cuda":
             torch.cuda.set_device(device)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(self.threads or max(1, min(torch.get_num_threads(), cores // world.local_size)))
+        torch.set_num_threads(self.threads or max(1, cores // world.local_size))
         torch.backends.cudnn.benchmark = self.cudnn_benchmark
         if self.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 
@@ -123,12 +124,17 @@ class FusedNorm(Edit):
         return f"{done.total()} hand-written norms fused" + (f" ({which})" if which else "") + rest
 
 
+def _option(edit: Edit) -> str:
+    """The option as the user names it: FusedNorm is surgery=fused_norm."""
+    return f"surgery={re.sub(r'(?<!^)(?=[A-Z])', '_', type(edit).__name__).lower()}"
+
+
 def apply_all(edits: list[Edit], model: torch.nn.Module, example: torch.Tensor) -> list[str]:
     """Apply the edits in the order given; what each changed. Raises UserError for one that found nothing to change."""
     said = []
     for edit in edits:
         line = edit.apply(model, example)
         if line.startswith("0 "):
-            raise UserError(f"surgery has no effect on this model ({line}): leave {type(edit).__name__} out")
+            raise UserError(f"{_option(edit)} has no effect on this model ({line}): leave it out")
         said.append(line)
     return said

@@ -20,7 +20,7 @@ from drivetrain.runtime import is_out_of_memory
 from drivetrain.signals import StopFlag
 
 SAVE, STOP = 1, 2  # what the ranks agree on after an update; the higher wins
-STATEFUL = ("optimizer", "scheduler", "precision", "ema", "batch")  # restored in this order
+STATEFUL = ("scheduler", "precision", "ema", "batch")  # restored in this order, after the optimizer
 MOST_SKIPS = 50  # updates skipped in a row before the run counts as diverged
 
 
@@ -66,8 +66,9 @@ class Trainer:
         self.scheduler.step(self.progress.updates)
         self.saving.start(self.progress.updates)
         self._loss = torch.zeros((), device=self.device)  # summed since the last log; stays on the device
-        self._logged = (self.progress.updates, self.progress.samples, 0)
-        self._skips = self._steps = 0
+        self._logged = (self.progress.updates, self.progress.samples, self.progress.updates + self.progress.skipped)
+        self._skips = 0
+        self._steps = self.progress.updates + self.progress.skipped
         self.clock.first_samples = self.progress.samples + self.clock.warmup * self.batch.size(self.progress.epoch)
         with StopFlag() as self._stop:
             while self.progress.updates < self.max_updates:
@@ -192,6 +193,8 @@ class Trainer:
                 self.parallel.share_buffers(self.model)  # each rank averaged its own
                 metrics |= {f"ema_{name}": value for name, value in self.evaluate().items()}
         progress = self.progress
+        if not all(map(math.isfinite, metrics.values())):
+            raise Diverged(f"an evaluation at update {progress.updates} is not finite: {metrics}")
         name, better = self.loss.best
         if not progress.best or better(metrics[name], progress.best[name]) != progress.best[name]:
             progress.best = {**metrics, "update": progress.updates}
@@ -231,6 +234,7 @@ class Trainer:
         """Everything but the weights that a resumed run needs."""
         return {
             "progress": asdict(self.progress),
+            "optimizer": self.optimizer.state_dict(),
             **{part: getattr(self, part).state_dict() for part in STATEFUL},
             "random": self.parallel.gather(resume.random_state()),
         }
@@ -239,8 +243,7 @@ class Trainer:
         """Go on from a checkpoint."""
         self.model.load_state_dict(weights)
         self.progress = Progress(**state["progress"])
+        resume.load_optimizer(self.optimizer, state["optimizer"])
         for part in STATEFUL:
             getattr(self, part).load_state_dict(state[part])
-        rank = self.parallel.world.rank
-        if rank < len(state["random"]):
-            resume.restore_random_state(state["random"][rank])
+        resume.restore_random_state(state["random"], self.parallel.world.rank)

@@ -6,12 +6,10 @@ import torch
 from torch import nn
 
 
-class ConvNorm(nn.Sequential):
-    """3×3 convolution, BatchNorm, ReLU."""
-
-    def __init__(self, inputs: int, outputs: int, bias: bool) -> None:
-        conv = nn.Conv2d(inputs, outputs, 3, padding=1, bias=bias)
-        super().__init__(conv, nn.BatchNorm2d(outputs), nn.ReLU(inplace=True))
+def conv_norm(inputs: int, outputs: int, bias: bool) -> nn.Sequential:
+    """3×3 convolution, BatchNorm, ReLU. No class of its own: what repeats in this network are its residual blocks."""
+    conv = nn.Conv2d(inputs, outputs, 3, padding=1, bias=bias)
+    return nn.Sequential(conv, nn.BatchNorm2d(outputs), nn.ReLU(inplace=True))
 
 
 class Residual(nn.Module):
@@ -19,7 +17,7 @@ class Residual(nn.Module):
 
     def __init__(self, width: int, bias: bool) -> None:
         super().__init__()
-        self.body = nn.Sequential(ConvNorm(width, width, bias), ConvNorm(width, width, bias))
+        self.body = nn.Sequential(conv_norm(width, width, bias), conv_norm(width, width, bias))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.body(x)
@@ -32,10 +30,10 @@ class ResNet9(nn.Module):
         super().__init__()
         pool = nn.MaxPool2d(2)
         self.features = nn.Sequential(
-            ConvNorm(shape[0], width, bias),
-            ConvNorm(width, 2 * width, bias), pool, Residual(2 * width, bias),
-            ConvNorm(2 * width, 4 * width, bias), pool,
-            ConvNorm(4 * width, 8 * width, bias), pool, Residual(8 * width, bias),
+            conv_norm(shape[0], width, bias),
+            conv_norm(width, 2 * width, bias), pool, Residual(2 * width, bias),
+            conv_norm(2 * width, 4 * width, bias), pool,
+            conv_norm(4 * width, 8 * width, bias), pool, Residual(8 * width, bias),
         )  # fmt: skip
         self.head = nn.Linear(8 * width, classes)
 

@@ -152,7 +152,7 @@ class Amp(Bf16):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state:  # none in a checkpoint of another precision: the scale starts anew
-            self.scaler.load_state_dict(state)
+            self.scaler.load_state_dict({**state, "growth_interval": self.growth_interval})  # a knob, no state
 
 
 def _stay_float32(module: torch.nn.Module) -> None:
