@@ -186,6 +186,12 @@ def _plain(node: Any, where: str, problems: list[str]) -> Any:
         return float(node.value)  # YAML 1.1 reads 1e-3 as text
     loader = yaml.SafeLoader("")
     try:
-        return loader.construct_object(node)
+        value = loader.construct_object(node)
+    except ValueError:  # YAML takes 2026-13-01 for a date, and then for none
+        value = node
     finally:
         loader.dispose()
+    if not isinstance(value, str | int | float | bool | None):
+        problems.append(f"{where}: {node.value} reads as a date or as binary data: quote it, if it is a text")
+        return None
+    return value
