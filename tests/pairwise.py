@@ -186,8 +186,9 @@ def matrix(found: Cover, outcomes: list[Outcome]) -> str:
     )
     rest = total - len(trained) - len(found.together) - alone
     lines += [
-        f"{total} pairs of options: {len(trained)} trained together (two updates and a save), {len(found.together)} refused with a",
-        f"reason that names both, {alone} with an option that this machine cannot run, {rest} open. {len(outcomes)} runs covered them.",
+        f"{total} pairs of options: {len(trained)} trained together, two updates and a save; {len(found.together)} refused",
+        f"with a reason that names both, {alone} with an option that this machine cannot run, {rest} open.",
+        f"{len(outcomes)} runs covered them.",
         "", "Written by `python -m tests.pairwise` on a CPU.", "", "## Refused together", "", "| pair | reason |", "|---|---|",
     ]  # fmt: skip
     lines += [f"| {' · '.join(sorted(p))} | {' '.join(r.split())} |" for p, r in sorted(found.together.items(), key=str)]
