@@ -78,7 +78,8 @@ class Arm:
         context = get_context("spawn")  # a fresh interpreter
         self.name = name
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(run, args, theirs, terminal), daemon=True)
+        # No daemon: a loader's arm has workers of its own.
+        self._process = context.Process(target=_serve, args=(run, args, theirs, terminal), daemon=False)
         self._process.start()
         theirs.close()
 

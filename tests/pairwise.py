@@ -16,39 +16,101 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from drivetrain.compose import LISTS, options
+from tests import sets
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = ["updates=2", "epochs=2", "log_every=1", "batch.global_batch=8", "runtime.threads=1"]
 OWN_NET = """
 import torch
 
+class Block(torch.nn.Module):
+    def __init__(self, channels):
+        super().__init__()
+        self.conv = torch.nn.Conv2d(channels, channels, 3, padding=1)
+        self.norm = torch.nn.BatchNorm2d(channels)
+
+    def forward(self, x):
+        return torch.relu(self.norm(self.conv(x)))
+
 class Net(torch.nn.Module):
     def __init__(self, shape, classes):
         super().__init__()
-        self.body = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Conv2d(shape[0], shape[0], 3, padding=1),
-            torch.nn.BatchNorm2d(shape[0]), torch.nn.ReLU()) for _ in range(2)))
+        self.text = len(shape) == 1
+        self.body = torch.nn.Embedding(classes, 8) if self.text else torch.nn.Sequential(Block(shape[0]), Block(shape[0]))
+        self.norm = Norm()
         self.head = torch.nn.LazyLinear(classes)
-        self.head(torch.zeros(1, *shape).flatten(1))
+        self.head(torch.zeros(1, 8) if self.text else torch.zeros(1, *shape).flatten(1))
 
     def forward(self, x):
-        return self.head(self.body(x).flatten(1))
+        return self.head(self.norm(self.body(x) if self.text else self.body(x).flatten(1)))
+
+class Norm(torch.nn.Module):
+    def forward(self, x):
+        mean = x.mean(-1, keepdim=True)
+        return (x - mean) / torch.sqrt((x - mean).pow(2).mean(-1, keepdim=True) + 1e-6)
+
+class Pictures(torch.utils.data.Dataset):
+    classes = ("a", "b")
+
+    def __init__(self, split):
+        self.noise = torch.rand(32, 3, 32, 32, generator=torch.Generator().manual_seed(len(split)))
+
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        return self.noise[index], index % 2
 """
 
 Pair = frozenset[str]
 
 
 def needs(folder: Path) -> dict[str, list[str]]:
-    """What an option wants besides its name, to be tried at all and to be small."""
+    """What an option wants besides its name, to be tried at all and to be small; options give way to those of a row."""
+    shards = [f"data.{split}={folder}/shard.tar" for split in ("train", "test")]
     return {
         "data=synthetic": ["data.shape=[3,32,32]", "data.samples=32", "data.test_samples=16"],
         "data=imagefolder": [f"data.root={folder}/images", "data.size=32", "data.holdout=0.3"],
+        "data=cifar10": [f"data.root={folder}/cifar"],
+        "data=packed": [f"data.root={folder}/packed"],
+        "data=webdataset": [*shards, "data.size=32", f"data.cache={folder}/cache"],
+        "data=own": ["data.target=pairwise_net.Pictures", "trust=[pairwise_net]"],
+        "data=huggingface": [f"data.root={folder}/hub", "data.size=32"],
+        "data=stdlib": [
+            "data.max_files=10",
+            "data.length=32",
+            "data.test_samples=8",
+            "model=gpt",
+            "loss=next_token",
+            "augment=[]",
+        ],
+        "model=gpt": ["model.width=16", "model.depth=2", "model.heads=2", "data=stdlib", "loss=next_token"],
+        "loss=next_token": ["data=stdlib", "model=gpt"],
+        "batch=bucketed": ["data=stdlib", "model=gpt", "loss=next_token", "runtime.cudnn_benchmark=false"],
         "model=timm": ["model.name=test_resnet"],
         "model=resnet9": ["model.width=4", "model.bias=true"],
         "model=mlp": ["model.hidden=[16,16,16]"],
         "model=own": ["model.target=pairwise_net.Net", "trust=[pairwise_net]"],
         "batch=accumulate": ["batch.steps=2"],
         "batch=auto": ["batch.memory_gb=16"],
+        "checkpointing=budget": ["compile=inductor"],
+        "surgery=[fused_norm]": ["model=own"],
+        "augment=[randaugment]": ["data=imagefolder"],
+        "augment=[color_jitter]": ["data=imagefolder"],
+        "augment=[random_erasing]": ["augment.random_erasing.fill=mean"],
     }
+
+
+def complete(words: Iterable[str], folder: Path) -> list[str]:
+    """The words of a run, with what they need."""
+    done, waiting = list(SMALL), list(words)
+    chosen = {word.partition("=")[0] for word in waiting}
+    while waiting:
+        done.append(waiting.pop(0))
+        brought = [w for w in needs(folder).get(done[-1], []) if w.partition("=")[0] not in chosen]
+        chosen |= {word.partition("=")[0] for word in brought}  # options may bring each other
+        waiting += brought
+    return done
 
 
 def prepare_folder(folder: Path) -> None:
@@ -62,6 +124,7 @@ def prepare_folder(folder: Path) -> None:
         (folder / "images" / label).mkdir(parents=True)
         for number in range(16):
             Image.fromarray(noise.integers(0, 255, (32, 32, 3), dtype=np.uint8)).save(folder / f"images/{label}/{number}.png")
+    sets.write(folder, 32)
 
 
 def factors() -> dict[str, list[str]]:
@@ -90,9 +153,8 @@ def try_one(words: tuple[str, ...], folder: str) -> Outcome:
     from drivetrain.errors import UserError
 
     sys.path.insert(0, folder)
-    extra = [w for word in words for w in needs(Path(folder)).get(word, [])]
     try:
-        result = drivetrain.train([*SMALL, *words, *extra, f"output_dir={folder}/runs"])
+        result = drivetrain.train([*complete(words, Path(folder)), f"output_dir={folder}/runs"])
     except UserError as error:
         return Outcome(words, "refused", str(error))
     except BaseException as error:
@@ -107,13 +169,12 @@ def try_one(words: tuple[str, ...], folder: str) -> Outcome:
 
 def refused(words: Iterable[str], folder: Path) -> str | None:
     """The reason why these options cannot be, told before anything is built; None if they can."""
-    from drivetrain import check, launch
+    from drivetrain import check
     from drivetrain.errors import UserError
+    from drivetrain.job import prepare
 
-    words = list(words)
     try:
-        job = launch.prepare([*SMALL, *words, *(w for word in words for w in needs(folder).get(word, []))])
-        check.verify(job.run)
+        check.verify(prepare(complete(words, folder)).run)
     except UserError as error:
         return str(error)
     return None
@@ -126,6 +187,7 @@ class Cover:
     alone: dict[str, str] = field(default_factory=dict)
     together: dict[Pair, str] = field(default_factory=dict)
     rows: list[tuple[str, ...]] = field(default_factory=list)
+    pairs: set[Pair] = field(default_factory=set)  # that the rules allow
 
 
 def cover(folder: Path, say: Callable[[str], None] = lambda _: None) -> Cover:
@@ -148,7 +210,13 @@ def cover(folder: Path, say: Callable[[str], None] = lambda _: None) -> Cover:
         return not any(frozenset(p) in result.together for p in itertools.combinations(row, 2))
 
     result.rows = [tuple(row) for row in AllPairs(list(able.values()), filter_func=allowed)]
+    result.pairs = {frozenset(p) for p in pairs} - set(result.together)
     return result
+
+
+def trained_pairs(outcomes: Iterable[Outcome]) -> set[Pair]:
+    """The pairs that have trained together in some row."""
+    return {frozenset(p) for o in outcomes if o.status == "trained" for p in itertools.combinations(o.words, 2)}
 
 
 def run(rows: Iterable[tuple[str, ...]], folder: Path, workers: int = 2) -> Iterator[Outcome]:
@@ -169,13 +237,14 @@ def run(rows: Iterable[tuple[str, ...]], folder: Path, workers: int = 2) -> Iter
 
 
 def names_both(pair: Pair, reason: str) -> bool:
-    """Whether a refusal names both settings, by group and option or by a knob of the group."""
-    return all(word.split("=")[0] in reason for word in pair)
+    """Whether a refusal names both settings, by group and option or by a knob of the group, or by what the setting brings."""
+    brings = {word: [word, *(w for w in needs(Path()).get(word, []) if "." not in w.partition("=")[0])] for word in pair}
+    return all(any(word.split("=")[0] in reason for word in words) for words in brings.values())
 
 
 def matrix(found: Cover, outcomes: list[Outcome]) -> str:
     """docs/pairwise.md."""
-    trained = {frozenset(p) for o in outcomes if o.status == "trained" for p in itertools.combinations(o.words, 2)}
+    trained = trained_pairs(outcomes)
     groups = factors()
     lines = ["# Which options go together", ""]
     total = sum(len(a) * len(b) for a, b in itertools.combinations(groups.values(), 2))
@@ -194,7 +263,7 @@ def matrix(found: Cover, outcomes: list[Outcome]) -> str:
     lines += [f"| {' · '.join(sorted(p))} | {' '.join(r.split())} |" for p, r in sorted(found.together.items(), key=str)]
     lines += ["", "## Not on this machine", "", "| option | reason |", "|---|---|"]
     lines += [f"| {w} | {' '.join(r.split())} |" for w, r in found.alone.items()]
-    broken = [o for o in outcomes if o.status != "trained"]
+    broken = [o for o in outcomes if o.status == "broken"]
     if broken:
         lines += ["", "## Broken", ""] + [f"- `{' '.join(o.words)}`: {' '.join(o.reason.split())}" for o in broken]
     return "\n".join(lines) + "\n"
@@ -207,13 +276,26 @@ def main() -> int:
         prepare_folder(folder)
         found = cover(folder, print)
         print(f"{len(found.rows)} rows")
-        outcomes = []
-        for outcome in run(found.rows, folder):
-            outcomes.append(outcome)
-            print(f"{len(outcomes):4d} {outcome.status}: {' '.join(outcome.words)} {outcome.reason}", flush=True)
+        outcomes: list[Outcome] = []
+        _try(found.rows, folder, outcomes)
+        # What a row of many options was refused for is not every pair's in it: the rest by itself.
+        rest = [tuple(sorted(pair)) for pair in sorted(found.pairs - trained_pairs(outcomes), key=sorted)]
+        print(f"{len(rest)} pairs by themselves")
+        alone: list[Outcome] = []
+        _try(rest, folder, alone)
+        found.together |= {frozenset(o.words): o.reason for o in alone if o.status == "refused"}
+        outcomes += alone
         text = matrix(found, outcomes).replace(name, "…")
     (ROOT / "docs" / "pairwise.md").write_text(text)
-    return int(any(o.status != "trained" for o in outcomes))
+    print(text.split("##")[0])
+    broken = any(o.status == "broken" for o in outcomes)
+    return int(broken or not all(names_both(pair, reason) for pair, reason in found.together.items()))
+
+
+def _try(rows: list[tuple[str, ...]], folder: Path, outcomes: list[Outcome]) -> None:
+    for outcome in run(rows, folder):
+        outcomes.append(outcome)
+        print(f"{len(outcomes):4d}/{len(rows)} {outcome.status}: {' '.join(outcome.words)} {outcome.reason}", flush=True)
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ GROUPS = {target.split(".")[1] for target in shipped_targets()}
 ABOVE = [
     {"resume", "trainer", "dry"},
     {"build"},
-    {"recipe", "compose", "check", "environment", "terminal"},
-    {"launch", "elastic", "sweep", "trial", "catalogue", "show", "completion", "cli", "__main__", "__init__"},
+    {"recipe", "compose", "check", "replay", "environment", "terminal"},
+    {"job", "launch", "elastic", "sweep", "trial", "catalogue", "show", "pack", "completion", "cli", "__main__", "__init__"},
 ]
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from drivetrain.augment import FlipCrop, batch_crop, batch_flip
+from drivetrain.plan import Request
 
 IMAGES = torch.arange(2 * 3 * 5 * 6).view(2, 3, 5, 6)
 
@@ -68,10 +69,10 @@ def test_training_is_augmented_and_evaluation_is_not(make):
     assert trainer.test_data.steps == ()
     indices = torch.arange(6)
     raw, _ = trainer.train_data.source.fetch(indices)
-    x, _ = trainer.train_data(0, indices)
+    x, _ = trainer.train_data(Request(0, indices, torch.ones(())))
     assert not torch.equal(x, raw)
     assert torch.equal(x, FlipCrop()(raw, 0, 0, indices))
-    assert torch.equal(trainer.test_data(0, indices)[0], trainer.test_data.source.fetch(indices)[0])
+    assert torch.equal(trainer.test_data(Request(0, indices, torch.ones(())))[0], trainer.test_data.source.fetch(indices)[0])
 
 
 def test_none_is_nothing(make):

@@ -131,3 +131,11 @@ def test_the_rules_speak():
         launch.prepare(["batch.grow_until=64"])
     with pytest.raises(UserError, match="nothing would grow"):
         launch.prepare(["batch.grow_until=130", "batch.grow_every=1"])
+
+
+def test_the_compilers_budget_does_not_keep_a_trial_from_running():
+    """Trials run without a compiler, whose the budget is; the run itself has both."""
+    import drivetrain.trial as trial
+
+    words = ["data=synthetic", "data.shape=[3,8,8]", "model=mlp", "checkpointing=budget", "compile=inductor"]
+    assert trial.fitting(words, [], [2, 4], 16.0) == 2

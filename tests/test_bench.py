@@ -59,6 +59,17 @@ def test_startup_measures(tmp_path: Path) -> None:
     assert "torch" not in content["imports_beyond_torch"]["packages_ms"]
 
 
+def test_augmentations_are_measured(tmp_path: Path) -> None:
+    out = tmp_path / "a.json"
+    content = read(out, run("-m", "bench.augment", "--quick", "--rows", "read,randaugment,cutmix", "--out", str(out)))
+    assert set(content["sizes"]) == {"32", "224"}
+    for rows in content["sizes"].values():
+        assert set(rows) == {"read", "randaugment", "cutmix"}
+        for row in rows.values():
+            assert min(arm["p10"] for arm in row["images_per_second"].values()) > 0
+    assert content["mark"]["met"] is None  # nothing was measured long enough
+
+
 def test_an_arm_that_did_not_train_is_found_out() -> None:
     good = {"updates": 60, "loss_first": 2.3, "loss_last": 2.2}
     assert overhead._trained(good, 60)
@@ -91,3 +102,22 @@ def test_pairs_are_compared_within_their_round() -> None:
     assert figures["difference"]["median"] == 10
     assert (figures["difference"]["low"], figures["difference"]["high"]) == (1, 100)
     assert harness.spread(list(range(11))) == {"median": 5, "p10": 1, "p90": 9}
+
+
+@pytest.mark.parametrize("bench", ["memory", "layout", "optimizers"])
+def test_the_short_form_runs(bench: str, tmp_path: Path) -> None:
+    out = tmp_path / "o.json"
+    content = read(out, run("-m", f"bench.{bench}", "--quick", "--out", str(out)))
+    assert content["machine"]["cores"] >= 1
+    assert content["device"] == "cpu"
+    assert content.get("rows") or content["lists"]
+
+
+def test_the_gpu_campaign_runs_in_small(tmp_path: Path) -> None:
+    """On a CPU: every arm, the ladder and the ceilings still work."""
+    out = tmp_path / "o.json"
+    content = read(out, run("-m", "bench.gpu", "--smoke", "--out", str(out)))
+    assert content["rows"]
+    for name, row in content["rows"].items():
+        assert {"naive", "bf16" if name == "ladder" else "ours"} <= set(row["arms"])
+        assert not set(row["failed"]) - {"lightning", "accelerate"}

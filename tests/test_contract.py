@@ -13,12 +13,18 @@ from drivetrain import check, launch, manifest
 from drivetrain.compose import LISTS, compose, options
 from drivetrain.errors import UserError
 from drivetrain.paths import conf_dir
+from tests import sets
 
 OPTIONS = [(group, name) for group, names in options().items() for name in names]
 FILES = {(group, name): conf_dir() / group / f"{name}.yaml" for group, name in OPTIONS}
 
 # What options want beside them to be of use, for a whole group or for one option: a new technique's row goes here.
 RESNET = ["model=resnet9", "model.width=8", "model.bias=true"]
+PHOTOGRAPHS = ["data=imagefolder", "data.root=images", "data.size=8", "data.holdout=0.3"]
+TEXT = [
+    "data=stdlib", "data.max_files=10", "data.length=32", "data.test_samples=8", "loss=next_token",
+    "model=gpt", "model.width=16", "model.heads=2",
+]  # fmt: skip
 BESIDE = {
     "surgery": RESNET,
     "loader": ["data=digits"],
@@ -26,9 +32,20 @@ BESIDE = {
     ("model", "resnet9"): ["model.width=8"],
     ("model", "timm"): ["model.name=resnet10t", "data.shape=[3,32,32]"],
     ("model", "own"): ["model.target=outside.Net", "trust=[outside]"],
-    ("data", "imagefolder"): ["data.root=images", "data.size=8", "data.holdout=0.3"],
+    ("data", "imagefolder"): PHOTOGRAPHS[1:],
+    ("data", "cifar10"): ["data.root=cifar"],
+    ("data", "packed"): ["data.root=packed"],
+    ("data", "webdataset"): ["data.train=shard.tar", "data.test=shard.tar", "data.size=8", "data.cache=cache"],
+    ("data", "own"): ["data.target=outside.Pictures", "trust=[outside]"],
+    ("data", "huggingface"): ["data.root=hub", "data.size=8"],
+    ("data", "stdlib"): TEXT,
+    ("model", "gpt"): TEXT,
+    ("loss", "next_token"): TEXT,
+    ("batch", "bucketed"): TEXT,
     ("data", "digits"): ["model=resnet9", "model.width=4"],
     ("batch", "auto"): ["batch.memory_gb=64"],
+    ("augment", "randaugment"): PHOTOGRAPHS,
+    ("augment", "color_jitter"): PHOTOGRAPHS,
 }
 # Options that this machine may lack something for. They must say what; any other refusal is a failure.
 LACKING = ("which is not installed", "needs a CUDA device", "has no effect on this model", "set compile=inductor")
@@ -45,6 +62,18 @@ class Net(torch.nn.Module):
 
     def forward(self, x):
         return self.only(x.flatten(1))
+
+class Pictures(torch.utils.data.Dataset):
+    classes = ("cat", "dog")
+
+    def __init__(self, split):
+        self.offset = {"train": 0, "test": 100}[split]
+
+    def __len__(self):
+        return 50
+
+    def __getitem__(self, index):
+        return torch.full((3, 8, 8), (self.offset + index) / 150), index % 2
 '''
 
 
@@ -66,6 +95,7 @@ def outside(tmp_path, monkeypatch):
         folder.mkdir(parents=True)
         for i in range(25):
             Image.new("RGB", (12, 10), (100 * label, 5 * i, 50)).save(folder / f"{i}.png")
+    sets.write(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +134,12 @@ def test_it_composes_builds_trains_saves_and_goes_on(tiny, outside, group, optio
     [
         (["data=imagefolder"], "data=imagefolder needs data.root"),
         (["data=imagefolder", "data.root=/nowhere"], "data.root=/nowhere"),
+        (["data=cifar10"], "data=cifar10 needs data.root"),
+        (["data=packed"], "data=packed needs data.root"),
+        (["data=webdataset"], "data=webdataset needs data.train"),
+        (["data=own"], "data=own needs data.target"),
+        (["data=own", "data.target=outside.Pictures"], "trust=[outside]"),
+        (["data=huggingface"], "data=huggingface needs"),
         (["model=own"], "model=own needs model.target"),
         (["model=own", "model.target=outside.Net"], "trust=[outside]"),
     ],
@@ -126,6 +162,10 @@ def test_its_yaml_is_its_constructors_signature(group, option):
     assert list(check._knobs(group, cls, section)) == []  # the YAML's own values pass its checks
     hints = inspect.get_annotations(cls.__init__) if section else {}
     assert all(knob in hints for knob in section), f"a knob of {target} has no type: {text}"
+    made, plain = vars(cls()), vars(cls(**section))  # from Python as from the command line
+    knobs = [k for k in plain if k in section and made[k] != plain[k]]
+    differing = {k: (made[k], plain[k]) for k in knobs if list(made[k] or ()) != list(plain[k] or ())}
+    assert not differing, f"defaults that differ: {differing}"
 
 
 def test_the_checks_of_knobs_do_find_what_is_wrong():

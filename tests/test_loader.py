@@ -1,6 +1,8 @@
 """Every loader yields the same micro-batches in the same order, wherever they are read."""
 
 import os
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from drivetrain.augment import FlipCrop
 from drivetrain.batch import Accumulate
 from drivetrain.data import Normalize, Tensors
 from drivetrain.errors import DataError, UserError
-from drivetrain.loader import Loader, Pipeline, Workers
+from drivetrain.loader import Auto, Device, Loader, Pipeline, Resident, Threads, Workers
 from drivetrain.plan import Micro, World
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # more workers than cores: on purpose
@@ -19,6 +21,13 @@ LOADERS = {
     "workers(1)": lambda: Workers(num_workers=1),
     "workers(3)": lambda: Workers(num_workers=3, prefetch_factor=3),
     "workers(2), not persistent": lambda: Workers(num_workers=2, persistent_workers=False),
+    "threads(1)": lambda: Threads(num_threads=1),
+    "threads(3)": lambda: Threads(num_threads=3, prefetch_factor=4),
+    "device, threads": lambda: Device(num_readers=2),
+    "device, workers": lambda: Device(reader="workers", num_readers=1),
+    "device, sync": lambda: Device(reader="sync"),
+    "resident": Resident,
+    "auto": Auto,
 }
 
 
@@ -41,7 +50,7 @@ def read(loader: Loader, wanted=None) -> list[Micro]:
 
 
 @pytest.mark.parametrize("name", LOADERS)
-def test_workers_give_what_the_loop_reads_itself(name):
+def test_every_loader_gives_what_the_loop_reads_itself(name):
     expected, got = read(Loader()), read(LOADERS[name]())
     assert len(expected) == len(got) == 16
     for a, b in zip(expected, got, strict=True):
@@ -78,7 +87,7 @@ def test_workers_are_other_processes_with_one_thread_each(persistent):
 
 
 def test_reading_does_not_touch_the_models_random_stream():
-    for loader in (Loader(), Workers(num_workers=1)):
+    for loader in (Loader(), *(make() for make in LOADERS.values())):
         before = torch.get_rng_state()
         assert len(read(loader)) == 16
         assert torch.equal(torch.get_rng_state(), before)
@@ -111,7 +120,7 @@ class Broken(Pid):
         return super().fetch(indices)
 
 
-@pytest.mark.parametrize("name", ["sync", *LOADERS])
+@pytest.mark.parametrize("name", ["sync", *(n for n in LOADERS if n != "resident")])
 def test_a_broken_file_is_named_whoever_reads_it(name):
     loader = Loader() if name == "sync" else LOADERS[name]()
     with pytest.raises(DataError) as raised:
@@ -121,8 +130,6 @@ def test_a_broken_file_is_named_whoever_reads_it(name):
 
 class Stuck(Pid):
     def fetch(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        import time
-
         time.sleep(3)
         raise AssertionError
 
@@ -131,6 +138,132 @@ def test_a_stuck_read_is_an_error_not_a_hang():
     loader = Workers(num_workers=1, timeout_s=0.2)
     with pytest.raises(UserError, match=r"loader\.timeout_s"):
         list(loader.stream(Pipeline(Stuck(), (), None, 0), requests(), CPU, torch.contiguous_format))
+
+
+def test_a_stuck_thread_is_an_error_and_holds_nothing_up():
+    began = time.monotonic()
+    with pytest.raises(UserError, match=r"loader\.timeout_s"):
+        list(
+            Threads(num_threads=1, timeout_s=0.2).stream(Pipeline(Stuck(), (), None, 0), requests(), CPU, torch.contiguous_format)
+        )
+    assert time.monotonic() - began < 2.5, "it did not wait for the read"
+
+
+class Decoded(Pid):
+    """A source whose samples are work: who read which, and how many at a time."""
+
+    parallel_read = True
+
+    def __init__(self) -> None:
+        self.reads: list[tuple[str, list[int]]] = []
+
+    def fetch(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        time.sleep(0.01)
+        self.reads.append((threading.current_thread().name, indices.tolist()))
+        return indices.view(-1, 1).to(torch.uint8), indices
+
+
+def test_threads_share_a_batch_out():
+    """Each batch is read in pieces by all threads, and comes out whole and in order."""
+    source = Decoded()
+    micros = list(Threads(num_threads=2).stream(Pipeline(source, (), None, 0), requests(1), CPU, torch.contiguous_format))
+    expected = [r.indices for r in requests(1)]
+    assert all(
+        torch.equal(m.y, indices) and torch.equal(m.x[:, 0].long(), indices) for m, indices in zip(micros, expected, strict=True)
+    )
+    assert len({name for name, _ in source.reads}) == 2
+    assert max(len(rows) for _, rows in source.reads) < 4
+    assert sorted(i for _, rows in source.reads for i in rows) == list(range(29))
+
+
+def test_a_source_in_memory_is_read_a_batch_at_a_time():
+    reads = []
+
+    class Counted(Tensors):
+        def fetch(self, indices):
+            reads.append(len(indices))
+            return super().fetch(indices)
+
+    source = Counted(torch.zeros(29, 1), torch.arange(29))
+    list(Threads(num_threads=2).stream(Pipeline(source, (), None, 0), requests(1), CPU, torch.contiguous_format))
+    assert reads == [len(r.indices) for r in requests(1)]
+
+
+def test_threads_read_ahead_and_no_further():
+    source = Decoded()
+    stream = Threads(num_threads=2, prefetch_factor=2).stream(
+        Pipeline(source, (), None, 0), requests(), CPU, torch.contiguous_format
+    )
+    next(stream)
+    time.sleep(0.5)
+    assert sum(len(rows) for _, rows in source.reads) == 3 * 4, "the one that is trained and two ahead"
+    stream.close()
+
+
+def test_device_reads_raw_bytes_and_finishes_them_in_one_piece(monkeypatch):
+    """What crosses to the device is as small as it lies in the source; augmentation and normalisation see it there."""
+    seen = []
+    original = FlipCrop.__call__
+    monkeypatch.setattr(
+        FlipCrop, "__call__", lambda self, x, *a: seen.append((x.dtype, threading.current_thread().name)) or original(self, x, *a)
+    )
+    assert len(read(Device(num_readers=2))) == 16
+    assert set(seen) == {(torch.uint8, "MainThread")}
+    seen.clear()
+    read(Threads(num_threads=2))
+    assert all(name.startswith("loader-") for _, name in seen), "threads augment where they read"
+
+
+def test_resident_reads_every_sample_once():
+    source = Decoded()
+    loader = Resident()
+    for _ in range(2):
+        micros = list(loader.stream(Pipeline(source, (), None, 0), requests(), CPU, torch.contiguous_format))
+        assert len(micros) == 16
+    assert sorted(i for _, rows in source.reads for i in rows) == list(range(29))
+
+
+def test_resident_that_does_not_fit_is_refused(monkeypatch):
+    monkeypatch.setattr("drivetrain.loader.resident.free_memory", lambda device: 40)
+    with pytest.raises(UserError, match=r"loader=resident: the data takes .* loader.share=0.5 .* loader=device"):
+        next(Resident().stream(Pipeline(Decoded(), (), None, 0), requests(), CPU, torch.contiguous_format))
+
+
+class Slow(Decoded):
+    """A source that waits for every sample, as for a disk, and computes nothing."""
+
+    def fetch(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        time.sleep(0.005 * len(indices))
+        return super().fetch(indices)
+
+
+def test_auto_takes_what_measures_best_and_says_why(monkeypatch):
+    """On a CPU the fewest core-seconds: no processes. On a device, where the wall counts: whoever waits in parallel."""
+    work = Pipeline(Slow(), (), None, 0)
+    auto = Auto()
+    (said,) = auto.settle(work, 8, CPU)
+    assert said.startswith("loader=auto took loader=")
+    assert "core-second" in said
+    assert type(auto._kept) is not Workers, "processes cost more than they bring here"
+    monkeypatch.setattr("drivetrain.loader.auto.Cost._clock", lambda self: time.perf_counter())
+    auto.settle(work, 8, CPU)
+    assert type(auto._kept) in (Threads, Workers), "waiting in parallel is faster"
+
+
+def test_auto_decides_before_training(make):
+    trainer = make("loader=auto", "data=digits")
+    assert any(line.startswith("loader=auto took") for line in trainer.said)
+    trainer.fit()
+
+
+def test_the_cores_of_a_machine_are_shared_by_its_ranks(monkeypatch):
+    from drivetrain.cores import usable_cores
+
+    alone = usable_cores()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert usable_cores() == max(1, alone // 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000")
+    assert usable_cores() == 1
 
 
 def test_images_come_in_the_wanted_memory_format():
@@ -151,7 +284,7 @@ def test_a_float_source_is_not_copied():
     assert micro.x.data_ptr() == x.data_ptr()
 
 
-@pytest.mark.parametrize("loader", ["sync", "workers"])
+@pytest.mark.parametrize("loader", ["sync", "workers", "threads", "device", "resident", "auto"])
 def test_a_run_is_the_same_with_either(train, loader):
     import safetensors.torch
 

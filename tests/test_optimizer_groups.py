@@ -10,12 +10,13 @@ import torch
 
 from drivetrain import optimizer as options
 from drivetrain.check import check, operators
-from drivetrain.compose import compose, config_hash, to_recipe
+from drivetrain.compose import compose
 from drivetrain.errors import UserError
 from drivetrain.models.mlp import Mlp
 from drivetrain.models.resnet9 import ResNet9
 from drivetrain.optimizer.groups import layer_shares
 from drivetrain.recipe import read
+from drivetrain.replay import config_hash, to_recipe
 
 
 def by_name(model: torch.nn.Module, knobs: Any) -> dict[str, tuple[float, float]]:

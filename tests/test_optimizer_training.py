@@ -63,8 +63,8 @@ def test_schedulefree_evaluates_and_saves_the_average(tmp_path: Path, monkeypatc
         seen["evaluated"] = [p.detach().clone() for p in trainer.model.parameters()]
         return evaluate(trainer)
 
-    def ended(trainer: Trainer) -> None:
-        fit(trainer)
+    def ended(trainer: Trainer, stop: Any) -> None:
+        fit(trainer, stop)
         seen["trained"] = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
         seen["optimizer"], seen["model"] = trainer.optimizer, trainer.model
 

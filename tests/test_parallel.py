@@ -185,6 +185,7 @@ def test_ranks_follow_the_devices_two_on_a_cpu(monkeypatch, devices, ranks):
 
 def test_the_ranks_of_a_launcher_are_honoured(monkeypatch, problems):
     monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", "0")
     assert Ddp().ranks() == 3
     assert any("parallel.nproc=2, but the launcher started 3 ranks" in p for p in problems("parallel=ddp", "parallel.nproc=2"))
     assert any("set parallel=ddp" in p for p in problems("parallel=single"))

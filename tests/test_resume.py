@@ -156,7 +156,7 @@ def test_a_changed_config_is_refused_with_the_difference(train):
 def test_a_change_that_was_insisted_on_takes_effect(train, word, read, value, monkeypatch):
     run = train("precision=amp", "precision.init_scale=8.0", "ema=ema")
     trainers, fit = [], Trainer.fit
-    monkeypatch.setattr(Trainer, "fit", lambda self: (trainers.append(self), fit(self))[1])
+    monkeypatch.setattr(Trainer, "fit", lambda self, stop: (trainers.append(self), fit(self, stop))[1])
     result = drivetrain.train([f"resume={run.run_dir}", "resume_changed=true", "updates=4", word])
     assert (result.status, result.updates) == ("completed", 4), result.error
     assert read(trainers[0]) == pytest.approx(value)

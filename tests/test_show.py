@@ -65,7 +65,7 @@ def test_what_is_drawn_is_what_is_trained(make, each_update, tiny, capsys):
     step = trainer.optimizer.step
     trainer.optimizer.step = lambda: (used.append((group["lr"], group["momentum"])), step())
     trainer.fit()
-    job = show.launch.prepare(tiny(*words))
+    job = show.prepare(tiny(*words))
     rates, momenta = show._curves(job.run, show._horizon(job.run))
     assert len(used) == 16
     assert [value for _, value in rates.points] == pytest.approx([lr for lr, _ in used])

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import drivetrain
 from drivetrain.errors import Diverged, Interrupted
 from drivetrain.plan import World
+from drivetrain.signals import StopFlag
 
 TAIL = ["data.samples=53", "data.drop_last=false", "updates=null", "epochs=2"]  # five updates an epoch, the last of 5
 
@@ -230,8 +231,8 @@ def test_a_signal_is_answered_at_the_next_update_with_a_saved_state(make, tmp_pa
     step = trainer.optimizer.step
     trainer.optimizer.step = lambda: (step(), signal.raise_signal(number) if trainer.progress.updates == 2 else None)
     before = signal.getsignal(number)
-    with pytest.raises(Interrupted, match="at update 3") as stopped:
-        trainer.fit()
+    with pytest.raises(Interrupted, match="at update 3") as stopped, StopFlag() as stop:
+        trainer.fit(stop)
     assert stopped.value.saved
     assert (tmp_path / "run" / "checkpoints" / "3" / "manifest.json").is_file()
     assert signal.getsignal(number) is before
@@ -242,7 +243,9 @@ def test_a_signal_at_the_last_update_does_not_spoil_the_end(make):
     trainer = make("updates=3")
     step = trainer.optimizer.step
     trainer.optimizer.step = lambda: (step(), signal.raise_signal(signal.SIGTERM) if trainer.progress.updates == 2 else None)
-    trainer.fit()
+    with StopFlag() as stop:
+        trainer.fit(stop)
+    assert stop.raised == signal.SIGTERM
     assert trainer.progress.updates == 3
     assert told(trainer, "evaluate")
 

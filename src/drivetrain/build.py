@@ -26,16 +26,21 @@ def build(run: Run, world: World, run_dir: Path, sinks: list[Any]) -> Trainer:
     run.debug.start()
 
     data = run.data.load(device)
-    horizon, said = _horizon(run, len(data.train), world)
     seed = run.runtime.seed
-    train_data = Pipeline(data.train, tuple(run.augment), data.normalize, seed)
+    # How long the samples are may decide how many of them make an update, and so how many updates the run has.
+    untold = plan.horizon(run) is None
+    lengths = run.batch.start(data.train, seed, world)
+    horizon, said = _horizon(run, len(data.train), world, untold)
+    said += lengths
+    train_data = Pipeline(data.train, tuple(run.augment), data.normalize, seed, data.classes)
+    run.batch.pairs = any(step.mixes for step in run.augment)
 
     model = run.model.build(data.shape, data.classes).to(device)
     # Edits of the module tree first: every later step works on the modules that remain. The memory format is one of
     # them, and precedes compiling, which specialises on strides.
     formats = [e.memory_format for e in run.surgery if e.memory_format is not None]
     memory_format = getattr(torch, formats[-1] if formats else "contiguous_format")
-    example = torch.zeros(2, *data.shape, device=device)
+    example = torch.zeros(2, *data.shape, device=device, dtype=data.dtype)
     said += surgery.apply_all(run.surgery, model, example)
     model = run.precision.convert(model)
     # Gradients are checked on a copy of the modules, before anything patches their forwards.
@@ -49,6 +54,9 @@ def build(run: Run, world: World, run_dir: Path, sinks: list[Any]) -> Trainer:
     run.scheduler.start(optimizer, *horizon)
     run.ema.start(model)
     run.runtime.seed_rank(world)  # the model's start was shared; its dropout is each rank's own
+
+    if world.rank == 0 or run.parallel.distributed:
+        said += run.loader.settle(train_data, run.batch.micro_batch(world), device)
 
     parameters = [p for p in model.parameters() if p.requires_grad]
     updated = [p for group in optimizer.param_groups for p in group["params"]]
@@ -72,8 +80,8 @@ def build(run: Run, world: World, run_dir: Path, sinks: list[Any]) -> Trainer:
     return trainer
 
 
-def _horizon(run: Run, samples: int, world: World) -> tuple[Horizon, list[str]]:
-    """The run's length, and what its schedule has to say to it that could not be said before the data was read."""
+def _horizon(run: Run, samples: int, world: World, untold: bool) -> tuple[Horizon, list[str]]:
+    """The run's length, and what its schedule has to say to it, where that was `untold` before the data was read."""
     if samples < world.size:
         raise UserError(f"{world.size} ranks, but only {samples} training samples: lower parallel.nproc")
     horizon = plan.horizon(run, samples)
@@ -83,7 +91,7 @@ def _horizon(run: Run, samples: int, world: World) -> tuple[Horizon, list[str]]:
             f"data.drop_last drops the short batch: set batch.global_batch to {samples} or less, or data.drop_last=false"
         )
     said: list[str] = []
-    if run.data.train_samples() is None and run.debug.updates is None:
+    if untold and run.debug.updates is None:
         if problems := list(run.scheduler.rules(horizon)):
             raise UserError(problems)
         said = list(run.scheduler.advice(horizon, run))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from drivetrain import launch, recipe
+from drivetrain import recipe
 from drivetrain.compose import compose, options
 from drivetrain.errors import DONE, UserError, did_you_mean
+from drivetrain.job import checked
 from drivetrain.paths import conf_dir
 from drivetrain.terminal import table
 
@@ -47,6 +48,8 @@ def recipe_command(argv: list[str]) -> int:
 
 
 def _list(argv: list[str]) -> None:
+    if argv:
+        raise UserError(f"drivetrain recipe list shows them all: leave out {' '.join(argv)}, or say show {argv[0]}")
     table(("recipe", "what it is"), [(name, recipe.read(recipe.find(name)).description) for name in recipe.shipped()])
 
 
@@ -62,14 +65,13 @@ def _check(argv: list[str]) -> None:
     problems = []
     for name in argv:
         try:
-            found = recipe.read(recipe.find(name))
-            found.sweep = {}
-            launch.checked(compose([], base=found))
+            for _, cell in recipe.read(recipe.find(name)).cells(options()):
+                checked(compose([], base=cell))
             print(f"{name}: good")
         except UserError as error:
             problems += error.problems
     if problems:
-        raise UserError(problems)
+        raise UserError(dict.fromkeys(problems))
 
 
 def _export(argv: list[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any, get_type_hints
 
 from omegaconf import OmegaConf
 
+from drivetrain import rundir
 from drivetrain.compose import LISTS, Composed, options
 from drivetrain.errors import UserError
 from drivetrain.paths import conf_dir
@@ -28,15 +29,23 @@ _KINDS = {  # pydantic's error types in our words
     "dict_type": "must be a mapping",
     "none_required": "null",
     "finite_number": "must be finite",
+    "too_short": "must not be empty",
 }
 _LIMITS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 
 
+Where = Callable[[str], str]  # a key → "file:line: " of the recipe that set it, or nothing
+
+
+def _nowhere(key: str) -> str:
+    return ""
+
+
 @cache
-def shipped_targets() -> frozenset[str]:
+def shipped_targets(group: str = "*") -> frozenset[str]:
     """The exact dotted names of the classes that conf/ names: the registry of what a config may make."""
     pattern = re.compile(r"^(?:  )?_target_: (\S+)", re.M)
-    return frozenset(t for f in conf_dir().glob("*/*.yaml") for t in pattern.findall(f.read_text()))
+    return frozenset(t for f in conf_dir().glob(f"{group}/*.yaml") for t in pattern.findall(f.read_text()))
 
 
 def check(composed: Composed) -> Run:
@@ -44,7 +53,7 @@ def check(composed: Composed) -> Run:
     plain = composed.plain
     groups = options(composed.config_dirs)
     run = Run(composed.choices, {k: v for k, v in plain.items() if k not in groups})
-    problems = [*composed.problems, *_values(run.values)]
+    problems = [*composed.problems, *_values(run.values, composed.where)]
     for group in groups:
         made: list[Any] = []
         for place, section in _sections(group, plain.get(group), composed):
@@ -97,30 +106,53 @@ def _make(place: str, section: dict[str, Any], trust: list[str], composed: Compo
     except (ImportError, AttributeError, ValueError) as error:
         problems.append(f"{place}._target_={target} cannot be imported: {error}")
         return None
-    wrong = list(_knobs(place, cls, knobs))
+    wrong = list(_no_option(place.split(".")[0], cls, target)) or list(_knobs(place, cls, knobs, composed.where))
     problems += wrong
     return None if wrong else cls(**knobs)
 
 
-def _knobs(place: str, cls: type, knobs: dict[str, Any]) -> Iterator[str]:
+def _no_option(group: str, cls: Any, target: str) -> Iterator[str]:
+    """The problem of a class of the user's that is no option of this group."""
+    if target in shipped_targets(group):
+        return
+    if not isinstance(cls, type) or not issubclass(cls, Part):
+        own = " An own network goes in by model=own model.target=…" if group == "model" else ""
+        yield f"{group}._target_={target} is no class of drivetrain's options: derive yours from the group's base class.{own}"
+    elif _kind(cls) not in {_kind(_imported(shipped)) for shipped in shipped_targets(group)}:
+        yield f"{group}._target_={target} is an option, but none of {group}: its class derives from {_kind(cls).__name__}"
+
+
+def _imported(target: str) -> Any:
+    module, _, name = target.rpartition(".")
+    return getattr(import_module(module), name)
+
+
+def _kind(cls: type) -> type:
+    """The base class of an option's group."""
+    return cls.__mro__[cls.__mro__.index(Part) - 1]
+
+
+def _knobs(place: str, cls: type, knobs: dict[str, Any], where: Where = _nowhere) -> Iterator[str]:
     parameters = inspect.signature(cls).parameters
     unknown = [k for k in knobs if k not in parameters]
-    yield from (f"{place}.{k}: {cls.__name__} takes no such argument" for k in unknown)
+    yield from (f"{where(f'{place}.{k}')}{place}.{k}: {cls.__name__} takes no such argument" for k in unknown)
     hints = get_type_hints(cls.__init__, include_extras=True)  # type: ignore[misc]
-    yield from _typed(place, {k: (hints.get(k, Any), knobs[k]) for k in knobs if k in parameters})
+    yield from _typed(place, {k: (hints.get(k, Any), knobs[k]) for k in knobs if k in parameters}, where)
 
 
-def _values(values: dict[str, Any]) -> Iterator[str]:
+def _values(values: dict[str, Any], where: Where) -> Iterator[str]:
     from drivetrain.spec import Count
 
     kinds: dict[str, Any] = {
         "epochs": Count, "updates": Count | None, "log_every": Count, "evaluate_every": Count, "output_dir": str,
         "resume": str | None, "resume_changed": bool, "trust": list[str], "recipe": str | None,
     }  # fmt: skip
-    yield from _typed("", {k: (kinds.get(k, Any), v) for k, v in values.items()})
+    typed = {k: (kinds.get(k, Any), v) for k, v in values.items()}
+    wrong = list(_typed("", typed, where))
+    yield from wrong or rundir.cannot_be_in(Path(values["output_dir"]))
 
 
-def _typed(place: str, typed: dict[str, tuple[Any, Any]]) -> Iterator[str]:
+def _typed(place: str, typed: dict[str, tuple[Any, Any]], where: Where) -> Iterator[str]:
     """Each value against its annotation, by pydantic, strictly: "1" is no number and 1.5 no count."""
     from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -133,7 +165,7 @@ def _typed(place: str, typed: dict[str, tuple[Any, Any]]) -> Iterator[str]:
         except ValidationError as error:
             name = f"{place}.{key}" if place else key
             shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
-            yield f"{name}={shown}: {_reason(error)}"
+            yield f"{where(name)}{name}={shown}: {_reason(error)}"
 
 
 def _reason(error: Any) -> str:
@@ -156,13 +188,21 @@ def operators(run: Run) -> set[str]:
     return own
 
 
+def recipe_names_code(composed: Composed) -> Iterator[str]:
+    """The problems of a recipe that chooses the operator's own class."""
+    for group in ("model", "data"):
+        if composed.recipe is not None and composed.recipe.choices.get(group) == "own":
+            yield (
+                f"{composed.recipe.where(group)}: '{group}=own' is not a recipe's to choose (code is the operator's): "
+                "give it on the command line"
+            )
+
+
 def recipe_may_not(composed: Composed, run: Run) -> None:
     """Raise UserError where a recipe sets what is the operator's."""
     if composed.recipe is None:
         return
-    theirs = [k for k in composed.recipe.values if k in operators(run)]
-    if composed.recipe.choices.get("model") == "own":
-        theirs.append("model")
+    theirs = [k for k in composed.recipe.values if k in operators(run)]  # also what the command line sets over it
     if theirs:
         raise UserError(
             f"{composed.recipe.where(k)}: '{k}' is not a recipe's to set (paths, devices and code are the operator's): "

@@ -9,8 +9,9 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from drivetrain import __version__
+from drivetrain import __version__, terminal
 from drivetrain.errors import BAD_CONFIG, DONE, FAILED, INTERRUPTED, UserError, did_you_mean
+from drivetrain.paths import add_own_places
 
 TRAIN_HELP = """\
 drivetrain train [group=option] [key=value] …      (the same: python -m src.train …)
@@ -48,6 +49,7 @@ drivetrain show [group=option] [key=value] …      the learning rate (and momen
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    terminal.prepare_output()
     try:
         return _dispatch(argv)
     except UserError as error:
@@ -57,9 +59,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # `drivetrain list | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return DONE
     except Exception as error:  # a bug of ours: one line, the rest on demand
         if os.environ.get("DRIVETRAIN_TRACEBACK"):
             traceback.print_exc()
@@ -108,30 +107,24 @@ def _train(argv: list[str]) -> int:
         print(TRAIN_HELP)
         catalogue.show()
         return DONE
-    _add_own_places(given.config_dir)
+    add_own_places(given.config_dir)
     if given.cfg:
         return _show_config(given)
-    from drivetrain import launch, sweep, terminal
+    for flag, value in (("--resolve", given.resolve), ("--package", given.package)):
+        if value:
+            raise UserError(f"{flag} goes with --cfg job, which shows the config and stops")
+    from drivetrain import launch, sweep
+    from drivetrain.job import prepare
 
     if given.multirun or sweep.is_sweep_recipe(given.overrides):
         return sweep.run(given.overrides, given.config_dir, given.quiet)
-    ended = launch.launch(launch.prepare(given.overrides, given.config_dir), quiet=given.quiet)
+    ended = launch.launch(prepare(given.overrides, given.config_dir), quiet=given.quiet)
     if ended.result.run_dir is not None:  # rank 0
         terminal.show_result(ended.result)
         if ended.result.error:
             for line in ended.result.error.splitlines():
                 terminal.say(f"error: {line}")
     return ended.code
-
-
-def _add_own_places(config_dirs: list[str]) -> None:
-    """Let the user's own classes be imported: from beside their options, and from here."""
-    missing = [d for d in config_dirs if not Path(d).is_dir()]
-    if missing:
-        raise UserError(f"--config-dir {d} is no directory" for d in missing)
-    for folder in config_dirs:
-        sys.path.insert(0, str(Path(folder).resolve().parent))
-    sys.path.insert(0, os.getcwd())
 
 
 def _show(argv: list[str]) -> int:
@@ -144,7 +137,7 @@ def _show(argv: list[str]) -> int:
     if given.help:
         print(SHOW_HELP)
         return DONE
-    _add_own_places(given.config_dir)
+    add_own_places(given.config_dir)
     from drivetrain import show
 
     show.show(given.overrides, given.config_dir, given.png)
@@ -154,9 +147,11 @@ def _show(argv: list[str]) -> int:
 def _show_config(given: argparse.Namespace) -> int:
     from omegaconf import OmegaConf
 
-    from drivetrain import launch
+    from drivetrain.job import prepare
 
-    config = launch.prepare(given.overrides, given.config_dir).composed.config
+    if given.multirun:
+        raise UserError("--cfg job shows the config of one run, and -m starts several: leave one of them out")
+    config = prepare(given.overrides, given.config_dir).composed.config
     part = OmegaConf.select(config, given.package) if given.package else config
     if part is None:
         raise UserError(f"--package {given.package}: {did_you_mean(given.package, map(str, config))}")
@@ -167,7 +162,9 @@ def _show_config(given: argparse.Namespace) -> int:
 def _list(argv: list[str]) -> int:
     from drivetrain import catalogue
 
-    catalogue.show(*argv[:1])
+    if len(argv) > 1:
+        raise UserError(f"drivetrain list shows one group at a time: leave out {' '.join(argv[1:])}")
+    catalogue.show(*argv)
     return DONE
 
 
@@ -175,6 +172,12 @@ def _recipe(argv: list[str]) -> int:
     from drivetrain import catalogue
 
     return catalogue.recipe_command(argv)
+
+
+def _pack(argv: list[str]) -> int:
+    from drivetrain import pack
+
+    return pack.command(argv)
 
 
 def _completion(argv: list[str]) -> int:
@@ -195,6 +198,7 @@ VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "list": (_list, "every option of every group, or of one, with what it buys"),
     "show": (_show, "draw the learning rate over a run, before it is trained"),
     "recipe": (_recipe, "list, show, check or export recipes"),
+    "pack": (_pack, "decode images once, for data=packed"),
     "completion": (_completion, "TAB completion for bash, zsh or fish"),
     "complete": (_complete, ""),
 }

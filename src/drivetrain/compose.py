@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from drivetrain import recipe as recipes
 from drivetrain.errors import UserError, did_you_mean
 from drivetrain.paths import conf_dir
+from drivetrain.words import parse
 
 LISTS = ("surgery", "augment", "logger")  # groups of which several options are chosen at once
 OPEN = {"kwargs", "lr_of"}  # mappings with keys of the user's: whatever the target takes, parameters' names
-MAY_LENGTHEN = ("epochs", "updates")  # what a resumed run may change
 
 
 @dataclass
@@ -35,11 +33,16 @@ class Composed:
     config_dirs: tuple[str, ...] = ()
     options_own: dict[str, Any] = field(default_factory=dict)  # the config before any value was set
     problems: list[str] = field(default_factory=list)  # of the words; `check` adds those of the values
+    by_recipe: set[str] = field(default_factory=set)  # keys whose values are the recipe's
 
     @property
     def plain(self) -> dict[str, Any]:
         """The resolved config as dicts and lists."""
         return OmegaConf.to_container(self.config, resolve=True)  # type: ignore[return-value]
+
+    def where(self, key: str) -> str:
+        """ "file:line: " of a value that the recipe set, for messages."""
+        return f"{self.recipe.where(key)}: " if self.recipe is not None and key in self.by_recipe else ""
 
 
 def options(config_dirs: Sequence[str] = ()) -> dict[str, list[str]]:
@@ -48,8 +51,27 @@ def options(config_dirs: Sequence[str] = ()) -> dict[str, list[str]]:
     order = [next(iter(d)) for d in _defaults() if isinstance(d, dict)]
     for folder in (conf_dir(), *map(Path, config_dirs)):
         for path in sorted(folder.glob("*/*.yaml")):
-            found.setdefault(path.parent.name, []).append(path.stem)
+            if path.stem not in found.setdefault(path.parent.name, []):
+                found[path.parent.name].append(path.stem)
     return {g: found[g] for g in [*order, *(g for g in found if g not in order)] if g in found}
+
+
+def _wrong_options(config_dirs: Sequence[str]) -> Iterator[str]:
+    """What keeps the files of the user's own config dirs from being options."""
+    shipped = options()
+    for file in (file for folder in config_dirs for file in sorted(Path(folder).glob("*/*.yaml"))):
+        group = file.parent.name
+        try:
+            content = yaml.safe_load(file.read_text())
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            yield f"{file}: not valid YAML: {str(error).splitlines()[0]}"
+            continue
+        if group not in shipped:
+            yield f"{file}: there is no group '{group}': {did_you_mean(group, shipped)}"
+        elif file.stem in shipped[group]:
+            yield f"{file}: {group}={file.stem} ships with drivetrain: give yours another name"
+        elif not isinstance(content, dict) or not isinstance(content.get("_target_"), str):
+            yield f"{file}: an option is a mapping of its knobs, with _target_: the dotted name of its class"
 
 
 @cache
@@ -64,15 +86,22 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str] = (), base: rec
     Unknown options and keys become the result's `problems`, so that they are told together with wrong values.
     Raises UserError for a recipe that cannot be read.
     """
+    if wrong := list(_wrong_options(config_dirs)):
+        raise UserError(wrong)
     known = options(config_dirs)
     problems: list[str] = []
     parsed = _parse(overrides, problems)
+    name = parsed.pop("recipe", None)
+    own = {g: v for g, v in parsed.items() if g in known}
     recipe = base
-    if "recipe" in parsed:
-        name = parsed.pop("recipe")
-        if name is not None and base is None:
-            recipe = recipes.read(recipes.find(str(name)))
     choices: dict[str, Any] = {}
+    if name is not None and base is None:
+        try:
+            recipe = recipes.read(recipes.find(str(name)))
+        except UserError as error:  # the values mean nothing without it; the options do
+            for group, option in own.items():
+                _choose(choices, known, group, option, problems, "")
+            raise UserError([*error.problems, *problems]) from None
     values: dict[str, Any] = {}
     said: list[str] = []
     if recipe is not None:
@@ -85,7 +114,6 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str] = (), base: rec
                 )
             else:
                 values[key] = value
-    own = {g: v for g, v in parsed.items() if g in known}
     for group, option in own.items():
         if recipe is not None and recipe.choices.get(group, option) != option:
             kept = [k for k in values if k.split(".")[0] == group]
@@ -95,11 +123,11 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str] = (), base: rec
 
     config = _hydra(choices, config_dirs)
     options_own: Any = OmegaConf.to_container(config)
-    for key, value in values.items():
-        where = recipe.where(key) + ": " if recipe is not None and key not in parsed and key in recipe.lines else ""
-        _set(config, key, value, known, choices, problems, where)
     final = {g: choices.get(g, default) for g, default in _default_choices().items()}
     composed = Composed(config, final, list(overrides), recipe, said, tuple(config_dirs), options_own, problems)
+    composed.by_recipe = set(values) - set(parsed)
+    for key, value in values.items():
+        _set(config, key, value, known, choices, problems, composed.where(key))
     try:
         composed.plain  # noqa: B018 - resolves every interpolation
     except OmegaConfBaseException as error:
@@ -108,14 +136,13 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str] = (), base: rec
 
 
 def _parse(overrides: Sequence[str], problems: list[str]) -> dict[str, Any]:
-    """Key → value of each override, by Hydra's own grammar."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
+    """Key → value of each override."""
     from hydra.errors import HydraException
 
-    parser, parsed = OverridesParser.create(), {}
+    parsed = {}
     for text in overrides:
         try:
-            override = parser.parse_override(text)
+            override = parse(text)
         except HydraException:
             problems.append(f"{text!r} is not of the form key=value or group=option")
             continue
@@ -238,6 +265,11 @@ def _set(
             )
             names = [str(k) for k in node if k != "_target_"]
             suggestion = did_you_mean(part, {*names, *(known if not depth else [])})
+            if depth < 2 < len(parts) and parts[0] in LISTS:  # the knob of an option that is not among those chosen
+                group, option = parts[:2]
+                choose = f"say {group}=[{option}] too" if option in known[group] else did_you_mean(option, known[group])
+                problems.append(f"{where}{key}={value}: {group} has no {option} here: {choose}")
+                return
             others = [o for o in known.get(inside, []) if part in _option_keys(inside, o, ())]
             if others:
                 suggestion = " or ".join(f"{inside}={o}" for o in others) + " has it"
@@ -255,71 +287,3 @@ def _set(
         problems.append(f"{where}{key}={value}: {key} is a mapping of {', '.join(map(str, current))}: set one of those")
         return
     OmegaConf.update(config, key, value, force_add=True)
-
-
-def operator_values(composed: Composed, operators: set[str]) -> dict[str, Any]:
-    """The operator's part of the config: paths, loggers, device, as dotted keys."""
-    return {k: v for k, v in flatten(composed.plain).items() if _is_operators(k, operators)}
-
-
-def _is_operators(key: str, operators: set[str]) -> bool:
-    return key in operators or any(key.startswith(f"{o}.") for o in operators)
-
-
-def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as dotted keys; an empty mapping is a value."""
-    if not isinstance(tree, dict) or not tree:
-        return {prefix[:-1]: tree}
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= flatten(value, f"{prefix}{key}.")
-    return flat
-
-
-def config_hash(composed: Composed, operators: set[str]) -> str:
-    """What makes two runs the same run: the config without the operator's part."""
-    flat = {k: v for k, v in flatten(composed.plain).items() if not _is_operators(k, operators)}
-    return hashlib.sha256(json.dumps(flat, sort_keys=True, default=str).encode()).hexdigest()[:16]
-
-
-def differences(old: dict[str, Any], new: dict[str, Any], operators: set[str]) -> list[str]:
-    """Keys in which two configs differ, as 'key: old → new', without the operator's part and the run's length."""
-    a, b = flatten(old), flatten(new)
-    skip = operators | set(MAY_LENGTHEN)
-    keys = [k for k in {**a, **b} if a.get(k) != b.get(k) and not _is_operators(k, skip)]
-    return [f"{k}: {a.get(k, 'absent')} → {b.get(k, 'absent')}" for k in sorted(keys)]
-
-
-def to_recipe(composed: Composed, operators: set[str]) -> str:
-    """The recipe that replays a config: every group's option, and the values that differ from the option's own."""
-    chosen = {g: o for g, o in composed.choices.items() if g not in operators}
-    plain = flatten(composed.options_own)
-    given = flatten(OmegaConf.to_container(composed.config))
-    differing = {k: v for k, v in given.items() if plain.get(k) != v and not _is_operators(k, operators)}
-    tree = OmegaConf.create({})
-    for key, value in differing.items():
-        OmegaConf.update(tree, key, value, force_add=True)
-    lines = [f"description: {json.dumps(composed.recipe.description)}"] if composed.recipe and composed.recipe.description else []
-    lines += ["defaults:"] + [f"  - override /{g}: {json.dumps(o) if isinstance(o, list) else o}" for g, o in chosen.items()]
-    return "\n".join(lines) + "\n" + (OmegaConf.to_yaml(tree) if differing else "")
-
-
-def operator_words(operator: dict[str, Any], composed: Composed) -> dict[str, Any]:
-    """The operator's settings as override keys and values: options of its groups, values elsewhere."""
-    words = {k: v for k, v in operator.items() if k.split(".")[0] not in ("logger", "resume", "resume_changed", "recipe")}
-    return {**words, "logger": composed.choices["logger"]}
-
-
-def as_word(value: Any) -> str:
-    """A plain value in Hydra's grammar."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        return "[" + ",".join(map(as_word, value)) + "]"
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{k}:{as_word(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, str) and not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", value):
-        return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
-    return str(value)

@@ -11,8 +11,8 @@ from drivetrain.plan import Request
 
 
 def forward_backward(trainer: Any, size: int) -> None:
-    """Forward and backward of one micro-batch of `size` samples; the gradients are there afterwards."""
-    indices = torch.arange(size) % len(trainer.train_data.source)
+    """Forward and backward of the largest micro-batch of `size` samples; the gradients are there afterwards."""
+    indices = trainer.batch.largest(len(trainer.train_data.source), size)
     request = Request(0, indices, torch.ones((), device=trainer.device))
     for micro in trainer.loader.stream(trainer.train_data, [request], trainer.device, trainer.memory_format):
         with trainer.precision.autocast():

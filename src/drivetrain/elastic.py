@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -11,14 +10,14 @@ import time
 import uuid
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.errors import FAILED, INTERRUPTED
 from drivetrain.measure.result import Result, write_json
-from drivetrain.signals import ASKED_TO_STOP
+from drivetrain.signals import ASKED_TO_STOP, StopFlag
 
 if TYPE_CHECKING:
-    from drivetrain.launch import Job
+    from drivetrain.job import Job
 
 
 def run(job: Job, run_dir: Path, ranks: int, quiet: bool) -> tuple[Result, int]:
@@ -26,7 +25,6 @@ def run(job: Job, run_dir: Path, ranks: int, quiet: bool) -> tuple[Result, int]:
 
     The ranks are forked: this process has imported torch and run nothing of it, so they start in 0.1 s.
     """
-    os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", ",".join(s.name for s in ASKED_TO_STOP))
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -37,14 +35,22 @@ def run(job: Job, run_dir: Path, ranks: int, quiet: bool) -> tuple[Result, int]:
     for old in told.glob("*.json"):
         old.unlink()
     sys.stdout.flush()
+    signals = ",".join(s.name for s in ASKED_TO_STOP)
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = signals
+    newer: dict[str, Any] = {"signals_to_handle": signals} if "signals_to_handle" in LaunchConfig.__dataclass_fields__ else {}
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id=uuid.uuid4().hex, rdzv_backend="c10d",
         rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1, start_method="fork", local_addr="localhost",
-        logs_specs=DefaultLogsSpecs(log_dir=str(told), redirects=dict.fromkeys(range(1, ranks), Std.ALL)),
+        logs_specs=DefaultLogsSpecs(log_dir=str(told), redirects=dict.fromkeys(range(1, ranks), Std.ALL)), **newer,
     )  # fmt: skip
-    with contextlib.suppress(ChildFailedError, SignalException):  # the ranks have told why
+    died: set[int] = set()
+    try:
         elastic_launch(config, _entry)(job, run_dir, quiet)
-    return _outcome(told, ranks)
+    except ChildFailedError as error:  # the ranks have told why, but those that could not
+        died = set(error.failures)
+    except SignalException:
+        pass
+    return _outcome(told, ranks, died)
 
 
 def _entry(job: Job, run_dir: Path, quiet: bool) -> None:
@@ -52,7 +58,8 @@ def _entry(job: Job, run_dir: Path, quiet: bool) -> None:
     from drivetrain.launch import _rank, _world_of_environment
 
     world = _world_of_environment()
-    result, code = _rank(job, world, run_dir, quiet)
+    with StopFlag() as stop:
+        result, code = _rank(job, world, run_dir, stop, quiet)
     content = {**asdict(result), "code": code, "time": time.time(), "run_dir": None}
     write_json(run_dir / "ranks" / f"{world.rank}.json", content)
     if code:
@@ -60,7 +67,8 @@ def _entry(job: Job, run_dir: Path, quiet: bool) -> None:
         os._exit(code)  # at once: the launcher ends the ranks that wait for this one
 
 
-def _outcome(told: Path, ranks: int) -> tuple[Result, int]:
+def _outcome(told: Path, ranks: int, died: set[int]) -> tuple[Result, int]:
+    """What the ranks came to; `died` are those whose end made the launcher end the others."""
     ended = {}
     for rank in range(ranks):
         try:
@@ -74,7 +82,7 @@ def _outcome(told: Path, ranks: int) -> tuple[Result, int]:
         failed = {r: e for r, e in ended.items() if e["code"]}
         lost = sorted(set(range(ranks)) - set(ended))
         if not failed or (lost and _is_consequence(failed)):
-            names = " and ".join(f"rank {r}" for r in lost) or "a rank"
+            names = " and ".join(f"rank {r}" for r in sorted(died.intersection(lost)) or lost) or "a rank"
             base = main or {"world_size": ranks}
             content = {
                 **base,
@@ -90,7 +98,7 @@ def _outcome(told: Path, ranks: int) -> tuple[Result, int]:
                 **(main or {}),
                 **{k: own[rank][k] for k in ("status", "error", "code", "world_size", "overrides", "config_hash")},
             }
-            if rank and "rank" not in str(content["error"]):
+            if rank:
                 content["error"] = f"rank {rank}: {content['error']}"
     code = content.pop("code")
     content.pop("time", None)

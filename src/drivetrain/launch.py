@@ -1,44 +1,28 @@
-"""One run from its words to its result: compose, check, make its directory, start its ranks, write what it came to."""
+"""One job to its result: its directory, its ranks, and what it came to."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import drivetrain
-from drivetrain import check, environment, rundir, terminal, trial
-from drivetrain import compose as composing
-from drivetrain import recipe as recipes
-from drivetrain.compose import Composed
+from drivetrain import check, environment, replay, rundir, terminal, trial
 from drivetrain.errors import BAD_CONFIG, EXIT_OF_STATUS, FAILED, INTERRUPTED, Diverged, Interrupted, UserError
+from drivetrain.job import Job, prepare
 from drivetrain.measure.result import Result, write_json
+from drivetrain.parallel import launched
 from drivetrain.plan import World
-from drivetrain.spec import Run
+from drivetrain.signals import StopFlag
 
 RESULT_TO = "DRIVETRAIN_RESULT_TO"  # a file to which a child process writes where its run lies
-
-
-@dataclass
-class Job:
-    """A run that was found good, before it has a directory."""
-
-    composed: Composed
-    run: Run
-    config_hash: str
-    operators: set[str]
-    run_dir: Path | None = None  # set for a run that goes on
-    checkpoint: Path | None = None
-    said: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -49,89 +33,11 @@ class Ended:
     code: int
 
 
-def prepare(overrides: Sequence[str], config_dirs: Sequence[str] = (), in_sweep: bool = False) -> Job:
-    """Words → a checked job. Raises UserError with all problems; writes nothing and imports no torch."""
-    asked = dict(word.partition("=")[::2] for word in overrides if "=" in word)
-    going_on = asked.get("resume", "null").strip("'\"")
-    words = [w for w in overrides if not w.startswith("resume=")]
-    if going_on in ("null", "", "auto"):
-        composed = composing.compose(words, config_dirs)
-        if composed.recipe is not None and composed.recipe.sweep and not in_sweep:
-            raise UserError(
-                f"recipe {composed.recipe.name} is a sweep: run it by `python -m src.train recipe={composed.recipe.name}`"
-            )
-        job = checked(composed)
-        return _newest_unfinished(job) if going_on == "auto" else job
-    return _resumed(Path(going_on), words, config_dirs)
-
-
-def checked(composed: Composed, own: bool = False) -> Job:
-    run = check.check(composed)
-    if not own:  # the recipe of a run of ours names what its operator chose
-        check.recipe_may_not(composed, run)
-    operators = check.operators(run)
-    said = composed.said + [line for part in check.parts(run) for line in part.advise(run)]
-    return Job(composed, run, composing.config_hash(composed, operators), operators, said=said)
-
-
-def _resumed(run_dir: Path, words: list[str], config_dirs: Sequence[str]) -> Job:
-    """The job of `resume=<run dir>`: the run's own recipe and operator's settings, then the words beside it."""
-    if not (run_dir / "recipe.yaml").is_file() or not (run_dir / "environment.json").is_file():
-        raise UserError(
-            f"resume={run_dir} is no run's directory (no recipe.yaml in it): name one such as outputs/<date>/<time>-<id>"
-        )
-    try:
-        facts = json.loads((run_dir / "environment.json").read_text())
-    except ValueError:
-        raise UserError(f"resume={run_dir}: its environment.json is damaged") from None
-    own = [f"{k}={composing.as_word(v)}" for k, v in facts.get("operator", {}).items()]
-    given = {w.partition("=")[0] for w in words}
-    own = [w for w in own if w.partition("=")[0] not in given]
-    job = checked(composing.compose([*own, *words], config_dirs, base=recipes.read(run_dir / "recipe.yaml")), own=True)
-    job.composed.overrides = words
-    different = composing.differences(check.config_file(run_dir / "config.yaml"), job.composed.plain, job.operators)
-    if different and not job.run.values["resume_changed"]:
-        raise UserError(
-            [f"resume={run_dir}: the config differs from the run's, and only its length may: {'; '.join(different)}."
-             " Say resume_changed=true to go on all the same"]
-        )  # fmt: skip
-    job.said += [f"resumed with a changed config: {line}" for line in different]
-    return _from_newest(job, run_dir)
-
-
-def _from_newest(job: Job, run_dir: Path) -> Job:
-    from drivetrain import manifest
-
-    job.run_dir = run_dir
-    job.checkpoint, complaints = manifest.newest_valid(run_dir)
-    job.said += complaints
-    if job.checkpoint is None:
-        job.said.append(f"{run_dir} has no checkpoint that verifies: it starts from the beginning")
-    else:
-        job.said.append(f"going on from {job.checkpoint}")
-    return job
-
-
-def _newest_unfinished(job: Job) -> Job:
-    for run_dir in rundir.newest_first(Path(job.run.values["output_dir"])):
-        result = Result.read(run_dir)
-        if result is not None and result.status in ("completed", "diverged"):
-            continue
-        try:
-            same = json.loads((run_dir / "environment.json").read_text()).get("config_hash") == job.config_hash
-        except (OSError, ValueError):
-            continue
-        if same and not rundir.is_held(run_dir):
-            return _from_newest(job, run_dir)
-    job.said.append("resume=auto: no unfinished run of this config: a new one starts")
-    return job
-
-
 def train(overrides: list[str]) -> Result:
     """`drivetrain.train`: this process trains a run of one rank; several ranks start from a process of their own."""
     drivetrain.STARTED = time.time()
     job = prepare(overrides)
-    if not job.run.parallel.distributed or "WORLD_SIZE" in os.environ:
+    if not job.run.parallel.distributed or launched() is not None:
         return launch(job).result
     # The ranks are forked from a process that has run nothing of torch; this one may have.
     with tempfile.TemporaryDirectory() as folder:
@@ -143,7 +49,8 @@ def train(overrides: list[str]) -> Result:
         sys.stderr.write(done.stderr)
         result = Result.read(Path(told.read_text())) if told.exists() else None
     if result is None:
-        raise UserError(done.stderr.strip().splitlines() or [f"the run ended with code {done.returncode}"])
+        told_why = [line.removeprefix("error: ") for line in done.stderr.splitlines() if line.startswith("error: ")]
+        raise UserError(told_why or [f"the run ended with code {done.returncode}"])
     return result
 
 
@@ -153,7 +60,8 @@ def launch(job: Job, run_dir: Path | None = None, quiet: bool = False) -> Ended:
     ranks = job.run.parallel.ranks()
     check.verify(job.run)
     if world.rank != 0:
-        return Ended(*_rank(job, world, Path(os.devnull), quiet=True))
+        with StopFlag() as stop:
+            return Ended(*_rank(job, world, Path(os.devnull), stop, quiet=True))
     if job.checkpoint is None and world.size == 1:  # a checkpoint brings with it what was settled
         words, dirs = job.composed.overrides, job.composed.config_dirs
         settled = job.run.batch.settle(lambda sizes, limit: trial.fitting(words, dirs, sizes, limit), ranks)
@@ -173,18 +81,19 @@ def launch(job: Job, run_dir: Path | None = None, quiet: bool = False) -> Ended:
 def _held_run(job: Job, run_dir: Path, world: World, ranks: int, quiet: bool) -> Ended:
     _describe(job, run_dir)
     if RESULT_TO in os.environ:
-        Path(os.environ[RESULT_TO]).write_text(str(run_dir.resolve()))
+        Path(os.environ[RESULT_TO]).write_text(str(run_dir))
     for line in job.said:
         terminal.say(line)
     if not quiet:
         terminal.show_recipe(job.composed)
     (run_dir / "result.json").unlink(missing_ok=True)  # of the part before a resume
-    if job.run.parallel.distributed and "WORLD_SIZE" not in os.environ:
+    if job.run.parallel.distributed and launched() is None:
         from drivetrain import elastic
 
         result, code = elastic.run(job, run_dir, ranks, quiet)
     else:
-        result, code = _rank(job, world, run_dir, quiet)
+        with StopFlag() as stop:  # from now on a signal is an interruption, with a result
+            result, code = _rank(job, world, run_dir, stop, quiet)
     result.wall_s = time.time() - drivetrain.STARTED
     result.run_dir = run_dir
     result.write(run_dir)
@@ -195,23 +104,32 @@ def _describe(job: Job, run_dir: Path) -> None:
     """recipe.yaml, config.yaml and environment.json; those of a run that goes on follow its new length."""
     from omegaconf import OmegaConf
 
-    (run_dir / "recipe.yaml").write_text(composing.to_recipe(job.composed, job.operators))
+    (run_dir / "recipe.yaml").write_text(replay.to_recipe(job.composed, job.operators))
     (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(job.composed.config))
-    operator = composing.operator_values(job.composed, job.operators)
-    about = environment.describe(job.composed.overrides, job.config_hash, composing.operator_words(operator, job.composed))
+    operator = replay.operator_values(job.composed, job.operators)
+    about = environment.describe(job.composed.overrides, job.config_hash, replay.operator_words(operator, job.composed))
+    about["config_dirs"] = [str(Path(folder).resolve()) for folder in job.composed.config_dirs]
     write_json(run_dir / "environment.json", about)
 
 
 def _world_of_environment() -> World:
-    """This process's place as torchrun or Slurm gave it; alone where nothing did."""
-    env = os.environ
-    if "WORLD_SIZE" not in env:
+    """This process's place as torchrun or Slurm gave it; alone where nothing did. Raises UserError."""
+    place: dict[str, int] = {}
+    problems = []
+    for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", None)):
+        given = os.environ.get(name, default or str(place.get("WORLD_SIZE", 1)))
+        if given.isdecimal():
+            place[name] = int(given)
+        else:
+            problems.append(f"{name}={given} in the environment is no number: a launcher sets it, else unset it")
+    if problems:
+        raise UserError(problems)
+    if launched() is None:
         return World()
-    size, local = int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", "0"))
-    return World(int(env["RANK"]), size, local, int(env.get("LOCAL_WORLD_SIZE", size)))
+    return World(*(place[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")))
 
 
-def _rank(job: Job, world: World, run_dir: Path, quiet: bool) -> tuple[Result, int]:
+def _rank(job: Job, world: World, run_dir: Path, stop: StopFlag, quiet: bool) -> tuple[Result, int]:
     """Build, restore and fit one rank; whatever happens becomes a result and an exit code."""
     result = Result(
         overrides=[environment.redact(w) for w in job.composed.overrides],
@@ -223,7 +141,7 @@ def _rank(job: Job, world: World, run_dir: Path, quiet: bool) -> tuple[Result, i
     began = time.perf_counter()
     try:
         trainer = _build(job, world, run_dir, sinks, quiet)
-        trainer.fit()
+        trainer.fit(stop)
         result.status = "completed"
         code = EXIT_OF_STATUS["completed"]
     except UserError as error:
@@ -237,7 +155,7 @@ def _rank(job: Job, world: World, run_dir: Path, quiet: bool) -> tuple[Result, i
         result.error = (str(error) or "stopped by the keyboard") + (
             f": go on with resume={run_dir}" if kept else ": saving=none kept nothing" if not job.run.saving.active else ""
         )
-    except Exception as error:  # the one place where a bug becomes a line and a log
+    except (Exception, SystemExit) as error:  # the one place where a bug becomes a line and a log
         code, result.error = (
             FAILED,
             f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}",
@@ -250,6 +168,7 @@ def _rank(job: Job, world: World, run_dir: Path, quiet: bool) -> tuple[Result, i
             traceback.print_exc()
     if trainer is not None:
         _measured(result, trainer, time.perf_counter() - began, job)
+        _count_skipped(result, trainer, world, run_dir)
     for sink in sinks:
         sink.close()
     job.run.precision.stop()
@@ -274,8 +193,8 @@ def _build(job: Job, world: World, run_dir: Path, sinks: list[Any], quiet: bool)
     from drivetrain.logger import Files
 
     trainer = build.build(job.run, world, run_dir, sinks)
-    if job.checkpoint is not None:
-        trainer.restore(*resume.load(job.checkpoint))
+    if (checkpoint := job.run.parallel.same(job.checkpoint)) is not None:
+        trainer.restore(*resume.load(checkpoint))
     if world.rank == 0:
         loggers = job.run.logger
         if not any(isinstance(logger, Files) for logger in loggers):
@@ -311,3 +230,18 @@ def _measured(result: Result, trainer: Any, seconds: float, job: Job) -> None:
     if (percentiles := clock.percentiles()) is not None:
         result.step_ms_p50, result.step_ms_p95 = percentiles
     result.compile_s = job.run.compile.seconds()
+
+
+def _count_skipped(result: Result, trainer: Any, world: World, run_dir: Path) -> None:
+    """How many distinct samples could not be read, on all ranks of a run that got to its end; their names go to the log."""
+    sources = [pipeline.source for pipeline in (trainer.train_data, trainer.test_data)]
+    if not any(hasattr(source, "skipped") for source in sources):
+        return
+    mine = [name for source in sources if hasattr(source, "skipped") for name in source.skipped()]
+    ranks = trainer.parallel.gather(mine) if result.status == "completed" else [mine]
+    names = sorted({name for rank in ranks for name in rank})
+    result.skipped_samples = len(names)
+    if world.rank == 0 and names:
+        terminal.say(f"{len(names)} samples could not be read and were skipped: {names[0]}{' …' if len(names) > 1 else ''}")
+        with contextlib.suppress(OSError), (run_dir / "log.txt").open("a") as log:
+            log.writelines(f"skipped: {name}\n" for name in names)

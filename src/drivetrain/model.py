@@ -14,6 +14,17 @@ from drivetrain.spec import Count, Momentum, Part, Run
 class Model(Part):
     """The base of every model option."""
 
+    tokens: bool | None = False  # reads sequences of tokens; None: whatever it is given
+
+    def check(self, run: Run) -> Iterator[str]:
+        if run.data.tokens and self.tokens is False:
+            yield f"{run.named('model')} does not read sequences of tokens, which {run.named('data')} gives: set model=gpt"
+        if self.tokens and not run.data.tokens:
+            yield (
+                f"{run.named('model')} reads sequences of tokens, which {run.named('data')} does not give: "
+                "set data=stdlib loss=next_token, or another model"
+            )
+
     def build(self, shape: tuple[int, ...], classes: int) -> torch.nn.Module:
         """The network for inputs of `shape` and `classes` outputs, freshly initialised."""
         raise NotImplementedError
@@ -46,7 +57,7 @@ class Timm(Model):
 class ResNet9(Model):
     """Nine convolutions with residuals: small images in seconds. `bias` keeps the convolutions' useless biases."""
 
-    def __init__(self, width: Count = 64, bias: bool = False) -> None:
+    def __init__(self, width: Count = 16, bias: bool = False) -> None:
         self.width, self.bias = width, bias
 
     def verify(self, run: Run) -> Iterator[str]:
@@ -72,10 +83,43 @@ class Mlp(Model):
         return Mlp(shape, classes, self.hidden, self.dropout)
 
 
+class Gpt(Model):
+    """A small decoder of text: a token is predicted from those before it (models.gpt states the architecture)."""
+
+    tokens = True
+
+    def __init__(
+        self,
+        width: Count = 256,
+        depth: Count = 4,
+        heads: Count = 4,
+        dropout: Momentum = 0.0,
+        ngrams: Count = 1,
+        buckets: Count = 8192,
+    ) -> None:
+        self.width, self.depth, self.heads, self.dropout = width, depth, heads, dropout
+        self.ngrams, self.buckets = ngrams, buckets
+
+    def check(self, run: Run) -> Iterator[str]:
+        yield from super().check(run)
+        if self.width % (2 * self.heads):
+            near = self.width // (2 * self.heads) * 2 * self.heads
+            yield (
+                f"model.width={self.width} does not divide into model.heads={self.heads} heads of an even width: "
+                f"set model.width to {' or '.join(str(n) for n in (near, near + 2 * self.heads) if n)}"
+            )
+
+    def build(self, shape: tuple[int, ...], classes: int) -> torch.nn.Module:
+        from drivetrain.models.gpt import Gpt
+
+        return Gpt(shape[0], classes, self.width, self.depth, self.heads, self.dropout, self.ngrams, self.buckets)
+
+
 class Own(Model):
     """The user's own class, `target`, of a package named in `trust`; `classes` and `shape` are passed if it takes them."""
 
     operators = ("target",)
+    tokens = None
 
     def __init__(self, target: str | None = None, kwargs: dict[str, Any] | None = None) -> None:
         self.target, self.kwargs = target, kwargs or {}
@@ -98,6 +142,8 @@ class Own(Model):
             target = getattr(import_module(module), name)
         except (ImportError, AttributeError, ValueError) as error:
             raise UserError(f"model.target={self.target} cannot be imported: {error}") from None
+        if not callable(target):
+            raise UserError(f"model.target={self.target} is {type(target).__name__}: name a class, or a function that makes one")
         offered = {"shape": shape, "classes": classes, "num_classes": classes}
         takes = inspect.signature(target).parameters
         kwargs = {**{k: v for k, v in offered.items() if k in takes}, **self.kwargs}

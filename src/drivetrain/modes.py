@@ -51,11 +51,19 @@ class _Operations(TorchDispatchMode):
         if not self.named:
             if name in WAITS:
                 self.found(name)
-            elif name in ("index", "index_put_", "index_put") and any(i is not None and i.dtype in MASKS for i in args[1]):
+            elif name.startswith("index") and _by_a_mask(name, args):
                 self.found(f"{name} by a mask")
             elif name == "repeat_interleave" and (kwargs or {}).get("output_size") is None:
                 self.found(name)
         return func(*args, **(kwargs or {}))
+
+
+def _by_a_mask(name: str, args: Any) -> bool:
+    """Whether places are picked by a mask, of which the host must know how many there are; one value fills them unasked."""
+    if name not in ("index", "index_put", "index_put_"):
+        return False
+    masked = any(i is not None and i.dtype in MASKS for i in args[1])
+    return masked and (name == "index" or args[2].numel() > 1)
 
 
 class _Reads(TorchFunctionMode):

@@ -22,9 +22,10 @@ class Parallel(Part):
     distributed = False  # wants a process group, also with one rank
 
     def check(self, run: Run) -> Iterator[str]:
-        asked = int(os.environ.get("WORLD_SIZE", "1"))
-        if asked > 1 and self.ranks() == 1:
-            yield f"started as one of {asked} ranks (WORLD_SIZE), but {run.named('parallel')} is one process: set parallel=ddp"
+        if (launched() or 1) > 1 and self.ranks() == 1:
+            yield (
+                f"started as one of {launched()} ranks (WORLD_SIZE), but {run.named('parallel')} is one process: set parallel=ddp"
+            )
 
     def ranks(self) -> int:
         """Processes that train together."""
@@ -57,6 +58,10 @@ class Parallel(Part):
         """One value per rank, on rank 0."""
         return [value]
 
+    def same(self, value: Any) -> Any:
+        """Rank 0's value, on every rank."""
+        return value
+
     def stop(self) -> None:
         """Leave."""
 
@@ -83,13 +88,13 @@ class Ddp(Parallel):
         self.timeout_s = timeout_s
 
     def check(self, run: Run) -> Iterator[str]:
-        asked = os.environ.get("WORLD_SIZE")
-        if asked is not None and self.nproc not in ("auto", int(asked)):
-            yield f"parallel.nproc={self.nproc}, but the launcher started {asked} ranks (WORLD_SIZE): set parallel.nproc=auto"
+        size = launched()
+        if size is not None and self.nproc not in ("auto", size):
+            yield f"parallel.nproc={self.nproc}, but the launcher started {size} ranks (WORLD_SIZE): set parallel.nproc=auto"
 
     def ranks(self) -> int:
-        if "WORLD_SIZE" in os.environ:  # torchrun's or Slurm's ranks are honoured
-            return int(os.environ["WORLD_SIZE"])
+        if (size := launched()) is not None:  # torchrun's or Slurm's ranks are honoured
+            return size
         if self.nproc != "auto":
             return int(self.nproc)
         return max(1, _cuda_devices()) if _cuda_devices() else 2
@@ -149,12 +154,25 @@ class Ddp(Parallel):
         dist.gather_object(value, values, dst=0, group=self._control)
         return values or []
 
+    def same(self, value: Any) -> Any:
+        import torch.distributed as dist
+
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self._control)
+        return values[0]
+
     def stop(self) -> None:
         import torch.distributed as dist
 
         if self._pending is not None:
             self._pending.wait()
         dist.destroy_process_group()
+
+
+def launched() -> int | None:
+    """How many ranks torchrun or Slurm started, of which this is one; None where neither did."""
+    size = os.environ.get("WORLD_SIZE", "")
+    return int(size) if size.isdecimal() and "RANK" in os.environ else None
 
 
 def _cuda_devices() -> int:

@@ -33,6 +33,13 @@ class Request:
     weight: torch.Tensor  # 0-d; 1 in evaluation
     last: bool = True  # the update's last micro-batch
     epoch_end: bool = False  # the epoch's last micro-batch
+    partners: torch.Tensor | None = None  # (n,) samples to mix with, where an augmentation mixes
+
+    def rows(self) -> torch.Tensor:
+        """The samples to read: `indices`, then those partners that are not among them."""
+        if self.partners is None:
+            return self.indices
+        return torch.cat([self.indices, self.partners[~torch.isin(self.partners, self.indices)]])
 
 
 @dataclass(slots=True)

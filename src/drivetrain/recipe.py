@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +15,11 @@ import yaml
 from drivetrain.errors import UserError, did_you_mean
 from drivetrain.paths import recipes_dir
 
-MAX_BYTES, MAX_NODES, MAX_DEPTH = 64 * 1024, 2000, 8
+MAX_BYTES, MAX_NODES, MAX_DEPTH, MAX_JOBS = 64 * 1024, 2000, 8, 1000
 OPERATORS = {  # what belongs to whoever runs it, never to a file that was shared
     "hydra": "Hydra's settings", "trust": "trust in code", "resume": "the run's place", "resume_changed": "the run's place",
     "recipe": "another recipe", "output_dir": "a path", "logger": "loggers",
 }  # fmt: skip
-OWN_KEYS = {"description", "defaults", "sweep"}
 _OVERRIDE = re.compile(r"(?:optional\s+)?(?:override\s+)?/?([a-z_]+)$")
 _OPTION = re.compile(r"[A-Za-z0-9_]+$")
 _INTERPOLATION = re.compile(r"\$\{([^}]*)\}?")
@@ -38,6 +40,17 @@ class Recipe:
     def where(self, key: str) -> str:
         """file:line of a key."""
         return f"{self.path}:{self.lines.get(key, 1)}"
+
+    def cells(self, groups: Container[str], given: Container[str] = ()) -> Iterator[tuple[dict[str, Any], Recipe]]:
+        """What differs, and the recipe of it, for each combination of the sweep's values; `given` keys are not swept."""
+        axes = {key: values for key, values in self.sweep.items() if key not in given}
+        if (jobs := math.prod(map(len, axes.values()))) > MAX_JOBS:
+            raise UserError(f"{self.path}: its sweep makes {jobs:,} jobs: at most {MAX_JOBS:,}")
+        for values in itertools.product(*axes.values()):
+            cell = dict(zip(axes, values, strict=True))
+            chosen = {key: value for key, value in cell.items() if key in groups}
+            others = {key: value for key, value in cell.items() if key not in groups}
+            yield cell, replace(self, choices={**self.choices, **chosen}, values={**self.values, **others}, sweep={})
 
 
 def find(name: str) -> Path:
@@ -72,10 +85,12 @@ def read(path: Path) -> Recipe:
     name = f"of run {path.parent.name}" if path.name == "recipe.yaml" else path.stem
     recipe = Recipe(name, path)
     problems: list[str] = []
+    for key_node in _repeated(root):
+        problems.append(f"{path}:{key_node.start_mark.line + 1}: '{key_node.value}' is given twice")
     for key_node, node in root.value if root is not None else []:
         _section(recipe, str(key_node.value), key_node, node, problems)
     if problems:
-        raise UserError(problems)
+        raise UserError(dict.fromkeys(problems))
     return recipe
 
 
@@ -108,25 +123,61 @@ def _nodes(path: Path, raw: bytes) -> yaml.MappingNode | None:
     return node
 
 
+def _repeated(node: Any) -> Iterator[Any]:
+    """The keys that stand in a mapping a second time, at any depth."""
+    if isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key_node, value in node.value:
+            if str(key_node.value) in seen:
+                yield key_node
+            seen.add(str(key_node.value))
+            yield from _repeated(value)
+    elif isinstance(node, yaml.SequenceNode):
+        for value in node.value:
+            yield from _repeated(value)
+
+
 def _section(recipe: Recipe, key: str, key_node: Any, node: Any, problems: list[str]) -> None:
     where = f"{recipe.path}:{key_node.start_mark.line + 1}"
-    if key in OPERATORS or key.split("/")[0] in OPERATORS:
-        problems.append(
-            f"{where}: '{key}' is not a recipe's to set ({OPERATORS[key.split('/')[0]]}): give it on the command line"
-        )
-    elif key == "description":
-        recipe.description = str(_plain(node, where, problems))
+    if key == "description":
+        recipe.description = str(_plain(node, where, key, problems))
     elif key == "defaults":
         _defaults(recipe, node, where, problems)
     elif key == "sweep":
         for k, v in node.value if isinstance(node, yaml.MappingNode) else []:
-            choices = _plain(v, where, problems)
-            recipe.sweep[str(k.value)] = choices if isinstance(choices, list) else [choices]
-            recipe.lines[str(k.value)] = k.start_mark.line + 1
-        if not recipe.sweep:
+            _axis(recipe, str(k.value), k, v, problems)
+        if not isinstance(node, yaml.MappingNode) or not node.value:
             problems.append(f"{where}: sweep: wants a mapping of key → list of values")
-    else:
+    elif _may_set(key, where, problems):
         _values(recipe, key, key_node, node, problems)
+
+
+def _axis(recipe: Recipe, key: str, key_node: Any, node: Any, problems: list[str]) -> None:
+    """One key of the sweep's grid: as untrusted as the rest of the file."""
+    where = f"{recipe.path}:{key_node.start_mark.line + 1}"
+    if not _may_set(key, where, problems) or not _is_key(key, where, problems):
+        return
+    choices = _plain(node, where, key, problems)
+    recipe.sweep[key], recipe.lines[key] = choices if isinstance(choices, list) else [choices], key_node.start_mark.line + 1
+    if not recipe.sweep[key]:
+        problems.append(f"{where}: '{key}' has no values to sweep over")
+
+
+def _may_set(key: str, where: str, problems: list[str]) -> bool:
+    owner = re.split(r"[./]", key)[0]
+    if owner in OPERATORS:
+        problems.append(f"{where}: '{key}' is not a recipe's to set ({OPERATORS[owner]}): give it on the command line")
+    return owner not in OPERATORS
+
+
+def _is_key(key: str, where: str, problems: list[str]) -> bool:
+    if any(part.startswith("_") for part in key.split(".")):
+        problems.append(f"{where}: '{key}': a recipe names options and values, never a target or another key of Hydra's")
+    elif not re.fullmatch(r"[A-Za-z0-9_.*?]+", key):  # * and ? in patterns of parameters' names
+        problems.append(f"{where}: '{key}' is no key: keys are plain names")
+    else:
+        return True
+    return False
 
 
 def _defaults(recipe: Recipe, node: Any, where: str, problems: list[str]) -> None:
@@ -146,9 +197,11 @@ def _defaults(recipe: Recipe, node: Any, where: str, problems: list[str]) -> Non
             else:
                 problems.append(f"{at}: {shown!r} in defaults: a recipe chooses options as '- override /group: option'")
             continue
-        group, option = match[1], _plain(pairs[0][1], at, problems)
-        if group in OPERATORS:
-            problems.append(f"{at}: '{group}' is not a recipe's to set ({OPERATORS[group]}): give it on the command line")
+        group, option = match[1], _plain(pairs[0][1], at, match[1], problems)
+        if not _may_set(group, at, problems):
+            continue
+        if group in recipe.choices:
+            problems.append(f"{at}: {group} is chosen twice: here and in line {recipe.lines[group]}")
         elif all(isinstance(o, str) and _OPTION.match(o) for o in (option if isinstance(option, list) else [option])):
             recipe.choices[group], recipe.lines[group] = option, entry.start_mark.line + 1
         else:
@@ -157,28 +210,28 @@ def _defaults(recipe: Recipe, node: Any, where: str, problems: list[str]) -> Non
 
 def _values(recipe: Recipe, key: str, key_node: Any, node: Any, problems: list[str]) -> None:
     where = f"{recipe.path}:{key_node.start_mark.line + 1}"
-    if key.split(".")[-1].startswith("_") or any(part.startswith("_") for part in key.split(".")):
-        problems.append(f"{where}: '{key}': a recipe names options and values, never a target or another key of Hydra's")
-    elif not re.fullmatch(r"[A-Za-z0-9_.*?]+", key):  # * and ? in patterns of parameters' names
-        problems.append(f"{where}: '{key}' is no key: keys are plain names")
-    elif isinstance(node, yaml.MappingNode) and node.value:
+    if not _is_key(key, where, problems):
+        return
+    if isinstance(node, yaml.MappingNode) and node.value:
         for k, v in node.value:
             _values(recipe, f"{key}.{k.value}", k, v, problems)
+    elif key in recipe.values:  # once as `a: {b: …}` and once as `a.b: …`
+        problems.append(f"{where}: '{key}' is given twice: here and in line {recipe.lines[key]}")
     else:
-        recipe.values[key], recipe.lines[key] = _plain(node, where, problems), key_node.start_mark.line + 1
+        recipe.values[key], recipe.lines[key] = _plain(node, where, key, problems), key_node.start_mark.line + 1
 
 
-def _plain(node: Any, where: str, problems: list[str]) -> Any:
-    """A node as plain Python values; only `${key.of.the.config}` as interpolation."""
+def _plain(node: Any, where: str, key: str, problems: list[str]) -> Any:
+    """A node of `key` as plain Python values; only `${key.of.the.config}` as interpolation."""
     if isinstance(node, yaml.MappingNode):
         result = {}
         for k, v in node.value:
             if str(k.value).startswith("_"):
                 problems.append(f"{where}: '{k.value}': a recipe names options and values, never a target")
-            result[str(k.value)] = _plain(v, where, problems)
+            result[str(k.value)] = _plain(v, where, key, problems)
         return result
     if isinstance(node, yaml.SequenceNode):
-        return [_plain(v, where, problems) for v in node.value]
+        return [_plain(v, where, key, problems) for v in node.value]
     for name in _INTERPOLATION.findall(node.value):
         if not re.fullmatch(r"[a-z_]+(\.[a-z_0-9]+)*", name):
             problems.append(f"{where}: '${{{name}}}': a recipe refers to keys of the config alone, never to the environment")
@@ -187,11 +240,12 @@ def _plain(node: Any, where: str, problems: list[str]) -> Any:
     loader = yaml.SafeLoader("")
     try:
         value = loader.construct_object(node)
-    except ValueError:  # YAML takes 2026-13-01 for a date, and then for none
+    except (ValueError, yaml.YAMLError):  # 2026-13-01 looks like a date, = like a default, and neither is one
         value = node
     finally:
         loader.dispose()
     if not isinstance(value, str | int | float | bool | None):
-        problems.append(f"{where}: {node.value} reads as a date or as binary data: quote it, if it is a text")
+        shown = node.value if len(node.value) < 40 else f"{node.value[:40]}…"
+        problems.append(f"{where}: {key}: {shown} reads as a date, binary data or nothing at all: quote it, if it is a text")
         return None
     return value

@@ -12,6 +12,17 @@ from pathlib import Path
 
 from drivetrain.errors import UserError
 
+_made: dict[Path, list[Path]] = {}  # run's directory → the folders made for it, the deepest first
+
+
+def cannot_be_in(root: Path) -> Iterator[str]:
+    """Why no run can lie below `root`, as far as can be told without trying."""
+    above = next(p for p in (root, *root.absolute().parents) if os.path.lexists(p))
+    if not above.is_dir():
+        yield f"output_dir={root}: {above} is no directory: set output_dir to a directory you can write to"
+    elif not os.access(above, os.W_OK | os.X_OK):
+        yield f"output_dir={root}: {above} may not be written to: set output_dir to a directory you can write to"
+
 
 def create(root: Path, *middle: str) -> Path:
     """root/<middle…>/<date>/<time>-<id>/, new even for runs that start in the same second. Raises UserError."""
@@ -23,9 +34,11 @@ def create(root: Path, *middle: str) -> Path:
 
 def make(path: Path) -> None:
     """Make a run's directory. Raises UserError where that cannot be."""
+    missing = [p for p in (path, *path.parents) if not p.exists()]
     try:
         path.mkdir(parents=True)
         (path / ".lock").touch()
+        _made[path] = missing
     except OSError as error:
         raise UserError(
             f"output_dir: {path} cannot be made ({error.strerror}): set output_dir to a directory you can write to"
@@ -33,11 +46,11 @@ def make(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a run's directory, and the folders that held nothing else."""
+    """Remove a run's directory, and the folders above it that were made for it and hold nothing else."""
     shutil.rmtree(path, ignore_errors=True)
-    for parent in path.parents[:2]:
+    for folder in _made.pop(path, []):
         with contextlib.suppress(OSError):
-            parent.rmdir()
+            folder.rmdir()
 
 
 @contextlib.contextmanager

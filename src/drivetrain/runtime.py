@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from drivetrain import rng
+from drivetrain.cores import usable_cores
 from drivetrain.lazy import torch
 from drivetrain.plan import World
 from drivetrain.spec import Count, CountOrZero, Part, Run
@@ -49,8 +50,7 @@ class Runtime(Part):
         device = torch.device(f"cuda:{world.local_rank}" if self.kind() == "cuda" else "cpu")
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(self.threads or max(1, cores // world.local_size))
+        torch.set_num_threads(self.threads or usable_cores(world.local_size))
         torch.backends.cudnn.benchmark = self.cudnn_benchmark
         if self.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

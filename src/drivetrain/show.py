@@ -6,9 +6,10 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from drivetrain import launch, plan, plot, terminal
+from drivetrain import plan, plot, terminal
 from drivetrain.errors import UserError
-from drivetrain.plan import Horizon
+from drivetrain.job import prepare
+from drivetrain.plan import Horizon, World
 from drivetrain.spec import Run
 
 MOST_POINTS = 20_000  # of a curve; a longer run is looked at evenly
@@ -16,7 +17,7 @@ MOST_POINTS = 20_000  # of a curve; a longer run is looked at evenly
 
 def show(overrides: Sequence[str], config_dirs: Sequence[str], file: Path | None = None) -> None:
     """Draw what `drivetrain train` with these overrides would follow; into `file` as a PNG if one is given."""
-    job = launch.prepare(overrides, config_dirs)
+    job = prepare(overrides, config_dirs)
     for line in job.said:
         terminal.say(line)
     over = _horizon(job.run)
@@ -33,12 +34,14 @@ def show(overrides: Sequence[str], config_dirs: Sequence[str], file: Path | None
 
 
 def _horizon(run: Run) -> Horizon:
-    samples = run.data.train_samples()
-    if samples is None:  # only reading tells
+    over, samples = plan.horizon(run), run.data.train_samples()
+    if over is None:  # only reading tells
         import torch
 
-        samples = len(run.data.load(torch.device("cpu")).train)
-    over = plan.horizon(run, samples)
+        source = run.data.load(torch.device("cpu")).train
+        run.batch.start(source, run.runtime.seed, World())
+        samples = len(source)
+        over = plan.horizon(run, samples)
     if over is None:
         raise UserError(
             f"batch.global_batch={run.batch.global_batch} is more than the {samples} training samples: no update is made"

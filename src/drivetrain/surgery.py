@@ -47,6 +47,9 @@ class NoBiasBeforeNorm(Edit):
 
     def apply(self, model: torch.nn.Module, example: torch.Tensor) -> str:
         removed = before_norm(model, example)
+        norms = sum(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in model.modules())
+        if norms and not removed:
+            return f"no bias before a BatchNorm to remove: none of the model's {norms} BatchNorms subtracts one"
         for bias, running_mean in removed:
             if running_mean is not None:
                 running_mean -= bias.detach()

@@ -17,9 +17,12 @@ from typing import Any
 import drivetrain
 from drivetrain import launch, rundir, terminal
 from drivetrain import recipe as recipes
-from drivetrain.compose import as_word
+from drivetrain.compose import options
 from drivetrain.errors import BAD_CONFIG, FAILED, INTERRUPTED, UserError
+from drivetrain.job import Job
+from drivetrain.job import prepare as prepare_job
 from drivetrain.measure.result import Result, write_json
+from drivetrain.words import as_word, key_of, parse
 
 
 @dataclass
@@ -28,49 +31,62 @@ class SweepJob:
 
     label: str
     words: list[str]
-    job: launch.Job | None
+    job: Job | None
     problems: list[str]
 
 
-def expand(overrides: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """(label, words) for each combination, in Hydra's sweep grammar; a recipe's `sweep:` joins in."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    parser = OverridesParser.create()
-    axes: list[list[str]] = []
-    labelled: list[bool] = []
-    for text in overrides:
-        try:
-            override = parser.parse_override(text)
-        except HydraException:
-            raise UserError(f"{text!r} is not of the form key=value, group=option or key=value,value") from None
-        if override.is_sweep_override():
-            key = override.get_key_element()
-            axes.append([f"{key}={value}" for value in override.sweep_string_iterator()])
-        else:
-            axes.append([text])
-        labelled.append(override.is_sweep_override())
+def prepare(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> list[SweepJob]:
+    """A job for each combination of the values given, in Hydra's sweep grammar; a recipe's `sweep:` joins in."""
+    axes, labelled = _axes(overrides)
     jobs = []
     for words in itertools.product(*axes):
         label = [w for w, differs in zip(words, labelled, strict=True) if differs]
-        for extra in _recipe_grid(words):
-            jobs.append((" ".join([*label, *extra]), [*words, *extra]))
+        for cell, recipe in _cells(words, config_dirs):
+            extra = [f"{k}={as_word(v)}" for k, v in cell.items()]
+            jobs.append(_prepared(" ".join([*label, *extra]), list(words), extra, config_dirs, recipe))
     return jobs
 
 
-def _recipe_grid(words: Sequence[str]) -> list[list[str]]:
+def _axes(overrides: Sequence[str]) -> tuple[list[list[str]], list[bool]]:
+    """The words of each override, one or several, and whether they differ from job to job."""
+    from hydra.core.override_parser.types import ValueType
+    from hydra.errors import HydraException
+
+    axes: list[list[str]] = []
+    labelled: list[bool] = []
+    problems: list[str] = []
+    for text in overrides:
+        try:
+            override = parse(text)
+        except HydraException:
+            problems.append(f"{text!r} is not of the form key=value, group=option or key=value,value")
+            continue
+        labelled.append(override.is_sweep_override())
+        if not override.is_sweep_override():
+            axes.append([text])
+        elif override.value_type in (ValueType.CHOICE_SWEEP, ValueType.SIMPLE_CHOICE_SWEEP, ValueType.RANGE_SWEEP):
+            axes.append([f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()])
+        else:
+            problems.append(f"'{text}': a sweep goes through values that are listed: write them out as a,b,c or range(1,4)")
+    if problems:
+        raise UserError(problems)
+    return axes, labelled
+
+
+def _cells(words: Sequence[str], config_dirs: Sequence[str]) -> list[tuple[dict[str, Any], recipes.Recipe | None]]:
     recipe = _recipe_of(words)
     if recipe is None or not recipe.sweep:
-        return [[]]
-    given = {w.partition("=")[0] for w in words}
-    axes = [[f"{k}={as_word(v)}" for v in values] for k, values in recipe.sweep.items() if k not in given]
-    return [list(combination) for combination in itertools.product(*axes)]
+        return [({}, None)]
+    return list(recipe.cells(options(config_dirs), given={key_of(w) for w in words}))
 
 
 def _recipe_of(words: Sequence[str]) -> recipes.Recipe | None:
-    name = next((w.partition("=")[2].strip("'\"") for w in words if w.startswith("recipe=")), None)
-    return recipes.read(recipes.find(name)) if name not in (None, "", "null") else None
+    """The recipe that is named, if there is one that can be read: what is wrong with it is told where it is composed."""
+    name = next((w.partition("=")[2].strip("'\"") for w in words if key_of(w) == "recipe"), "null")
+    try:
+        return recipes.read(recipes.find(name)) if name not in ("", "null") else None
+    except UserError:
+        return None
 
 
 def is_sweep_recipe(overrides: Sequence[str]) -> bool:
@@ -81,9 +97,9 @@ def is_sweep_recipe(overrides: Sequence[str]) -> bool:
 
 def run(overrides: Sequence[str], config_dirs: Sequence[str] = (), quiet: bool = False) -> int:
     """Run all jobs one after another and show them in a table; the exit code. Raises UserError if no job is good."""
-    if any(w.startswith("resume=") for w in overrides):
+    if any(key_of(w) == "resume" for w in overrides):
         raise UserError("resume= is one run's, and -m starts several: leave one of them out")
-    jobs = [_prepared(label, words, config_dirs) for label, words in expand(overrides)]
+    jobs = prepare(overrides, config_dirs)
     if all(j.job is None for j in jobs):
         raise UserError(dict.fromkeys(p for j in jobs for p in j.problems))
     root = next(Path(j.job.run.values["output_dir"]) for j in jobs if j.job is not None)
@@ -112,11 +128,13 @@ def run(overrides: Sequence[str], config_dirs: Sequence[str] = (), quiet: bool =
     return failed.pop() if len(failed) == 1 else FAILED if failed else 0
 
 
-def _prepared(label: str, words: list[str], config_dirs: Sequence[str]) -> SweepJob:
+def _prepared(
+    label: str, words: list[str], extra: list[str], config_dirs: Sequence[str], recipe: recipes.Recipe | None
+) -> SweepJob:
     try:
-        return SweepJob(label, words, launch.prepare(words, config_dirs, in_sweep=True), [])
+        return SweepJob(label, [*words, *extra], prepare_job(words, config_dirs, recipe, extra), [])
     except UserError as error:
-        return SweepJob(label, words, None, error.problems)
+        return SweepJob(label, [*words, *extra], None, error.problems)
 
 
 def _run_one(job: SweepJob, run_dir: Path, stop: _Forward, quiet: bool) -> tuple[int, Result]:
@@ -143,7 +161,7 @@ def _run_one(job: SweepJob, run_dir: Path, stop: _Forward, quiet: bool) -> tuple
     return code, result
 
 
-def _child(job: launch.Job, run_dir: Path, quiet: bool) -> None:
+def _child(job: Job, run_dir: Path, quiet: bool) -> None:
     drivetrain.STARTED = time.time()
     try:
         ended = launch.launch(job, run_dir, quiet)

@@ -2,18 +2,54 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import sys
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
-from drivetrain.compose import Composed
 from drivetrain.measure.result import Result
+
+if TYPE_CHECKING:
+    from drivetrain.compose import Composed
 
 
 def is_live() -> bool:
     """Whether standard output is a terminal."""
     return sys.stdout.isatty()
+
+
+class Lasting(io.TextIOWrapper):
+    """Standard output that outlives its reader: `drivetrain train | head -1` trains on, in silence."""
+
+    def write(self, text: str) -> int:
+        with self._until_gone():
+            super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._until_gone():
+            super().flush()
+
+    @contextlib.contextmanager
+    def _until_gone(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+
+
+def prepare_output() -> None:
+    """Make standard output and standard error ready for anything: no reader, a narrow alphabet, none at all."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed, as a daemon's
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for the life of the process
+        elif stream is getattr(sys, f"__{name}__"):  # not a test's or a notebook's
+            line_buffering = stream.line_buffering
+            setattr(sys, name, Lasting(stream.detach(), stream.encoding, "replace", line_buffering=line_buffering))
 
 
 def say(line: str) -> None:
@@ -28,7 +64,7 @@ def show_recipe(composed: Composed) -> None:
     if not is_live():
         print(f"recipe {name}: " + " ".join(f"{g}={_option(composed.choices[g])}" for g, _, _ in rows), flush=True)
         return
-    from rich import print as rich_print
+    from rich.console import Console
     from rich.markup import escape
     from rich.tree import Tree
 
@@ -39,7 +75,7 @@ def show_recipe(composed: Composed) -> None:
     for key in ("epochs", "updates"):
         if composed.plain[key] is not None:
             tree.add(f"{key:<14}[cyan]{composed.plain[key]}[/]")
-    rich_print(tree)
+    Console().print(tree)
 
 
 def _option(choice: Any) -> str:
@@ -142,6 +178,8 @@ def show_result(result: Result) -> None:
         ("peak memory", f"{result.peak_memory_bytes / 2**30:.2f} GiB" if result.peak_memory_bytes else "–"),
         ("run", str(result.run_dir)),
     ]
+    if result.skipped_samples:
+        rows.insert(-1, ("skipped", f"{result.skipped_samples:,} samples that could not be read"))
     table(("", "result"), rows)
 
 
@@ -164,6 +202,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
     grid = Table(*header, box=None if not is_live() else Table().box, show_edge=is_live())
     for row in rows:
-        grid.add_row(*(Text(cell) for cell in row))
-    console = Console(width=None if is_live() else 200)
+        grid.add_row(*(Text(cell, overflow="fold") for cell in row))
+    # Elsewhere than in a terminal nothing is cut, folded or coloured, whatever the environment says of terminals.
+    console = Console() if is_live() else Console(width=10_000, force_terminal=False, color_system=None)
     console.print(grid)

@@ -60,8 +60,9 @@ class Trainer:
     progress: Progress = field(default_factory=Progress)
     clock: Clock = field(default_factory=Clock)
 
-    def fit(self) -> None:
-        """Train to the end. Raises Diverged, and Interrupted when a signal asked to stop."""
+    def fit(self, stop: StopFlag | None = None) -> None:
+        """Train to the end. Raises Diverged, and Interrupted when `stop` is raised."""
+        self._stop = stop or StopFlag()
         self.model.train()
         self.scheduler.step(self.progress.updates)
         self.saving.start(self.progress.updates)
@@ -70,16 +71,15 @@ class Trainer:
         self._skips = 0
         self._steps = self.progress.updates + self.progress.skipped
         self.clock.first_samples = self.progress.samples + self.clock.warmup * self.batch.size(self.progress.epoch)
-        with StopFlag() as self._stop:
-            while self.progress.updates < self.max_updates:
-                stream = self.watch(self.loader.stream(self.train_data, self._requests(), self.device, self.memory_format))
-                self.clock.resume()
-                try:
-                    with closing(stream):
-                        self._run(self.clock.waits(stream))
-                    break
-                except RuntimeError as error:
-                    self._make_room(error)
+        while self.progress.updates < self.max_updates:
+            stream = self.watch(self.loader.stream(self.train_data, self._requests(), self.device, self.memory_format))
+            self.clock.resume()
+            try:
+                with closing(stream):
+                    self._run(self.clock.waits(stream))
+                break
+            except RuntimeError as error:
+                self._make_room(error)
         if self.progress.evaluated != self.progress.updates:
             self._evaluate_and_log()
             self._save()
@@ -116,8 +116,8 @@ class Trainer:
         start = self.progress.epoch
         for epoch in range(start, self.epochs):
             yield from self.batch.requests(
-                len(self.train_data.source), self.seed, epoch, self.parallel.world, self.drop_last,
-                skip=self.progress.window if epoch == start else 0, device=self.device,
+                len(self.train_data.source), self.seed, epoch, self.parallel.world, self.drop_last, device=self.device,
+                skip=self.progress.window if epoch == start else 0, order=getattr(self.train_data.source, "order", None),
             )  # fmt: skip
 
     def _make_room(self, error: RuntimeError) -> None:
@@ -207,7 +207,7 @@ class Trainer:
         """The metrics over the test data, every sample once on any number of ranks: sums are reduced, not means."""
         self.model.eval()
         world = self.parallel.world
-        batches = torch.arange(len(self.test_data.source)).split(self.batch.micro_batch(world))[: self.eval_batches]
+        batches = self.batch.evaluation(self.test_data.source, world)[: self.eval_batches]
         one = torch.ones(())
         mine = (Request(0, indices, one) for indices in batches[world.rank :: world.size])
         sums = torch.zeros(len(self.loss.metrics) + 1, dtype=torch.float64, device=self.device)

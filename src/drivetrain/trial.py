@@ -40,12 +40,16 @@ def main() -> None:
     task = json.load(sys.stdin)
     if task["limit_gb"]:
         threading.Thread(target=_die_above, args=(task["limit_gb"] * 2**30,), daemon=True).start()
-    from drivetrain import build, dry, launch
+    from drivetrain import build, dry
+    from drivetrain.job import prepare
     from drivetrain.plan import World
     from drivetrain.runtime import is_out_of_memory
 
     # Searching eagerly: a compiled graph for each size would take minutes and hold its own memory.
-    job = launch.prepare([*task["words"], "parallel=single", "compile=none", "saving=none", "debug=none"], task["config_dirs"])
+    words = [*task["words"], "parallel=single", "compile=none", "saving=none", "debug=none"]
+    if "checkpointing=budget" in words:  # the compiler's: without one everything is kept
+        words.append("checkpointing=none")
+    job = prepare(words, task["config_dirs"])
     trainer = build.build(job.run, World(), Path(os.devnull), [])
     if trainer.device.type == "cuda":
         import torch

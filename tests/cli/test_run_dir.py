@@ -34,6 +34,7 @@ from .command import (
 RESULT_KEYS = {
     "status", "error", "metrics", "updates", "epochs", "samples_per_second", "step_ms_p50", "step_ms_p95", "data_wait_fraction",
     "peak_memory_bytes", "time_to_first_step_s", "compile_s", "wall_s", "world_size", "device", "overrides", "config_hash",
+    "skipped_samples",
 }  # fmt: skip
 TRAIN_KEYS = {"event", "update", "epoch", "loss", "lr", "samples", "skipped", "samples_per_second", "data_wait"}
 EVALUATE_KEYS = {"event", "update", "epoch", "loss", "accuracy", "ema_loss", "ema_accuracy"}

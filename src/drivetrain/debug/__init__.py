@@ -20,7 +20,7 @@ class Debug(Part):
         """Install what the option needs, before anything is built."""
 
     def examine(self, model: torch.nn.Module, loss: Any, data: Any) -> list[str]:
-        """Look at the model before it is trained, patched or wrapped; `data` gives (x, y) for an epoch and indices (n,)."""
+        """Look at the model before it is trained, patched or wrapped; `data` is the training pipeline: (x, y) for a request."""
         return []
 
     def attach(self, trainer: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from drivetrain.debug import Debug
 from drivetrain.errors import UserError
 from drivetrain.lazy import torch
+from drivetrain.plan import Request
 from drivetrain.spec import Count, Positive, Run
 
 NUDGES = (0.1, 0.1, 0.01, 0.0)  # how far inputs are moved before a try: at a kink (ReLU's 0, a tie of maxima) no check holds
@@ -52,7 +53,8 @@ class Gradcheck(Debug):
 
     def examine(self, model: torch.nn.Module, loss: Any, data: Any) -> list[str]:
         device = next(model.parameters()).device
-        x, y = (t.to(device) for t in data(0, torch.arange(min(self.samples, len(data.source)))))
+        request = Request(0, torch.arange(min(self.samples, len(data.source))), torch.ones(()))
+        x, y = (t.to(device) for t in data(request))
         with _aside(device):
             copy, x, y = _copied(model), _double(x), _double(y)
             calls, left_out = _recorded(copy, x)

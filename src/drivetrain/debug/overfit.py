@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from drivetrain import rng
 from drivetrain.debug import Debug
 from drivetrain.lazy import torch
-from drivetrain.plan import Micro, one_update
+from drivetrain.plan import Micro, World, one_update
 from drivetrain.spec import Count, Positive, Run
 
 
@@ -32,7 +31,10 @@ class Overfit(Debug):
     def attach(self, trainer: Any) -> None:
         self._trainer = trainer
         trainer.train_data = trainer.train_data._replace(steps=())
-        batch = rng.permutation(trainer.seed, 0, len(trainer.train_data.source))[: trainer.batch.global_batch]
+        trainer.batch.pairs = False
+        order = getattr(trainer.train_data.source, "order", None)
+        whole = trainer.batch.requests(len(trainer.train_data.source), trainer.seed, 0, World(), trainer.drop_last, order=order)
+        batch = torch.cat([request.indices for request in one_update(whole)])
         trainer.test_data = trainer.train_data._replace(source=_Part(trainer.train_data.source, batch))
         trainer.watch = self._repeated
 
@@ -40,8 +42,9 @@ class Overfit(Debug):
         trainer, samples = self._trainer, len(self._trainer.train_data.source)
         stream.close()
         requests = trainer.batch.requests(
-            samples, trainer.seed, 0, trainer.parallel.world, trainer.drop_last, device=trainer.device
-        )
+            samples, trainer.seed, 0, trainer.parallel.world, trainer.drop_last, device=trainer.device,
+            order=getattr(trainer.train_data.source, "order", None),
+        )  # fmt: skip
         first = one_update(requests)  # of the run's start, wherever it goes on
         batch = list(trainer.loader.stream(trainer.train_data, first, trainer.device, trainer.memory_format))
         start, skip = trainer.progress.epoch, trainer.progress.window

@@ -40,10 +40,12 @@ class Sync(Debug):
     def attach(self, trainer: Any) -> None:
         if trainer.parallel.world.rank != 0:
             return
+        from drivetrain import modes
+
         self._trainer, before = trainer, trainer.watch
         self._on_purpose = type(trainer)._after_update.__code__
-        folders = tuple(os.path.dirname(file) + os.sep for file in (str(torch.__file__), __file__))
-        self._between = (*folders, str(warnings.__file__), str(contextlib.__file__))  # between a call and whose it is
+        files = (os.path.dirname(str(torch.__file__)) + os.sep, modes.__file__, __file__, warnings.__file__, contextlib.__file__)
+        self._between = tuple(map(str, files))  # between a call and whose it is
         trainer.watch = lambda stream: self._watched(before(stream))
 
     def _watched(self, stream: Iterator[Micro]) -> Iterator[Micro]:

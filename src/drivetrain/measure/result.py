@@ -22,6 +22,7 @@ class Result:
     step_ms_p50: float | None = None
     step_ms_p95: float | None = None
     data_wait_fraction: float | None = None
+    skipped_samples: int | None = None  # that could not be read; null where the data cannot skip
     peak_memory_bytes: int | None = None
     time_to_first_step_s: float | None = None
     compile_s: float | None = None

@@ -54,7 +54,7 @@ class Adam(Builtin):
 
     torch_name = "Adam"
     fused_on = ("cpu", "cuda")
-    lr: Positive = 1e-3
+    lr: Positive = 0.003
     weight_decay: NonNegative = 0.0
     beta1: Momentum = 0.9
     beta2: Momentum = 0.999
@@ -68,7 +68,7 @@ class AdamW(Builtin):
 
     torch_name = "AdamW"
     fused_on = ("cpu", "cuda")
-    lr: Positive = 1e-3
+    lr: Positive = 0.003
     weight_decay: NonNegative = 0.01
     beta1: Momentum = 0.9
     beta2: Momentum = 0.999
@@ -94,7 +94,7 @@ class Adagrad(Builtin):
 
     torch_name = "Adagrad"
     fused_on = ("cpu", "cuda")
-    lr: Positive = 1e-2
+    lr: Positive = 0.02
     weight_decay: NonNegative = 0.0
     lr_decay: NonNegative = 0.0
     initial_accumulator_value: NonNegative = 0.0
@@ -114,7 +114,7 @@ class Adafactor(Builtin):
     """
 
     torch_name = "Adafactor"
-    lr: Positive = 1e-2
+    lr: Positive = 0.03
     weight_decay: NonNegative = 0.0
     beta2_decay: float = -0.8
     eps1: Positive | None = None

@@ -25,7 +25,7 @@ class Layerwise(Optimizer):
 class Lars(Layerwise):
     """Layer-wise adaptive rate scaling (You et al. 2017): drivetrain.optimizers.lars states the rules."""
 
-    lr: Positive = 1.0
+    lr: Positive = 5.0
     weight_decay: NonNegative = 1e-4
     momentum: Momentum = 0.9
     nesterov: bool = False
@@ -42,7 +42,7 @@ class Lamb(Layerwise):
     """Layer-wise adaptive moments (You et al. 2020): drivetrain.optimizers.lamb states the rules."""
 
     fused_on = ("cpu", "cuda")
-    lr: Positive = 2e-3
+    lr: Positive = 0.02
     weight_decay: NonNegative = 0.01
     beta1: Momentum = 0.9
     beta2: Momentum = 0.999
@@ -74,7 +74,7 @@ class NovoGrad(Optimizer):
     """Layer-wise second moments (Ginsburg et al. 2019): drivetrain.optimizers.novograd states the rules."""
 
     in_chunks = True
-    lr: Positive = 0.01
+    lr: Positive = 0.02
     weight_decay: NonNegative = 1e-3
     beta1: Momentum = 0.95
     beta2: Momentum = 0.98

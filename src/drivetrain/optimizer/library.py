@@ -19,7 +19,7 @@ class Timm(Optimizer):
     """Any of timm.optim by name, with any of its arguments in `kwargs`; ours make the groups."""
 
     fused_on = ("cpu", "cuda")  # where the named one is torch's: `verify` looks
-    lr: Positive = 1e-3
+    lr: Positive = 0.003
     weight_decay: NonNegative = 0.01
     name: str = "nadamw"
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -113,7 +113,7 @@ class ApexAdam(Apex):
     """apex.optimizers.FusedAdam; `adam_w_mode` takes the decay out of the gradient, as AdamW does."""
 
     apex_name, instead = "FusedAdam", "adamw"
-    lr: Positive = 1e-3
+    lr: Positive = 0.003
     weight_decay: NonNegative = 0.01
     beta1: Momentum = 0.9
     beta2: Momentum = 0.999
@@ -137,7 +137,7 @@ class ApexLamb(Apex):
     """apex.optimizers.FusedLAMB; with `use_nvlamb` what does not decay is adapted too."""
 
     apex_name, instead = "FusedLAMB", "nvlamb"
-    lr: Positive = 2e-3
+    lr: Positive = 0.02
     weight_decay: NonNegative = 0.01
     beta1: Momentum = 0.9
     beta2: Momentum = 0.999
@@ -151,7 +151,7 @@ class ApexNovoGrad(Apex):
     """apex.optimizers.FusedNovoGrad; its second moment starts at the first gradient's norm (`init_zero`: at zero)."""
 
     apex_name, instead = "FusedNovoGrad", "novograd"
-    lr: Positive = 0.01
+    lr: Positive = 0.02
     weight_decay: NonNegative = 1e-3
     beta1: Momentum = 0.95
     beta2: Momentum = 0.98

@@ -27,7 +27,7 @@ class Muon(Optimizer):
 
     fused_on = ("cpu", "cuda")
     lr: Positive = 0.02
-    weight_decay: NonNegative = 0.0
+    weight_decay: NonNegative = 0.01
     momentum: Momentum = 0.95
     nesterov: bool = True
     scale: Literal["original", "match_rms_adamw"] = "original"
@@ -87,7 +87,7 @@ class Lion(Optimizer):
     """Evolved sign momentum (Chen et al. 2023): drivetrain.optimizers.lion states the rules."""
 
     in_chunks = True
-    lr: Positive = 1e-4
+    lr: Positive = 0.001
     weight_decay: NonNegative = 0.1
     beta1: Momentum = 0.9
     beta2: Momentum = 0.99

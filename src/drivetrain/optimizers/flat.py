@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 ROW = 64  # elements; a parameter starts on a new row, so that norms and factors of single parameters go row by row
-AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 26}  # elements per vector: a CPU's cache holds its working set, a GPU launches little
+AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 24}  # elements per vector: a CPU's cache holds its working set, a GPU launches little
 
 
 class Chunk:
     """Parameters of one group as one vector in memory order, filled up with zeros to whole rows, and their state.
 
-    A parameter alone is its own vector, one row. `step` is 0-d on the device: an update waits for nothing.
+    A parameter alone is its own vector, one row. `step` is 0-d on the device: an update waits for nothing. `vectors` has the
+    state by name and `work`, one to write to, which like the memory of gathered vectors all chunks share.
     """
 
     def __init__(self, params: list[Tensor]) -> None:
@@ -26,45 +27,60 @@ class Chunk:
         self.dtype = torch.promote_types(like.dtype, torch.float32)  # 16-bit parameters are updated in float32
         self.row = like.numel() if self.alone else ROW
         self.orders = [_order(p) for p in params]
-        self.vectors = [self._line(p.detach(), order) for p, order in zip(params, self.orders, strict=True)]
+        self.lines = [self._line(p.detach(), order) for p, order in zip(params, self.orders, strict=True)]
         counts = [-(-p.numel() // self.row) for p in params]
         self.rows = torch.tensor(counts, device=like.device)  # (n,) of each parameter
         self.owner = torch.repeat_interleave(self.rows)  # (rows,) the parameter each row belongs to
-        self.fill = [like.new_zeros(c * self.row - p.numel(), dtype=self.dtype) for c, p in zip(counts, params, strict=True)]
-        self.sizes = [n for p, rest in zip(params, self.fill, strict=True) for n in (p.numel(), rest.numel())]
+        fill = [like.new_zeros(c * self.row - p.numel(), dtype=self.dtype) for c, p in zip(counts, params, strict=True)]
+        self.parts = [part for pair in zip(self.lines, fill, strict=True) for part in pair]
+        self.size = sum(part.numel() for part in self.parts)
         self.step = torch.zeros((), device=like.device)
-        self.state: dict[str, Tensor] = {}  # (elements,) vectors, (n,) of one number per parameter, 0-d of one for all
+        self.vectors: dict[str, Tensor] = {}  # (size,)
+        self.numbers: dict[str, Tensor] = {}  # state that is (n,), a number per parameter, or 0-d, one for all
+        self._pieces: dict[str, list[Tensor]] = {}
+
+    def take_memory(self, work: Tensor, weights: Tensor, grads: Tensor) -> None:
+        """Share this memory; a parameter alone needs but the first."""
+        self.vectors["work"] = work[: self.size]
+        if not self.alone:
+            self.vectors |= {"weights": weights[: self.size], "grads": grads[: self.size]}
+
+    def moved(self) -> bool:
+        """Whether a parameter has been given other memory."""
+        return [p.data_ptr() for p in self.params] != [line.data_ptr() for line in self.lines]
 
     @staticmethod
     def _line(tensor: Tensor, order: list[int] | None) -> Tensor:
         """A dense tensor in memory order, 1-d: a view where its order is `order`."""
         return tensor.reshape(-1) if order is None else tensor.permute(order).reshape(-1)
 
-    def gather(self, tensors: list[Tensor]) -> Tensor:
-        """Tensors like the parameters as one vector; only to be read: of one parameter alone it is the tensor itself."""
-        lines = [self._line(t, order) for t, order in zip(tensors, self.orders, strict=True)]
-        if self.alone:
-            return lines[0].to(self.dtype)
-        return torch.cat([part for pair in zip(lines, self.fill, strict=True) for part in pair])
-
     def weights(self) -> Tensor:
-        """The parameters as one vector, only to be read."""
+        """The parameters as one vector: a copy, but of one float32 parameter alone that itself."""
         if self.alone:
-            return self.vectors[0].to(self.dtype)
-        return torch.cat([part for pair in zip(self.vectors, self.fill, strict=True) for part in pair])
+            return self.lines[0].to(self.dtype)
+        return torch.cat(self.parts, out=self.vectors["weights"])
 
     def grads(self) -> Tensor:
-        """The gradients as one vector, only to be read."""
-        return self.gather([p.grad for p in self.params if p.grad is not None])
+        """The gradients as one vector, only to be read: of one parameter alone it is the gradient itself."""
+        lines = [self._line(p.grad, o) for p, o in zip(self.params, self.orders, strict=True) if p.grad is not None]
+        if self.alone:
+            return lines[0].to(self.dtype)
+        self.parts[::2] = lines
+        vector = torch.cat(self.parts, out=self.vectors["grads"])
+        self.parts[::2] = self.lines
+        return vector
 
-    def pieces(self, vector: Tensor) -> list[Tensor]:
+    def pieces(self, name: str) -> list[Tensor]:
         """The parts of a vector that belong to the parameters, 1-d views."""
-        return [vector] if self.alone else list(vector.split_with_sizes(self.sizes)[::2])
+        if name not in self._pieces:
+            sizes = [part.numel() for part in self.parts]
+            self._pieces[name] = list(self.vectors[name].split_with_sizes(sizes)[::2])
+        return self._pieces[name]
 
-    def shaped(self, vector: Tensor) -> list[Tensor]:
+    def shaped(self, name: str) -> list[Tensor]:
         """The parts of a vector as views of the parameters' shapes."""
         shaped = []
-        for piece, p, order in zip(self.pieces(vector), self.params, self.orders, strict=True):
+        for piece, p, order in zip(self.pieces(name), self.params, self.orders, strict=True):
             if order is None:
                 shaped.append(piece.view(p.shape))
             else:
@@ -77,19 +93,26 @@ class Chunk:
         norms = torch.linalg.vector_norm(vector.view(-1, self.row), dim=1)
         return norms if self.alone else torch.segment_reduce(norms.square(), "sum", lengths=self.rows, unsafe=True).sqrt()
 
-    def times(self, vector: Tensor, factors: Tensor) -> Tensor:
-        """A new vector: each parameter's part times its factor of (n,)."""
-        return (vector.view(-1, self.row) * factors[self.owner, None]).view(-1)
+    def scaled(self, vector: Tensor, factors: Tensor) -> Tensor:
+        """Each parameter's part times its factor of (n,), in `work`, which may be the vector itself."""
+        work = self.vectors["work"]
+        torch.mul(vector.view(-1, self.row), factors[self.owner, None], out=work.view(-1, self.row))
+        return work
 
-    def subtract(self, vector: Tensor, lr: float | Tensor) -> None:
-        """parameters ← parameters - lr × vector."""
+    def subtract(self, name: str, lr: float | Tensor = 1.0) -> None:
+        """parameters ← parameters - lr × the vector of this name."""
         if isinstance(lr, Tensor):
-            vector, lr = vector * lr, 1.0
-        torch._foreach_add_(self.vectors, self.pieces(vector), alpha=-lr)
+            pieces = torch._foreach_mul(self.pieces(name), lr)
+            torch._foreach_sub_(self.lines, pieces)
+        else:
+            torch._foreach_add_(self.lines, self.pieces(name), alpha=-lr)
 
-    def write(self, vector: Tensor) -> None:
-        """parameters ← vector."""
-        torch._foreach_copy_(self.vectors, self.pieces(vector))
+    def write(self, weights: Tensor) -> None:
+        """parameters ← what `weights()` gave, changed."""
+        if not self.alone:
+            torch._foreach_copy_(self.lines, self.pieces("weights"))
+        elif weights is not self.lines[0]:
+            self.lines[0].copy_(weights)
 
 
 class Flat(torch.optim.Optimizer):
@@ -105,15 +128,15 @@ class Flat(torch.optim.Optimizer):
 
     def __init__(self, params: Any, defaults: dict[str, Any], loop: bool = False) -> None:
         self.loop = loop  # every parameter on its own
-        self._layouts: dict[int, tuple[list[int], list[Chunk]]] = {}  # group's number → (what it was laid out for, chunks)
+        self._layouts: dict[int, tuple[list[bool], list[Chunk]]] = {}  # group's number → (who has a gradient, chunks)
         super().__init__(params, defaults)
 
     def update(self, chunk: Chunk, group: dict[str, Any]) -> None:
         """One step of the chunk's parameters, whose `step` has just been counted."""
         raise NotImplementedError
 
-    def begin(self, chunk: Chunk) -> None:
-        """Change the state that new parameters start with from zero."""
+    def begin(self, state: dict[str, list[Tensor]], params: list[Tensor]) -> None:
+        """Change the state that new parameters start with from zero; each name's tensors are views of a vector."""
 
     def before(self, chunks: list[Chunk]) -> None:
         """Look at all gradients before the first update."""
@@ -134,10 +157,11 @@ class Flat(torch.optim.Optimizer):
 
     def _chunks(self, number: int, params: list[Tensor]) -> list[Chunk]:
         """The group's parameters that have a gradient; laid out anew when those, or their storage, have changed."""
-        key = [p.data_ptr() if p.grad is not None else 0 for p in params]
+        graded = [p.grad is not None for p in params]
         held = self._layouts.get(number)
-        if held is None or held[0] != key:
-            held = self._layouts[number] = (key, self._lay_out([p for p in params if p.grad is not None and p.numel()]))
+        if held is None or held[0] != graded or any(chunk.moved() for chunk in held[1]):
+            chunks = self._lay_out([p for p in params if p.grad is not None and p.numel()])
+            held = self._layouts[number] = (graded, chunks)
         return held[1]
 
     def _lay_out(self, params: list[Tensor]) -> list[Chunk]:
@@ -157,24 +181,30 @@ class Flat(torch.optim.Optimizer):
                 size, last = 0, kind
             parts[-1].append(p)
             size += p.numel()
-        return [self._chunk(part) for part in parts]
+        chunks = [self._chunk(part) for part in parts]
+        for kind in {(chunk.step.device, chunk.dtype) for chunk in chunks}:
+            alike = [chunk for chunk in chunks if (chunk.step.device, chunk.dtype) == kind]
+            largest = max(chunk.size for chunk in alike)
+            gathered = max((chunk.size for chunk in alike if not chunk.alone), default=0)
+            memory = [torch.empty(n, device=kind[0], dtype=kind[1]) for n in (largest, gathered, gathered)]
+            for chunk in alike:
+                chunk.take_memory(*memory)
+        return chunks
 
     def _chunk(self, params: list[Tensor]) -> Chunk:
         """A chunk that goes on from its parameters' state, which from now on is a view of the chunk's."""
         chunk, before = Chunk(params), [self.state.get(p) for p in params]
-        for name in self.kept:
-            chunk.state[name] = torch.zeros(sum(chunk.sizes), dtype=chunk.dtype, device=chunk.step.device)
-        for name in self.kept_per_parameter:
-            chunk.state[name] = torch.zeros(len(params), dtype=chunk.dtype, device=chunk.step.device)
-        for name in self.kept_per_chunk:
-            chunk.state[name] = torch.zeros((), dtype=torch.float64, device=chunk.step.device)
+        device = chunk.step.device
+        chunk.vectors = {name: torch.zeros(chunk.size, dtype=chunk.dtype, device=device) for name in self.kept}
+        chunk.numbers = {name: torch.zeros(len(params), dtype=chunk.dtype, device=device) for name in self.kept_per_parameter}
+        chunk.numbers |= {name: torch.zeros((), dtype=torch.float64, device=device) for name in self.kept_per_chunk}
         views: dict[str, list[Tensor]] = {
-            **{name: chunk.shaped(chunk.state[name]) for name in self.kept},
-            **{name: list(chunk.state[name].unbind()) for name in self.kept_per_parameter},
-            **{name: [chunk.state[name]] * len(params) for name in self.kept_per_chunk},
+            **{name: chunk.shaped(name) for name in self.kept},
+            **{name: list(chunk.numbers[name].unbind()) for name in self.kept_per_parameter},
+            **{name: [chunk.numbers[name]] * len(params) for name in self.kept_per_chunk},
             "step": [chunk.step] * len(params),
         }
-        self.begin(chunk)
+        self.begin(views, params)
         for n, (p, state) in enumerate(zip(params, before, strict=True)):
             for name, tensors in views.items():
                 if state is not None:

@@ -42,7 +42,7 @@ class Lamb(Flat):
         loop: bool = False,
     ) -> None:
         self.max_grad_norm = max_grad_norm
-        self._moments: Callable[..., Tensor] = _fused_moments if fused else _moments
+        self._moments: Callable[..., None] = _fused_moments if fused else _moments
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": bias_correction}
         super().__init__(params, {**defaults, "adapt": adapt}, loop)
 
@@ -57,28 +57,27 @@ class Lamb(Flat):
         if self._divisor is not None:
             g = g / self._divisor
         step = chunk.step if group["bias_correction"] else torch.full_like(chunk.step, math.inf)  # β^∞ = 0 corrects nothing
-        u = self._moments(g, chunk.state["exp_avg"], chunk.state["exp_avg_sq"], step, *group["betas"], group["eps"])
+        m, v, u = (chunk.vectors[name] for name in ("exp_avg", "exp_avg_sq", "work"))
+        self._moments(g, m, v, step, *group["betas"], group["eps"], u)
         u.add_(w, alpha=group["weight_decay"])
         if group["adapt"]:
             w_norm, u_norm = chunk.norms(w), chunk.norms(u)
-            u = chunk.times(u, torch.where((w_norm > 0) & (u_norm > 0), w_norm / u_norm, 1.0))
-        chunk.subtract(u, group["lr"])
+            chunk.scaled(u, torch.where((w_norm > 0) & (u_norm > 0), w_norm / u_norm, 1.0))
+        chunk.subtract("work", group["lr"])
 
 
-def _moments(g: Tensor, m: Tensor, v: Tensor, step: Tensor, beta1: float, beta2: float, eps: float) -> Tensor:
-    """m̂ / (√v̂ + ε); updates m and v."""
+def _moments(g: Tensor, m: Tensor, v: Tensor, step: Tensor, beta1: float, beta2: float, eps: float, out: Tensor) -> None:
+    """out ← m̂ / (√v̂ + ε); updates m and v."""
     m.lerp_(g, 1 - beta1)
     v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
     step = step.double()  # 1 - β2^t is tiny at first
-    u = v / (1 - beta2**step)
-    return torch.div(m, u.sqrt_().add_(eps), out=u).div_(1 - beta1**step)
+    torch.div(v, 1 - beta2**step, out=out).sqrt_().add_(eps)
+    torch.div(m, out, out=out).div_(1 - beta1**step)
 
 
-def _fused_moments(g: Tensor, m: Tensor, v: Tensor, step: Tensor, beta1: float, beta2: float, eps: float) -> Tensor:
+def _fused_moments(g: Tensor, m: Tensor, v: Tensor, step: Tensor, beta1: float, beta2: float, eps: float, out: Tensor) -> None:
     """The same in one kernel: an Adam step of length -1 from zero."""
-    u = torch.zeros_like(m)
     torch._fused_adamw_(
-        [u], [g], [m], [v], [], [step], lr=-1.0, beta1=beta1, beta2=beta2, weight_decay=0.0, eps=eps,
+        [out.zero_()], [g], [m], [v], [], [step], lr=-1.0, beta1=beta1, beta2=beta2, weight_decay=0.0, eps=eps,
         amsgrad=False, maximize=False,
     )  # fmt: skip
-    return u

@@ -38,14 +38,16 @@ class Lars(Flat):
         super().__init__(params, {**defaults, "adapt": adapt}, loop)
 
     def update(self, chunk: Chunk, group: dict[str, Any]) -> None:
-        w, g, v = chunk.weights(), chunk.grads(), chunk.state["momentum_buffer"]
+        w, g, v = chunk.weights(), chunk.grads(), chunk.vectors["momentum_buffer"]
         lr, decay, momentum = group["lr"], group["weight_decay"], group["momentum"]
-        update = g.add(w, alpha=decay)
+        step = torch.add(g, w, alpha=decay, out=chunk.vectors["work"])
         if group["adapt"]:
             w_norm, g_norm = chunk.norms(w), chunk.norms(g)
             ratio = group["trust"] * w_norm / (g_norm + decay * w_norm)
-            update = chunk.times(update, lr * torch.where((w_norm > 0) & (g_norm > 0), ratio, 1.0))
+            chunk.scaled(step, lr * torch.where((w_norm > 0) & (g_norm > 0), ratio, 1.0))
         else:
-            update *= lr
-        v.mul_(momentum).add_(update)
-        chunk.subtract(update.add_(v, alpha=momentum) if group["nesterov"] else v, 1.0)
+            step.mul_(lr)
+        v.mul_(momentum).add_(step)
+        if group["nesterov"]:
+            step.add_(v, alpha=momentum)
+        chunk.subtract("work" if group["nesterov"] else "momentum_buffer")

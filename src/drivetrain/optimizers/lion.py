@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from drivetrain.optimizers.flat import Chunk, Flat
 
 
@@ -28,10 +30,10 @@ class Lion(Flat):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, loop)
 
     def update(self, chunk: Chunk, group: dict[str, Any]) -> None:
-        g, m = chunk.grads(), chunk.state["exp_avg"]
+        g, m = chunk.grads(), chunk.vectors["exp_avg"]
         beta1, beta2 = group["betas"]
-        u = m.lerp(g, 1 - beta1).sign_()
+        u = torch.lerp(m, g, 1 - beta1, out=chunk.vectors["work"]).sign_()
         if group["weight_decay"]:
             u.add_(chunk.weights(), alpha=group["weight_decay"])
         m.lerp_(g, 1 - beta2)
-        chunk.subtract(u, group["lr"])
+        chunk.subtract("work", group["lr"])

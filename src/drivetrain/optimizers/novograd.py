@@ -37,12 +37,12 @@ class NovoGrad(Flat):
         super().__init__(params, defaults, loop)
 
     def update(self, chunk: Chunk, group: dict[str, Any]) -> None:
-        g, m, v = chunk.grads(), chunk.state["exp_avg"], chunk.state["exp_avg_sq"]
+        g, m, v = chunk.grads(), chunk.vectors["exp_avg"], chunk.numbers["exp_avg_sq"]
         beta1, beta2 = group["betas"]
         squared = chunk.norms(g).square_()
         v.copy_(torch.where(v == 0, squared, torch.lerp(v, squared, 1 - beta2)))
-        update = chunk.times(g, 1 / (v.sqrt() + group["eps"]))
+        update = chunk.scaled(g, 1 / (v.sqrt() + group["eps"]))
         if group["weight_decay"]:
             update.add_(chunk.weights(), alpha=group["weight_decay"])
         m.mul_(beta1).add_(update, alpha=1 - beta1 if group["grad_averaging"] else 1.0)
-        chunk.subtract(m, group["lr"])
+        chunk.subtract("exp_avg", group["lr"])

@@ -40,20 +40,20 @@ class ScheduleFree(Flat):
         self._trained: list[Tensor] | None = None  # y, while x stands in the parameters
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, loop)
 
-    def begin(self, chunk: Chunk) -> None:
-        chunk.state["z"].copy_(chunk.weights())
+    def begin(self, state: dict[str, list[Tensor]], params: list[Tensor]) -> None:
+        torch._foreach_copy_(state["z"], [p.detach() for p in params])
 
     def update(self, chunk: Chunk, group: dict[str, Any]) -> None:
         lr, (beta1, beta2) = group["lr"], group["betas"]
-        y, g, z, v = chunk.weights(), chunk.grads(), chunk.state["z"], chunk.state["exp_avg_sq"]
+        y, g, u = chunk.weights(), chunk.grads(), chunk.vectors["work"]
+        z, v, total = chunk.vectors["z"], chunk.vectors["exp_avg_sq"], chunk.numbers["weight_sum"]
         v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-        u = (v / (1 - beta2 ** chunk.step.double())).sqrt_().add_(group["eps"])
-        torch.div(g, u, out=u).add_(y, alpha=group["weight_decay"])
-        total = chunk.state["weight_sum"].add_(lr * lr)
+        torch.div(v, 1 - beta2 ** chunk.step.double(), out=u).sqrt_().add_(group["eps"])
+        torch.div(g, u, out=u).add_(y, alpha=group["weight_decay"]).mul_(lr)
+        total.add_(lr * lr)
         c = (lr * lr / total.clamp(min=torch.finfo(torch.float64).tiny)).to(y.dtype)
-        moved = y.lerp(z, c)
-        u.mul_(lr)
-        chunk.write(moved.add_(u * (beta1 * (1 - c) - 1)))
+        y.lerp_(z, c).addcmul_(u, beta1 * (1 - c) - 1)
+        chunk.write(y)
         z.sub_(u)
 
     @contextmanager
@@ -77,7 +77,7 @@ class ScheduleFree(Flat):
         return list(itertools.chain.from_iterable(group["params"] for group in self.param_groups))
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's, with a copy of y: the model's weights are saved as x, and while they are the parameters are x."""
+        """torch's, with y: the model's weights are saved as x."""
         return {**super().state_dict(), "y": self._trained or [p.detach().clone() for p in self._parameters()]}
 
     @torch.no_grad()

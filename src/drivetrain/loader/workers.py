@@ -1,51 +1,16 @@
-"""How samples get from the data to the device. Every loader yields the same micro-batches in the same order."""
+"""torch's DataLoader."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from drivetrain.errors import DataError, UserError
 from drivetrain.lazy import torch
-from drivetrain.plan import Micro, Request
-from drivetrain.spec import Count, NonNegative, Part, Run
-
-
-class Pipeline(NamedTuple):
-    """What happens to a request's samples on the CPU: read, augment, normalise. Picklable, for worker processes."""
-
-    source: Any
-    steps: tuple[Callable[[torch.Tensor, int, int, torch.Tensor], torch.Tensor], ...]  # (x, seed, epoch, indices) → x
-    normalize: Any  # None where the source's values are ready
-    seed: int
-
-    def __call__(self, epoch: int, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets of the samples `indices`, on the source's device."""
-        x, y = self.source.fetch(indices)
-        for step in self.steps:
-            x = step(x, self.seed, epoch, indices)
-        return (x if self.normalize is None else self.normalize(x)), y
-
-
-class Loader(Part):
-    """loader=sync: the loop fetches each batch itself, as torch's DataLoader does by default."""
-
-    pin_memory = False
-    non_blocking = False
-
-    def stream(
-        self, pipeline: Pipeline, requests: Iterable[Request], device: torch.device, memory_format: torch.memory_format
-    ) -> Iterator[Micro]:
-        """The micro-batches of `requests`, in their order, on the device."""
-        for request in requests:
-            x, y = pipeline(request.epoch, request.indices)
-            yield self._micro(x, y, request, device, memory_format)
-
-    def _micro(self, x: Any, y: Any, request: Request, device: torch.device, memory_format: torch.memory_format) -> Micro:
-        x = x.to(device, non_blocking=self.non_blocking, memory_format=memory_format)
-        y = y.to(device, non_blocking=self.non_blocking)
-        return Micro(x, y, request.weight, request.last, request.epoch_end)
+from drivetrain.loader.base import Loader, Pipeline
+from drivetrain.plan import Request
+from drivetrain.spec import Count, NonNegative, Run
 
 
 class Workers(Loader):
@@ -70,23 +35,23 @@ class Workers(Loader):
         if run.choices["data"] == "synthetic":
             yield (f"{run.named('loader')} has nothing to do for data=synthetic, which is made on the device: set loader=sync")
 
-    def stream(
-        self, pipeline: Pipeline, requests: Iterable[Request], device: torch.device, memory_format: torch.memory_format
-    ) -> Iterator[Micro]:
+    def batches(
+        self, pipeline: Pipeline, requests: Iterable[Request], device: torch.device, finish: bool = True
+    ) -> Iterator[tuple[Any, Any, Request]]:
         from torch.utils.data import DataLoader
 
         waiting: deque[Request] = deque()  # what has been asked for and not come yet
 
-        def keys() -> Iterator[tuple[int, torch.Tensor]]:
+        def keys() -> Iterator[Request]:
             for request in requests:
                 waiting.append(request)
-                yield request.epoch, request.indices
+                yield request
                 if request.epoch_end and not self.persistent_workers:
                     return
 
         more = True
         while more:
-            dataset: Any = _Fetch(pipeline)
+            dataset: Any = _Fetch(pipeline.__call__ if finish else pipeline.read)
             loader: Any = DataLoader(
                 dataset,
                 sampler=_Once(keys()),
@@ -102,7 +67,7 @@ class Workers(Loader):
             for x, y in self._errors_named(loader):
                 request = waiting.popleft()
                 more = request.epoch_end and not self.persistent_workers
-                yield self._micro(x, y, request, device, memory_format)
+                yield x, y, request
 
     def _errors_named(self, loader: Iterable[Any]) -> Iterator[Any]:
         try:
@@ -119,14 +84,14 @@ class Workers(Loader):
 
 
 class _Fetch:
-    """The pipeline as a map-style dataset whose key is a whole micro-batch."""
+    """The work as a map-style dataset whose key is a whole micro-batch."""
 
-    def __init__(self, pipeline: Pipeline) -> None:
-        self.pipeline = pipeline
+    def __init__(self, work: Callable[[Request], Any]) -> None:
+        self.work = work
 
-    def __getitem__(self, key: tuple[int, torch.Tensor]) -> Any:
+    def __getitem__(self, request: Request) -> Any:
         try:
-            return self.pipeline(*key)
+            return self.work(request)
         except DataError as error:  # raised in the parent: torch would wrap the worker's traceback around it
             return error
 

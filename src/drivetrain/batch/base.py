@@ -20,6 +20,7 @@ from drivetrain.spec import Count, Part, Positive, Run
 Scaling = Literal["none", "linear", "sqrt"]
 Factor = Annotated[int, Ge(2)]
 CLOSE = 1.1  # batch=auto finds the limit to within this factor
+MOST_WEIGHTS = 64  # kept to be used again: shares of tokens hardly ever are
 
 
 class Batch(Part):
@@ -30,6 +31,8 @@ class Batch(Part):
     """
 
     steps = 1  # micro-batches of one update, before any growth
+    pairs = False  # each sample comes with a partner to be mixed with
+    lengths: torch.Tensor | None = None  # (n,) tokens of each training sample, where samples are sequences
 
     def __init__(
         self,
@@ -64,12 +67,24 @@ class Batch(Part):
                 f"{self.global_batch * self.grow_by}, so that nothing would grow: raise it"
             )
 
+    def advise(self, run: Run) -> Iterator[str]:
+        if run.data.tokens and run.choices["batch"] != "bucketed" and run.choices["compile"] not in ("none", "jit"):
+            yield (
+                f"{run.named('batch')} pads {run.named('data')} to other lengths in every batch, and {run.named('compile')} "
+                "compiles for each anew, or for any: batch=bucketed keeps to a few"
+            )
+
     def settle(self, fitting: Callable[[Sequence[int], Any], int], ranks: int) -> str | None:
         """Decide what needs trying out, before any rank starts. What was decided, for the user.
 
         `fitting(sizes, limit_gb)` is the number of these ascending micro-batch sizes that fit, from the first.
         """
         return None
+
+    def start(self, source: Any, seed: int, world: World) -> list[str]:
+        """Learn how long the training samples are, before anything is asked about updates; what there is to say, a line each."""
+        self.lengths = getattr(source, "lengths", None)
+        return []
 
     def lr_factor(self) -> float:
         """What the learning rate is multiplied with (linear: Goyal et al. 2017; sqrt: Krizhevsky 2014)."""
@@ -117,29 +132,55 @@ class Batch(Part):
         drop_last: bool,
         skip: int = 0,
         device: torch.device | None = None,
+        order: Callable[[int, int], torch.Tensor] | None = None,
     ) -> Iterator[Request]:
         """This rank's micro-batches of one epoch in order, from its update number `skip` on.
 
-        Update u takes positions [u·G, (u+1)·G) of the epoch's permutation, which are split among ranks and micro-batches
+        `order(seed, epoch)` is the source's own order of its samples, where it has one.
+
+        Update u takes positions [u·G, (u+1)·G) of the epoch's order, which are split among ranks and micro-batches
         as evenly as it goes. Each micro-batch weighs by its samples, so that an update is the mean over its samples also
-        where they do not divide, as in a short tail.
+        where they do not divide, as in a short tail; where samples are sequences, by its tokens.
         """
-        order = rng.permutation(seed, epoch, samples)
+        ordered = order(seed, epoch) if order is not None else rng.permutation(seed, epoch, samples)
         total, size, micro = self.updates(samples, epoch, drop_last), self.size(epoch), self.micro_batch(world)
+        partners = ordered[(torch.arange(samples) ^ 1).clamp_(max=samples - 1)] if self.pairs else None
         weights: dict[float, torch.Tensor] = {}
         for update in range(skip, total):
-            window = order[update * size : (update + 1) * size]
+            window = ordered[update * size : (update + 1) * size]
             mine = window if world.size == 1 else window.tensor_split(world.size)[world.rank]
             count = math.ceil(len(mine) / micro)
             chunks = (mine,) if count == 1 else mine.tensor_split(max(1, count))
+            amount = self.amount(window)
             for step, indices in enumerate(chunks, 1):
-                share = len(indices) * world.size / len(window)
+                share = self.amount(indices) * world.size / amount
                 if share not in weights:
+                    if len(weights) > MOST_WEIGHTS:
+                        weights.clear()
                     weights[share] = torch.full((), share, device=device)
                 if not share:  # fewer samples than ranks: this one joins the all-reduce with one that counts nothing
                     indices = window[:1]
                 last = step == len(chunks)
-                yield Request(epoch, indices, weights[share], last, last and update + 1 == total)
+                request = Request(epoch, indices, weights[share], last, last and update + 1 == total)
+                if partners is not None:
+                    place = indices.storage_offset()  # in the order
+                    request.partners = partners[place : place + len(indices)]
+                yield request
+
+    def amount(self, indices: torch.Tensor) -> int:
+        """What the loss is the mean over: the tokens of these samples (n,), or the samples themselves."""
+        return len(indices) if self.lengths is None else int(self.lengths[indices].sum())
+
+    def evaluation(self, source: Any, world: World) -> Sequence[torch.Tensor]:
+        """The batches of an evaluation, as indices: every sample once, sequences of similar length together."""
+        lengths = getattr(source, "lengths", None)
+        order = torch.arange(len(source)) if lengths is None else lengths.argsort(stable=True)
+        return order.split(self.micro_batch(world))
+
+    def largest(self, samples: int, size: int) -> torch.Tensor:
+        """The micro-batch of `size` samples that takes the most memory: the longest, where samples have lengths."""
+        order = torch.arange(samples) if self.lengths is None else self.lengths.argsort(descending=True, stable=True)
+        return order[torch.arange(size) % samples]
 
     def halve(self, world: World) -> bool:
         """Halve the micro-batch and double the steps; False where it is one sample already."""
@@ -199,6 +240,13 @@ class Auto(Batch):
     def verify(self, run: Run) -> Iterator[str]:
         if run.runtime.kind() == "cpu" and self.memory_gb is None:
             yield "batch=auto on a CPU needs a limit: set batch.memory_gb to what a rank may use, or batch=fixed"
+
+    def advise(self, run: Run) -> Iterator[str]:
+        if run.data.tokens and run.choices["batch"] != "bucketed" and run.choices["compile"] not in ("none", "jit"):
+            yield (
+                f"{run.named('batch')} pads {run.named('data')} to other lengths in every batch, and {run.named('compile')} "
+                "compiles for each anew, or for any: batch=bucketed keeps to a few"
+            )
 
     def settle(self, fitting: Callable[[Sequence[int], Any], int], ranks: int) -> str | None:
         most = self.global_batch // ranks

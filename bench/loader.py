@@ -1,0 +1,278 @@
+"""How fast samples are read: the usual code and ours, on the same JPEG files, and on small images in memory.
+
+`python -m bench.loader [--quick] [--groups jpeg,memory] [--rounds N] [--out FILE]`
+
+The JPEG files are crops of the two photographs that scikit-learn ships, about 500×400, quality 90. Every arm gives
+random-resized, mirrored 224×224 uint8 in batches of 64 (`memory`: 32×32, cropped and mirrored, 256), is a live process,
+and takes short turns. `packed` and `webdataset` read what was made of the same files. First batch: from asking to having it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import resource
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from bench import harness
+from bench.harness import Turn
+
+BATCH, MEMORY_BATCH = 64, 256
+JPEG_WORDS = ("augment=[random_resized_crop,flip_crop]", "augment.flip_crop.pad=0")
+
+
+def write_photographs(folder: Path, number: int) -> None:
+    """JPEG files in two class folders."""
+    import numpy as np
+    from PIL import Image
+    from sklearn.datasets import load_sample_images
+
+    draw = np.random.default_rng(0)
+    photographs = [Image.fromarray(image) for image in load_sample_images().images]
+    for n in range(number):
+        photograph = photographs[n % 2]
+        width, height = int(draw.integers(440, 560)), int(draw.integers(340, 420))
+        left, top = (
+            int(draw.integers(0, max(1, full - part))) for full, part in zip(photograph.size, (width, height), strict=True)
+        )
+        (folder / f"class{n % 2}").mkdir(parents=True, exist_ok=True)
+        box = (left, top, min(left + width, photograph.width), min(top + height, photograph.height))
+        photograph.crop(box).save(folder / f"class{n % 2}" / f"{n:05d}.jpg", quality=90)
+
+
+def write_shard(images: Path, file: Path) -> None:
+    """The same files as a tar shard."""
+    import io
+    import tarfile
+
+    with tarfile.open(file, "w") as tar:
+        for path in sorted(images.rglob("*.jpg")):
+            for name, content in ((f"{path.stem}.jpg", path.read_bytes()), (f"{path.stem}.cls", path.parent.name[-1].encode())):
+                member = tarfile.TarInfo(name)
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+
+
+def take(turn: Turn, epoch: Callable[[], Iterator[Any]], epochs: int) -> None:
+    """A turn is whole epochs, begun and drained within it: what reads ahead must not do so in the others' turns."""
+    multiprocessing.set_start_method("fork", force=True)  # this process was spawned; a user's is not
+    began = time.perf_counter()
+    stream = epoch()
+    first = next(stream)
+    told = iter([time.perf_counter() - began])
+    assert first.ndim == 4, first.shape
+    turn.watch(lambda: next(told, peak_bytes()))
+    images = len(first) + sum(map(len, stream))
+    turn(images)
+    while True:
+        images += sum(len(x) for _ in range(epochs) for x in epoch())
+        turn(images)
+
+
+def peak_bytes() -> float:
+    """This process's peak memory, and that of its largest child times their number."""
+    own = 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
+    peaks = []
+    for child in children.read_text().split() if children.exists() else []:
+        status = Path(f"/proc/{child}/status").read_text()
+        peaks += [1024.0 * int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")]
+    return own + sum(peaks)
+
+
+def inputs(loader: Any) -> Iterator[Any]:
+    """A loader's inputs."""
+    for x, *_ in loader:
+        yield x
+
+
+def usual(folder: Path, workers: int, epochs: int, turn: Turn) -> None:
+    """torchvision's ImageFolder and transforms in torch's DataLoader: the code that everybody writes."""
+    import torch
+    from torch.utils.data import DataLoader
+    from torchvision import transforms
+    from torchvision.datasets import ImageFolder
+
+    chain = [transforms.RandomResizedCrop(224), transforms.RandomHorizontalFlip(), transforms.PILToTensor()]
+    dataset = ImageFolder(str(folder), transforms.Compose(chain))
+    torch.set_num_threads(1)
+    more: dict[str, Any] = {"persistent_workers": True} if workers else {}
+    loader = DataLoader(dataset, BATCH, shuffle=True, num_workers=workers, drop_last=True, **more)
+    take(turn, lambda: inputs(loader), epochs)
+
+
+def timms(folder: Path, workers: int, epochs: int, turn: Turn) -> None:
+    """timm's create_loader, its training transforms cut down to the same two."""
+    import torch
+    from timm.data import create_dataset, create_loader
+
+    dataset = create_dataset("", root=str(folder))
+    loader = create_loader(
+        dataset, (3, 224, 224), BATCH, is_training=True, use_prefetcher=True, num_workers=workers,
+        device=torch.device("cpu"), color_jitter=0.0, persistent_workers=True, pin_memory=False,
+    )  # fmt: skip
+    take(turn, lambda: inputs(loader), epochs)
+
+
+def ours(words: Sequence[str], epochs: int, turn: Turn) -> None:
+    """A loader of ours over a data option of ours, as a run builds them; bytes, not yet normalised, as the others give."""
+    import torch
+
+    from drivetrain.job import prepare
+    from drivetrain.loader import Pipeline
+    from drivetrain.plan import World
+
+    run, cpu = prepare(words).run, torch.device("cpu")
+    data = run.data.load(cpu)
+    pipeline = Pipeline(data.train, tuple(run.augment), None, 0, data.classes)
+    order, number = getattr(data.train, "order", None), count()
+
+    def epoch() -> Iterator[Any]:
+        requests = run.batch.requests(len(data.train), 0, next(number), World(), True, order=order)
+        for micro in run.loader.stream(pipeline, requests, cpu, torch.contiguous_format):
+            yield micro.x
+
+    take(turn, epoch, epochs)
+
+
+def in_memory(workers: int, epochs: int, turn: Turn) -> None:
+    """Small images in memory in torch's DataLoader, transformed one at a time."""
+    import torch
+    from torch.utils.data import DataLoader, Dataset
+    from torchvision.transforms import v2
+
+    chain = v2.Compose([v2.RandomCrop(32, padding=4, padding_mode="reflect"), v2.RandomHorizontalFlip()])
+    images = torch.randint(256, (10_000, 3, 32, 32), dtype=torch.uint8)
+
+    class Images(Dataset[Any]):
+        def __len__(self) -> int:
+            return len(images)
+
+        def __getitem__(self, index: int) -> Any:
+            return chain(images[index]), 0
+
+    torch.set_num_threads(1)
+    more: dict[str, Any] = {"persistent_workers": True} if workers else {}
+    loader = DataLoader(Images(), MEMORY_BATCH, shuffle=True, num_workers=workers, drop_last=True, **more)
+    take(turn, lambda: inputs(loader), epochs)
+
+
+def jpeg_arms(folder: Path, quick: bool) -> dict[str, tuple[Callable[..., None], tuple[Any, ...]]]:
+    """The usual code first."""
+    from drivetrain.cli import main as drivetrain
+
+    images, packed, shard = folder / "images", folder / "packed", folder / "shard.tar"
+    write_photographs(images, 140 if quick else 1500)
+    write_shard(images, shard)
+    if drivetrain(["pack", str(images), str(packed), "--size", "224"]):
+        raise SystemExit("packing failed")
+    files = ("data=imagefolder", f"data.root={images}", "data.holdout=0.05", "data.verify=0")
+    base = (f"batch.global_batch={BATCH}", "model=mlp", *JPEG_WORDS)
+    tar = ("data=webdataset", f"data.train={shard}", f"data.test={shard}", f"data.cache={folder}/cache")
+    return {
+        "DataLoader, 2 workers": (usual, (images, 2, 1)),
+        "DataLoader, in the loop": (usual, (images, 0, 1)),
+        "timm, 2 workers": (timms, (images, 2, 1)),
+        "ours, sync": (ours, ((*base, *files, "loader=sync"), 1)),
+        "ours, workers": (ours, ((*base, *files, "loader=workers"), 1)),
+        "ours, threads": (ours, ((*base, *files, "loader=threads"), 1)),
+        "ours, webdataset": (ours, ((*base, *tar, "loader=threads"), 1)),
+        "ours, packed": (ours, ((*base, "data=packed", f"data.root={packed}", "loader=threads"), 4)),
+        "ours, packed, centre": (
+            ours,
+            (
+                (
+                    *base[:2],
+                    "data=packed",
+                    f"data.root={packed}",
+                    "augment=[flip_crop]",
+                    "augment.flip_crop.pad=0",
+                    "loader=threads",
+                ),
+                8,
+            ),
+        ),
+    }
+
+
+def memory_arms(folder: Path, quick: bool) -> dict[str, tuple[Callable[..., None], tuple[Any, ...]]]:
+    """32×32 in memory."""
+    write_cifar(folder, 1000 if quick else 10_000)
+    words = ("data=cifar10", f"data.root={folder}", "augment=[flip_crop]", f"batch.global_batch={MEMORY_BATCH}", "model=mlp")
+    return {
+        "DataLoader, 2 workers": (in_memory, (2, 1)),
+        "DataLoader, in the loop": (in_memory, (0, 1)),
+        "ours, sync": (ours, ((*words, "loader=sync"), 4)),
+        "ours, threads": (ours, ((*words, "loader=threads"), 4)),
+    }
+
+
+def write_cifar(folder: Path, number: int) -> None:
+    """CIFAR-10's binary batches with random pixels."""
+    import numpy as np
+
+    place, draw = folder / "cifar-10-batches-bin", np.random.default_rng(0)
+    place.mkdir(parents=True)
+    (place / "batches.meta.txt").write_text("\n".join(f"class{n}" for n in range(10)) + "\n")
+    for name in (*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"):
+        records = draw.integers(0, 256, (number // 5, 3073), dtype=np.uint8)
+        records[:, 0] %= 10
+        (place / f"{name}.bin").write_bytes(records.tobytes())
+
+
+def measure(arms: dict[str, Any], rounds: int) -> dict[str, Any]:
+    """Per arm: images/s, ratio to the best DataLoader arm, seconds to the first batch, peak memory of all its processes."""
+    seconds, markers = harness.take_turns(arms, rounds, warmup=2)
+    blocks = 2 + rounds
+    images = {name: markers[name]["updates"] / (1 + blocks * arms[name][1][-1]) * arms[name][1][-1] for name in arms}  # of a turn
+    rates = {name: [images[name] / wall for wall, _ in taken] for name, taken in seconds.items()}
+    usual_ones = [name for name in arms if name.startswith("DataLoader")]
+    best = max(usual_ones, key=lambda name: harness.spread(rates[name])["median"])
+    return {
+        name: {
+            "images_per_second": harness.spread(rates[name]),
+            "to_best_dataloader": harness.against(rates[name], rates[best])["ratio"],
+            "first_batch_s": markers[name]["loss_first"],
+            "peak_bytes": markers[name]["loss_last"],
+        }
+        for name in arms
+    }
+
+
+def main() -> None:
+    """Measure, show, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="few files, two rounds: whether it works")
+    parser.add_argument("--groups", default="jpeg,memory")
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    groups = {"jpeg": jpeg_arms, "memory": memory_arms}
+    found = {}
+    for group in given.groups.split(","):
+        with tempfile.TemporaryDirectory() as folder:
+            found[group] = measure(groups[group](Path(folder), given.quick), given.rounds or (2 if given.quick else 8))
+        show(group, found[group])
+    out = given.out or harness.RESULTS / "loader-cpu.json"
+    harness.write(out, {"machine": harness.machine(), "device": "cpu", "rows": found})
+
+
+def show(title: str, arms: dict[str, Any]) -> None:
+    """One group's table."""
+    rows = []
+    for name, a in arms.items():
+        ratio = a["to_best_dataloader"]
+        between = f"{ratio['median']:.2f} ({ratio['low']:.2f} … {ratio['high']:.2f})"
+        rate, peak = f"{a['images_per_second']['median']:,.0f}", f"{a['peak_bytes'] / 2**20:,.0f}"
+        rows.append([name, rate, between, f"{a['first_batch_s']:.3f}", peak])
+    harness.table(title, [title, "images/s", "of the best DataLoader", "first batch s", "peak MiB"], rows)
+
+
+if __name__ == "__main__":
+    main()

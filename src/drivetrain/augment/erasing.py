@@ -1,0 +1,119 @@
+"""Random erasing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from drivetrain import rng
+from drivetrain.augment import streams
+from drivetrain.augment.base import Augment, per_sample, wants_images, where
+from drivetrain.augment.geometry import Interval, ordered, random_boxes
+from drivetrain.lazy import torch
+from drivetrain.plan import Request
+from drivetrain.spec import Run, Share
+
+LARGE = 2**15  # values of an image from which on, on a CPU, its pixels cost more than the calls for one image
+
+
+class RandomErasing(Augment):
+    """A random box of some images is filled with noise or the mean (Zhong et al. 2020): no part alone decides.
+
+    Noise is uniform over the values of bytes, of deviation 1 where images are float. As in the paper, images for which no
+    box fits stay whole.
+    """
+
+    on_host = True
+
+    def __init__(
+        self,
+        prob: Share = 0.25,
+        scale: Interval = (0.02, 0.33),
+        ratio: Interval = (0.3, 3.3),
+        fill: Literal["noise", "mean"] = "noise",
+    ) -> None:
+        self.prob, self.scale, self.ratio, self.fill = prob, tuple(scale), tuple(ratio), fill
+
+    def check(self, run: Run) -> Iterator[str]:
+        yield from ordered("random_erasing", self)
+        if self.scale[1] > 1:
+            yield f"augment.random_erasing.scale={list(self.scale)}: a share of the image is at most 1"
+        if not self.prob:
+            yield "augment.random_erasing.prob=0 does nothing: raise it or leave random_erasing out"
+
+    def verify(self, run: Run) -> Iterator[str]:
+        yield from wants_images(run, "random_erasing")
+        if self.fill == "noise" and run.data.peak not in (255, None):
+            yield (
+                f"augment.random_erasing.fill=noise is noise of 0 … 255; {run.named('data')} has values up to "
+                f"{run.data.peak:g}: set augment.random_erasing.fill=mean"
+            )
+
+    def apply(
+        self, x: torch.Tensor, y: torch.Tensor, rows: torch.Tensor, pipeline: Any, request: Request
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        mean = None if pipeline.normalize is None else pipeline.normalize.mean
+        return self(x, pipeline.seed, request.epoch, request.rows(), mean), y, rows
+
+    def __call__(
+        self, x: torch.Tensor, seed: int, epoch: int, indices: torch.Tensor, mean: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Some of the images erased. `mean` (c, 1, 1) is what fill=mean fills with, else 0."""
+        *boxed, whether, noise = streams.ERASE
+        which = (rng.uniform(seed, epoch, indices, whether) < self.prob).nonzero()[:, 0]
+        if not len(which):
+            return x
+        indices = indices[which]
+        draws = torch.stack([rng.uniform(seed, epoch, indices, stream) for stream in boxed])
+        boxes = torch.stack(random_boxes(draws, x.shape[2], x.shape[3], self.scale, self.ratio, fall_back=False), 1)
+        keys = (rng.uniform(seed, epoch, indices, noise) * 2**24).int()
+        value = torch.zeros(()) if mean is None else mean
+        value = value if x.is_floating_point() else value.round().clamp(0, 255)
+        erase = _one_by_one if x.device.type == "cpu" and x[0].numel() >= LARGE else _at_once
+        return erase(x, which, boxes, keys, None if self.fill == "noise" else value.to(x.dtype).expand(len(x[0]), 1, 1))
+
+
+def _one_by_one(
+    x: torch.Tensor, which: torch.Tensor, boxes: torch.Tensor, keys: torch.Tensor, value: torch.Tensor | None
+) -> torch.Tensor:
+    """Images (n, c, h, w), those in `which` (m,) erased in boxes (m, 4) of top, left, height, width: only what is erased is
+    touched. A `value` (c, 1, 1), or noise by keys (m,)."""
+    out, place = x.clone(), _places(x)[0]
+    for image, (top, left, height, width), key in zip(which.tolist(), boxes.tolist(), keys, strict=True):
+        rows, cols = slice(top, top + height), slice(left, left + width)
+        out[image, :, rows, cols] = noise(place[:, rows, cols], key, x.dtype) if value is None else value
+    return out
+
+
+def _at_once(
+    x: torch.Tensor, which: torch.Tensor, boxes: torch.Tensor, keys: torch.Tensor, value: torch.Tensor | None
+) -> torch.Tensor:
+    """The same in a few launches, where each costs more than the pixels."""
+    which, boxes, keys = (t.to(x.device, non_blocking=True) for t in (which, boxes, keys))
+    filled = noise(_places(x), per_sample(keys), x.dtype) if value is None else value.to(x.device, non_blocking=True)
+    top, left, height, width = boxes.unbind(1)
+    mask = box_mask(top, left, height, width, x.shape[2], x.shape[3])
+    return x.index_copy(0, which, where(mask, filled, x.index_select(0, which)))
+
+
+def box_mask(top: torch.Tensor, left: torch.Tensor, height: torch.Tensor, width: torch.Tensor, h: int, w: int) -> torch.Tensor:
+    """Which pixels (n, 1, h, w) lie in boxes (n,)."""
+    row, col = torch.arange(h, device=top.device), torch.arange(w, device=top.device)
+    top, left, height, width = (v.view(-1, 1) for v in (top, left, height, width))
+    rows, cols = (row >= top) & (row < top + height), (col >= left) & (col < left + width)
+    return rows.view(-1, 1, h, 1) & cols.view(-1, 1, 1, w)
+
+
+def _places(x: torch.Tensor) -> torch.Tensor:
+    return torch.arange(x[0].numel(), dtype=torch.int32, device=x.device).view(1, *x.shape[1:])
+
+
+def noise(place: torch.Tensor, key: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Noise for places in an image, int32, out of the image's key, int32: murmur3's finaliser (Appleby 2008)."""
+    bits = place * 0x27D4EB2F + key * 0x5BD1E995
+    for shift, factor in ((16, -0x7A143595), (13, -0x3D4D51CB)):
+        bits = ((bits >> shift) & ((1 << (32 - shift)) - 1)).bitwise_xor_(bits).mul_(factor)
+    bits = (bits >> 8) & 0xFFFFFF
+    if not dtype.is_floating_point:
+        return (bits >> 16).to(dtype)
+    return ((bits.to(dtype) + 0.5) * 2.0**-24 - 0.5) * 12**0.5

@@ -1,0 +1,108 @@
+"""RandAugment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any
+
+import annotated_types
+
+from drivetrain import rng
+from drivetrain.augment import color, streams
+from drivetrain.augment.base import Augment, in_pieces, wants_images
+from drivetrain.augment.geometry import warp
+from drivetrain.lazy import torch
+from drivetrain.spec import Run
+
+Operations = Annotated[int, annotated_types.Ge(1), annotated_types.Le(len(streams.OPERATION))]
+Magnitude = Annotated[float, annotated_types.Ge(0), annotated_types.Le(30)]
+Byte = Annotated[int, annotated_types.Ge(0), annotated_types.Le(255)]
+Operation = Callable[..., Any]  # images uint8, their levels −1 … 1 (n,), fill → images
+
+
+class RandAugment(Augment):
+    """`n` of 14 operations for each sample, one after the other, all with one magnitude (Cubuk et al. 2020).
+
+    Operations and strengths are torchvision's RandAugment. Samples with the same operation are worked on together.
+    """
+
+    on_host = True
+
+    def __init__(self, n: Operations = 2, magnitude: Magnitude = 9.0, fill: Byte = 128) -> None:
+        self.n, self.magnitude, self.fill = n, magnitude, fill
+
+    def verify(self, run: Run) -> Iterator[str]:
+        yield from wants_images(run, "randaugment", colour=True)
+
+    def __call__(self, x: torch.Tensor, seed: int, epoch: int, indices: torch.Tensor) -> torch.Tensor:
+        out = x.mul(255).round_().to(torch.uint8) if x.is_floating_point() else x
+        for slot in range(self.n):
+            chosen = (rng.uniform(seed, epoch, indices, streams.OPERATION[slot]) * len(OPERATIONS)).long()
+            minus = rng.uniform(seed, epoch, indices, streams.SIGN[slot]) < 0.5
+            level = torch.where(minus, -self.magnitude / 30, self.magnitude / 30)
+            order = chosen.argsort(stable=True)  # the same operations side by side: views, and one copy there and back
+            levels = level[order].to(x.device, non_blocking=True)
+            counts = chosen.bincount(minlength=len(OPERATIONS)).tolist()
+            out = out.index_select(0, order.to(x.device, non_blocking=True))
+            parts = zip(OPERATIONS.values(), out.split(counts), levels.split(counts), strict=True)
+            out = torch.cat([self._operate(*part) for part in parts])
+            out = out.index_select(0, order.argsort().to(x.device, non_blocking=True))
+        return out.to(x.dtype).div_(255) if x.is_floating_point() else out
+
+    def _operate(self, operation: Operation | None, x: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
+        if operation is None or not len(x):
+            return x
+        return in_pieces(lambda part, by: operation(part, by, self.fill), x, levels)
+
+
+def _affine(x: torch.Tensor, fill: int, *entries: torch.Tensor | float) -> torch.Tensor:
+    """Warp by a matrix of six entries, row by row, numbers or (n,)."""
+    columns = [torch.as_tensor(e, dtype=torch.float32, device=x.device).expand(len(x)) for e in entries]
+    return warp(x, torch.stack(columns, 1).view(-1, 2, 3), fill)
+
+
+def _rotate(x: torch.Tensor, level: torch.Tensor, fill: int) -> torch.Tensor:
+    angle = torch.deg2rad(30 * level)
+    cos, sin = angle.cos(), angle.sin()
+    return _affine(x, fill, cos, -sin, 0.0, sin, cos, 0.0)
+
+
+def _shear_x(x: torch.Tensor, level: torch.Tensor, fill: int) -> torch.Tensor:
+    slope = 0.3 * level
+    return _affine(x, fill, 1.0, slope, slope * (x.shape[2] / 2), 0.0, 1.0, 0.0)  # from the top left corner
+
+
+def _shear_y(x: torch.Tensor, level: torch.Tensor, fill: int) -> torch.Tensor:
+    slope = 0.3 * level
+    return _affine(x, fill, 1.0, 0.0, 0.0, slope, 1.0, slope * (x.shape[3] / 2))
+
+
+def _translate_x(x: torch.Tensor, level: torch.Tensor, fill: int) -> torch.Tensor:
+    return _affine(x, fill, 1.0, 0.0, -(level * (150 / 331 * x.shape[3])).trunc(), 0.0, 1.0, 0.0)
+
+
+def _translate_y(x: torch.Tensor, level: torch.Tensor, fill: int) -> torch.Tensor:
+    return _affine(x, fill, 1.0, 0.0, 0.0, 0.0, 1.0, -(level * (150 / 331 * x.shape[2])).trunc())
+
+
+def _factor(operation: Callable[..., torch.Tensor]) -> Operation:
+    on_bytes = color.on_bytes(operation)
+    return lambda x, level, fill: on_bytes(x, 1 + 0.9 * level)
+
+
+OPERATIONS: dict[str, Operation | None] = {
+    "identity": None,
+    "shear_x": _shear_x,
+    "shear_y": _shear_y,
+    "translate_x": _translate_x,
+    "translate_y": _translate_y,
+    "rotate": _rotate,
+    "brightness": _factor(color.brightness),
+    "color": _factor(color.saturation),
+    "contrast": _factor(color.contrast),
+    "sharpness": _factor(color.sharpness),
+    "posterize": lambda x, level, fill: color.posterize(x, 8 - (4 * level.abs()).round()),
+    "solarize": lambda x, level, fill: color.solarize(x, 255 * (1 - level.abs())),
+    "autocontrast": lambda x, level, fill: color.autocontrast(x, level),
+    "equalize": lambda x, level, fill: color.equalize(x, level),
+}

@@ -1,0 +1,179 @@
+"""Sequences of similar length together."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from itertools import islice
+from typing import Any, Literal, NamedTuple
+
+from drivetrain import rng
+from drivetrain.batch.base import Batch, Factor, Scaling
+from drivetrain.errors import UserError
+from drivetrain.lazy import torch
+from drivetrain.plan import Request, World
+from drivetrain.spec import Count, Run
+
+LOOKED_AT = 100  # updates that the report at the start is made of
+
+
+class Cuts(NamedTuple):
+    """Where the samples, sorted by padded length, are cut into updates. The same in every epoch."""
+
+    ends: list[int]
+    short: bool  # the last one could hold more
+
+
+class Bucketed(Batch):
+    """Each update's samples have similar lengths, so that little of a batch is padding, and every rank gets equal work.
+
+    Lengths are padded to multiples of `pad_to`. An epoch shuffles the samples, sorts them by padded length (stably: those of
+    one length stay shuffled), cuts them into updates and shuffles the updates; all ranks and micro-batches of an update have
+    about the same length. `budget=samples` puts `global_batch` samples into each; `budget=tokens` as many as have together,
+    padded, the tokens of `global_batch` of the longest, so that short ones come in larger batches.
+    """
+
+    def __init__(
+        self,
+        global_batch: Count = 128,
+        steps: Count = 1,
+        budget: Literal["samples", "tokens"] = "samples",
+        pad_to: Count = 32,
+        lr_scaling: Scaling = "none",
+        base_batch: Count = 256,
+        grow_every: Count | None = None,
+        grow_by: Factor = 2,
+        grow_until: Count | None = None,
+        preallocate: bool = False,
+    ) -> None:
+        self.steps, self.budget, self.pad_to = steps, budget, pad_to
+        super().__init__(global_batch, lr_scaling, base_batch, grow_every, grow_by, grow_until, preallocate)
+
+    def check(self, run: Run) -> Iterator[str]:
+        yield from super().check(run)
+        if not run.data.tokens:
+            yield f"batch=bucketed sorts by length, and all samples of {run.named('data')} are alike: set batch=fixed"
+
+    def advise(self, run: Run) -> Iterator[str]:
+        if run.runtime.cudnn_benchmark and run.runtime.device != "cpu":
+            yield (
+                "batch=bucketed has batches of several shapes, and runtime.cudnn_benchmark=true tries its kernels anew for each: "
+                "set runtime.cudnn_benchmark=false"
+            )
+
+    def start(self, source: Any, seed: int, world: World) -> list[str]:
+        super().start(source, seed, world)
+        if self.lengths is None:
+            raise UserError("batch=bucketed sorts by length, but this data does not tell its samples' lengths: set batch=fixed")
+        source.pad_to, self._seed = self.pad_to, seed
+        self.padded = padded(self.lengths, self.pad_to, int(self.lengths.max()))
+        self._cuts = lru_cache(self._cut)  # by the size of an update, which may grow
+        return [self._report(world)]
+
+    def _cut(self, size: int) -> Cuts:
+        return cut(self.padded.sort().values, size, self.budget == "tokens")
+
+    def total_updates(self, samples: int, epochs: int, drop_last: bool) -> int:
+        return super().total_updates(samples, epochs, drop_last) if self.lengths is not None else 0  # only the data tells
+
+    def updates(self, samples: int, epoch: int, drop_last: bool) -> int:
+        cuts = self._cuts(self.size(epoch))
+        return len(cuts.ends) - (cuts.short and drop_last)
+
+    def consumed(self, samples: int, epoch: int, window: int, drop_last: bool) -> int:
+        before = self._over_epochs(epoch, lambda e: self._cuts(self.size(e)).ends[self.updates(samples, e, drop_last) - 1])
+        return before + sum(s.stop - s.start for s in islice(self._slices(self._seed, epoch, drop_last), window))
+
+    def _slices(self, seed: int, epoch: int, drop_last: bool) -> Iterator[slice]:
+        """Where each update's samples are in the sorted order."""
+        ends = [0, *self._cuts(self.size(epoch)).ends]
+        updates = self.updates(len(self.padded), epoch, drop_last)
+        return (slice(ends[n], ends[n + 1]) for n in rng.permutation(rng.mix(seed, 6), epoch, updates).tolist())
+
+    def _windows(self, seed: int, epoch: int, drop_last: bool, skip: int = 0) -> Iterator[torch.Tensor]:
+        """Each update's samples, from number `skip` on."""
+        order = rng.permutation(seed, epoch, len(self.padded))
+        order = order[self.padded[order].argsort(stable=True)]
+        return (order[where] for where in islice(self._slices(seed, epoch, drop_last), skip, None))
+
+    def requests(
+        self,
+        samples: int,
+        seed: int,
+        epoch: int,
+        world: World,
+        drop_last: bool,
+        skip: int = 0,
+        device: torch.device | None = None,
+        order: Callable[[int, int], torch.Tensor] | None = None,
+    ) -> Iterator[Request]:
+        """This rank's micro-batches of one epoch in order, from its update number `skip` on, each weighing by its tokens.
+
+        An update's samples are dealt out by length, like cards: all ranks and micro-batches get about the same tokens.
+        """
+        total = self.updates(samples, epoch, drop_last)
+        for update, window in enumerate(self._windows(seed, epoch, drop_last, skip), skip + 1):
+            hands = self._dealt(window, world, self.size(epoch) // self.global_batch)
+            tokens = self.amount(window)
+            for step, indices in enumerate(hands, 1):
+                weight = torch.full((), self.amount(indices) * world.size / tokens, device=device)
+                last = step == len(hands)
+                # Fewer samples than ranks: this one joins the all-reduce with one that counts nothing.
+                yield Request(epoch, indices if len(indices) else window[:1], weight, last, last and update == total)
+
+    def _dealt(self, window: torch.Tensor, world: World, growth: int) -> list[torch.Tensor]:
+        """This rank's micro-batches of an update."""
+        assert self.lengths is not None
+        mine = window[self.lengths[window].argsort(descending=True, stable=True)][world.rank :: world.size]
+        steps = max(1, min(len(mine), self.steps * growth))
+        return [mine[step::steps] for step in range(steps)]
+
+    def evaluation(self, source: Any, world: World) -> Sequence[torch.Tensor]:
+        if getattr(source, "lengths", None) is None:
+            return super().evaluation(source, world)
+        order = source.lengths.argsort(stable=True)
+        return order.tensor_split(cut(source.lengths[order], self.micro_batch(world), self.budget == "tokens").ends[:-1])
+
+    def _report(self, world: World) -> str:
+        """How much of the batches is padding, and how unequal the ranks' work, beside batch=fixed; the first updates tell."""
+        assert self.lengths is not None
+        samples, longest = len(self.lengths), int(self.lengths.max())
+        ranks = [World(rank, world.size) for rank in range(world.size)]
+        plain = Batch(self.global_batch)
+        plain.steps, plain.lengths = self.steps, self.lengths
+        found = []
+        for batch, pad_to in ((plain, 1), (self, self.pad_to)):
+            updates = [islice(batch.requests(samples, self._seed, 0, r, False), LOOKED_AT * self.steps) for r in ranks]
+            work = [[_work(self.lengths[r.indices], pad_to, longest) for r in mine] for mine in updates]
+            real, whole = (sum(w[i] for mine in work for w in mine) for i in (0, 1))
+            busiest = sum(max(w[1] for w in together) for together in zip(*work, strict=False))
+            found.append((1 - real / whole, busiest * world.size / whole - 1))
+        (padding, imbalance), (padding_now, imbalance_now) = found
+        unequal = f", ranks wait for the busiest {imbalance:.1%} → {imbalance_now:.1%}" if world.size > 1 else ""
+        return (
+            f"batch=bucketed: padding {padding:.1%} → {padding_now:.1%} of the tokens{unequal} (beside batch=fixed); "
+            f"{len(self.padded.unique())} lengths"
+        )
+
+
+def padded(lengths: torch.Tensor, multiple: int, longest: int) -> torch.Tensor:
+    """Lengths (n,) up to a multiple, but to no more than the data's longest: a model may not take more."""
+    return (-(-lengths // multiple) * multiple).clamp_(max=longest)
+
+
+def _work(lengths: torch.Tensor, multiple: int, longest: int) -> tuple[int, int]:
+    """Tokens of a micro-batch, without and with padding."""
+    return int(lengths.sum()), len(lengths) * int(padded(lengths.max(), multiple, longest))
+
+
+def cut(padded: torch.Tensor, size: int, by_tokens: bool) -> Cuts:
+    """Cut ascending lengths into batches of `size` samples, or of the padded tokens of `size` of the longest."""
+    costs = padded.tolist() if by_tokens else [1] * len(padded)
+    budget, ends, end = size * costs[-1], [], 0
+    while end < len(costs):
+        start = end
+        more = bisect_right(range(1, len(costs) - start + 1), budget, key=lambda n: n * costs[start + n - 1])
+        end = start + max(1, more)
+        ends.append(end)
+    return Cuts(ends, (end - start + 1) * costs[-1] <= budget)

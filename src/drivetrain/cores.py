@@ -1,0 +1,18 @@
+"""How many cores there are to work with."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def usable_cores(ranks: int | None = None) -> int:
+    """The cores this rank may use, one at least: affinity and the cgroup's quota, shared among the machine's ranks."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        quota = "max"
+    if quota != "max":
+        cores = min(cores, int(quota) // int(period))
+    return max(1, cores // (int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if ranks is None else ranks))

@@ -1,0 +1,17 @@
+"""What is trained on."""
+
+from drivetrain.data.base import Data, Normalize, Source, Splits, Tensors
+from drivetrain.data.cifar10 import Cifar10
+from drivetrain.data.digits import Digits
+from drivetrain.data.huggingface import HuggingFace
+from drivetrain.data.images import ImageFolder, Images, decode
+from drivetrain.data.own import Own
+from drivetrain.data.packed import Packed
+from drivetrain.data.synthetic import Synthetic
+from drivetrain.data.text import Stdlib, Texts
+from drivetrain.data.webdataset import WebDataset
+
+__all__ = [
+    "Cifar10", "Data", "Digits", "HuggingFace", "ImageFolder", "Images", "Normalize", "Own", "Packed", "Source", "Splits",
+    "Stdlib", "Synthetic", "Tensors", "Texts", "WebDataset", "decode",
+]  # fmt: skip

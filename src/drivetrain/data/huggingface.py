@@ -1,0 +1,180 @@
+"""Data sets that Hugging Face's `datasets` has saved to disk."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from drivetrain import rng
+from drivetrain.data import faults
+from drivetrain.data.base import Data, Fraction, Normalize, Splits, measured
+from drivetrain.data.faults import MaxSkipped, OnError
+from drivetrain.data.images import IMAGENET, Decoding, Member, decode
+from drivetrain.errors import DataError, UserError, did_you_mean
+from drivetrain.lazy import torch
+from drivetrain.spec import Count, Run, needs_extra
+
+
+class HuggingFace(Data):
+    """A data set of Hugging Face's `datasets`, from disk: images, or texts as bytes, with a label each.
+
+    A text comes out as int64 (length,): its bytes plus one, and zeros after its end.
+    """
+
+    operators = ("root",)
+
+    def __init__(
+        self,
+        root: str | None = None,
+        image: str | None = "image",
+        text: str | None = None,
+        label: str = "label",
+        train: str = "train",
+        test: str | None = None,
+        holdout: Fraction = 0.1,
+        size: Count = 224,
+        length: Count = 256,
+        normalize: Literal["imagenet", "measured"] = "imagenet",
+        max_pixels: Count = 100_000_000,
+        on_error: OnError = "raise",
+        max_skipped: MaxSkipped = 0.01,
+        drop_last: bool = True,
+    ) -> None:
+        self.root = os.path.expanduser(root) if root else None
+        self.image, self.text, self.label, self.train, self.test = image, text, label, train, test
+        self.holdout, self.size, self.length, self.normalize = holdout, size, length, normalize
+        self.max_pixels, self.on_error, self.max_skipped, self.drop_last = max_pixels, on_error, max_skipped, drop_last
+
+    def check(self, run: Run) -> Iterator[str]:
+        if not self.root:
+            yield "data=huggingface needs data.root, the folder that save_to_disk wrote"
+        elif not Path(self.root).is_dir():
+            yield f"data.root={self.root} is no directory: set it to the folder that save_to_disk wrote"
+        if (self.image is None) == (self.text is None):
+            yield f"data.image={self.image or 'null'} and data.text={self.text or 'null'}: name one column, the other is null"
+
+    def verify(self, run: Run) -> Iterator[str]:
+        yield from needs_extra("datasets", "datasets", "data=huggingface")
+
+    def shape(self) -> tuple[int, ...]:
+        return (3, self.size, self.size) if self.image else (self.length,)
+
+    def load(self, device: torch.device) -> Splits:
+        train, test = self._splits()
+        sources = [self._source(rows) for rows in (train, test)]
+        names = getattr(train.features[self.label], "names", None)
+        classes = len(names) if names else 1 + max(max(source.labels()) for source in sources)
+        lowest = min(min(source.labels()) for source in sources)
+        if lowest < 0:
+            raise DataError(f"{self.root}: column '{self.label}' has labels from {lowest}: leave samples without a label out")
+        return Splits(sources[0], sources[1], self.shape(), classes, self._normalize(sources[0]), names)
+
+    def _splits(self) -> tuple[Any, Any]:
+        """The training and the test rows. Raises UserError."""
+        import datasets
+
+        try:
+            found = datasets.load_from_disk(str(self.root))
+        except Exception as error:  # pyarrow and datasets fail in many ways
+            text = str(error).strip().splitlines() or [type(error).__name__]
+            raise UserError(
+                f"data.root={self.root} cannot be read as a data set ({text[0]}): save it with save_to_disk"
+            ) from None
+        named = found if isinstance(found, dict) else {self.train: found}
+        for knob, split in (("train", self.train), ("test", self.test)):
+            if split is not None and split not in named:
+                raise UserError(f"data.{knob}={split}: {self.root} has no such split: {did_you_mean(split, named)}")
+        train = named[self.train]
+        held = self.test or next((n for n in ("test", "validation") if n in named), None)
+        if held is not None:
+            return train, named[held]
+        order = rng.permutation(0, 0, len(train))  # one split for ever, whatever the run's seed
+        count = round(len(train) * self.holdout)
+        return train.select(order[count:].sort().values.tolist()), train.select(order[:count].sort().values.tolist())
+
+    def _source(self, rows: Any) -> Images | Texts:
+        import datasets
+
+        column = str(self.image or self.text)
+        for knob, name in (("image" if self.image else "text", column), ("label", self.label)):
+            if name not in rows.column_names:
+                raise UserError(f"data.{knob}={name}: {self.root} has no such column: {did_you_mean(name, rows.column_names)}")
+        if not len(rows):
+            raise UserError(
+                f"data.root={self.root}: a split has no samples: give data.test, more samples or a larger data.holdout"
+            )
+        kind = getattr(rows.features[self.label], "dtype", "")
+        if not str(kind).startswith(("int", "uint")):
+            raise UserError(f"data.label={self.label} is a column of {kind or 'nested values'}, not of whole numbers")
+        rows = rows.with_format(None).select_columns([column, self.label])
+        if self.text is not None:
+            return Texts(rows, column, self.label, self.length)
+        if not isinstance(rows.features[column], datasets.Image):
+            raise UserError(f"data.image={column} is no column of images: say data.image=null data.text={column} for texts")
+        return Images(self, rows.cast_column(column, datasets.Image(decode=False)))
+
+    def _normalize(self, source: Any) -> Normalize | None:
+        if self.image is None:
+            return None
+        if self.normalize == "measured":
+            sample = torch.arange(min(len(source), 500)) * (len(source) // min(len(source), 500))
+            return measured(source.fetch(sample)[0])
+        return Normalize(*IMAGENET)
+
+
+class Rows:
+    """Rows of a data set with a label column, as a source."""
+
+    def __init__(self, rows: Any, column: str, label: str) -> None:
+        self.rows, self.column, self.label = rows, column, label
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def labels(self) -> list[int]:
+        """All labels. Raises DataError where one is missing."""
+        labels = self.rows.select_columns([self.label])[:][self.label]
+        if None in labels:
+            raise DataError(f"column '{self.label}' has no label in row {labels.index(None)}: leave it out or mend it")
+        return labels
+
+
+class Texts(Rows):
+    """Texts as bytes: int64 (n, length), a byte plus one, zeros after the end."""
+
+    def __init__(self, rows: Any, column: str, label: str, length: int) -> None:
+        super().__init__(rows, column, label)
+        self.length = length
+
+    def fetch(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        found = self.rows[indices.tolist()]
+        x = torch.zeros(len(indices), self.length, dtype=torch.int64)
+        for row, text in zip(x, found[self.column], strict=True):
+            content = (text or "").encode()[: self.length]
+            if content:
+                row[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8).long() + 1
+        return x, torch.tensor(found[self.label])
+
+
+class Images(Decoding, Rows):
+    """Images: uint8 (n, 3, size, size)."""
+
+    def __init__(self, data: HuggingFace, rows: Any) -> None:
+        super().__init__(rows, str(data.image), data.label)
+        self.root, self.size, self.max_pixels = data.root, data.size, data.max_pixels
+        self.faults = faults.policy(data.on_error, data.max_skipped, len(rows), self.name)
+
+    def decoded(self, index: int, box: Any = None) -> tuple[torch.Tensor, int]:
+        row = self.rows[index]
+        image = row[self.column] or {}
+        if image.get("bytes") is not None:
+            return decode(Member(image["bytes"], self.name(index)), self.size, self.max_pixels, box), row[self.label]
+        if image.get("path") is not None:
+            return decode(Path(image["path"]), self.size, self.max_pixels, box), row[self.label]
+        raise DataError(f"{self.name(index)} has no image")
+
+    def name(self, index: int) -> str:
+        """The row in its split."""
+        return f"{self.root}: row {index}"

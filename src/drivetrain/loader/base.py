@@ -1,0 +1,77 @@
+"""Every loader yields the same micro-batches in the same order; loader=sync is the plainest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from drivetrain.lazy import torch
+from drivetrain.plan import Micro, Request
+from drivetrain.spec import Part
+
+Batch = tuple[Any, Any]  # inputs and targets
+
+
+class Pipeline(NamedTuple):
+    """What happens to a request's samples: `read` on the CPU, `finish` there or on the device. Picklable, for workers."""
+
+    source: Any
+    steps: tuple[Any, ...]  # augmentations in their order
+    normalize: Any  # None where the source's values are ready
+    seed: int
+    classes: int = 0
+
+    def read(self, request: Request) -> Batch:
+        """Inputs and targets as they lie in the source: those of `request.rows()`."""
+        return self.read_rows(request.rows(), request)
+
+    def read_rows(self, rows: torch.Tensor, request: Request) -> Batch:
+        """Some of the request's rows alone; a source that can takes the first step's crops while it decodes."""
+        crops = self.steps and getattr(self.source, "crops", False)
+        boxes = self.steps[0].boxes(self.seed, request.epoch, rows) if crops else None
+        return self.source.fetch(rows) if boxes is None else self.source.fetch(rows, boxes)
+
+    def finish(self, x: torch.Tensor, y: torch.Tensor, request: Request) -> Batch:
+        """What `read` gave, augmented, mixed and normalised, on whatever device it is on."""
+        if self.steps:
+            rows = request.rows().to(x.device, non_blocking=True)
+            for step in self.steps:
+                x, y, rows = step.apply(x, y, rows, self, request)
+        return (x if self.normalize is None else self.normalize(x)), y
+
+    def __call__(self, request: Request) -> Batch:
+        """Inputs and targets that training takes."""
+        return self.finish(*self.read(request), request)
+
+
+class Loader(Part):
+    """loader=sync: the loop fetches each batch itself, as torch's DataLoader does by default."""
+
+    pin_memory = False
+    non_blocking = False
+
+    def settle(self, pipeline: Pipeline, size: int, device: torch.device) -> list[str]:
+        """Decide what needs measuring, on micro-batches of `size`, before training starts; what was decided, a line each."""
+        return []
+
+    def stream(
+        self, pipeline: Pipeline, requests: Iterable[Request], device: torch.device, memory_format: torch.memory_format
+    ) -> Iterator[Micro]:
+        """The micro-batches of `requests`, in their order, on the device."""
+        for x, y, request in self.batches(pipeline, requests, device):
+            yield self.micro(x, y, request, device, memory_format)
+
+    def batches(
+        self, pipeline: Pipeline, requests: Iterable[Request], device: torch.device, finish: bool = True
+    ) -> Iterator[tuple[Any, Any, Request]]:
+        """Each request's batch, in their order, on the CPU or where the source is; as read where it is not to be finished."""
+        work = pipeline if finish else pipeline.read
+        for request in requests:
+            x, y = work(request)
+            yield x, y, request
+
+    def micro(self, x: Any, y: Any, request: Request, device: torch.device, memory_format: torch.memory_format) -> Micro:
+        """A batch, brought to the device."""
+        x = x.to(device, non_blocking=self.non_blocking, memory_format=memory_format)
+        y = y.to(device, non_blocking=self.non_blocking)
+        return Micro(x, y, request.weight, request.last, request.epoch_end)

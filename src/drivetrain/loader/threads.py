@@ -1,0 +1,147 @@
+"""Threads that read ahead: decoding releases the interpreter's lock, and what they read needs no copy between processes."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from typing import Any, Literal
+
+from drivetrain.cores import usable_cores
+from drivetrain.errors import UserError
+from drivetrain.lazy import torch
+from drivetrain.loader.base import Batch, Loader, Pipeline
+from drivetrain.plan import Request
+from drivetrain.spec import Count, Positive, Run
+
+PIECES = 2  # of a batch, for each thread: small enough that all finish together
+
+
+class Threads(Loader):
+    """Batches are read ahead by threads of this process; each batch's samples are shared out among them.
+
+    A source says by `parallel_read` that reading one sample is work (decoding); others are read a batch at a time.
+    """
+
+    non_blocking = True
+
+    def __init__(
+        self,
+        num_threads: Count | Literal["auto"] = "auto",
+        prefetch_factor: Count = 2,
+        pin_memory: bool = True,
+        timeout_s: Positive = 120.0,
+    ) -> None:
+        self.num_threads, self.prefetch_factor = num_threads, prefetch_factor
+        self.pin_memory, self.timeout_s = pin_memory, timeout_s
+
+    def check(self, run: Run) -> Iterator[str]:
+        if run.choices["data"] == "synthetic":
+            yield f"{run.named('loader')} has nothing to do for data=synthetic, which is made on the device: set loader=sync"
+
+    def threads(self) -> int:
+        """How many: this rank's share of the cores it may use."""
+        return usable_cores() if self.num_threads == "auto" else self.num_threads
+
+    def batches(
+        self, pipeline: Pipeline, requests: Iterable[Request], device: torch.device, finish: bool = True
+    ) -> Iterator[tuple[Any, Any, Request]]:
+        waiting: deque[tuple[Request, Future[Batch]]] = deque()
+        wanted = iter(requests)
+        pin = self.pin_memory and device.type == "cuda"
+        pool = Pool(self.threads())
+        try:
+            while True:
+                while len(waiting) <= self.prefetch_factor and (request := next(wanted, None)) is not None:
+                    waiting.append((request, Shared(pipeline, request, finish, self.threads(), pin).start(pool)))
+                if not waiting:
+                    return
+                request, batch = waiting.popleft()
+                yield *self._arrived(batch), request
+        finally:
+            pool.close()
+            for _, batch in waiting:
+                batch.cancel()
+
+    def _arrived(self, batch: Future[Batch]) -> Batch:
+        try:
+            return batch.result(self.timeout_s)
+        except TimeoutError:
+            raise UserError(
+                f"no thread delivered a batch for {self.timeout_s:g} s (loader.timeout_s): a stuck read, or too slow a disk"
+            ) from None
+
+
+class Pool:
+    """Threads that do what they are given in its order. Daemons: one that is stuck in a read keeps no process alive."""
+
+    def __init__(self, threads: int) -> None:
+        self.jobs: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]] | None] = queue.SimpleQueue()
+        self.closed = False
+        self.threads = [threading.Thread(target=self._work, name=f"loader-{n}", daemon=True) for n in range(threads)]
+        for thread in self.threads:
+            thread.start()
+
+    def submit(self, job: Callable[..., None], *args: Any) -> None:
+        """Give a job to whoever is free first."""
+        self.jobs.put((job, args))
+
+    def close(self) -> None:
+        """Forget what has not begun; the threads end by themselves."""
+        self.closed = True
+        for _ in self.threads:
+            self.jobs.put(None)
+
+    def _work(self) -> None:
+        while (job := self.jobs.get()) is not None:
+            if not self.closed:
+                job[0](*job[1])
+
+
+class Shared:
+    """One batch that several threads read: each a run of its rows, straight into the batch; the last one finishes it."""
+
+    def __init__(self, pipeline: Pipeline, request: Request, finish: bool, threads: int, pin: bool) -> None:
+        self.pipeline, self.request, self.finish, self.pin = pipeline, request, finish, pin
+        self.rows = request.rows()
+        alike = getattr(self.pipeline.source, "parallel_read", False)
+        self.pieces = self.rows.tensor_split(min(len(self.rows), PIECES * threads)) if alike else (self.rows,)
+        self.left = len(self.pieces)
+        self.lock = threading.Lock()
+        self.x: Any = None
+        self.y: Any = None
+        self.done: Future[Batch] = Future()
+
+    def start(self, pool: Pool) -> Future[Batch]:
+        """Hand the pieces out; what the batch will be."""
+        at = 0
+        for piece in self.pieces:
+            pool.submit(self._read, piece, at)
+            at += len(piece)
+        return self.done
+
+    def _read(self, rows: Any, at: int) -> None:
+        try:
+            if self.done.done():  # another piece has failed
+                return
+            x, y = self.pipeline.read_rows(rows, self.request)
+            if len(self.pieces) == 1:
+                self.x, self.y = (x.pin_memory(), y.pin_memory()) if self.pin else (x, y)
+            else:
+                with self.lock:
+                    if self.x is None:
+                        self.x = torch.empty((len(self.rows), *x.shape[1:]), dtype=x.dtype, pin_memory=self.pin)
+                        self.y = torch.empty((len(self.rows), *y.shape[1:]), dtype=y.dtype, pin_memory=self.pin)
+                self.x[at : at + len(rows)] = x
+                self.y[at : at + len(rows)] = y
+            with self.lock:
+                self.left -= 1
+                last = self.left == 0
+            if last:
+                self.done.set_result(self.pipeline.finish(self.x, self.y, self.request) if self.finish else (self.x, self.y))
+        except BaseException as error:  # it belongs to whoever waits for the batch
+            with self.lock:
+                if not self.done.done():
+                    self.done.set_exception(error)

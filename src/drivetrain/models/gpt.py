@@ -1,0 +1,138 @@
+"""A small decoder-only transformer (Radford et al. 2019), for bytes."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.functional import relu, scaled_dot_product_attention
+
+ROTARY_BASE = 10_000.0
+MULTIPLIER, PRIME = 1_000_003, 2_147_483_647  # of the hash: products stay within 63 bits
+
+
+class Attention(nn.Module):
+    """Causal self-attention. Padding on the right needs no mask: nothing before it looks there."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
+        """x (n, length, width); rotary (2, length, head / 2)."""
+        n, length, width = x.shape
+        q, k, v = self.qkv(x).view(n, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        q, k = rotated(q, rotary), rotated(k, rotary)
+        mixed = scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True)
+        return self.out(mixed.transpose(1, 2).reshape(n, length, width))
+
+
+class FeedForward(nn.Module):
+    """Linear, squared ReLU (So et al. 2021), linear."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(relu(self.up(x)).square())
+
+
+class Block(nn.Module):
+    """x + attention of x, then x + feed-forward of x; each normalises what it reads."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.norm1, self.attention = nn.LayerNorm(width), Attention(width, heads, dropout)
+        self.norm2, self.feed_forward = nn.LayerNorm(width), FeedForward(width)
+        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
+
+    def forward(self, x: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
+        x = x + self.dropout(self.attention(self.norm1(x), rotary))
+        return x + self.dropout(self.feed_forward(self.norm2(x)))
+
+
+class Ngrams(nn.Module):
+    """Learned vectors of the last 2 … `longest` tokens together, in tables of `buckets` rows that a hash picks.
+
+    What attention would first have to learn to gather is looked up (Clark et al. 2022; for bytes Pagnoni et al. 2024).
+    """
+
+    def __init__(self, longest: int, buckets: int, width: int) -> None:
+        super().__init__()
+        self.buckets = buckets
+        self.tables = nn.ModuleList(nn.Embedding(buckets, width) for _ in range(2, longest + 1))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Tokens (n, length) to (n, length, width)."""
+        total, hashed, earlier = torch.zeros((), device=tokens.device), tokens, tokens
+        for table in self.tables:
+            earlier = nn.functional.pad(earlier, (1, 0))[:, :-1]
+            hashed = (hashed * MULTIPLIER + earlier + 1) % PRIME
+            total = total + table(hashed % self.buckets)
+        return total
+
+
+class Gpt(nn.Module):
+    """Tokens (n, up to `length`) to logits (n, the same, classes); the logits at a place depend on the tokens up to it.
+
+    Blocks that normalise before they read, rotary positions (Su et al. 2021), no biases in the products, the output's
+    matrix tied to the embedding (Press and Wolf 2017). Blocks begin as the identity (Zhang et al. 2019), `ngrams` at 0.
+    """
+
+    rotary: torch.Tensor
+
+    def __init__(
+        self,
+        length: int,
+        classes: int,
+        width: int,
+        depth: int,
+        heads: int,
+        dropout: float = 0.0,
+        ngrams: int = 1,
+        buckets: int = 8192,
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(classes, width)
+        self.ngrams = Ngrams(ngrams, buckets, width) if ngrams > 1 else None
+        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, classes, bias=False)
+        self.register_buffer("rotary", rotary_table(length, width // heads), persistent=False)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=module.in_features**-0.5)
+            elif isinstance(module, nn.Embedding):
+                nn.init.zeros_(module.weight)
+        for block in self.blocks:
+            nn.init.zeros_(block.attention.out.weight)  # type: ignore[union-attr, arg-type]
+            nn.init.zeros_(block.feed_forward.down.weight)  # type: ignore[union-attr, arg-type]
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        if self.ngrams is not None:
+            x = x + self.ngrams(tokens)
+        x = nn.functional.layer_norm(x, x.shape[-1:])
+        rotary = self.rotary[:, : tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x, rotary)
+        return self.head(self.norm(x))
+
+
+def rotary_table(length: int, head: int) -> torch.Tensor:
+    """Cosines and sines (2, length, head / 2) of each place's angle at each frequency."""
+    frequencies = ROTARY_BASE ** (-torch.arange(0, head, 2, dtype=torch.float64) / head)
+    angles = torch.arange(length, dtype=torch.float64).unsqueeze(1) * frequencies
+    return torch.stack([angles.cos(), angles.sin()]).to(torch.get_default_dtype())
+
+
+def rotated(x: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
+    """Queries or keys (n, heads, length, head), each pair of halves turned by its place's angles."""
+    cos, sin = rotary.to(x.dtype)
+    left, right = x.chunk(2, dim=-1)
+    return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)

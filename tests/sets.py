@@ -1,0 +1,71 @@
+"""Small data sets in the forms that options read, for the tests that run every option."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+
+def write(folder: Path, size: int = 8) -> None:
+    """cifar/, shard.tar, packed/ and hub/ (empty where its library is not installed): two classes of noise, 50 images or so each."""
+    noise = np.random.default_rng(0)
+    images = noise.integers(0, 255, (50, size, size, 3), dtype=np.uint8)
+    cifar(folder / "cifar", noise)
+    shard(folder / "shard.tar", images)
+    packed(folder / "packed", images)
+    (folder / "hub").mkdir()
+    if find_spec("datasets") is not None:
+        hub(folder / "hub", images)
+
+
+def cifar(folder: Path, noise: np.random.Generator) -> None:
+    """The binary version, ten records a file."""
+    folder.mkdir()
+    for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"):
+        records = noise.integers(0, 255, (10, 3073), dtype=np.uint8)
+        records[:, 0] = np.arange(10)
+        (folder / f"{name}.bin").write_bytes(records.tobytes())
+
+
+def png(image: np.ndarray) -> bytes:
+    out = io.BytesIO()
+    Image.fromarray(image).save(out, "PNG")
+    return out.getvalue()
+
+
+def shard(path: Path, images: np.ndarray) -> None:
+    """One tar shard."""
+    with tarfile.open(path, "w") as tar:
+        for number, image in enumerate(images):
+            for name, content in ((f"{number}.png", png(image)), (f"{number}.cls", str(number % 2).encode())):
+                member = tarfile.TarInfo(name)
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+
+
+def packed(folder: Path, images: np.ndarray) -> None:
+    """What `drivetrain pack` writes."""
+    import torch
+
+    from drivetrain.data import Normalize, Splits, Tensors, packing
+
+    folder.mkdir()
+    x = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous()
+    source = Tensors(x, torch.arange(len(x)) % 2)
+    splits = Splits(source, source, tuple(x.shape[1:]), 2, Normalize([127.0] * 3, [70.0] * 3))
+    packing.pack(splits, folder, packing.Raw(), splits.shape, "", 1, lambda *_: None)
+
+
+def hub(folder: Path, images: np.ndarray) -> None:
+    """A dataset as Hugging Face's library saves it."""
+    import datasets
+
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])})
+    rows = {"image": [{"bytes": png(i), "path": None} for i in images], "label": [n % 2 for n in range(len(images))]}
+    split = datasets.Dataset.from_dict(rows, features=features)
+    datasets.DatasetDict({"train": split, "test": split}).save_to_disk(str(folder))

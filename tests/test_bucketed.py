@@ -1,0 +1,278 @@
+"""batch=bucketed: similar lengths together, everything else as ever."""
+
+import itertools
+
+import pytest
+import torch
+
+from drivetrain.batch import Batch, Bucketed
+from drivetrain.batch.bucketed import cut
+from drivetrain.errors import UserError
+from drivetrain.plan import Request, World
+
+BUDGETS = ("samples", "tokens")
+
+
+class Lengths:
+    """Samples that are nothing but lengths: many short ones, a few long."""
+
+    pad_to = 1
+
+    def __init__(self, n: int = 533) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.lengths = 1 + (255 * torch.rand(n, generator=generator) ** 3).long()
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+
+def bucketed(source: Lengths, size: int = 1, **knobs) -> Bucketed:
+    batch = Bucketed(**{"global_batch": 12, **knobs})
+    batch.start(source, 0, World(0, size))
+    return batch
+
+
+def epoch(
+    batch: Batch, n: int, size: int = 1, epoch: int = 0, drop_last: bool = False, skip: int = 0
+) -> list[list[list[Request]]]:
+    """The requests of an epoch: rank → update → micro-batches."""
+    ranks = [list(batch.requests(n, 0, epoch, World(rank, size), drop_last, skip)) for rank in range(size)]
+    return [by_update(mine) for mine in ranks]
+
+
+def by_update(mine: list[Request]) -> list[list[Request]]:
+    ends = [0, *(i for i, request in enumerate(mine, 1) if request.last)]
+    return [mine[a:b] for a, b in itertools.pairwise(ends)]
+
+
+def updates(ranks: list[list[list[Request]]]) -> list[list[int]]:
+    """The samples of each update over all ranks, sorted."""
+    return [sorted(i for mine in u for r in mine if r.weight for i in r.indices.tolist()) for u in zip(*ranks, strict=True)]
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize(("size", "steps"), [(1, 1), (2, 1), (3, 1), (2, 3)])
+def test_every_sample_once_and_the_same_updates_on_any_ranks(budget, size, steps):
+    source = Lengths()
+    one = updates(epoch(bucketed(source, budget=budget), len(source)))
+    many = updates(epoch(bucketed(source, size, budget=budget, steps=steps), len(source), size))
+    assert many == one
+    assert sorted(itertools.chain(*one)) == list(range(len(source)))
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_only_the_last_micro_batch_ends_an_update_and_the_epoch(budget):
+    source = Lengths()
+    for mine in epoch(bucketed(source, 2, budget=budget, steps=2), len(source), 2):
+        flat = list(itertools.chain(*mine))
+        assert [r.epoch_end for r in flat] == [False] * (len(flat) - 1) + [True]
+        assert all([r.last for r in update] == [False] * (len(update) - 1) + [True] for update in mine)
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_counts_are_known_beforehand_and_alike_in_every_epoch(budget, drop_last):
+    source = Lengths()
+    batch = bucketed(source, budget=budget)
+    before = 0
+    for number in range(3):
+        found = updates(epoch(batch, len(source), epoch=number, drop_last=drop_last))
+        assert len(found) == batch.updates(len(source), number, drop_last)
+        for window in (0, 1, len(found)):
+            read = sum(map(len, found[:window]))
+            assert batch.consumed(len(source), number, window, drop_last) == before + read
+        before += sum(map(len, found))
+    assert batch.total_updates(len(source), 3, drop_last) == 3 * len(found)
+    assert before == 3 * (len(source) - (len(source) % 12 if drop_last and budget == "samples" else 0)) or budget == "tokens"
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("k", [0, 1, 9])
+def test_going_on_at_update_k_gives_what_the_whole_epoch_gives_from_there(budget, k):
+    source = Lengths()
+    batch = bucketed(source, 2, budget=budget, steps=2)
+
+    def plain(ranks: list[list[list[Request]]], begin: int) -> list:
+        return [[[(r.indices.tolist(), float(r.weight), r.last, r.epoch_end) for r in u] for u in mine[begin:]] for mine in ranks]
+
+    whole, rest = epoch(batch, len(source), 2), epoch(batch, len(source), 2, skip=k)
+    assert plain(rest, 0) == plain(whole, k)
+    assert plain(rest, 0)[0]
+
+
+def test_epochs_differ_in_what_an_update_holds_and_in_their_order():
+    source = Lengths()
+    first, second = (updates(epoch(bucketed(source), len(source), epoch=e)) for e in (0, 1))
+    assert first == updates(epoch(bucketed(source), len(source)))
+    assert len({tuple(u) for u in first} & {tuple(u) for u in second}) < len(first) / 4
+    longest = [max(int(source.lengths[i]) for i in u) for u in first]
+    assert longest != sorted(longest)
+
+
+def padding(batch: Batch, source: Lengths, size: int, pad_to: int) -> tuple[float, float]:
+    """The share of padding, and how much longer the ranks' busiest works than all on average."""
+    real = padded = busiest = 0
+    for together in zip(*epoch(batch, len(source), size), strict=True):
+        work = [
+            sum(len(r.indices) * -(-int(source.lengths[r.indices].max()) // pad_to) * pad_to for r in mine) for mine in together
+        ]
+        real += sum(int(source.lengths[r.indices].sum()) for mine in together for r in mine)
+        padded += sum(work)
+        busiest += max(work)
+    return 1 - real / padded, busiest * size / padded - 1
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_there_is_less_padding_and_ranks_work_alike(budget):
+    source = Lengths(2000)
+    plain = Batch(32)
+    plain.lengths = source.lengths
+    before, after = (
+        padding(plain, source, 2, 1),
+        padding(bucketed(source, 2, global_batch=32, budget=budget, pad_to=16), source, 2, 16),
+    )
+    assert before[0] > 0.5
+    assert after[0] < 0.15
+    assert before[1] > 0.05
+    assert after[1] < 0.02
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_a_compiler_sees_few_shapes(budget):
+    source = Lengths(2000)
+    batch = bucketed(source, budget=budget, pad_to=64)
+    assert source.pad_to == 64  # what the source pads to
+    shapes = {
+        (len(r.indices), -(-int(source.lengths[r.indices].max()) // 64))
+        for u in epoch(batch, len(source), drop_last=True)[0]
+        for r in u
+    }
+    assert len(shapes) <= (4 if budget == "samples" else 8)
+    plain = Batch(12)
+    plain.lengths = source.lengths
+    assert len({int(source.lengths[r.indices].max()) for u in epoch(plain, len(source))[0] for r in u}) > 50
+
+
+def test_a_budget_of_tokens_holds_and_is_used():
+    source = Lengths(2000)
+    batch = bucketed(source, budget="tokens")
+    most = 12 * 256
+    sizes = [len(u) * int(batch.padded[u].max()) for u in updates(epoch(batch, len(source)))]
+    assert max(sizes) <= most
+    assert sum(sizes) > 0.9 * most * (len(sizes) - 1)
+    assert max(map(len, updates(epoch(batch, len(source))))) > 4 * 12  # many short ones at once
+
+
+def test_a_sample_over_the_budget_goes_alone():
+    assert cut(torch.tensor([1, 1, 9, 9]), 1, by_tokens=True).ends == [2, 3, 4]
+
+
+def test_a_short_last_batch_is_known_as_one():
+    assert cut(torch.tensor([4] * 10), 5, by_tokens=False) == ([5, 10], False)
+    assert cut(torch.tensor([4] * 9), 5, by_tokens=False) == ([5, 9], True)
+    assert cut(torch.tensor([4] * 10), 5, by_tokens=True) == ([5, 10], False)
+    assert cut(torch.tensor([2] * 3 + [4] * 5), 3, by_tokens=True) == ([3, 6, 8], True)
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("batch", ["bucketed", "fixed"])
+def test_an_evaluation_has_every_sample_once_by_length(batch, budget):
+    source = Lengths()
+    made = bucketed(source, budget=budget) if batch == "bucketed" else Batch(12)
+    batches = made.evaluation(source, World())
+    order = torch.cat(list(batches))
+    assert sorted(order.tolist()) == list(range(len(source)))
+    assert torch.equal(source.lengths[order], source.lengths.sort().values)
+    assert min(map(len, batches)) > 0
+
+
+def test_memory_is_claimed_by_the_longest():
+    source = Lengths()
+    for made in (bucketed(source), bucketed(source, budget="tokens")):
+        chosen = made.largest(len(source), made.micro_batch(World()))
+        assert source.lengths[chosen].tolist() == source.lengths.sort(descending=True).values[:12].tolist()
+    assert len(made.largest(len(source), 1000)) == 1000
+
+
+def test_ranks_without_a_share_join_in_with_weight_zero():
+    source = Lengths(13)
+    batch = bucketed(source, 5, global_batch=5)
+    for u in zip(*epoch(batch, 13, 5), strict=True):
+        assert sum(float(r.weight) for mine in u for r in mine) == pytest.approx(5)
+        assert all(len(r.indices) for mine in u for r in mine)
+
+
+def test_the_batch_grows():
+    source = Lengths()
+    batch = bucketed(source, grow_every=1, steps=2)
+    small, large = (epoch(batch, len(source), epoch=e) for e in (0, 1))
+    assert (len(small[0]), len(large[0])) == (45, 23)
+    assert {len(r.indices) for u in large[0][:3] for r in u} <= {5, 6}
+    assert batch.consumed(len(source), 1, 2, drop_last=False) == len(source) + sum(map(len, updates(large)[:2]))
+
+
+# --- in a run ---
+
+TEXT = ["data=stdlib", "data.max_files=10", "data.length=64", "data.test_samples=8", "loss=next_token"]
+GPT = [*TEXT, "model=gpt", "model.width=16", "model.heads=2", "model.depth=1", "batch=bucketed", "runtime.device=cpu"]
+
+
+def test_what_it_saves_is_said_at_the_start(make):
+    (line,) = [s for s in make(*GPT, world=World(0, 2)).said if s.startswith("batch=bucketed")]
+    assert "padding" in line
+    assert "ranks wait for the busiest" in line
+    assert "ranks" not in next(s for s in make(*GPT).said if s.startswith("batch=bucketed"))
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_a_run_cut_in_two_is_the_whole_run(train, make, budget):
+    from drivetrain import train as plain_train
+
+    words = [*GPT, f"batch.budget={budget}", "epochs=2", "batch.preallocate=true"]
+    whole = train(*words, "updates=6")
+    first = train(*words, "updates=4")
+    again = plain_train([f"resume={first.run_dir}", "updates=6"])
+    assert (whole.status, again.status, again.updates) == ("completed", "completed", 6)
+    assert again.metrics["final"] == whole.metrics["final"]
+
+
+def test_one_batch_learnt_by_heart_is_the_one_that_is_evaluated(train):
+    result = train(*GPT, "debug=overfit", "debug.updates=30", "optimizer=adamw", "optimizer.lr=0.01", "updates=null")
+    assert result.status == "completed", result.error
+    assert result.metrics["final"]["loss"] < 4
+
+
+def test_cudnns_autotuner_is_warned_of(tiny):
+    from drivetrain import launch
+
+    words = [w for w in GPT if not w.startswith("runtime")]
+    assert any("runtime.cudnn_benchmark=true" in line for line in launch.prepare(tiny(*words)).said)
+    assert not launch.prepare(tiny(*words, "runtime.cudnn_benchmark=false")).said
+
+
+def test_its_schedule_is_checked_when_the_data_was_read(make):
+    with pytest.raises(UserError, match=r"scheduler\.warmup"):
+        make(*GPT, "scheduler=wsd", "scheduler.warmup=100")
+
+
+def test_its_schedule_can_be_shown(tiny, capsys):
+    from drivetrain.show import show
+
+    show(tiny(*GPT, "updates=null", "batch.budget=tokens"), [])
+    assert "updates" in capsys.readouterr().out
+
+
+def test_data_without_lengths_is_refused(problems):
+    assert problems("batch=bucketed") == [
+        "batch=bucketed sorts by length, and all samples of data=synthetic are alike: set batch=fixed"
+    ]
+    with pytest.raises(UserError, match="does not tell its samples' lengths"):
+        Bucketed().start(object(), 0, World())
+
+
+def test_compiling_for_every_length_is_warned_of(tiny):
+    from drivetrain import launch
+
+    words = [w for w in GPT if w != "batch=bucketed"]
+    assert any("batch=bucketed keeps to a few" in line for line in launch.prepare(tiny(*words, "compile=inductor")).said)
+    assert not launch.prepare(tiny(*words)).said

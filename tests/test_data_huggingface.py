@@ -1,0 +1,130 @@
+"""Data sets of Hugging Face's library, from disk."""
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from drivetrain.data import HuggingFace
+from drivetrain.errors import DataError, UserError
+
+CPU = torch.device("cpu")
+
+
+def png(number: int) -> bytes:
+    out = io.BytesIO()
+    Image.fromarray(np.full((9, 10), number, np.uint8)).save(out, "PNG")  # grey
+    return out.getvalue()
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """`saved(train=rows, test=rows)`: splits of numbered images on disk; one Dataset where only `train` is given."""
+    datasets = pytest.importorskip("datasets")
+
+    def write(train=range(40), test=None, broken=()) -> Path:
+        def split(numbers):
+            images = [{"bytes": b"x" if n in broken else png(n), "path": None} for n in numbers]
+            columns = {"image": images, "label": [n % 3 for n in numbers], "caption": [f"é{n}" for n in numbers]}
+            kinds = {
+                "image": datasets.Image(),
+                "label": datasets.ClassLabel(names=list("abc")),
+                "caption": datasets.Value("string"),
+            }
+            return datasets.Dataset.from_dict(columns, features=datasets.Features(kinds))
+
+        made = split(train) if test is None else datasets.DatasetDict({"train": split(train), "validation": split(test)})
+        made.save_to_disk(str(tmp_path / "hub"))
+        return tmp_path / "hub"
+
+    return write
+
+
+def test_images_labels_and_names(saved):
+    splits = HuggingFace(root=str(saved(test=range(100, 110))), size=8).load(CPU)
+    x, y = splits.train.fetch(torch.tensor([5, 39, 5]))
+    assert (x.dtype, x.shape) == (torch.uint8, (3, 3, 8, 8))
+    assert x[:, 0, 0, 0].tolist() == [5, 39, 5]
+    assert y.tolist() == [2, 0, 2]
+    assert splits.test.fetch(torch.arange(10))[0][:, 2, 7, 7].tolist() == list(range(100, 110))
+    assert (splits.classes, splits.names, splits.shape) == (3, ["a", "b", "c"], (3, 8, 8))
+
+
+def test_without_a_split_for_the_test_samples_are_held_out(saved):
+    splits = HuggingFace(root=str(saved()), size=8, holdout=0.25).load(CPU)
+    train, test = (s.fetch(torch.arange(len(s)))[0][:, 0, 0, 0].tolist() for s in (splits.train, splits.test))
+    assert sorted(train + test) == list(range(40))
+    assert len(test) == 10
+
+
+def test_texts_come_as_bytes(saved):
+    splits = HuggingFace(root=str(saved(test=range(3))), image=None, text="caption", length=4).load(CPU)
+    x, y = splits.train.fetch(torch.tensor([7, 12]))
+    assert x.tolist() == [[0xC3 + 1, 0xA9 + 1, ord("7") + 1, 0], [0xC3 + 1, 0xA9 + 1, ord("1") + 1, ord("2") + 1]]
+    assert y.tolist() == [1, 0]
+    assert (splits.shape, splits.normalize) == ((4,), None)
+
+
+def test_images_that_are_paths_are_read_from_there(saved, tmp_path):
+    datasets = pytest.importorskip("datasets")
+    (tmp_path / "a.png").write_bytes(png(77))
+    kinds = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
+    rows = {"image": [str(tmp_path / "a.png")] * 10, "label": list(range(10))}
+    datasets.Dataset.from_dict(rows, features=kinds).save_to_disk(str(tmp_path / "paths"))
+    splits = HuggingFace(root=str(tmp_path / "paths"), size=8, holdout=0.2).load(CPU)
+    assert splits.train.fetch(torch.tensor([3]))[0].unique().tolist() == [77]
+    assert splits.classes == 10
+
+
+def test_broken_images_are_named_or_skipped(saved):
+    root = saved(test=range(5), broken=[4])
+    strict = HuggingFace(root=str(root), size=8).load(CPU).train
+    with pytest.raises(DataError, match=r"hub: row 4 cannot be read as an image"):
+        strict.fetch(torch.tensor([4]))
+    lenient = HuggingFace(root=str(root), size=8, on_error="skip", max_skipped=1).load(CPU).train
+    assert lenient.fetch(torch.tensor([4]))[0][0, 0, 0, 0] == 5
+    assert lenient.skipped() == [f"{root}: row 4"]
+
+
+@pytest.mark.parametrize(
+    ("knobs", "says"),
+    [
+        ({"image": "picture"}, r"data\.image=picture: .* has no such column"),
+        ({"label": "lable"}, r"data\.label=lable: .*did you mean 'label'"),
+        ({"label": "caption"}, "is a column of string, not of whole numbers"),
+        ({"image": "caption"}, "is no column of images"),
+        ({"train": "trian"}, "has no such split: did you mean 'train'"),
+        ({"test": "held"}, r"data\.test=held"),
+    ],
+)
+def test_what_is_not_there_is_refused(saved, knobs, says):
+    with pytest.raises(UserError, match=says):
+        HuggingFace(root=str(saved(test=range(3))), size=8, **knobs).load(CPU)
+
+
+def test_a_folder_that_is_none_is_refused(tmp_path, problems):
+    pytest.importorskip("datasets")
+    with pytest.raises(UserError, match="cannot be read as a data set"):
+        HuggingFace(root=str(tmp_path)).load(CPU)
+    assert any("needs data.root" in p for p in problems("data=huggingface"))
+    words = ["data=huggingface", f"data.root={tmp_path}"]
+    assert any("is no directory" in p for p in problems("data=huggingface", "data.root=nowhere"))
+    assert any("name one column" in p for p in problems(*words, "data.text=caption"))
+
+
+def test_without_the_library_it_is_said(problems, tmp_path, monkeypatch):
+    import importlib.util
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "datasets" else find(name, *a))
+    said = problems("data=huggingface", f"data.root={tmp_path}")
+    assert said == ["data=huggingface needs the package 'datasets', which is not installed: pip install 'drivetrain[datasets]'"]
+
+
+@pytest.mark.parametrize("loader", ["sync", "workers"])
+def test_it_trains(train, saved, loader):
+    result = train("data=huggingface", f"data.root={saved()}", "data.size=8", f"loader={loader}")
+    assert (result.status, result.updates) == ("completed", 2), result.error

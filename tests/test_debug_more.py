@@ -1,0 +1,645 @@
+"""profile, nvtx, gradcheck, sync, overfit: each finds what was planted, nothing where nothing is, and changes no number."""
+
+import contextlib
+import csv
+import gzip
+import json
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import drivetrain
+from drivetrain import launch
+from drivetrain.debug.gradcheck import WrongGradient
+from drivetrain.debug.nvtx import Nvtx
+from drivetrain.debug.sync import Sync
+from drivetrain.errors import UserError
+
+SOURCE = Path(drivetrain.__file__).parents[1]
+
+PLANTED = '''
+"""Models with a fault each."""
+import torch
+from torch import nn
+
+
+class Forgot(torch.autograd.Function):
+    """tanh, whose backward forgot the square."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.tanh()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * (1 - ctx.saved_tensors[0].tanh())
+
+
+class Looks(torch.autograd.Function):
+    """Itself, with a look at its gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad.sum().tolist()  # in the backward
+        return grad
+
+
+class Act(nn.Module):
+    def forward(self, x):
+        return Forgot.apply(x)
+
+
+class Scaled(nn.Module):
+    """A parameter whose gradient is wrong, beside an input whose gradient is right."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(16))
+
+    def forward(self, x):
+        return x * (2 * self.scale.detach() - self.scale)
+
+
+class Narrow(nn.Module):
+    """Computes in float32 and gives back what it was given."""
+
+    def forward(self, x):
+        return x.float().tanh().to(x.dtype)
+
+
+class Float(nn.Module):
+    """Wants float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.linear(x.float())
+
+
+class Item(nn.Module):
+    def forward(self, x):
+        return x * float(x.mean().item() < 1e9)  # in the forward
+
+
+class Mask(nn.Module):
+    def forward(self, x):
+        x[x > 1e9] = 0.0  # which is none: one value needs no places
+        if (x > 1e9).any():  # in an if
+            raise AssertionError
+        return x + x[x > 1e9].sum()  # by a mask
+
+
+class Peek(nn.Module):
+    def forward(self, x):
+        return Looks.apply(x)
+
+
+MIDDLE = {"act": Act, "scaled": Scaled, "narrow": Narrow, "float": Float, "item": Item, "mask": Mask, "peek": Peek,
+          "right": lambda: nn.Sequential(nn.Dropout(0.2), nn.ReLU(inplace=True), nn.LayerNorm(16))}
+
+
+class Net(nn.Module):
+    def __init__(self, shape, classes, middle="right"):
+        super().__init__()
+        self.first = nn.Linear(shape[0] * shape[1] * shape[2], 16)
+        self.middle = MIDDLE[middle]()
+        self.head = nn.Linear(16, classes)
+
+    def forward(self, x):
+        return self.head(self.middle(self.first(x.flatten(1))))
+
+
+class Itself(Net):
+    """Wrong in its own forward, between its modules."""
+
+    def forward(self, x):
+        return self.head(Forgot.apply(self.first(x.flatten(1))))
+
+
+class Cut(Net):
+    """Learns nothing: its output hangs on no parameter but a bias."""
+
+    def forward(self, x):
+        return self.head(self.first(x.flatten(1)).detach() * 0)
+'''
+
+
+@pytest.fixture
+def planted(tmp_path, monkeypatch):
+    """`planted(middle)`: the words of a model with that fault."""
+    (tmp_path / "planted_faults.py").write_text(PLANTED)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "planted_faults", raising=False)
+
+    def words(middle: str = "right", cls: str = "Net") -> list[str]:
+        return ["model=own", f"model.target=planted_faults.{cls}", "trust=[planted_faults]", f"+model.kwargs.middle={middle}"]
+
+    return words
+
+
+def line_of(text: str) -> int:
+    (line,) = [n for n, code in enumerate(PLANTED.splitlines(), 1) if text in code]
+    return line
+
+
+def losses(result_or_trainer) -> list[float]:
+    if hasattr(result_or_trainer, "sinks"):
+        records = result_or_trainer.sinks[0]
+    else:
+        records = [json.loads(line) for line in (Path(result_or_trainer.run_dir) / "metrics.jsonl").read_text().splitlines()]
+    return [r["loss"] for r in records if r["event"] == "train"]
+
+
+def report(result) -> list[str]:
+    return (Path(result.run_dir) / "debug.txt").read_text().splitlines()
+
+
+# --- none ---
+
+
+@pytest.mark.parametrize(
+    ("option", "loaded"),
+    [
+        ("none", []),
+        ("fast", []),
+        ("sync", ["drivetrain.debug.sync", "drivetrain.modes"]),
+        ("overfit", ["drivetrain.debug.overfit"]),
+    ],
+)
+def test_only_the_option_that_is_asked_for_is_imported(tiny, tmp_path, option, loaded):
+    code = f"""
+import sys, drivetrain
+result = drivetrain.train({tiny(f"debug={option}")!r})
+ours = sorted(n for n in sys.modules if n.startswith("drivetrain.debug.") or n == "drivetrain.modes")
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+import torch
+left = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
+print("done", result.status, ours, left, torch.is_anomaly_enabled(), torch.autograd.profiler._is_profiler_enabled)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False, env={"PYTHONPATH": str(SOURCE)}
+    )
+    assert f"done completed {loaded!r} [] False False" in done.stdout, done.stdout + done.stderr
+
+
+def test_none_wraps_nothing_and_reports_nothing(train, make):
+    from drivetrain.precision import Precision
+
+    trainer = make()
+    assert type(trainer.precision) is Precision
+    stream = trainer.watch(iter(()))
+    assert stream.gi_code.co_filename.endswith("inputs.py")  # the look at the inputs alone
+    assert not (Path(train().run_dir) / "debug.txt").exists()
+
+
+@pytest.mark.parametrize("words", [["debug=profile"], ["debug=gradcheck"], ["debug=sync"]], ids=lambda w: w[0])
+@pytest.mark.parametrize(
+    "beside", [["model.dropout=0.2", "optimizer=adamw"], ["precision=fp32", "batch=accumulate", "batch.steps=3"]]
+)
+def test_a_watched_run_has_the_numbers_of_a_plain_one(make, words, beside):
+    plain = make(*beside, "updates=4")
+    plain.fit()
+    watched = make(*beside, *words, "updates=4")
+    watched.fit()
+    assert len(losses(plain)) == 4
+    assert losses(watched) == losses(plain)
+    assert watched.progress.final == plain.progress.final
+
+
+# --- profile ---
+
+
+PROFILE = ["debug=profile", "debug.skip=2", "debug.warmup=1", "debug.window=3", "updates=9", "epochs=9"]
+
+
+@pytest.fixture
+def profiled(train):
+    result = train(*PROFILE, "model.hidden=[64]", "data.samples=240", "data.test_samples=20")
+    assert (result.status, result.updates) == ("completed", 9), result.error
+    return result
+
+
+def trace_of(result) -> list[dict]:
+    with gzip.open(Path(result.run_dir) / "profile" / "trace.json.gz", "rt") as file:
+        return json.load(file)["traceEvents"]
+
+
+def test_profile_leaves_a_trace_of_its_window_with_phases_and_operations(profiled):
+    events = trace_of(profiled)
+    spans = [e for e in events if e.get("ph") == "X"]
+    marks = [e["name"] for e in spans if e.get("cat") == "user_annotation"]
+    for phase in ("data", "forward", "backward", "update"):
+        assert marks.count(phase) == 3, phase
+    assert sum(name.startswith("ProfilerStep") for name in marks) == 3
+    assert {"aten::addmm", "aten::mm", "aten::cross_entropy_loss"} <= {e["name"] for e in spans}
+    assert all(isinstance(e["ts"], int | float) and e["dur"] >= 0 for e in spans)  # what a viewer needs to draw it
+    forward, backward = (next(e for e in spans if e["name"] == name) for name in ("forward", "backward"))
+    inside = [e["name"] for e in spans if forward["ts"] <= e["ts"] and e["ts"] + e["dur"] <= forward["ts"] + forward["dur"]]
+    assert "aten::addmm" in inside
+    assert forward["ts"] + forward["dur"] <= backward["ts"]
+
+
+def test_profile_says_the_time_the_operations_and_the_memory(profiled):
+    head, *rest = report(profiled)
+    shares = dict(re.findall(r"(\w+) (\d+)%", head))
+    assert head.startswith("profile of updates 4 to 6: ")
+    assert list(shares) == ["data", "forward", "backward", "update", "rest"]
+    assert sum(map(int, shares.values())) in range(97, 104)
+    operations = [re.fullmatch(r" +([\d.]+)% +[\d.]+ ms +(\d+) calls  (\S.*)", line) for line in rest[:12]]
+    assert all(operations)
+    percents = [float(found[1]) for found in operations]
+    assert percents == sorted(percents, reverse=True)
+    assert 50 < sum(percents) <= 100.5
+    table = (Path(profiled.run_dir) / "profile" / "operations.txt").read_text()
+    assert all(found[3] in table for found in operations)
+    assert rest[12].startswith("memory cpu: at most ")
+    assert rest[13].endswith("operations.txt has every operation")
+
+
+def test_profile_has_the_memory_over_time_in_a_file_and_in_the_trace(profiled):
+    with (Path(profiled.run_dir) / "profile" / "memory.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    levels = [int(row["allocated_bytes"]) for row in rows]
+    for before, after, row in zip(levels, levels[1:], rows[1:], strict=False):
+        assert after - before == int(row["change_bytes"])
+    assert {row["device"] for row in rows} == {"cpu"}
+    assert {"forward", "backward"} <= {row["phase"] for row in rows}
+    assert [float(row["ms"]) for row in rows] == sorted(float(row["ms"]) for row in rows)
+    counters = [e["args"]["bytes"] for e in trace_of(profiled) if e["ph"] == "C"]
+    assert counters == levels
+    (said,) = re.findall(r"at most ([\d.]+) MiB above the start, in (\w+)", "\n".join(report(profiled)))
+    peak = max(range(len(levels)), key=levels.__getitem__)
+    assert (float(said[0]), said[1]) == (round(levels[peak] / 2**20, 1), rows[peak]["phase"])
+
+
+def test_profile_names_a_planted_slow_operation_first(train, tmp_path, monkeypatch):
+    (tmp_path / "slow_net.py").write_text(
+        "import torch\n"
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self, shape, classes):\n"
+        "        super().__init__()\n"
+        "        self.head = torch.nn.Linear(192, classes)\n"
+        "        self.register_buffer('m', torch.randn(300, 300, dtype=torch.float64))\n"
+        "    def forward(self, x):\n"
+        "        torch.linalg.eigh(self.m + self.m.T)\n"
+        "        return self.head(x.flatten(1))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    result = train(
+        "debug=profile", "debug.skip=0", "debug.window=1", "model=own", "model.target=slow_net.Net", "trust=[slow_net]"
+    )
+    assert report(result)[1].endswith("aten::_linalg_eigh")
+
+
+@pytest.mark.parametrize(("updates", "seen"), [(1, "update 1"), (2, "update 2"), (4, "updates 3 to 4"), (40, "updates 13 to 17")])
+def test_profile_of_a_run_too_short_for_it_looks_at_its_end(train, updates, seen):
+    result = train("debug=profile", f"updates={updates}", "epochs=20", "log_every=20")
+    assert result.updates == updates
+    assert report(result)[0].startswith(f"profile of {seen}: ")
+    said = launch.prepare(["debug=profile", f"updates={updates}"]).said
+    assert bool(said) == (updates < 17)
+    assert all("debug=profile looks at updates up to 17, but updates=" in line for line in said)
+
+
+def test_profile_of_a_run_that_breaks_off_leaves_what_it_had(train, monkeypatch):
+    from drivetrain.trainer import Trainer
+
+    def after(self, epoch_end):
+        raise ArithmeticError("planted")
+
+    monkeypatch.setattr(Trainer, "_after_update", after)
+    result = train("debug=profile", "debug.skip=0", "debug.warmup=0", "updates=9", "epochs=9")
+    assert (result.status, "planted" in result.error) == ("failed", True)
+    assert trace_of(result)
+    assert not torch.autograd.profiler._is_profiler_enabled
+
+
+def test_profile_without_memory_writes_none(train):
+    result = train("debug=profile", "debug.memory=false")
+    assert {p.name for p in (Path(result.run_dir) / "profile").iterdir()} == {"trace.json.gz", "operations.txt"}
+
+
+def test_evaluation_in_the_window_is_no_forward(train):
+    result = train("debug=profile", "debug.skip=1", "debug.warmup=1", "debug.window=4", "updates=6", "epochs=9")
+    marks = [e["name"] for e in trace_of(result) if e.get("cat") == "user_annotation"]
+    assert marks.count("forward") == 4  # updates 3 to 6, with the end of an epoch of 4 among them
+    assert marks.count("evaluate") == 2
+
+
+# --- nvtx ---
+
+
+@pytest.fixture
+def cuda_calls(monkeypatch):
+    """The calls that debug=nvtx makes of torch.cuda, recorded."""
+    calls = []
+
+    @contextlib.contextmanager
+    def span(name):
+        calls.append(f"<{name}")
+        yield
+        calls.append(f"{name}>")
+
+    monkeypatch.setattr(torch.cuda.nvtx, "range", span)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronize"))
+    monkeypatch.setattr(torch.cuda.profiler, "start", lambda: calls.append("start"))
+    monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: calls.append("stop"))
+    monkeypatch.setattr(torch.autograd.profiler, "emit_nvtx", lambda record_shapes: span(f"operations {record_shapes}"))
+    return calls
+
+
+def test_nvtx_marks_phases_and_captures_its_window(make, cuda_calls):
+    trainer = make("updates=3", "saving=none")
+    trainer.eval_batches = 0
+    trainer.progress.evaluated = 3
+    Nvtx(skip=1, window=1, shapes=True).attach(trainer)
+    trainer.fit()
+    step = [word for phase in ("forward", "backward", "update") for word in (f"<{phase}", f"{phase}>")]
+    window = ["synchronize", "start", "<operations True", "<data", "data>", *step, "operations True>", "synchronize", "stop"]
+    assert cuda_calls == [*step, *window, *step]
+
+
+def test_nvtx_without_operations_marks_the_phases_alone(make, cuda_calls):
+    trainer = make("updates=1", "saving=none")
+    Nvtx(skip=0, window=1, operations=False).attach(trainer)
+    trainer.fit()
+    assert "<forward" in cuda_calls
+    assert not any("operations" in call for call in cuda_calls)
+
+
+def test_nvtx_is_refused_where_there_is_no_cuda(problems, monkeypatch):
+    (problem,) = problems("debug=nvtx", "runtime.device=cpu")
+    assert "runtime.device=cpu has none: set debug=profile" in problem
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (problem,) = problems("debug=nvtx")
+    assert "debug=nvtx needs a CUDA device" in problem
+    assert "debug.shapes=true" in problems("debug=nvtx", "runtime.device=cpu", "debug.shapes=true", "debug.operations=false")[1]
+
+
+# --- gradcheck ---
+
+
+@pytest.mark.parametrize("model", [["model=mlp", "model.dropout=0.3"], ["model=resnet9", "model.width=4"], "right"])
+def test_gradcheck_finds_nothing_where_all_is_right(make, planted, model):
+    trainer = make("debug=gradcheck", *(planted(model) if isinstance(model, str) else model))
+    (line,) = [line for line in trainer.said if "gradcheck" in line]
+    assert re.fullmatch(r"debug=gradcheck: the gradients of \d+ modules and of the loss are right", line)
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+    assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["resnet18", "vit_tiny_patch16_224", "convnext_atto", "efficientnet_b0"])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_gradcheck_finds_nothing_in_timms_models(make, name, seed):
+    kwargs = ["+model.kwargs.img_size=32", "+model.kwargs.patch_size=8"] if name.startswith("vit") else []
+    words = ["model=timm", f"model.name={name}", *kwargs, "data.shape=[3,32,32]", f"runtime.seed={seed}"]
+    assert any("of the loss are right" in line for line in make("debug=gradcheck", *words).said)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("act",), "module middle (Act), with respect to its input: "),
+        (("scaled",), "module middle (Scaled), with respect to scale: "),
+        (("right", "Itself"), "the model itself (Itself), with respect to its input: "),
+    ],
+)
+def test_gradcheck_names_the_module_whose_backward_is_wrong(make, train, planted, words, says):
+    with pytest.raises(WrongGradient) as found:
+        make("debug=gradcheck", *planted(*words))
+    assert str(found.value).startswith(f"a backward is not its forward's derivative: {says}")
+    assert str(found.value).count("with respect to") == 1  # neither its neighbours nor what it lies in
+    analytical, numerical = re.findall(
+        r": (-?[\d.e+-]+) along a direction in which differences give (-?[\d.e+-]+)", str(found.value)
+    )[0]
+    assert float(analytical) != pytest.approx(float(numerical), rel=1e-3)
+    result = train("debug=gradcheck", *planted(*words))
+    assert (result.status, result.updates) == ("failed", 0)
+    assert says in result.error
+
+
+def test_gradcheck_finds_a_wrong_loss(make, monkeypatch, planted):
+    import importlib
+
+    planted()
+    forgot = importlib.import_module("planted_faults").Forgot
+    monkeypatch.setattr("drivetrain.loss.CrossEntropy.__call__", lambda self, x, y: forgot.apply(x).square().mean())
+    with pytest.raises(WrongGradient, match=r"the loss of the whole model, with respect to head\.bias: "):
+        make("debug=gradcheck")
+
+
+@pytest.mark.parametrize(("middle", "why"), [("narrow", "narrower format than float64"), ("float", "must have the same dtype")])
+def test_gradcheck_says_what_cannot_do_float64_and_checks_the_rest(make, planted, middle, why):
+    said = [line for line in make("debug=gradcheck", *planted(middle)).said if "gradcheck" in line]
+    assert said[0] == "debug=gradcheck: the gradients of 2 modules are right"  # the linear layers around it
+    assert said[1].startswith(f"debug=gradcheck leaves out module middle ({middle.capitalize()}): ")
+    assert why in said[1]
+
+
+def test_gradcheck_of_a_model_that_cannot_be_copied_is_refused(make, monkeypatch):
+    from drivetrain.models.mlp import Mlp
+
+    def refuse(self, memo):
+        raise TypeError("no copies")
+
+    monkeypatch.setattr(Mlp, "__deepcopy__", refuse, raising=False)
+    with pytest.raises(UserError, match="cannot be copied: no copies"):
+        make("debug=gradcheck")
+
+
+@pytest.mark.parametrize("precision", ["amp", "bf16", "bf16_pure", "fp8"])
+def test_gradcheck_in_sixteen_bits_is_refused(problems, precision):
+    assert any(
+        f"precision={precision} is too coarse" in p and "set precision=fp32" in p
+        for p in problems("debug=gradcheck", f"precision={precision}")
+    )
+
+
+def test_gradcheck_and_a_compiled_model(tiny):
+    said = launch.prepare(tiny("debug=gradcheck", "compile=inductor")).said
+    assert any("debug=gradcheck checks the plain model, not what compile=inductor makes of it" in line for line in said)
+
+
+# --- sync ---
+
+
+SYNC = ["debug=sync", "updates=5", "epochs=9", "log_every=1"]
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [[], ["optimizer=adamw", "optimizer.foreach=true"], ["optimizer=adamw", "optimizer.fused=false", "optimizer.foreach=false"],
+     ["precision=bf16", "ema=ema", "clip=norm"], ["batch=accumulate", "batch.steps=2", "scheduler=cosine"],
+     ["model=resnet9", "model.width=4", "checkpointing=blocks", "surgery=[channels_last]"], ["precision=bf16_pure"]],
+    ids=str,
+)  # fmt: skip
+def test_a_step_of_ours_waits_for_nothing(train, beside):
+    """Also where the loss is logged, the model evaluated and the state saved at every turn: those are read on purpose."""
+    result = train(*SYNC, *beside, "saving.every_updates=1")
+    assert result.status == "completed", result.error
+    assert report(result) == ["debug=sync: no hidden host synchronisation in 4 updates"]
+
+
+@pytest.mark.parametrize(
+    ("middle", "found"),
+    [
+        ("item", [("# in the forward", "forward: Tensor.item")]),
+        ("mask", [("# by a mask", "forward: index by a mask"), ("# in an if", "forward: Tensor.__bool__")]),
+        ("peek", [("# in the backward", "backward: Tensor.tolist")]),
+    ],
+)
+@pytest.mark.parametrize("steps", [1, 2])
+def test_sync_names_the_line_and_counts_once_a_call(train, planted, middle, found, steps):
+    result = train(*SYNC, *planted(middle), "batch=accumulate", f"batch.steps={steps}")
+    assert result.status == "completed", result.error
+    head, *lines = report(result)
+    assert head == f"debug=sync: {len(found)} hidden host synchronisations in 4 updates, the most frequent first"
+    assert sorted(lines) == sorted(f"  planted_faults.py:{line_of(mark)} in {what}, {4 * steps} times" for mark, what in found)
+
+
+def test_sync_tells_of_the_one_read_that_loss_scaling_needs(train):
+    result = train(*SYNC, "precision=amp", "precision.init_scale=8.0")
+    head, line = report(result)
+    assert head.startswith("debug=sync: 1 hidden")
+    assert re.fullmatch(r"  \S*precision/__init__\.py:\d+ in \S+: Tensor\.__float__, 4 times", line)
+
+
+def test_sync_on_cuda_listens_to_torchs_warnings(make, planted, monkeypatch):
+    """On a machine without CUDA: the same warnings, raised by hand."""
+    modes = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    trainer = make(*planted("right"), "updates=3", "saving=none")
+    trainer.progress.evaluated = 3  # the steps alone
+    middle = trainer.model.middle
+
+    def waits(x):
+        for _ in range(2):
+            warnings.warn("called a synchronizing CUDA operation (Triggered internally)", UserWarning, stacklevel=1)
+        warnings.warn("Synchronization debug mode is a prototype feature", UserWarning, stacklevel=1)
+        warnings.warn("something else", UserWarning, stacklevel=1)
+        return x
+
+    monkeypatch.setattr(middle, "forward", waits)
+    monkeypatch.setattr("drivetrain.debug.sync.Sync._watching", lambda self: self._told_by_cuda())
+    option = Sync(skip=1)
+    option.attach(trainer)
+    with pytest.warns(UserWarning, match="operation|mode|else") as heard:
+        trainer.fit()
+    line = waits.__code__.co_firstlineno + 2
+    assert [str(w.message).split()[0] for w in heard] == [
+        "called",
+        "called",
+        "Synchronization",
+        "something",
+        "something",
+        "something",
+    ]
+    head, place = option.stop()
+    assert head.startswith("debug=sync: 1 hidden host synchronisations in 2 updates")
+    assert place.endswith(f"test_debug_more.py:{line} in waits: waits for the device, 4 times")
+    assert modes == ["warn", "default"] * 2
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_sync_on_cuda(train, planted):
+    assert report(train(*SYNC)) == ["debug=sync: no hidden host synchronisation in 4 updates"]
+    _, *lines = report(train(*SYNC, *planted("item")))
+    assert any(f"planted_faults.py:{line_of('# in the forward')} in forward" in line for line in lines)
+
+
+def test_sync_of_a_run_shorter_than_its_start_says_so(train):
+    assert report(train("debug=sync", "debug.skip=2")) == ["debug=sync watched no update: the run was over after debug.skip=2"]
+
+
+def test_sync_and_a_compiled_model_are_refused_on_a_cpu(problems):
+    assert any(
+        "compile=inductor makes none: set compile=none" in p
+        for p in problems("debug=sync", "compile=inductor", "runtime.device=cpu")
+    )
+
+
+# --- overfit ---
+
+
+def test_overfit_trains_and_evaluates_on_one_batch(make):
+    trainer = make("debug=overfit", "debug.updates=9", "updates=null", "epochs=9", "batch=accumulate", "batch.steps=2")
+    seen, tested = [], []
+    trainer.model.register_forward_hook(lambda m, args, _: (seen if m.training else tested).append(args[0].clone()))
+    trainer.fit()
+    assert trainer.progress.updates == 9
+    assert trainer.progress.epoch == 2  # of four updates each, though all on one batch
+    assert len(seen) == 18
+    assert all(torch.equal(x, seen[i % 2]) for i, x in enumerate(seen))
+    batch = {tuple(row.flatten().tolist()) for x in seen[:2] for row in x}
+    assert len(batch) == 12
+    for at in range(0, len(tested), 2):
+        assert {tuple(row.flatten().tolist()) for x in tested[at : at + 2] for row in x} == batch
+
+
+def test_overfit_goes_on_with_its_batch_after_a_resume(tiny):
+    words = ["debug=overfit", "epochs=9"]
+    whole, part = drivetrain.train(tiny(*words, "updates=7")), drivetrain.train(tiny(*words, "updates=3"))
+    on = drivetrain.train([f"resume={part.run_dir}", "updates=7"])
+    assert on.status == "completed", on.error
+    assert losses(on) == losses(whole)
+    assert on.metrics["final"] == whole.metrics["final"]
+
+
+@pytest.mark.parametrize("beside", [[], ["parallel=ddp"], ["precision=bf16_pure"], ["loader=workers", "data=digits"]], ids=str)
+def test_overfit_says_that_a_good_model_can_learn(train, beside):
+    words = ["debug=overfit", "debug.updates=60", "updates=null", "epochs=99", "optimizer.lr=0.2", "batch.global_batch=8"]
+    result = train(*words, *beside)
+    assert result.status == "completed", result.error
+    assert result.metrics["final"]["loss"] < 0.1
+    (line,) = report(result)
+    assert line.startswith(f"debug=overfit: after {result.updates} updates on one batch of 8 the loss is ")
+    assert line.endswith("below 0.1: model, loss and optimizer can learn")
+
+
+def test_overfit_says_that_a_broken_model_cannot(train, planted):
+    result = train("debug=overfit", "debug.updates=60", "updates=null", "epochs=99", *planted("right", "Cut"))
+    assert (result.status, result.updates) == ("completed", 60)
+    assert result.metrics["final"]["loss"] > 0.5
+    assert "not below 0.1: something is broken" in report(result)[0]
+
+
+def test_overfit_leaves_augmentation_out_and_says_so(make, tiny):
+    words = ["debug=overfit", "model=resnet9", "model.width=4", "augment=[flip_crop]"]
+    assert make(*words).train_data.steps == ()
+    said = launch.prepare(tiny(*words, "ema=ema")).said
+    assert any("debug=overfit leaves augment=[flip_crop] out" in line for line in said)
+    assert any("not those of ema=ema" in line for line in said)
+
+
+# --- anomaly ---
+
+
+def test_anomaly_beside_loss_scaling_is_advised_against(tiny):
+    said = launch.prepare(tiny("debug=anomaly", "precision=amp")).said
+    assert any("an overflow that precision=amp would skip" in line for line in said)
+    assert not launch.prepare(tiny("debug=anomaly", "precision=amp", "debug.check_nan=false")).said
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["debug=profile", "debug.window=0"], ["debug=profile", "debug.skip=-1"], ["debug=gradcheck", "debug.samples=0"],
+     ["debug=gradcheck", "debug.eps=0"], ["debug=sync", "debug.skip=-1"], ["debug=overfit", "debug.updates=0"],
+     ["debug=overfit", "debug.target=0"], ["debug=nvtx", "debug.window=0"]],
+)  # fmt: skip
+def test_what_cannot_be_is_refused(problems, words):
+    assert any(p.startswith(words[1]) for p in problems(*words))

@@ -1,0 +1,148 @@
+"""What the model gets is looked at once, and nothing is copied on the way that need not be."""
+
+import ast
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import drivetrain
+from drivetrain import data, inputs, lazy
+from drivetrain.data import digits
+from drivetrain.loader import Loader
+from drivetrain.plan import Micro, Request
+
+PACKAGE = Path(drivetrain.__file__).parent
+
+
+def images(mean: float, std: float, n: int = 16, c: int = 3) -> torch.Tensor:
+    return mean + std * torch.randn(n, c, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(("mean", "std"), [(0.0, 1.0), (0.4, 1.0), (-0.3, 0.5), (1.0, 2.0), (0.0, 2.5)])
+def test_normalised_inputs_pass(mean, std):
+    assert inputs.remark(images(mean, std)) is None
+
+
+@pytest.mark.parametrize(
+    ("mean", "std"), [(128.0, 60.0), (0.45, 0.25), (0.0, 0.1), (0.0, 9.0), (-3.0, 1.0)],
+    ids=["raw bytes", "in 0 to 1", "too narrow", "too wide", "off"],
+)  # fmt: skip
+def test_others_are_named_with_their_numbers(mean, std):
+    line = inputs.remark(images(mean, std))
+    x = images(mean, std)
+    assert f"channel 0: mean {float(x[:, 0].mean()):.3g}, std {float(x[:, 0].std()):.3g}; channel 1: " in line
+    assert "set data.normalize" in line
+
+
+def test_only_the_channels_that_are_off_are_named():
+    x = images(0.0, 1.0, c=6)
+    x[:, 2] += 50
+    assert "(channel 2: mean" in inputs.remark(x)
+    assert "channel 0" not in inputs.remark(x)
+    x += 50
+    assert "channel 2" in inputs.remark(x)
+    assert "channel 3" not in inputs.remark(x)
+    assert "and 3 more" in inputs.remark(x)
+
+
+def test_what_has_no_mean_is_left_alone():
+    assert inputs.remark(torch.randint(0, 255, (4, 3, 8, 8), dtype=torch.uint8)) is None
+    assert inputs.remark(torch.randint(0, 50_000, (4, 128))) is None  # tokens
+    assert inputs.remark(torch.full((4, 1), 7.0)) is None
+
+
+def test_features_are_looked_at_together():
+    x = torch.randn(8, 20) * torch.linspace(0.01, 1.7, 20)
+    assert inputs.remark(x) is None
+    assert "channel 0: mean" in inputs.remark(x + 10)
+
+
+def test_sixteen_bits_and_a_large_batch_are_read_in_float32():
+    assert inputs.remark(images(0.0, 1.0, n=500).to(torch.float16)) is None
+    assert "mean" in inputs.remark(images(300.0, 1.0).to(torch.bfloat16))
+
+
+def test_the_stream_passes_unchanged_and_only_its_first_is_read(monkeypatch):
+    micros = [Micro(images(100.0, 1.0), torch.zeros(1), torch.ones(()), True, False) for _ in range(4)]
+    said, looked = [], []
+    look = inputs.remark
+    monkeypatch.setattr(inputs, "remark", lambda x: looked.append(x) or look(x))
+    out = []
+    for micro in inputs.looked_at(iter(micros), said.append):
+        assert len(said) == 1  # before the first step
+        out.append(micro)
+    assert all(a is b for a, b in zip(out, micros, strict=True))
+    assert len(looked) == 1
+    assert looked[0] is micros[0].x
+    assert list(inputs.looked_at(iter(()), said.append)) == []
+
+
+def test_a_run_says_it_once_and_trains_on(train):
+    for normalize in ("true", "false"):
+        result = train("data=digits", f"data.normalize={normalize}", "updates=3", "epochs=9", "optimizer.lr=0.001")
+        assert (result.status, result.updates) == ("completed", 3), result.error
+        records = [json.loads(line) for line in (Path(result.run_dir) / "metrics.jsonl").read_text().splitlines()]
+        remarks = [r for r in records if r["event"] == "remark"]
+        assert [r["update"] for r in remarks] == ([] if normalize == "true" else [0])
+        assert all("the model's inputs are not normalised (channel 0: mean" in r["text"] for r in remarks)
+
+
+# --- no copies ---
+
+
+def pointer(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def test_a_batch_on_its_device_reaches_the_step_as_it_is():
+    x, y = images(0, 1), torch.zeros(16, dtype=torch.long)
+    micro = Loader().micro(x, y, Request(0, torch.arange(16), torch.ones(())), torch.device("cpu"), torch.contiguous_format)
+    assert (pointer(micro.x), pointer(micro.y)) == (pointer(x), pointer(y))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_normalising_leaves_its_source_alone(dtype: torch.dtype):
+    """float() of a float is no copy: what the data holds must not be worked in."""
+    normalize = data.Normalize([1.0, 2.0, 3.0], [1.0, 2.0, 4.0])
+    raw = torch.randint(0, 255, (4, 3, 8, 8)).to(dtype)
+    before = raw.clone()
+    out = normalize(raw)
+    assert torch.equal(raw, before)
+    expected = (raw.double() - torch.tensor([1.0, 2, 3]).view(-1, 1, 1)) / torch.tensor([1.0, 2, 4]).view(-1, 1, 1)
+    torch.testing.assert_close(out.double(), expected)
+
+
+def test_arrays_become_tensors_over_the_same_memory(tmp_path, monkeypatch):
+    """Digits and images pass torch.from_numpy, and what comes out lies where the array does."""
+    arrays = []
+    from_numpy = torch.from_numpy
+
+    def watched(array: np.ndarray) -> torch.Tensor:
+        arrays.append(array)
+        return from_numpy(array)
+
+    monkeypatch.setattr(lazy.torch, "from_numpy", watched)  # what drivetrain.lazy gives
+    Image.new("RGB", (12, 10), (10, 20, 30)).save(tmp_path / "a.png")
+    image = data.decode(tmp_path / "a.png", 8, 10**6)
+    assert image.data_ptr() == arrays[0].__array_interface__["data"][0]
+    assert image.shape == (3, 8, 8)
+    digits._read_digits()
+    assert len(arrays) == 3  # pixels and labels
+
+
+def test_no_array_is_copied_into_a_tensor():
+    """torch.tensor(array) copies; numbers and lists of them must be."""
+    found = []
+    for name in ("data", "loader", "augment", "rng"):
+        files = [p for p in PACKAGE.rglob("*.py") if p.relative_to(PACKAGE).parts[0].removesuffix(".py") == name]
+        assert files, name
+        for file in files:
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.tensor":
+                    found.append((file.name, ast.unparse(node.args[0])))
+    assert found  # the reader reads
+    assert not [call for call in found if "np." in call[1] or "array" in call[1] or "table" in call[1]]
