@@ -12,7 +12,7 @@ from PIL import Image
 
 
 def write(folder: Path, size: int = 8) -> None:
-    """cifar/, shard.tar, packed/ and hub/ (empty where its library is not installed): two classes of noise, 50 images or so each."""
+    """cifar/, shard.tar, packed/ and hub/ (empty without its library): two classes of noise, 50 images or so each."""
     noise = np.random.default_rng(0)
     images = noise.integers(0, 255, (50, size, size, 3), dtype=np.uint8)
     cifar(folder / "cifar", noise)

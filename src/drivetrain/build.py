@@ -55,8 +55,7 @@ def build(run: Run, world: World, run_dir: Path, sinks: list[Any]) -> Trainer:
     run.ema.start(model)
     run.runtime.seed_rank(world)  # the model's start was shared; its dropout is each rank's own
 
-    if world.rank == 0 or run.parallel.distributed:
-        said += run.loader.settle(train_data, run.batch.micro_batch(world), device)
+    said += run.loader.settle(train_data, run.batch.micro_batch(world), device)
 
     parameters = [p for p in model.parameters() if p.requires_grad]
     updated = [p for group in optimizer.param_groups for p in group["params"]]

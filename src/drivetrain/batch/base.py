@@ -68,7 +68,7 @@ class Batch(Part):
             )
 
     def advise(self, run: Run) -> Iterator[str]:
-        if run.data.tokens and run.choices["batch"] != "bucketed" and run.choices["compile"] not in ("none", "jit"):
+        if run.data.tokens and run.choices["compile"] not in ("none", "jit"):
             yield (
                 f"{run.named('batch')} pads {run.named('data')} to other lengths in every batch, and {run.named('compile')} "
                 "compiles for each anew, or for any: batch=bucketed keeps to a few"
@@ -240,13 +240,6 @@ class Auto(Batch):
     def verify(self, run: Run) -> Iterator[str]:
         if run.runtime.kind() == "cpu" and self.memory_gb is None:
             yield "batch=auto on a CPU needs a limit: set batch.memory_gb to what a rank may use, or batch=fixed"
-
-    def advise(self, run: Run) -> Iterator[str]:
-        if run.data.tokens and run.choices["batch"] != "bucketed" and run.choices["compile"] not in ("none", "jit"):
-            yield (
-                f"{run.named('batch')} pads {run.named('data')} to other lengths in every batch, and {run.named('compile')} "
-                "compiles for each anew, or for any: batch=bucketed keeps to a few"
-            )
 
     def settle(self, fitting: Callable[[Sequence[int], Any], int], ranks: int) -> str | None:
         most = self.global_batch // ranks
