@@ -85,6 +85,7 @@ def needs(folder: Path) -> dict[str, list[str]]:
             "augment=[]",
         ],
         "model=gpt": ["model.width=16", "model.depth=2", "model.heads=2", "data=stdlib", "loss=next_token"],
+        "loader=dali": ["data=imagefolder"],
         "loss=next_token": ["data=stdlib", "model=gpt"],
         "batch=bucketed": ["data=stdlib", "model=gpt", "loss=next_token", "runtime.cudnn_benchmark=false"],
         "model=timm": ["model.name=test_resnet"],
@@ -190,7 +191,7 @@ class Cover:
     pairs: set[Pair] = field(default_factory=set)  # that the rules allow
 
 
-def cover(folder: Path, say: Callable[[str], None] = lambda _: None) -> Cover:
+def cover(folder: Path, say: Callable[[str], None] = lambda _: None, workers: int = 2) -> Cover:
     """Ask the rules about every option and every pair, then cover the allowed pairs with as few rows as allpairspy finds."""
     from allpairspy import AllPairs
 
@@ -201,9 +202,9 @@ def cover(folder: Path, say: Callable[[str], None] = lambda _: None) -> Cover:
     able = {group: [w for w in words if w not in result.alone] for group, words in groups.items()}
     pairs = [p for a, b in itertools.combinations(able, 2) for p in itertools.product(able[a], able[b])]
     say(f"{len(pairs)} pairs of {sum(map(len, able.values()))} options")
-    for pair in pairs:
-        if reason := refused(pair, folder):
-            result.together[frozenset(pair)] = reason
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        reasons = pool.map(refused, pairs, itertools.repeat(folder), chunksize=64)
+        result.together = {frozenset(pair): reason for pair, reason in zip(pairs, reasons, strict=True) if reason}
     say(f"{len(result.together)} pairs refused")
 
     def allowed(row: list[str]) -> bool:

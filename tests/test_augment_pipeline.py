@@ -4,6 +4,7 @@ import itertools
 from pathlib import Path
 
 import pytest
+import simplejpeg
 import torch
 from PIL import Image
 
@@ -186,40 +187,45 @@ def test_a_box_is_cut_out_and_resized_once(tmp_path, interpolation):
     box = Fixed(20, 5, 50, 40)
     box.interpolation = interpolation
     expected = image.crop((20, 5, 70, 45)).resize((32, 32), Image.Resampling[interpolation.upper()])
-    got = decode(tmp_path / "a.png", 32, 10**6, box)
-    assert (got.float() - tensor(expected).float()).abs().max() <= 8  # at the border the box still has its neighbours
-    assert torch.equal(got[:, 4:-4, 4:-4], tensor(expected)[:, 4:-4, 4:-4])
+    got = decode((tmp_path / "a.png").read_bytes(), "a.png", 32, 10**6, box)
+    assert (got.float() - tensor(expected).float()).abs().max() <= 1  # torch's kernel for bytes rounds its weights
     assert box.asked == [(90, 60)]
 
 
 @pytest.fixture
-def drafted(monkeypatch) -> list[tuple[int, int]]:
-    """The sizes that JPEG files were decoded at."""
+def shrunk(monkeypatch) -> list[tuple[int, int]]:
+    """Width and height that JPEG files were decoded at, by either library."""
     from PIL import JpegImagePlugin
 
     sizes: list[tuple[int, int]] = []
-    draft = JpegImagePlugin.JpegImageFile.draft
+    draft, turbo = JpegImagePlugin.JpegImageFile.draft, simplejpeg.decode_jpeg
 
-    def seen(self, mode, size):
+    def drafted(self, mode, size):
         draft(self, mode, size)
         sizes.append(self.size)
 
-    monkeypatch.setattr(JpegImagePlugin.JpegImageFile, "draft", seen)
+    def decoded(*args, **kwargs):
+        pixels = turbo(*args, **kwargs)
+        sizes.append(pixels.shape[1::-1])
+        return pixels
+
+    monkeypatch.setattr(JpegImagePlugin.JpegImageFile, "draft", drafted)
+    monkeypatch.setattr(simplejpeg, "decode_jpeg", decoded)
     return sizes
 
 
-def test_a_large_jpeg_is_decoded_small_and_cut_right(tmp_path, drafted):
+def test_a_large_jpeg_is_decoded_small_and_cut_right(tmp_path, shrunk):
     image = picture(tmp_path / "a.jpg", 800, 600, quality=95)
     for box, size in (((100, 50, 600, 500), (200, 150)), ((300, 200, 100, 90), (800, 600)), ((0, 0, 800, 600), (100, 75))):
-        got = decode(tmp_path / "a.jpg", 64, 10**6, Fixed(*box))
+        got = decode((tmp_path / "a.jpg").read_bytes(), "a.jpg", 64, 10**6, Fixed(*box))
         left, top, w, h = box
         expected = image.crop((left, top, left + w, top + h)).resize((64, 64), Image.Resampling.BILINEAR)
         assert (got.float() - tensor(expected).float()).abs().mean() < 3
-        assert drafted.pop() == size
+        assert shrunk.pop() == size
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_boxes_are_of_the_upright_image(tmp_path, drafted, orientation):
+def test_boxes_are_of_the_upright_image(tmp_path, shrunk, orientation):
     from PIL import ImageOps
 
     exif = Image.Exif()
@@ -230,11 +236,11 @@ def test_boxes_are_of_the_upright_image(tmp_path, drafted, orientation):
     assert upright.size == ((640, 400) if orientation < 5 else (400, 640))
     for w, h in ((320, 300), (54, 320)):
         box = Fixed(30, 60, w, h)
-        got = decode(tmp_path / "a.jpg", 40, 10**6, box)
+        got = decode((tmp_path / "a.jpg").read_bytes(), "a.jpg", 40, 10**6, box)
         assert box.asked == [upright.size]
         expected = upright.crop((30, 60, 30 + w, 60 + h)).resize((40, 40), Image.Resampling.BILINEAR)
         assert (got.float() - tensor(expected).float()).abs().mean() < 3
-    assert drafted[-1] == (640, 400)  # 54 pixels across are to become 40: no smaller will do
+    assert shrunk[-1] == (640, 400)  # 54 pixels across are to become 40: no smaller will do
 
 
 @pytest.fixture
@@ -253,7 +259,7 @@ def test_files_are_cut_at_decoding_and_not_again(files):
     indices = torch.tensor([3, 8, 1])
     x, y = data(Request(2, indices, ONE))
     boxes = step.boxes(4, 2, indices)
-    cut = torch.stack([decode(files.files[i][0], 24, 10**6, box) for i, box in zip(indices.tolist(), boxes, strict=True)])
+    cut = torch.stack([files.decoded(i, box)[0] for i, box in zip(indices.tolist(), boxes, strict=True)])
     assert torch.equal(x, FlipCrop(pad=0)(cut, 4, 2, indices))
     assert y.tolist() == [0, 2, 1]
     assert not torch.equal(cut, files.fetch(indices)[0])

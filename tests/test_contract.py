@@ -44,6 +44,7 @@ BESIDE = {
     ("batch", "bucketed"): TEXT,
     ("data", "digits"): ["model=resnet9", "model.width=4"],
     ("batch", "auto"): ["batch.memory_gb=64"],
+    ("loader", "dali"): PHOTOGRAPHS,
     ("augment", "randaugment"): PHOTOGRAPHS,
     ("augment", "color_jitter"): PHOTOGRAPHS,
 }

@@ -63,5 +63,9 @@ def needs_extra(package: str, extra: str, setting: str) -> Iterator[str]:
     """The problem of an optional package that is not installed, if it is not."""
     from importlib.util import find_spec
 
-    if find_spec(package) is None:
+    try:
+        found = find_spec(package)
+    except ModuleNotFoundError:  # not even the package around it
+        found = None
+    if found is None:
         yield f"{setting} needs the package '{package}', which is not installed: pip install 'drivetrain[{extra}]'"

@@ -2,9 +2,10 @@
 
 from drivetrain.data.base import Data, Normalize, Source, Splits, Tensors
 from drivetrain.data.cifar10 import Cifar10
+from drivetrain.data.decoding import decode
 from drivetrain.data.digits import Digits
 from drivetrain.data.huggingface import HuggingFace
-from drivetrain.data.images import ImageFolder, Images, decode
+from drivetrain.data.images import ImageFolder, Images
 from drivetrain.data.own import Own
 from drivetrain.data.packed import Packed
 from drivetrain.data.synthetic import Synthetic

@@ -72,6 +72,10 @@ class Data(Part):
         """The shape of one input, where it is known before reading."""
         return None
 
+    def decodes(self) -> bool:
+        """Whether samples are image files that are decoded as they are read."""
+        return False
+
     def train_samples(self) -> int | None:
         """How many samples an epoch has, where it is known before reading."""
         return None

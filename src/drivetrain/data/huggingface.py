@@ -10,8 +10,9 @@ from typing import Any, Literal
 from drivetrain import rng
 from drivetrain.data import faults
 from drivetrain.data.base import Data, Fraction, Normalize, Splits, measured
+from drivetrain.data.decoding import DAMAGED, Decoding
 from drivetrain.data.faults import MaxSkipped, OnError
-from drivetrain.data.images import IMAGENET, Decoding, Member, decode
+from drivetrain.data.images import IMAGENET
 from drivetrain.errors import DataError, UserError, did_you_mean
 from drivetrain.lazy import torch
 from drivetrain.spec import Count, Run, needs_extra
@@ -60,6 +61,9 @@ class HuggingFace(Data):
 
     def shape(self) -> tuple[int, ...]:
         return (3, self.size, self.size) if self.image else (self.length,)
+
+    def decodes(self) -> bool:
+        return self.image is not None
 
     def load(self, device: torch.device) -> Splits:
         train, test = self._splits()
@@ -166,15 +170,17 @@ class Images(Decoding, Rows):
         self.root, self.size, self.max_pixels = data.root, data.size, data.max_pixels
         self.faults = faults.policy(data.on_error, data.max_skipped, len(rows), self.name)
 
-    def decoded(self, index: int, box: Any = None) -> tuple[torch.Tensor, int]:
+    def content(self, index: int) -> tuple[bytes, int]:
         row = self.rows[index]
         image = row[self.column] or {}
         if image.get("bytes") is not None:
-            return decode(Member(image["bytes"], self.name(index)), self.size, self.max_pixels, box), row[self.label]
-        if image.get("path") is not None:
-            return decode(Path(image["path"]), self.size, self.max_pixels, box), row[self.label]
-        raise DataError(f"{self.name(index)} has no image")
+            return image["bytes"], row[self.label]
+        if image.get("path") is None:
+            raise DataError(f"{self.name(index)} has no image")
+        try:
+            return Path(image["path"]).read_bytes(), row[self.label]
+        except OSError as error:
+            raise DataError(f"{image['path']} {DAMAGED.format(error.strerror)}") from None
 
     def name(self, index: int) -> str:
-        """The row in its split."""
         return f"{self.root}: row {index}"

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import io
-import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from drivetrain.data import faults
 from drivetrain.data.base import Data, Fraction, Normalize, Splits, measured
-from drivetrain.data.faults import Faults, MaxSkipped, OnError
+from drivetrain.data.decoding import DAMAGED, Decoding
+from drivetrain.data.faults import MaxSkipped, OnError
 from drivetrain.errors import DataError, UserError
 from drivetrain.lazy import torch
 from drivetrain.spec import Count, CountOrZero, Run
@@ -55,6 +54,9 @@ class ImageFolder(Data):
 
     def shape(self) -> tuple[int, ...]:
         return (3, self.size, self.size)
+
+    def decodes(self) -> bool:
+        return True
 
     def load(self, device: torch.device) -> Splits:
         root = Path(str(self.root))
@@ -110,40 +112,6 @@ class ImageFolder(Data):
         return Normalize(*IMAGENET)
 
 
-class Decoding:
-    """A source that decodes an image file for each sample: uint8 (n, 3, size, size). What is its own is `decoded`."""
-
-    parallel_read = True  # decoding is work
-    crops = True  # it takes boxes: crops at decoding
-    faults: Faults
-
-    def decoded(self, index: int, box: Any = None) -> tuple[torch.Tensor, int]:
-        """Sample `index`, uint8 (3, size, size), and its label. Raises DataError naming it."""
-        raise NotImplementedError
-
-    def fetch(self, indices: torch.Tensor, boxes: Sequence[Any] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The images, or what `boxes` cuts out of each, and their labels."""
-        cut = [None] * len(indices) if boxes is None else boxes
-        x, y = zip(*self.samples(indices.tolist(), cut), strict=True)
-        return torch.stack(x), torch.tensor(y)
-
-    def samples(self, indices: list[int], boxes: Sequence[Any]) -> Iterable[tuple[torch.Tensor, int]]:
-        """Each sample, in order."""
-        return map(self.sample, indices, boxes)
-
-    def sample(self, index: int, box: Any = None) -> tuple[torch.Tensor, int]:
-        """One sample, or what stands for it: uint8 (3, size, size) and its label."""
-        return self.faults.read(index, lambda found: self.decoded(found, box))
-
-    def readable(self, index: int) -> int:
-        """The sample itself, or which one stands for it."""
-        return self.faults.read(index, lambda found: (self.decoded(found), found)[1])
-
-    def skipped(self) -> list[str]:
-        """The names of the samples that others stood for."""
-        return self.faults.skipped()
-
-
 class Images(Decoding):
     """Image files as a source."""
 
@@ -161,70 +129,12 @@ class Images(Decoding):
     def __len__(self) -> int:
         return len(self.files)
 
-    def decoded(self, index: int, box: Any = None) -> tuple[torch.Tensor, int]:
+    def content(self, index: int) -> tuple[bytes, int]:
         path, label = self.files[index]
-        return decode(path, self.size, self.max_pixels, box), label
-
-    def encoded(self, index: int) -> tuple[bytes, int]:
-        """The file as it is, of one that can be decoded, and its label."""
-        path, label = self.files[self.readable(index)]
-        return path.read_bytes(), label
+        try:
+            return path.read_bytes(), label
+        except OSError as error:
+            raise DataError(f"{path} {DAMAGED.format(error.strerror)}") from None
 
     def name(self, index: int) -> str:
-        """The file of a sample."""
         return str(self.files[index][0])
-
-
-class Member(io.BytesIO):
-    """An image that lies in a larger file, under the name by which messages call it."""
-
-    def __init__(self, content: bytes, name: str) -> None:
-        super().__init__(content)
-        self.called = name
-
-    def __str__(self) -> str:
-        return self.called
-
-
-def decode(path: Path | Member, size: int, max_pixels: int, box: Any = None) -> torch.Tensor:
-    """An image file as uint8 (3, size, size): shorter side resized, centre cropped, or what `box` (augment.Box) cuts out.
-
-    Raises DataError naming the file.
-    """
-    import numpy as np
-    from PIL import Image, ImageOps
-
-    try:
-        with Image.open(path) as image:
-            if image.width * image.height > max_pixels:
-                raise DataError(f"{path} has {image.width}×{image.height} pixels, over data.max_pixels={max_pixels}")
-            turned = image.getexif().get(0x0112, 1) >= 5  # on its side
-            full = (image.height, image.width) if turned else image.size
-            cut = None if box is None else box(*full)
-            enough = (size, size) if cut is None else [math.ceil(size * f / c) for f, c in zip(full, cut[2:], strict=True)]
-            # JPEG: decode at a half, quarter or eighth where that is enough
-            image.draft("RGB", (enough[1], enough[0]) if turned else (enough[0], enough[1]))
-            upright: Any = ImageOps.exif_transpose(image)
-            rgb = in_rgb(upright)
-            if cut is None:
-                rgb = ImageOps.fit(rgb, (size, size), Image.Resampling.BILINEAR)
-            else:
-                x, y = rgb.width / full[0], rgb.height / full[1]  # of the draft
-                left, top, width, height = cut
-                area = (left * x, top * y, (left + width) * x, (top + height) * y)
-                rgb = rgb.resize((size, size), Image.Resampling[box.interpolation.upper()], area)
-    except DataError:
-        raise
-    except Exception as error:  # a damaged file can make an image library fail in any way
-        raise DataError(f"{path} cannot be read as an image ({error}): mend or remove it") from None
-    return torch.from_numpy(np.asarray(rgb).copy()).permute(2, 0, 1)
-
-
-def in_rgb(image: Any) -> Any:
-    """Any kind of image in RGB. Sixteen bits are scaled to eight: PIL's conversion would cut them off at 255."""
-    import numpy as np
-    from PIL import Image
-
-    if image.mode.startswith("I"):
-        image = Image.fromarray((np.asarray(image).clip(0, 65535) >> 8).astype(np.uint8))
-    return image.convert("RGB")

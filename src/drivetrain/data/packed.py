@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.data.base import Data, Normalize, Splits
+from drivetrain.data.decoding import Decoding
 from drivetrain.data.faults import Faults
-from drivetrain.data.images import Decoding, Member, decode
 from drivetrain.errors import DataError, UserError
 from drivetrain.lazy import torch
 from drivetrain.spec import Count, Run
@@ -75,6 +75,9 @@ class Packed(Data):
     def train_samples(self) -> int | None:
         index = self._index()
         return int(index["splits"]["train"]["samples"]) if index else None
+
+    def decodes(self) -> bool:
+        return (index := self._index()) is not None and index["kind"] == "jpeg"
 
     def load(self, device: torch.device) -> Splits:
         root = Path(str(self.root))
@@ -181,22 +184,18 @@ class Decoded:
 class Jpegs(Decoding, Decoded):
     """Samples kept as JPEG, decoded when read: uint8 (n, 3, size, size)."""
 
-    parallel_read = True  # decoding is work
-    crops = True  # it takes boxes: crops at decoding
-
     def __init__(self, path: Path, table: torch.Tensor, shape: tuple[int, ...], verify: bool, max_pixels: int) -> None:
         super().__init__(path, table, shape, verify)
-        self.max_pixels = max_pixels
+        self.size, self.max_pixels = shape[-1], max_pixels
         self.faults = Faults(self.name)
 
-    def decoded(self, index: int, box: Any = None) -> tuple[torch.Tensor, int]:
+    def content(self, index: int) -> tuple[bytes, int]:
         content = bytes(self.stored(index))
         if self.unverified is not None and self.unverified[index]:
             self.verify(index, content)
-        return decode(Member(content, self.name(index)), self.shape[-1], self.max_pixels, box), int(self.table[index, LABEL])
+        return content, int(self.table[index, LABEL])
 
     def name(self, index: int) -> str:
-        """The file, and which of its samples."""
         return f"{self.path}: sample {index}"
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from drivetrain.data.base import Source, Splits
-from drivetrain.data.images import in_rgb
+from drivetrain.data.decoding import in_rgb
 from drivetrain.data.packed import CRC, END, FORMAT, LABEL, VERSION, open_split, read_index
 from drivetrain.errors import DataError, UserError
 from drivetrain.lazy import torch

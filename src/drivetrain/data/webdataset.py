@@ -12,8 +12,9 @@ from typing import Any, Literal
 from drivetrain import rng
 from drivetrain.data import faults, shards
 from drivetrain.data.base import Data, Fraction, Normalize, Splits, measured
+from drivetrain.data.decoding import Decoding
 from drivetrain.data.faults import MaxSkipped, OnError
-from drivetrain.data.images import IMAGENET, Decoding, Member, decode
+from drivetrain.data.images import IMAGENET
 from drivetrain.errors import DataError, UserError
 from drivetrain.lazy import torch
 from drivetrain.spec import Count, Run
@@ -66,6 +67,9 @@ class WebDataset(Data):
 
     def shape(self) -> tuple[int, ...]:
         return (3, self.size, self.size)
+
+    def decodes(self) -> bool:
+        return True
 
     def load(self, device: torch.device) -> Splits:
         cache = Path(os.path.expanduser(self.cache)) if self.cache else _users_cache() / "drivetrain" / "shards"
@@ -126,9 +130,6 @@ class _Table:
 class Shards(Decoding):
     """Samples of tar shards as a source."""
 
-    parallel_read = True  # decoding is work
-    crops = True  # it takes boxes: crops at decoding
-
     def __init__(
         self, table: _Table, size: int, buffer: int, max_pixels: int, on_error: OnError, max_skipped: MaxSkipped
     ) -> None:
@@ -155,19 +156,9 @@ class Shards(Decoding):
         with ThreadPoolExecutor(min(AT_ONCE, len(indices))) as pool:
             return list(pool.map(self.sample, indices, boxes))
 
-    def decoded(self, index: int, box: Any = None) -> tuple[torch.Tensor, int]:
-        image = Member(self._stored(index), self.name(index))
-        return decode(image, self.size, self.max_pixels, box), int(self.table.label[index])
-
-    def _stored(self, index: int) -> bytes:
+    def content(self, index: int) -> tuple[bytes, int]:
         start, size = self.table.places[index].tolist()
-        return shards.read(self.table.files[int(self.table.shard[index])], start, size)
-
-    def encoded(self, index: int) -> tuple[bytes, int]:
-        """The image's file as it is, of one that can be decoded, and its label."""
-        chosen = self.readable(index)
-        return self._stored(chosen), int(self.table.label[chosen])
+        return shards.read(self.table.files[int(self.table.shard[index])], start, size), int(self.table.label[index])
 
     def name(self, index: int) -> str:
-        """The shard and the sample's name in it."""
         return f"{self.table.files[int(self.table.shard[index])]}: {self.table.names[index]}"

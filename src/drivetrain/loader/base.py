@@ -27,9 +27,13 @@ class Pipeline(NamedTuple):
 
     def read_rows(self, rows: torch.Tensor, request: Request) -> Batch:
         """Some of the request's rows alone; a source that can takes the first step's crops while it decodes."""
-        crops = self.steps and getattr(self.source, "crops", False)
-        boxes = self.steps[0].boxes(self.seed, request.epoch, rows) if crops else None
+        boxes = self.boxes(rows, request)
         return self.source.fetch(rows) if boxes is None else self.source.fetch(rows, boxes)
+
+    def boxes(self, rows: torch.Tensor, request: Request) -> Any:
+        """What a source that crops is to cut out of each of the rows, if anything."""
+        crops = self.steps and getattr(self.source, "crops", False)
+        return self.steps[0].boxes(self.seed, request.epoch, rows) if crops else None
 
     def finish(self, x: torch.Tensor, y: torch.Tensor, request: Request) -> Batch:
         """What `read` gave, augmented, mixed and normalised, on whatever device it is on."""
