@@ -21,6 +21,7 @@ class Source(Protocol):
 
     One that decodes image files says `crops = True` and takes a second argument, `boxes`: what to cut out of each
     image, as a function of its width and height (augment.Box), or None.
+    It also says by `undecoded(index, box)` where to find a sample's file and what is wanted of it (decoding.Decoding).
     A source may also have `order(seed, epoch)`, indices (n,): each once, in the order that training takes in that epoch.
     Without it that is a permutation of them all. And `skipped()`: the names of samples that could not be read.
     Sequences have `lengths` (n,), the tokens each one counts in the loss, known without reading it, and `pad_to`: `fetch`

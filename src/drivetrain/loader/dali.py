@@ -9,7 +9,6 @@ from itertools import chain
 from typing import Any, Literal
 
 from drivetrain.cores import usable_cores
-from drivetrain.data.decoding import Decoding
 from drivetrain.errors import DataError
 from drivetrain.lazy import torch
 from drivetrain.loader.base import Batch, Loader, Pipeline
@@ -49,7 +48,7 @@ class Dali(Loader):
     def batches(
         self, pipeline: Pipeline, requests: Iterable[Request], device: torch.device, finish: bool = True
     ) -> Iterator[tuple[Any, Any, Request]]:
-        if not isinstance(pipeline.source, Decoding):  # a held-out part that is in memory
+        if not hasattr(pipeline.source, "undecoded"):  # a part that is in memory
             yield from super().batches(pipeline, requests, device, finish)
             return
         wanted = iter(requests)
