@@ -73,8 +73,13 @@ def build(run: Run, world: World, run_dir: Path, sinks: list[Any]) -> Trainer:
     run.compile.attach(trainer)  # it may take the whole step over
     if run.batch.preallocate:
         dry.preallocate(trainer)
+
     # Last: what watches a run wraps what is there, and sees nothing of the preparations.
-    trainer.watch = lambda stream: inputs.looked_at(stream, lambda line: trainer.tell("remark", text=line))
+    def remark(line: str) -> None:
+        trainer.tell("remark", text=line)
+
+    helps = run.loader.faster(train_data)
+    trainer.watch = lambda stream: inputs.on_time(inputs.looked_at(stream, remark), trainer.clock, helps, remark)
     run.debug.attach(trainer)
     return trainer
 

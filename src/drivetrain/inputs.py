@@ -1,14 +1,17 @@
-"""A look at what the model gets: inputs that nobody normalised train slower, and nothing else says so."""
+"""A look at what the model gets, and when: inputs that nobody normalised, or that come late, and nothing else says so."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from drivetrain.clock import Clock
 from drivetrain.lazy import torch
 from drivetrain.plan import Micro
 
 LOOK_AT = 32  # samples: enough to tell 128 from 0
 FAR = 3.0  # a spread of 3 or 1/3 is far from 1
+LATE = 0.2  # of the time: less is not worth a word
+STEPS, SECONDS = 20, 2.0  # that are looked at, after the warm-up
 
 
 def remark(x: torch.Tensor) -> str | None:
@@ -38,5 +41,18 @@ def looked_at(stream: Iterator[Micro], say: Callable[[str], None]) -> Iterator[M
         if (line := remark(first.x)) is not None:
             say(line)
         yield first
+        break
+    yield from stream
+
+
+def on_time(stream: Iterator[Micro], clock: Clock, help_by: str | None, say: Callable[[str], None]) -> Iterator[Micro]:
+    """The stream; once there is enough to judge by, a word if the steps wait for it, and the override that helps."""
+    for micro in stream:
+        yield micro
+        if len(clock.steps) % STEPS or not (steady := clock.steady()) or steady[0] < SECONDS:
+            continue
+        if steady[1] > LATE:
+            helps = f": {help_by}" if help_by else ""
+            say(f"the device waits for data {100 * steady[1]:.0f} % of the time{helps}")
         break
     yield from stream

@@ -34,6 +34,9 @@ class Request:
     last: bool = True  # the update's last micro-batch
     epoch_end: bool = False  # the epoch's last micro-batch
     partners: torch.Tensor | None = None  # (n,) samples to mix with, where an augmentation mixes
+    # Known once it has been read, by a reader that can tell:
+    seconds: float | None = None  # of reading, decoding and augmenting
+    ready: float = 0.0  # time.perf_counter() when that was done, which all processes share
 
     def rows(self) -> torch.Tensor:
         """The samples to read: `indices`, then those partners that are not among them."""
@@ -51,6 +54,8 @@ class Micro:
     weight: torch.Tensor
     last: bool
     epoch_end: bool
+    seconds: float | None = None  # as in its request
+    ready: float = 0.0
 
 
 class Horizon(NamedTuple):

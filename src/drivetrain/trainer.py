@@ -168,14 +168,14 @@ class Trainer:
         loss = float(self.parallel.total(self._loss)) / (windows * self.parallel.world.size)
         self._loss.zero_()
         self._logged = (progress.updates, progress.samples, self._steps)
-        seconds, waiting = self.clock.since_last()
+        seconds, reading = self.clock.since_last()
         skipped = windows - (progress.updates - updates)
         if not math.isfinite(loss) and not skipped:
             raise Diverged(f"the loss is {loss} (updates {updates + 1} to {progress.updates})")
         self.tell(
             "train", loss=loss if math.isfinite(loss) else None, lr=self.optimizer.param_groups[0]["lr"],
             samples=progress.samples, skipped=progress.skipped,
-            samples_per_second=(progress.samples - samples) / seconds if seconds else None, data_wait=waiting,
+            samples_per_second=(progress.samples - samples) / seconds if seconds else None, **reading,
         )  # fmt: skip
 
     def tell(self, event: str, **numbers: Any) -> None:

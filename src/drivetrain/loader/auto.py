@@ -9,7 +9,7 @@ from typing import Any
 
 from drivetrain.cores import usable_cores
 from drivetrain.lazy import torch
-from drivetrain.loader.base import Loader, Pipeline
+from drivetrain.loader.base import Loader, Pipeline, quicker_reading
 from drivetrain.loader.device import Device
 from drivetrain.loader.resident import Resident, free_memory
 from drivetrain.loader.threads import Threads
@@ -36,6 +36,9 @@ class Auto(Loader):
     def check(self, run: Run) -> Iterator[str]:
         if run.choices["data"] == "synthetic":
             yield f"{run.named('loader')} has nothing to choose for data=synthetic, which is made on the device: set loader=sync"
+
+    def faster(self, pipeline: Pipeline) -> str | None:
+        return quicker_reading(pipeline)
 
     def candidates(self, pipeline: Pipeline, device: torch.device) -> dict[str, Loader]:
         """What is tried, the simplest first, by the words that set it."""

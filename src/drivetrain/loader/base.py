@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+from drivetrain.cores import usable_cores
 from drivetrain.lazy import torch
 from drivetrain.plan import Micro, Request
 from drivetrain.spec import Part
@@ -58,6 +60,10 @@ class Loader(Part):
         """Decide what needs measuring, on micro-batches of `size`, before training starts; what was decided, a line each."""
         return []
 
+    def faster(self, pipeline: Pipeline) -> str | None:
+        """What helps where the device waits for this loader's data, as overrides with their reason; None: nothing we know."""
+        return "loader=threads reads ahead while the device works"
+
     def stream(
         self, pipeline: Pipeline, requests: Iterable[Request], device: torch.device, memory_format: torch.memory_format
     ) -> Iterator[Micro]:
@@ -71,11 +77,23 @@ class Loader(Part):
         """Each request's batch, in their order, on the CPU or where the source is; as read where it is not to be finished."""
         work = pipeline if finish else pipeline.read
         for request in requests:
+            began = time.perf_counter()
             x, y = work(request)
+            request.ready = time.perf_counter()
+            request.seconds = request.ready - began
             yield x, y, request
 
     def micro(self, x: Any, y: Any, request: Request, device: torch.device, memory_format: torch.memory_format) -> Micro:
         """A batch, brought to the device."""
         x = x.to(device, non_blocking=self.non_blocking, memory_format=memory_format)
         y = y.to(device, non_blocking=self.non_blocking)
-        return Micro(x, y, request.weight, request.last, request.epoch_end)
+        return Micro(x, y, request.weight, request.last, request.epoch_end, request.seconds, request.ready)
+
+
+def quicker_reading(pipeline: Pipeline, knob: str = "", readers: int | None = None) -> str | None:
+    """What helps a loader that reads ahead already: more `readers`, set by `knob`, if there are cores for them; less to read."""
+    cores = usable_cores()
+    helps = [f"{knob}={cores}, one for each core"] if readers is not None and readers < cores else []
+    if hasattr(pipeline.source, "undecoded"):
+        helps.append("data=packed reads what `drivetrain pack` has decoded once")
+    return ", or ".join(helps) or None

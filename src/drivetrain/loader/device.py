@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 from drivetrain.lazy import torch
-from drivetrain.loader.base import Loader, Pipeline
+from drivetrain.loader.base import Loader, Pipeline, quicker_reading
 from drivetrain.loader.threads import Threads
 from drivetrain.loader.workers import Workers
 from drivetrain.plan import Micro, Request
@@ -33,6 +33,11 @@ class Device(Loader):
     def check(self, run: Run) -> Iterator[str]:
         if run.choices["data"] == "synthetic":
             yield f"{run.named('loader')} has nothing to do for data=synthetic, which is made on the device: set loader=sync"
+
+    def faster(self, pipeline: Pipeline) -> str | None:
+        if self.reader == "sync":
+            return "loader.reader=threads reads ahead while the device works"
+        return quicker_reading(pipeline, "loader.num_readers", Threads(self.num_readers).threads())
 
     def _reads(self) -> Loader:
         threads = Threads(self.num_readers, self.prefetch_factor)

@@ -33,6 +33,9 @@ class Resident(Loader):
         if run.choices["data"] == "synthetic":
             yield f"{run.named('loader')} has nothing to do for data=synthetic, which is made on the device: set loader=sync"
 
+    def faster(self, pipeline: Pipeline) -> str | None:
+        return None
+
     def stream(
         self, pipeline: Pipeline, requests: Iterable[Request], device: torch.device, memory_format: torch.memory_format
     ) -> Iterator[Micro]:

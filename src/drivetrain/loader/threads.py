@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
@@ -12,7 +13,7 @@ from typing import Any, Literal
 from drivetrain.cores import usable_cores
 from drivetrain.errors import UserError
 from drivetrain.lazy import torch
-from drivetrain.loader.base import Batch, Loader, Pipeline
+from drivetrain.loader.base import Batch, Loader, Pipeline, quicker_reading
 from drivetrain.plan import Request
 from drivetrain.spec import Count, Positive, Run
 
@@ -40,6 +41,9 @@ class Threads(Loader):
     def check(self, run: Run) -> Iterator[str]:
         if run.choices["data"] == "synthetic":
             yield f"{run.named('loader')} has nothing to do for data=synthetic, which is made on the device: set loader=sync"
+
+    def faster(self, pipeline: Pipeline) -> str | None:
+        return quicker_reading(pipeline, "loader.num_threads", self.threads())
 
     def threads(self) -> int:
         """How many: this rank's share of the cores it may use."""
@@ -110,6 +114,7 @@ class Shared:
         self.pieces = self.rows.tensor_split(min(len(self.rows), PIECES * threads)) if alike else (self.rows,)
         self.left = len(self.pieces)
         self.lock = threading.Lock()
+        self.seconds = 0.0  # of all threads
         self.x: Any = None
         self.y: Any = None
         self.done: Future[Batch] = Future()
@@ -126,6 +131,7 @@ class Shared:
         try:
             if self.done.done():  # another piece has failed
                 return
+            began = time.perf_counter()
             x, y = self.pipeline.read_rows(rows, self.request)
             if len(self.pieces) == 1:
                 self.x, self.y = (x.pin_memory(), y.pin_memory()) if self.pin else (x, y)
@@ -139,8 +145,13 @@ class Shared:
             with self.lock:
                 self.left -= 1
                 last = self.left == 0
+                self.seconds += time.perf_counter() - began
             if last:
-                self.done.set_result(self.pipeline.finish(self.x, self.y, self.request) if self.finish else (self.x, self.y))
+                began = time.perf_counter()
+                batch = self.pipeline.finish(self.x, self.y, self.request) if self.finish else (self.x, self.y)
+                self.request.ready = time.perf_counter()
+                self.request.seconds = self.seconds + self.request.ready - began
+                self.done.set_result(batch)
         except BaseException as error:  # it belongs to whoever waits for the batch
             with self.lock:
                 if not self.done.done():

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from drivetrain.errors import DataError, UserError
 from drivetrain.lazy import torch
-from drivetrain.loader.base import Loader, Pipeline
+from drivetrain.loader.base import Loader, Pipeline, quicker_reading
 from drivetrain.plan import Request
 from drivetrain.spec import Count, NonNegative, Run
 
@@ -34,6 +35,9 @@ class Workers(Loader):
     def check(self, run: Run) -> Iterator[str]:
         if run.choices["data"] == "synthetic":
             yield (f"{run.named('loader')} has nothing to do for data=synthetic, which is made on the device: set loader=sync")
+
+    def faster(self, pipeline: Pipeline) -> str | None:
+        return quicker_reading(pipeline, "loader.num_workers", self.num_workers)
 
     def batches(
         self, pipeline: Pipeline, requests: Iterable[Request], device: torch.device, finish: bool = True
@@ -64,8 +68,9 @@ class Workers(Loader):
                 generator=torch.Generator(),  # else it draws its base seed from the model's own stream
             )
             more = False
-            for x, y in self._errors_named(loader):
+            for x, y, seconds, ready in self._errors_named(loader):
                 request = waiting.popleft()
+                request.seconds, request.ready = seconds, ready
                 more = request.epoch_end and not self.persistent_workers
                 yield x, y, request
 
@@ -90,8 +95,11 @@ class _Fetch:
         self.work = work
 
     def __getitem__(self, request: Request) -> Any:
+        began = time.perf_counter()
         try:
-            return self.work(request)
+            x, y = self.work(request)
+            ready = time.perf_counter()
+            return x, y, ready - began, ready
         except DataError as error:  # raised in the parent: torch would wrap the worker's traceback around it
             return error
 

@@ -1,0 +1,146 @@
+"""What reading cost and how far ahead it was is measured, whoever reads; a device that waits is told of, with what helps."""
+
+import json
+import time
+
+import pytest
+import torch
+
+from drivetrain import inputs
+from drivetrain.clock import Clock, Reading
+from drivetrain.loader import Auto, Dali, Device, Loader, Pipeline, Resident, Threads, Workers
+from drivetrain.plan import Micro, Request
+from drivetrain.tensors import Tensors
+
+CPU, ONE = torch.device("cpu"), torch.ones(())
+READ = 0.02  # seconds
+
+
+class Slow(Tensors):
+    """Every batch takes READ seconds."""
+
+    def __init__(self):
+        super().__init__(torch.zeros(64, 1, 2, 2), torch.zeros(64, dtype=torch.int64))
+
+    def fetch(self, indices):
+        time.sleep(READ)
+        return super().fetch(indices)
+
+
+def micro(ready, seconds=0.01):
+    return Micro(ONE, ONE, ONE, True, False, seconds, ready)
+
+
+def test_depth_is_how_many_lay_ready_at_each_asking():
+    reading = Reading()
+    for asked, ready in ((1.0, 1.5), (2.0, 1.7), (3.0, 1.8), (4.0, 1.9), (5.0, 5.2)):
+        reading.came(asked, micro(ready))
+    # At 1 none, at 2 the three of 1.7 to 1.9, at 3 two, at 4 one, at 5 none.
+    assert reading.since_last() == {"decode_ms": pytest.approx(10), "queue_depth": pytest.approx(6 / 5)}
+    assert reading.since_last() == {}
+    reading.came(6.0, micro(5.9))
+    assert reading.since_last()["queue_depth"] == 1
+
+
+def test_readers_that_cannot_tell_are_left_out():
+    reading = Reading()
+    reading.came(1.0, micro(0.0, None))
+    assert reading.since_last() == {}
+
+
+@pytest.mark.parametrize(
+    ("loader", "least", "most"),
+    [
+        (Loader(), 0, 0),
+        (Threads(2, prefetch_factor=3), 1.5, 4),
+        (Workers(2, prefetch_factor=2), 1.5, 4),
+        (Device("threads", 2), 1, 3),
+    ],
+    ids=["sync", "threads", "workers", "device"],
+)
+def test_every_reader_tells_its_time_and_what_lay_ready(loader, least, most):
+    requests = [Request(0, torch.arange(4), ONE) for _ in range(16)]
+    clock = Clock()
+    for _ in clock.waits(loader.stream(Pipeline(Slow(), (), None, 0), requests, CPU, torch.contiguous_format)):
+        time.sleep(3 * READ)  # the step: longer than reading takes
+        clock.step()
+    told = clock.since_last()[1]
+    assert READ * 1e3 <= told["decode_ms"] < 5 * READ * 1e3
+    assert least <= told["queue_depth"] <= most  # the first ones wait for the readers to start
+
+
+def test_metrics_have_them(train):
+    records = [json.loads(line) for line in (train("log_every=1").run_dir / "metrics.jsonl").read_text().splitlines()]
+    for record in records:
+        if record["event"] == "train":
+            assert record["decode_ms"] > 0
+            assert record["queue_depth"] == 0  # loader=sync
+
+
+def test_evaluation_is_not_counted(make):
+    trainer = make("log_every=1")
+    trainer.evaluate()
+    assert trainer.clock.reading.since_last() == {}
+
+
+# --- the word ---
+
+
+def watched(steps: list[tuple[float, float]], help_by: str | None) -> list[str]:
+    """What is said of steps of (wait, work) seconds."""
+    said: list[str] = []
+    clock = Clock()
+    stream = inputs.on_time(iter([micro(0.0)] * (len(steps) + 1)), clock, help_by, said.append)
+    next(stream)
+    for wait, work in steps:
+        clock.steps.append(wait + work)
+        clock.wait += wait
+        if len(clock.steps) == clock.warmup:
+            clock.first_wait = clock.wait
+        next(stream)
+    return said
+
+
+def test_a_device_that_waits_is_told_of_once_with_what_helps():
+    said = watched([(9.0, 0.1), *[(0.06, 0.04)] * 200], "loader=threads reads ahead")
+    assert said == ["the device waits for data 60 % of the time: loader=threads reads ahead"]
+    assert watched([(0.06, 0.04)] * 200, None) == ["the device waits for data 60 % of the time"]
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [[(0.01, 0.09)] * 300, [(9.0, 0.1), *[(0.0, 0.1)] * 300], [(0.06, 0.04)] * 15, [(0.0006, 0.0004)] * 300],
+    ids=["little", "the start alone", "too few", "too short"],
+)
+def test_nothing_is_said_for_little(steps):
+    assert watched(steps, "x") == []
+
+
+def test_it_says_what_helps_this_loader(monkeypatch):
+    for module in ("threads", "base", "auto"):
+        monkeypatch.setattr(f"drivetrain.loader.{module}.usable_cores", lambda: 4)
+
+    class Files(Slow):
+        undecoded = True
+
+    def helps(loader, source):
+        return loader.faster(Pipeline(source, (), None, 0))
+
+    memory, files = Slow(), Files()
+    assert helps(Loader(), memory) == "loader=threads reads ahead while the device works"
+    assert helps(Threads(2), memory) == "loader.num_threads=4, one for each core"
+    assert "loader.num_workers=4" in helps(Workers(2), files)
+    assert "data=packed" in helps(Workers(2), files)
+    assert "num" not in helps(Threads(4), files)
+    assert helps(Threads("auto"), memory) is helps(Resident(), memory) is helps(Auto(), memory) is None
+    assert helps(Device("threads", 2), memory) == "loader.num_readers=4, one for each core"
+    assert "loader.reader=threads" in helps(Device("sync"), memory)
+    assert "data=packed" in helps(Dali(), files)
+
+
+def test_a_run_that_waits_is_told(make, monkeypatch):
+    trainer = make("epochs=40", "updates=60")
+    monkeypatch.setattr(trainer.clock, "steady", lambda: (3.0, 0.9))
+    trainer.fit()
+    said = [r["text"] for r in trainer.sinks[0] if r["event"] == "remark" and "waits for data" in r["text"]]
+    assert said == ["the device waits for data 90 % of the time: loader=threads reads ahead while the device works"]
