@@ -1,10 +1,11 @@
 """Debugging aids: nothing of them in a plain run, and each finds what it is for."""
 
+import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
-import pytest
 import torch
 
 import drivetrain
@@ -29,8 +30,12 @@ def test_anomaly_names_the_line_that_made_a_nan(train, tmp_path, monkeypatch):
     (tmp_path / "planted.py").write_text(NAN)
     monkeypatch.syspath_prepend(tmp_path)
     words = ["model=own", "model.target=planted.Net", "trust=[planted]"]
-    with pytest.warns(UserWarning, match=r"planted\.py.*\n.*return y \+ torch\.sqrt\(y \* 0\)"):
-        result = train(*words, "debug=anomaly")
+    show = warnings.showwarning
+    result = train(*words, "debug=anomaly")
+    assert warnings.showwarning is show
+    found = (result.run_dir / "debug.txt").read_text()
+    assert re.search(r"planted\.py.*\n.*return y \+ torch\.sqrt\(y \* 0\)", found)  # the forward, as torch tells it
+    assert re.search(r"debug=anomaly: made in .*planted\.py\", line 12, in forward: return y \+ torch", found.splitlines()[-1])
     assert result.status == "failed"
     assert "'MulBackward0' returned nan values" in result.error
     assert not torch.is_anomaly_enabled()  # the process may train another run

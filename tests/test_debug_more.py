@@ -629,9 +629,11 @@ def test_overfit_leaves_augmentation_out_and_says_so(make, tiny):
 # --- anomaly ---
 
 
-def test_anomaly_beside_loss_scaling_is_advised_against(tiny):
-    said = launch.prepare(tiny("debug=anomaly", "precision=amp")).said
-    assert any("an overflow that precision=amp would skip" in line for line in said)
+def test_anomaly_beside_loss_scaling_is_refused(problems, tiny):
+    (said,) = problems("debug=anomaly", "precision=amp")
+    assert "debug=anomaly" in said
+    assert "precision=amp" in said
+    assert "debug.check_nan=false" in said
     assert not launch.prepare(tiny("debug=anomaly", "precision=amp", "debug.check_nan=false")).said
 
 

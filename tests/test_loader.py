@@ -1,6 +1,7 @@
 """Every loader yields the same micro-batches in the same order, wherever they are read."""
 
 import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -8,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import drivetrain
 from drivetrain.augment import FlipCrop
 from drivetrain.batch import Accumulate
 from drivetrain.data import Normalize, Tensors
-from drivetrain.errors import DataError, UserError
+from drivetrain.errors import DataError, Interrupted, UserError
 from drivetrain.loader import Auto, Device, Loader, Pipeline, Resident, Threads, Workers
 from drivetrain.plan import Micro, World
 
@@ -136,17 +138,44 @@ class Stuck(Pid):
 
 def test_a_stuck_read_is_an_error_not_a_hang():
     loader = Workers(num_workers=1, timeout_s=0.2)
-    with pytest.raises(UserError, match=r"loader\.timeout_s"):
+    with pytest.raises(Interrupted, match=r"worker 1 of 1 .*loader\.timeout_s.* begins with sample \d+:"):
         list(loader.stream(Pipeline(Stuck(), (), None, 0), requests(), CPU, torch.contiguous_format))
 
 
 def test_a_stuck_thread_is_an_error_and_holds_nothing_up():
     began = time.monotonic()
-    with pytest.raises(UserError, match=r"loader\.timeout_s"):
+    with pytest.raises(Interrupted, match=r"thread 1 of 1 .*loader\.timeout_s.* begins with sample \d+:"):
         list(
             Threads(num_threads=1, timeout_s=0.2).stream(Pipeline(Stuck(), (), None, 0), requests(), CPU, torch.contiguous_format)
         )
     assert time.monotonic() - began < 2.5, "it did not wait for the read"
+
+
+@pytest.mark.parametrize("saving", ["last", "none"])
+def test_a_killed_worker_ends_the_run_to_be_gone_on_with(tiny, tmp_path, monkeypatch, saving):
+    fetch = Tensors.fetch
+
+    def dying(self, indices):
+        if torch.utils.data.get_worker_info() is not None:
+            with (tmp_path / "reads").open("a") as reads:
+                reads.write("x")
+            if (tmp_path / "reads").stat().st_size > 9:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return fetch(self, indices)
+
+    monkeypatch.setattr(Tensors, "fetch", dying)
+    words = tiny("data=digits", "loader=workers", "loader.num_workers=1", "updates=30", "epochs=30", f"saving={saving}")
+    killed = drivetrain.train([*words, "saving.every_updates=1"] if saving == "last" else words)
+    assert "loader's worker was killed" in killed.error
+    assert "loader.num_workers" in killed.error
+    if saving == "none":
+        assert "saving=none kept nothing" in killed.error
+        return
+    assert killed.status == "interrupted"
+    assert f"resume={killed.run_dir}" in killed.error
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    assert drivetrain.train([f"resume={killed.run_dir}"]).updates == 30
 
 
 class Decoded(Pid):
@@ -186,7 +215,7 @@ def test_a_source_in_memory_is_read_a_batch_at_a_time():
 
     source = Counted(torch.zeros(29, 1), torch.arange(29))
     list(Threads(num_threads=2).stream(Pipeline(source, (), None, 0), requests(1), CPU, torch.contiguous_format))
-    assert reads == [len(r.indices) for r in requests(1)]
+    assert sorted(reads) == sorted(len(r.indices) for r in requests(1))
 
 
 def test_threads_read_ahead_and_no_further():
@@ -211,7 +240,7 @@ def test_device_reads_raw_bytes_and_finishes_them_in_one_piece(monkeypatch):
     assert set(seen) == {(torch.uint8, "MainThread")}
     seen.clear()
     read(Threads(num_threads=2))
-    assert all(name.startswith("loader-") for _, name in seen), "threads augment where they read"
+    assert all(name.startswith("loader thread") for _, name in seen), "threads augment where they read"
 
 
 def test_resident_reads_every_sample_once():

@@ -29,9 +29,9 @@ class Diverged(RuntimeError):
 
 
 class Interrupted(Exception):
-    """A signal asked the run to stop. Exit code 75 when the state was saved."""
+    """The run was stopped by a signal, or lost its readers. Exit code 75 when there is a state to go on from."""
 
-    def __init__(self, message: str, saved: bool) -> None:
+    def __init__(self, message: str, saved: bool = False) -> None:
         super().__init__(message)
         self.saved = saved
 

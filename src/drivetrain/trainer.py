@@ -79,6 +79,7 @@ class Trainer:
                     self._run(self.clock.waits(stream))
                 break
             except RuntimeError as error:
+                self.loader.explain(error)
                 self._make_room(error)
         if self.progress.evaluated != self.progress.updates:
             self._evaluate_and_log()

@@ -37,6 +37,9 @@ class Auto(Loader):
         if run.choices["data"] == "synthetic":
             yield f"{run.named('loader')} has nothing to choose for data=synthetic, which is made on the device: set loader=sync"
 
+    def explain(self, error: RuntimeError) -> None:
+        self._kept.explain(error)
+
     def faster(self, pipeline: Pipeline) -> str | None:
         return quicker_reading(pipeline)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from drivetrain.cores import usable_cores
+from drivetrain.errors import Interrupted
 from drivetrain.lazy import torch
 from drivetrain.plan import Micro, Request
 from drivetrain.spec import Part
@@ -60,6 +61,9 @@ class Loader(Part):
         """Decide what needs measuring, on micro-batches of `size`, before training starts; what was decided, a line each."""
         return []
 
+    def explain(self, error: RuntimeError) -> None:
+        """Raise Interrupted if this came from losing a reader: torch raises that wherever the run is at the moment."""
+
     def faster(self, pipeline: Pipeline) -> str | None:
         """What helps where the device waits for this loader's data, as overrides with their reason; None: nothing we know."""
         return "loader=threads reads ahead while the device works"
@@ -88,6 +92,16 @@ class Loader(Part):
         x = x.to(device, non_blocking=self.non_blocking, memory_format=memory_format)
         y = y.to(device, non_blocking=self.non_blocking)
         return Micro(x, y, request.weight, request.last, request.epoch_end, request.seconds, request.ready)
+
+
+def too_late(who: str, seconds: float, pipeline: Pipeline, index: int) -> Interrupted:
+    """The end of a run whose data does not come: who has delivered nothing for so long, and what it reads."""
+    name = getattr(pipeline.source, "name", None)
+    sample = name(index) if callable(name) else f"sample {index}"
+    return Interrupted(
+        f"{who} has delivered nothing for {seconds:g} s (loader.timeout_s), of a batch that begins with {sample}: "
+        "a stuck read, or too slow a disk"
+    )
 
 
 def quicker_reading(pipeline: Pipeline, knob: str = "", readers: int | None = None) -> str | None:

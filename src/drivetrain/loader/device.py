@@ -34,6 +34,9 @@ class Device(Loader):
         if run.choices["data"] == "synthetic":
             yield f"{run.named('loader')} has nothing to do for data=synthetic, which is made on the device: set loader=sync"
 
+    def explain(self, error: RuntimeError) -> None:
+        self._reads().explain(error)
+
     def faster(self, pipeline: Pipeline) -> str | None:
         if self.reader == "sync":
             return "loader.reader=threads reads ahead while the device works"

@@ -11,9 +11,8 @@ from concurrent.futures import Future
 from typing import Any, Literal
 
 from drivetrain.cores import usable_cores
-from drivetrain.errors import UserError
 from drivetrain.lazy import torch
-from drivetrain.loader.base import Batch, Loader, Pipeline, quicker_reading
+from drivetrain.loader.base import Batch, Loader, Pipeline, quicker_reading, too_late
 from drivetrain.plan import Request
 from drivetrain.spec import Count, Positive, Run
 
@@ -52,30 +51,30 @@ class Threads(Loader):
     def batches(
         self, pipeline: Pipeline, requests: Iterable[Request], device: torch.device, finish: bool = True
     ) -> Iterator[tuple[Any, Any, Request]]:
-        waiting: deque[tuple[Request, Future[Batch]]] = deque()
+        waiting: deque[Shared] = deque()
         wanted = iter(requests)
         pin = self.pin_memory and device.type == "cuda"
         pool = Pool(self.threads())
         try:
             while True:
                 while len(waiting) <= self.prefetch_factor and (request := next(wanted, None)) is not None:
-                    waiting.append((request, Shared(pipeline, request, finish, self.threads(), pin).start(pool)))
+                    waiting.append(Shared(pipeline, request, finish, self.threads(), pin))
+                    waiting[-1].start(pool)
                 if not waiting:
                     return
-                request, batch = waiting.popleft()
-                yield *self._arrived(batch), request
+                batch = waiting.popleft()
+                yield *self._arrived(batch), batch.request
         finally:
             pool.close()
-            for _, batch in waiting:
-                batch.cancel()
+            for batch in waiting:
+                batch.done.cancel()
 
-    def _arrived(self, batch: Future[Batch]) -> Batch:
+    def _arrived(self, batch: Shared) -> Batch:
         try:
-            return batch.result(self.timeout_s)
+            return batch.done.result(self.timeout_s)
         except TimeoutError:
-            raise UserError(
-                f"no thread delivered a batch for {self.timeout_s:g} s (loader.timeout_s): a stuck read, or too slow a disk"
-            ) from None
+            who, row = next(iter(batch.reading.items()), ("every loader thread", int(batch.rows[0])))
+            raise too_late(who, self.timeout_s, batch.pipeline, row) from None
 
 
 class Pool:
@@ -84,7 +83,8 @@ class Pool:
     def __init__(self, threads: int) -> None:
         self.jobs: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]] | None] = queue.SimpleQueue()
         self.closed = False
-        self.threads = [threading.Thread(target=self._work, name=f"loader-{n}", daemon=True) for n in range(threads)]
+        names = (f"loader thread {n + 1} of {threads}" for n in range(threads))
+        self.threads = [threading.Thread(target=self._work, name=name, daemon=True) for name in names]
         for thread in self.threads:
             thread.start()
 
@@ -115,24 +115,26 @@ class Shared:
         self.left = len(self.pieces)
         self.lock = threading.Lock()
         self.seconds = 0.0  # of all threads
+        self.reading: dict[str, int] = {}  # which thread has begun with which sample and is not done
         self.x: Any = None
         self.y: Any = None
         self.done: Future[Batch] = Future()
 
-    def start(self, pool: Pool) -> Future[Batch]:
-        """Hand the pieces out; what the batch will be."""
+    def start(self, pool: Pool) -> None:
+        """Hand the pieces out; `done` is what the batch will be."""
         at = 0
         for piece in self.pieces:
             pool.submit(self._read, piece, at)
             at += len(piece)
-        return self.done
 
     def _read(self, rows: Any, at: int) -> None:
         try:
             if self.done.done():  # another piece has failed
                 return
             began = time.perf_counter()
+            self.reading[who := threading.current_thread().name] = int(rows[0])
             x, y = self.pipeline.read_rows(rows, self.request)
+            del self.reading[who]
             if len(self.pieces) == 1:
                 self.x, self.y = (x.pin_memory(), y.pin_memory()) if self.pin else (x, y)
             else:

@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from drivetrain.errors import DataError, UserError
+from drivetrain.errors import DataError, Interrupted
 from drivetrain.lazy import torch
-from drivetrain.loader.base import Loader, Pipeline, quicker_reading
+from drivetrain.loader.base import Loader, Pipeline, quicker_reading, too_late
 from drivetrain.plan import Request
 from drivetrain.spec import Count, NonNegative, Run
 
@@ -68,24 +68,34 @@ class Workers(Loader):
                 generator=torch.Generator(),  # else it draws its base seed from the model's own stream
             )
             more = False
-            for x, y, seconds, ready in self._errors_named(loader):
+            for x, y, seconds, ready in self._errors_named(loader, pipeline, waiting):
                 request = waiting.popleft()
                 request.seconds, request.ready = seconds, ready
                 more = request.epoch_end and not self.persistent_workers
                 yield x, y, request
 
-    def _errors_named(self, loader: Iterable[Any]) -> Iterator[Any]:
+    def _errors_named(self, loader: Iterable[Any], pipeline: Pipeline, waiting: deque[Request]) -> Iterator[Any]:
+        """What the workers deliver; one that is stuck or killed ends the run, to be gone on with."""
+        delivered = 0
         try:
             for fetched in loader:
                 if isinstance(fetched, DataError):
                     raise fetched
                 yield fetched
+                delivered += 1
         except RuntimeError as error:
-            if "timed out" in str(error):
-                raise UserError(
-                    f"no worker delivered a batch for {self.timeout_s:g} s (loader.timeout_s): a stuck read, or too slow a disk"
-                ) from None
+            if "timed out" in str(error):  # they take turns
+                who = f"loader worker {delivered % self.num_workers + 1} of {self.num_workers}"
+                raise too_late(who, self.timeout_s, pipeline, int(waiting[0].indices[0])) from None
+            self.explain(error)
             raise
+
+    def explain(self, error: RuntimeError) -> None:
+        if str(error).startswith("DataLoader worker"):  # killed, or gone
+            raise Interrupted(
+                f"a loader's worker was killed ({str(error).strip().splitlines()[0]}); where memory ran out, lower "
+                "loader.num_workers or set loader=threads"
+            ) from None
 
 
 class _Fetch:
