@@ -91,3 +91,13 @@ def test_mirrored_digits_are_advised_against(tiny):
 
     assert any("mirrors digits" in line for line in launch.prepare(tiny("data=digits", "augment=[flip_crop]")).said)
     assert not launch.prepare(tiny("augment=[flip_crop]")).said
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_large_images_are_mirrored_as_small_ones_are(dtype, memory_format):
+    x = torch.randint(256, (5, 3, 120, 130)).to(dtype).contiguous(memory_format=memory_format)
+    before, which = x.clone(), torch.tensor([True, False, False, True, True])
+    out = batch_flip(x, which)
+    assert torch.equal(out, torch.where(which.view(-1, 1, 1, 1), before.flip(-1), before))
+    assert torch.equal(x, before)

@@ -18,6 +18,7 @@ from PIL import Image
 
 import drivetrain
 from drivetrain import cli
+from drivetrain.augment import RandomResizedCrop
 from drivetrain.data import Cifar10, Digits, ImageFolder, Packed, packing
 from drivetrain.errors import DataError, UserError
 from drivetrain.loader import Loader, Pipeline, Threads, Workers
@@ -245,8 +246,8 @@ def test_damaged_folders_are_refused(images, tmp_path, problems):
         data.load(CPU)
     words = ["data=packed", f"data.root={out}"]
     index = (out / "index.json").read_text()
-    (out / "index.json").write_text(index.replace('"version": 1', '"version": 2'))
-    assert any("version 2, and this drivetrain reads 1" in p for p in problems(*words))
+    (out / "index.json").write_text(index.replace('"version": 2', '"version": 1'))
+    assert any("version 1, and this drivetrain reads 2" in p for p in problems(*words))
     (out / "index.json").write_text("[1]")
     assert any("is no index that drivetrain pack wrote" in p for p in problems(*words))
     (out / "index.json").unlink()
@@ -408,3 +409,15 @@ def test_it_trains(train, images, tmp_path):
     for loader in ("sync", "workers"):
         result = train("data=packed", f"data.root={tmp_path}/packed", f"loader={loader}")
         assert (result.status, result.updates) == ("completed", 2)
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_what_is_cut_out_at_reading_is_what_is_cut_out_of_the_whole(images, tmp_path, interpolation):
+    pack(images(), tmp_path / "packed", "--size", "48")
+    train = Packed(root=str(tmp_path / "packed")).load(CPU).train
+    step, rows = RandomResizedCrop(interpolation=interpolation), torch.tensor([5, 0, 17, 3])
+    whole, labels = train.fetch(rows)
+    cut, same = train.fetch(rows, step.boxes(7, 2, rows))
+    assert torch.equal(cut, step(whole.contiguous(), 7, 2, rows))
+    assert not torch.equal(cut, whole)
+    assert torch.equal(labels, same)

@@ -118,7 +118,7 @@ def decode(content: bytes, name: str, size: int, max_pixels: int, box: Any = Non
         pixels = _turbo(content, enough) if plain else None
         if pixels is None:
             pixels = _pillow(image, enough[::-1] if orientation >= 5 else enough)
-        return cut_out(pixels, full, area, size, "bilinear" if box is None else box.interpolation)
+        return cut_out(pixels, full, area, (size, size), "bilinear" if box is None else box.interpolation)
 
 
 def centre(width: int, height: int) -> tuple[int, int, int, int]:
@@ -150,8 +150,8 @@ def _pillow(image: Any, enough: Sequence[int]) -> Any:
     return np.asarray(in_rgb(ImageOps.exif_transpose(image)))
 
 
-def cut_out(pixels: Any, full: tuple[int, int], area: Sequence[int], size: int, interpolation: str) -> torch.Tensor:
-    """`area` (left, top, width, height in an image of `full` size) of pixels (h, w, 3), stretched to uint8 (3, size, size).
+def cut_out(pixels: Any, full: tuple[int, int], area: Sequence[int], size: tuple[int, int], interpolation: str) -> torch.Tensor:
+    """`area` (left, top, width, height in an image of `full` size) of pixels (h, w, c), stretched to uint8 (c, *size).
 
     Memory is channels last: torch's kernel for bytes takes half the time of Pillow's on it, and double the time on planes.
     """
@@ -162,7 +162,7 @@ def cut_out(pixels: Any, full: tuple[int, int], area: Sequence[int], size: int, 
     top, bottom = (round(y * height / full[1]) for y in (area[1], area[1] + area[3]))
     part = torch.from_numpy(np.array(pixels[top : max(bottom, top + 1), left : max(right, left + 1)])).permute(2, 0, 1)
     resize = torch.nn.functional.interpolate
-    return resize(part.unsqueeze(0), (size, size), mode=interpolation, antialias=True).squeeze(0)
+    return resize(part.unsqueeze(0), size, mode=interpolation, antialias=True).squeeze(0)
 
 
 def in_rgb(image: Any) -> Any:

@@ -7,18 +7,18 @@ import mmap
 import os
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from drivetrain.data.base import Data, Normalize, Splits
-from drivetrain.data.decoding import Decoding
+from drivetrain.data.decoding import Decoding, cut_out
 from drivetrain.data.faults import Faults
 from drivetrain.errors import DataError, UserError
 from drivetrain.lazy import torch
 from drivetrain.spec import Count, Run
 
-FORMAT, VERSION = "drivetrain-packed", 1
+FORMAT, VERSION = "drivetrain-packed", 2
 END, CRC, LABEL = range(3)  # the columns of a split's table: where a sample ends, its CRC-32, its class
 AHEAD = 1 << 14  # bytes of a sample from which on it pays to ask for it before it is copied
 
@@ -131,7 +131,12 @@ def open_split(root: Path, index: dict[str, Any], split: str, shape: tuple[int, 
 
 
 class Decoded:
-    """Samples of one size, one after the other in a file: uint8 (n, c, h, w), gathered in one go."""
+    """Samples of one size, one after the other in a file, channels last: uint8 (n, c, h, w), gathered in one go.
+
+    What `boxes` cut out is resized straight from the file's pages.
+    """
+
+    crops = True
 
     def __init__(self, path: Path, table: torch.Tensor, shape: tuple[int, ...], verify: bool) -> None:
         self.path, self.table, self.shape = path, table, shape
@@ -157,16 +162,24 @@ class Decoded:
                 self._open = memory, torch.frombuffer(memory, dtype=torch.uint8)
         return self._open
 
-    def fetch(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def fetch(self, indices: torch.Tensor, boxes: Sequence[Any] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         memory, content = self.mapped
         rows = content.view(len(self.table), -1)
         if rows.shape[1] >= AHEAD:
             _ask_for(memory, indices, rows.shape[1])
-        x = rows.index_select(0, indices)
+        channels, height, width = self.shape
         if self.unverified is not None:
-            for place in self.unverified[indices].nonzero().flatten().tolist():
-                self.verify(int(indices[place]), x[place].numpy())
-        return x.view(-1, *self.shape), self.table[:, LABEL][indices]
+            for index in indices[self.unverified[indices]].tolist():
+                self.verify(index, rows[index].numpy())
+        if boxes is None:
+            x = rows.index_select(0, indices).view(-1, height, width, channels).permute(0, 3, 1, 2)
+        else:
+            x = torch.empty(len(indices), *self.shape, dtype=torch.uint8)
+            pixels = rows.view(-1, height, width, channels).numpy()
+            for target, index, box in zip(x, indices.tolist(), boxes, strict=True):
+                area = box(width, height)
+                target.copy_(cut_out(pixels[index], (width, height), area, (height, width), box.interpolation))
+        return x, self.table[:, LABEL][indices]
 
     def verify(self, index: int, content: Any) -> None:
         """Raise DataError if a sample's bytes are not those that were packed."""

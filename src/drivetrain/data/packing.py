@@ -28,7 +28,7 @@ Step = Callable[[str, int, int], None]  # split, samples done, samples in all
 
 
 class Raw:
-    """Samples stored as decoded: uint8, all of one shape."""
+    """Samples stored as decoded: uint8, all of one shape, channels last."""
 
     kind = "uint8"
 
@@ -36,7 +36,8 @@ class Raw:
         x, y = source.fetch(torch.tensor(indices))
         if x.dtype != torch.uint8:
             raise UserError(f"drivetrain pack stores images of whole numbers from 0 to 255, and this data gives {x.dtype}")
-        return [(row.tobytes(), label) for row, label in zip(x.contiguous().numpy(), y.tolist(), strict=True)]
+        channels_last = x.permute(0, 2, 3, 1).contiguous()
+        return [(row.tobytes(), label) for row, label in zip(channels_last.numpy(), y.tolist(), strict=True)]
 
 
 class Jpeg:
