@@ -1,11 +1,13 @@
 """Every pair of options of all groups: trained together, or refused up front with a reason that names both.
 
-`python -m tests.pairwise` runs the whole cover and writes docs/pairwise.md; the suite runs a sample of it.
+`python -m tests.pairwise [JOURNAL]` runs the whole cover and writes docs/pairwise.md; the suite runs a sample of it.
+With a journal it can be broken off and gone on with.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -270,20 +272,22 @@ def matrix(found: Cover, outcomes: list[Outcome]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> int:
-    """Run the whole cover; 1 if anything broke."""
+def main(journal: Path | None = None) -> int:
+    """Run the whole cover; 1 if anything broke. What has trained by a journal, which an earlier run kept, is not run again."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare_folder(folder)
         found = cover(folder, print)
         print(f"{len(found.rows)} rows")
-        outcomes: list[Outcome] = []
-        _try(found.rows, folder, outcomes)
+        outcomes = _kept(journal)
+        done = trained_pairs(outcomes)
+        rows = [row for row in found.rows if not {frozenset(p) for p in itertools.combinations(row, 2)} & found.pairs <= done]
+        _try(rows, folder, outcomes, journal)
         # What a row of many options was refused for is not every pair's in it: the rest by itself.
         rest = [tuple(sorted(pair)) for pair in sorted(found.pairs - trained_pairs(outcomes), key=sorted)]
         print(f"{len(rest)} pairs by themselves")
         alone: list[Outcome] = []
-        _try(rest, folder, alone)
+        _try(rest, folder, alone, journal)
         found.together |= {frozenset(o.words): o.reason for o in alone if o.status == "refused"}
         outcomes += alone
         text = matrix(found, outcomes).replace(name, "…")
@@ -293,11 +297,22 @@ def main() -> int:
     return int(broken or not all(names_both(pair, reason) for pair, reason in found.together.items()))
 
 
-def _try(rows: list[tuple[str, ...]], folder: Path, outcomes: list[Outcome]) -> None:
-    for outcome in run(rows, folder):
+def _kept(journal: Path | None) -> list[Outcome]:
+    """What has trained already."""
+    lines = journal.read_text().splitlines() if journal is not None and journal.exists() else []
+    known = {word for words in factors().values() for word in words}
+    found = [Outcome(tuple(words), "trained") for words in map(json.loads, lines)]
+    return [o for o in found if known.issuperset(o.words)]
+
+
+def _try(rows: list[tuple[str, ...]], folder: Path, outcomes: list[Outcome], journal: Path | None) -> None:
+    for number, outcome in enumerate(run(rows, folder), 1):
         outcomes.append(outcome)
-        print(f"{len(outcomes):4d}/{len(rows)} {outcome.status}: {' '.join(outcome.words)} {outcome.reason}", flush=True)
+        if outcome.status == "trained" and journal is not None:
+            with journal.open("a") as kept:
+                kept.write(json.dumps(outcome.words) + "\n")
+        print(f"{number:4d}/{len(rows)} {outcome.status}: {' '.join(outcome.words)} {outcome.reason}", flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(Path(sys.argv[1]) if len(sys.argv) > 1 else None))

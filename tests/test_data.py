@@ -165,14 +165,14 @@ def test_a_broken_file_is_named_before_training(images, how):
 def test_a_small_file_that_decodes_to_gigabytes_is_refused(tmp_path):
     Image.new("1", (4000, 4000)).save(tmp_path / "bomb.png")
     with pytest.raises(DataError, match=r"bomb\.png has 4000×4000 pixels, over data\.max_pixels=1000000"):
-        decode(tmp_path / "bomb.png", 8, 1_000_000)
+        decode((tmp_path / "bomb.png").read_bytes(), str(tmp_path / "bomb.png"), 8, 1_000_000)
 
 
 @pytest.mark.parametrize("mode", ["L", "RGBA", "P", "1", "CMYK", "I;16"])
 def test_every_kind_of_image_comes_out_as_rgb(tmp_path, mode):
     path = tmp_path / ("image.tif" if mode in ("CMYK", "I;16") else "image.png")
     Image.new(mode, (30, 20)).save(path)
-    out = decode(path, 8, 10**6)
+    out = decode(path.read_bytes(), str(path), 8, 10**6)
     assert (out.shape, out.dtype) == ((3, 8, 8), torch.uint8)
 
 
@@ -183,7 +183,7 @@ def test_images_stand_upright(tmp_path):
     exif = image.getexif()
     exif[0x0112] = 6
     image.save(tmp_path / "turned.png", exif=exif)
-    out = decode(tmp_path / "turned.png", 16, 10**6).float()
+    out = decode((tmp_path / "turned.png").read_bytes(), str(tmp_path / "turned.png"), 16, 10**6).float()
     assert out[:, :8].mean() > 250
     assert out[:, 8:].mean() < 5
 
@@ -192,7 +192,7 @@ def test_the_shorter_side_is_resized_and_the_centre_kept(tmp_path):
     image = Image.new("RGB", (64, 16), (255, 0, 0))
     image.paste((0, 255, 0), (24, 0, 40, 16))
     image.save(tmp_path / "wide.png")
-    out = decode(tmp_path / "wide.png", 16, 10**6)
+    out = decode((tmp_path / "wide.png").read_bytes(), str(tmp_path / "wide.png"), 16, 10**6)
     assert out[1].min() > 250
     assert out[0].max() < 5
 
@@ -225,3 +225,18 @@ def test_more_samples_in_a_batch_than_there_are_is_refused(make):
     with pytest.raises(UserError, match=r"batch\.global_batch=\d+ is more than the 48 training samples"):
         make("batch.global_batch=60")
     assert make("batch.global_batch=60", "data.drop_last=false").max_updates == 2
+
+
+def test_synthetic_tokens_have_the_next_one_as_their_target(train, make, problems):
+    words = ["data=synthetic", "data.tokens=true", "data.shape=[24]", "data.classes=50", "model=gpt", "model.width=16"]
+    words += ["model.heads=2", "model.depth=1", "loss=next_token"]
+    source = make(*words).train_data.source
+    x, y = source.fetch(torch.arange(6))
+    assert x.shape == y.shape == (6, 24)
+    assert torch.equal(x[:, 1:], y[:, :-1])
+    assert x.unique().numel() > 30
+    assert 0 <= int(x.min()) <= int(x.max()) < 50
+    result = train(*words)
+    assert (result.status, result.updates) == ("completed", 2), result.error
+    assert any("data.shape to [length]" in p for p in problems("data=synthetic", "data.tokens=true", *words[4:]))
+    assert any("set model=gpt" in p for p in problems("data=synthetic", "data.tokens=true", "data.shape=[24]"))

@@ -129,11 +129,6 @@ class Budget(Checkpointing):
                 f"checkpointing=budget is the compiler's to keep, and {run.named('compile')} has none that splits the forward "
                 "from the backward: set compile=inductor or regional, or checkpointing=selective"
             )
-        if run.choices["precision"] == "bf16_pure" and self.budget < 1:
-            yield (
-                "checkpointing=budget and precision=bf16_pure exclude each other (a BatchNorm that torch's compiler recomputes "
-                "in bfloat16 comes out as NaN): set precision=bf16, or checkpointing=selective"
-            )
 
     def apply(self, model: torch.nn.Module) -> list[str]:
         return [f"the compiler keeps about {self.budget:g} of the activations that it would keep"]

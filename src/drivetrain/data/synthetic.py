@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 import annotated_types
@@ -10,13 +10,16 @@ import annotated_types
 from drivetrain import rng
 from drivetrain.data.base import Data, Splits, Tensors
 from drivetrain.lazy import torch
-from drivetrain.spec import Count
+from drivetrain.spec import Count, Run
 
 Shape = Annotated[Sequence[Count], annotated_types.MinLen(1)]  # of one input, without the batch
 
 
 class Synthetic(Data):
-    """Random inputs on the device: the speed of everything but the data."""
+    """Random inputs on the device: the speed of everything but the data. With `tokens`, sequences of shape [length].
+
+    A sequence's tokens are among `classes`, and the target of each is the next one.
+    """
 
     peak = None
 
@@ -26,10 +29,15 @@ class Synthetic(Data):
         classes: Count = 10,
         samples: Count = 2048,
         test_samples: Count = 256,
+        tokens: bool = False,
         drop_last: bool = True,
     ) -> None:
         self._shape, self.classes, self.drop_last = tuple(shape), classes, drop_last
-        self.samples, self.test_samples = samples, test_samples
+        self.samples, self.test_samples, self.tokens = samples, test_samples, tokens
+
+    def check(self, run: Run) -> Iterator[str]:
+        if self.tokens and len(self._shape) != 1:
+            yield f"data.tokens=true gives sequences, and data.shape={list(self._shape)} is none: set data.shape to [length]"
 
     def shape(self) -> tuple[int, ...]:
         return self._shape
@@ -41,7 +49,11 @@ class Synthetic(Data):
         generator = torch.Generator(device).manual_seed(rng.mix(0, 5))
 
         def make(n: int) -> Tensors:
+            if self.tokens:
+                row = torch.randint(self.classes, (n, self._shape[0] + 1), generator=generator, device=device)
+                return Tensors(row[:, :-1].contiguous(), row[:, 1:].contiguous())
             x = torch.randn(n, *self._shape, generator=generator, device=device)
             return Tensors(x, torch.randint(self.classes, (n,), generator=generator, device=device))
 
-        return Splits(make(self.samples), make(self.test_samples), self._shape, self.classes, None)
+        dtype = torch.int64 if self.tokens else None
+        return Splits(make(self.samples), make(self.test_samples), self._shape, self.classes, None, dtype=dtype)
