@@ -43,6 +43,10 @@ class Turn:
         """`loss` is read before the first block and after the last: the marker that the arm trained."""
         self._loss, self._first = loss, loss()
 
+    def mark(self, first: float) -> None:
+        """The first marker, where it is known only once the first block is under way."""
+        self._first = first
+
     def __call__(self, updates: int) -> None:
         """Hand over the block's time; `updates` is the arm's own count of all it made. Raises Done after the last."""
         now = _clocks()

@@ -16,7 +16,7 @@ import resource
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -59,19 +59,20 @@ def write_shard(images: Path, file: Path) -> None:
                 tar.addfile(member, io.BytesIO(content))
 
 
-def take(turn: Turn, epoch: Callable[[], Iterator[Any]], epochs: int) -> None:
-    """A turn is whole epochs, begun and drained within it: what reads ahead must not do so in the others' turns."""
+def take(turn: Turn, epoch: Callable[[], Iterator[Any]]) -> None:
+    """A turn is an epoch, begun and drained within it: what reads ahead must not do so in the others' turns."""
     multiprocessing.set_start_method("fork", force=True)  # this process was spawned; a user's is not
-    began = time.perf_counter()
-    stream = epoch()
-    first = next(stream)
-    told = iter([time.perf_counter() - began])
-    assert first.ndim == 4, first.shape
-    turn.watch(lambda: next(told, peak_bytes()))
-    images = len(first) + sum(map(len, stream))
+    turn.watch(peak_bytes)
+    images = 0
     turn(images)
     while True:
-        images += sum(len(x) for _ in range(epochs) for x in epoch())
+        began = time.perf_counter()
+        stream = epoch()
+        first = next(stream)
+        if not images:
+            turn.mark(time.perf_counter() - began)
+        assert first.ndim == 4, first.shape
+        images += len(first) + sum(map(len, stream))
         turn(images)
 
 
@@ -92,7 +93,7 @@ def inputs(loader: Any) -> Iterator[Any]:
         yield x
 
 
-def usual(folder: Path, workers: int, epochs: int, turn: Turn) -> None:
+def usual(folder: Path, workers: int, turn: Turn) -> None:
     """torchvision's ImageFolder and transforms in torch's DataLoader: the code that everybody writes."""
     import torch
     from torch.utils.data import DataLoader
@@ -104,10 +105,10 @@ def usual(folder: Path, workers: int, epochs: int, turn: Turn) -> None:
     torch.set_num_threads(1)
     more: dict[str, Any] = {"persistent_workers": True} if workers else {}
     loader = DataLoader(dataset, BATCH, shuffle=True, num_workers=workers, drop_last=True, **more)
-    take(turn, lambda: inputs(loader), epochs)
+    take(turn, lambda: inputs(loader))
 
 
-def timms(folder: Path, workers: int, epochs: int, turn: Turn) -> None:
+def timms(folder: Path, workers: int, turn: Turn) -> None:
     """timm's create_loader, its training transforms cut down to the same two."""
     import torch
     from timm.data import create_dataset, create_loader
@@ -117,11 +118,14 @@ def timms(folder: Path, workers: int, epochs: int, turn: Turn) -> None:
         dataset, (3, 224, 224), BATCH, is_training=True, use_prefetcher=True, num_workers=workers,
         device=torch.device("cpu"), color_jitter=0.0, persistent_workers=True, pin_memory=False,
     )  # fmt: skip
-    take(turn, lambda: inputs(loader), epochs)
+    take(turn, lambda: inputs(loader))
 
 
 def ours(words: Sequence[str], epochs: int, turn: Turn) -> None:
-    """A loader of ours over a data option of ours, as a run builds them; bytes, not yet normalised, as the others give."""
+    """A loader of ours over a data option of ours, as a run builds them: one stream for many epochs.
+
+    Bytes, not yet normalised, as the others give.
+    """
     import torch
 
     from drivetrain.job import prepare
@@ -131,17 +135,18 @@ def ours(words: Sequence[str], epochs: int, turn: Turn) -> None:
     run, cpu = prepare(words).run, torch.device("cpu")
     data = run.data.load(cpu)
     pipeline = Pipeline(data.train, tuple(run.augment), None, 0, data.classes)
-    order, number = getattr(data.train, "order", None), count()
+    order, numbers = getattr(data.train, "order", None), count()
 
-    def epoch() -> Iterator[Any]:
-        requests = run.batch.requests(len(data.train), 0, next(number), World(), True, order=order)
+    def several() -> Iterator[Any]:
+        each = (run.batch.requests(len(data.train), 0, next(numbers), World(), True, order=order) for _ in range(epochs))
+        requests = chain.from_iterable(each)
         for micro in run.loader.stream(pipeline, requests, cpu, torch.contiguous_format):
             yield micro.x
 
-    take(turn, epoch, epochs)
+    take(turn, several)
 
 
-def in_memory(workers: int, epochs: int, turn: Turn) -> None:
+def in_memory(workers: int, turn: Turn) -> None:
     """Small images in memory in torch's DataLoader, transformed one at a time."""
     import torch
     from torch.utils.data import DataLoader, Dataset
@@ -160,7 +165,7 @@ def in_memory(workers: int, epochs: int, turn: Turn) -> None:
     torch.set_num_threads(1)
     more: dict[str, Any] = {"persistent_workers": True} if workers else {}
     loader = DataLoader(Images(), MEMORY_BATCH, shuffle=True, num_workers=workers, drop_last=True, **more)
-    take(turn, lambda: inputs(loader), epochs)
+    take(turn, lambda: inputs(loader))
 
 
 def jpeg_arms(folder: Path, quick: bool) -> dict[str, tuple[Callable[..., None], tuple[Any, ...]]]:
@@ -176,13 +181,14 @@ def jpeg_arms(folder: Path, quick: bool) -> dict[str, tuple[Callable[..., None],
     base = (f"batch.global_batch={BATCH}", "model=mlp", *JPEG_WORDS)
     tar = ("data=webdataset", f"data.train={shard}", f"data.test={shard}", f"data.cache={folder}/cache")
     return {
-        "DataLoader, 2 workers": (usual, (images, 2, 1)),
-        "DataLoader, in the loop": (usual, (images, 0, 1)),
-        "timm, 2 workers": (timms, (images, 2, 1)),
-        "ours, sync": (ours, ((*base, *files, "loader=sync"), 1)),
-        "ours, workers": (ours, ((*base, *files, "loader=workers"), 1)),
-        "ours, threads": (ours, ((*base, *files, "loader=threads"), 1)),
-        "ours, webdataset": (ours, ((*base, *tar, "loader=threads"), 1)),
+        "DataLoader, 2 workers": (usual, (images, 2)),
+        "DataLoader, in the loop": (usual, (images, 0)),
+        "timm, 2 workers": (timms, (images, 2)),
+        "ours, sync": (ours, ((*base, *files, "loader=sync"), 2)),
+        "ours, workers": (ours, ((*base, *files, "loader=workers"), 2)),
+        "ours, threads": (ours, ((*base, *files, "loader=threads"), 2)),
+        "ours, dali": (ours, ((*base, *files, "loader=dali"), 2)),
+        "ours, webdataset": (ours, ((*base, *tar, "loader=threads"), 2)),
         "ours, packed": (ours, ((*base, "data=packed", f"data.root={packed}", "loader=threads"), 4)),
         "ours, packed, centre": (
             ours,
@@ -206,8 +212,8 @@ def memory_arms(folder: Path, quick: bool) -> dict[str, tuple[Callable[..., None
     write_cifar(folder, 1000 if quick else 10_000)
     words = ("data=cifar10", f"data.root={folder}", "augment=[flip_crop]", f"batch.global_batch={MEMORY_BATCH}", "model=mlp")
     return {
-        "DataLoader, 2 workers": (in_memory, (2, 1)),
-        "DataLoader, in the loop": (in_memory, (0, 1)),
+        "DataLoader, 2 workers": (in_memory, (2,)),
+        "DataLoader, in the loop": (in_memory, (0,)),
         "ours, sync": (ours, ((*words, "loader=sync"), 4)),
         "ours, threads": (ours, ((*words, "loader=threads"), 4)),
     }
@@ -229,8 +235,7 @@ def write_cifar(folder: Path, number: int) -> None:
 def measure(arms: dict[str, Any], rounds: int) -> dict[str, Any]:
     """Per arm: images/s, ratio to the best DataLoader arm, seconds to the first batch, peak memory of all its processes."""
     seconds, markers = harness.take_turns(arms, rounds, warmup=2)
-    blocks = 2 + rounds
-    images = {name: markers[name]["updates"] / (1 + blocks * arms[name][1][-1]) * arms[name][1][-1] for name in arms}  # of a turn
+    images = {name: markers[name]["updates"] / (2 + rounds) for name in arms}  # of a turn
     rates = {name: [images[name] / wall for wall, _ in taken] for name, taken in seconds.items()}
     usual_ones = [name for name in arms if name.startswith("DataLoader")]
     best = max(usual_ones, key=lambda name: harness.spread(rates[name])["median"])

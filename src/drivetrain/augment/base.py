@@ -35,7 +35,7 @@ class Augment(Part):
     def apply(
         self, x: torch.Tensor, y: torch.Tensor, rows: torch.Tensor, pipeline: Any, request: Request
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """One step of a pipeline: inputs, targets and the sample numbers `rows` (n,) of what is in the batch."""
+        """One step of a pipeline: inputs, targets and the sample numbers `rows` (n,) of a batch that is its own."""
         return self(x, pipeline.seed, request.epoch, request.rows() if self.on_host else rows), y, rows
 
     def boxes(self, seed: int, epoch: int, indices: torch.Tensor) -> Sequence[Box] | None:

@@ -16,6 +16,7 @@ from drivetrain.loader.base import Batch, Loader, Pipeline, quicker_reading, too
 from drivetrain.plan import Request
 from drivetrain.spec import Count, Positive, Run
 
+LAST_JOB = 1.0  # seconds that a thread has to end what it does
 PIECES = 2  # of a batch, for each thread: small enough that all finish together
 
 
@@ -93,10 +94,16 @@ class Pool:
         self.jobs.put((job, args))
 
     def close(self) -> None:
-        """Forget what has not begun; the threads end by themselves."""
+        """Forget what has not begun, and wait for what has: an interpreter that ends amid a thread's C++ takes all down.
+
+        One that is stuck is not waited for.
+        """
         self.closed = True
         for _ in self.threads:
             self.jobs.put(None)
+        deadline = time.monotonic() + LAST_JOB
+        for thread in self.threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _work(self) -> None:
         while (job := self.jobs.get()) is not None:
