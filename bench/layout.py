@@ -1,6 +1,6 @@
 """Precision × memory layout × compilation, each combination against plain float32.
 
-`python -m bench.layout [--quick] [--rows resnet9,…] [--rounds N] [--out FILE]`
+`python -m bench.layout [--quick] [--rows resnet9,…] [--precisions fp32,…] [--rounds N] [--out FILE]`
 
 Every arm is our own loop in a process of its own, on the same network and batch; arms take short turns. The seconds that
 compiling took stand apart, with the number of updates after which they have paid.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +38,13 @@ def rows(device: str, quick: bool) -> dict[str, Work]:
     }
 
 
-def combinations(work: Work, quick: bool) -> dict[str, list[str]]:
+def combinations(work: Work, quick: bool, precisions: Sequence[str] = PRECISIONS) -> dict[str, list[str]]:
     """Name → overrides of every combination that can be; the plain one first."""
     compiles = COMPILES[:1] if quick else COMPILES
     layouts = LAYOUTS if work.conv else {"nchw": LAYOUTS["nchw"]}
     return {
         f"{precision} {layout} {compile_}": [f"precision={precision}", LAYOUTS[layout], f"compile={compile_}"]
-        for precision, layout, compile_ in itertools.product(PRECISIONS, layouts, compiles)
+        for precision, layout, compile_ in itertools.product(precisions, layouts, compiles)
         if not (precision == "amp" and compile_ == "step")
     }
 
@@ -74,6 +75,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small network, two rounds, nothing compiled: whether it works")
     parser.add_argument("--rows", help="networks, such as resnet9,vit")
+    parser.add_argument("--precisions", default=",".join(PRECISIONS), help="some of them: every arm stays in memory")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
@@ -84,7 +86,7 @@ def main() -> None:
     for name, work in rows(device, given.quick).items():
         if given.rows and name not in given.rows.split(","):
             continue
-        arms = combinations(work, given.quick)
+        arms = combinations(work, given.quick, given.precisions.split(","))
         found[name] = {"work": gpu.asdict(work), "arms": measure(work, arms, given.rounds or (2 if given.quick else 8))}
         show(f"{work.name}, {work.batch} samples", found[name]["arms"])
     out = given.out or harness.RESULTS / f"layout-{device}.json"
