@@ -36,7 +36,19 @@ RESULT_KEYS = {
     "peak_memory_bytes", "time_to_first_step_s", "compile_s", "wall_s", "world_size", "device", "overrides", "config_hash",
     "skipped_samples",
 }  # fmt: skip
-TRAIN_KEYS = {"event", "update", "epoch", "loss", "lr", "samples", "skipped", "samples_per_second", "data_wait"}
+TRAIN_KEYS = {
+    "event",
+    "update",
+    "epoch",
+    "loss",
+    "lr",
+    "samples",
+    "skipped",
+    "samples_per_second",
+    "data_wait",
+    "decode_ms",
+    "queue_depth",
+}
 EVALUATE_KEYS = {"event", "update", "epoch", "loss", "accuracy", "ema_loss", "ema_accuracy"}
 FILES = {
     ".lock", "checkpoints", "config.yaml", "environment.json", "metrics.csv", "metrics.jsonl", "recipe.yaml", "result.json",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 import time
 from collections.abc import Iterable, Iterator
@@ -69,8 +70,7 @@ class Auto(Loader):
         least = min(seconds.values())
         kept = next(name for name, s in seconds.items() if s * CLOSE <= least)
         self._kept = tried[kept]
-        others = ", ".join(f"{name.removeprefix('loader=').split(' loader.')[0]} {seconds[kept] / s:.2f}"
-                           for name, s in seconds.items() if name != kept)  # fmt: skip
+        others = ", ".join(f"{_short(name)} {seconds[kept] / s:.2f}" for name, s in seconds.items() if name != kept)
         measure = "samples/s" if device.type == "cuda" else "samples per core-second"
         return [f"loader=auto took {kept}: {size / seconds[kept]:,.0f} {measure} (others, of that: {others})"]
 
@@ -78,6 +78,11 @@ class Auto(Loader):
         self, pipeline: Pipeline, requests: Iterable[Request], device: torch.device, memory_format: torch.memory_format
     ) -> Iterator[Micro]:
         yield from self._kept.stream(pipeline, requests, device, memory_format)
+
+
+def _short(words: str) -> str:
+    """loader=threads loader.num_threads=2 as threads(2)."""
+    return re.sub(r" \S+=(\d+)", r"(\1)", words.removeprefix("loader="))
 
 
 class Cost:
