@@ -11,7 +11,7 @@ from typing import Any, Literal
 from drivetrain.cores import usable_cores
 from drivetrain.errors import DataError
 from drivetrain.lazy import torch
-from drivetrain.loader.base import Batch, Loader, Pipeline, quicker_reading
+from drivetrain.loader.base import Loader, Pipeline, quicker_reading
 from drivetrain.plan import Request
 from drivetrain.spec import Count, Run, needs_extra
 
@@ -95,7 +95,7 @@ class Feed:
         self.beyond: Request | None = None
         self.error: DataError | None = None  # kept back: DALI would turn it into one of its own
 
-    def __call__(self) -> Batch:
+    def __call__(self) -> Any:
         try:
             request = None if self.beyond or self.error else next(self.requests, None)  # DALI asks again behind the end
             if request is not None and len(request.rows()) > self.size:
