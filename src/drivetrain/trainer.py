@@ -68,8 +68,7 @@ class Trainer:
         self.saving.start(self.progress.updates)
         self._loss = torch.zeros((), device=self.device)  # summed since the last log; stays on the device
         self._logged = (self.progress.updates, self.progress.samples, self.progress.updates + self.progress.skipped)
-        self._skips = 0
-        self._steps = self.progress.updates + self.progress.skipped
+        self._skips, self._steps = 0, self.progress.updates + self.progress.skipped
         self.clock.first_samples = self.progress.samples + self.clock.warmup * self.batch.size(self.progress.epoch)
         while self.progress.updates < self.max_updates:
             stream = self.watch(self.loader.stream(self.train_data, self._requests(), self.device, self.memory_format))
@@ -174,8 +173,8 @@ class Trainer:
         if not math.isfinite(loss) and not skipped:
             raise Diverged(f"the loss is {loss} (updates {updates + 1} to {progress.updates})")
         self.tell(
-            "train", loss=loss if math.isfinite(loss) else None, lr=self.optimizer.param_groups[0]["lr"],
-            samples=progress.samples, skipped=progress.skipped,
+            "train", loss=loss if math.isfinite(loss) else None, skipped=progress.skipped, samples=progress.samples,
+            lr=self.optimizer.param_groups[0]["lr"],
             samples_per_second=(progress.samples - samples) / seconds if seconds else None, **reading,
         )  # fmt: skip
 
