@@ -11,7 +11,7 @@ from PIL import Image
 from drivetrain.augment import CutMix, FlipCrop, Mixup, RandAugment, RandomErasing, RandomResizedCrop
 from drivetrain.batch import Accumulate, Batch
 from drivetrain.data import Images, Normalize, Tensors, decode
-from drivetrain.loader import Loader, Pipeline, Workers
+from drivetrain.loader import Loader, Pipeline, Resident, Workers
 from drivetrain.plan import Request, World
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
@@ -388,3 +388,9 @@ def test_resume_goes_on_with_the_same_mixtures(train):
     assert again.updates == whole.updates == 6
     a, b = (safetensors.torch.load_file(Path(r.run_dir) / "checkpoints/6/model.safetensors") for r in (whole, again))
     assert all(torch.equal(t, b[name]) for name, t in a.items())
+
+
+def test_what_is_held_on_the_device_is_whole(files):
+    """A crop that files are cut to at decoding would be the same one in every epoch, and be cut again."""
+    held = Resident()._brought(Pipeline(files, (RandomResizedCrop(),), None, 0, 3), torch.device("cpu"))
+    assert torch.equal(held.x, files.fetch(torch.arange(len(files)))[0])

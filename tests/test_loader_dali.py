@@ -106,3 +106,8 @@ def test_it_trains(tiny, tmp_path, files):
 
 def test_data_without_image_files_is_refused(problems):
     assert any("loader=dali" in p and "data=digits" in p for p in problems("data=digits", "loader=dali"))
+
+
+def test_a_decoder_that_cannot_be_is_refused(problems, files):
+    words = ["data=imagefolder", f"data.root={files[0][0].parent}", "loader=dali", "loader.decoder=mixed", "runtime.device=cpu"]
+    assert any("loader.decoder=cpu" in p for p in problems(*words))

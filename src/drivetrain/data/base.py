@@ -63,6 +63,7 @@ class Data(Part):
 
     drop_last: bool
     peak: float | None = 255.0  # the largest value of an input; None where there is no bound
+    on_device = False  # samples are made where the model is
     tokens = False  # samples are sequences of tokens, with a target for each; they may differ in length
 
     def load(self, device: torch.device) -> Splits:

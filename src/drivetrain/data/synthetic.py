@@ -22,6 +22,7 @@ class Synthetic(Data):
     """
 
     peak = None
+    on_device = True
 
     def __init__(
         self,

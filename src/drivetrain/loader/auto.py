@@ -16,7 +16,7 @@ from drivetrain.loader.resident import Resident, free_memory
 from drivetrain.loader.threads import Threads
 from drivetrain.loader.workers import Workers
 from drivetrain.plan import Micro, Request
-from drivetrain.spec import Positive, Run
+from drivetrain.spec import Positive
 from drivetrain.tensors import Tensors
 
 CLOSE = 0.95  # of the best: then the simpler one is taken
@@ -33,10 +33,6 @@ class Auto(Loader):
     def __init__(self, budget_s: Positive = 5.0) -> None:
         self.budget_s = budget_s
         self._kept: Loader = Loader()
-
-    def check(self, run: Run) -> Iterator[str]:
-        if run.choices["data"] == "synthetic":
-            yield f"{run.named('loader')} has nothing to choose for data=synthetic, which is made on the device: set loader=sync"
 
     def explain(self, error: RuntimeError) -> None:
         self._kept.explain(error)

@@ -10,7 +10,7 @@ from drivetrain.cores import usable_cores
 from drivetrain.errors import Interrupted
 from drivetrain.lazy import torch
 from drivetrain.plan import Micro, Request
-from drivetrain.spec import Part
+from drivetrain.spec import Part, Run
 
 Batch = tuple[Any, Any]  # inputs and targets
 
@@ -56,6 +56,10 @@ class Loader(Part):
 
     pin_memory = False
     non_blocking = False
+
+    def check(self, run: Run) -> Iterator[str]:
+        if run.data.on_device and type(self) is not Loader:
+            yield f"{run.named('loader')} has nothing to do for {run.named('data')}, which is made on the device: set loader=sync"
 
     def settle(self, pipeline: Pipeline, size: int, device: torch.device) -> list[str]:
         """Decide what needs measuring, on micro-batches of `size`, before training starts; what was decided, a line each."""

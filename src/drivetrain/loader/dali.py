@@ -39,11 +39,11 @@ class Dali(Loader):
                 f"{run.named('loader')} decodes image files, and {run.named('data')} has none: "
                 "set loader=threads, or data=imagefolder, webdataset or a packed folder with --jpeg"
             )
-        if self.decoder == "mixed" and run.runtime.device == "cpu":
-            yield "loader.decoder=mixed decodes on a CUDA device, and runtime.device=cpu: set loader.decoder=cpu"
 
     def verify(self, run: Run) -> Iterator[str]:
         yield from needs_extra("nvidia.dali", "dali", "loader=dali")
+        if self.decoder == "mixed" and run.runtime.kind() == "cpu":
+            yield "loader.decoder=mixed needs a CUDA device, which this run has not: set loader.decoder=cpu"
 
     def faster(self, pipeline: Pipeline) -> str | None:
         return quicker_reading(pipeline)

@@ -10,7 +10,7 @@ from drivetrain.loader.base import Loader, Pipeline, quicker_reading
 from drivetrain.loader.threads import Threads
 from drivetrain.loader.workers import Workers
 from drivetrain.plan import Micro, Request
-from drivetrain.spec import Count, Run
+from drivetrain.spec import Count
 
 
 class Device(Loader):
@@ -29,10 +29,6 @@ class Device(Loader):
         ahead: Count = 1,
     ) -> None:
         self.reader, self.num_readers, self.prefetch_factor, self.ahead = reader, num_readers, prefetch_factor, ahead
-
-    def check(self, run: Run) -> Iterator[str]:
-        if run.choices["data"] == "synthetic":
-            yield f"{run.named('loader')} has nothing to do for data=synthetic, which is made on the device: set loader=sync"
 
     def explain(self, error: RuntimeError) -> None:
         self._reads().explain(error)

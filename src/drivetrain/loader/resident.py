@@ -13,7 +13,7 @@ from drivetrain.lazy import torch
 from drivetrain.loader.base import Loader, Pipeline
 from drivetrain.loader.threads import Threads
 from drivetrain.plan import Micro, Request
-from drivetrain.spec import Run, Share
+from drivetrain.spec import Share
 from drivetrain.tensors import Tensors
 
 CHUNK = 256  # samples that are read at once
@@ -28,10 +28,6 @@ class Resident(Loader):
     def __init__(self, share: Share = 0.5) -> None:
         self.share = share
         self._held: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # source → the same on the device
-
-    def check(self, run: Run) -> Iterator[str]:
-        if run.choices["data"] == "synthetic":
-            yield f"{run.named('loader')} has nothing to do for data=synthetic, which is made on the device: set loader=sync"
 
     def faster(self, pipeline: Pipeline) -> str | None:
         return None
@@ -48,9 +44,10 @@ class Resident(Loader):
             return pipeline.source.to(device)
         n = len(pipeline.source)
         weight = torch.ones(())
+        whole = pipeline._replace(steps=())  # what a step would cut out while decoding, it would have cut for good
         chunks = (Request(0, part, weight) for part in torch.arange(n).split(CHUNK))
         x = y = torch.empty(0)
-        reader = Threads(pin_memory=False).batches(pipeline, chunks, device, finish=False)
+        reader = Threads(pin_memory=False).batches(whole, chunks, device, finish=False)
         for at, (part_x, part_y, request) in enumerate(reader):
             if not at:
                 self._must_fit(n * part_x[0].numel() * part_x.element_size(), device)

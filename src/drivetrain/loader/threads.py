@@ -14,7 +14,7 @@ from drivetrain.cores import usable_cores
 from drivetrain.lazy import torch
 from drivetrain.loader.base import Batch, Loader, Pipeline, quicker_reading, too_late
 from drivetrain.plan import Request
-from drivetrain.spec import Count, Positive, Run
+from drivetrain.spec import Count, Positive
 
 LAST_JOB = 1.0  # seconds that a thread has to end what it does
 PIECES = 2  # of a batch, for each thread: small enough that all finish together
@@ -37,10 +37,6 @@ class Threads(Loader):
     ) -> None:
         self.num_threads, self.prefetch_factor = num_threads, prefetch_factor
         self.pin_memory, self.timeout_s = pin_memory, timeout_s
-
-    def check(self, run: Run) -> Iterator[str]:
-        if run.choices["data"] == "synthetic":
-            yield f"{run.named('loader')} has nothing to do for data=synthetic, which is made on the device: set loader=sync"
 
     def faster(self, pipeline: Pipeline) -> str | None:
         return quicker_reading(pipeline, "loader.num_threads", self.threads())

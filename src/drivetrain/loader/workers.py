@@ -11,7 +11,7 @@ from drivetrain.errors import DataError, Interrupted
 from drivetrain.lazy import torch
 from drivetrain.loader.base import Loader, Pipeline, quicker_reading, too_late
 from drivetrain.plan import Request
-from drivetrain.spec import Count, NonNegative, Run
+from drivetrain.spec import Count, NonNegative
 
 
 class Workers(Loader):
@@ -31,10 +31,6 @@ class Workers(Loader):
     ) -> None:
         self.num_workers, self.pin_memory, self.prefetch_factor = num_workers, pin_memory, prefetch_factor
         self.persistent_workers, self.non_blocking, self.timeout_s = persistent_workers, non_blocking, timeout_s
-
-    def check(self, run: Run) -> Iterator[str]:
-        if run.choices["data"] == "synthetic":
-            yield (f"{run.named('loader')} has nothing to do for data=synthetic, which is made on the device: set loader=sync")
 
     def faster(self, pipeline: Pipeline) -> str | None:
         return quicker_reading(pipeline, "loader.num_workers", self.num_workers)
