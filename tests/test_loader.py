@@ -178,6 +178,21 @@ def test_a_killed_worker_ends_the_run_to_be_gone_on_with(tiny, tmp_path, monkeyp
     assert drivetrain.train([f"resume={killed.run_dir}"]).updates == 30
 
 
+def test_a_connection_that_breaks_first_is_a_killed_worker_too(monkeypatch):
+    """The batch that is being handed over is lost before the system has said why."""
+
+    def broken():
+        yield from ()
+        raise ConnectionResetError("Connection reset by peer")
+
+    def torch_tells(*_):
+        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
+
+    monkeypatch.setattr("drivetrain.loader.workers.time.sleep", torch_tells)
+    with pytest.raises(Interrupted, match="pid 7"):
+        list(Workers()._errors_named(broken(), None, None))
+
+
 class Decoded(Pid):
     """A source whose samples are work: who read which, and how many at a time."""
 

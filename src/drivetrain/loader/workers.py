@@ -13,6 +13,8 @@ from drivetrain.loader.base import Loader, Pipeline, quicker_reading, too_late
 from drivetrain.plan import Request
 from drivetrain.spec import Count, NonNegative
 
+LAST_WORD = 1.0  # seconds from a broken connection to the news that its worker was killed
+
 
 class Workers(Loader):
     """torch's DataLoader with worker processes, pinned memory and prefetching: the five knobs everybody tunes.
@@ -85,6 +87,12 @@ class Workers(Loader):
                 raise too_late(who, self.timeout_s, pipeline, int(waiting[0].indices[0])) from None
             self.explain(error)
             raise
+        except (OSError, EOFError) as error:
+            try:  # a connection breaks before its worker is known to be dead, which torch's handler then tells wherever we are
+                time.sleep(LAST_WORD)
+            except RuntimeError as death:
+                self.explain(death)
+            raise error
 
     def explain(self, error: RuntimeError) -> None:
         if str(error).startswith("DataLoader worker"):  # killed, or gone
