@@ -1,8 +1,15 @@
 """Compiling: what is handed to torch, that names stay plain, and that results stay what they were."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import safetensors.torch
 import torch
+
+from drivetrain.objects import drop_broken
 
 
 @pytest.fixture
@@ -73,3 +80,28 @@ def test_what_cannot_be_is_refused(problems, monkeypatch):
     assert any("compile.mode=fastest" in p for p in problems("compile=inductor", "compile.mode=fastest"))
     monkeypatch.setattr("shutil.which", lambda name: None)
     assert any("compile=inductor needs a C++ compiler" in p for p in problems("compile=inductor"))
+
+
+def test_what_a_killed_linker_left_is_not_loaded(tmp_path):
+    """A truncated shared object in the kept cache would fail every later run; whole ones and fresh ones stay."""
+    whole = Path(torch._C.__file__).read_bytes()
+    left = {"whole": whole, "cut": whole[:-1], "head": whole[:40], "blank": bytes(len(whole)), "empty": b"", "fresh": b""}
+    (tmp_path / "kernels").mkdir()
+    for name, content in left.items():
+        file = tmp_path / f"kernels/{name}.so"
+        file.write_bytes(content)
+        os.utime(file, None if name == "fresh" else (0, 0))
+    assert {file.stem for file in drop_broken(tmp_path)} == {"cut", "head", "blank", "empty"}
+    assert {file.stem for file in tmp_path.rglob("*.so")} == {"whole", "fresh"}
+
+
+@pytest.mark.slow
+def test_a_cache_full_of_truncated_kernels_is_built_anew(tiny, tmp_path):
+    run = [sys.executable, "-m", "drivetrain", "train", *tiny("compile=inductor", f"compile.cache_dir={tmp_path}/cache")]
+    subprocess.run(run, check=True)
+    kernels = list((tmp_path / "cache").rglob("*.so"))
+    assert kernels
+    for file in kernels:
+        file.write_bytes(file.read_bytes()[:200])
+        os.utime(file, (0, 0))
+    subprocess.run(run, check=True)

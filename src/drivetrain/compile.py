@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+from drivetrain import objects
 from drivetrain.blocks import blocks_for, described
 from drivetrain.errors import UserError
 from drivetrain.lazy import torch
@@ -74,6 +75,7 @@ class Dynamo(Compiled):
         import torch._functorch.config
 
         os.environ[CACHE] = self.cache_dir or _USERS_CACHE or str(_user_cache() / "drivetrain" / "inductor")
+        objects.drop_broken(Path(os.environ[CACHE]))
         torch.compiler.reset()
         torch._functorch.config.activation_memory_budget = budget
         self._before = _dynamo_seconds()
