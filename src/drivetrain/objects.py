@@ -18,7 +18,7 @@ def drop_broken(folder: Path) -> list[Path]:
 
 
 def _whole(file: Path) -> bool:
-    """Whether an ELF file reaches to the end of its section table, which linkers write last (64 bits; others pass)."""
+    """Whether an ELF file of 64 bits reaches to the end of its section table, which linkers put last; other formats pass."""
     with file.open("rb") as opened:
         head = opened.read(64)
     if len(head) < 64 or not any(head):
