@@ -26,11 +26,15 @@ ABOVE = [
     {"recipe", "compose", "check", "replay", "environment", "terminal"},
     {"job", "launch", "elastic", "sweep", "trial", "catalogue", "show", "pack", "completion", "cli", "__main__", "__init__"},
 ]
+LEAVES = {"measure.result", "measure.statistics"}  # of a package that is above
+ABOVE[-1].add("measure")
 
 
 def layer(module: str) -> int:
     """0 for leaves, 1 for group modules, then ABOVE."""
     top = module.split(".")[0]
+    if module in LEAVES:
+        return 0
     if top in GROUPS:
         return 1
     return next((n for n, names in enumerate(ABOVE, 2) if top in names), 0)

@@ -137,7 +137,7 @@ def _knobs(place: str, cls: type, knobs: dict[str, Any], where: Where = _nowhere
     unknown = [k for k in knobs if k not in parameters]
     yield from (f"{where(f'{place}.{k}')}{place}.{k}: {cls.__name__} takes no such argument" for k in unknown)
     hints = get_type_hints(cls.__init__, include_extras=True)  # type: ignore[misc]
-    yield from _typed(place, {k: (hints.get(k, Any), knobs[k]) for k in knobs if k in parameters}, where)
+    yield from typed(place, {k: (hints.get(k, Any), knobs[k]) for k in knobs if k in parameters}, where)
 
 
 def _values(values: dict[str, Any], where: Where) -> Iterator[str]:
@@ -147,17 +147,16 @@ def _values(values: dict[str, Any], where: Where) -> Iterator[str]:
         "epochs": Count, "updates": Count | None, "log_every": Count, "evaluate_every": Count, "output_dir": str,
         "resume": str | None, "resume_changed": bool, "trust": list[str], "recipe": str | None,
     }  # fmt: skip
-    typed = {k: (kinds.get(k, Any), v) for k, v in values.items()}
-    wrong = list(_typed("", typed, where))
+    wrong = list(typed("", {k: (kinds.get(k, Any), v) for k, v in values.items()}, where))
     yield from wrong or rundir.cannot_be_in(Path(values["output_dir"]))
 
 
-def _typed(place: str, typed: dict[str, tuple[Any, Any]], where: Where) -> Iterator[str]:
+def typed(place: str, given: dict[str, tuple[Any, Any]], where: Where = _nowhere) -> Iterator[str]:
     """Each value against its annotation, by pydantic, strictly: "1" is no number and 1.5 no count."""
     from pydantic import ConfigDict, TypeAdapter, ValidationError
 
     config = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
-    for key, (hint, value) in typed.items():
+    for key, (hint, value) in given.items():
         if hint is Any:
             continue
         try:

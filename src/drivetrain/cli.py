@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 
 from drivetrain import __version__, terminal
@@ -43,6 +44,48 @@ drivetrain show [group=option] [key=value] …      the learning rate (and momen
 
   --png FILE            as an image, by matplotlib
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
+"""
+
+
+COMPARE_HELP = """\
+drivetrain compare key=a,b [group=x,y] [key=value] …      techniques side by side, measured by the first
+
+  drivetrain compare precision=fp32,bf16 surgery=[],[channels_last]
+  drivetrain compare recipe=naive,fast data=digits
+  drivetrain compare optimizer=adamw,lamb quality=true      is the result still right? seeds=5 trainings of each arm
+
+  rounds=12             turns of each arm; below 6 there is no interval
+  turn_s=0.5            seconds of timed updates a turn
+  quality=true          train each arm to its end too: PASS, FAIL or INCONCLUSIVE against the first arm's own spread
+  seeds=5               trainings of each arm for that
+  -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
+
+Each arm is a live process, and only one moves at a time: they take turns, A B B A …, so that the machine's drift cancels.
+"""
+
+
+ABLATE_HELP = """\
+drivetrain ablate recipe=fast baseline=naive [key=value] …      what each technique of a recipe brings, and what its loss costs
+
+  drivetrain ablate recipe=fast baseline=naive data=digits model=resnet9
+  drivetrain ablate recipe=mine.yaml quality=true          is the result still right, technique by technique?
+
+The arms follow from the recipes: the baseline with each technique, the recipe without each, and the way from one to the
+other, the best first. rounds, turn_s, quality, seeds: as for `drivetrain compare`.
+
+  -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
+"""
+
+
+REPORT_HELP = """\
+drivetrain report [DIR …]      any runs and sweeps, finished or under way, in one table, one CSV and one page
+
+  drivetrain report                                    all below outputs/
+  drivetrain report outputs/multirun/2026-11-21/…      one sweep
+  drivetrain report runs/a runs/b target=0.97 out=page
+
+  target=VALUE          time is taken until the metric is there; else what all completed runs reached
+  out=DIR               where report.html and report.csv go; else a new folder under outputs/report
 """
 
 
@@ -144,6 +187,32 @@ def _show(argv: list[str]) -> int:
     return DONE
 
 
+def _compare(argv: list[str], verb: str = "compare", text: str = COMPARE_HELP) -> int:
+    parser = argparse.ArgumentParser(prog=f"drivetrain {verb}", add_help=False)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("-cd", "--config-dir", action="append", default=[])
+    parser.add_argument("-h", "--help", action="store_true")
+    given = parser.parse_intermixed_args(argv)
+    if given.help:
+        print(text)
+        return DONE
+    add_own_places(given.config_dir)
+    return int(import_module(f"drivetrain.measure.{verb}").command(given.overrides, given.config_dir))
+
+
+def _report(argv: list[str]) -> int:
+    if {"-h", "--help"}.intersection(argv):
+        print(REPORT_HELP)
+        return DONE
+    from drivetrain.measure import report
+
+    return report.command(argv)
+
+
+def _ablate(argv: list[str]) -> int:
+    return _compare(argv, "ablate", ABLATE_HELP)
+
+
 def _show_config(given: argparse.Namespace) -> int:
     from omegaconf import OmegaConf
 
@@ -196,6 +265,9 @@ def _complete(argv: list[str]) -> int:
 VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "train": (_train, "train what the config says"),
     "list": (_list, "every option of every group, or of one, with what it buys"),
+    "compare": (_compare, "techniques side by side in turns: what each brings and costs, and whether the result is still right"),
+    "ablate": (_ablate, "what each technique of a recipe brings by itself, and what its loss costs"),
+    "report": (_report, "any runs in one table, one CSV and one page with plots"),
     "show": (_show, "draw the learning rate over a run, before it is trained"),
     "recipe": (_recipe, "list, show, check or export recipes"),
     "pack": (_pack, "decode images once, for data=packed"),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from drivetrain import check, replay, rundir
 from drivetrain import compose as composing
@@ -30,6 +31,7 @@ class Job:
     run_dir: Path | None = None  # set for a run that goes on
     checkpoint: Path | None = None
     said: list[str] = field(default_factory=list)
+    attach: Callable[[Any], None] | None = None  # called with each rank's finished trainer, before it fits
 
 
 def prepare(

@@ -195,6 +195,8 @@ def _build(job: Job, world: World, run_dir: Path, sinks: list[Any], quiet: bool)
     trainer = build.build(job.run, world, run_dir, sinks)
     if (checkpoint := job.run.parallel.same(job.checkpoint)) is not None:
         trainer.restore(*resume.load(checkpoint))
+    if job.attach is not None:
+        job.attach(trainer)
     if world.rank == 0:
         loggers = job.run.logger
         if not any(isinstance(logger, Files) for logger in loggers):

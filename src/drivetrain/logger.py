@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ class Logger(Part):
 
 
 class Files(Logger):
-    """metrics.jsonl, a line for each record, and the same as metrics.csv at the end."""
+    """metrics.jsonl, a line for each record with its `time` (seconds since 1970), and the same as metrics.csv at the end."""
 
     def start(self, run_dir: Path, update: int) -> None:
         self.path = run_dir / "metrics.jsonl"
@@ -35,7 +36,7 @@ class Files(Logger):
         self._file = self.path.open("a")
 
     def log(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps(record) + "\n")
+        self._file.write(json.dumps({**record, "time": round(time.time(), 3)}) + "\n")
         self._file.flush()
 
     def close(self) -> None:

@@ -110,12 +110,12 @@ def run(overrides: Sequence[str], config_dirs: Sequence[str] = (), quiet: bool =
 
     ended: list[tuple[str, Result]] = []
     codes = []
-    with _Forward() as stop:
+    with Forward() as stop:
         for number, job in enumerate(jobs):
             if stop.raised:
                 break
             print(f"\njob {number} of {len(jobs)}: {job.label or 'the only one'}", flush=True)
-            code, result = _run_one(job, sweep_dir / str(number), stop, quiet)
+            code, result = run_one(job, sweep_dir / str(number), stop, quiet)
             codes.append(code)
             ended.append((job.label, result))
     print()
@@ -137,7 +137,8 @@ def _prepared(
         return SweepJob(label, [*words, *extra], None, error.problems)
 
 
-def _run_one(job: SweepJob, run_dir: Path, stop: _Forward, quiet: bool) -> tuple[int, Result]:
+def run_one(job: SweepJob, run_dir: Path, stop: Forward, quiet: bool) -> tuple[int, Result]:
+    """Run one job in a process of its own; its exit code and result, whatever becomes of it."""
     rundir.make(run_dir)
     if job.job is None:
         code = BAD_CONFIG
@@ -178,13 +179,13 @@ def _child(job: Job, run_dir: Path, quiet: bool) -> None:
     os._exit(code)
 
 
-class _Forward:
+class Forward:
     """While a sweep runs, a signal to it goes to the job that runs, and no further job starts."""
 
     def __init__(self) -> None:
         self.raised, self.child = 0, None
 
-    def __enter__(self) -> _Forward:
+    def __enter__(self) -> Forward:
         self._before = {s: signal.signal(s, self._handle) for s in (signal.SIGTERM, signal.SIGINT)}
         return self
 

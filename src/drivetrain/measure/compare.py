@@ -1,0 +1,213 @@
+"""`drivetrain compare`: techniques side by side, in turns, with intervals; and whether the result is still right."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from drivetrain import environment, rundir, sweep, terminal
+from drivetrain.errors import DONE, FAILED, UserError
+from drivetrain.job import Job
+from drivetrain.job import prepare as prepare_job
+from drivetrain.measure import settings, verdict
+from drivetrain.measure.progress import Steps
+from drivetrain.measure.result import write_json
+from drivetrain.measure.statistics import Interval, ratio
+from drivetrain.measure.turns import Arm, take_turns
+from drivetrain.spec import Count, Positive
+
+OWN = ["saving=none", "resume=null"]  # of every arm: it leaves nothing and starts afresh
+
+
+@dataclass
+class Settings:
+    """What the command itself can be told."""
+
+    rounds: Count = 12  # below 6 there is no interval
+    turn_s: Positive = 0.5  # of timed updates, each round and arm
+    quality: bool = False  # train each arm to its end too, with several seeds
+    seeds: Count = 5
+
+
+@dataclass
+class Row:
+    """One arm's figures; null where it failed before there were any."""
+
+    label: str
+    words: list[str]
+    error: str | None = None
+    ratio: Interval | None = None  # samples a second, to the first arm's
+    samples_per_second: float | None = None
+    step_ms_p50: float | None = None
+    step_ms_p95: float | None = None
+    data_wait: float | None = None  # share
+    peak_memory_bytes: int | None = None
+    compile_s: float | None = None
+    pays_after: int | None = None  # updates, until the time to compile has come back
+    global_batch: int | None = None
+    rates: list[float] = field(default_factory=list)  # of each round
+    verdict: verdict.Verdict | None = None
+
+
+@dataclass
+class Comparison:
+    """What came of it."""
+
+    rows: list[Row]
+    said: list[str]
+    overrides: list[str]
+    settings: Settings
+    environment: dict[str, Any]
+    seconds: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """The content of compare.json: an interval is [estimate, low, high]."""
+        return asdict(self)
+
+
+@dataclass
+class Entry:
+    """An arm to be: its label and its job, or what is wrong with it."""
+
+    label: str
+    words: list[str]
+    job: Job | None
+    problems: list[str] = field(default_factory=list)
+
+
+def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
+    """`drivetrain compare`; its exit code."""
+    asked, words = settings.split(argv, Settings)
+    found = [Entry(j.label, j.words, j.job, j.problems) for j in sweep.prepare([*words, *OWN], config_dirs)]
+    if len(found) < 2:
+        raise UserError("there is nothing to compare: give one key several values, as in precision=fp32,bf16")
+    if found[0].job is None:
+        raise UserError([f"the first arm ({found[0].label}) is what the others are compared to: {p}" for p in found[0].problems])
+    comparison = measure(found, asked, words)
+    show(comparison)
+    folder = save(comparison, found[0].job, argv)
+    print(f"written to {folder}/compare.json and compare.html")
+    return FAILED if any(row.error for row in comparison.rows) else DONE
+
+
+def entry(label: str, words: Sequence[str], config_dirs: Sequence[str] = ()) -> Entry:
+    """An arm of these words."""
+    given = [*words, *OWN]
+    try:
+        return Entry(label, given, prepare_job(given, config_dirs))
+    except UserError as error:
+        return Entry(label, given, None, error.problems)
+
+
+def measure(entries: Sequence[Entry], asked: Settings, overrides: Sequence[str]) -> Comparison:
+    """Let the arms take turns, then train them to the end if quality is asked for."""
+    import torch  # noqa: F401 - once, here; the arms are forked
+
+    began = time.perf_counter()
+    able = [e for e in entries if e.job is not None]
+    root = Path(able[0].job.run.values["output_dir"])  # type: ignore[union-attr]
+    folder = rundir.create(root, "compare", "arms")
+    with Steps() as say:
+        try:
+            arms = {e.label: Arm(e.label, e.job, folder / str(n)) for n, e in enumerate(able) if e.job is not None}
+            take_turns(list(arms.values()), asked.rounds, asked.turn_s, say)
+        finally:
+            rundir.remove(folder)
+        rows = _rows(entries, arms)
+        if asked.quality:
+            verdict.judge(rows, entries, asked.seeds, root, say)
+    first = next(e.job for e in entries if e.job is not None)
+    facts = environment.describe(list(overrides), first.config_hash, {})
+    return Comparison(rows, _same_work(arms), list(overrides), asked, facts, time.perf_counter() - began)
+
+
+def _rows(entries: Sequence[Entry], arms: dict[str, Arm]) -> list[Row]:
+    base = arms[entries[0].label]
+    return [
+        _row(e, arms[e.label], base) if e.job is not None else Row(e.label, e.words, error="; ".join(e.problems)) for e in entries
+    ]
+
+
+def _row(entry: Entry, arm: Arm, base: Arm) -> Row:
+    row = Row(entry.label, entry.words, arm.error)
+    row.compile_s, row.global_batch = arm.facts.get("compile_s"), arm.facts.get("global_batch")
+    if arm.error is not None or not arm.turns:
+        return row
+    row.rates = [turn.rate for turn in arm.turns]
+    steps = sorted(1e3 * s for turn in arm.turns for s in turn.steps)
+    row.samples_per_second = statistics.median(row.rates)
+    row.step_ms_p50, row.step_ms_p95 = statistics.median(steps), steps[min(len(steps) - 1, int(0.95 * len(steps)))]
+    row.data_wait = sum(t.wait for t in arm.turns) / sum(t.seconds for t in arm.turns)
+    row.peak_memory_bytes = arm.turns[-1].memory
+    if base.error is None:
+        row.ratio = Interval(1.0, 1.0, 1.0) if arm is base else ratio(row.rates, [turn.rate for turn in base.turns])
+        if row.compile_s and arm is not base:
+            saved = 1 / statistics.median(t.rate for t in base.turns) - 1 / row.samples_per_second  # seconds a sample
+            more = row.compile_s - (base.facts.get("compile_s") or 0.0)
+            row.pays_after = max(0, round(more / saved / arm.facts["global_batch"])) if saved > 0 else None
+    return row
+
+
+def _same_work(arms: dict[str, Arm]) -> list[str]:
+    """In what the arms' work differs, besides what was to be compared."""
+    said = []
+    for fact, meaning in (("global_batch", "samples make an update"), ("samples", "samples to train on")):
+        found = {arm.facts[fact] for arm in arms.values() if fact in arm.facts}
+        if len(found) > 1:
+            each = ", ".join(f"{arm.label}: {arm.facts[fact]:,}" for arm in arms.values() if fact in arm.facts)
+            said.append(f"the arms do not do the same work: {meaning}, {each}")
+    return said
+
+
+def save(comparison: Comparison, job: Job, argv: Sequence[str]) -> Path:
+    """compare.json and compare.html, in a folder of their own under the run's output_dir."""
+    from drivetrain.measure.page import comparison_page
+
+    folder = rundir.create(Path(job.run.values["output_dir"]), "compare")
+    write_json(folder / "compare.json", comparison.as_dict())
+    (folder / "compare.html").write_text(comparison_page(comparison, argv))
+    return folder
+
+
+def show(comparison: Comparison) -> None:
+    """The table in the terminal."""
+    terminal.table(*grid(comparison))
+    for line in comparison.said:
+        print(line)
+
+
+def grid(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of the table: columns that nobody has a figure for are left out."""
+    header = ["arm", "samples/s", "ratio", "95 % interval", "step p50", "p95", "data wait", "memory", "compile", "pays after"]
+    rows = [[row.label, *_cells(row, first=not n)] for n, row in enumerate(comparison.rows)]
+    if comparison.settings.quality:
+        header += ["quality", "because"]
+        for cells, row in zip(rows, comparison.rows, strict=True):
+            cells += [row.verdict.word, row.verdict.reason] if row.verdict else ["–", ""]
+    if any(row.error for row in comparison.rows):
+        header.append("error")
+        for cells, row in zip(rows, comparison.rows, strict=True):
+            cells.append(row.error or "")
+    used = [n for n in range(len(header)) if n < 4 or any(cells[n] not in ("–", "") for cells in rows)]
+    return [header[n] for n in used], [[cells[n] for n in used] for cells in rows]
+
+
+def _cells(row: Row, first: bool) -> list[str]:
+    def number(value: float | None, form: str) -> str:
+        return form.format(value) if value is not None else "–"
+
+    between = "–"
+    if row.ratio is not None and not first:
+        word = "" if row.ratio.differs else "  no difference" if row.ratio.same else "  not told apart"
+        between = f"{row.ratio.low:.3f} – {row.ratio.high:.3f}{word}"
+    return [
+        number(row.samples_per_second, "{:,.0f}"), number(row.ratio.middle if row.ratio else None, "{:.2f} ×"), between,
+        number(row.step_ms_p50, "{:.2f} ms"), number(row.step_ms_p95, "{:.2f} ms"),
+        number(100 * row.data_wait if row.data_wait is not None else None, "{:.0f} %"),
+        number(row.peak_memory_bytes / 2**30 if row.peak_memory_bytes else None, "{:.2f} GiB"),
+        number(row.compile_s, "{:.1f} s"), number(row.pays_after, "{:,} updates"),
+    ]  # fmt: skip

@@ -1,0 +1,233 @@
+"""Runs that take turns: each arm of a comparison is a live process, and only one of them moves at any time.
+
+A machine's speed wanders by more than most techniques bring, so no arm runs by itself for long: they take short turns,
+A B C, C B A, and a ratio is taken between turns of one round. An arm that waits is stopped as a whole, with its workers
+and ranks: nothing of it reads ahead or spins while another one is timed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import drivetrain
+from drivetrain.job import Job
+from drivetrain.measure.result import Result
+
+ENDLESS = 2**62
+WARM = 3  # updates after those that a run counts as its warm-up
+LEAD = 0.15  # of a turn: run before it is timed, so that what was read ahead is used up and caches are warm again
+PATIENCE_S = 900.0  # for an arm's first word, and beyond what a turn should take
+
+
+class Lost(Exception):
+    """An arm has ended; why."""
+
+
+@dataclass
+class Turn:
+    """One turn of one arm: timed updates, and what they took."""
+
+    seconds: float
+    updates: int
+    samples: int
+    wait: float  # seconds in which the step waited for data
+    steps: list[float]  # seconds of each update
+    memory: int  # bytes at the peak, so far
+
+    @property
+    def rate(self) -> float:
+        """Samples a second."""
+        return self.samples / self.seconds
+
+
+class Seat:
+    """An arm's own side: sits in the training stream, where control comes by between two updates."""
+
+    def __init__(self, connection: Connection, compile_s: Callable[[], float | None]) -> None:
+        self._connection, self._compile_s = connection, compile_s
+        self._taken = False
+
+    def attach(self, trainer: Any) -> None:
+        """Take the seat in a finished trainer. Its run has no end of its own from now on; only rank 0 is talked to."""
+        trainer.max_updates = trainer.epochs = trainer.evaluate_every = ENDLESS
+        if trainer.parallel.world.rank == 0:
+            before = trainer.watch
+            trainer.watch = lambda stream: self._turns(iter(before(stream)), trainer)
+
+    def _turns(self, stream: Iterator[Any], trainer: Any) -> Iterator[Any]:
+        if self._taken:  # the trainer begins anew, with a micro-batch half as large: that is another arm
+            raise RuntimeError("out of memory")
+        self._taken = True
+        warmup = trainer.clock.warmup + WARM
+        steps: list[float] = []
+        began = time.perf_counter()
+        yield from self._updates(stream, warmup, steps, [])
+        self._wait_for(trainer.device)
+        self._connection.send(
+            {
+                "warmup_s": time.perf_counter() - began,
+                "step_s": statistics.median(steps[trainer.clock.warmup :]),
+                "compile_s": self._compile_s(),
+                "global_batch": trainer.batch.size(0),
+                "samples": len(trainer.train_data.source),
+                "parameters": sum(p.numel() for p in trainer.model.parameters()),
+            }
+        )
+        while True:
+            updates = self._connection.recv()
+            yield from self._updates(stream, max(1, round(LEAD * updates)), [], [])
+            self._wait_for(trainer.device)
+            steps = []
+            reads: list[tuple[float, int]] = []
+            began = time.perf_counter()
+            yield from self._updates(stream, updates, steps, reads)
+            self._wait_for(trainer.device)
+            self._connection.send(self._turn(time.perf_counter() - began, steps, reads, trainer))
+
+    def _turn(self, seconds: float, steps: list[float], reads: list[tuple[float, int]], trainer: Any) -> Turn:
+        from drivetrain.runtime import peak_memory
+
+        samples = sum(n for _, n in reads) * trainer.parallel.world.size
+        wait = sum(s for s, _ in reads)
+        return Turn(seconds, len(steps), samples, wait, steps, peak_memory(trainer.device))
+
+    def _updates(self, stream: Iterator[Any], count: int, steps: list[float], reads: list[tuple[float, int]]) -> Iterator[Any]:
+        """So many updates of the stream, to their end; `steps` and `reads` get the seconds of each update and each read."""
+        mark = time.perf_counter()
+        while count:
+            asked = time.perf_counter()
+            micro = next(stream)
+            reads.append((time.perf_counter() - asked, len(micro.x)))
+            last = micro.last
+            yield micro
+            if last:  # control comes back when the next one is asked for: the update has been made
+                count -= 1
+                now = time.perf_counter()
+                steps.append(now - mark)
+                mark = now
+
+    @staticmethod
+    def _wait_for(device: Any) -> None:
+        if device.type == "cuda":
+            import torch
+
+            torch.cuda.synchronize(device)
+
+
+@dataclass
+class Arm:
+    """One job in a live process of its own."""
+
+    label: str
+    job: Job
+    run_dir: Path
+    facts: dict[str, Any] = field(default_factory=dict)
+    turns: list[Turn] = field(default_factory=list)
+    updates: int = 1  # of a turn
+    error: str | None = None
+
+    def start(self) -> None:
+        """Fork it; it builds and warms up at once. This process must have run nothing of torch."""
+        context = multiprocessing.get_context("fork")
+        self._connection, theirs = context.Pipe()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.run_dir.mkdir(parents=True)
+        process: Any = context.Process(target=_live, args=(self.job, self.run_dir, theirs, self._connection))
+        process.start()
+        self._process = process
+        with contextlib.suppress(OSError):
+            os.setpgid(process.pid, process.pid)  # as it does itself: whoever comes first
+        theirs.close()
+
+    def warm(self, turn_s: float) -> None:
+        """Wait until it is warm; then how many updates fill a turn is known. Raises Lost."""
+        self.facts = self._receive(PATIENCE_S)
+        self.updates = max(1, round(turn_s / self.facts["step_s"]))
+        self._signal(signal.SIGSTOP)
+
+    def turn(self) -> Turn:
+        """Let it make its updates while all others stand still. Raises Lost."""
+        self._signal(signal.SIGCONT)
+        self._connection.send(self.updates)
+        told = self._receive(PATIENCE_S)
+        self._signal(signal.SIGSTOP)
+        return told
+
+    def stop(self) -> None:
+        """End it, whatever it does."""
+        if self._process.is_alive():
+            self._signal(signal.SIGKILL)
+        self._process.join()
+
+    def _receive(self, patience: float) -> Any:
+        try:
+            if not self._connection.poll(patience):
+                raise Lost(f"no word from it for {patience:.0f} s")
+            return self._connection.recv()
+        except (EOFError, ConnectionError):
+            self._process.join()
+            result = Result.read(self.run_dir)
+            raise Lost((result and result.error) or f"its process ended with code {self._process.exitcode}") from None
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, number)
+
+
+def _live(job: Job, run_dir: Path, connection: Connection, theirs: Connection) -> None:
+    """The arm's process: an ordinary run, whose output goes to a file."""
+    from drivetrain import launch
+
+    os.setpgid(0, 0)
+    theirs.close()  # else this end would never hear that the other is gone
+    drivetrain.STARTED = time.time()
+    log = os.open(run_dir / "output.txt", os.O_WRONLY | os.O_CREAT)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    job.attach = Seat(connection, job.run.compile.seconds).attach
+    code = 1
+    try:
+        code = launch.launch(job, run_dir, quiet=True).code
+    except Exception as error:
+        Result(error=str(error), overrides=job.composed.overrides).write(run_dir)
+    finally:
+        os._exit(code)
+
+
+def take_turns(arms: Sequence[Arm], rounds: int, turn_s: float, say: Callable[..., None] = lambda *_: None) -> None:
+    """Let the arms take `rounds` turns each, of about `turn_s` seconds; an arm that fails has its reason in `error`."""
+    live: list[Arm] = []
+    try:
+        for arm in arms:
+            say(f"warming up {arm.label or 'the first arm'}")
+            arm.start()
+            try:
+                live.append(arm)
+                arm.warm(turn_s)
+            except Lost as lost:
+                arm.error = str(lost)
+        began = time.monotonic()
+        for number in range(rounds):
+            left = (time.monotonic() - began) / number * (rounds - number) if number else None
+            say(f"round {number + 1} of {rounds}", left)
+            able = [arm for arm in arms if arm.error is None]
+            for arm in able if number % 2 == 0 else reversed(able):
+                try:
+                    arm.turns.append(arm.turn())
+                except Lost as lost:
+                    arm.error = str(lost)
+    finally:
+        for arm in live:
+            arm.stop()

@@ -1,0 +1,193 @@
+"""`drivetrain compare`: the arms, their turns, what is said of them, and the verdict on quality."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from drivetrain.measure.verdict import FAIL, INCONCLUSIVE, PASS, Trained, verdict
+
+SLOW = """
+import time
+import torch
+
+class Slow(torch.utils.data.Dataset):
+    classes = ("a", "b")
+
+    def __init__(self, split, pause=0.0):
+        self.pause = pause
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        time.sleep(self.pause)
+        return torch.full((8,), index / 64), index % 2
+"""
+
+
+@pytest.fixture
+def command(tmp_path):
+    """A command of drivetrain's in a process of its own: it forks, which a process that has run torch may not."""
+
+    def run(*words: str) -> tuple[subprocess.CompletedProcess[str], dict]:
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(tmp_path)])}
+        done = subprocess.run([sys.executable, "-m", "drivetrain", *words], env=env, capture_output=True, text=True, check=False)
+        files = sorted(Path("outputs/compare").rglob("*.json"))
+        return done, json.loads(files[-1].read_text()) if files else {}
+
+    return run
+
+
+def test_arms_take_turns_and_leave_a_table_and_a_page(command, tiny):
+    done, found = command("compare", *tiny("optimizer=sgd,adamw", "rounds=6", "turn_s=0.02"))
+    assert done.returncode == 0, done.stderr
+    assert [row["label"] for row in found["rows"]] == ["optimizer=sgd", "optimizer=adamw"]
+    for row in found["rows"]:
+        assert len(row["rates"]) == 6
+        assert row["samples_per_second"] > 0
+        assert row["step_ms_p50"] <= row["step_ms_p95"]
+        assert row["global_batch"] == 12
+        assert row["peak_memory_bytes"] > 2**20
+    assert "optimizer=adamw" in done.stdout
+    page = next(Path("outputs/compare").rglob("compare.html")).read_text()
+    assert "optimizer=adamw" in page
+    assert 'src="http' not in page
+    left = [p for p in Path("outputs").rglob("*") if p.is_file() and p.name != ".lock"]
+    assert {p.name for p in left} == {"compare.json", "compare.html"}  # of the arms nothing is left
+
+
+def test_what_is_slow_is_seen(command, tiny, tmp_path):
+    (tmp_path / "slow_set.py").write_text(SLOW)
+    words = ["data=own", "data.target=slow_set.Slow", "trust=[slow_set]", "data.kwargs.pause=0,0.01"]
+    done, found = command("compare", *tiny(*words, "rounds=8", "turn_s=0.05"))
+    assert done.returncode == 0, done.stderr
+    middle, _, high = found["rows"][1]["ratio"]
+    assert middle <= high < 1
+    assert found["rows"][1]["data_wait"] > 0.5
+
+
+def test_an_arm_that_fails_is_a_row(command, tiny):
+    done, found = command("compare", *tiny("optimizer.lr=0.05,1e30", "rounds=1", "turn_s=0.02", "log_every=1"))
+    assert done.returncode == 1
+    good, bad = found["rows"]
+    assert good["error"] is None
+    assert "not finite" in bad["error"] or "loss is" in bad["error"]
+    assert bad["error"] in done.stdout
+
+
+def test_an_arm_that_cannot_be_is_a_row_and_the_first_one_is_an_error(command, tiny):
+    words = tiny("compile=none,cudagraph", "runtime.device=cpu", "rounds=1", "turn_s=0.02")
+    done, found = command("compare", *words)
+    assert done.returncode == 1
+    assert "CUDA" in found["rows"][1]["error"]
+    done, _ = command("compare", *tiny("compile=cudagraph,none", "runtime.device=cpu"))
+    assert done.returncode == 2
+    assert "the first arm (compile=cudagraph)" in done.stderr
+
+
+def test_unequal_work_is_said(command, tiny):
+    done, _ = command("compare", *tiny("batch.global_batch=12,24", "rounds=1", "turn_s=0.02"))
+    assert "do not do the same work: samples make an update" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["precision=fp32"], "nothing to compare"),
+        (["precision=fp32,bf16", "rounds=0"], "rounds=0: must be"),
+        (["precision=fp32,bf16", "rounds=6,12"], "has one value"),
+        (["precision=fp32,bf17", "optimizer.lrr=1"], "did you mean"),
+    ],
+)
+def test_wrong_words_are_answered_at_once(words, told, capsys):
+    from drivetrain import cli
+
+    assert cli.main(["compare", *words]) == 2
+    assert told in capsys.readouterr().err
+    assert not Path("outputs").exists()
+
+
+WATCHED = """
+import sys, time, torch
+from pathlib import Path
+from drivetrain.job import prepare
+from drivetrain.measure.turns import Arm
+
+def states(arm, wanted):
+    for _ in range(100):  # a signal takes a moment to arrive
+        if (found := states_now(arm)) == wanted:
+            break
+        time.sleep(0.05)
+    return found
+
+def states_now(arm):
+    processes = [Path(f"/proc/{p}") for p in [arm._process.pid, *children(arm._process.pid)]]
+    return "".join(sorted({(p / "stat").read_text().rpartition(")")[2].split()[0] for p in processes}))
+
+def children(pid):
+    return [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+arms = [Arm(str(n), prepare([*sys.argv[1:], "saving=none"]), Path(f"arm{n}")) for n in range(2)]
+try:
+    for arm in arms:
+        arm.start()
+        arm.warm(0.05)
+    print(len(children(arms[0]._process.pid)), states(arms[0], 'T'), states(arms[1], 'T'))
+    turns = [arm.turn() for arm in arms]
+    print(states(arms[0], 'T'), states(arms[1], 'T'), turns[0].updates == len(turns[0].steps) == arms[0].updates)
+finally:
+    for arm in arms:
+        arm.stop()
+print(*[arm._process.exitcode for arm in arms])
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads the states of processes from /proc")
+def test_who_waits_stands_still_with_its_workers(tiny):
+    words = tiny("data=digits", "loader=workers", "loader.num_workers=2")
+    done = subprocess.run([sys.executable, "-c", WATCHED, *words], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[:3] == ["2 T T", "T T True", "-9 -9"]
+
+
+def trained(metrics, losses):
+    return [Trained(n, 100, m, x) for n, (m, x) in enumerate(zip(metrics, losses, strict=True))]
+
+
+BASE = trained([0.97, 0.98, 0.975, 0.972, 0.978], [0.30, 0.31, 0.29, 0.305, 0.295])
+
+
+@pytest.mark.parametrize(
+    ("runs", "word"),
+    [
+        (BASE, PASS),
+        (trained([0.971, 0.979, 0.976, 0.972, 0.977], [0.30, 0.31, 0.295, 0.30, 0.295]), PASS),
+        (trained([0.99, 0.99, 0.99, 0.99, 0.99], [0.2, 0.2, 0.2, 0.2, 0.2]), PASS),  # better is not worse
+        (trained([0.5, 0.9, 0.2, 0.4, 0.6], [0.30, 0.31, 0.29, 0.305, 0.295]), FAIL),
+        (trained([0.97, 0.98, 0.975, 0.972, 0.978], [0.60, 0.61, 0.59, 0.605, 0.6]), FAIL),  # the curve tells
+        (trained([0.95, 0.99, 0.96, 0.98, 0.97], [0.30, 0.31, 0.29, 0.305, 0.295]), INCONCLUSIVE),
+        ([*BASE[:4], Trained(4, 50, error="diverged: the loss is nan")], FAIL),
+    ],
+)
+def test_the_verdict(runs, word):
+    found = verdict(runs, BASE, "accuracy", -1.0)
+    assert found.word == word, found.reason
+    assert found.reason
+
+
+def test_want_of_seeds_is_never_a_pass():
+    assert verdict(BASE[:1], BASE[:1], "accuracy", -1.0).word == INCONCLUSIVE
+    two = trained([0.97, 0.975], [0.30, 0.302]), trained([0.973, 0.97], [0.301, 0.3])
+    assert verdict(*two, "accuracy", -1.0).word == INCONCLUSIVE
+
+
+def test_a_planted_break_fails(command, tiny):
+    words = ["data=digits", "epochs=2", "updates=null", "batch.global_batch=64", "optimizer=adamw", "optimizer.lr=0.003,0.9"]
+    done, found = command("compare", *tiny(*words, "quality=true", "seeds=3", "rounds=1", "turn_s=0.02"))
+    base, broken = (row["verdict"] for row in found["rows"])
+    assert broken["word"] == FAIL, done.stdout
+    assert base["word"] == PASS
+    assert "FAIL" in done.stdout
