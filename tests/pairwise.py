@@ -291,6 +291,7 @@ def main(journal: Path | None = None) -> int:
         found.together |= {frozenset(o.words): o.reason for o in alone if o.status == "refused"}
         outcomes += alone
         text = matrix(found, outcomes).replace(name, "…")
+    (ROOT / "docs").mkdir(exist_ok=True)
     (ROOT / "docs" / "pairwise.md").write_text(text)
     print(text.split("##")[0])
     broken = any(o.status == "broken" for o in outcomes)

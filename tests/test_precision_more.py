@@ -232,7 +232,7 @@ class Sgd:
 def after_updates(master: str, updates: int):
     precision = Bf16Pure(master)
     precision.start(torch.device("cpu"))
-    model = precision.convert(OneWeight())
+    model = precision.convert(OneWeight(), torch.ones(()))
     optimizer = precision.optimizer(Sgd(), model, 1.0)
     for _ in range(updates):
         precision.backward(model(torch.ones(())), torch.ones(()))
@@ -259,7 +259,7 @@ def test_stochastic_rounding_goes_to_a_neighbour_and_is_right_in_the_mean():
     precision.start(torch.device("cpu"))
     values = torch.tensor([1.001, -1.001, 3.14159, 1e-30, -7e20, 0.0, 1.0, 65280.5])
     model = torch.nn.ParameterList([values.repeat_interleave(20_000)])
-    precision.convert(model)
+    precision.convert(model, torch.ones(()))
     precision._narrow()
     rounded = model[0].detach().double().view(len(values), -1)
     exact = values.double()

@@ -42,7 +42,7 @@ def build(run: Run, world: World, run_dir: Path, sinks: list[Any]) -> Trainer:
     memory_format = getattr(torch, formats[-1] if formats else "contiguous_format")
     example = torch.zeros(2, *data.shape, device=device, dtype=data.dtype)
     said += surgery.apply_all(run.surgery, model, example)
-    model = run.precision.convert(model)
+    model = run.precision.convert(model, example)
     # Gradients are checked on a copy of the modules, before anything patches their forwards.
     checked = run.debug.examine(model, run.loss, train_data)
     # Recomputation changes forwards in place, inside what compile traces and DDP wraps; names stay plain.

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
+from drivetrain import onepixel
 from drivetrain.lazy import torch
 from drivetrain.spec import Count, Part, Positive
 
@@ -35,8 +36,8 @@ class Precision(Part):
     def stop(self) -> None:
         """Undo what `start` changed for the whole process: it may train another run."""
 
-    def convert(self, model: torch.nn.Module) -> torch.nn.Module:
-        """The model in this precision, before it is compiled or wrapped."""
+    def convert(self, model: torch.nn.Module, example: torch.Tensor) -> torch.nn.Module:
+        """The model in this precision, before it is compiled or wrapped. `example` is a batch of two zeros."""
         return model
 
     def optimizer(self, option: Any, model: torch.nn.Module, lr_factor: float) -> torch.optim.Optimizer:
@@ -104,6 +105,11 @@ class Bf16(Precision):
         super().start(device)
         self._autocast = torch.autocast(device.type, getattr(torch, self.dtype or "bfloat16"))
 
+    def convert(self, model: torch.nn.Module, example: torch.Tensor) -> torch.nn.Module:
+        if self._device.type == "cpu":
+            self.said += onepixel.without_strides(model, example)
+        return model
+
     def autocast(self) -> AbstractContextManager[Any]:
         return self._autocast
 
@@ -123,7 +129,7 @@ class Amp(Bf16):
         super().start(device)
         self.scaler = torch.amp.GradScaler(device.type, init_scale=self.init_scale, growth_interval=self.growth_interval)
 
-    def convert(self, model: torch.nn.Module) -> torch.nn.Module:
+    def convert(self, model: torch.nn.Module, example: torch.Tensor) -> torch.nn.Module:
         if self._device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_fp16_supported():
             for module in model.modules():
                 if isinstance(module, torch.nn.modules.conv._ConvNd):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
+from drivetrain import onepixel
 from drivetrain.lazy import torch
 from drivetrain.precision import Precision
 from drivetrain.spec import Run
@@ -35,7 +36,9 @@ class Bf16Pure(Precision):
         super().start(device)
         self._bits = torch.Generator(device).manual_seed(torch.initial_seed())  # every rank rounds alike
 
-    def convert(self, model: torch.nn.Module) -> torch.nn.Module:
+    def convert(self, model: torch.nn.Module, example: torch.Tensor) -> torch.nn.Module:
+        if self._device.type == "cpu":
+            self.said += onepixel.without_strides(model, example)
         norms = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._NormBase)]
         stay = {id(p) for m in norms for p in m.parameters(recurse=False)}
         mine = {n: p for n, p in model.named_parameters() if p.is_floating_point() and id(p) not in stay}

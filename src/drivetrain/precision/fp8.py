@@ -46,7 +46,8 @@ class Fp8(Bf16):
                 f"(precision.scaling={self.scaling}): set precision=bf16, or precision.emulate=true to try it out"
             )
 
-    def convert(self, model: torch.nn.Module) -> torch.nn.Module:
+    def convert(self, model: torch.nn.Module, example: torch.Tensor) -> torch.nn.Module:
+        model = super().convert(model, example)
         noisy = logging.getLogger("torch.utils._pytree")  # torchao's import deprecates itself there
         level = noisy.level
         noisy.setLevel(logging.ERROR)
