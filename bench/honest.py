@@ -1,0 +1,74 @@
+"""Is `drivetrain compare` honest? Equal arms against each other, and planted slowdowns, many times over.
+
+    python -m bench.honest --repeats 40
+
+Each repeat starts four fresh processes: an arm, the same again, and the same with about 5 % and 3 % planted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from pathlib import Path
+from typing import Any
+
+from bench.harness import RESULTS, machine, table, write
+from drivetrain.measure import compare
+from drivetrain.measure.turns import Arm, take_turns
+
+WORDS = [
+    "data=digits", "model=own", "model.target=bench.planted.Slowed", "trust=[bench]", "runtime.device=cpu",
+    "scheduler=constant", "optimizer=sgd",
+]  # fmt: skip
+SHARES = {"the same": 0.0, "5 % planted": 0.05, "3 % planted": 0.03}
+
+
+def main() -> None:
+    """Run the campaign and write bench/results/honest-cpu.json."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--turn-s", type=float, default=0.3)
+    parser.add_argument("--out", type=Path, default=RESULTS / "honest-cpu.json")
+    given = parser.parse_args()
+    step_ms = _step_ms()
+    found: dict[str, list[Any]] = {name: [] for name in SHARES}
+    for repeat in range(given.repeats):
+        entries = [compare.entry("base", [*WORDS, "model.kwargs.extra_ms=0.0"])]
+        for name, share in SHARES.items():  # of the slowed arm's own step, so that its rate is 1 - share
+            entries.append(compare.entry(name, [*WORDS, f"model.kwargs.extra_ms={step_ms * share / (1 - share):.5f}"]))
+        done = compare.measure(entries, compare.Settings(rounds=given.rounds, turn_s=given.turn_s), WORDS)
+        for row in done.rows[1:]:
+            found[row.label].append(row.ratio)
+            print(f"{repeat + 1:3d}/{given.repeats} {row.label:12s} {row.ratio}", flush=True)
+    arms = {name: _summary(ratios) for name, ratios in found.items()}
+    write(given.out, {"machine": machine(), "rounds": given.rounds, "turn_s": given.turn_s, "step_ms": step_ms, "arms": arms})
+    header = ("planted", "median ratio", "called different", "of", "median width")
+    rows = [(n, f"{a['median']:.3f}", str(a["different"]), str(a["repeats"]), f"{a['width']:.3f}") for n, a in arms.items()]
+    table("compare, over fresh processes", header, rows)
+
+
+def _summary(ratios: list[Any]) -> dict[str, Any]:
+    return {
+        "repeats": len(ratios), "different": sum(r.differs for r in ratios),
+        "median": statistics.median(r.middle for r in ratios),
+        "width": statistics.median(r.high - r.low for r in ratios), "ratios": [list(r) for r in ratios],
+    }  # fmt: skip
+
+
+def _step_ms() -> float:
+    """What a step takes without anything planted."""
+    import tempfile
+
+    import torch  # noqa: F401 - before the fork
+
+    with tempfile.TemporaryDirectory() as folder:
+        job = compare.entry("base", [*WORDS, "model.kwargs.extra_ms=0.0"]).job
+        assert job is not None
+        arm = Arm("base", job, Path(folder) / "arm")
+        take_turns([arm], 6, 0.5)
+        return 1e3 * statistics.median(s for turn in arm.turns for s in turn.steps)
+
+
+if __name__ == "__main__":
+    main()
