@@ -89,6 +89,19 @@ drivetrain report [DIR …]      any runs and sweeps, finished or under way, in 
 """
 
 
+DOCTOR_HELP = """\
+drivetrain doctor [group=option] [key=value] …      where a step's time goes, what is wrong, and what is proven to help
+
+  drivetrain doctor model=own model.target=my_pkg.Net data=own data.target=my_pkg.Data trust=[my_pkg]
+  drivetrain doctor recipe=naive rounds=12
+
+  prove=false           only look
+  look_s=2              seconds of each look at the step
+  rounds=8, turn_s=0.5  of the comparison that proves the overrides
+  -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
+"""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -209,6 +222,10 @@ def _report(argv: list[str]) -> int:
     return report.command(argv)
 
 
+def _doctor(argv: list[str]) -> int:
+    return _compare(argv, "doctor", DOCTOR_HELP)
+
+
 def _ablate(argv: list[str]) -> int:
     return _compare(argv, "ablate", ABLATE_HELP)
 
@@ -267,6 +284,7 @@ VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "list": (_list, "every option of every group, or of one, with what it buys"),
     "compare": (_compare, "techniques side by side in turns: what each brings and costs, and whether the result is still right"),
     "ablate": (_ablate, "what each technique of a recipe brings by itself, and what its loss costs"),
+    "doctor": (_doctor, "where a step's time goes, what is wrong, and which overrides are proven to help"),
     "report": (_report, "any runs in one table, one CSV and one page with plots"),
     "show": (_show, "draw the learning rate over a run, before it is trained"),
     "recipe": (_recipe, "list, show, check or export recipes"),
