@@ -141,9 +141,9 @@ def result(run_dir: Path) -> dict[str, Any]:
 
 
 def records(run_dir: Path, event: str) -> list[dict[str, Any]]:
-    """A run's metrics.jsonl: its "train" or its "evaluate" lines."""
+    """A run's metrics.jsonl: its "train" or its "evaluate" lines, without the time of day."""
     lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    return [record for record in lines if record["event"] == event]
+    return [{k: v for k, v in record.items() if k != "time"} for record in lines if record["event"] == event]
 
 
 def losses(run_dir: Path) -> list[tuple[Any, ...]]:
