@@ -2,7 +2,7 @@
 
     python -m bench.honest --repeats 40
 
-Each repeat starts four fresh processes: an arm, the same again, and the same with about 5 % and 3 % planted.
+Each repeat compares an arm with the same again, and with about 5 % and 3 % planted, in fresh processes for each round.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main() -> None:
     """Run the campaign and write bench/results/honest-cpu.json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=40)
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--turn-s", type=float, default=0.3)
     parser.add_argument("--out", type=Path, default=RESULTS / "honest-cpu.json")
     given = parser.parse_args()

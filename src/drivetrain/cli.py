@@ -54,13 +54,13 @@ drivetrain compare key=a,b [group=x,y] [key=value] …      techniques side by s
   drivetrain compare recipe=naive,fast data=digits
   drivetrain compare optimizer=adamw,lamb quality=true      is the result still right? seeds=5 trainings of each arm
 
-  rounds=12             turns of each arm; below 6 there is no interval
-  turn_s=0.5            seconds of timed updates a turn
+  rounds=8              each with fresh processes of all arms; below 6 there is no interval
+  turn_s=0.4            seconds of timed updates a turn, two for each round and arm
   quality=true          train each arm to its end too: PASS, FAIL or INCONCLUSIVE against the first arm's own spread
   seeds=5               trainings of each arm for that
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
 
-Each arm is a live process, and only one moves at a time: they take turns, A B B A …, so that the machine's drift cancels.
+Each arm is a live process, and only one moves at a time: they take turns, A B B A, so that the machine's drift cancels.
 """
 
 
@@ -93,11 +93,11 @@ DOCTOR_HELP = """\
 drivetrain doctor [group=option] [key=value] …      where a step's time goes, what is wrong, and what is proven to help
 
   drivetrain doctor model=own model.target=my_pkg.Net data=own data.target=my_pkg.Data trust=[my_pkg]
-  drivetrain doctor recipe=naive rounds=12
+  drivetrain doctor recipe=naive rounds=16
 
   prove=false           only look
   look_s=2              seconds of each look at the step
-  rounds=8, turn_s=0.5  of the comparison that proves the overrides
+  rounds=8, turn_s=0.4  of the comparison that proves the overrides
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
 """
 

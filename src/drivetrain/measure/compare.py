@@ -27,8 +27,8 @@ OWN = ["saving=none", "resume=null"]  # of every arm: it leaves nothing and star
 class Settings:
     """What the command itself can be told."""
 
-    rounds: Count = 12  # below 6 there is no interval
-    turn_s: Positive = 0.5  # of timed updates, each round and arm
+    rounds: Count = 8  # each with fresh processes; below 6 there is no interval
+    turn_s: Positive = 0.4  # of timed updates, twice for each round and arm
     quality: bool = False  # train each arm to its end too, with several seeds
     seeds: Count = 5
 

@@ -35,7 +35,7 @@ class Settings:
 
     look_s: Positive = 2.0  # at the step, in each of several ways
     rounds: Count = 8
-    turn_s: Positive = 0.5
+    turn_s: Positive = 0.4
     prove: bool = True  # try the overrides; false: only look
 
 

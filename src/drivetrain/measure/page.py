@@ -126,8 +126,8 @@ def _section(found: Comparison, name: str) -> tuple[list[str], dict[str, Any]]:
 
     header, rows = grid(found)
     body = [
-        f'<p class="soft">Measured by {html.escape(found.rows[0].label or "the first arm")}: {found.settings.rounds} rounds of '
-        f"turns of about {found.settings.turn_s:g} s, all arms in live processes of which one moves at a time.</p>",
+        f'<p class="soft">Measured by {html.escape(found.rows[0].label or "the first arm")}: {found.settings.rounds} rounds, '
+        f"each with fresh processes that take two turns of about {found.settings.turn_s:g} s; one moves at a time.</p>",
         table(header, rows, ("because", "error")),
         *(f"<p><b>{html.escape(line)}</b></p>" for line in found.said),
         "<h2>Samples a second, as a multiple of the first arm's</h2>",

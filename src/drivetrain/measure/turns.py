@@ -1,8 +1,10 @@
 """Runs that take turns: each arm of a comparison is a live process, and only one of them moves at any time.
 
-A machine's speed wanders by more than most techniques bring, so no arm runs by itself for long: they take short turns,
-A B C, C B A, and a ratio is taken between turns of one round. An arm that waits is stopped as a whole, with its workers
-and ranks: nothing of it reads ahead or spins while another one is timed.
+A machine's speed wanders by more than most techniques bring, so no arm runs by itself for long: in each round they take
+short turns, A B C C B A, and a ratio is taken within the round. An arm that waits is stopped as a whole, with its
+workers and ranks: nothing of it reads ahead or spins while another one is timed. Each round has fresh processes, for
+two of the same arm differ by 2 % or more for as long as they live (where their memory lies, and the like): rounds in
+one pair of processes would agree with each other, and be wrong.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -36,7 +38,7 @@ class Lost(Exception):
 
 @dataclass
 class Turn:
-    """One turn of one arm: timed updates, and what they took."""
+    """One turn of one arm, or its turns of one round together: timed updates, and what they took."""
 
     seconds: float
     updates: int
@@ -49,6 +51,13 @@ class Turn:
     def rate(self) -> float:
         """Samples a second."""
         return self.samples / self.seconds
+
+    def and_then(self, other: Turn) -> Turn:
+        """Both turns as one."""
+        return Turn(
+            self.seconds + other.seconds, self.updates + other.updates, self.samples + other.samples, self.wait + other.wait,
+            self.steps + other.steps, max(self.memory, other.memory),
+        )  # fmt: skip
 
 
 class Seat:
@@ -132,19 +141,21 @@ class Arm:
     label: str
     job: Job
     run_dir: Path
-    facts: dict[str, Any] = field(default_factory=dict)
-    turns: list[Turn] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)  # as the first of its processes told them
+    turns: list[Turn] = field(default_factory=list)  # of each round, together
     updates: int = 1  # of a turn
     error: str | None = None
+    _process: Any = None
 
-    def start(self) -> None:
+    def start(self, round_: int = 0) -> None:
         """Fork it; it builds and warms up at once. This process must have run nothing of torch."""
+        self._place = self.run_dir / str(round_)
         context = multiprocessing.get_context("fork")
         self._connection, theirs = context.Pipe()
         sys.stdout.flush()
         sys.stderr.flush()
-        self.run_dir.mkdir(parents=True)
-        process: Any = context.Process(target=_live, args=(self.job, self.run_dir, theirs, self._connection))
+        self._place.mkdir(parents=True)
+        process: Any = context.Process(target=_live, args=(self.job, self._place, theirs, self._connection))
         process.start()
         self._process = process
         with contextlib.suppress(OSError):
@@ -153,8 +164,9 @@ class Arm:
 
     def warm(self, turn_s: float) -> None:
         """Wait until it is warm; then how many updates fill a turn is known. Raises Lost."""
-        self.facts = self._receive(PATIENCE_S)
-        self.updates = max(1, round(turn_s / self.facts["step_s"]))
+        facts = self._receive(PATIENCE_S)
+        self.facts = self.facts or facts
+        self.updates = max(1, round(turn_s / facts["step_s"]))
         self._signal(signal.SIGSTOP)
 
     def turn(self) -> Turn:
@@ -166,10 +178,12 @@ class Arm:
         return told
 
     def stop(self) -> None:
-        """End it, whatever it does."""
-        if self._process.is_alive():
-            self._signal(signal.SIGKILL)
-        self._process.join()
+        """End its process, whatever that does."""
+        if self._process is not None:
+            if self._process.is_alive():
+                self._signal(signal.SIGKILL)
+            self._process.join()
+            self._process = None
 
     def _receive(self, patience: float) -> Any:
         try:
@@ -178,7 +192,7 @@ class Arm:
             return self._connection.recv()
         except (EOFError, ConnectionError):
             self._process.join()
-            result = Result.read(self.run_dir)
+            result = Result.read(self._place)
             raise Lost((result and result.error) or f"its process ended with code {self._process.exitcode}") from None
 
     def _signal(self, number: int) -> None:
@@ -207,27 +221,45 @@ def _live(job: Job, run_dir: Path, connection: Connection, theirs: Connection) -
 
 
 def take_turns(arms: Sequence[Arm], rounds: int, turn_s: float, say: Callable[..., None] = lambda *_: None) -> None:
-    """Let the arms take `rounds` turns each, of about `turn_s` seconds; an arm that fails has its reason in `error`."""
-    live: list[Arm] = []
-    try:
-        for arm in arms:
-            say(f"warming up {arm.label or 'the first arm'}")
-            arm.start()
-            try:
-                live.append(arm)
-                arm.warm(turn_s)
-            except Lost as lost:
-                arm.error = str(lost)
-        began = time.monotonic()
-        for number in range(rounds):
-            left = (time.monotonic() - began) / number * (rounds - number) if number else None
-            say(f"round {number + 1} of {rounds}", left)
-            able = [arm for arm in arms if arm.error is None]
-            for arm in able if number % 2 == 0 else reversed(able):
+    """Let the arms go through `rounds` rounds with two turns each of about `turn_s` seconds.
+
+    An arm that fails has its reason in `error`, and no further rounds.
+    """
+    began = time.monotonic()
+    for number in range(rounds):
+        left = (time.monotonic() - began) / number * (rounds - number) if number else None
+        say(f"round {number + 1} of {rounds}", left)
+        _round([arm for arm in arms if arm.error is None], number, turn_s)
+
+
+def _round(arms: Sequence[Arm], number: int, turn_s: float) -> None:
+    taken: dict[int, Turn] = {}
+
+    def each(order: Iterable[Arm], act: Callable[[Arm], None]) -> None:
+        for arm in order:
+            if arm.error is None:
                 try:
-                    arm.turns.append(arm.turn())
+                    act(arm)
                 except Lost as lost:
                     arm.error = str(lost)
+
+    def warm(arm: Arm) -> None:
+        arm.start(number)
+        arm.warm(turn_s)
+
+    def turn(arm: Arm) -> None:
+        mine = arm.turn()
+        taken[id(arm)] = taken[id(arm)].and_then(mine) if id(arm) in taken else mine
+
+    # Who comes first changes: not always the same one follows the idle time.
+    order = list(arms) if number % 2 == 0 else list(reversed(arms))
+    try:
+        each(order, warm)
+        each(order, turn)
+        each(reversed(order), turn)
     finally:
-        for arm in live:
+        for arm in arms:
             arm.stop()
+    for arm in arms:
+        if arm.error is None:
+            arm.turns.append(taken[id(arm)])
