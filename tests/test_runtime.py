@@ -1,5 +1,8 @@
 """The process: device, seeds, threads, and gradients that are forgotten."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -112,3 +115,29 @@ def test_backend_flags_are_set_and_unset(make):
 )
 def test_what_cannot_be_is_refused(problems, words, says):
     assert any(says in p and "runtime." in p for p in problems(*words))
+
+
+FAULTS = """
+import resource, sys
+import drivetrain
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+drivetrain.train(sys.argv[1:])  # warm
+before = faults()
+drivetrain.train(sys.argv[1:])
+print(faults() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
+def test_freed_memory_stays_with_the_process(tiny):
+    """Pages that are fetched anew are counted: a step of several MB fetches none of its own when what was freed is kept."""
+    words = tiny("data.shape=[3,64,64]", "model=resnet9", "model.width=16", "updates=8", "epochs=4", "runtime.threads=1")
+    counts = {}
+    for keep in ("false", "true"):
+        command = [sys.executable, "-c", FAULTS, *words, "saving=none", f"runtime.keep_memory={keep}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        counts[keep] = int(done.stdout.splitlines()[-1])
+    assert counts["true"] < counts["false"] / 2
