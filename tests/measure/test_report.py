@@ -1,0 +1,98 @@
+"""`drivetrain report`: what any runs left, in one table, one CSV and one page."""
+
+import csv
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from drivetrain import cli
+from drivetrain.measure.report import common_target, seeds_together
+from drivetrain.measure.runs import differing, find
+
+
+@pytest.fixture
+def two(train) -> list[Path]:
+    """Two runs that differ in their optimizer."""
+    words = ["data=digits", "epochs=2", "updates=null", "batch.global_batch=128", "log_every=4"]
+    return [Path(train(*words, f"optimizer={name}").run_dir) for name in ("sgd", "adamw")]
+
+
+def rows_of(folder: Path) -> list[dict[str, str]]:
+    with (folder / "report.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_table_a_csv_and_a_page(two, capsys):
+    assert cli.main(["report", "outputs", "out=page", "target=0.1"]) == 0
+    said = capsys.readouterr().out
+    rows = rows_of(Path("page"))
+    assert [row["optimizer"] for row in rows] == ["sgd", "adamw"]
+    assert {row["status"] for row in rows} == {"completed"}
+    for row, run_dir in zip(rows, two, strict=True):
+        result = json.loads((run_dir / "result.json").read_text())
+        assert float(row["accuracy"]) == pytest.approx(result["metrics"]["final"]["accuracy"], abs=1e-4)
+        assert row["folder"] in str(run_dir)
+        assert row["to 0.1"].endswith(" s")
+    assert "adamw" in said
+    page = (Path("page") / "report.html").read_text()
+    assert not re.search(r"<(script|link|img)[^>]+(src|href)=", page)  # all of it lies in the file
+    figures = json.loads(re.search(r'id="figures">(.*?)</script>', page, re.S)[1].replace("<\\/", "</"))
+    assert {"loss", "metric", "speed", "memory", "target"} <= figures.keys()
+    assert [len(line["y"]) for line in figures["metric"]["data"]] == [2, 2]
+    assert len(figures["metric"]["layout"]["updatemenus"][0]["buttons"]) == 3
+
+
+def test_only_what_differs_is_a_column(two):
+    found = differing(find([Path("outputs")]))
+    assert "optimizer" in found
+    assert all(key.split(".")[0] == "optimizer" for key in found)
+
+
+def test_runs_under_way_killed_and_half_written(two):
+    under_way, killed = two
+    (killed / "result.json").unlink()
+    with (killed / "metrics.jsonl").open("a") as file:
+        file.write('{"event": "train", "upd')
+    (under_way / "result.json").unlink()
+    from drivetrain import rundir
+
+    with rundir.held(under_way):
+        assert [run.status for run in find([Path("outputs")])] == ["running", "killed"]
+    assert cli.main(["report", "outputs", "out=page"]) == 0
+
+
+def test_seeds_stand_together(train):
+    for seed in (0, 1):
+        train("data=digits", "epochs=1", "updates=null", "batch.global_batch=128", f"runtime.seed={seed}")
+    (line,) = seeds_together(find([Path("outputs")]))
+    assert "over 2 seeds" in line
+    assert "±" in line
+
+
+def test_the_target_is_what_all_reached(two):
+    runs = find([Path("outputs")])
+    assert common_target(runs) == min(run.best() for run in runs)
+    assert all(run.to_target(common_target(runs)) for run in runs)
+
+
+def test_a_run_without_anything_but_a_result(tmp_path):
+    (tmp_path / "outputs/job").mkdir(parents=True)
+    (tmp_path / "outputs/job/result.json").write_text(json.dumps({"status": "failed", "error": "bad words"}))
+    assert cli.main(["report", "outputs", "out=page"]) == 0
+    assert rows_of(Path("page"))[0]["error"] == "bad words"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"), [(["nowhere"], "no such folder"), (["target=high"], "target=high"), (["tarGet=1"], "no setting")]
+)
+def test_wrong_words(words, told, capsys):
+    assert cli.main(["report", *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_folder_without_runs(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    assert cli.main(["report", "empty"]) == 2
+    assert "no run in empty" in capsys.readouterr().err
