@@ -203,7 +203,7 @@ def _cells(row: Row, first: bool) -> list[str]:
     between = "–"
     if row.ratio is not None and not first:
         word = "" if row.ratio.differs else "  no difference" if row.ratio.same else "  not told apart"
-        between = f"{row.ratio.low:.3f} – {row.ratio.high:.3f}{word}"
+        between = f"{row.ratio.low:.3f} – {row.ratio.high:.3f}{word}" if row.ratio.low else "too few rounds"
     return [
         number(row.samples_per_second, "{:,.0f}"), number(row.ratio.middle if row.ratio else None, "{:.2f} ×"), between,
         number(row.step_ms_p50, "{:.2f} ms"), number(row.step_ms_p95, "{:.2f} ms"),

@@ -4,34 +4,27 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Any
+
+_CLEAR = "\r\x1b[2K"
 
 
 class Steps:
-    """A context whose value is called with what is done now."""
+    """A context whose value is called with what is done now. No thread redraws it: the process is about to be forked."""
 
     def __enter__(self) -> Steps:
         self._began = time.monotonic()
-        self._status: Any = None
-        if sys.stderr.isatty():
-            from rich.console import Console
-
-            self._status = Console(stderr=True).status("")
-            self._status.start()
+        self._live = sys.stderr.isatty()
         return self
 
     def __call__(self, text: str, left: float | None = None) -> None:
         """Say what is done now, and how many seconds are left, where that is known."""
         after = f", about {_duration(left)} left" if left else ""
         line = f"{text} ({_duration(time.monotonic() - self._began)}{after})"
-        if self._status is None:
-            print(line, file=sys.stderr, flush=True)
-        else:
-            self._status.update(line)
+        print(_CLEAR + line if self._live else line, end="" if self._live else "\n", file=sys.stderr, flush=True)
 
     def __exit__(self, *_: object) -> None:
-        if self._status is not None:
-            self._status.stop()
+        if self._live:
+            print(_CLEAR, end="", file=sys.stderr, flush=True)
 
 
 def _duration(seconds: float) -> str:
