@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -90,8 +91,12 @@ def test_an_arm_that_cannot_be_is_a_row_and_the_first_one_is_an_error(command, t
 
 
 def test_unequal_work_is_said(command, tiny):
-    done, _ = command("compare", *tiny("batch.global_batch=12,24", "rounds=1", "turn_s=0.02"))
+    done, found = command("compare", *tiny("batch.global_batch=12,24", "rounds=1", "turn_s=0.02"))
     assert "do not do the same work: samples make an update" in done.stdout
+    assert "too few rounds" in done.stdout
+    assert found["rows"][1]["ratio"][1:] == [None, None]
+    page = next(Path("outputs/compare").rglob("compare.html")).read_text()
+    assert "Infinity" not in re.search(r'id="figures">(.*?)</script>', page, re.S)[1]
 
 
 @pytest.mark.parametrize(

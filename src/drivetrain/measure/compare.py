@@ -65,8 +65,12 @@ class Comparison:
     seconds: float
 
     def as_dict(self) -> dict[str, Any]:
-        """The content of compare.json: an interval is [estimate, low, high]."""
-        return asdict(self)
+        """The content of compare.json: an interval is [estimate, low, high], and null where there were too few rounds."""
+        content = asdict(self)
+        for row in content["rows"]:
+            if row["ratio"] and not row["ratio"].low:
+                row["ratio"] = [row["ratio"].middle, None, None]
+        return content
 
 
 @dataclass

@@ -68,7 +68,7 @@ def page(title: str, body: Sequence[str], figures: dict[str, Any]) -> str:
     """The file: `body` holds a `plot(id)` where a figure, a dict of Plotly's data and layout, is to stand."""
     from plotly.offline import get_plotlyjs
 
-    data = json.dumps(figures).replace("</", "<\\/")
+    data = json.dumps(figures, allow_nan=False).replace("</", "<\\/")
     scripts = f"<script>{get_plotlyjs()}</script><script>{SCRIPT}</script>" if figures else ""
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
@@ -160,6 +160,7 @@ def _ratios(found: Comparison) -> dict[str, Any]:
     rows = [row for row in reversed(found.rows) if row.ratio is not None]
     ratios = [row.ratio for row in rows if row.ratio is not None]
     middles = [r.middle for r in ratios]
+    around = [(r.high - r.middle, r.middle - r.low) if r.low else (0.0, 0.0) for r in ratios]  # 0: too few rounds
     return {
         "data": [
             {
@@ -167,7 +168,7 @@ def _ratios(found: Comparison) -> dict[str, Any]:
                 "marker": {"size": 9, "color": "#3e63dd"},
                 "error_x": {
                     "type": "data", "symmetric": False, "thickness": 2, "color": "#3e63dd",
-                    "array": [r.high - r.middle for r in ratios], "arrayminus": [r.middle - r.low for r in ratios],
+                    "array": [above for above, _ in around], "arrayminus": [below for _, below in around],
                 },
             }
         ],
