@@ -94,7 +94,11 @@ def line_of(mark: str) -> int:
     return next(n for n, line in enumerate(PLANTED.splitlines(), 1) if mark in line)
 
 
-@pytest.mark.parametrize("case", CASES)
+# The short form: costs that no busy machine hides. The others are weighed against the step, which wants a quiet one.
+SHORT = ("slow data", "workers", "saving")
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in SHORT else pytest.mark.slow) for c in CASES])
 def test_what_was_planted_is_named(doctor, case):
     words, verdict, mark = CASES[case]
     said = doctor(*words, "prove=false", "look_s=0.4")
