@@ -183,33 +183,45 @@ def _train(argv: list[str]) -> int:
     return ended.code
 
 
-def _show(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="drivetrain show", add_help=False)
-    parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--png", type=Path)
-    parser.add_argument("-cd", "--config-dir", action="append", default=[])
-    parser.add_argument("-h", "--help", action="store_true")
-    given = parser.parse_intermixed_args(argv)
-    if given.help:
-        print(SHOW_HELP)
-        return DONE
-    add_own_places(given.config_dir)
-    from drivetrain import show
-
-    show.show(given.overrides, given.config_dir, given.png)
-    return DONE
-
-
-def _compare(argv: list[str], verb: str = "compare", text: str = COMPARE_HELP) -> int:
+def _given(verb: str, argv: list[str], text: str, *paths: str) -> argparse.Namespace | None:
+    """A verb's overrides, config dirs (which are added) and options that are `paths`; None where help was asked for."""
     parser = argparse.ArgumentParser(prog=f"drivetrain {verb}", add_help=False)
     parser.add_argument("overrides", nargs="*")
+    for option in paths:
+        parser.add_argument(option, type=Path)
     parser.add_argument("-cd", "--config-dir", action="append", default=[])
     parser.add_argument("-h", "--help", action="store_true")
     given = parser.parse_intermixed_args(argv)
     if given.help:
         print(text)
-        return DONE
+        return None
     add_own_places(given.config_dir)
+    return given
+
+
+def _show(argv: list[str]) -> int:
+    if (given := _given("show", argv, SHOW_HELP, "--png")) is not None:
+        from drivetrain import show
+
+        show.show(given.overrides, given.config_dir, given.png)
+    return DONE
+
+
+def _compare(argv: list[str]) -> int:
+    return _measured("compare", argv, COMPARE_HELP)
+
+
+def _ablate(argv: list[str]) -> int:
+    return _measured("ablate", argv, ABLATE_HELP)
+
+
+def _doctor(argv: list[str]) -> int:
+    return _measured("doctor", argv, DOCTOR_HELP)
+
+
+def _measured(verb: str, argv: list[str], text: str) -> int:
+    if (given := _given(verb, argv, text)) is None:
+        return DONE
     return int(import_module(f"drivetrain.measure.{verb}").command(given.overrides, given.config_dir))
 
 
@@ -220,14 +232,6 @@ def _report(argv: list[str]) -> int:
     from drivetrain.measure import report
 
     return report.command(argv)
-
-
-def _doctor(argv: list[str]) -> int:
-    return _compare(argv, "doctor", DOCTOR_HELP)
-
-
-def _ablate(argv: list[str]) -> int:
-    return _compare(argv, "ablate", ABLATE_HELP)
 
 
 def _show_config(given: argparse.Namespace) -> int:

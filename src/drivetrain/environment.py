@@ -7,6 +7,7 @@ import platform
 import re
 import subprocess
 import sys
+import time
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ def describe(overrides: list[str], config_hash: str, operator: dict[str, Any]) -
     """The content of environment.json."""
     versions = {n: _version(n) for n in ("torch", "torchvision", "timm", "hydra-core", "omegaconf", "numpy", "safetensors")}
     return {
+        "time": time.time(),  # when the run began or was gone on with; folders of one second are told apart by it
         "drivetrain": drivetrain.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),

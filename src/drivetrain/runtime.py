@@ -93,6 +93,12 @@ def keep_freed_memory() -> bool:
     return bool(mallopt(trim_threshold, most) and (mallopt(mmap_threshold, most) or mallopt(mmap_threshold, 2**25)))
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was given; a CPU has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def peak_memory(device: torch.device) -> int:
     """Bytes at the peak: the CUDA allocator's, else this process's resident set."""
     if device.type == "cuda":

@@ -194,6 +194,25 @@ def show_jobs(results: Sequence[tuple[str, Result]]) -> None:
     table(("job", "overrides", "status", *names, "samples/s", "time", "error"), rows)
 
 
+def fit(header: list[str], rows: list[list[str]], spare: Sequence[str]) -> list[str]:
+    """Take columns out, those in `spare` in their order, until the table fits the terminal; the names of those taken out."""
+    from rich.console import Console
+
+    taken: list[str] = []
+
+    def width() -> int:
+        return sum(3 + max(len(cell) for cell in column) for column in zip(header, *rows, strict=True))
+
+    for name in spare if is_live() else ():
+        if width() < Console().width or name not in header:
+            continue
+        at = header.index(name)
+        for cells in (header, *rows):
+            del cells[at]
+        taken.append(name)
+    return taken
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """A table in the terminal; the same columns as plain text elsewhere."""
     from rich.console import Console

@@ -1,10 +1,13 @@
 """`drivetrain compare`: the arms, their turns, what is said of them, and the verdict on quality."""
 
 import json
+import math
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -59,6 +62,58 @@ def test_arms_take_turns_and_leave_a_table_and_a_page(command, tiny):
     assert 'src="http' not in page
     left = [p for p in Path("outputs").rglob("*") if p.is_file() and p.name != ".lock"]
     assert {p.name for p in left} == {"compare.json", "compare.html"}  # of the arms nothing is left
+
+
+def test_an_arm_may_be_there_twice(command, tiny):
+    """A against A: two arms, each with processes of its own."""
+    done, found = command("compare", *tiny("optimizer.lr=0.05,0.05", "rounds=2", "turn_s=0.02"))
+    assert done.returncode == 0, done.stderr
+    one, other = (row["rates"] for row in found["rows"])
+    assert len(one) == len(other) == 2
+    assert one != other
+
+
+def test_the_runs_own_saving_is_compared_where_it_is_named(command, tiny):
+    done, found = command("compare", *tiny("saving=last,best", "saving.every_updates=1", "rounds=1", "turn_s=0.02"))
+    assert done.returncode == 0, done.stderr
+    assert [row["label"] for row in found["rows"]] == ["saving=last", "saving=best"]
+    assert all("saving=none" not in row["words"] for row in found["rows"])
+
+
+@pytest.mark.parametrize("verb", ["compare", "ablate", "doctor"])
+def test_what_is_to_be_gone_on_with_is_refused(verb, capsys):
+    from drivetrain import cli
+
+    assert cli.main([verb, "resume=auto", "precision=fp32,bf16"]) == 2
+    assert "leave resume= out" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for processes in /proc")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_stopped_comparison_leaves_no_arm_behind(tiny, number, tmp_path):
+    """Arms that stand still would stand for ever: they end with the process that holds them."""
+    words = tiny("optimizer=sgd,adamw", "rounds=100", "turn_s=0.05", f"output_dir={tmp_path}/mine")
+    command = [sys.executable, "-m", "drivetrain", "compare", *words]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as held:
+        while "round 2" not in held.stderr.readline():
+            pass
+        held.send_signal(number)
+        held.stderr.read()
+    assert held.returncode == (75 if number == signal.SIGTERM else -9)
+    for _ in range(100):
+        if not (left := [p for p in Path("/proc").glob("[0-9]*/cmdline") if f"{tmp_path}/mine" in text_of(p)]):
+            break
+        time.sleep(0.1)
+    assert not left
+    if number == signal.SIGTERM:
+        assert not [p for p in (tmp_path / "mine").rglob("*") if p.is_file()]
+
+
+def text_of(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:  # gone by now
+        return ""
 
 
 def test_what_is_slow_is_seen(command, tiny, tmp_path):
@@ -188,6 +243,12 @@ def test_want_of_seeds_is_never_a_pass():
     assert verdict(BASE[:1], BASE[:1], "accuracy", -1.0).word == INCONCLUSIVE
     two = trained([0.97, 0.975], [0.30, 0.302]), trained([0.973, 0.97], [0.301, 0.3])
     assert verdict(*two, "accuracy", -1.0).word == INCONCLUSIVE
+
+
+def test_want_of_a_figure_is_never_a_pass():
+    nowhere = trained([r.metric for r in BASE], [math.nan] * 5)
+    assert verdict(nowhere, BASE, "accuracy", -1.0).word == INCONCLUSIVE
+    assert verdict(nowhere, nowhere, "accuracy", -1.0).word == INCONCLUSIVE
 
 
 def test_a_planted_break_fails(command, tiny):

@@ -63,6 +63,14 @@ def test_runs_under_way_killed_and_half_written(two):
     assert cli.main(["report", "outputs", "out=page"]) == 0
 
 
+def test_looking_leaves_no_trace(two):
+    (two[0] / "result.json").unlink()
+    (two[0] / ".lock").unlink()
+    before = sorted(Path("outputs").rglob("*"))
+    assert [run.status for run in find([Path("outputs")])] == ["killed", "completed"]
+    assert sorted(Path("outputs").rglob("*")) == before
+
+
 def test_seeds_stand_together(train):
     for seed in (0, 1):
         train("data=digits", "epochs=1", "updates=null", "batch.global_batch=128", f"runtime.seed={seed}")

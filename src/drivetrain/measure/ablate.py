@@ -89,6 +89,7 @@ def words_of(start: Job, differing: Sequence[Technique], forward: bool) -> list[
 def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
     """`drivetrain ablate`; its exit code."""
     asked, words = settings.split(argv, Settings)
+    compare.afresh("ablate", words)
     from_words, to_words = [f"recipe={asked.baseline}", *words], [f"recipe={asked.recipe}", *words]
     baseline, recipe = prepare_job(from_words, config_dirs), prepare_job(to_words, config_dirs)
     found = techniques(baseline, recipe)

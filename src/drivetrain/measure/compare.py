@@ -18,9 +18,11 @@ from drivetrain.measure.progress import Steps
 from drivetrain.measure.result import write_json
 from drivetrain.measure.statistics import Interval, ratio
 from drivetrain.measure.turns import Arm, take_turns
+from drivetrain.signals import ended_by_signals
 from drivetrain.spec import Count, Positive
+from drivetrain.words import key_of
 
-OWN = ["saving=none", "resume=null"]  # of every arm: it leaves nothing and starts afresh
+OWN = ("saving=none",)  # an arm's, where nothing is said of saving: it leaves nothing behind
 
 
 @dataclass
@@ -86,57 +88,69 @@ class Entry:
 def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
     """`drivetrain compare`; its exit code."""
     asked, words = settings.split(argv, Settings)
-    found = [Entry(j.label, j.words, j.job, j.problems) for j in sweep.prepare([*words, *OWN], config_dirs)]
+    afresh("compare", words)
+    found = [Entry(j.label, j.words, j.job, j.problems) for j in sweep.prepare([*words, *_own(words)], config_dirs)]
     if len(found) < 2:
         raise UserError("there is nothing to compare: give one key several values, as in precision=fp32,bf16")
-    if found[0].job is None:
-        raise UserError([f"the first arm ({found[0].label}) is what the others are compared to: {p}" for p in found[0].problems])
     comparison = measure(found, asked, words)
     show(comparison)
-    folder = save(comparison, found[0].job, argv)
+    folder = save(comparison, first_job(found), argv)
     print(f"written to {folder}/compare.json and compare.html")
     return FAILED if any(row.error for row in comparison.rows) else DONE
 
 
-def entry(label: str, words: Sequence[str], config_dirs: Sequence[str] = ()) -> Entry:
-    """An arm of these words."""
-    given = [*words, *OWN]
+def afresh(verb: str, words: Sequence[str]) -> None:
+    """Raise UserError for a run that is to be gone on with: what is measured starts at the beginning."""
+    if any(key_of(word) == "resume" for word in words):
+        raise UserError(f"drivetrain {verb} measures runs from their beginning: leave resume= out")
+
+
+def _own(words: Sequence[str]) -> tuple[str, ...]:
+    return () if any(key_of(word).split(".")[0] == "saving" for word in words) else OWN
+
+
+def entry(label: str, words: Sequence[str], config_dirs: Sequence[str] = (), own: Sequence[str] | None = None) -> Entry:
+    """An arm of these words, and of those that are any arm's `own`."""
+    given = [*words, *(_own(words) if own is None else own)]
     try:
         return Entry(label, given, prepare_job(given, config_dirs))
     except UserError as error:
         return Entry(label, given, None, error.problems)
 
 
+def first_job(entries: Sequence[Entry]) -> Job:
+    """The arm that the others are compared to. Raises UserError if it cannot be."""
+    if (job := entries[0].job) is None:
+        label = entries[0].label
+        raise UserError([f"the first arm ({label}) is what the others are compared to: {p}" for p in entries[0].problems])
+    return job
+
+
 def measure(entries: Sequence[Entry], asked: Settings, overrides: Sequence[str]) -> Comparison:
-    """Let the arms take turns, then train them to the end if quality is asked for."""
+    """Let the arms take turns, then train them to the end if quality is asked for. Raises UserError if the first cannot be."""
+    first = first_job(entries)
     import torch  # noqa: F401 - once, here; the arms are forked
 
     began = time.perf_counter()
-    able = [e for e in entries if e.job is not None]
-    root = Path(able[0].job.run.values["output_dir"])  # type: ignore[union-attr]
+    root = Path(first.run.values["output_dir"])
     folder = rundir.create(root, "compare", "arms")
-    with Steps() as say:
+    with Steps() as say, ended_by_signals():
         try:
-            arms = {e.label: Arm(e.label, e.job, folder / str(n)) for n, e in enumerate(able) if e.job is not None}
-            take_turns(list(arms.values()), asked.rounds, asked.turn_s, say)
+            arms = [Arm(e.label, e.job, folder / str(n)) if e.job is not None else None for n, e in enumerate(entries)]
+            able = [arm for arm in arms if arm is not None]
+            take_turns(able, asked.rounds, asked.turn_s, say)
         finally:
             rundir.remove(folder)
-        rows = _rows(entries, arms)
+        rows = [_row(e, arm, able[0]) for e, arm in zip(entries, arms, strict=True)]
         if asked.quality:
             verdict.judge(rows, entries, asked.seeds, root, say)
-    first = next(e.job for e in entries if e.job is not None)
     facts = environment.describe(list(overrides), first.config_hash, {})
-    return Comparison(rows, _same_work(arms), list(overrides), asked, facts, time.perf_counter() - began)
+    return Comparison(rows, _same_work(able), list(overrides), asked, facts, time.perf_counter() - began)
 
 
-def _rows(entries: Sequence[Entry], arms: dict[str, Arm]) -> list[Row]:
-    base = arms[entries[0].label]
-    return [
-        _row(e, arms[e.label], base) if e.job is not None else Row(e.label, e.words, error="; ".join(e.problems)) for e in entries
-    ]
-
-
-def _row(entry: Entry, arm: Arm, base: Arm) -> Row:
+def _row(entry: Entry, arm: Arm | None, base: Arm) -> Row:
+    if arm is None:
+        return Row(entry.label, entry.words, error="; ".join(entry.problems))
     row = Row(entry.label, entry.words, arm.error)
     row.compile_s, row.global_batch = arm.facts.get("compile_s"), arm.facts.get("global_batch")
     if arm.error is not None or not arm.turns:
@@ -156,13 +170,13 @@ def _row(entry: Entry, arm: Arm, base: Arm) -> Row:
     return row
 
 
-def _same_work(arms: dict[str, Arm]) -> list[str]:
+def _same_work(arms: Sequence[Arm]) -> list[str]:
     """In what the arms' work differs, besides what was to be compared."""
     said = []
     for fact, meaning in (("global_batch", "samples make an update"), ("samples", "samples to train on")):
-        found = {arm.facts[fact] for arm in arms.values() if fact in arm.facts}
+        found = {arm.facts[fact] for arm in arms if fact in arm.facts}
         if len(found) > 1:
-            each = ", ".join(f"{arm.label}: {arm.facts[fact]:,}" for arm in arms.values() if fact in arm.facts)
+            each = ", ".join(f"{arm.label}: {arm.facts[fact]:,}" for arm in arms if fact in arm.facts)
             said.append(f"the arms do not do the same work: {meaning}, {each}")
     return said
 
@@ -178,8 +192,12 @@ def save(comparison: Comparison, job: Job, argv: Sequence[str]) -> Path:
 
 
 def show(comparison: Comparison) -> None:
-    """The table in the terminal."""
-    terminal.table(*grid(comparison))
+    """The table in the terminal: where that is narrow, without the columns that matter least."""
+    header, rows = grid(comparison)
+    left_out = terminal.fit(header, rows, ("p95", "data wait", "step p50", "memory", "samples/s"))
+    terminal.table(header, rows)
+    if left_out:
+        print(f"not shown here, but in the page: {', '.join(left_out)}")
     for line in comparison.said:
         print(line)
 

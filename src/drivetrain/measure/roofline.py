@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from drivetrain.runtime import synchronize
+
 SECONDS = 0.4  # of measuring, for each
 
 
@@ -27,12 +29,12 @@ def measure(trainer: Any, micro: Any, micros: int) -> Roofline:
 def _rate(work: Any, amount: float, device: torch.device) -> float:
     """The best of several short measurements: what the device reaches when nothing is in its way."""
     work()
-    _wait(device)
+    synchronize(device)
     best, until = 0.0, time.perf_counter() + SECONDS
     while time.perf_counter() < until:
         began = time.perf_counter()
         work()
-        _wait(device)
+        synchronize(device)
         best = max(best, amount / (time.perf_counter() - began))
     return best
 
@@ -64,8 +66,3 @@ def _counted(trainer: Any, micro: Any) -> float:
     finally:
         trainer.zero_grad()
     return float(counter.get_total_flops())
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -89,7 +89,7 @@ def find(folders: Sequence[Path]) -> list[RunFiles]:
     places = sorted({place for folder in folders for place in _places(folder)})
     if not places:
         raise UserError(f"no run in {', '.join(map(str, folders))}: a run's folder holds environment.json or result.json")
-    return [_read(place) for place in places]
+    return sorted((_read(place) for place in places), key=lambda run: run.environment.get("time", 0.0))
 
 
 def _places(folder: Path) -> Iterator[Path]:

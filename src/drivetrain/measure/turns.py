@@ -25,6 +25,7 @@ from typing import Any
 import drivetrain
 from drivetrain.job import Job
 from drivetrain.measure.result import Result
+from drivetrain.runtime import peak_memory, synchronize
 
 ENDLESS = 2**62
 WARM = 3  # updates after those that a run counts as its warm-up
@@ -82,7 +83,7 @@ class Seat:
         steps: list[float] = []
         began = time.perf_counter()
         yield from self._updates(stream, warmup, steps, [])
-        self._wait_for(trainer.device)
+        synchronize(trainer.device)
         self._connection.send(
             {
                 "warmup_s": time.perf_counter() - began,
@@ -96,17 +97,15 @@ class Seat:
         while True:
             updates = self._connection.recv()
             yield from self._updates(stream, max(1, round(LEAD * updates)), [], [])
-            self._wait_for(trainer.device)
+            synchronize(trainer.device)
             steps = []
             reads: list[tuple[float, int]] = []
             began = time.perf_counter()
             yield from self._updates(stream, updates, steps, reads)
-            self._wait_for(trainer.device)
+            synchronize(trainer.device)
             self._connection.send(self._turn(time.perf_counter() - began, steps, reads, trainer))
 
     def _turn(self, seconds: float, steps: list[float], reads: list[tuple[float, int]], trainer: Any) -> Turn:
-        from drivetrain.runtime import peak_memory
-
         samples = sum(n for _, n in reads) * trainer.parallel.world.size
         wait = sum(s for s, _ in reads)
         return Turn(seconds, len(steps), samples, wait, steps, peak_memory(trainer.device))
@@ -125,13 +124,6 @@ class Seat:
                 now = time.perf_counter()
                 steps.append(now - mark)
                 mark = now
-
-    @staticmethod
-    def _wait_for(device: Any) -> None:
-        if device.type == "cuda":
-            import torch
-
-            torch.cuda.synchronize(device)
 
 
 @dataclass

@@ -58,15 +58,15 @@ def judge(rows: Sequence[Any], entries: Sequence[Any], seeds: int, root: Path, s
     folder = rundir.create(root, "compare", "quality")
     try:
         with Forward() as stop:
-            runs = {e.label: _train(e, seeds, folder / str(n), stop, say) for n, e in enumerate(entries) if e.job is not None}
+            runs = [_train(e, seeds, folder / str(n), stop, say) if e.job is not None else [] for n, e in enumerate(entries)]
     finally:
         rundir.remove(folder)
     first = entries[0]
     name, better = first.job.run.loss.best
     sign = -1.0 if better(0.0, 1.0) == 1.0 else 1.0
-    for row, entry in zip(rows, entries, strict=True):
-        if entry.job is not None:
-            row.verdict = verdict(runs[entry.label], runs[first.label], name, sign)
+    for row, mine in zip(rows, runs, strict=True):
+        if mine:
+            row.verdict = verdict(mine, runs[0], name, sign)
 
 
 def verdict(runs: list[Trained], base: list[Trained], name: str, sign: float) -> Verdict:
@@ -89,10 +89,9 @@ def verdict(runs: list[Trained], base: list[Trained], name: str, sign: float) ->
         if worse.low > margin:
             found.word = FAIL
             reasons.insert(0, span)
-        elif worse.high > margin:
-            found.word = FAIL if found.word == FAIL else INCONCLUSIVE
-            reasons.append(span)
         else:
+            if not worse.high <= margin and found.word == PASS:  # also where there is no figure
+                found.word = INCONCLUSIVE
             reasons.append(span)
     found.reason = reasons[0] if found.word == FAIL else "; ".join(reasons)
     if {r.samples for r in runs} != {r.samples for r in base}:
