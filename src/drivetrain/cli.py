@@ -77,6 +77,24 @@ other, the best first. rounds, turn_s, quality, seeds: as for `drivetrain compar
 """
 
 
+TUNE_HELP = """\
+drivetrain tune [what=all] [group=option] [key=value] …      what makes this run faster on this machine, kept where proven
+
+  drivetrain tune model=resnet9                        loaders, precision, layout, optimizer, micro-batch, compiling; then lr
+  drivetrain tune what=workers data=imagefolder data.root=photos
+  drivetrain tune what=lr optimizer=sgd                the range test, with a plot: advice, nothing is set
+
+  what=all              or workers (loaders and their counts), batch (micro-batches of the same global batch), lr
+  budget_s=600          seconds that it may take, about
+  rounds=8, turn_s=0.3  of each comparison; tries that fall behind take no further rounds
+  quality=true          is the result still right? seeds=5 trainings of each, as far as the budget goes
+  lr_updates=150        updates of the range test
+  -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
+
+Leaves a recipe with what it rests on, tune.json and a page under outputs/tune. The run itself is not touched.
+"""
+
+
 REPORT_HELP = """\
 drivetrain report [DIR …]      any runs and sweeps, finished or under way, in one table, one CSV and one page
 
@@ -219,6 +237,10 @@ def _doctor(argv: list[str]) -> int:
     return _measured("doctor", argv, DOCTOR_HELP)
 
 
+def _tune(argv: list[str]) -> int:
+    return _measured("tune", argv, TUNE_HELP)
+
+
 def _measured(verb: str, argv: list[str], text: str) -> int:
     if (given := _given(verb, argv, text)) is None:
         return DONE
@@ -289,6 +311,7 @@ VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "compare": (_compare, "techniques side by side in turns: what each brings and costs, and whether the result is still right"),
     "ablate": (_ablate, "what each technique of a recipe brings by itself, and what its loss costs"),
     "doctor": (_doctor, "where a step's time goes, what is wrong, and which overrides are proven to help"),
+    "tune": (_tune, "what makes a run faster on this machine, searched for by measuring, kept where it is proven"),
     "report": (_report, "any runs in one table, one CSV and one page with plots"),
     "show": (_show, "draw the learning rate over a run, before it is trained"),
     "recipe": (_recipe, "list, show, check or export recipes"),

@@ -195,7 +195,7 @@ def _carry(
     said: list[str],
 ) -> None:
     """The command line chose another option than the recipe: the recipe's values go along where the option has them."""
-    has = _option_keys(group, option, config_dirs)
+    has = option_keys(group, option, config_dirs)
     lost = [k for k in kept if k.split(".", 1)[1].split(".")[0] not in has]
     for key in lost:
         del values[key]
@@ -209,7 +209,7 @@ def _carry(
         )
 
 
-def _option_keys(group: str, option: Any, config_dirs: Sequence[str]) -> set[str]:
+def option_keys(group: str, option: Any, config_dirs: Sequence[str]) -> set[str]:
     for folder in (conf_dir(), *map(Path, config_dirs)):
         file = folder / group / f"{option}.yaml"
         if file.is_file():
@@ -270,7 +270,7 @@ def _set(
                 choose = f"say {group}=[{option}] too" if option in known[group] else did_you_mean(option, known[group])
                 problems.append(f"{where}{key}={value}: {group} has no {option} here: {choose}")
                 return
-            others = [o for o in known.get(inside, []) if part in _option_keys(inside, o, ())]
+            others = [o for o in known.get(inside, []) if part in option_keys(inside, o, ())]
             if others:
                 suggestion = " or ".join(f"{inside}={o}" for o in others) + " has it"
             problems.append(f"{where}{place} has no '{part}' ({key}={value}): {suggestion}")

@@ -17,7 +17,7 @@ from drivetrain.measure import settings, verdict
 from drivetrain.measure.progress import Steps
 from drivetrain.measure.result import write_json
 from drivetrain.measure.statistics import Interval, ratio
-from drivetrain.measure.turns import Arm, take_turns
+from drivetrain.measure.turns import Arm, Hopeless, take_turns
 from drivetrain.signals import ended_by_signals
 from drivetrain.spec import Count, Positive
 from drivetrain.words import key_of
@@ -51,7 +51,9 @@ class Row:
     compile_s: float | None = None
     pays_after: int | None = None  # updates, until the time to compile has come back
     global_batch: int | None = None
+    samples: int | None = None  # to train on
     rates: list[float] = field(default_factory=list)  # of each round
+    given_up: int | None = None  # after so many rounds, where it was clear that it would not be chosen
     verdict: verdict.Verdict | None = None
 
 
@@ -126,7 +128,9 @@ def first_job(entries: Sequence[Entry]) -> Job:
     return job
 
 
-def measure(entries: Sequence[Entry], asked: Settings, overrides: Sequence[str]) -> Comparison:
+def measure(
+    entries: Sequence[Entry], asked: Settings, overrides: Sequence[str], hopeless: Hopeless = lambda *_: ()
+) -> Comparison:
     """Let the arms take turns, then train them to the end if quality is asked for. Raises UserError if the first cannot be."""
     first = first_job(entries)
     import torch  # noqa: F401 - once, here; the arms are forked
@@ -138,7 +142,7 @@ def measure(entries: Sequence[Entry], asked: Settings, overrides: Sequence[str])
         try:
             arms = [Arm(e.label, e.job, folder / str(n)) if e.job is not None else None for n, e in enumerate(entries)]
             able = [arm for arm in arms if arm is not None]
-            take_turns(able, asked.rounds, asked.turn_s, say)
+            take_turns(able, asked.rounds, asked.turn_s, say, hopeless)
         finally:
             rundir.remove(folder)
         rows = [_row(e, arm, able[0]) for e, arm in zip(entries, arms, strict=True)]
@@ -151,8 +155,9 @@ def measure(entries: Sequence[Entry], asked: Settings, overrides: Sequence[str])
 def _row(entry: Entry, arm: Arm | None, base: Arm) -> Row:
     if arm is None:
         return Row(entry.label, entry.words, error="; ".join(entry.problems))
-    row = Row(entry.label, entry.words, arm.error)
+    row = Row(entry.label, entry.words, arm.error, given_up=arm.given_up)
     row.compile_s, row.global_batch = arm.facts.get("compile_s"), arm.facts.get("global_batch")
+    row.samples = arm.facts.get("samples")
     if arm.error is not None or not arm.turns:
         return row
     row.rates = [turn.rate for turn in arm.turns]
@@ -162,7 +167,9 @@ def _row(entry: Entry, arm: Arm | None, base: Arm) -> Row:
     row.data_wait = sum(t.wait for t in arm.turns) / sum(t.seconds for t in arm.turns)
     row.peak_memory_bytes = arm.turns[-1].memory
     if base.error is None:
-        row.ratio = Interval(1.0, 1.0, 1.0) if arm is base else ratio(row.rates, [turn.rate for turn in base.turns])
+        row.ratio = (
+            Interval(1.0, 1.0, 1.0) if arm is base else ratio(row.rates, [turn.rate for turn in base.turns[: len(row.rates)]])
+        )
         if row.compile_s and arm is not base:
             saved = 1 / statistics.median(t.rate for t in base.turns) - 1 / row.samples_per_second  # seconds a sample
             more = row.compile_s - (base.facts.get("compile_s") or 0.0)
@@ -225,7 +232,8 @@ def _cells(row: Row, first: bool) -> list[str]:
     between = "–"
     if row.ratio is not None and not first:
         word = "" if row.ratio.differs else "  no difference" if row.ratio.same else "  not told apart"
-        between = f"{row.ratio.low:.3f} – {row.ratio.high:.3f}{word}" if row.ratio.low else "too few rounds"
+        rounds = f"given up after {len(row.rates)}" if row.given_up else "too few rounds"
+        between = f"{row.ratio.low:.3f} – {row.ratio.high:.3f}{word}" if row.ratio.low else rounds
     return [
         number(row.samples_per_second, "{:,.0f}"), number(row.ratio.middle if row.ratio else None, "{:.2f} ×"), between,
         number(row.step_ms_p50, "{:.2f} ms"), number(row.step_ms_p95, "{:.2f} ms"),

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drivetrain import rundir, terminal
-from drivetrain.errors import DONE, UserError
-from drivetrain.job import Job
+from drivetrain.errors import DONE
 from drivetrain.job import prepare as prepare_job
-from drivetrain.measure import compare, settings
+from drivetrain.measure import compare, prescribe, settings
+from drivetrain.measure.apart import apart
 from drivetrain.measure.compare import Entry, Row
 from drivetrain.measure.diagnose import Problem, diagnose, reached
 from drivetrain.measure.progress import Steps
+from drivetrain.measure.race import no_gain
+from drivetrain.measure.tries import over
 from drivetrain.spec import Count, Positive
-from drivetrain.words import key_of
 
 if TYPE_CHECKING:
     from drivetrain.measure.examine import Findings
@@ -49,56 +46,19 @@ def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
     root = Path(job.run.values["output_dir"])
     with Steps() as say:
         say("looking at the step")
-        found = _examined(job, root, asked.look_s)
+        found = apart(partial(_examine, look_s=asked.look_s), job)
     problems = sorted(diagnose(found, job), key=lambda p: -p.share)
     _show(found, problems, said)
     if not asked.prove:
         return DONE
-    won = prove(problems, words, config_dirs, asked)
-    return _prescribe(won, words, root, config_dirs)
+    won, base = prove(problems, words, config_dirs, asked)
+    return _prescribe(won, words, root, config_dirs, base)
 
 
-def _examined(job: Job, root: Path, look_s: float) -> Findings:
-    """What `examine` finds, in a process of its own. Raises UserError with what went wrong there."""
-    import torch  # noqa: F401 - once, here; the process is forked
-
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-    folder = rundir.create(root, "doctor")
-    sys.stdout.flush()
-    sys.stderr.flush()
-    process: Any = context.Process(target=_look, args=(job, folder, look_s, theirs))
-    try:
-        process.start()
-        theirs.close()
-        try:
-            told = ours.recv()
-        except EOFError:
-            process.join()
-            raise UserError(f"the examined run's process ended with code {process.exitcode}") from None
-        if isinstance(told, str):
-            raise UserError(told.splitlines())
-        return told
-    finally:
-        process.kill()
-        process.join()
-        rundir.remove(folder)
-
-
-def _look(job: Job, folder: Path, look_s: float, connection: Connection) -> None:
-    from drivetrain import build, check
+def _examine(trainer: Any, look_s: float) -> Findings:
     from drivetrain.measure.examine import examine
-    from drivetrain.plan import World
 
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    try:
-        check.verify(job.run)
-        connection.send(examine(build.build(job.run, World(), folder, []), look_s))
-    except UserError as error:
-        connection.send(str(error))
-    except Exception as error:
-        connection.send(f"the run cannot be examined: {type(error).__name__}: {error}")
-    os._exit(0)
+    return examine(trainer, look_s)
 
 
 def _show(found: Findings, problems: list[Problem], said: list[str]) -> None:
@@ -117,21 +77,23 @@ def _show(found: Findings, problems: list[Problem], said: list[str]) -> None:
             print(f"also: {problem.verdict}\n  {problem.evidence}")
 
 
-def prove(problems: list[Problem], words: list[str], config_dirs: Sequence[str], asked: Settings) -> list[tuple[str, Row]]:
-    """Try what could help against the run as it is, then what won together; the winners, the best first."""
+def prove(
+    problems: list[Problem], words: list[str], config_dirs: Sequence[str], asked: Settings
+) -> tuple[list[tuple[str, Row]], Row | None]:
+    """Try what could help against the run as it is, then what won together; the winners, the best first, and the run's row."""
     tries = list(dict.fromkeys(t for problem in problems for t in problem.overrides))
 
     def entry(label: str, more: Sequence[str]) -> Entry:  # with the run's own saving: it may be what is wrong
-        return compare.entry(label, [*words, *more], config_dirs, own=())
+        return compare.entry(label, over(words, more, config_dirs), config_dirs, own=())
 
     base = entry("as it is", [])
     entries = [e for t in tries if (e := entry(t, t.split())).job is not None]
     if not entries:
         print("\nno override is known to help with that")
-        return []
+        return [], None
     print(f"\ntrying {len(entries)} overrides")
     measured = compare.Settings(rounds=asked.rounds, turn_s=asked.turn_s)
-    done = compare.measure([base, *entries], measured, words)
+    done = compare.measure([base, *entries], measured, words, no_gain)
     compare.show(done)
     won = [(r.label, r) for r in done.rows[1:] if r.ratio is not None and r.ratio.low > 1]
     won.sort(key=lambda pair: -pair[1].ratio.middle)  # type: ignore[union-attr]
@@ -145,7 +107,7 @@ def prove(problems: list[Problem], words: list[str], config_dirs: Sequence[str],
         alone, both = done.rows[1].ratio, done.rows[2].ratio
         if both is not None and alone is not None and both.low > 1 and both.middle > alone.middle:
             won.insert(0, (together, done.rows[2]))
-    return won
+    return won, done.rows[0]
 
 
 def _together(labels: Sequence[str]) -> str:
@@ -158,30 +120,11 @@ def _together(labels: Sequence[str]) -> str:
     return " ".join(taken.values())
 
 
-def _prescribe(won: list[tuple[str, Row]], words: list[str], root: Path, config_dirs: Sequence[str]) -> int:
-    """The best as a command and a recipe; the user's own code and paths, which no recipe may hold, stay words."""
-    if not won:
+def _prescribe(won: list[tuple[str, Row]], words: list[str], root: Path, config_dirs: Sequence[str], base: Row | None) -> int:
+    """The best as a command and a recipe."""
+    if not won or base is None:
         print("\nnothing that was tried is faster beyond doubt: the run stays as it is")
         return DONE
-    from drivetrain import check, replay
-
     label, row = won[0]
-    assert row.ratio is not None
-    gain = f"{row.ratio.middle:.2f} × the samples a second ({row.ratio.low:.2f} to {row.ratio.high:.2f})"
-    dirs = [part for folder in config_dirs for part in ("-cd", str(folder))]
-    print(f"\n{gain}:\n  drivetrain train {shlex.join([*dirs, *words, *label.split()])}")
-    job = prepare_job([*words, *label.split()], config_dirs)
-    shipped = check.shipped_targets()
-    plain = job.composed.plain
-    own = {g for g, option in job.composed.choices.items() if option == "own" or _target(plain.get(g)) not in {None, *shipped}}
-    folder = rundir.create(root, "doctor")
-    text = f"# drivetrain doctor: {label} gives {gain}, measured in turns with the run as it was\n"
-    (folder / "recipe.yaml").write_text(text + replay.to_recipe(job.composed, job.operators | own))
-    mine = [w for w in words if key_of(w).split(".")[0] in own or key_of(w) in job.operators]
-    print(f"  drivetrain train {shlex.join([*dirs, f'recipe={folder}/recipe.yaml', *mine])}")
+    prescribe.prescribe("doctor", words, label.split(), config_dirs, base, row, rundir.create(root, "doctor"))
     return DONE
-
-
-def _target(section: Any) -> str | None:
-    """The class of an option; None for a list of them, and for none."""
-    return section.get("_target_") if isinstance(section, dict) else None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from drivetrain.measure.compare import Comparison
+    from drivetrain.measure.range_test import RangeTest
 
 STYLE = """
 :root {
@@ -117,6 +118,24 @@ def ablation_page(recipe: str, baseline: str, parts: dict[str, Comparison], argv
         figures |= drawn
     last = next(reversed(parts.values()))
     return page(f"{recipe} against {baseline}", [*body, *_end("ablate", last, argv)], figures)
+
+
+def tuning_page(parts: dict[str, Comparison], tested: RangeTest | None, said: Sequence[str], argv: Sequence[str]) -> str:
+    """The page of `drivetrain tune`."""
+    from drivetrain.measure import range_test
+
+    body = [f"<p><b>{html.escape(line)}</b></p>" for line in said]
+    figures: dict[str, Any] = {}
+    if tested is not None:
+        told = [f"<p>{html.escape(line)}</p>" for line in range_test.advice(tested)]
+        body += ["<h1>Learning rate range test</h1>", *told, plot("range")]
+        figures["range"] = range_test.figure(tested)
+    for number, (title, found) in enumerate(parts.items()):
+        more, drawn = _section(found, str(number))
+        body += [f"<h1>{html.escape(title)}</h1>", *more]
+        figures |= drawn
+    ended = _end("tune", next(reversed(parts.values())), argv) if parts else []
+    return page("What makes this run faster here", [*body, *ended], figures)
 
 
 def _section(found: Comparison, name: str) -> tuple[list[str], dict[str, Any]]:

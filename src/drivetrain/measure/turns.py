@@ -137,6 +137,7 @@ class Arm:
     turns: list[Turn] = field(default_factory=list)  # of each round, together
     updates: int = 1  # of a turn
     error: str | None = None
+    given_up: int | None = None  # after how many rounds it was seen to be no choice
     _process: Any = None
 
     def start(self, round_: int = 0) -> None:
@@ -192,6 +193,9 @@ class Arm:
             os.killpg(self._process.pid, number)
 
 
+Hopeless = Callable[[Sequence[Arm], int], Iterable[Arm]]  # of those still racing after so many rounds: who need not go on
+
+
 def _live(job: Job, run_dir: Path, connection: Connection, theirs: Connection) -> None:
     """The arm's process: an ordinary run, whose output goes to a file."""
     from drivetrain import launch
@@ -212,16 +216,30 @@ def _live(job: Job, run_dir: Path, connection: Connection, theirs: Connection) -
         os._exit(code)
 
 
-def take_turns(arms: Sequence[Arm], rounds: int, turn_s: float, say: Callable[..., None] = lambda *_: None) -> None:
+def take_turns(
+    arms: Sequence[Arm],
+    rounds: int,
+    turn_s: float,
+    say: Callable[..., None] = lambda *_: None,
+    hopeless: Hopeless = lambda *_: (),
+) -> None:
     """Let the arms go through `rounds` rounds with two turns each of about `turn_s` seconds.
 
-    An arm that fails has its reason in `error`, and no further rounds.
+    An arm that fails has its reason in `error`, and no further rounds; so has one that is `hopeless`. When the first arm
+    is the only one left, there is nothing more to compare.
     """
-    began = time.monotonic()
+    live, took = list(arms), 0.0
     for number in range(rounds):
-        left = (time.monotonic() - began) / number * (rounds - number) if number else None
-        say(f"round {number + 1} of {rounds}", left)
-        _round([arm for arm in arms if arm.error is None], number, turn_s)
+        say(f"round {number + 1} of {rounds}", took * (rounds - number) or None)
+        began = time.monotonic()
+        _round(live, number, turn_s)
+        took = time.monotonic() - began
+        live = [arm for arm in live if arm.error is None]
+        for arm in hopeless(live, number + 1):
+            arm.given_up = number + 1
+        live = [arm for arm in live if arm.given_up is None]
+        if live == list(arms[:1]) and len(arms) > 1:
+            break
 
 
 def _round(arms: Sequence[Arm], number: int, turn_s: float) -> None:

@@ -1,0 +1,44 @@
+"""What was proven to be faster, as a command to copy and a recipe to keep."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from drivetrain import check, replay
+from drivetrain.job import prepare as prepare_job
+from drivetrain.measure.compare import Row
+from drivetrain.measure.tries import over
+from drivetrain.words import key_of
+
+
+def prescribe(
+    verb: str, words: Sequence[str], more: Sequence[str], config_dirs: Sequence[str], base: Row, row: Row, folder: Path,
+    said: Sequence[str] = (),
+) -> None:  # fmt: skip
+    """Print the command, and write folder/recipe.yaml; the user's own code and paths, which no recipe may hold, stay words."""
+    assert row.ratio is not None
+    gain = f"{row.ratio.middle:.2f} × the samples a second ({row.ratio.low:.2f} to {row.ratio.high:.2f})"
+    dirs = [part for place in config_dirs for part in ("-cd", str(place))]
+    tuned = over(words, more, config_dirs)
+    print(f"\n{gain}:\n  drivetrain train {shlex.join([*dirs, *tuned])}")
+    if base.global_batch != row.global_batch:
+        print(
+            f"  an update is the mean over {row.global_batch} samples now, not {base.global_batch}: look at the learning rate "
+            "again (batch.lr_scaling, drivetrain tune what=lr), and at the result (drivetrain compare … quality=true)"
+        )
+    job = prepare_job(tuned, config_dirs)
+    shipped = check.shipped_targets()
+    plain = job.composed.plain
+    own = {g for g, option in job.composed.choices.items() if option == "own" or _target(plain.get(g)) not in {None, *shipped}}
+    text = "".join(f"# {line}\n" for line in (f"drivetrain {verb}: {' '.join(more)} gives {gain}, measured in turns", *said))
+    (folder / "recipe.yaml").write_text(text + replay.to_recipe(job.composed, job.operators | own))
+    mine = [w for w in words if key_of(w).split(".")[0] in own or key_of(w) in job.operators]
+    print(f"  drivetrain train {shlex.join([*dirs, f'recipe={folder}/recipe.yaml', *mine])}")
+
+
+def _target(section: Any) -> str | None:
+    """The class of an option; None for a list of them, and for none."""
+    return section.get("_target_") if isinstance(section, dict) else None

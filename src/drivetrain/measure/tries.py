@@ -1,0 +1,78 @@
+"""What could make a run faster without changing what it computes: words to try, from the run as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from drivetrain.compose import LISTS, option_keys, options
+from drivetrain.cores import usable_cores
+from drivetrain.job import Job
+from drivetrain.words import key_of
+
+MOST_STEPS = 16
+
+
+def over(words: Sequence[str], more: Sequence[str], config_dirs: Sequence[str] = ()) -> list[str]:
+    """`more` laid over `words`: of one key the later holds, and knobs that a newly chosen option does not have go."""
+    groups = options(tuple(config_dirs))
+    keys = {key_of(word) for word in more}
+    chosen = {key_of(w): w.partition("=")[2] for w in more if key_of(w) in groups and key_of(w) not in LISTS}
+
+    def stays(word: str) -> bool:
+        group, _, knob = key_of(word).partition(".")
+        if key_of(word) in keys:
+            return False
+        return not knob or group not in chosen or knob.split(".")[0] in option_keys(group, chosen[group], config_dirs)
+
+    return [*filter(stays, words), *more]
+
+
+def loaders(job: Job) -> list[str]:
+    """Loaders, and how many workers or threads."""
+    cores = usable_cores()
+    counts = sorted({1, max(1, cores // 2), cores, 2 * cores})  # more than the cores: for readers that wait and do not compute
+    found = ["loader=sync", "loader=resident", *(f"loader=device loader.num_readers={n}" for n in counts)]
+    found += [f"loader={kind} loader.num_{kind}={n}" for kind in ("threads", "workers") for n in counts]
+    return _others(found, job, "loader")
+
+
+def splits(job: Job) -> list[str]:
+    """Micro-batches of the same global batch."""
+    if job.run.choices["batch"] not in ("fixed", "accumulate"):
+        return []
+    ranks, size = job.run.parallel.ranks(), job.run.batch.size(0)
+    steps = [n for n in (2**k for k in range(1, MOST_STEPS.bit_length())) if size % (n * ranks) == 0]
+    return _others(["batch=fixed", *(f"batch=accumulate batch.steps={n}" for n in steps)], job, "batch")
+
+
+def arithmetic(job: Job) -> list[str]:
+    """Precision and memory layout: together, for one may pay only with the other."""
+    choices = job.run.choices
+    layout = f"surgery=[{','.join([*choices['surgery'], 'channels_last'])}]" if "channels_last" not in choices["surgery"] else ""
+    precision = "precision=bf16" if choices["precision"] in ("fp32", "tf32") else ""
+    return list(dict.fromkeys(filter(None, (precision, layout, f"{precision} {layout}".strip()))))
+
+
+def compilers(job: Job) -> list[str]:
+    """What could compile the step."""
+    return _others([f"compile={kind}" for kind in ("none", "inductor", "regional", "step", "cudagraph")], job, "compile")
+
+
+def updates(job: Job) -> list[str]:
+    """The optimizer's step in one kernel, and less recomputing."""
+    found = ["optimizer.fused=true"] if getattr(job.run.optimizer, "fused", True) is not True else []
+    return found + (["checkpointing=none"] if job.run.choices["checkpointing"] != "none" else [])
+
+
+def _others(found: Sequence[str], job: Job, group: str) -> list[str]:
+    """Those that are not what the run has."""
+
+    def is_now(words: str) -> bool:
+        option, *knobs = words.split()
+        values = [knob.partition("=") for knob in knobs]
+        part = getattr(job.run, group)
+        return option == f"{group}={job.run.choices[group]}" and all(
+            str(getattr(part, key.partition(".")[2], None)) == value for key, _, value in values
+        )
+
+    return [words for words in found if not is_now(words)]
