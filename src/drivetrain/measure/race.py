@@ -10,22 +10,25 @@ from collections.abc import Iterator, Sequence
 
 from drivetrain.measure.turns import Arm
 
-FIRST_LOOK = 2  # rounds before anyone is given up
+CLOSE = 0.97  # of the best arm's rate: nearer than that it may yet be the best
 
 
 def no_gain(arms: Sequence[Arm], rounds: int) -> Iterator[Arm]:
-    """Those that are not ahead of the first arm, over their rounds together."""
-    if rounds >= FIRST_LOOK:
-        yield from (arm for arm in arms[1:] if _speed(arm) <= _speed(arms[0]))
+    """Those that the first arm beat in clearly more than half of the rounds."""
+    yield from (arm for arm in arms[1:] if _beaten(arm, arms[0], 1.0))
 
 
 def behind(arms: Sequence[Arm], rounds: int) -> Iterator[Arm]:
-    """Those without gain, and those so far behind the best that the rest of the rounds will hardly change it."""
-    best = max((_speed(arm) for arm in arms), default=0.0)
-    lost = set(map(id, no_gain(arms, rounds)))
-    for arm in arms[1:]:
-        if id(arm) in lost or _speed(arm) < best - 0.2 / rounds:  # as logarithms: 18 % after one round, 5 % after four
-            yield arm
+    """Those without gain, and those that the best one so far beat clearly."""
+    best = max(arms, key=_speed)
+    yield from (arm for arm in arms[1:] if _beaten(arm, arms[0], 1.0) or _beaten(arm, best, CLOSE))
+
+
+def _beaten(arm: Arm, other: Arm, share: float) -> bool:
+    """Whether it had less than this share of the other's rate in at least one round more than half: 2 of 2, 3 of 4, 4 of 6."""
+    rounds = list(zip(arm.turns, other.turns, strict=True))
+    lost = sum(mine.rate < share * theirs.rate for mine, theirs in rounds)
+    return lost >= len(rounds) / 2 + 1
 
 
 def _speed(arm: Arm) -> float:
