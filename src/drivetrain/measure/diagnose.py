@@ -29,9 +29,10 @@ class Problem:
     overrides: tuple[str, ...] = ()  # each a set of words that could help, separated by blanks
 
 
-def diagnose(found: Findings, job: Job) -> Iterator[Problem]:
-    """What costs time, each with its share, its evidence and what could help."""
+def diagnose(found: Findings, job: Job, ranks: int = 1) -> Iterator[Problem]:
+    """What costs time, each with its share, its evidence and what could help. `job` is what one rank does by itself."""
     yield from _data(found, job)
+    yield from _ranks(found, job, ranks)
     yield from _saving(found, job)
     own = list(_lines(found))
     yield from own
@@ -60,6 +61,18 @@ def _data(found: Findings, job: Job) -> Iterator[Problem]:
         yield Problem(
             wait, "data", f"the step waits for data {wait:.0%} of its time", f"{job.run.named('loader')}{reading}{where}",
             tuple(tries),
+        )  # fmt: skip
+
+
+def _ranks(found: Findings, job: Job, ranks: int) -> Iterator[Problem]:
+    lost, total = found.phases.get("communication", 0.0), sum(found.phases.values())
+    if lost > LATE * total:
+        fewer = ["batch=accumulate batch.steps=2"] if job.run.choices["batch"] == "fixed" else []
+        yield Problem(
+            lost / total, "ranks", f"the ranks cost each other {lost / total:.0%} of the step",
+            f"an update of {job.run.batch.size(0)} samples takes {total - lost:.1f} ms by itself and {lost:.1f} ms more among "
+            f"{ranks} ranks: gradients are shared, the slowest is waited for, memory and cores are shared",
+            ("parallel=single", "parallel.static_graph=true", *fewer),
         )  # fmt: skip
 
 
@@ -126,7 +139,7 @@ def _batch(found: Findings, job: Job) -> Iterator[Problem]:
 def _compute(found: Findings, job: Job) -> Iterator[Problem]:
     """What is left when nothing is wrong."""
     choices = job.run.choices
-    top = max((k for k in found.phases if k != "data wait"), key=lambda k: found.phases[k])
+    top = max((k for k in found.phases if k not in ("data wait", "communication")), key=lambda k: found.phases[k])
     tries = []
     if choices["precision"] == "fp32":
         tries.append("precision=bf16")

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drivetrain import rundir, terminal
-from drivetrain.errors import DONE
+from drivetrain.cores import usable_cores
+from drivetrain.errors import DONE, UserError
+from drivetrain.job import Job
 from drivetrain.job import prepare as prepare_job
 from drivetrain.measure import compare, prescribe, settings
 from drivetrain.measure.apart import apart
@@ -22,6 +24,9 @@ from drivetrain.spec import Count, Positive
 
 if TYPE_CHECKING:
     from drivetrain.measure.examine import Findings
+
+
+LOOKS = 3  # at the ranks together
 
 
 @dataclass
@@ -39,16 +44,17 @@ def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
     asked, words = settings.split(argv, Settings)
     compare.afresh("doctor", words)
     job = prepare_job(words, config_dirs)
-    said = []
-    if job.run.parallel.distributed:
-        said.append("looked at on one rank: what the ranks cost each other is for `drivetrain compare parallel=single,ddp`")
-        job = prepare_job([*words, "parallel=single"], config_dirs)
     root = Path(job.run.values["output_dir"])
+    ranks = job.run.parallel.ranks() if job.run.parallel.distributed else 1
+    share = _share_of_a_rank(job, ranks) if ranks > 1 else []
     with Steps() as say:
         say("looking at the step")
-        found = apart(partial(_examine, look_s=asked.look_s), job)
-    problems = sorted(diagnose(found, job), key=lambda p: -p.share)
-    _show(found, problems, said)
+        alone = prepare_job(over(words, share, config_dirs), config_dirs)
+        found = apart(partial(_examine, look_s=asked.look_s), alone)
+    if ranks > 1:
+        found.phases["communication"] = _communication(words, share, config_dirs, asked)
+    problems = sorted(diagnose(found, alone, ranks), key=lambda p: -p.share)
+    _show(found, problems, [f"of one of {ranks} ranks, each with a batch of {alone.run.batch.size(0)}"] if ranks > 1 else [])
     if not asked.prove:
         return DONE
     won, base = prove(problems, words, config_dirs, asked)
@@ -59,6 +65,22 @@ def _examine(trainer: Any, look_s: float) -> Findings:
     from drivetrain.measure.examine import examine
 
     return examine(trainer, look_s)
+
+
+def _share_of_a_rank(job: Job, ranks: int) -> list[str]:
+    """What makes the run that of one rank by itself: its samples, its threads."""
+    threads = job.run.runtime.threads or max(1, usable_cores() // ranks)
+    return ["parallel=single", f"batch.global_batch={job.run.batch.size(0) // ranks}", f"runtime.threads={threads}"]
+
+
+def _communication(words: Sequence[str], share: Sequence[str], config_dirs: Sequence[str], asked: Settings) -> float:
+    """Milliseconds that an update takes longer among all ranks than by itself: gradients shared, waiting, cores and memory."""
+    arms = [compare.entry("one rank by itself", over(words, share, config_dirs), config_dirs)]
+    arms.append(compare.entry("all ranks", words, config_dirs))
+    alone, among = compare.measure(arms, compare.Settings(rounds=LOOKS, turn_s=asked.turn_s), words).rows
+    if alone.step_ms_p50 is None or among.step_ms_p50 is None:
+        raise UserError(f"the ranks cannot be looked at: {alone.error or among.error}")
+    return max(0.0, among.step_ms_p50 - alone.step_ms_p50)
 
 
 def _show(found: Findings, problems: list[Problem], said: list[str]) -> None:
