@@ -259,9 +259,9 @@ def _list(argv: list[str]) -> int:
 
 
 def _recipe(argv: list[str]) -> int:
-    from drivetrain import catalogue
+    from drivetrain import recipe_verbs
 
-    return catalogue.recipe_command(argv)
+    return recipe_verbs.command(argv)
 
 
 def _pack(argv: list[str]) -> int:
@@ -291,7 +291,7 @@ VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "doctor": (_doctor, "where a step's time goes, what is wrong, and which overrides are proven to help"),
     "report": (_report, "any runs in one table, one CSV and one page with plots"),
     "show": (_show, "draw the learning rate over a run, before it is trained"),
-    "recipe": (_recipe, "list, show, check or export recipes"),
+    "recipe": (_recipe, "list, show, check, export, verify or compare recipes"),
     "pack": (_pack, "decode images once, for data=packed"),
     "completion": (_completion, "TAB completion for bash, zsh or fish"),
     "complete": (_complete, ""),

@@ -16,7 +16,7 @@ from drivetrain import rundir, terminal
 from drivetrain.errors import DONE, UserError
 from drivetrain.job import Job
 from drivetrain.job import prepare as prepare_job
-from drivetrain.measure import compare, settings
+from drivetrain.measure import claim, compare, settings
 from drivetrain.measure.compare import Entry, Row
 from drivetrain.measure.diagnose import Problem, diagnose, reached
 from drivetrain.measure.progress import Steps
@@ -117,8 +117,11 @@ def _show(found: Findings, problems: list[Problem], said: list[str]) -> None:
             print(f"also: {problem.verdict}\n  {problem.evidence}")
 
 
-def prove(problems: list[Problem], words: list[str], config_dirs: Sequence[str], asked: Settings) -> list[tuple[str, Row]]:
-    """Try what could help against the run as it is, then what won together; the winners, the best first."""
+def prove(problems: list[Problem], words: list[str], config_dirs: Sequence[str], asked: Settings) -> list[tuple[str, Row, Row]]:
+    """Try what could help against the run as it is, then what won together.
+
+    The winners, the best first: words, row, and the row of the run as it is.
+    """
     tries = list(dict.fromkeys(t for problem in problems for t in problem.overrides))
 
     def entry(label: str, more: Sequence[str]) -> Entry:  # with the run's own saving: it may be what is wrong
@@ -133,18 +136,18 @@ def prove(problems: list[Problem], words: list[str], config_dirs: Sequence[str],
     measured = compare.Settings(rounds=asked.rounds, turn_s=asked.turn_s)
     done = compare.measure([base, *entries], measured, words)
     compare.show(done)
-    won = [(r.label, r) for r in done.rows[1:] if r.ratio is not None and r.ratio.low > 1]
-    won.sort(key=lambda pair: -pair[1].ratio.middle)  # type: ignore[union-attr]
-    together = _together([label for label, _ in won])
+    won = [(r.label, r, done.rows[0]) for r in done.rows[1:] if r.ratio is not None and r.ratio.low > 1]
+    won.sort(key=lambda found: -found[1].ratio.middle)  # type: ignore[union-attr]
+    together = _together([label for label, _, _ in won])
     joined = entry(together, together.split())
-    if won and together not in [label for label, _ in won] and joined.job is not None:
+    if won and together not in [label for label, _, _ in won] and joined.job is not None:
         print("\ntogether")
         best = won[0][0]
         done = compare.measure([base, entry(best, best.split()), joined], measured, words)
         compare.show(done)
         alone, both = done.rows[1].ratio, done.rows[2].ratio
         if both is not None and alone is not None and both.low > 1 and both.middle > alone.middle:
-            won.insert(0, (together, done.rows[2]))
+            won.insert(0, (together, done.rows[2], done.rows[0]))
     return won
 
 
@@ -158,30 +161,21 @@ def _together(labels: Sequence[str]) -> str:
     return " ".join(taken.values())
 
 
-def _prescribe(won: list[tuple[str, Row]], words: list[str], root: Path, config_dirs: Sequence[str]) -> int:
+def _prescribe(won: list[tuple[str, Row, Row]], words: list[str], root: Path, config_dirs: Sequence[str]) -> int:
     """The best as a command and a recipe; the user's own code and paths, which no recipe may hold, stay words."""
     if not won:
         print("\nnothing that was tried is faster beyond doubt: the run stays as it is")
         return DONE
-    from drivetrain import check, replay
-
-    label, row = won[0]
+    label, row, base = won[0]
     assert row.ratio is not None
     gain = f"{row.ratio.middle:.2f} × the samples a second ({row.ratio.low:.2f} to {row.ratio.high:.2f})"
     dirs = [part for folder in config_dirs for part in ("-cd", str(folder))]
     print(f"\n{gain}:\n  drivetrain train {shlex.join([*dirs, *words, *label.split()])}")
-    job = prepare_job([*words, *label.split()], config_dirs)
-    shipped = check.shipped_targets()
-    plain = job.composed.plain
-    own = {g for g, option in job.composed.choices.items() if option == "own" or _target(plain.get(g)) not in {None, *shipped}}
+    job, before = prepare_job([*words, *label.split()], config_dirs), prepare_job(words, config_dirs)
+    said = f"drivetrain doctor: {label} gives {gain}, measured in turns with the run as it was"
     folder = rundir.create(root, "doctor")
-    text = f"# drivetrain doctor: {label} gives {gain}, measured in turns with the run as it was\n"
-    (folder / "recipe.yaml").write_text(text + replay.to_recipe(job.composed, job.operators | own))
+    (folder / "recipe.yaml").write_text(claim.recipe_text(job, claim.against(job, before), row, base, [said]))
+    own = claim.own_groups(job)
     mine = [w for w in words if key_of(w).split(".")[0] in own or key_of(w) in job.operators]
     print(f"  drivetrain train {shlex.join([*dirs, f'recipe={folder}/recipe.yaml', *mine])}")
     return DONE
-
-
-def _target(section: Any) -> str | None:
-    """The class of an option; None for a list of them, and for none."""
-    return section.get("_target_") if isinstance(section, dict) else None
