@@ -48,7 +48,7 @@ def read(path: Path, key_node: yaml.Node, node: yaml.Node, problems: list[str]) 
             said = len(problems)
             value = plain(v, at, f"claim.{key}", problems)
             if len(problems) == said and (wrong := _PARTS[key](value)):
-                problems.append(f"{at}: claim.{key}={value!s:.60}: {wrong}")
+                problems.append(f"{at}: claim.{key}={shown(str(value)):.60}: {wrong}")
             found[key] = tuple(value) if isinstance(value, list) else value
     given = {str(k.value) for k, _ in node.value}
     problems += [f"{where}: claim has no {key}: {text}" for key, text in _NEEDED.items() if key not in given]

@@ -48,7 +48,7 @@ def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
     words = [word for word in rest if word not in names]
     if len(names) != 2:
         raise UserError(
-            f"drivetrain recipe diff wants two recipes or runs, each a name, a path or a run's directory: it was given {len(names)}"
+            f"drivetrain recipe diff wants two, each a recipe's name or path or a run's directory: given {len(names)}"
         )
     if any(key_of(word) == "recipe" for word in words):
         raise UserError("drivetrain recipe diff takes recipes by their names alone: leave recipe= out")

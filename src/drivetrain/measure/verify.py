@@ -37,7 +37,7 @@ def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
     print(f"claimed: {told(recipe.claim)}")
     done = compare.measure(entries, asked, given)
     code, said = judge(recipe.claim, done.rows[0], done.rows[1])
-    done.said += [f"claimed: {told(recipe.claim)}", said]
+    done.said.append(said)
     compare.show(done)
     folder = compare.save(done, compare.first_job(entries), argv, "recipe verify")
     print(f"written to {folder}/compare.json and compare.html")
@@ -45,7 +45,7 @@ def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
 
 
 def arms(recipe: Recipe, claim: Claim, given: Sequence[str], config_dirs: Sequence[str]) -> list[Entry]:
-    """The recipe as its claim's baseline, and as it is. Raises UserError with what is wrong with either."""
+    """The baseline that the claim is against, and the recipe as it is. Raises UserError with what is wrong with either."""
     fixed = [word for word in given if key_of(word) in claim.against]
     if fixed:
         raise UserError(f"'{word}' is what the claim is about ({words(claim.against)}): leave it out" for word in fixed)
