@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from omegaconf import OmegaConf
 
-from drivetrain import check, environment, replay
+from drivetrain import environment, replay
 from drivetrain.claim import Claim as Claim
 from drivetrain.job import Job
 from drivetrain.replay import flatten
@@ -53,15 +53,8 @@ def of(row: Row, against: dict[str, Any]) -> Claim | None:
 
 
 def own_groups(job: Job) -> set[str]:
-    """The groups whose option is the user's own code, which no recipe may hold."""
-    plain, shipped = job.composed.plain, check.shipped_targets()
-    own = {group for group, option in job.composed.choices.items() if option == "own"}
-    return own | {group for group in job.composed.choices if _target(plain.get(group)) not in {None, *shipped}}
-
-
-def _target(section: Any) -> str | None:
-    """The class of an option; None for a list of them, and for none."""
-    return section.get("_target_") if isinstance(section, dict) else None
+    """The groups whose option is the user's own class, which no recipe may choose."""
+    return {group for group, option in job.composed.choices.items() if option == "own"}
 
 
 def recipe_text(job: Job, against: dict[str, Any], row: Row, base_row: Row | None = None, comments: Sequence[str] = ()) -> str:
