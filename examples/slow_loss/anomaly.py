@@ -111,7 +111,7 @@ class Slow(Loss):
 
 
 class Mended(Slow):
-    """The same loss, to the last bits."""
+    """The same loss: the shuffle where the scores are, and all levels at once."""
 
     def shuffled(self, count: int, device: torch.device) -> torch.Tensor:
         return torch.randperm(count, device=device)
