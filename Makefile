@@ -16,8 +16,8 @@ test-slow: $(VENV)/.tested         ## the long campaigns
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
 check: $(VENV)/.tested
-	$(BIN)/ruff check src tests bench
-	$(BIN)/ruff format --check src tests bench
+	$(BIN)/ruff check src tests bench examples
+	$(BIN)/ruff format --check src tests bench examples
 	$(BIN)/mypy
 
 bench: $(VENV)/.tested             ## our step against other loops, interleaved; results to bench/results

@@ -281,9 +281,9 @@ def _list(argv: list[str]) -> int:
 
 
 def _recipe(argv: list[str]) -> int:
-    from drivetrain import catalogue
+    from drivetrain import recipe_verbs
 
-    return catalogue.recipe_command(argv)
+    return recipe_verbs.command(argv)
 
 
 def _pack(argv: list[str]) -> int:
@@ -314,7 +314,7 @@ VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "tune": (_tune, "what makes a run faster on this machine, searched for by measuring, kept where it is proven"),
     "report": (_report, "any runs in one table, one CSV and one page with plots"),
     "show": (_show, "draw the learning rate over a run, before it is trained"),
-    "recipe": (_recipe, "list, show, check or export recipes"),
+    "recipe": (_recipe, "list, show, check, export, verify or compare recipes"),
     "pack": (_pack, "decode images once, for data=packed"),
     "completion": (_completion, "TAB completion for bash, zsh or fish"),
     "complete": (_complete, ""),

@@ -49,12 +49,22 @@ def candidates(argv: Sequence[str]) -> list[str]:
     elif words[0] == "list":
         offered = list(options())
     elif words[0] == "recipe":
-        offered = ["list", "show", "check", "export"] if len(words) == 1 else recipe.shipped()
+        offered = _of_recipe(words[1:], last)
     elif words[0] == "completion":
         offered = list(SCRIPTS)
     else:
         offered = []
     return [word for word in offered if word.startswith(last)]
+
+
+def _of_recipe(words: Sequence[str], last: str) -> list[str]:
+    """A verb, then the names it takes, then the overrides where it takes any."""
+    from drivetrain.recipe_verbs import VERBS
+
+    if not words:
+        return list(VERBS)
+    names = {"verify": 1, "diff": 2}.get(words[0])
+    return recipe.shipped() if names is None or len(words) <= names else _overrides(last)
 
 
 def _overrides(last: str) -> list[str]:

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import drivetrain
+from drivetrain.lazy import torch
 
 _SECRET = re.compile(r"(api_?key|token|secret|password)$", re.I)
 
 
 def describe(overrides: list[str], config_hash: str, operator: dict[str, Any]) -> dict[str, Any]:
     """The content of environment.json."""
-    versions = {n: _version(n) for n in ("torch", "torchvision", "timm", "hydra-core", "omegaconf", "numpy", "safetensors")}
+    versions = {n: version(n) for n in ("torch", "torchvision", "timm", "hydra-core", "omegaconf", "numpy", "safetensors")}
     return {
         "time": time.time(),  # when the run began or was gone on with; folders of one second are told apart by it
         "drivetrain": drivetrain.__version__,
@@ -42,7 +43,8 @@ def redact(override: str) -> str:
     return f"{key}=<redacted>" if equals and _SECRET.search(key) else override
 
 
-def _version(name: str) -> str | None:
+def version(name: str) -> str | None:
+    """Of an installed distribution; None where there is none."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -55,6 +57,13 @@ def _processor() -> str:
     except OSError:
         found = None
     return found[1] if found else platform.processor()
+
+
+def device_name(device: torch.device) -> str:
+    """The device as a person knows it. Asked only in a process that computes: it starts CUDA."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{_processor()}, {torch.get_num_threads()} threads"
 
 
 def _git_commit() -> str | None:

@@ -223,7 +223,7 @@ def _measured(result: Result, trainer: Any, seconds: float, job: Job) -> None:
         result.epochs += progress.window / trainer.batch.updates(
             len(trainer.train_data.source), progress.epoch, trainer.drop_last
         )
-    result.device = trainer.device.type
+    result.device, result.device_name = trainer.device.type, environment.device_name(trainer.device)
     result.peak_memory_bytes = peak_memory(trainer.device)
     result.time_to_first_step_s = clock.to_first_step
     if (steady := clock.steady()) is not None:

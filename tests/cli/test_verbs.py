@@ -90,7 +90,7 @@ def test_list_one_group(group: str, tmp_path: Path) -> None:
         (("list", "optimiser"), ("'optimiser'", "'optimizer'")),
         (("trian",), ("'trian'", "'train'")),
         (("precision=amp",), ("drivetrain train precision=amp",)),
-        (("recipe",), ("list", "show", "check", "export")),
+        (("recipe",), ("list", "show", "check", "export", "verify", "diff")),
         (("recipe", "chek"), ("'chek'", "'check'")),
         (("recipe", "show"), ("one name", "naive")),
         (("recipe", "show", "nope"), ("recipe=nope", "naive")),
@@ -102,6 +102,15 @@ def test_list_one_group(group: str, tmp_path: Path) -> None:
         (("train", "--cfg", "job", "--package", "optimiser"), ("optimiser", "'optimizer'")),
         (("list", "optimizer", "precision"), ("precision",)),
         (("recipe", "list", "naive"), ("naive",)),
+        (("recipe", "verify"), ("name or path of a recipe",)),
+        (("recipe", "verify", "precision=bf16"), ("name or path of a recipe",)),
+        (("recipe", "verify", "naive"), ("nothing claimed",)),
+        (("recipe", "verify", "naive", "rounds=5"), ("below 6 rounds",)),
+        (("recipe", "diff", "naive"), ("wants two", "given 1")),
+        (("recipe", "diff", "naiv", "fasst"), ("recipe=naiv ", "recipe=fasst ", "'fast'")),
+        (("recipe", "diff", "naive", "fast", "recipe=default"), ("leave recipe= out",)),
+        (("recipe", "diff", "naive", "."), ("no run's directory",)),
+        (("recipe", "diff", "naive", "fast", "mesure=true"), ("'mesure'",)),
     ],
 )
 def test_bad_verbs(words: tuple[str, ...], names: tuple[str, ...], tmp_path: Path) -> None:
@@ -152,11 +161,25 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_recipe_export(finished: Path, tmp_path: Path) -> None:
-    """A run's recipe, on the screen or in a file that is not overwritten, and good as it is."""
+    """A run's recipe and, as comments, where it comes from: on the screen or in a file that is not overwritten; it replays."""
     shown = good(run("recipe", "export", str(finished), cwd=tmp_path))
-    assert shown == (finished / "recipe.yaml").read_text()
+    said = [line for line in shown.splitlines() if line.startswith("#")]
+    assert shown == "\n".join([*said, (finished / "recipe.yaml").read_text()])
+    told = result(finished)
+    device, rate = told["device_name"], f"{told['samples_per_second']:,.0f} samples/s"
+    for fact in (
+        finished.name,
+        device,
+        "torch 2.",
+        "result: completed",
+        f"accuracy {told['metrics']['final']['accuracy']:.4f}",
+        rate,
+    ):
+        assert fact in "\n".join(said)
     assert "mine.yaml" in good(run("recipe", "export", str(finished), "mine.yaml", cwd=tmp_path))
     assert (tmp_path / "mine.yaml").read_text() == shown
+    assert train("recipe=mine.yaml", cwd=tmp_path).code == 0
+    assert result(only_run(tmp_path / "outputs"))["config_hash"] == told["config_hash"]
     again = run("recipe", "export", str(finished), "mine.yaml", cwd=tmp_path)
     assert again.code == 2
     assert "mine.yaml is there already" in again.err
@@ -289,6 +312,8 @@ def completed(line: str, place: Path, point: int | None = None) -> list[str]:
         ("drivetrain list opt", {"optimizer"}),
         ("drivetrain recipe sh", {"show"}),
         ("drivetrain recipe show na", {"naive"}),
+        ("drivetrain recipe diff naive fa", {"fast"}),
+        ("drivetrain recipe verify fast precision=a", {"amp"}),
         ("drivetrain completion ", {"bash", "zsh", "fish"}),
         ("drivetrain train nothing-like-it", set()),
     ],

@@ -1,8 +1,6 @@
 """`drivetrain compare`: the arms, their turns, what is said of them, and the verdict on quality."""
 
-import json
 import math
-import os
 import re
 import signal
 import subprocess
@@ -13,37 +11,6 @@ from pathlib import Path
 import pytest
 
 from drivetrain.measure.verdict import FAIL, INCONCLUSIVE, PASS, Trained, verdict
-
-SLOW = """
-import time
-import torch
-
-class Slow(torch.utils.data.Dataset):
-    classes = ("a", "b")
-
-    def __init__(self, split, pause=0.0):
-        self.pause = pause
-
-    def __len__(self):
-        return 64
-
-    def __getitem__(self, index):
-        time.sleep(self.pause)
-        return torch.full((8,), index / 64), index % 2
-"""
-
-
-@pytest.fixture
-def command(tmp_path):
-    """A command of drivetrain's in a process of its own: it forks, which a process that has run torch may not."""
-
-    def run(*words: str) -> tuple[subprocess.CompletedProcess[str], dict]:
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(tmp_path)])}
-        done = subprocess.run([sys.executable, "-m", "drivetrain", *words], env=env, capture_output=True, text=True, check=False)
-        files = sorted(Path("outputs/compare").rglob("*.json"))
-        return done, json.loads(files[-1].read_text()) if files else {}
-
-    return run
 
 
 def test_arms_take_turns_and_leave_a_table_and_a_page(command, tiny):
@@ -116,8 +83,7 @@ def text_of(file: Path) -> str:
         return ""
 
 
-def test_what_is_slow_is_seen(command, tiny, tmp_path):
-    (tmp_path / "slow_set.py").write_text(SLOW)
+def test_what_is_slow_is_seen(command, tiny, slow_set):
     words = ["data=own", "data.target=slow_set.Slow", "trust=[slow_set]", "data.kwargs.pause=0,0.01"]
     done, found = command("compare", *tiny(*words, "rounds=8", "turn_s=0.05"))
     assert done.returncode == 0, done.stderr

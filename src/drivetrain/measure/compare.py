@@ -18,6 +18,7 @@ from drivetrain.measure.progress import Steps
 from drivetrain.measure.result import write_json
 from drivetrain.measure.statistics import Interval, ratio
 from drivetrain.measure.turns import Arm, Hopeless, take_turns
+from drivetrain.recipe import Recipe
 from drivetrain.signals import ended_by_signals
 from drivetrain.spec import Count, Positive
 from drivetrain.words import key_of
@@ -52,6 +53,7 @@ class Row:
     pays_after: int | None = None  # updates, until the time to compile has come back
     global_batch: int | None = None
     samples: int | None = None  # to train on
+    device: str | None = None
     rates: list[float] = field(default_factory=list)  # of each round
     given_up: int | None = None  # after so many rounds, where it was clear that it would not be chosen
     verdict: verdict.Verdict | None = None
@@ -111,11 +113,17 @@ def _own(words: Sequence[str]) -> tuple[str, ...]:
     return () if any(key_of(word).split(".")[0] == "saving" for word in words) else OWN
 
 
-def entry(label: str, words: Sequence[str], config_dirs: Sequence[str] = (), own: Sequence[str] | None = None) -> Entry:
-    """An arm of these words, and of those that are any arm's `own`."""
+def entry(
+    label: str,
+    words: Sequence[str],
+    config_dirs: Sequence[str] = (),
+    own: Sequence[str] | None = None,
+    recipe: Recipe | None = None,
+) -> Entry:
+    """An arm of these words, and of those that are any arm's `own`; of a recipe that was read already, if there is one."""
     given = [*words, *(_own(words) if own is None else own)]
     try:
-        return Entry(label, given, prepare_job(given, config_dirs))
+        return Entry(label, given, prepare_job(given, config_dirs, recipe))
     except UserError as error:
         return Entry(label, given, None, error.problems)
 
@@ -156,8 +164,8 @@ def _row(entry: Entry, arm: Arm | None, base: Arm) -> Row:
     if arm is None:
         return Row(entry.label, entry.words, error="; ".join(entry.problems))
     row = Row(entry.label, entry.words, arm.error, given_up=arm.given_up)
-    row.compile_s, row.global_batch = arm.facts.get("compile_s"), arm.facts.get("global_batch")
-    row.samples = arm.facts.get("samples")
+    for fact in ("compile_s", "global_batch", "samples", "device"):
+        setattr(row, fact, arm.facts.get(fact))
     if arm.error is not None or not arm.turns:
         return row
     row.rates = [turn.rate for turn in arm.turns]
@@ -188,13 +196,13 @@ def _same_work(arms: Sequence[Arm]) -> list[str]:
     return said
 
 
-def save(comparison: Comparison, job: Job, argv: Sequence[str]) -> Path:
+def save(comparison: Comparison, job: Job, argv: Sequence[str], verb: str = "compare") -> Path:
     """compare.json and compare.html, in a folder of their own under the run's output_dir."""
     from drivetrain.measure.page import comparison_page
 
     folder = rundir.create(Path(job.run.values["output_dir"]), "compare")
     write_json(folder / "compare.json", comparison.as_dict())
-    (folder / "compare.html").write_text(comparison_page(comparison, argv))
+    (folder / "compare.html").write_text(comparison_page(comparison, argv, verb))
     return folder
 
 

@@ -57,8 +57,7 @@ def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
     _show(found, problems, [f"of one of {ranks} ranks, each with a batch of {alone.run.batch.size(0)}"] if ranks > 1 else [])
     if not asked.prove:
         return DONE
-    won, base = prove(problems, words, config_dirs, asked)
-    return _prescribe(won, words, root, config_dirs, base)
+    return _prescribe(prove(problems, words, config_dirs, asked), words, root, config_dirs)
 
 
 def _examine(trainer: Any, look_s: float) -> Findings:
@@ -99,10 +98,11 @@ def _show(found: Findings, problems: list[Problem], said: list[str]) -> None:
             print(f"also: {problem.verdict}\n  {problem.evidence}")
 
 
-def prove(
-    problems: list[Problem], words: list[str], config_dirs: Sequence[str], asked: Settings
-) -> tuple[list[tuple[str, Row]], Row | None]:
-    """Try what could help against the run as it is, then what won together; the winners, the best first, and the run's row."""
+def prove(problems: list[Problem], words: list[str], config_dirs: Sequence[str], asked: Settings) -> list[tuple[str, Row, Row]]:
+    """Try what could help against the run as it is, then what won together.
+
+    The winners, the best first: words, row, and the row of the run as it is.
+    """
     tries = list(dict.fromkeys(t for problem in problems for t in problem.overrides))
 
     def entry(label: str, more: Sequence[str]) -> Entry:  # with the run's own saving: it may be what is wrong
@@ -112,24 +112,24 @@ def prove(
     entries = [e for t in tries if (e := entry(t, t.split())).job is not None]
     if not entries:
         print("\nno override is known to help with that")
-        return [], None
+        return []
     print(f"\ntrying {len(entries)} overrides")
     measured = compare.Settings(rounds=asked.rounds, turn_s=asked.turn_s)
     done = compare.measure([base, *entries], measured, words, no_gain)
     compare.show(done)
-    won = [(r.label, r) for r in done.rows[1:] if r.ratio is not None and r.ratio.low > 1]
-    won.sort(key=lambda pair: -pair[1].ratio.middle)  # type: ignore[union-attr]
-    together = _together([label for label, _ in won])
+    won = [(r.label, r, done.rows[0]) for r in done.rows[1:] if r.ratio is not None and r.ratio.low > 1]
+    won.sort(key=lambda found: -found[1].ratio.middle)  # type: ignore[union-attr]
+    together = _together([label for label, _, _ in won])
     joined = entry(together, together.split())
-    if won and together not in [label for label, _ in won] and joined.job is not None:
+    if won and together not in [label for label, _, _ in won] and joined.job is not None:
         print("\ntogether")
         best = won[0][0]
         done = compare.measure([base, entry(best, best.split()), joined], measured, words)
         compare.show(done)
         alone, both = done.rows[1].ratio, done.rows[2].ratio
         if both is not None and alone is not None and both.low > 1 and both.middle > alone.middle:
-            won.insert(0, (together, done.rows[2]))
-    return won, done.rows[0]
+            won.insert(0, (together, done.rows[2], done.rows[0]))
+    return won
 
 
 def _together(labels: Sequence[str]) -> str:
@@ -142,11 +142,11 @@ def _together(labels: Sequence[str]) -> str:
     return " ".join(taken.values())
 
 
-def _prescribe(won: list[tuple[str, Row]], words: list[str], root: Path, config_dirs: Sequence[str], base: Row | None) -> int:
+def _prescribe(won: list[tuple[str, Row, Row]], words: list[str], root: Path, config_dirs: Sequence[str]) -> int:
     """The best as a command and a recipe."""
-    if not won or base is None:
+    if not won:
         print("\nnothing that was tried is faster beyond doubt: the run stays as it is")
         return DONE
-    label, row = won[0]
+    label, row, base = won[0]
     prescribe.prescribe("doctor", words, label.split(), config_dirs, base, row, rundir.create(root, "doctor"))
     return DONE

@@ -98,10 +98,10 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], text: Sequence[s
     return f'<div class="wide"><table{kind}><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'
 
 
-def comparison_page(found: Comparison, argv: Sequence[str]) -> str:
-    """The page of `drivetrain compare`."""
+def comparison_page(found: Comparison, argv: Sequence[str], verb: str = "compare") -> str:
+    """The page of `drivetrain compare`, or of another verb that compares."""
     body, figures = _section(found, "")
-    return page("Techniques compared", [*body, *_end("compare", found, argv)], figures)
+    return page("Techniques compared", [*body, *_end(verb, found, argv)], figures)
 
 
 def ablation_page(recipe: str, baseline: str, parts: dict[str, Comparison], argv: Sequence[str]) -> str:

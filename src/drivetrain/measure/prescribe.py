@@ -5,10 +5,9 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from drivetrain import check, replay
 from drivetrain.job import prepare as prepare_job
+from drivetrain.measure import claim
 from drivetrain.measure.compare import Row
 from drivetrain.measure.tries import over
 from drivetrain.words import key_of
@@ -29,16 +28,9 @@ def prescribe(
             f"  an update is the mean over {row.global_batch} samples now, not {base.global_batch}: look at the learning rate "
             "again (batch.lr_scaling, drivetrain tune what=lr), and at the result (drivetrain compare … quality=true)"
         )
-    job = prepare_job(tuned, config_dirs)
-    shipped = check.shipped_targets()
-    plain = job.composed.plain
-    own = {g for g, option in job.composed.choices.items() if option == "own" or _target(plain.get(g)) not in {None, *shipped}}
-    text = "".join(f"# {line}\n" for line in (f"drivetrain {verb}: {' '.join(more)} gives {gain}, measured in turns", *said))
-    (folder / "recipe.yaml").write_text(text + replay.to_recipe(job.composed, job.operators | own))
+    job, before = prepare_job(tuned, config_dirs), prepare_job(words, config_dirs)
+    comments = [f"drivetrain {verb}: {' '.join(more)} gives {gain}, measured in turns with the run as it was", *said]
+    (folder / "recipe.yaml").write_text(claim.recipe_text(job, claim.against(job, before), row, base, comments))
+    own = claim.own_groups(job)
     mine = [w for w in words if key_of(w).split(".")[0] in own or key_of(w) in job.operators]
     print(f"  drivetrain train {shlex.join([*dirs, f'recipe={folder}/recipe.yaml', *mine])}")
-
-
-def _target(section: Any) -> str | None:
-    """The class of an option; None for a list of them, and for none."""
-    return section.get("_target_") if isinstance(section, dict) else None

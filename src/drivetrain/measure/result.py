@@ -28,7 +28,8 @@ class Result:
     compile_s: float | None = None
     wall_s: float = 0.0
     world_size: int = 1
-    device: str | None = None
+    device: str | None = None  # its type
+    device_name: str | None = None
     overrides: list[str] = field(default_factory=list)
     config_hash: str | None = None
     run_dir: Path | None = None  # where it lies; not in the file

@@ -89,7 +89,7 @@ def find(folders: Sequence[Path]) -> list[RunFiles]:
     places = sorted({place for folder in folders for place in _places(folder)})
     if not places:
         raise UserError(f"no run in {', '.join(map(str, folders))}: a run's folder holds environment.json or result.json")
-    return sorted((_read(place) for place in places), key=lambda run: run.environment.get("time", 0.0))
+    return sorted((read(place) for place in places), key=lambda run: run.environment.get("time", 0.0))
 
 
 def _places(folder: Path) -> Iterator[Path]:
@@ -102,13 +102,18 @@ def _places(folder: Path) -> Iterator[Path]:
             yield from _places(folder / name)
 
 
-def _read(path: Path) -> RunFiles:
+def compared(tree: dict[str, Any], chosen: dict[str, Any]) -> dict[str, Any]:
+    """What two runs may differ in: a config's values by their dotted keys, and the options as they were chosen."""
+    config = {k: v for k, v in flatten(tree).items() if k and k.split(".")[0] not in NOT_COMPARED and not k.endswith("_target_")}
+    return {**config, **chosen} if config else {}
+
+
+def read(path: Path) -> RunFiles:
+    """A run's directory, whatever is there of it."""
     result, environment = Result.read(path), _json(path / "environment.json")
-    config = {k: v for k, v in flatten(_yaml(path / "config.yaml")).items() if k.split(".")[0] not in NOT_COMPARED}
-    config = {k: v for k, v in config.items() if k and not k.endswith("_target_")}
-    if config:  # the options as they were chosen
-        defaults = _yaml(path / "recipe.yaml").get("defaults", [])
-        config |= {k.rpartition("/")[2]: v for line in defaults for k, v in line.items()}
+    defaults = _yaml(path / "recipe.yaml").get("defaults", [])
+    chosen = {k.rpartition("/")[2]: v for line in defaults for k, v in line.items()}
+    config = compared(_yaml(path / "config.yaml"), chosen)
     status = result.status if result else "running" if rundir.is_held(path) else "killed"
     train, evaluated = _points(path / "metrics.jsonl")
     words = result.overrides if result else environment.get("overrides", [])

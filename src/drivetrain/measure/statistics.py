@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 TINY = 0.02  # of a ratio
+FEWEST = 6  # pairs that an interval of 95 % needs
 
 
 class Interval(NamedTuple):

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import drivetrain
+from drivetrain import environment
 from drivetrain.job import Job
 from drivetrain.measure.result import Result
 from drivetrain.runtime import peak_memory, synchronize
@@ -89,6 +90,7 @@ class Seat:
                 "warmup_s": time.perf_counter() - began,
                 "step_s": statistics.median(steps[trainer.clock.warmup :]),
                 "compile_s": self._compile_s(),
+                "device": environment.device_name(trainer.device),
                 "global_batch": trainer.batch.size(0),
                 "samples": len(trainer.train_data.source),
                 "parameters": sum(p.numel() for p in trainer.model.parameters()),

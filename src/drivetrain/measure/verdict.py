@@ -109,7 +109,7 @@ def _train(entry: Any, seeds: int, folder: Path, stop: Forward, say: Callable[..
         say(f"quality of {entry.label or 'the first arm'}: seed {number + 1} of {seeds}")
         words = [*entry.words, f"runtime.seed={first + number}", f"output_dir={folder}"]
         try:
-            job = prepare_job(words, entry.job.composed.config_dirs)
+            job = prepare_job(words, entry.job.composed.config_dirs, entry.job.composed.recipe)
         except UserError as error:
             raise UserError([f"{entry.label}: {p}" for p in error.problems]) from None
         _, result = run_one(SweepJob(entry.label, words, job, []), folder / str(number), stop, quiet=True)

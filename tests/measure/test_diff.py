@@ -1,0 +1,98 @@
+"""`drivetrain recipe diff`: the keys that differ, what each side came to, and a measurement where it is asked for."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from drivetrain import cli
+
+CLAIM = """\
+defaults:
+  - override /precision: bf16
+claim:
+  ratio: 1.91
+  interval: [1.85, 1.97]
+  device: a chip
+  versions: {torch: 2.15.0}
+  against: {precision: fp32}
+"""
+
+
+@pytest.fixture
+def diff(capsys):
+    """What it says; it must succeed."""
+
+    def run(*words: str) -> str:
+        capsys.readouterr()
+        assert cli.main(["recipe", "diff", *map(str, words)]) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+def cells(said: str) -> dict[str, list[str]]:
+    """A table's rows by their first word."""
+    return {line.split()[0]: line.split()[1:] for line in said.splitlines() if line.startswith(" ") and line.split()}
+
+
+def test_two_recipes(diff):
+    Path("a.yaml").write_text(CLAIM)
+    said = diff("a.yaml", "naive", "epochs=3")
+    found = cells(said)
+    assert found["precision"] == ["bf16", "fp32"]
+    assert found["optimizer"] == ["adamw", "sgd"]
+    assert found["optimizer.lr"] == ["0.003", "0.02"]
+    assert "optimizer.nesterov" not in found, "an option's knobs stand there only where both have them"
+    assert not {"epochs", "saving", "logger", "recipe"} & set(found)
+    assert "a.yaml claims 1.91 × (1.85 to 1.97) the samples a second of precision=fp32, on a chip" in said
+    assert "drivetrain recipe diff a.yaml naive epochs=3 measure=true" in said
+    assert not Path("outputs").exists()
+
+
+def test_the_same(diff):
+    assert "the configs are the same" in diff("naive", "naive")
+
+
+def test_two_runs(diff, train, tiny):
+    one, other = train("optimizer.lr=0.05").run_dir, train("optimizer.lr=0.01", "updates=3").run_dir
+    found = cells(diff(one, other))
+    assert found["optimizer.lr"] == ["0.05", "0.01"]
+    assert found["updates"] == ["2", "3"]
+    assert found["status"] == ["completed", "completed"]
+    results = [json.loads((run / "result.json").read_text()) for run in (one, other)]
+    assert found["accuracy"] == [f"{r['metrics']['final']['accuracy']:.4f}" for r in results]
+    assert found["wall"][::2] == [f"{r['wall_s']:.1f}" for r in results]
+    assert "torch" not in found, "versions stand there where they differ"
+    facts = json.loads((other / "environment.json").read_text())
+    facts["versions"]["torch"] = "1.13\033[2J"
+    (other / "environment.json").write_text(json.dumps(facts))
+    said = diff(one, other)
+    assert cells(said)["torch"][1] == "1.13"
+    assert "\033" not in said, "files of a run steer no terminal"
+
+
+def test_a_run_and_the_recipe_it_leaves_are_the_same(diff, train):
+    run_dir = train("precision=bf16", "optimizer.momentum=0.5").run_dir
+    assert "the configs are the same" in diff(run_dir, run_dir / "recipe.yaml")
+
+
+def test_a_run_that_left_little_is_shown_as_far_as_it_goes(diff, train):
+    run_dir = train().run_dir
+    for name in ("result.json", "metrics.jsonl", "environment.json", "recipe.yaml"):
+        (run_dir / name).unlink()
+    assert cells(diff(run_dir, "naive"))["optimizer.lr"] == ["0.05", "0.02"]
+
+
+def test_measured(command, tiny):
+    done, found = command("recipe", "diff", "default", "naive", *tiny("measure=true", "rounds=1", "turn_s=0.02", "optimizer=sgd"))
+    assert done.returncode == 0, done.stderr
+    assert [row["label"] for row in found["rows"]] == ["default", "naive"]
+    assert "drivetrain recipe diff default naive" in next(Path("outputs/compare").rglob("compare.html")).read_text()
+    assert "what it is worth" not in done.stdout
+
+
+def test_a_runs_own_code_is_not_started_from_its_files(tmp_path, capsys, train, tiny, slow_set):
+    run_dir = train("data=own", "data.target=slow_set.Slow", "trust=[slow_set]").run_dir
+    assert cli.main(["recipe", "diff", str(run_dir), "naive", "measure=true"]) == 2
+    assert "give data=own data.target=… and trust=[…] too" in capsys.readouterr().err
