@@ -149,8 +149,12 @@ def _parse(overrides: Sequence[str], problems: list[str]) -> dict[str, Any]:
         key = override.key_or_group
         if override.is_delete():
             problems.append(f"'{text}': nothing can be deleted: choose a group's off switch ({key}=none) or set another value")
+        elif "interval(" in text and override.is_sweep_override():
+            problems.append(f"'{text}' is to be searched: say -m hydra/sweeper=optuna before it, or give one value")
         elif override.is_sweep_override():
             problems.append(f"'{text}' gives several values: say -m before it to run them all as a sweep, or quote it")
+        elif key.startswith(("hydra/launcher", "hydra.launcher", "hydra/sweeper", "hydra.sweeper")):
+            problems.append(f"'{text}' is for several runs: say -m before it, or leave it out")
         elif key == "hydra" or key.startswith(("hydra.", "hydra/")):
             problems.append(
                 f"'{text}': drivetrain runs Hydra's config without its launcher: set output_dir=… for the place of runs"

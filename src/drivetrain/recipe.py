@@ -48,9 +48,13 @@ class Recipe:
             raise UserError(f"{self.path}: its sweep makes {jobs:,} jobs: at most {MAX_JOBS:,}")
         for values in itertools.product(*axes.values()):
             cell = dict(zip(axes, values, strict=True))
-            chosen = {key: value for key, value in cell.items() if key in groups}
-            others = {key: value for key, value in cell.items() if key not in groups}
-            yield cell, replace(self, choices={**self.choices, **chosen}, values={**self.values, **others}, sweep={})
+            yield cell, self.cell(cell, groups)
+
+    def cell(self, cell: dict[str, Any], groups: Container[str]) -> Recipe:
+        """The recipe of one combination of the sweep's values."""
+        chosen = {key: value for key, value in cell.items() if key in groups}
+        others = {key: value for key, value in cell.items() if key not in groups}
+        return replace(self, choices={**self.choices, **chosen}, values={**self.values, **others}, sweep={})
 
 
 def find(name: str) -> Path:
