@@ -60,6 +60,10 @@ def candidates(argv: Sequence[str]) -> list[str]:
 def _overrides(last: str) -> list[str]:
     from omegaconf import OmegaConf
 
+    if last.startswith("hydra"):
+        from drivetrain.sweep.settings import words
+
+        return words()
     groups = options()
     key, equals, value = last.partition("=")
     if equals:

@@ -58,9 +58,9 @@ def duration(seconds: float) -> str:
 class Board:
     """Tells of the jobs as they begin and end. The base does so in lines."""
 
-    def __init__(self, total: int, show_output: bool = False) -> None:
-        self.total = total
-        self._show_output = show_output  # of the jobs, between the lines
+    def __init__(self, total: int, heard: bool = False, quiet: bool = False) -> None:
+        self.total, self.quiet = total, quiet
+        self.heard = heard  # the jobs speak for themselves, between the lines
         self._done = self._ended = 0
         self._work = 0.0  # in jobs: what was done while this looked on
         self._clock = time.monotonic()
@@ -80,7 +80,7 @@ class Board:
     def begin(self, entry: Entry) -> None:
         """A job begins, or is found under way."""
         entry.began, entry.before = time.monotonic(), share(entry)
-        if self._show_output:
+        if self.heard and not self.quiet:
             print(f"\n{self._name(entry)}", flush=True)
 
     def end(self, entry: Entry, running: Sequence[Entry]) -> None:
@@ -91,7 +91,7 @@ class Board:
         after = f", about {duration(left)} left" if left else ""
         took = f" in {duration(entry.seconds())}" if entry.began else ""
         print(f"{self._name(entry)} {entry.result.status}{took}{after}", flush=True)
-        if entry.result.error and not (self._show_output and entry.began):  # else it said so itself
+        if entry.result.error and not (self.heard and entry.began):
             terminal.say(f"job {entry.number}: {entry.result.error}")
 
     def refresh(self, entries: Sequence[Entry], running: Sequence[Entry]) -> None:

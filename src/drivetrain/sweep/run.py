@@ -130,8 +130,8 @@ def _run_in(path: Path, plan: Plan, quiet: bool) -> int:
         captured = terminal.is_live()
         launcher = _launcher(plan.settings, sweep, source.total, quiet, captured)
         print(f"{source.total} {'trials' if isinstance(source, Search) else 'jobs'} in {path}", flush=True)
-        shows_output = isinstance(launcher, Forked) and not (quiet or launcher.captured)
-        board = LiveBoard(source.total) if captured else Board(source.total, shows_output)
+        heard = isinstance(launcher, Forked) and not launcher.captured
+        board = LiveBoard(source.total) if captured else Board(source.total, heard, quiet)
         with Forward() as stop, board:
             board.keep(source.kept)
             stop.launcher = launcher

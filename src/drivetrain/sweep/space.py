@@ -51,8 +51,8 @@ class Axis:
         return [round(middle)] if self.whole else [middle]
 
     def word(self, value: Any) -> str:
-        """This value as a word."""
-        return f"{self.key}={value}"
+        """This value as a word; of a number no more digits than mean anything."""
+        return f"{self.key}={value:.6g}" if isinstance(value, float) else f"{self.key}={value}"
 
 
 def read(words: Sequence[str]) -> list[str | Axis]:
