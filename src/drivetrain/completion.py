@@ -60,7 +60,7 @@ def candidates(argv: Sequence[str]) -> list[str]:
 def _overrides(last: str) -> list[str]:
     from omegaconf import OmegaConf
 
-    if last.startswith("hydra"):
+    if last.startswith("hy"):
         from drivetrain.sweep.settings import words
 
         return words()
