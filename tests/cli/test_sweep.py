@@ -31,7 +31,7 @@ def jobs(root: Path) -> list[Path]:
     """The directories of the one sweep below an output_dir, in the order of its jobs."""
     (sweep,) = root.glob("multirun/*/*")
     listed = json.loads((sweep / "jobs.json").read_text())["jobs"]
-    found = sorted((p for p in sweep.iterdir() if p.is_dir()), key=lambda p: int(p.name))
+    found = sorted((p for p in sweep.iterdir() if p.name.isdigit()), key=lambda p: int(p.name))
     assert [int(p.name) for p in found] == [entry["job"] for entry in listed]
     return found
 

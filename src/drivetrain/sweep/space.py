@@ -52,7 +52,7 @@ class Axis:
 
     def word(self, value: Any) -> str:
         """This value as a word; of a number no more digits than mean anything."""
-        return f"{self.key}={value:.6g}" if isinstance(value, float) else f"{self.key}={value}"
+        return f"{self.key}={float(f'{value:.6g}') if isinstance(value, float) else value}"
 
 
 def read(words: Sequence[str]) -> list[str | Axis]:
