@@ -19,6 +19,7 @@ from drivetrain.sweep.cluster import _parameters
 from drivetrain.sweep.folder import LENGTH, Entry, Sweep, one_job, read, unfinished, with_beside
 from drivetrain.sweep.grid import SweepJob
 from drivetrain.sweep.live import Board, LiveBoard, progress
+from drivetrain.sweep.local import own_device
 from drivetrain.sweep.objective import Objective, common, write
 from drivetrain.sweep.run import Grid
 from drivetrain.sweep.search import Search, Space
@@ -150,6 +151,15 @@ def test_jobs_at_a_time_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv(cores.JOBS, "2")
     assert cores.usable_cores(1) == max(1, alone // 2)
     assert cores.usable_cores(10**6) == 1
+
+
+def test_jobs_at_a_time_go_round_the_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = (Entry(n, job, tmp_path) for n, job in enumerate(prepare(["parallel=single,ddp"])))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    assert [own_device(one, place)["CUDA_VISIBLE_DEVICES"] for place in range(3)] == ["4", "6", "4"]
+    assert own_device(two, 1) == {}, "it has several"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
+    assert own_device(one, 1) == {}
 
 
 # --- going on ---

@@ -23,6 +23,7 @@ import drivetrain
 from drivetrain import cores, launch, rundir, terminal
 from drivetrain.errors import BAD_CONFIG, UserError
 from drivetrain.measure.result import Result
+from drivetrain.parallel import _cuda_devices
 from drivetrain.sweep.folder import LENGTH, Entry
 from drivetrain.sweep.grid import SweepJob
 
@@ -69,11 +70,14 @@ class Forked(Launcher):
         super().__init__(slots)
         self.quiet, self.captured = quiet, captured or slots > 1
         self._running: dict[Any, tuple[Any, Entry]] = {}  # sentinel → process, its job
+        self._free = list(range(slots))  # places among those that run at a time
+        self._place: dict[int, int] = {}  # a job's number → its place
 
     def start(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
             with _blocked():  # between the fork and the moment when either side knows its part
-                process: Any = multiprocessing.get_context("fork").Process(target=self._child, args=(entry,))
+                place = self._place[entry.number] = self._free.pop(0)
+                process: Any = multiprocessing.get_context("fork").Process(target=self._child, args=(entry, place))
                 process.start()
                 self._running[process.sentinel] = process, entry
 
@@ -82,6 +86,7 @@ class Forked(Launcher):
         for sentinel in connection.wait(list(self._running), 0 if ended else seconds):
             process, entry = self._running.pop(sentinel)
             process.join()
+            self._free.append(self._place.pop(entry.number))
             code = process.exitcode
             how = f"killed by signal {-code}" if code < 0 else f"ended with code {code}"
             entry.close(code, f"the job's process was {how}", "interrupted" if stopped else "failed")
@@ -92,13 +97,14 @@ class Forked(Launcher):
         for process, _ in list(self._running.values()):
             os.kill(process.pid, number)
 
-    def _child(self, entry: Entry) -> None:
+    def _child(self, entry: Entry, place: int) -> None:
         for number in SIGNALS:
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         _end_with_the_parent()
         if self.slots > 1:
             os.environ[cores.JOBS] = str(self.slots)
+            os.environ |= own_device(entry, place)
         if self.captured:
             log = os.open(entry.run_dir / OUTPUT, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             for stream in (1, 2):
@@ -107,6 +113,15 @@ class Forked(Launcher):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def own_device(entry: Entry, place: int) -> dict[str, str]:
+    """The environment of a job of one device among several at a time: they go round the CUDA devices."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = [str(n) for n in range(_cuda_devices())] if visible is None else visible.split(",")
+    if len(devices) < 2 or entry.job.job is None or entry.job.job.run.choices["parallel"] != "single":
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": devices[place % len(devices)]}
 
 
 def perform(entry: Entry, quiet: bool) -> int:
