@@ -85,6 +85,7 @@ def test_a_killed_sweep_goes_on_with_what_is_left(tmp_path: Path) -> None:
     assert (sweep / "0" / "result.json").stat().st_mtime_ns == before
     for number in range(4):
         assert_whole(sweep / str(number), 22)
+    assert result(sweep / "1")["overrides"] == json.loads((sweep / "jobs.json").read_text())["jobs"][1]["overrides"]
     assert losses(sweep / "1") == losses(sweep / "0"), "the same as one that was not killed"
     assert len(table(done)) == 4
     assert told(sweep)["finished"] is True
