@@ -104,6 +104,13 @@ def test_pairs_are_compared_within_their_round() -> None:
     assert harness.spread(list(range(11))) == {"median": 5, "p10": 1, "p90": 9}
 
 
+def test_a_sweep_is_measured(tmp_path: Path) -> None:
+    out = tmp_path / "w.json"
+    content = read(out, run("-m", "bench.sweep", "--quick", "--out", str(out)))
+    assert (content["jobs"], content["met"]) == (2, None)
+    assert min(content[name]["median"] for name in ("processes", "sweep")) > 0
+
+
 @pytest.mark.parametrize("bench", ["memory", "layout", "optimizers"])
 def test_the_short_form_runs(bench: str, tmp_path: Path) -> None:
     out = tmp_path / "o.json"

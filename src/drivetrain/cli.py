@@ -24,7 +24,9 @@ drivetrain train [group=option] [key=value] …      (the same: python -m src.tr
   drivetrain train recipe=fast                         a shared recipe, by name or path
   drivetrain train resume=outputs/<date>/<run>         go on where a run was (resume=auto: the newest)
 
-  -m, --multirun        run every combination of a=x,y  b=range(1,4)
+  -m, --multirun        run every combination of a=x,y  b=range(1,4); resume=<its folder> goes on with what is left of it
+       hydra/launcher=joblib hydra.launcher.n_jobs=2        several at a time (also: submitit_slurm, submitit_local)
+       hydra/sweeper=optuna hydra.sweeper.n_trials=20       search: optimizer.lr=tag(log,interval(1e-4,1e-1))
   -c, --cfg job         show the composed config and stop (--resolve: with references resolved)
   -p, --package KEY     with --cfg: that part of it
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml

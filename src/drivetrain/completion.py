@@ -70,6 +70,10 @@ def _of_recipe(words: Sequence[str], last: str) -> list[str]:
 def _overrides(last: str) -> list[str]:
     from omegaconf import OmegaConf
 
+    if last.startswith("hy"):
+        from drivetrain.sweep.settings import words
+
+        return words()
     groups = options()
     key, equals, value = last.partition("=")
     if equals:

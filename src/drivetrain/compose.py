@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -149,8 +150,12 @@ def _parse(overrides: Sequence[str], problems: list[str]) -> dict[str, Any]:
         key = override.key_or_group
         if override.is_delete():
             problems.append(f"'{text}': nothing can be deleted: choose a group's off switch ({key}=none) or set another value")
+        elif "interval(" in text and override.is_sweep_override():
+            problems.append(f"'{text}' is to be searched: say -m hydra/sweeper=optuna before it, or give one value")
         elif override.is_sweep_override():
             problems.append(f"'{text}' gives several values: say -m before it to run them all as a sweep, or quote it")
+        elif key.startswith(("hydra/launcher", "hydra.launcher", "hydra/sweeper", "hydra.sweeper")):
+            problems.append(f"'{text}' is for several runs: say -m before it, or leave it out")
         elif key == "hydra" or key.startswith(("hydra.", "hydra/")):
             problems.append(
                 f"'{text}': drivetrain runs Hydra's config without its launcher: set output_dir=… for the place of runs"
@@ -223,18 +228,27 @@ def _default_choices() -> dict[str, Any]:
 
 def _hydra(choices: dict[str, Any], config_dirs: Sequence[str]) -> DictConfig:
     """conf/config.yaml with these options, composed by Hydra."""
+    words = [f"{g}=[{','.join(o)}]" if isinstance(o, list) else f"{g}={o}" for g, o in choices.items()]
+    if not config_dirs:
+        return deepcopy(_of_conf(tuple(words)))  # the jobs of a sweep differ in values more often than in options
+    return _hydra_of([*words, "hydra.searchpath=[" + ",".join(f"file://{Path(d).resolve()}" for d in config_dirs) + "]"])
+
+
+@lru_cache(maxsize=16)
+def _of_conf(words: tuple[str, ...]) -> DictConfig:
+    return _hydra_of(words)
+
+
+def _hydra_of(words: Sequence[str]) -> DictConfig:
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
 
-    words = [f"{g}=[{','.join(o)}]" if isinstance(o, list) else f"{g}={o}" for g, o in choices.items()]
-    if config_dirs:
-        words.append("hydra.searchpath=[" + ",".join(f"file://{Path(d).resolve()}" for d in config_dirs) + "]")
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-            return hydra_compose("config", overrides=words)
+            return hydra_compose("config", overrides=list(words))
     except HydraException as error:
         raise UserError(f"the config cannot be composed: {str(error).splitlines()[0]}") from None
     finally:

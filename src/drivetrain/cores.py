@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+JOBS = "DRIVETRAIN_JOBS_AT_A_TIME"  # in the environment of a sweep's job: how many of them share the machine
+
 
 def usable_cores(ranks: int | None = None) -> int:
-    """The cores this rank may use, one at least: affinity and the cgroup's quota, shared among the machine's ranks."""
+    """The cores this rank may use, one at least: affinity and the cgroup's quota, shared among the machine's ranks and jobs."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -15,4 +17,5 @@ def usable_cores(ranks: int | None = None) -> int:
         quota = "max"
     if quota != "max":
         cores = min(cores, int(quota) // int(period))
-    return max(1, cores // (int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if ranks is None else ranks))
+    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if ranks is None else ranks
+    return max(1, cores // (sharing * int(os.environ.get(JOBS, "1"))))

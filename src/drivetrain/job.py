@@ -82,6 +82,8 @@ def checked(composed: Composed, own: bool = False) -> Job:
 
 def _resumed(run_dir: Path, words: list[str], config_dirs: Sequence[str]) -> Job:
     """The job of `resume=<run dir>`: the run's own recipe and operator's settings, then the words beside it."""
+    if (run_dir / "jobs.json").is_file():
+        raise UserError(f"resume={run_dir} is a sweep: say -m before it to go on with what is left of it")
     if not (run_dir / "recipe.yaml").is_file() or not (run_dir / "environment.json").is_file():
         raise UserError(
             f"resume={run_dir} is no run's directory (no recipe.yaml in it): name one such as outputs/<date>/<time>-<id>"

@@ -47,8 +47,12 @@ class Recipe:
             raise UserError(f"{self.path}: its sweep makes {jobs:,} jobs: at most {MAX_JOBS:,}")
         for values in itertools.product(*axes.values()):
             cell = dict(zip(axes, values, strict=True))
-            chosen, others = _parted(cell, groups)
-            yield cell, replace(self, choices={**self.choices, **chosen}, values={**self.values, **others}, sweep={})
+            yield cell, self.cell(cell, groups)
+
+    def cell(self, cell: dict[str, Any], groups: Container[str]) -> Recipe:
+        """The recipe of one combination of the sweep's values."""
+        chosen, others = _parted(cell, groups)
+        return replace(self, choices={**self.choices, **chosen}, values={**self.values, **others}, sweep={})
 
     def baseline(self, groups: Container[str]) -> Recipe:
         """The recipe that the claim is against, a stranger's like this one.

@@ -121,7 +121,7 @@ class Progress:
             self._evaluation(record)
 
     def _evaluation(self, record: dict[str, Any]) -> None:
-        metrics = "  ".join(f"test {k} {_number(v)}" for k, v in record.items() if k not in ("event", "update", "epoch"))
+        metrics = "  ".join(f"test {k} {number(v)}" for k, v in record.items() if k not in ("event", "update", "epoch"))
         text = f"{self._text(self._last)}  {metrics}" if self._last else metrics
         if self._bar is not None:
             self._bar.console.print(f"  {text}", highlight=False)
@@ -135,8 +135,8 @@ class Progress:
     def _text(self, r: dict[str, Any]) -> str:
         from drivetrain.runtime import memory_now
 
-        loss = "overflow" if r["loss"] is None else _number(r["loss"])
-        rate = _number(r["samples_per_second"]) if r["samples_per_second"] else "–"
+        loss = "overflow" if r["loss"] is None else number(r["loss"])
+        rate = number(r["samples_per_second"]) if r["samples_per_second"] else "–"
         return (
             f"epoch {r['epoch'] + 1}/{self.epochs}  update {r['update']}/{self.total}  loss {loss}  lr {r['lr']:.2e}"
             f"  {rate} samples/s  data wait {100 * r['data_wait']:.0f} %  {memory_now() / 2**30:.2f} GiB"
@@ -155,7 +155,8 @@ def _bar(total: int) -> tuple[Any, Any]:
     return bar, bar.add_task("train", total=total, text="starting")
 
 
-def _number(value: float) -> str:
+def number(value: float) -> str:
+    """A figure in few digits."""
     if isinstance(value, int) or abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.4f}" if abs(value) < 10 else f"{value:.1f}"
@@ -166,10 +167,10 @@ def show_result(result: Result) -> None:
     rows = [("status", result.status + (f": {result.error}" if result.error else ""))]
     best = result.metrics["best"]
     for name, value in result.metrics["final"].items():
-        rows.append((f"test {name}", f"{_number(value)}" + (f"   (best {_number(best[name])})" if name in best else "")))
+        rows.append((f"test {name}", f"{number(value)}" + (f"   (best {number(best[name])})" if name in best else "")))
     rows += [
         ("updates", f"{result.updates:,} in {result.epochs:.4g} epochs, {result.wall_s:.1f} s"),
-        ("samples/s", _number(result.samples_per_second) if result.samples_per_second else "–"),
+        ("samples/s", number(result.samples_per_second) if result.samples_per_second else "–"),
         (
             "step",
             f"{result.step_ms_p50:.2f} ms (p95 {result.step_ms_p95:.2f})" if result.step_ms_p50 and result.step_ms_p95 else "–",
@@ -183,14 +184,14 @@ def show_result(result: Result) -> None:
     table(("", "result"), rows)
 
 
-def show_jobs(results: Sequence[tuple[str, Result]]) -> None:
-    """A sweep's jobs in one table."""
-    names = list(dict.fromkeys(n for _, r in results for n in r.metrics["final"]))
+def show_jobs(results: Sequence[tuple[int, str, Result]]) -> None:
+    """A sweep's jobs in one table: of each its number, what is its own, and its result."""
+    names = list(dict.fromkeys(n for _, _, r in results for n in r.metrics["final"]))
     rows = []
-    for number, (label, r) in enumerate(results):
-        metrics = [_number(r.metrics["final"][n]) if n in r.metrics["final"] else "–" for n in names]
-        rate = _number(r.samples_per_second) if r.samples_per_second else "–"
-        rows.append((str(number), label, r.status, *metrics, rate, f"{r.wall_s:.1f} s", (r.error or "").split("\n")[0]))
+    for job, label, r in results:
+        metrics = [number(r.metrics["final"][n]) if n in r.metrics["final"] else "–" for n in names]
+        rate = number(r.samples_per_second) if r.samples_per_second else "–"
+        rows.append((str(job), label, r.status, *metrics, rate, f"{r.wall_s:.1f} s", (r.error or "").split("\n")[0]))
     table(("job", "overrides", "status", *names, "samples/s", "time", "error"), rows)
 
 

@@ -16,7 +16,7 @@ GATE_TIMEOUT_S = 60.0
 def wait_at_the_gate():
     """Say that this rank has arrived, and wait for the file GATE/go. Signals are handled meanwhile."""
     gate = Path(os.environ["GATE"])
-    (gate / f"arrived-{os.environ.get('RANK', '0')}").touch()
+    (gate / f"arrived-{os.environ.get('RANK', '0')}-{os.getpid()}").touch()
     deadline = time.monotonic() + GATE_TIMEOUT_S
     while not (gate / "go").exists() and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 from pathlib import Path
@@ -29,8 +30,8 @@ SMALL = (*TINY, "updates=3")
 def jobs(root: Path) -> list[Path]:
     """The directories of the one sweep below an output_dir, in the order of its jobs."""
     (sweep,) = root.glob("multirun/*/*")
-    listed = json.loads((sweep / "jobs.json").read_text())
-    found = sorted((p for p in sweep.iterdir() if p.is_dir()), key=lambda p: int(p.name))
+    listed = json.loads((sweep / "jobs.json").read_text())["jobs"]
+    found = sorted((p for p in sweep.iterdir() if p.name.isdigit()), key=lambda p: int(p.name))
     assert [int(p.name) for p in found] == [entry["job"] for entry in listed]
     return found
 
@@ -39,7 +40,7 @@ def table(done: Done) -> list[str]:
     """The lines of the final table, one a job."""
     lines = done.out.splitlines()
     (head,) = (n for n, line in enumerate(lines) if "overrides" in line and "status" in line)
-    return [line for line in lines[head + 1 :] if line.strip()]
+    return list(itertools.takewhile(str.strip, lines[head + 1 :]))
 
 
 def assert_whole(run_dir: Path, updates: int) -> None:

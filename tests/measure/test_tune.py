@@ -12,30 +12,15 @@ from drivetrain.measure import race, range_test, tries, tune
 from drivetrain.measure.range_test import RangeTest
 from drivetrain.measure.turns import Arm, Turn
 
-SLEEPS = """
-import time
-import torch
-
-class Data(torch.utils.data.Dataset):
-    classes = ("a", "b")
-
-    def __init__(self, split):
-        self.noise = torch.rand(64, 16)
-
-    def __len__(self):
-        return 64
-
-    def __getitem__(self, index):
-        time.sleep(0.002)
-        return self.noise[index], index % 2
-"""
-OWN = ["data=own", "data.target=sleeps.Data", "trust=[sleeps]", "model=mlp", "batch.global_batch=8", "runtime.device=cpu"]
-
-
-@pytest.fixture
-def sleeps(tmp_path, monkeypatch):
-    (tmp_path / "sleeps.py").write_text(SLEEPS)
-    monkeypatch.syspath_prepend(str(tmp_path))
+OWN = [
+    "data=own",
+    "data.target=slow_set.Slow",
+    "data.kwargs.pause=0.002",
+    "trust=[slow_set]",
+    "model=mlp",
+    "batch.global_batch=8",
+    "runtime.device=cpu",
+]
 
 
 def arm(*rates: float) -> Arm:
@@ -99,9 +84,9 @@ def test_a_loss_that_never_falls_gives_no_rate():
     assert "fell at no rate" in range_test.advice(found)[0]
 
 
-def test_lr_is_advice_and_leaves_a_plot():
-    words = ["data=digits", "model=mlp", "runtime.device=cpu", "what=lr", "lr_updates=60"]
-    assert cli.main(["tune", *words]) == 0
+def test_lr_is_advice_and_leaves_a_plot(command):
+    done, _ = command("tune", "data=digits", "model=mlp", "runtime.device=cpu", "what=lr", "lr_updates=60")
+    assert done.returncode == 0, done.stderr
     folder = next(Path("outputs/tune").glob("*/*"))
     told = json.loads((folder / "tune.json").read_text())["range test"]
     assert told["rates"][0] == range_test.LOW
@@ -114,16 +99,17 @@ def test_lr_is_advice_and_leaves_a_plot():
 # --- the search ---
 
 
-def test_workers_are_found_for_data_that_sleeps(sleeps, capsys):
-    words = [*OWN, "what=workers", "rounds=6", "turn_s=0.1", "budget_s=200"]
-    assert cli.main(["tune", *words]) == 0
-    said = capsys.readouterr().out
+def test_workers_are_found_for_data_that_sleeps(command, slow_set):
+    done, _ = command("tune", *OWN, "what=workers", "rounds=6", "turn_s=0.1", "budget_s=200")
+    assert done.returncode == 0, done.stderr
     folder = next(Path("outputs/tune").glob("*/*"))
     found = recipe.read(folder / "recipe.yaml")
-    assert found.choices["loader"] in ("resident", "threads", "workers", "device"), said
+    assert found.choices["loader"] in ("resident", "threads", "workers", "device"), done.stdout
+    assert found.claim is not None
+    assert found.claim.ratio > 1
     told = json.loads((folder / "tune.json").read_text())
     assert told["All that was taken, measured anew"]["rows"][1]["ratio"][1] > 1
-    job = prepare([f"recipe={folder / 'recipe.yaml'}", *OWN[:3]])
+    job = prepare([f"recipe={folder / 'recipe.yaml'}", *OWN[:4]])
     assert job.run.choices["loader"] == found.choices["loader"]
 
 

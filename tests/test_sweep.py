@@ -1,0 +1,453 @@
+"""The parts of a sweep by themselves: its words, its space, what is left of it, its table; nothing here trains."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drivetrain import cores, rundir
+from drivetrain.cli import main
+from drivetrain.completion import candidates
+from drivetrain.errors import UserError
+from drivetrain.measure.result import Result
+from drivetrain.sweep import prepare
+from drivetrain.sweep.cluster import _parameters
+from drivetrain.sweep.folder import LENGTH, Entry, Sweep, one_job, read, unfinished, with_beside
+from drivetrain.sweep.grid import SweepJob
+from drivetrain.sweep.live import Board, LiveBoard, progress
+from drivetrain.sweep.local import own_device
+from drivetrain.sweep.objective import Objective, common, write
+from drivetrain.sweep.run import Grid
+from drivetrain.sweep.search import Search, Space
+from drivetrain.sweep.settings import Basic, Joblib, Optuna, SubmititLocal, SubmititSlurm, split
+from drivetrain.sweep.space import Axis
+from drivetrain.sweep.space import read as read_space
+
+OPTUNA = "hydra/sweeper=optuna"
+SLURM = "hydra/launcher=submitit_slurm"
+
+
+def problems(act: Callable[[], Any]) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        act()
+    return caught.value.problems
+
+
+def ended(entry: Entry, status: str = "completed", accuracy: float | None = None) -> None:
+    """Let a job have ended like this."""
+    entry.run_dir.mkdir(exist_ok=True)
+    figures = {} if accuracy is None else {"accuracy": accuracy}
+    Result(status=status, metrics={"final": figures, "best": figures}, wall_s=1.0).write(entry.run_dir)
+    entry.result = Result.read(entry.run_dir)
+
+
+# --- Hydra's words ---
+
+
+def test_hydras_words_are_told_from_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    settings, words = split(["epochs=1,2", SLURM, "hydra.launcher.partition=gpu", "hydra.launcher.mem_gb=4", OPTUNA])
+    assert words == ["epochs=1,2"]
+    assert settings.launcher == SubmititSlurm(partition="gpu", mem_gb=4)
+    assert settings.sweeper == Optuna(n_trials=20, n_jobs=1, sampler="tpe")
+    settings, _ = split(["hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "hydra/sweeper=basic"])
+    assert (settings.launcher, settings.sweeper) == (Joblib(n_jobs=2), Basic())
+    assert split([])[0].launcher == Basic()
+
+
+def test_everything_that_is_wrong_with_them_is_told_at_once() -> None:
+    told = problems(
+        lambda: split(
+            ["hydra/launcher=submitit_local", "hydra.launcher.partition=x", "hydra.launcher.timeout_mn=3", "hydra.run.dir=x",
+             "hydra.launcher.setup=ls", "hydra.launcher.array_parallelism=1,2", "hydra/sweeper=optun"]
+        )
+    )  # fmt: skip
+    expected = [
+        "'hydra.run.dir=x': of Hydra's config", "'hydra.launcher.array_parallelism=1,2': ", "submitit_slurm has it",
+        "did you mean 'timeout_min'", "hydra.launcher.setup=ls: must be a list", "did you mean 'optuna'",
+    ]  # fmt: skip
+    assert len(told) == len(expected)
+    for line, part in zip(told, expected, strict=True):
+        assert part in line
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (
+            ["hydra.launcher.n_jobs=2"],
+            "hydra/launcher=basic has no 'n_jobs' (hydra.launcher.n_jobs): hydra/launcher=joblib has it",
+        ),
+        (["hydra/launcher=joblib", "hydra.launcher.n_jobs=0"], "must be ≥ 1"),
+        (["hydra/launcher=joblib", OPTUNA], "hydra.sweeper.n_jobs says how many"),
+        ([OPTUNA, "hydra.sweeper.sampler=cmaes"], "must be one of 'tpe', 'random' or 'grid'"),
+        (["hydra/launcher=ray"], "there is: basic, joblib, submitit_local, submitit_slurm"),
+    ],
+)
+def test_a_wrong_word_of_hydras(words: list[str], part: str) -> None:
+    (told,) = problems(lambda: split(words))
+    assert part in told
+
+
+@pytest.mark.parametrize(("word", "package"), [("hydra/launcher=submitit_local", "slurm"), (OPTUNA, "optuna")])
+def test_an_extra_that_is_missing_is_named(word: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (told,) = problems(lambda: split([word]))
+    assert f"pip install 'drivetrain[{package}]'" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        ([SLURM], "'hydra/launcher=submitit_slurm' is for several runs: say -m"),
+        (["optimizer.lr=interval(1,2)"], "say -m hydra/sweeper=optuna before it, or give one value"),
+        (["-m", "optimizer.lr=interval(1,2)"], "or search by -m hydra/sweeper=optuna"),
+        (["-m", "epochs=1,2", SLURM], "there is no sbatch and no srun here"),
+        (["-m", "resume=there"], "no jobs.json in it"),
+        (["-m", "epochs=1,2", OPTUNA, "optimizer.lrr=interval(1,2)"], "did you mean 'lr'?"),
+        (["-m", "precision=fp32,bf17", OPTUNA], "did you mean 'bf16'?"),
+        (["-m", "epochs=1", OPTUNA], "has nothing to search"),
+    ],
+)
+def test_refused_before_anything_is_written(
+    words: list[str], part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", *words]) == 2
+    told = capsys.readouterr().err
+    assert part in told
+    assert told.count("error: ") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_completion_knows_them() -> None:
+    assert candidates(["drivetrain train -m hydra/sweeper="]) == ["hydra/sweeper=basic", "hydra/sweeper=optuna"]
+    assert "hydra.launcher.partition=" in candidates(["drivetrain train -m hydra.launcher.p"])
+
+
+def test_the_knobs_reach_submitit_under_its_own_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    import submitit
+
+    monkeypatch.setattr("shutil.which", lambda name: name)
+
+    asked = SubmititSlurm(30, "gpu", "me", None, "h200", 2, 4, 1, 8, 16, 3, ["module load cuda"])
+    given = _parameters(asked)
+    assert given == {
+        "timeout_min": 30, "slurm_partition": "gpu", "slurm_account": "me", "slurm_constraint": "h200", "nodes": 2,
+        "tasks_per_node": 4, "gpus_per_node": 1, "cpus_per_task": 8, "mem_gb": 16, "slurm_array_parallelism": 3,
+        "slurm_setup": ["module load cuda"],
+    }  # fmt: skip
+    executor = submitit.AutoExecutor("logs", cluster="slurm")
+    executor.update_parameters(**given)  # it refuses names that it does not know
+    assert executor._executor.parameters | {"time": 30, "mem": "16GB", "constraint": "h200"} == executor._executor.parameters
+    submitit.AutoExecutor("logs", cluster="local").update_parameters(**_parameters(SubmititLocal(timeout_min=3)))
+
+
+def test_jobs_at_a_time_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = cores.usable_cores(1)
+    monkeypatch.setenv(cores.JOBS, "2")
+    assert cores.usable_cores(1) == max(1, alone // 2)
+    assert cores.usable_cores(10**6) == 1
+
+
+def test_jobs_at_a_time_go_round_the_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = (Entry(n, job, tmp_path) for n, job in enumerate(prepare(["parallel=single,ddp"])))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    assert [own_device(one, place)["CUDA_VISIBLE_DEVICES"] for place in range(3)] == ["4", "6", "4"]
+    assert own_device(two, 1) == {}, "it has several"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
+    assert own_device(one, 1) == {}
+
+
+# --- going on ---
+
+
+def a_sweep(path: Path, words: list[str]) -> tuple[Sweep, Grid]:
+    path.mkdir(parents=True, exist_ok=True)
+    sweep = Sweep(path, words, [])
+    return sweep, Grid(prepare(words), sweep)
+
+
+def test_only_what_has_ended_well_or_for_good_is_kept(tmp_path: Path) -> None:
+    words = ["optimizer.lr=0.1,0.2,0.3,0.4,0.5,0.6"]
+    sweep, grid = a_sweep(tmp_path / "s", words)
+    for entry, status in zip(sweep.entries, ("completed", "diverged", "failed", "interrupted"), strict=False):
+        ended(entry, status)
+    (tmp_path / "s" / "4").mkdir()  # killed: it wrote no result
+    assert not grid.is_finished()
+    again = a_sweep(tmp_path / "s", words)[1]
+    assert [e.number for e in again.kept] == [0, 1]
+    assert [e.number for e in again.take(10)] == [2, 3, 4, 5]
+    assert again.take(1) == []
+
+
+def test_a_folder_without_a_checkpoint_starts_anew(tmp_path: Path) -> None:
+    sweep, _ = a_sweep(tmp_path / "s", ["epochs=1,2"])
+    for entry in sweep.entries:
+        ended(entry, "failed")
+        (entry.run_dir / "metrics.jsonl").touch()
+    (sweep.entries[1].run_dir / "checkpoints" / "3").mkdir(parents=True)
+    for entry in sweep.entries:
+        entry.make_ready()
+    assert [p.name for p in sweep.entries[0].run_dir.iterdir()] == [".lock"]
+    assert (sweep.entries[1].run_dir / "metrics.jsonl").exists()
+    assert Result.read(sweep.entries[1].run_dir) is None  # that of the part before is not taken for the next one's
+
+
+def test_jobs_json_holds_all_that_a_job_needs(tmp_path: Path) -> None:
+    """Also a cell of a recipe's own grid."""
+    sweep, _ = a_sweep(tmp_path / "s", ["recipe=speed_ladder", "updates=2,3"])
+    last = sweep.entries[-1]
+    alone = one_job(sweep.path, last.number)
+    assert alone.job.words == last.job.words
+    assert alone.job.job is not None
+    assert last.job.job is not None
+    assert alone.job.job.config_hash == last.job.job.config_hash
+    assert len({e.job.job.config_hash for e in sweep.entries if e.job.job}) == len(sweep.entries) > 2
+
+
+def test_the_newest_unfinished_sweep_of_the_same_words(tmp_path: Path) -> None:
+    words = ["epochs=1,2"]
+    places = [tmp_path / "multirun" / "2026-01-01" / name for name in ("a", "b", "c", "d")]
+    for place, theirs in zip(places, (words, [*words, "hydra/launcher=joblib"], ["epochs=1,3"], words), strict=True):
+        a_sweep(place, theirs)
+        (place / ".lock").touch()
+    write(Sweep(places[3], words, []), None, 1.0, finished=True)
+    found = list(unfinished(tmp_path, words))
+    assert sorted(p.name for p in found) == ["a", "b"]
+    with rundir.held(places[0]):
+        assert [p.name for p in unfinished(tmp_path, words)] == ["b"]
+
+
+def test_beside_a_sweeps_folder_only_how_it_runs_may_be_said() -> None:
+    words = ["epochs=1,2", SLURM, "hydra.launcher.partition=a", "hydra.launcher.qos=b"]
+    place = Path("there")
+    assert with_beside(place, words, ["hydra.launcher.partition=c"])[-2:] == [
+        "hydra.launcher.qos=b",
+        "hydra.launcher.partition=c",
+    ]
+    assert with_beside(place, words, ["hydra/launcher=joblib"]) == ["epochs=1,2", "hydra/launcher=joblib"]
+    (told,) = problems(lambda: with_beside(place, words, ["epochs=3", "hydra.sweeper.n_trials=4"]))
+    assert told.endswith("leave out epochs=3")
+
+
+def test_a_sweep_is_not_gone_on_with_twice_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep, _ = a_sweep(tmp_path / "s", ["epochs=1,2"])
+    with rundir.held(sweep.path):
+        assert main(["train", "-m", f"resume={sweep.path}"]) == 2
+    assert "is in use by another process" in capsys.readouterr().err
+    assert main(["train", f"resume={sweep.path}"]) == 2
+    assert "is a sweep: say -m" in capsys.readouterr().err
+    (sweep.path / "jobs.json").write_text("[]")
+    assert main(["train", "-m", f"resume={sweep.path}"]) == 2
+    assert "damaged, or of an older drivetrain" in capsys.readouterr().err
+
+
+# --- the objective ---
+
+
+def test_the_best_job_by_the_losss_metric(tmp_path: Path) -> None:
+    sweep, grid = a_sweep(tmp_path / "s", ["epochs=1,2,3,4"])
+    for entry, (status, value) in zip(
+        sweep.entries, (("completed", 0.5), ("completed", 0.7), ("diverged", 0.9), ("completed", float("nan"))), strict=True
+    ):
+        ended(entry, status, value)
+    objective = common(sweep.entries)
+    assert objective == Objective("accuracy", more=True)
+    write(sweep, objective, 7.0, grid.is_finished())
+    told = json.loads((sweep.path / "sweep.json").read_text())
+    assert (told["best"], told["finished"], told["wall_s"]) == (1, True, 7.0)
+    assert told["objective"] == {"metric": "accuracy", "direction": "maximize"}
+    assert [(j["status"], j["objective"]) for j in told["jobs"]] == [
+        ("completed", 0.5), ("completed", 0.7), ("diverged", None), ("completed", None),
+    ]  # fmt: skip
+    assert Objective("loss", more=False).best(sweep.entries) is None
+
+
+def test_jobs_with_different_metrics_have_no_best(tmp_path: Path) -> None:
+    sweep, _ = a_sweep(tmp_path / "s", ["recipe=default,stdlib_gpt"])
+    assert [Objective.of(e.job.job.run).more for e in sweep.entries if e.job.job] == [True, False]
+    assert common(sweep.entries) is None
+
+
+# --- the table ---
+
+
+def entries(path: Path, count: int) -> list[Entry]:
+    return [Entry(n, SweepJob(f"seed={n}", [], None, []), path / str(n)) for n in range(count)]
+
+
+def told_progress(entry: Entry, update: int, of: int) -> None:
+    entry.run_dir.mkdir(exist_ok=True)
+    record = {"event": "train", "update": update, "loss": 0.25, "samples_per_second": 1234.0}
+    lines = [{**record, "update": n} for n in range(update - 200, update + 1)] + [{"event": "evaluate", "update": update}]
+    (entry.run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"event": "tr')
+    (entry.run_dir / LENGTH).write_text(str(of))
+
+
+def test_a_jobs_progress_is_read_from_the_end_of_its_file(tmp_path: Path) -> None:
+    (entry,) = entries(tmp_path, 1)
+    assert progress(entry) == ({}, None)
+    told_progress(entry, 300, 400)
+    record, length = progress(entry)
+    assert (record["update"], length) == (300, 400)
+
+
+def test_the_time_left_follows_from_what_was_done_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [5.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    all_of_them = entries(tmp_path, 4)
+    board = Board(4)
+    board.keep(all_of_them[:1])
+    told_progress(all_of_them[1], 200, 400)  # half of it was made before the sweep was gone on with
+    for entry in all_of_them[1:3]:
+        board.begin(entry)
+    assert board.left(all_of_them[1:3]) is None
+    clock[0] = 15.0
+    told_progress(all_of_them[1], 300, 400)
+    assert board.left(all_of_them[1:3]) == pytest.approx(10 / 0.25 * (3 - 0.25))
+    ended(all_of_them[1])
+    board.end(all_of_them[1], all_of_them[2:3])
+    assert board.left(all_of_them[2:3]) == pytest.approx(10 / 0.5 * 2)
+
+
+def drawn(board: LiveBoard, jobs: list[Entry], running: list[Entry], room: int) -> str:
+    from rich.console import Console
+
+    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(board.table(jobs, running, room))
+    return console.export_text()
+
+
+def test_the_live_table(tmp_path: Path) -> None:
+    jobs = entries(tmp_path, 40)
+    board = LiveBoard(40)
+    for entry in jobs[:2]:
+        board.begin(entry)
+    ended(jobs[0], "failed")
+    board._count(jobs[0])
+    told_progress(jobs[1], 300, 1400)
+    text = drawn(board, jobs, jobs[1:2], 50)
+    assert "1 of 40 done · 1 failed" in text
+    assert "left" in text.splitlines()[0]
+    (row,) = (line for line in text.splitlines() if "seed=1 " in line)
+    assert [cell.strip() for cell in row.split("│")[1:-2]] == ["1", "seed=1", "running", "300/1,400", "0.2500", "1,234"]
+    assert text.count("waiting") == 38
+    text = drawn(board, jobs, jobs[1:2], 10)  # they do not fit: those that run
+    assert "seed=1 " in text
+    assert "seed=2 " not in text
+
+
+# --- the search ---
+
+
+@pytest.mark.parametrize(
+    ("word", "axis"),
+    [
+        ("optimizer.lr=interval(1,2)", Axis("optimizer.lr", None, 1.0, 2.0)),
+        ("optimizer.lr=tag(log,interval(1e-4,1e-1))", Axis("optimizer.lr", None, 1e-4, 1e-1, log=True)),
+        ("epochs=int(interval(1,5))", Axis("epochs", None, 1, 5, whole=True)),
+        ("epochs=range(1,5)", Axis("epochs", None, 1, 4, 1, whole=True)),
+        ("epochs=range(1,6,2)", Axis("epochs", None, 1, 5, 2, whole=True)),
+        ("clip.norm=range(0.5,2.0,0.5)", Axis("clip.norm", None, 0.5, 1.5, 0.5)),
+        ("precision=fp32,bf16", Axis("precision", ["fp32", "bf16"])),
+        ("surgery=choice([],[channels_last])", Axis("surgery", ["[]", "[channels_last]"])),
+    ],
+)
+def test_hydras_grammar_is_the_space(word: str, axis: Axis) -> None:
+    found = read_space(["updates=3", word])
+    assert found == ["updates=3", axis]
+    values = axis.listed()
+    distribution = axis.distribution()
+    if values is not None and "interval" not in word:
+        grid = prepare(["updates=3", word])  # what a sweep makes of the same word
+        assert [axis.word(v) for v in values] == [job.words[1] for job in grid]
+        assert all(distribution._contains(distribution.to_internal_repr(v)) for v in values)
+    elif values is None:
+        assert (distribution.low, distribution.high, distribution.log) == (axis.low, axis.high, axis.log)
+
+
+def test_what_is_no_space() -> None:
+    told = problems(
+        lambda: read_space(
+            ["a=interval(2,1)", "b=tag(log,interval(0,1))", "c=tag(often,interval(0,1))", "d=tag(log,choice(1,2))", "e=1,1",
+             "f=interval(1,2)", "f=3"]
+        )
+    )  # fmt: skip
+    for line, part in zip(told, ("lower number", "above 0", "tag often", "has no listed", "twice", "f is searched"), strict=True):
+        assert part in line
+
+
+def a_search(path: Path, *words: str) -> tuple[Sweep, Search]:
+    settings, own = split([OPTUNA, *words])
+    assert isinstance(settings.sweeper, Optuna)
+    sweep = Sweep(path, [OPTUNA, *words], [])
+    path.mkdir(exist_ok=True)
+    return sweep, Search(Space(settings.sweeper, own, []), sweep)
+
+
+LR = "optimizer.lr=tag(log,interval(1e-4,1e-1))"
+
+
+def test_a_search_goes_on_where_it_was(tmp_path: Path) -> None:
+    """Finished trials count, also failed ones; those under way come again with their values; new ones are others."""
+    import optuna
+
+    words = ("model=mlp", LR, "hydra.sweeper.n_trials=6", "hydra.sweeper.seed=3")
+    sweep, search = a_search(tmp_path / "s", *words)
+    first = search.take(5)
+    for entry, status, value in ((first[0], "completed", 0.5), (first[1], "failed", None), (first[2], "diverged", None)):
+        ended(entry, status, value)
+        search.told(entry)
+    ended(first[3], "completed", 0.75)  # killed before optuna was told
+    assert not search.is_finished()
+    sweep, search = a_search(tmp_path / "s", *words)
+    assert [e.number for e in search.kept] == [0, 1, 2, 3]
+    rest = search.take(9)
+    assert [e.number for e in rest] == [4, 5]
+    assert rest[0].job.words == first[4].job.words
+    assert len({e.job.label for e in sweep.entries}) == 6
+    assert [j["overrides"] for j in read(sweep.path)["jobs"]] == [e.job.words for e in sweep.entries]
+    for entry in rest:
+        ended(entry, "completed", 0.25)
+        search.told(entry)
+    assert search.is_finished()
+    study = optuna.load_study(study_name="search", storage=f"sqlite:///{sweep.path / 'study.db'}")
+    assert [t.state.name for t in study.trials] == ["COMPLETE", "FAIL", "PRUNED", "COMPLETE", "COMPLETE", "COMPLETE"]
+    assert (study.best_trial.number, study.best_value, study.direction.name) == (3, 0.75, "MAXIMIZE")
+
+
+def test_a_search_draws_from_the_space_and_repeats_by_its_seed(tmp_path: Path) -> None:
+    labels = []
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        _, search = a_search(tmp_path / name, "model=mlp", LR, "epochs=1,2", f"hydra.sweeper.seed={seed}")
+        labels.append([e.job.label for e in search.take(3)])
+    assert labels[0] == labels[1] != labels[2]
+    for label in labels[0]:
+        lr, epochs = (word.partition("=")[2] for word in label.split())
+        assert 1e-4 <= float(lr) <= 1e-1
+        assert epochs in ("1", "2")
+
+
+def test_a_grid_has_each_combination_once(tmp_path: Path) -> None:
+    words = (
+        "model=mlp",
+        "optimizer=sgd,adamw",
+        "epochs=range(1,4)",
+        "hydra.sweeper.sampler=grid",
+        "hydra.sweeper.direction=minimize",
+    )
+    sweep, search = a_search(tmp_path / "s", *words)
+    assert search.total == 6
+    for entry in search.take(4):
+        ended(entry, "completed", 0.5)
+        search.told(entry)
+    sweep, search = a_search(tmp_path / "s", *words)
+    search.take(9)
+    assert len(sweep.entries) == len({e.job.label for e in sweep.entries}) == 6
+    assert not search.space.objective.more
+    (told,) = problems(lambda: a_search(tmp_path / "t", LR, "hydra.sweeper.sampler=grid"))
+    assert "optimizer.lr has an interval" in told
