@@ -176,6 +176,8 @@ def _prescribe(won: list[tuple[str, Row, Row]], words: list[str], root: Path, co
     folder = rundir.create(root, "doctor")
     (folder / "recipe.yaml").write_text(claim.recipe_text(job, claim.against(job, before), row, base, [said]))
     own = claim.own_groups(job)
-    mine = [w for w in words if key_of(w).split(".")[0] in own or key_of(w) in job.operators]
+    theirs = own | job.operators - {"recipe"}
+    mine = [w for w in words if key_of(w).split(".")[0] in theirs or key_of(w) in theirs]
     print(f"  drivetrain train {shlex.join([*dirs, f'recipe={folder}/recipe.yaml', *mine])}")
+    print(f"elsewhere, does it hold?\n  drivetrain recipe verify {shlex.join([*dirs, f'{folder}/recipe.yaml', *mine])}")
     return DONE
