@@ -63,7 +63,8 @@ def device_name(device: torch.device) -> str:
     """The device as a person knows it. Asked only in a process that computes: it starts CUDA."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{_processor()}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"{_processor()}, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def _git_commit() -> str | None:

@@ -33,7 +33,8 @@ from .command import (
 
 RESULT_KEYS = {
     "status", "error", "metrics", "updates", "epochs", "samples_per_second", "step_ms_p50", "step_ms_p95", "data_wait_fraction",
-    "peak_memory_bytes", "time_to_first_step_s", "compile_s", "wall_s", "world_size", "device", "overrides", "config_hash",
+    "peak_memory_bytes", "time_to_first_step_s", "compile_s", "wall_s", "world_size", "device", "device_name",
+    "overrides", "config_hash",
     "skipped_samples",
 }  # fmt: skip
 TRAIN_KEYS = {

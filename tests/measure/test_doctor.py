@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from drivetrain.recipe import read
+
 PLANTED = """
 import time
 import torch
@@ -116,6 +118,10 @@ def test_what_it_prescribes_is_faster_and_runs(doctor):
     recipe = next(Path("outputs/doctor").rglob("recipe.yaml"))
     assert str(recipe.parent) in said
     assert "measured in turns" in recipe.read_text()
+    claim = read(recipe).claim
+    assert (claim.ratio, claim.interval[0]) == pytest.approx((float(gain[1]), float(gain[2])), abs=0.006)
+    assert re.search(rf"drivetrain recipe verify -cd mine {recipe} .*data=own data\.target=planted\.Data", said)
+    assert set(claim.against) <= {"loader", "loader.num_workers", "loader.prefetch_factor"}
     words = ["epochs=1", "updates=2", *OWN]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, os.getcwd()])}
     subprocess.run([sys.executable, "-m", "drivetrain", "train", f"recipe={recipe}", *words], env=env, check=True)

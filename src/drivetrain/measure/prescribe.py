@@ -34,3 +34,4 @@ def prescribe(
     own = claim.own_groups(job)
     mine = [w for w in words if key_of(w).split(".")[0] in own or key_of(w) in job.operators]
     print(f"  drivetrain train {shlex.join([*dirs, f'recipe={folder}/recipe.yaml', *mine])}")
+    print(f"elsewhere, does it hold?\n  drivetrain recipe verify {shlex.join([*dirs, f'{folder}/recipe.yaml', *mine])}")

@@ -73,8 +73,12 @@ def judge(claim: Claim, base: Row, row: Row) -> tuple[int, str]:
             return FAILED, f"does not hold: {called} ended: {arm.error}"
     assert row.ratio is not None
     both = f"measured {times(*row.ratio)}, claimed {times(claim.ratio, *claim.interval)}"
-    if row.verdict is not None and row.verdict.word == verdict.FAIL:
-        return FAILED, f"does not hold: quality FAIL, {row.verdict.reason}; {both}"
+    if row.verdict is not None:
+        both += f"; quality {row.verdict.word}"
+        if row.verdict.word == verdict.FAIL:
+            return FAILED, f"does not hold: {row.verdict.reason}: {both}"
+    elif claim.quality:
+        both += f"; quality {claim.quality} claimed, which quality=true re-runs"
     faster = row.ratio.low > 1
     if elsewhere := differences(claim, row):
         if faster:
@@ -84,8 +88,7 @@ def judge(claim: Claim, base: Row, row: Row) -> tuple[int, str]:
         return FAILED, f"does not hold: not faster beyond doubt: {both}"
     if row.ratio.high < (1 - TOLERANCE) * claim.interval[0]:
         return FAILED, f"does not hold: faster, but by less than claimed: {both}"
-    unseen = " (quality=true re-runs that part)" if claim.quality and row.verdict is None else ""
-    return DONE, f"holds: {both}{f'; quality {claim.quality}{unseen}' if unseen else ''}"
+    return DONE, f"holds: {both}"
 
 
 def differences(claim: Claim, row: Row) -> str:
