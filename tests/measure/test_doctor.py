@@ -110,6 +110,7 @@ def test_what_was_planted_is_named(doctor, case):
         assert f"planted.py:{line_of(mark)} " in first.splitlines()[1], said
 
 
+@pytest.mark.slow
 def test_what_it_prescribes_is_faster_and_runs(doctor):
     said = doctor("data.kwargs.pause=0.002", "batch.global_batch=16", "look_s=0.3", "rounds=6", "turn_s=0.2")
     gain = re.search(r"\n([\d.]+) × the samples a second \(([\d.]+) to", said)

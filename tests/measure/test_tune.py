@@ -9,7 +9,10 @@ import pytest
 from drivetrain import cli, recipe
 from drivetrain.job import prepare
 from drivetrain.measure import race, range_test, tries, tune
+from drivetrain.measure.compare import Row
+from drivetrain.measure.prescribe import prescribe
 from drivetrain.measure.range_test import RangeTest
+from drivetrain.measure.statistics import Interval
 from drivetrain.measure.turns import Arm, Turn
 
 OWN = [
@@ -99,8 +102,9 @@ def test_lr_is_advice_and_leaves_a_plot(command):
 # --- the search ---
 
 
+@pytest.mark.slow
 def test_workers_are_found_for_data_that_sleeps(command, slow_set):
-    done, _ = command("tune", *OWN, "what=workers", "rounds=6", "turn_s=0.1", "budget_s=200")
+    done, _ = command("tune", *OWN, "what=workers", "rounds=8", "turn_s=0.2", "budget_s=300")
     assert done.returncode == 0, done.stderr
     folder = next(Path("outputs/tune").glob("*/*"))
     found = recipe.read(folder / "recipe.yaml")
@@ -109,8 +113,42 @@ def test_workers_are_found_for_data_that_sleeps(command, slow_set):
     assert found.claim.ratio > 1
     told = json.loads((folder / "tune.json").read_text())
     assert told["All that was taken, measured anew"]["rows"][1]["ratio"][1] > 1
-    job = prepare([f"recipe={folder / 'recipe.yaml'}", *OWN[:4]])
-    assert job.run.choices["loader"] == found.choices["loader"]
+
+
+def test_without_proof_nothing_is_kept(command, slow_set):
+    """One round has no interval, so that even a loader that is many times as fast is not taken."""
+    done, _ = command("tune", *OWN, "what=workers", "rounds=1", "turn_s=0.02")
+    assert done.returncode == 0, done.stderr
+    assert "the run stays as it is" in done.stdout
+    folder = next(Path("outputs/tune").glob("*/*"))
+    rows = json.loads((folder / "tune.json").read_text())["How data is read"]["rows"]
+    assert max(row["ratio"][0] for row in rows if row["ratio"]) > 2
+    assert not (folder / "recipe.yaml").exists()
+    assert not list(Path("outputs").rglob("result.json"))
+
+
+def test_what_is_prescribed_replays_and_says_what_it_rests_on(tmp_path, capsys):
+    base = Row("as it was", [], samples_per_second=100.0, global_batch=128, device="this one")
+    row = Row("loader=threads", [], ratio=Interval(2.0, 1.8, 2.2), samples_per_second=200.0, global_batch=128, device="this one")
+    words = ["data=digits", "model=mlp", "loader=workers", "loader.num_workers=24", "runtime.device=cpu"]
+    prescribe("tune", words, ["loader=threads", "loader.num_threads=2"], (), base, row, tmp_path, ["quality: PASS"])
+    said = capsys.readouterr().out
+    assert "2.00 × the samples a second (1.80 to 2.20)" in said
+    assert "loader.num_workers" not in said
+    text = (tmp_path / "recipe.yaml").read_text()
+    assert "# quality: PASS" in text
+    found = recipe.read(tmp_path / "recipe.yaml")
+    assert found.claim is not None
+    assert found.claim.against == {"loader": "workers", "loader.num_workers": 24}
+    tuned = ["data=digits", "model=mlp", "loader=threads", "loader.num_threads=2"]
+    assert prepare([f"recipe={tmp_path / 'recipe.yaml'}"]).config_hash == prepare(tuned).config_hash
+
+
+def test_another_global_batch_is_said(tmp_path, capsys):
+    base = Row("", [], samples_per_second=1.0, global_batch=128)
+    row = Row("", [], ratio=Interval(2.0, 1.8, 2.2), samples_per_second=2.0, global_batch=512)
+    prescribe("doctor", ["data=digits"], ["batch.global_batch=512"], (), base, row, tmp_path)
+    assert "512 samples now, not 128" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("word", ["what=everything", "budget_s=-1", "resume=auto", "precision=bf17"])
