@@ -138,6 +138,14 @@ def test_recipe_list_and_show(tmp_path: Path) -> None:
     assert yaml.safe_load(good(run("train", "--cfg", "job", "recipe=mine", cwd=tmp_path)))["epochs"] == 3
 
 
+@pytest.mark.parametrize("words", [("--help",), ("verify", "-h"), ("diff", "--help")])
+def test_recipe_help(words: tuple[str, ...], tmp_path: Path) -> None:
+    """One page for all its verbs, and the codes that verify ends with."""
+    said = good(run("recipe", *words, cwd=tmp_path))
+    assert all(f"drivetrain recipe {verb} " in said for verb in ("list", "show", "check", "export", "verify", "diff"))
+    assert "exit codes of verify" in said
+
+
 def test_recipe_check(tmp_path: Path) -> None:
     """Several at once: good ones are said to be good, and all the problems of the bad ones are told."""
     shipped = sorted(p.stem for p in (ROOT / "recipes").glob("*.yaml"))
