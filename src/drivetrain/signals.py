@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 
@@ -36,14 +36,27 @@ class StopFlag:
 
 
 @contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """Within the context SIGTERM ends what is done as Ctrl-C does, through every `finally`."""
+def ended_by_signals() -> Iterator[Callable[[], None]]:
+    """Within the context SIGTERM and SIGINT end what is done, through every `finally`, by KeyboardInterrupt.
+
+    Python drops an exception of a handler that ran within a destructor or a hook of fork's. So the context's value is
+    called every now and then, and raises what was dropped; the context's end does too.
+    """
+    raised = False
 
     def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal raised
+        raised = True
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    def heed() -> None:
+        if raised:
+            raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield
+        yield heed
+        heed()
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,6 +1,7 @@
 """`drivetrain compare`: the arms, their turns, what is said of them, and the verdict on quality."""
 
 import math
+import os
 import re
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from drivetrain.measure.verdict import FAIL, INCONCLUSIVE, PASS, Trained, verdict
+from drivetrain.signals import ended_by_signals
 
 
 def test_arms_take_turns_and_leave_a_table_and_a_page(command, tiny):
@@ -224,3 +226,20 @@ def test_a_planted_break_fails(command, tiny):
     assert broken["word"] == FAIL, done.stdout
     assert base["word"] == PASS
     assert "FAIL" in done.stdout
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_heard_where_python_drops_its_exception(number):
+    class Last:
+        def __del__(self):
+            os.kill(os.getpid(), number)
+            for _ in range(100):  # until the handler has run, here
+                pass
+
+    went_on = False
+    with pytest.raises(KeyboardInterrupt), ended_by_signals() as heed:
+        Last()
+        went_on = True
+        heed()
+    assert went_on

@@ -146,7 +146,12 @@ def measure(
     began = time.perf_counter()
     root = Path(first.run.values["output_dir"])
     folder = rundir.create(root, "compare", "arms")
-    with Steps() as say, ended_by_signals():
+    with Steps() as steps, ended_by_signals() as heed:
+
+        def say(text: str, left: float | None = None) -> None:
+            heed()
+            steps(text, left)
+
         try:
             arms = [Arm(e.label, e.job, folder / str(n)) if e.job is not None else None for n, e in enumerate(entries)]
             able = [arm for arm in arms if arm is not None]
