@@ -237,9 +237,14 @@ def test_a_signal_is_heard_where_python_drops_its_exception(number):
             for _ in range(100):  # until the handler has run, here
                 pass
 
-    went_on = False
-    with pytest.raises(KeyboardInterrupt), ended_by_signals() as heed:
-        Last()
-        went_on = True
-        heed()
+    went_on = []
+
+    def work():
+        with ended_by_signals() as heed:
+            Last()
+            went_on.append(True)
+            heed()
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
     assert went_on
