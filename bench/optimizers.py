@@ -22,6 +22,7 @@ from torch import Tensor
 
 from bench import harness
 from drivetrain import optimizer as options
+from drivetrain.runtime import keep_freed_memory
 
 LR, DECAY = 0.01, 0.05
 Step = Callable[[], Any]
@@ -170,9 +171,10 @@ def arms(algorithm: str, compiled: bool) -> dict[str, Callable[[torch.nn.Module]
         found["torch's Muon"] = lambda model: torch.optim.Muon(model.parameters(), lr=LR, weight_decay=DECAY).step
         found["ours"] = matrices
         return found
+    own = {"nesterov": False} if algorithm == "sgd" else {}  # torch's foreach Nesterov adds to the gradients, which are held here
     for form, knobs in FORMS.items():
         if form != "fused" or cls.fused_on:
-            found[f"{'ours' if algorithm in RULES else 'torch'}, {form}"] = option(cls, **knobs)
+            found[f"{'ours' if algorithm in RULES else 'torch'}, {form}"] = option(cls, **knobs, **own)
     if algorithm in TIMM:
         takes = ["foreach"] if algorithm != "novograd" else []
         found["timm"] = option(options.Timm, **TIMM[algorithm], **dict.fromkeys(takes, True))
@@ -246,6 +248,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
+    keep_freed_memory()  # as runs do
     device = "cuda" if torch.cuda.is_available() else "cpu"
     results: dict[str, Any] = {}
     for name, sizes in (QUICK if given.quick else LISTS).items():

@@ -97,7 +97,7 @@ class Ddp(Parallel):
             return size
         if self.nproc != "auto":
             return int(self.nproc)
-        return max(1, _cuda_devices()) if _cuda_devices() else 2
+        return max(1, cuda_devices()) if cuda_devices() else 2
 
     def start(self, world: World, device: torch.device) -> None:
         import torch.distributed as dist
@@ -175,7 +175,7 @@ def launched() -> int | None:
     return int(size) if size.isdecimal() and "RANK" in os.environ else None
 
 
-def _cuda_devices() -> int:
+def cuda_devices() -> int:
     """CUDA devices, told without starting CUDA or importing torch: the ranks are forked from this process."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:

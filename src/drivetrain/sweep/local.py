@@ -23,7 +23,7 @@ import drivetrain
 from drivetrain import cores, launch, rundir, terminal
 from drivetrain.errors import BAD_CONFIG, UserError
 from drivetrain.measure.result import Result
-from drivetrain.parallel import _cuda_devices
+from drivetrain.parallel import cuda_devices
 from drivetrain.sweep.folder import LENGTH, Entry
 from drivetrain.sweep.grid import SweepJob
 
@@ -118,7 +118,7 @@ class Forked(Launcher):
 def own_device(entry: Entry, place: int) -> dict[str, str]:
     """The environment of a job of one device among several at a time: they go round the CUDA devices."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    devices = [str(n) for n in range(_cuda_devices())] if visible is None else visible.split(",")
+    devices = [str(n) for n in range(cuda_devices())] if visible is None else visible.split(",")
     if len(devices) < 2 or entry.job.job is None or entry.job.job.run.choices["parallel"] != "single":
         return {}
     return {"CUDA_VISIBLE_DEVICES": devices[place % len(devices)]}
