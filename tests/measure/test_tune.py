@@ -81,6 +81,12 @@ def test_the_range_test_finds_where_the_loss_falls():
     assert "advice" in " ".join(range_test.advice(found))
 
 
+def test_a_fall_after_the_lowest_loss_is_noise():
+    rates = [10 ** (-6 + n / 20) for n in range(140)]
+    losses = [2.3 - 2 / (1 + math.exp(-4 * (math.log10(r) + 3))) for r in rates[:100]] + [0.5] * 10 + [9.0] * 10 + [0.5] * 20
+    assert RangeTest(rates, losses, 0.1).steepest == pytest.approx(1e-3, rel=0.3)
+
+
 def test_a_loss_that_never_falls_gives_no_rate():
     found = RangeTest([1e-6, 1e-5, 1e-4, 1e-3], [2.3, 2.31, 2.29, 2.3], 0.1)
     assert found.steepest is None

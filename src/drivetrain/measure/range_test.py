@@ -11,7 +11,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 from drivetrain.measure.lines import Stream
@@ -38,11 +37,12 @@ class RangeTest:
 
     @property
     def steepest(self) -> float | None:
-        """The rate at which the loss fell fastest; None where it never fell."""
-        fell = [before - after for before, after in pairwise(self.smoothed)]
-        if not fell or self.smoothed[0] - min(self.smoothed) < FALL * self.smoothed[0]:
+        """The rate at which the loss fell fastest on its way to the lowest; None where it never fell."""
+        lowest = self.smoothed.index(min(self.smoothed))
+        fell = [a - b for a, b in zip(self.smoothed[:lowest], self.smoothed[2 * WIDTH : lowest + 1], strict=False)]
+        if not fell or self.smoothed[0] - self.smoothed[lowest] < FALL * self.smoothed[0]:
             return None
-        return self.rates[fell.index(max(fell))]
+        return self.rates[fell.index(max(fell)) + WIDTH]
 
     @property
     def bound(self) -> float | None:
@@ -110,7 +110,8 @@ def figure(found: RangeTest) -> dict[str, Any]:
     ]
     layout = {
         "margin": {"t": 10, "r": 10}, "legend": {"orientation": "h", "y": -0.25},
-        "xaxis": {"type": "log", "title": {"text": "learning rate"}}, "yaxis": {"title": {"text": "loss, smoothed"}},
+        "xaxis": {"type": "log", "exponentformat": "power", "title": {"text": "learning rate"}},
+        "yaxis": {"title": {"text": "loss, smoothed"}},
     }  # fmt: skip
     return {"data": [{"type": "scatter", "mode": "lines", **line} for line in lines], "layout": layout}
 
