@@ -20,9 +20,9 @@ WORDS = ["recipe=naive", "data=digits", "model=resnet9", "runtime.device=cpu"]
 GRID = {
     "precision": ["fp32", "bf16"],
     "surgery": ["[]", "[channels_last]"],
-    "compile": ["none", "inductor", "regional", "step"],
+    "compile": ["none", "inductor", "step"],
     "optimizer.fused": ["false", "true"],
-    "loader": ["sync", "resident", "threads", "workers"],
+    "loader": ["sync", "threads", "workers"],
     "batch": ["fixed", "accumulate"],
 }
 
