@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -136,17 +137,18 @@ def test_without_proof_nothing_is_kept(command, slow_set):
 def test_what_is_prescribed_replays_and_says_what_it_rests_on(tmp_path, capsys):
     base = Row("as it was", [], samples_per_second=100.0, global_batch=128, device="this one")
     row = Row("loader=threads", [], ratio=Interval(2.0, 1.8, 2.2), samples_per_second=200.0, global_batch=128, device="this one")
-    words = ["data=digits", "model=mlp", "loader=workers", "loader.num_workers=24", "runtime.device=cpu"]
+    words = ["recipe=naive", "data=digits", "model=mlp", "loader=workers", "loader.num_workers=24", "runtime.device=cpu"]
     prescribe("tune", words, ["loader=threads", "loader.num_threads=2"], (), base, row, tmp_path, ["quality: PASS"])
     said = capsys.readouterr().out
     assert "2.00 × the samples a second (1.80 to 2.20)" in said
     assert "loader.num_workers" not in said
+    assert re.findall(r"recipe.yaml (.*)", said) == ["runtime.device=cpu"] * 2
     text = (tmp_path / "recipe.yaml").read_text()
     assert "# quality: PASS" in text
     found = recipe.read(tmp_path / "recipe.yaml")
     assert found.claim is not None
     assert found.claim.against == {"loader": "workers", "loader.num_workers": 24}
-    tuned = ["data=digits", "model=mlp", "loader=threads", "loader.num_threads=2"]
+    tuned = ["recipe=naive", "data=digits", "model=mlp", "loader=threads", "loader.num_threads=2"]
     assert prepare([f"recipe={tmp_path / 'recipe.yaml'}"]).config_hash == prepare(tuned).config_hash
 
 
