@@ -65,7 +65,7 @@ def main() -> None:
 def _tuned(budget_s: float, turn_s: float) -> tuple[tune.Tuning, float]:
     """The search alone: proof, quality and range test are no part of what a grid does."""
     began = time.perf_counter()
-    tuning = tune.Tuning(tune.Settings(budget_s=budget_s, turn_s=turn_s, rounds=6), WORDS, ())
+    tuning = tune.Tuning(tune.Settings(budget_s=budget_s, turn_s=turn_s), WORDS, ())
     for stage in tune.STAGES["all"]:
         tuning.run(stage)
     return tuning, time.perf_counter() - began

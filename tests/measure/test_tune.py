@@ -119,7 +119,7 @@ def test_workers_are_found_for_data_that_sleeps(command, slow_set):
     assert found.claim is not None
     assert found.claim.ratio > 1
     told = json.loads((folder / "tune.json").read_text())
-    assert told["All that was taken, measured anew"]["rows"][1]["ratio"][1] > 1
+    assert told[tune.PROOF]["rows"][1]["ratio"][1] > 1
 
 
 def test_without_proof_nothing_is_kept(command, slow_set):
@@ -164,6 +164,19 @@ def test_bad_words_are_refused(word, capsys):
     assert cli.main(["tune", word]) == 2
     assert "Traceback" not in capsys.readouterr().err
     assert not Path("outputs").exists()
+
+
+def rows(*rates: list[float]) -> list[Row]:
+    return [Row(str(n), [], rates=list(each)) for n, each in enumerate(rates)]
+
+
+def test_what_is_likely_faster_is_taken_on():
+    base = [100.0] * 8
+    likely, better, unlikely = [104, 99, 105, 106, 98, 104, 103, 105], [110.0] * 8, [101, 99, 100, 102, 98, 101, 99, 100]
+    assert tune._best(rows(base, likely, unlikely)).label == "1"
+    assert tune._best(rows(base, likely, better)).label == "2"
+    assert tune._best(rows(base, unlikely, [50.0, 50.0], [])) is None
+    assert tune._best(rows(base, [200.0] * 3)) is None
 
 
 def test_a_worse_result_is_taken_back():

@@ -19,12 +19,15 @@ from drivetrain.measure.compare import Comparison, Entry, Row
 from drivetrain.measure.page import tuning_page
 from drivetrain.measure.progress import Steps
 from drivetrain.measure.result import write_json
+from drivetrain.measure.statistics import ratio
 from drivetrain.measure.turns import Arm
 from drivetrain.spec import Count, Positive
 from drivetrain.words import key_of
 
+PROOF = "All that was taken on, measured anew"
 LATE = 0.1  # of the step's time spent waiting for data: then the loaders are tried again
 SEARCH = 0.7  # of the budget: the rest is for the proof
+LIKELY = 0.8  # confidence of the search: what it takes on is proven afterwards, and what it misses is lost
 SUSPECTS = ("precision", "batch", "compile", "surgery", "checkpointing")  # what may change a result, the likeliest first
 
 
@@ -87,11 +90,12 @@ class Tuning:
     began: float = field(default_factory=time.monotonic)
     waits: float = 0.0  # share of the step
 
-    def now(self) -> list[str]:
-        """The words of the run as it is by now."""
+    def now(self, without: str | None = None) -> list[str]:
+        """The words of the run as it is by now, or would be without one stage's choice."""
         words = self.words
-        for more in self.taken.values():
-            words = tries.over(words, more.split(), self.config_dirs)
+        for title, more in self.taken.items():
+            if title != without:
+                words = tries.over(words, more.split(), self.config_dirs)
         return words
 
     def left(self) -> float:
@@ -99,7 +103,7 @@ class Tuning:
         return self.asked.budget_s - (time.monotonic() - self.began)
 
     def run(self, stage: Stage) -> None:
-        """Let a stage's candidates race the run as it is, and take the best one that is faster beyond doubt."""
+        """Let a stage's candidates race the run as it is, and take on the best one that is likely to be faster."""
         words = self.now()
         base = compare.entry("as it is", words, self.config_dirs)
         found = [self._entry(more, words) for more in stage.candidates(compare.first_job([base]))]
@@ -117,10 +121,10 @@ class Tuning:
         best = _best(done.rows)
         self.waits = (best or done.rows[0]).data_wait or 0.0
         if best is None:
-            print("nothing is faster beyond doubt: it stays")
+            print("nothing is likely to be faster: it stays")
         else:
             self.taken[stage.title] = best.label
-            print(f"taken: {best.label}")
+            print(f"taken on: {best.label}")
 
     def _entry(self, more: str, words: Sequence[str]) -> Entry:
         return compare.entry(more, tries.over(words, more.split(), self.config_dirs), self.config_dirs)
@@ -136,14 +140,23 @@ class Tuning:
         return done
 
     def prove(self) -> Row | None:
-        """Measure all that was taken against the run as it was, anew, and whether it is still right; None if nothing stands."""
+        """Measure all that was taken against the run as it was, anew, and whether it is still right; None if nothing stands.
+
+        Beside it run all but one of each: what is faster without one goes on without it.
+        """
         while self.taken:
-            print("\nall that was taken, against the run as it was", flush=True)
+            print("\nall that was taken on, against the run as it was, and without each", flush=True)
             base = compare.entry("as it was", self.words, self.config_dirs)
             tuned = compare.entry(" ".join(self.taken.values()), self.now(), self.config_dirs)
-            done = self._measured([base, tuned])
-            self.parts["All that was taken, measured anew"] = done
+            titles = list(self.taken) if len(self.taken) > 1 else []
+            less = [compare.entry(f"without {self.taken[title]}", self.now(title), self.config_dirs) for title in titles]
+            done = self._measured([base, tuned, *less])
+            self.parts[PROOF] = done
             row = done.rows[1]
+            if (better := _best(done.rows[1:])) is not None:
+                title = titles[done.rows.index(better) - 2]
+                self.said.append(f"{self.taken.pop(title)} is left out: with the rest it is faster without it")
+                continue
             if row.ratio is None or row.ratio.low <= 1:
                 self.said.append("together they are not faster beyond doubt: nothing is kept")
                 return None
@@ -158,7 +171,7 @@ class Tuning:
         groups = {key_of(word).split(".")[0] for more in self.taken.values() for word in more.split()}
         if not self.asked.quality or not groups.intersection(SUSPECTS):
             return
-        seconds = sum(_length_s(entry.job, row) for entry, row in zip(entries, done.rows, strict=True))
+        seconds = sum(_length_s(entry.job, row) for entry, row in zip(entries, done.rows[:2], strict=True))
         seeds = min(self.asked.seeds, int(self.left() / seconds)) if seconds else 0
         if seeds < 3:
             self.said.append(
@@ -169,7 +182,7 @@ class Tuning:
         done.settings.quality, done.settings.seeds = True, seeds
         root = Path(compare.first_job(entries).run.values["output_dir"])
         with Steps() as say:
-            verdict.judge(done.rows, entries, seeds, root, say)
+            verdict.judge(done.rows[:2], entries, seeds, root, say)
         found = done.rows[1].verdict
         if found is not None:
             self.said.append(f"quality: {found.word} with {seeds} seeds ({found.reason})")
@@ -186,9 +199,11 @@ class Tuning:
 
 
 def _best(rows: Sequence[Row]) -> Row | None:
-    """The fastest that is faster than the first beyond doubt."""
-    won = [row for row in rows[1:] if row.ratio is not None and row.ratio.low > 1]
-    return max(won, key=lambda row: row.ratio.middle if row.ratio else 0.0, default=None)
+    """The fastest of those that are likely to be faster than the first."""
+    base = rows[0].rates
+    ratios = {n: ratio(row.rates, base[: len(row.rates)], LIKELY) for n, row in enumerate(rows) if n and row.rates}
+    won = [n for n, found in ratios.items() if found.low > 1]
+    return rows[max(won, key=lambda n: ratios[n].middle)] if won else None
 
 
 def _length_s(job: Job | None, row: Row) -> float:
@@ -215,7 +230,7 @@ def _end(tuning: Tuning, proof: Row | None, tested: range_test.RangeTest | None,
     for line in tuning.said:
         print(line)
     if proof is not None:
-        base = tuning.parts["All that was taken, measured anew"].rows[0]
+        base = tuning.parts[PROOF].rows[0]
         more = [w for words in tuning.taken.values() for w in words.split()]
         prescribe.prescribe("tune", tuning.words, more, tuning.config_dirs, base, proof, folder, tuning.said)
     elif tuning.parts:
