@@ -72,7 +72,7 @@ def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
     if asked.what == "all" and tuning.waits > LATE:
         tuning.run(LOADERS)
     proof = tuning.prove() if tuning.taken else None
-    tested = _range_test(job, asked) if asked.what in ("all", "lr") else None
+    tested = _range_test(words, config_dirs, asked) if asked.what in ("all", "lr") else None
     _end(tuning, proof, tested, job, argv)
     return DONE
 
@@ -216,8 +216,11 @@ def _length_s(job: Job | None, row: Row) -> float:
     return over.updates * row.global_batch / row.samples_per_second + (row.compile_s or 0.0)
 
 
-def _range_test(job: Job, asked: Settings) -> range_test.RangeTest:
+def _range_test(words: Sequence[str], config_dirs: Sequence[str], asked: Settings) -> range_test.RangeTest:
     print(f"\nlearning rate range test, {asked.lr_updates} updates", flush=True)
+    job = prepare_job(words, config_dirs)
+    if job.run.parallel.distributed:  # the global batch is what the rate goes with, on one rank as on many
+        job = prepare_job(tries.over(words, ["parallel=single"], config_dirs), config_dirs)
     found = apart(partial(range_test.run, updates=asked.lr_updates), job)
     print("\n".join(range_test.advice(found)))
     return found
