@@ -221,11 +221,12 @@ def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> N
     """Print a table: the first column left, the others right."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     grid = Table(title=title, title_justify="left")
     for number, name in enumerate(header):
         grid.add_column(name, justify="right" if number else "left")
     for row in rows:
-        grid.add_row(*row)
+        grid.add_row(*map(Text, row))  # plain: [channels_last] is no markup
     console = Console()
     Console(width=console.width if console.is_terminal else 140).print(grid)
