@@ -56,7 +56,7 @@ drivetrain compare key=a,b [group=x,y] [key=value] …      techniques side by s
   drivetrain compare recipe=naive,fast data=digits
   drivetrain compare optimizer=adamw,lamb quality=true      is the result still right? seeds=5 trainings of each arm
 
-  rounds=8              each with fresh processes of all arms; below 6 there is no interval
+  rounds=20             at most, each with fresh processes of all arms; an arm that is known to 2 % takes no more
   turn_s=0.4            seconds of timed updates a turn, two for each round and arm
   quality=true          train each arm to its end too: PASS, FAIL or INCONCLUSIVE against the first arm's own spread
   seeds=5               trainings of each arm for that
@@ -73,7 +73,7 @@ drivetrain ablate recipe=fast baseline=naive [key=value] …      what each tech
   drivetrain ablate recipe=mine.yaml quality=true          is the result still right, technique by technique?
 
 The arms follow from the recipes: the baseline with each technique, the recipe without each, and the way from one to the
-other, the best first. rounds, turn_s, quality, seeds: as for `drivetrain compare`.
+other, the best first. rounds=8, turn_s, quality, seeds: as for `drivetrain compare`.
 
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
 """

@@ -24,7 +24,7 @@ drivetrain recipe VERB …      recipes: option and value, shared as plain YAML 
   drivetrain recipe verify NAME|PATH [key=value] …     does what it claims hold on this machine?
   drivetrain recipe diff A B [key=value] …             where two recipes or runs differ, and what that is worth
 
-  rounds=8, turn_s=0.4  of verify, and of diff measure=true: as for `drivetrain compare`
+  rounds=20, turn_s=0.4  of verify, and of diff measure=true: as for `drivetrain compare`
   quality=true, seeds=5 train both to the end too
   measure=true          of diff: let the two take turns now
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml

@@ -44,6 +44,12 @@ def test_who_was_beaten_twice_is_given_up():
     assert list(race.behind([first, arm(101, 101), faster], 2)) != []
 
 
+def test_an_arm_that_is_known_well_needs_no_more():
+    first, known, unknown = arm(*[100] * 8), arm(*[103] * 8), arm(*[90, 110] * 4)
+    assert list(race.precise([first, known, unknown], 8)) == [known]
+    assert not list(race.precise([first, known], 7))
+
+
 def test_one_bad_round_ends_nobodys_race():
     first = arm(100, 100, 100)
     assert not list(race.no_gain([first, arm(50, 101, 101)], 3))

@@ -17,6 +17,7 @@ from drivetrain.measure.compare import Comparison
 from drivetrain.measure.page import ablation_page
 from drivetrain.measure.result import write_json
 from drivetrain.replay import flatten
+from drivetrain.spec import Count
 from drivetrain.words import as_word
 
 
@@ -24,6 +25,7 @@ from drivetrain.words import as_word
 class Settings(compare.Settings):
     """What the command itself can be told."""
 
+    rounds: Count = 8  # of three comparisons with many arms
     recipe: str = "fast"
     baseline: str = "naive"
 

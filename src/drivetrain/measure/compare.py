@@ -13,11 +13,11 @@ from drivetrain import environment, rundir, sweep, terminal
 from drivetrain.errors import DONE, FAILED, UserError
 from drivetrain.job import Job
 from drivetrain.job import prepare as prepare_job
-from drivetrain.measure import settings, verdict
+from drivetrain.measure import race, settings, verdict
 from drivetrain.measure.progress import Steps
 from drivetrain.measure.result import write_json
 from drivetrain.measure.statistics import Interval, ratio
-from drivetrain.measure.turns import Arm, Hopeless, take_turns
+from drivetrain.measure.turns import Arm, Leaving, take_turns
 from drivetrain.recipe import Recipe
 from drivetrain.signals import ended_by_signals
 from drivetrain.spec import Count, Positive
@@ -30,7 +30,7 @@ OWN = ("saving=none",)  # an arm's, where nothing is said of saving: it leaves n
 class Settings:
     """What the command itself can be told."""
 
-    rounds: Count = 8  # each with fresh processes; below 6 there is no interval
+    rounds: Count = 20  # at most, each with fresh processes; below 6 there is no interval
     turn_s: Positive = 0.4  # of timed updates, twice for each round and arm
     quality: bool = False  # train each arm to its end too, with several seeds
     seeds: Count = 5
@@ -55,7 +55,7 @@ class Row:
     samples: int | None = None  # to train on
     device: str | None = None
     rates: list[float] = field(default_factory=list)  # of each round
-    given_up: int | None = None  # after so many rounds, where it was clear that it would not be chosen
+    left: int | None = None  # after so many rounds, where it needed no more
     verdict: verdict.Verdict | None = None
 
 
@@ -136,9 +136,7 @@ def first_job(entries: Sequence[Entry]) -> Job:
     return job
 
 
-def measure(
-    entries: Sequence[Entry], asked: Settings, overrides: Sequence[str], hopeless: Hopeless = lambda *_: ()
-) -> Comparison:
+def measure(entries: Sequence[Entry], asked: Settings, overrides: Sequence[str], leaving: Leaving = race.precise) -> Comparison:
     """Let the arms take turns, then train them to the end if quality is asked for. Raises UserError if the first cannot be."""
     first = first_job(entries)
     import torch  # noqa: F401 - once, here; the arms are forked
@@ -155,7 +153,7 @@ def measure(
         try:
             arms = [Arm(e.label, e.job, folder / str(n)) if e.job is not None else None for n, e in enumerate(entries)]
             able = [arm for arm in arms if arm is not None]
-            take_turns(able, asked.rounds, asked.turn_s, say, hopeless)
+            take_turns(able, asked.rounds, asked.turn_s, say, leaving)
         finally:
             rundir.remove(folder)
         rows = [_row(e, arm, able[0]) for e, arm in zip(entries, arms, strict=True)]
@@ -168,7 +166,7 @@ def measure(
 def _row(entry: Entry, arm: Arm | None, base: Arm) -> Row:
     if arm is None:
         return Row(entry.label, entry.words, error="; ".join(entry.problems))
-    row = Row(entry.label, entry.words, arm.error, given_up=arm.given_up)
+    row = Row(entry.label, entry.words, arm.error, left=arm.left)
     for fact in ("compile_s", "global_batch", "samples", "device"):
         setattr(row, fact, arm.facts.get(fact))
     if arm.error is not None or not arm.turns:
@@ -245,7 +243,7 @@ def _cells(row: Row, first: bool) -> list[str]:
     between = "–"
     if row.ratio is not None and not first:
         word = "" if row.ratio.differs else "  no difference" if row.ratio.same else "  not told apart"
-        rounds = f"given up after {len(row.rates)}" if row.given_up else "too few rounds"
+        rounds = f"given up after {len(row.rates)}" if row.left else "too few rounds"
         between = f"{row.ratio.low:.3f} – {row.ratio.high:.3f}{word}" if row.ratio.low else rounds
     return [
         number(row.samples_per_second, "{:,.0f}"), number(row.ratio.middle if row.ratio else None, "{:.2f} ×"), between,

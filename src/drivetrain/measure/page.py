@@ -144,8 +144,9 @@ def _section(found: Comparison, name: str) -> tuple[list[str], dict[str, Any]]:
     from drivetrain.measure.compare import grid
 
     header, rows = grid(found)
+    rounds = max(len(row.rates) for row in found.rows)
     body = [
-        f'<p class="soft">Measured by {html.escape(found.rows[0].label or "the first arm")}: {found.settings.rounds} rounds, '
+        f'<p class="soft">Measured by {html.escape(found.rows[0].label or "the first arm")}: {rounds} rounds, '
         f"each with fresh processes that take two turns of about {found.settings.turn_s:g} s; one moves at a time.</p>",
         table(header, rows, ("because", "error")),
         *(f"<p><b>{html.escape(line)}</b></p>" for line in found.said),

@@ -1,6 +1,7 @@
-"""A comparison that looks for winners: arms that will not be among them take no further rounds.
+"""Arms that need no further rounds: what they are worth is known, or that they will not be chosen.
 
-Giving an arm up makes no other one a winner: who stays is judged by all rounds, against a first arm that ran all of them.
+Which rounds are the last is never decided by who is ahead in a comparison that is to be believed: an interval ends it by
+its width alone. A search gives arms up, which makes no other one a winner: who stays is judged by all rounds.
 """
 
 from __future__ import annotations
@@ -8,9 +9,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from drivetrain.measure.statistics import ratio
 from drivetrain.measure.turns import Arm
 
+WIDTH = 0.02  # of a ratio, to each side: known well enough
+FIRST_LOOK = 8  # rounds: before them an interval may be narrow by chance
 CLOSE = 0.97  # of the best arm's rate: nearer than that it may yet be the best
+
+
+def precise(arms: Sequence[Arm], rounds: int) -> Iterator[Arm]:
+    """Those whose ratio to the first arm is known to 2 %."""
+    if rounds >= FIRST_LOOK:
+        base = [turn.rate for turn in arms[0].turns]
+        for arm in arms[1:]:
+            found = ratio([turn.rate for turn in arm.turns], base)
+            if found.high < found.low * (1 + WIDTH) ** 2:
+                yield arm
 
 
 def no_gain(arms: Sequence[Arm], rounds: int) -> Iterator[Arm]:

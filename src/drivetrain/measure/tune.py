@@ -114,7 +114,7 @@ class Tuning:
             self.said.append(f"not tried for want of time: {stage.title}")
             return
         print(f"\n{stage.title}: {len(entries)} tries", flush=True)
-        done = self._measured([base, *entries], partial(self._hopeless, time.monotonic() + self.left()))
+        done = self._measured([base, *entries], partial(self._leaving, time.monotonic() + self.left()))
         self.parts[f"{stage.title.capitalize()}{', again' if stage.title in self.taken else ''}"] = done
         if done.rows[0].error is not None:
             raise UserError(f"the run as it is does not run: {done.rows[0].error}")
@@ -129,13 +129,13 @@ class Tuning:
     def _entry(self, more: str, words: Sequence[str]) -> Entry:
         return compare.entry(more, tries.over(words, more.split(), self.config_dirs), self.config_dirs)
 
-    def _hopeless(self, until: float, arms: Sequence[Arm], rounds: int) -> Iterable[Arm]:
+    def _leaving(self, until: float, arms: Sequence[Arm], rounds: int) -> Iterable[Arm]:
         """Those behind; and all, where the time for searching is over."""
         return arms[1:] if time.monotonic() > until - (1 - SEARCH) * self.asked.budget_s else race.behind(arms, rounds)
 
-    def _measured(self, entries: Sequence[Entry], hopeless: Callable[..., Iterable[Arm]] = lambda *_: ()) -> Comparison:
+    def _measured(self, entries: Sequence[Entry], leaving: Callable[..., Iterable[Arm]] = lambda *_: ()) -> Comparison:
         asked = compare.Settings(rounds=self.asked.rounds, turn_s=self.asked.turn_s)
-        done = compare.measure(entries, asked, self.words, hopeless)
+        done = compare.measure(entries, asked, self.words, leaving)
         compare.show(done)
         return done
 

@@ -139,7 +139,7 @@ class Arm:
     turns: list[Turn] = field(default_factory=list)  # of each round, together
     updates: int = 1  # of a turn
     error: str | None = None
-    given_up: int | None = None  # after how many rounds it was seen to be no choice
+    left: int | None = None  # after how many rounds it needed no more
     _process: Any = None
 
     def start(self, round_: int = 0) -> None:
@@ -195,7 +195,7 @@ class Arm:
             os.killpg(self._process.pid, number)
 
 
-Hopeless = Callable[[Sequence[Arm], int], Iterable[Arm]]  # of those still racing after so many rounds: who need not go on
+Leaving = Callable[[Sequence[Arm], int], Iterable[Arm]]  # after so many rounds, of those that took them: who needs no more
 
 
 def _live(job: Job, run_dir: Path, connection: Connection, theirs: Connection) -> None:
@@ -223,11 +223,11 @@ def take_turns(
     rounds: int,
     turn_s: float,
     say: Callable[..., None] = lambda *_: None,
-    hopeless: Hopeless = lambda *_: (),
+    leaving: Leaving = lambda *_: (),
 ) -> None:
     """Let the arms go through `rounds` rounds with two turns each of about `turn_s` seconds.
 
-    An arm that fails has its reason in `error`, and no further rounds; so has one that is `hopeless`. When the first arm
+    An arm that fails has its reason in `error`, and no further rounds; none has one that is `leaving`. When the first arm
     is the only one left, there is nothing more to compare.
     """
     live, took = list(arms), 0.0
@@ -237,9 +237,9 @@ def take_turns(
         _round(live, number, turn_s)
         took = time.monotonic() - began
         live = [arm for arm in live if arm.error is None]
-        for arm in hopeless(live, number + 1):
-            arm.given_up = number + 1
-        live = [arm for arm in live if arm.given_up is None]
+        for arm in leaving(live, number + 1):
+            arm.left = number + 1
+        live = [arm for arm in live if arm.left is None]
         if live == list(arms[:1]) and len(arms) > 1:
             break
 
