@@ -36,16 +36,17 @@ def diagnose(found: Findings, job: Job, ranks: int = 1) -> Iterator[Problem]:
     yield from _saving(found, job)
     own = list(_lines(found))
     yield from own
-    if all(problem.share < MADE for problem in own):  # what they cost does not grow with the batch either
+    # What the user's lines cost does not grow with the batch either, and too many workers disturb what shows its worth.
+    if all(problem.share < MADE for problem in own) and _workers(job) <= usable_cores():
         yield from _batch(found, job)
     yield from _compute(found, job)
 
 
 def _data(found: Findings, job: Job) -> Iterator[Problem]:
-    cores, loader, choice = usable_cores(), job.run.loader, job.run.choices["loader"]
+    cores, choice = usable_cores(), job.run.choices["loader"]
     wait = found.phases["data wait"] / sum(found.phases.values())
     reading = f"; reading a batch of {found.micro_batch} takes {found.read_ms:.1f} ms" if found.read_ms is not None else ""
-    workers = getattr(loader, "num_workers", 0)
+    workers = _workers(job)
     if workers > cores:
         yield Problem(
             max(wait, LATE), "workers", f"{workers} loader workers share {cores} cores with the step",
@@ -62,6 +63,10 @@ def _data(found: Findings, job: Job) -> Iterator[Problem]:
             wait, "data", f"the step waits for data {wait:.0%} of its time", f"{job.run.named('loader')}{reading}{where}",
             tuple(tries),
         )  # fmt: skip
+
+
+def _workers(job: Job) -> int:
+    return getattr(job.run.loader, "num_workers", 0)
 
 
 def _ranks(found: Findings, job: Job, ranks: int) -> Iterator[Problem]:
