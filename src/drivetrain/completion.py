@@ -44,7 +44,7 @@ def candidates(argv: Sequence[str]) -> list[str]:
         from drivetrain.cli import VERBS
 
         offered = [verb for verb, (_, text) in VERBS.items() if text]
-    elif words[0] in ("train", "show", "pack", "compare", "ablate", "doctor"):
+    elif words[0] in ("train", "show", "pack", "compare", "ablate", "doctor", "tune"):
         offered = _overrides(last)
     elif words[0] == "list":
         offered = list(options())

@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from drivetrain import recipe as recipes
 from drivetrain.errors import UserError, did_you_mean
 from drivetrain.paths import conf_dir
-from drivetrain.words import parse
+from drivetrain.words import readable
 
 LISTS = ("surgery", "augment", "logger")  # groups of which several options are chosen at once
 OPEN = {"kwargs", "lr_of"}  # mappings with keys of the user's: whatever the target takes, parameters' names
@@ -138,15 +138,8 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str] = (), base: rec
 
 def _parse(overrides: Sequence[str], problems: list[str]) -> dict[str, Any]:
     """Key → value of each override."""
-    from hydra.errors import HydraException
-
     parsed = {}
-    for text in overrides:
-        try:
-            override = parse(text)
-        except HydraException:
-            problems.append(f"{text!r} is not of the form key=value or group=option")
-            continue
+    for text, override in readable(overrides, "key=value or group=option", problems):
         key = override.key_or_group
         if override.is_delete():
             problems.append(f"'{text}': nothing can be deleted: choose a group's off switch ({key}=none) or set another value")

@@ -317,6 +317,7 @@ def completed(line: str, place: Path, point: int | None = None) -> list[str]:
         ("drivetrain train precision=bf16 optimizer=s", {o for o in GROUPS["optimizer"] if o.startswith("s")}),
         ("drivetrain train recipe=fa", {"fast"}),
         ("drivetrain train epo", {"epochs="}),
+        *((f"drivetrain {verb} epo", {"epochs="}) for verb in ("compare", "ablate", "tune", "doctor", "show")),
         ("drivetrain list opt", {"optimizer"}),
         ("drivetrain recipe sh", {"show"}),
         ("drivetrain recipe show na", {"naive"}),

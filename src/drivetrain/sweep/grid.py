@@ -12,7 +12,7 @@ from drivetrain.compose import options
 from drivetrain.errors import UserError
 from drivetrain.job import Job
 from drivetrain.job import prepare as prepare_job
-from drivetrain.words import as_word, key_of, parse
+from drivetrain.words import as_word, key_of, readable
 
 
 @dataclass
@@ -55,17 +55,11 @@ def prepare_one(
 def _axes(overrides: Sequence[str]) -> tuple[list[list[str]], list[bool]]:
     """The words of each override, one or several, and whether they differ from job to job."""
     from hydra.core.override_parser.types import ValueType
-    from hydra.errors import HydraException
 
     axes: list[list[str]] = []
     labelled: list[bool] = []
     problems: list[str] = []
-    for text in overrides:
-        try:
-            override = parse(text)
-        except HydraException:
-            problems.append(f"{text!r} is not of the form key=value, group=option or key=value,value")
-            continue
+    for text, override in readable(overrides, "key=value, group=option or key=value,value", problems):
         labelled.append(override.is_sweep_override())
         if not override.is_sweep_override():
             axes.append([text])

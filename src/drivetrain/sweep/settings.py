@@ -9,7 +9,7 @@ from typing import Any, Literal, get_type_hints
 from drivetrain.check import typed
 from drivetrain.errors import UserError, did_you_mean
 from drivetrain.spec import Count, CountOrZero, Positive, needs_extra
-from drivetrain.words import key_of, parse
+from drivetrain.words import key_of, single
 
 
 class Option:
@@ -128,27 +128,17 @@ def split(words: Sequence[str]) -> tuple[Settings, list[str]]:
 
 def _values(words: Sequence[str], problems: list[str]) -> dict[str, Any]:
     """Key → value of Hydra's words; those that are no launcher's and no sweeper's are refused."""
-    from hydra.errors import HydraException
-
-    values: dict[str, Any] = {}
+    own = []
     for word in words:
         key = key_of(word)
-        if not (key in ("hydra/launcher", "hydra/sweeper") or key.startswith(("hydra.launcher.", "hydra.sweeper."))):
+        if key in ("hydra/launcher", "hydra/sweeper") or key.startswith(("hydra.launcher.", "hydra.sweeper.")):
+            own.append(word)
+        else:
             problems.append(
                 f"'{word}': of Hydra's config drivetrain has hydra/launcher and hydra/sweeper alone: "
                 "set output_dir=… for the place of runs"
             )
-            continue
-        try:
-            override = parse(word)
-        except HydraException:
-            problems.append(f"{word!r} is not of the form key=value")
-            continue
-        if override.is_sweep_override():
-            problems.append(f"'{word}': {key} is the sweep's own and has one value")
-        else:
-            values[key] = override.value()
-    return values
+    return single(own, "sweep", problems)
 
 
 def _option(group: str, values: dict[str, Any], problems: list[str]) -> Option | None:

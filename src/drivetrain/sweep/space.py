@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from drivetrain.errors import UserError
-from drivetrain.words import key_of, parse
+from drivetrain.words import key_of, readable
 
 
 @dataclass
@@ -57,16 +57,9 @@ class Axis:
 
 def read(words: Sequence[str]) -> list[str | Axis]:
     """Each word as it is, or as an axis. Raises UserError with all that is wrong."""
-    from hydra.errors import HydraException
-
     found: list[str | Axis] = []
     problems: list[str] = []
-    for word in words:
-        try:
-            override = parse(word)
-        except HydraException:
-            problems.append(f"{word!r} is not of the form key=value, key=a,b or key=interval(a,b)")
-            continue
+    for word, override in readable(words, "key=value, key=a,b or key=interval(a,b)", problems):
         if not override.is_sweep_override():
             found.append(word)
             continue
