@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from drivetrain import cli, recipe
+from drivetrain.compose import options
 from drivetrain.job import prepare
 from drivetrain.measure import race, range_test, tries, tune
 from drivetrain.measure.compare import Row
@@ -64,6 +65,16 @@ def test_words_over_words():
     assert tries.over(words, ["loader=threads"]) == [words[2], words[3], words[4], "loader=threads"]
     assert tries.over(words, ["loader.num_workers=2"]) == [words[0], *words[2:], "loader.num_workers=2"]
     assert words[3] in tries.over(words, ["batch=accumulate", "batch.steps=2"])
+
+
+def test_whatever_loads_or_compiles_is_tried():
+    """A new option is tried without a word anywhere else."""
+    job = prepare(["data=digits", "loader=sync"])
+    assert {w.split()[0] for w in tries.loaders(job)} == {f"loader={o}" for o in options()["loader"]} - {
+        "loader=sync",
+        "loader=auto",
+    }
+    assert set(tries.compilers(job)) == {f"compile={o}" for o in options()["compile"]} - {"compile=none"}
 
 
 def test_what_the_run_has_is_not_tried():

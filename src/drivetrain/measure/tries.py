@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from drivetrain.compose import LISTS, option_keys, options
 from drivetrain.cores import usable_cores
 from drivetrain.job import Job
+from drivetrain.parallel import cuda_devices
 from drivetrain.words import key_of
 
 MOST_STEPS = 16
@@ -28,12 +29,14 @@ def over(words: Sequence[str], more: Sequence[str], config_dirs: Sequence[str] =
 
 
 def loaders(job: Job) -> list[str]:
-    """Loaders, and how many workers or threads."""
+    """Every loader, and how many readers, workers or threads, where it has any."""
     cores = usable_cores()
     counts = sorted({1, max(1, cores // 2), cores, 2 * cores})  # more than the cores: for readers that wait and do not compute
-    found = ["loader=sync", "loader=resident", *(f"loader=device loader.num_readers={n}" for n in counts)]
-    found += [f"loader={kind} loader.num_{kind}={n}" for kind in ("threads", "workers") for n in counts]
-    return _others(found, job, "loader")
+    found = []
+    for option in options()["loader"]:
+        counted = sorted(key for key in option_keys("loader", option, ()) if key.startswith("num_"))
+        found += [f"loader={option} loader.{counted[0]}={n}" for n in counts] if counted else [f"loader={option}"]
+    return _others([words for words in found if words != "loader=auto"], job, "loader")  # auto chooses among them itself
 
 
 def splits(job: Job) -> list[str]:
@@ -48,14 +51,16 @@ def splits(job: Job) -> list[str]:
 def arithmetic(job: Job) -> list[str]:
     """Precision and memory layout: together, for one may pay only with the other."""
     choices = job.run.choices
-    layout = f"surgery=[{','.join([*choices['surgery'], 'channels_last'])}]" if "channels_last" not in choices["surgery"] else ""
-    precision = "precision=bf16" if choices["precision"] in ("fp32", "tf32") else ""
-    return list(dict.fromkeys(filter(None, (precision, layout, f"{precision} {layout}".strip()))))
+    layouts = [] if "channels_last" in choices["surgery"] else [f"surgery=[{','.join([*choices['surgery'], 'channels_last'])}]"]
+    # float16 is for CUDA devices without bfloat16: CPUs hardly have it.
+    faster = ("bf16", "amp") if cuda_devices() else ("bf16",)
+    precisions = [f"precision={name}" for name in faster] if choices["precision"] in ("fp32", "tf32") else []
+    return [*precisions, *layouts, *(f"{precision} {layout}" for precision in precisions for layout in layouts)]
 
 
 def compilers(job: Job) -> list[str]:
-    """What could compile the step."""
-    return _others([f"compile={kind}" for kind in ("none", "inductor", "regional", "step", "cudagraph")], job, "compile")
+    """Every way to compile the step."""
+    return _others([f"compile={option}" for option in options()["compile"]], job, "compile")
 
 
 def updates(job: Job) -> list[str]:
