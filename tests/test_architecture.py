@@ -21,11 +21,11 @@ MODULES = {name.removesuffix(".__init__"): path for name, path in MODULES.items(
 GROUPS = {target.split(".")[1] for target in shipped_targets()}
 # Layers above the leaves and the group modules; what is not named here is a leaf and may import leaves alone.
 ABOVE = [
-    {"resume", "trainer", "dry"},
+    {"resume", "writing", "trainer", "dry"},
     {"build"},
     {"recipe", "compose", "check", "replay", "environment", "terminal"},
     {
-        "job", "launch", "elastic", "sweep", "trial", "catalogue", "recipe_verbs", "show", "pack", "completion", "cli",
+        "job", "launch", "elastic", "export", "sweep", "trial", "catalogue", "recipe_verbs", "show", "pack", "completion", "cli",
         "__main__", "__init__",
     },
 ]  # fmt: skip
@@ -139,6 +139,7 @@ WORDS = {
     "best": "the best metrics so far", "last": "an update's last micro-batch", "sync": "the context of a micro-batch",
     "step": "of optimizer, scheduler and clock", "value": "a metric's", "device": "where tensors are",
     "split": "Tensor.split", "none": "None", "default": "a field's", "ema": "the seam's own name",
+    "tensor": "torch.Tensor",
 }  # fmt: skip
 
 

@@ -25,6 +25,7 @@ TEXT = [
     "data=stdlib", "data.max_files=10", "data.length=32", "data.test_samples=8", "loss=next_token",
     "model=gpt", "model.width=16", "model.heads=2",
 ]  # fmt: skip
+SMALL_VIT = "model.kwargs={img_size: 8, patch_size: 4, depth: 2, embed_dim: 24, num_heads: 2}"
 BESIDE = {
     "surgery": RESNET,
     "loader": ["data=digits"],
@@ -43,6 +44,9 @@ BESIDE = {
     ("loss", "next_token"): TEXT,
     ("batch", "bucketed"): TEXT,
     ("data", "digits"): ["model=resnet9", "model.width=4"],
+    ("parallel", "split"): ["parallel.devices=[cpu,cpu]"],
+    ("parallel", "tensor"): ["model=timm", "model.name=vit_tiny_patch16_224", SMALL_VIT],
+    ("parallel", "pipeline"): ["model.hidden=[16,16]"],
     ("batch", "auto"): ["batch.memory_gb=64"],
     ("loader", "dali"): PHOTOGRAPHS,
     ("augment", "randaugment"): PHOTOGRAPHS,

@@ -191,10 +191,9 @@ def test_the_ranks_of_a_launcher_are_honoured(monkeypatch, problems):
     assert any("set parallel=ddp" in p for p in problems("parallel=single"))
 
 
-def test_more_ranks_than_samples_are_refused(make, monkeypatch):
+def test_more_ranks_than_samples_are_refused(make):
     from drivetrain.errors import UserError
 
-    monkeypatch.setattr(Parallel, "start", lambda self, world, device: None)
     with pytest.raises(UserError, match=r"3 ranks, but only 2 training samples: lower parallel\.nproc"):
         make("data.samples=2", "data.drop_last=false", world=World(0, 3))
 

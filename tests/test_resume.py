@@ -207,14 +207,14 @@ DAMAGE = {
     "no state": (lambda c: (c / "state.pt").unlink(), "lacks state.pt"),
     "a truncated state": (lambda c: (c / "state.pt").write_bytes((c / "state.pt").read_bytes()[:100]), "damaged state.pt"),
     "no manifest": (lambda c: (c / "manifest.json").unlink(), "no readable manifest.json"),
-    "half a manifest": (lambda c: (c / "manifest.json").write_text('{"format": 1, "sha'), "no readable manifest.json"),
+    "half a manifest": (lambda c: (c / "manifest.json").write_text('{"format": 2, "sha'), "no readable manifest.json"),
     "a manifest of another format": (
         lambda c: (c / "manifest.json").write_text('{"format": 99, "sha256": {}}'),
         "has format 99",
     ),
-    "a manifest without files": (lambda c: (c / "manifest.json").write_text('{"format": 1, "sha256": {}}'), "is incomplete"),
+    "a manifest without files": (lambda c: (c / "manifest.json").write_text('{"format": 2, "sha256": {}}'), "is incomplete"),
     "a manifest that leads outside": (
-        lambda c: (c / "manifest.json").write_text('{"format": 1, "sha256": {"../3/state.pt": "0"}}'),
+        lambda c: (c / "manifest.json").write_text('{"format": 2, "sha256": {"../3/state.pt": "0"}}'),
         "names a file outside itself",
     ),
 }

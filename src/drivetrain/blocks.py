@@ -30,6 +30,29 @@ def blocks_for(setting: str, knob: str, model: torch.nn.Module, class_name: str 
     return blocks
 
 
+def blocks_in_a_row(setting: str, model: torch.nn.Module, class_name: str | None) -> list[torch.nn.Module]:
+    """The modules that a forward goes through one after the other, each taking what the one before it gave.
+
+    Those are the members of the longest Sequential or ModuleList that is in no other, or those of class `class_name`.
+    """
+    if class_name is not None:
+        return blocks_for(setting, "parallel.block", model, class_name)
+    rows = [list(m.children()) for m in _outermost_rows(model)]
+    row = max(rows, key=len, default=[])
+    if len(row) < 2:
+        raise UserError(
+            f"{setting} found no row of blocks (a Sequential or ModuleList of two or more) in the model, so it cannot be cut: "
+            "set parallel=ddp or fsdp, or name the class of its blocks in parallel.block"
+        )
+    return row
+
+
+def _outermost_rows(module: torch.nn.Module) -> list[torch.nn.Module]:
+    if isinstance(module, torch.nn.Sequential | torch.nn.ModuleList):
+        return [module]
+    return [row for child in module.children() for row in _outermost_rows(child)]
+
+
 def described(blocks: list[torch.nn.Module]) -> str:
     """How many blocks of which class, as "12 Block, 4 Stage"."""
     return ", ".join(f"{n} {name}" for name, n in Counter(type(b).__name__ for b in blocks).items())

@@ -22,6 +22,7 @@ def build(run: Run, world: World, run_dir: Path, sinks: list[Any]) -> Trainer:
     # Device and seed before anything that allocates or draws.
     device = run.runtime.start(world)
     run.parallel.start(world, device)
+    data_world = run.parallel.data
     run.precision.start(device)
     run.debug.start()
 
@@ -29,8 +30,8 @@ def build(run: Run, world: World, run_dir: Path, sinks: list[Any]) -> Trainer:
     seed = run.runtime.seed
     # How long the samples are may decide how many of them make an update, and so how many updates the run has.
     untold = plan.horizon(run) is None
-    lengths = run.batch.start(data.train, seed, world)
-    horizon, said = _horizon(run, len(data.train), world, untold)
+    lengths = run.batch.start(data.train, seed, data_world)
+    horizon, said = _horizon(run, len(data.train), data_world, untold)
     said += lengths
     train_data = Pipeline(data.train, tuple(run.augment), data.normalize, seed, data.classes)
     run.batch.pairs = any(step.mixes for step in run.augment)
@@ -47,21 +48,26 @@ def build(run: Run, world: World, run_dir: Path, sinks: list[Any]) -> Trainer:
     checked = run.debug.examine(model, run.loss, train_data)
     # Recomputation changes forwards in place, inside what compile traces and DDP wraps; names stay plain.
     said += run.checkpointing.apply(model)
+    # Sharding is in place too, and what compile traces are the shards' modules.
+    said += run.parallel.shard(model, run.precision.dtype, example)
     # Compile before DDP: each bucket's all-reduce still starts as its gradients appear, and evaluation keeps the plain model.
     forward = run.parallel.wrap(run.compile.apply(model, example, run.checkpointing.budget))
     # The optimizer after every edit that may replace or move parameters; the average after the weights are final.
-    optimizer = run.precision.optimizer(run.optimizer, model, run.batch.lr_factor())
+    with run.parallel.local(model):
+        optimizer = run.precision.optimizer(run.optimizer, model, run.batch.lr_factor())
+        run.ema.start(model)
     run.scheduler.start(optimizer, *horizon)
-    run.ema.start(model)
-    run.runtime.seed_rank(world)  # the model's start was shared; its dropout is each rank's own
+    # The model's start was shared; its dropout is each rank's own, but where ranks compute the same activations.
+    run.runtime.seed_rank(data_world)
 
-    said += run.loader.settle(train_data, run.batch.micro_batch(world), device)
+    said += run.loader.settle(train_data, run.batch.micro_batch(data_world), device)
 
     parameters = [p for p in model.parameters() if p.requires_grad]
     updated = [p for group in optimizer.param_groups for p in group["params"]]
     trainer = Trainer(
-        model=model, forward=forward, loss=run.loss, optimizer=optimizer, settled=run.precision.settled(run.optimizer.settled),
-        scheduler=run.scheduler, precision=run.precision, parallel=run.parallel, clip=run.clip.build(updated), ema=run.ema,
+        model=model, forward=forward, infer=run.parallel.infer(model), loss=run.loss, optimizer=optimizer,
+        settled=run.precision.settled(run.optimizer.settled), scheduler=run.scheduler, precision=run.precision,
+        parallel=run.parallel, clip=run.clip.build(updated, run.parallel.norm), ema=run.ema,
         zero_grad=lambda: run.runtime.zero(parameters), batch=run.batch, loader=run.loader,
         train_data=train_data, test_data=Pipeline(data.test, (), data.normalize, seed),
         device=device, memory_format=memory_format, seed=seed, drop_last=run.data.drop_last,
@@ -70,6 +76,7 @@ def build(run: Run, world: World, run_dir: Path, sinks: list[Any]) -> Trainer:
         saving=run.saving, run_dir=run_dir, sinks=sinks, clock=Clock(run.compile.warmup),
         said=[*said, *run.compile.said(), *run.precision.said, *checked],
     )  # fmt: skip
+    run.parallel.attach(trainer)
     run.compile.attach(trainer)  # it may take the whole step over
     if run.batch.preallocate:
         dry.preallocate(trainer)

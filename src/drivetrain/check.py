@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -136,7 +137,8 @@ def _knobs(place: str, cls: type, knobs: dict[str, Any], where: Where = _nowhere
     parameters = inspect.signature(cls).parameters
     unknown = [k for k in knobs if k not in parameters]
     yield from (f"{where(f'{place}.{k}')}{place}.{k}: {cls.__name__} takes no such argument" for k in unknown)
-    hints = get_type_hints(cls.__init__, include_extras=True)  # type: ignore[misc]
+    # A dataclass's fields are told in the words of the modules that name them, its bases' among them.
+    hints = get_type_hints(cls if is_dataclass(cls) else cls.__init__, include_extras=True)  # type: ignore[misc]
     yield from typed(place, {k: (hints.get(k, Any), knobs[k]) for k in knobs if k in parameters}, where)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from drivetrain.lazy import torch
 from drivetrain.spec import Part, Positive
+
+Norms = Callable[[Sequence[Any], float], Any]
 
 
 def _nothing() -> None:
@@ -15,8 +18,11 @@ def _nothing() -> None:
 class Clip(Part):
     """clip=none: gradients as they are."""
 
-    def build(self, parameters: list[torch.nn.Parameter]) -> Callable[[], None]:
-        """A function that bounds the (unscaled) gradients of a model's parameters, given in their order, in place."""
+    def build(self, parameters: list[torch.nn.Parameter], norm: Norms) -> Callable[[], None]:
+        """A function that bounds the (unscaled) gradients of a model's parameters, given in their order, in place.
+
+        `norm(parameters, type)` is that of the whole model's gradients, also where ranks have parts of them.
+        """
         return _nothing
 
 
@@ -26,9 +32,9 @@ class Norm(Clip):
     def __init__(self, max_norm: Positive = 1.0, norm_type: Positive = 2.0) -> None:
         self.max_norm, self.norm_type = max_norm, norm_type
 
-    def build(self, parameters: list[torch.nn.Parameter]) -> Callable[[], None]:
+    def build(self, parameters: list[torch.nn.Parameter], norm: Norms) -> Callable[[], None]:
         def clip() -> None:
-            torch.nn.utils.clip_grad_norm_(parameters, self.max_norm, self.norm_type)
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.max_norm, norm(parameters, self.norm_type))
 
         return clip
 
@@ -39,7 +45,7 @@ class Value(Clip):
     def __init__(self, clip_value: Positive = 1.0) -> None:
         self.clip_value = clip_value
 
-    def build(self, parameters: list[torch.nn.Parameter]) -> Callable[[], None]:
+    def build(self, parameters: list[torch.nn.Parameter], norm: Norms) -> Callable[[], None]:
         def clip() -> None:
             torch.nn.utils.clip_grad_value_(parameters, self.clip_value)
 
@@ -57,7 +63,7 @@ class Agc(Clip):
     def __init__(self, clip_factor: Positive = 0.01, eps: Positive = 1e-3) -> None:
         self.clip_factor, self.eps = clip_factor, eps
 
-    def build(self, parameters: list[torch.nn.Parameter]) -> Callable[[], None]:
+    def build(self, parameters: list[torch.nn.Parameter], norm: Norms) -> Callable[[], None]:
         final = max((i for i, p in enumerate(parameters) if p.ndim > 1), default=len(parameters))
         bounded = parameters[:final]
 

@@ -1,111 +1,203 @@
-"""The ranks of one machine, started by torch's elastic launcher from the one composed config."""
+"""The ranks of this machine, started by torch's elastic launcher from the one composed config; other machines do the same."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import shutil
 import sys
+import tempfile
 import time
-import uuid
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.errors import FAILED, INTERRUPTED
+from drivetrain import manifest, network, rundir, terminal
+from drivetrain.errors import BAD_CONFIG, EXIT_OF_STATUS, FAILED, INTERRUPTED, UserError
 from drivetrain.measure.result import Result, write_json
+from drivetrain.parallel import world_of_environment
 from drivetrain.signals import ASKED_TO_STOP, StopFlag
+from drivetrain.watch import Watch, alive
 
 if TYPE_CHECKING:
     from drivetrain.job import Job
 
+FINAL = {BAD_CONFIG, EXIT_OF_STATUS["diverged"], INTERRUPTED}  # codes of ranks that would end the same way again
+SHUTDOWN_S = 5  # for the ranks that a dead one leaves waiting
 
-def run(job: Job, run_dir: Path, ranks: int, quiet: bool) -> tuple[Result, int]:
-    """Run the job on `ranks` processes; rank 0's result, or the reason of the rank that failed first.
 
-    The ranks are forked: this process has imported torch and run nothing of it, so they start in 0.1 s.
+def run(job: Job, run_dir: Path, quiet: bool) -> tuple[Result, int]:
+    """Run the job on the ranks of this machine; the run's result, or the reason of the rank that failed first.
+
+    The ranks are forked: this process has imported torch and run nothing of it, so they start in 0.1 s. Of several machines
+    the one that gets rank 0 has the run's directory.
     """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed.launcher.api import elastic_launch
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its tables repeat what we say once
-    told = run_dir / "ranks"
-    told.mkdir(exist_ok=True)
-    for old in told.glob("*.json"):
-        old.unlink()
+    parallel = job.run.parallel
     sys.stdout.flush()
+    died: set[int] = set()
+    with _told(run_dir, parallel.nnodes > 1) as told, Watch(told, parallel.silent_s) as watch:
+        config = _config(parallel, told)
+        with _met(parallel):
+            try:
+                elastic_launch(config, _entry)(job, run_dir, told, quiet)
+            except ChildFailedError as error:  # the ranks have told why, but those that could not
+                died = set(error.failures)
+            except SignalException:
+                pass
+        return _outcome(told, run_dir, parallel, died, watch.lost)
+
+
+@contextlib.contextmanager
+def _told(run_dir: Path, several: bool) -> Iterator[Path]:
+    """Where the ranks of this machine leave their words: in the run's directory, once that is known to be here."""
+    told = run_dir / "ranks"
+    if not several:
+        told.mkdir(exist_ok=True)
+        for old in [*told.glob("*.json"), *told.glob("*.alive"), *told.glob("*.stack")]:
+            old.unlink()
+        yield told
+        return
+    folder = Path(tempfile.mkdtemp(prefix="drivetrain-ranks-"))
+    yield folder
+    if run_dir.is_dir():
+        shutil.copytree(folder, told, dirs_exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _config(parallel: Any, told: Path) -> Any:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+    from torch.distributed.launcher.api import LaunchConfig
+
+    local = parallel.local_ranks()
     signals = ",".join(s.name for s in ASKED_TO_STOP)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = signals
-    newer: dict[str, Any] = {"signals_to_handle": signals} if "signals_to_handle" in LaunchConfig.__dataclass_fields__ else {}
-    config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id=uuid.uuid4().hex, rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1, start_method="fork", local_addr="localhost",
-        logs_specs=DefaultLogsSpecs(log_dir=str(told), redirects=dict.fromkeys(range(1, ranks), Std.ALL)), **newer,
+    newer: dict[str, Any] = {"signals_to_handle": signals, "shutdown_timeout": SHUTDOWN_S}  # where torch knows them
+    newer = {k: v for k, v in newer.items() if k in LaunchConfig.__dataclass_fields__}
+    own = "localhost"
+    about: dict[str, Any] = {}
+    if parallel.nnodes > 1:
+        host, _, port = parallel.rendezvous.rpartition(":")
+        own = network.address_towards(host, int(port))
+        network.talk_through(own)
+        about = {
+            "is_host": network.is_here(host),
+            "join_timeout": int(parallel.rendezvous_s),
+            "read_timeout": int(parallel.rendezvous_s),
+        }
+    # The ranks but the first write their output to files: one machine's terminal shows one rank's lines.
+    logs = DefaultLogsSpecs(log_dir=str(told), redirects=dict.fromkeys(range(1, local), Std.ALL))
+    return LaunchConfig(
+        min_nodes=parallel.nnodes, max_nodes=parallel.nnodes, nproc_per_node=local, run_id="drivetrain", rdzv_backend="c10d",
+        rdzv_endpoint=parallel.rendezvous or "localhost:0", rdzv_configs=about, max_restarts=parallel.max_restarts,
+        monitor_interval=0.1, start_method="fork", local_addr=own, logs_specs=logs, **newer,
     )  # fmt: skip
-    died: set[int] = set()
+
+
+@contextlib.contextmanager
+def _met(parallel: Any) -> Iterator[None]:
+    """Machines that do not meet are the user's to mend."""
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
+
     try:
-        elastic_launch(config, _entry)(job, run_dir, quiet)
-    except ChildFailedError as error:  # the ranks have told why, but those that could not
-        died = set(error.failures)
-    except SignalException:
-        pass
-    return _outcome(told, ranks, died)
+        yield
+    except RendezvousError as error:
+        raise UserError(
+            f"parallel.rendezvous={parallel.rendezvous}: {parallel.nnodes} machines did not meet within "
+            f"{parallel.rendezvous_s:g} s ({type(error).__name__}): start the same command on each of them; the host must be "
+            "one of theirs, its port free and reachable"
+        ) from None
 
 
-def _entry(job: Job, run_dir: Path, quiet: bool) -> None:
+def _entry(job: Job, run_dir: Path, told: Path, quiet: bool) -> None:
     """One rank: its result goes to ranks/<rank>.json, its exit code to the launcher."""
-    from drivetrain.launch import _rank, _world_of_environment
+    from drivetrain.launch import _describe, _rank
 
-    world = _world_of_environment()
-    with StopFlag() as stop:
+    world = world_of_environment()
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if restarts and (code := _settled(told)):
+        os._exit(code)
+    (told / f"{world.rank}.json").unlink(missing_ok=True)
+    alive(told, world.rank)
+    with contextlib.ExitStack() as held:
+        if world.rank == 0:
+            if job.run.parallel.nnodes > 1:  # only now it is known that the run's directory is here
+                if not run_dir.is_dir():
+                    rundir.make(run_dir)
+                held.enter_context(rundir.held(run_dir))
+                _describe(job, run_dir)
+            if restarts:
+                job.checkpoint, said = manifest.newest_valid(run_dir)
+                where = f"from {job.checkpoint}" if job.checkpoint else "from the beginning"
+                for line in [*said, f"a rank was lost: all start again {where} (restart {restarts})"]:
+                    terminal.say(line)
+        stop = held.enter_context(StopFlag())
         result, code = _rank(job, world, run_dir, stop, quiet)
     content = {**asdict(result), "code": code, "time": time.time(), "run_dir": None}
-    write_json(run_dir / "ranks" / f"{world.rank}.json", content)
+    write_json(told / f"{world.rank}.json", content)
     if code:
         sys.stdout.flush()
         os._exit(code)  # at once: the launcher ends the ranks that wait for this one
 
 
-def _outcome(told: Path, ranks: int, died: set[int]) -> tuple[Result, int]:
-    """What the ranks came to; `died` are those whose end made the launcher end the others."""
-    ended = {}
-    for rank in range(ranks):
-        try:
-            ended[rank] = json.loads((told / f"{rank}.json").read_text())
-        except (OSError, ValueError):
-            continue
-    main = ended.get(0)
-    if main is not None and (main["code"] == INTERRUPTED or (len(ended) == ranks and not any(e["code"] for e in ended.values()))):
-        rank, content = 0, main
+def _settled(told: Path) -> int:
+    """The code of a rank of this machine that has ended in a way that starting again does not change; 0: of none."""
+    for file in told.glob("*.json"):
+        with contextlib.suppress(OSError, ValueError):
+            content = json.loads(file.read_text())
+            if content["code"] in FINAL and not _is_consequence({0: content}):
+                return int(content["code"])
+    return 0
+
+
+def _outcome(told: Path, run_dir: Path, parallel: Any, died: set[int], ended_by_us: dict[int, str]) -> tuple[Result, int]:
+    """What the ranks of this machine came to; `died` are those whose end made the launcher end the others."""
+    ended: dict[int, Any] = {}
+    for file in told.glob("*.json"):
+        with contextlib.suppress(OSError, ValueError):
+            ended[int(file.stem)] = json.loads(file.read_text())
+    begun = sorted({int(f.stem) for f in told.glob("*.alive")} | set(ended_by_us))
+    lost = sorted(set(begun) - set(ended))
+    main = ended.get(0) or (None if parallel.nnodes == 1 else next(iter(ended.values()), None))
+    failed = {r: e for r, e in ended.items() if e["code"]}
+    if main is not None and (main["code"] == INTERRUPTED or (not lost and not failed)):
+        content = main
+    elif (lost and _is_consequence(failed)) or not failed:
+        names = " and ".join(f"rank {r}" for r in sorted(died.intersection(lost)) or lost) or "a rank"
+        why = "; ".join(ended_by_us.values()) or f"{names} died without a word (killed, or out of memory)"
+        content = {**(main or {"world_size": parallel.ranks()}), "status": "failed", "error": why, "code": FAILED}
+    elif parallel.nnodes > 1 and _is_consequence(failed):
+        content = {**(main or next(iter(failed.values()))), **_left_alone(run_dir)}
     else:
-        failed = {r: e for r, e in ended.items() if e["code"]}
-        lost = sorted(set(range(ranks)) - set(ended))
-        if not failed or (lost and _is_consequence(failed)):
-            names = " and ".join(f"rank {r}" for r in sorted(died.intersection(lost)) or lost) or "a rank"
-            base = main or {"world_size": ranks}
-            content = {
-                **base,
-                "status": "failed",
-                "error": f"{names} died without a word (killed, or out of memory)",
-                "code": FAILED,
-            }
-            rank = 0
-        else:
-            own = {r: e for r, e in failed.items() if not _is_consequence({r: e})} or failed
-            rank = min(own, key=lambda r: own[r]["time"])
-            content = {
-                **(main or {}),
-                **{k: own[rank][k] for k in ("status", "error", "code", "world_size", "overrides", "config_hash")},
-            }
-            if rank:
-                content["error"] = f"rank {rank}: {content['error']}"
+        own = {r: e for r, e in failed.items() if not _is_consequence({r: e})} or failed
+        rank = min(own, key=lambda r: own[r]["time"])
+        told_why = {k: own[rank][k] for k in ("status", "error", "code", "world_size", "overrides", "config_hash")}
+        content = {**(main or {}), **told_why}
+        if rank:
+            content["error"] = f"rank {rank}: {content['error']}"
+    if lost and (parallel.max_restarts or ended_by_us) and manifest.checkpoints(run_dir):
+        content["error"] = f"{content['error']}: go on with resume={run_dir}"
     code = content.pop("code")
     content.pop("time", None)
     return Result(**content), code
 
 
-def _is_consequence(failed: dict[int, dict[str, object]]) -> bool:
+def _left_alone(run_dir: Path) -> dict[str, Any]:
+    """What a machine's ranks came to that failed only because another machine was gone."""
+    gone = "the ranks of another machine are gone, or cannot be reached"
+    if not manifest.checkpoints(run_dir):
+        return {"status": "failed", "error": gone, "code": FAILED}
+    return {"status": "interrupted", "error": f"{gone}: go on with resume={run_dir}", "code": INTERRUPTED}
+
+
+def _is_consequence(failed: dict[int, Any]) -> bool:
     """Whether all of these ranks failed only because another was gone."""
-    signs = ("Connection closed by peer", "Connection reset", "gloo", "NCCL", "Broken pipe")
+    signs = ("Connection closed by peer", "Connection reset", "gloo", "NCCL", "Broken pipe", "timed out", "Timed out")
     return all(any(sign in str(e["error"]) for sign in signs) for e in failed.values())

@@ -93,7 +93,9 @@ def _resumed(run_dir: Path, words: list[str], config_dirs: Sequence[str]) -> Job
     except ValueError:
         raise UserError(f"resume={run_dir}: its environment.json is damaged") from None
     given = {key_of(w) for w in words}
-    own = [f"{k}={as_word(v)}" for k, v in facts.get("operator", {}).items() if k not in given]
+    # What was said of an option goes with it where the words beside choose another.
+    mine = {k: v for k, v in facts.get("operator", {}).items() if k not in given and k.partition(".")[0] not in given}
+    own = [f"{k}={as_word(v)}" for k, v in mine.items()]
     base = None if "recipe" in given else recipes.read(run_dir / "recipe.yaml")
     dirs = config_dirs or facts.get("config_dirs", [])
     add_own_places(dirs)

@@ -18,7 +18,7 @@ from drivetrain import check, environment, replay, rundir, terminal, trial
 from drivetrain.errors import BAD_CONFIG, EXIT_OF_STATUS, FAILED, INTERRUPTED, Diverged, Interrupted, UserError
 from drivetrain.job import Job, prepare
 from drivetrain.measure.result import Result, write_json
-from drivetrain.parallel import launched
+from drivetrain.parallel import launched, world_of_environment
 from drivetrain.plan import World
 from drivetrain.signals import StopFlag
 
@@ -56,7 +56,7 @@ def train(overrides: list[str]) -> Result:
 
 def launch(job: Job, run_dir: Path | None = None, quiet: bool = False) -> Ended:
     """Run a job to its end in `run_dir`, or in a new directory. Raises UserError where it cannot begin, and leaves nothing."""
-    world = _world_of_environment()
+    world = world_of_environment()
     ranks = job.run.parallel.ranks()
     check.verify(job.run)
     if world.rank != 0:
@@ -68,17 +68,39 @@ def launch(job: Job, run_dir: Path | None = None, quiet: bool = False) -> Ended:
         if settled:
             job.said.append(settled)
     run_dir = job.run_dir or run_dir
+    if job.run.parallel.nnodes > 1 and launched() is None:
+        return _on_several(job, run_dir or rundir.new(Path(job.run.values["output_dir"])), quiet)
     if is_new := run_dir is None:
         run_dir = rundir.create(Path(job.run.values["output_dir"]))
     with rundir.held(run_dir):
-        ended = _held_run(job, run_dir, world, ranks, quiet)
+        ended = _held_run(job, run_dir, world, quiet)
     if ended.code == BAD_CONFIG and not ended.result.updates and is_new:
         rundir.remove(run_dir)  # it never was a run: nothing is left of it
         raise UserError(str(ended.result.error).splitlines())
     return ended
 
 
-def _held_run(job: Job, run_dir: Path, world: World, ranks: int, quiet: bool) -> Ended:
+def _on_several(job: Job, run_dir: Path, quiet: bool) -> Ended:
+    """This machine's part of a run on several: the process that becomes rank 0 makes the run's directory, where it is."""
+    from drivetrain import elastic
+
+    for line in job.said:
+        terminal.say(line)
+    if not quiet:
+        terminal.show_recipe(job.composed)
+    result, code = elastic.run(job, run_dir, quiet)
+    if code == BAD_CONFIG and not result.updates:
+        if job.run_dir is None and run_dir.is_dir():
+            rundir.remove(run_dir)
+        raise UserError(str(result.error).splitlines())
+    result.wall_s = time.time() - drivetrain.STARTED
+    if (run_dir / "environment.json").is_file() and (run_dir / "ranks" / "0.alive").is_file():  # rank 0 was here
+        result.run_dir = run_dir
+        result.write(run_dir)
+    return Ended(result, code)
+
+
+def _held_run(job: Job, run_dir: Path, world: World, quiet: bool) -> Ended:
     _describe(job, run_dir)
     if RESULT_TO in os.environ:
         Path(os.environ[RESULT_TO]).write_text(str(run_dir))
@@ -90,7 +112,7 @@ def _held_run(job: Job, run_dir: Path, world: World, ranks: int, quiet: bool) ->
     if job.run.parallel.distributed and launched() is None:
         from drivetrain import elastic
 
-        result, code = elastic.run(job, run_dir, ranks, quiet)
+        result, code = elastic.run(job, run_dir, quiet)
     else:
         with StopFlag() as stop:  # from now on a signal is an interruption, with a result
             result, code = _rank(job, world, run_dir, stop, quiet)
@@ -112,23 +134,6 @@ def _describe(job: Job, run_dir: Path) -> None:
     write_json(run_dir / "environment.json", about)
 
 
-def _world_of_environment() -> World:
-    """This process's place as torchrun or Slurm gave it; alone where nothing did. Raises UserError."""
-    place: dict[str, int] = {}
-    problems = []
-    for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", None)):
-        given = os.environ.get(name, default or str(place.get("WORLD_SIZE", 1)))
-        if given.isdecimal():
-            place[name] = int(given)
-        else:
-            problems.append(f"{name}={given} in the environment is no number: a launcher sets it, else unset it")
-    if problems:
-        raise UserError(problems)
-    if launched() is None:
-        return World()
-    return World(*(place[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")))
-
-
 def _rank(job: Job, world: World, run_dir: Path, stop: StopFlag, quiet: bool) -> tuple[Result, int]:
     """Build, restore and fit one rank; whatever happens becomes a result and an exit code."""
     result = Result(
@@ -139,6 +144,7 @@ def _rank(job: Job, world: World, run_dir: Path, stop: StopFlag, quiet: bool) ->
     sinks: list[Any] = []
     trainer = None
     began = time.perf_counter()
+    job.run.parallel.identity = job.config_hash
     try:
         trainer = _build(job, world, run_dir, sinks, quiet)
         trainer.fit(stop)
@@ -189,12 +195,12 @@ def _report(lines: list[str], world: World, run_dir: Path) -> None:
 
 
 def _build(job: Job, world: World, run_dir: Path, sinks: list[Any], quiet: bool) -> Any:
-    from drivetrain import build, resume
+    from drivetrain import build
     from drivetrain.logger import Files
 
     trainer = build.build(job.run, world, run_dir, sinks)
     if (checkpoint := job.run.parallel.same(job.checkpoint)) is not None:
-        trainer.restore(*resume.load(checkpoint))
+        trainer.restore(*_read(checkpoint, job.run.parallel))
     if job.attach is not None:
         job.attach(trainer)
     if world.rank == 0:
@@ -209,6 +215,17 @@ def _build(job: Job, world: World, run_dir: Path, sinks: list[Any], quiet: bool)
             for line in trainer.said:
                 sinks[-1].say(line)
     return trainer
+
+
+def _read(checkpoint: Path, parallel: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A checkpoint, on every rank: read where all can, else sent by rank 0, as on machines that share no file system."""
+    from drivetrain import resume
+
+    here = parallel.gather(checkpoint.is_dir())
+    if parallel.same(all(here)):
+        return resume.load(checkpoint, parallel.room)
+    read = resume.load(checkpoint) if parallel.world.rank == 0 else None
+    return parallel.same(read)  # type: ignore[no-any-return]
 
 
 def _measured(result: Result, trainer: Any, seconds: float, job: Job) -> None:

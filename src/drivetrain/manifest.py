@@ -6,7 +6,9 @@ import hashlib
 import json
 from pathlib import Path
 
-FORMAT = 1
+FORMAT = 2
+WHOLE = {"model.safetensors", "state.pt"}
+SHARDED = {".metadata", "state.pt"}  # torch.distributed.checkpoint's, beside its files of shards
 
 
 def verify(checkpoint: Path) -> str | None:
@@ -22,7 +24,7 @@ def verify(checkpoint: Path) -> str | None:
                 return f"lacks {name}"
             if sha256(checkpoint / name) != expected:
                 return f"has a damaged {name} (its SHA-256 differs)"
-        if not {"model.safetensors", "state.pt"} <= set(manifest["sha256"]):
+        if not any(kind <= set(manifest["sha256"]) for kind in (WHOLE, SHARDED)):
             return "is incomplete"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"has no readable manifest.json ({error})"

@@ -24,10 +24,14 @@ def cannot_be_in(root: Path) -> Iterator[str]:
         yield f"output_dir={root}: {above} may not be written to: set output_dir to a directory you can write to"
 
 
+def new(root: Path, *middle: str) -> Path:
+    """root/<middle…>/<date>/<time>-<id>/, another one even for runs that start in the same second; not made yet."""
+    return root.joinpath(*middle, time.strftime("%Y-%m-%d")) / f"{time.strftime('%H-%M-%S')}-{secrets.token_hex(3)}"
+
+
 def create(root: Path, *middle: str) -> Path:
-    """root/<middle…>/<date>/<time>-<id>/, new even for runs that start in the same second. Raises UserError."""
-    folder = root.joinpath(*middle, time.strftime("%Y-%m-%d"))
-    path = folder / f"{time.strftime('%H-%M-%S')}-{secrets.token_hex(3)}"
+    """A `new` directory, made. Raises UserError."""
+    path = new(root, *middle)
     make(path)
     return path
 

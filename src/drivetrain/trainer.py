@@ -18,6 +18,7 @@ from drivetrain.plan import Micro, Request
 from drivetrain.progress import Progress
 from drivetrain.runtime import is_out_of_memory
 from drivetrain.signals import StopFlag
+from drivetrain.writing import Writer
 
 SAVE, STOP = 1, 2  # what the ranks agree on after an update; the higher wins
 STATEFUL = ("scheduler", "precision", "ema", "batch")  # restored in this order, after the optimizer
@@ -30,6 +31,7 @@ class Trainer:
 
     model: torch.nn.Module  # plain: evaluated and saved under its own names
     forward: Callable[[torch.Tensor], torch.Tensor]  # the same model, compiled and wrapped as asked for
+    infer: Callable[[torch.Tensor], torch.Tensor]  # the model as evaluation calls it
     loss: Any
     optimizer: torch.optim.Optimizer
     settled: Callable[[], AbstractContextManager[None]]  # the weights to evaluate and to save stand in the model
@@ -63,6 +65,7 @@ class Trainer:
     def fit(self, stop: StopFlag | None = None) -> None:
         """Train to the end. Raises Diverged, and Interrupted when `stop` is raised."""
         self._stop = stop or StopFlag()
+        self.writer = Writer(self.run_dir, self.saving, self.parallel)
         self.model.train()
         self.scheduler.step(self.progress.updates)
         self.saving.start(self.progress.updates)
@@ -83,6 +86,7 @@ class Trainer:
         if self.progress.evaluated != self.progress.updates:
             self._evaluate_and_log()
             self._save()
+        self.writer.wait()
 
     def _run(self, stream: Iterator[Micro]) -> None:
         for micro in stream:
@@ -116,7 +120,7 @@ class Trainer:
         start = self.progress.epoch
         for epoch in range(start, self.epochs):
             yield from self.batch.requests(
-                len(self.train_data.source), self.seed, epoch, self.parallel.world, self.drop_last, device=self.device,
+                len(self.train_data.source), self.seed, epoch, self.parallel.data, self.drop_last, device=self.device,
                 skip=self.progress.window if epoch == start else 0, order=getattr(self.train_data.source, "order", None),
             )  # fmt: skip
 
@@ -156,6 +160,7 @@ class Trainer:
         if epoch_end or agreed:
             self._save()
         if agreed == STOP and not done:
+            self.writer.wait()
             raise Interrupted(f"stopped by a signal at update {progress.updates}", saved=self.saving.active)
         self.clock.resume()
         return done
@@ -165,7 +170,7 @@ class Trainer:
         progress = self.progress
         updates, samples, steps = self._logged
         windows = self._steps - steps
-        loss = float(self.parallel.total(self._loss)) / (windows * self.parallel.world.size)
+        loss = float(self.parallel.total(self._loss)) / (windows * self.parallel.data.size)
         self._loss.zero_()
         self._logged = (progress.updates, progress.samples, self._steps)
         seconds, reading = self.clock.since_last()
@@ -202,32 +207,24 @@ class Trainer:
         self.scheduler.evaluated(metrics)
         self.tell("evaluate", **metrics)
 
-    @torch.inference_mode()
     def evaluate(self) -> dict[str, float]:
         """The metrics over the test data, every sample once on any number of ranks: sums are reduced, not means."""
         self.model.eval()
-        world = self.parallel.world
-        batches = self.batch.evaluation(self.test_data.source, world)[: self.eval_batches]
-        one = torch.ones(())
-        mine = (Request(0, indices, one) for indices in batches[world.rank :: world.size])
         sums = torch.zeros(len(self.loss.metrics) + 1, dtype=torch.float64, device=self.device)
-        for micro in self.loader.stream(self.test_data, mine, self.device, self.memory_format):
-            with self.precision.autocast():
-                output = self.model(micro.x)
-            sums += self.loss.sums(output, micro.y)
+        data, together = self.parallel.data, self.parallel.together
+        mine = self.batch.of_evaluation(self.test_data.source, data, self.eval_batches, self.device, together)
+        stream = self.loader.stream(self.test_data, mine, self.device, self.memory_format)
+        with self.parallel.evaluating():
+            for micro in stream:
+                with self.precision.autocast():
+                    output = self.infer(micro.x)
+                sums += self.loss.sums(output, micro.y) * micro.weight
         *totals, count = self.parallel.total(sums).tolist()
         self.model.train()
         return {name: total / count for name, total in zip(self.loss.metrics, totals, strict=True)}
 
     def _save(self) -> None:
-        if not self.saving.active:
-            return
-        state = self.state()  # gathers from all ranks
-        if self.parallel.world.rank == 0:
-            with self.settled():
-                resume.save(self.run_dir, self.progress.updates, self.model.state_dict(), state)
-            best = int(self.progress.best["update"]) if self.saving.keep_best and self.progress.best else None
-            resume.prune(self.run_dir, self.saving.keep, best)
+        self.writer.save(self)
         self.saving.start(self.progress.updates)
 
     def state(self) -> dict[str, Any]:
@@ -240,7 +237,8 @@ class Trainer:
         }
 
     def restore(self, weights: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Go on from a checkpoint: weights and state as one process has them."""
+        weights, state = self.parallel.deal(weights, state)
         self.model.load_state_dict(weights)
         self.progress = Progress(**state["progress"])
         resume.load_optimizer(self.optimizer, state["optimizer"])

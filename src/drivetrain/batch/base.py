@@ -50,7 +50,7 @@ class Batch(Part):
         self._configured = self.steps
 
     def check(self, run: Run) -> Iterator[str]:
-        ranks = run.parallel.ranks()
+        ranks = run.parallel.data_ranks()
         parts = self.steps * ranks
         if self.global_batch % parts:
             below, above = self.global_batch // parts * parts, math.ceil(self.global_batch / parts) * parts
@@ -176,6 +176,18 @@ class Batch(Part):
         lengths = getattr(source, "lengths", None)
         order = torch.arange(len(source)) if lengths is None else lengths.argsort(stable=True)
         return order.split(self.micro_batch(world))
+
+    def of_evaluation(
+        self, source: Any, world: World, most: int | None, device: torch.device, together: bool = False
+    ) -> Iterator[Request]:
+        """This rank's batches of an evaluation of `most`.
+
+        Ranks whose forwards work `together` get as many each: one that comes twice weighs nothing.
+        """
+        batches = self.evaluation(source, world)[:most]
+        count = math.ceil(len(batches) / world.size) * world.size if together else len(batches)
+        for n in range(world.rank, count, world.size):
+            yield Request(0, batches[min(n, len(batches) - 1)], torch.full((), float(n < len(batches)), device=device))
 
     def largest(self, samples: int, size: int) -> torch.Tensor:
         """The micro-batch of `size` samples that takes the most memory: the longest, where samples have lengths."""

@@ -15,17 +15,17 @@ class Attention(nn.Module):
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
-        self.heads, self.dropout = heads, dropout
+        self.head, self.dropout = width // heads, dropout
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
 
     def forward(self, x: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
         """x (n, length, width); rotary (2, length, head / 2)."""
-        n, length, width = x.shape
-        q, k, v = self.qkv(x).view(n, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        n, length, _ = x.shape
+        q, k, v = self.qkv(x).view(n, length, 3, -1, self.head).permute(2, 0, 3, 1, 4)  # -1: the heads, or a rank's share of them
         q, k = rotated(q, rotary), rotated(k, rotary)
         mixed = scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True)
-        return self.out(mixed.transpose(1, 2).reshape(n, length, width))
+        return self.out(mixed.transpose(1, 2).flatten(2))
 
 
 class FeedForward(nn.Module):

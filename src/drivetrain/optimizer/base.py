@@ -28,6 +28,7 @@ class Optimizer(Knobs):
 
     fused_on: ClassVar[tuple[str, ...]] = ()  # the devices on which it has a fused form
     has_foreach: ClassVar[bool] = True
+    elementwise: ClassVar[bool] = False  # an element's update needs that element's gradient alone: shards do as well
     in_chunks: ClassVar[bool] = False  # its foreach form works on what a CPU's cache holds (drivetrain.optimizers.flat)
 
     def check(self, run: Run) -> Iterator[str]:
@@ -62,6 +63,9 @@ class Optimizer(Knobs):
         parameters = [p for g in groups for p in g["params"]]
         without_compiler()
         self.optimizer = self.make(groups, self.form(parameters[0].device.type, sum(p.numel() for p in parameters)))
+        names = {id(p): name for name, p in model.named_parameters()}
+        for group in self.optimizer.param_groups:  # saved with the state, which says to whom it belongs
+            group["param_names"] = [names[id(p)] for p in group["params"]]
         eager_step(self.optimizer)
         return self.optimizer
 

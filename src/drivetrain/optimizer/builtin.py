@@ -26,6 +26,7 @@ class Builtin(Optimizer):
 class Sgd(Builtin):
     """Stochastic gradient descent with momentum (torch.optim.SGD)."""
 
+    elementwise = True
     torch_name = "SGD"
     fused_on = ("cpu", "cuda")
     lr: Positive = 0.1
@@ -52,6 +53,7 @@ class Sgd(Builtin):
 class Adam(Builtin):
     """Adam with its decay in the gradient (Kingma & Ba 2015; torch.optim.Adam)."""
 
+    elementwise = True
     torch_name = "Adam"
     fused_on = ("cpu", "cuda")
     lr: Positive = 0.003
@@ -66,6 +68,7 @@ class Adam(Builtin):
 class AdamW(Builtin):
     """Adam with decoupled weight decay (Loshchilov & Hutter 2019; torch.optim.AdamW)."""
 
+    elementwise = True
     torch_name = "AdamW"
     fused_on = ("cpu", "cuda")
     lr: Positive = 0.003
@@ -79,6 +82,7 @@ class AdamW(Builtin):
 class RmsProp(Builtin):
     """Gradients over the root of their squares' moving average (Tieleman & Hinton 2012; torch.optim.RMSprop)."""
 
+    elementwise = True
     torch_name = "RMSprop"
     lr: Positive = 1e-3
     weight_decay: NonNegative = 0.0
@@ -92,6 +96,7 @@ class RmsProp(Builtin):
 class Adagrad(Builtin):
     """Gradients over the root of the sum of all their squares (Duchi et al. 2011; torch.optim.Adagrad)."""
 
+    elementwise = True
     torch_name = "Adagrad"
     fused_on = ("cpu", "cuda")
     lr: Positive = 0.02

@@ -86,6 +86,7 @@ def hidden_matrices(model: torch.nn.Module) -> set[str]:
 class Lion(Optimizer):
     """Evolved sign momentum (Chen et al. 2023): drivetrain.optimizers.lion states the rules."""
 
+    elementwise = True
     in_chunks = True
     lr: Positive = 0.001
     weight_decay: NonNegative = 0.1

@@ -27,6 +27,7 @@ class Precision(Part):
     """precision=fp32: everything in float32."""
 
     dtype: str | None = None  # autocast's
+    everywhere: Callable[[Any], Any] = staticmethod(lambda found: found)  # a flag of this rank's → the highest of all ranks
 
     def start(self, device: torch.device) -> None:
         """Bind to the device the step runs on."""
@@ -55,6 +56,10 @@ class Precision(Part):
     def backward(self, loss: torch.Tensor, weight: torch.Tensor) -> None:
         """Add the gradients of `weight × loss`. The weight seeds the backward, which saves a multiplication."""
         backpropagate(loss, weight)
+
+    def scaled(self, loss: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """What a backward that somebody else starts is to start from."""
+        return loss * weight
 
     def step(self, optimizer: torch.optim.Optimizer, clip: Callable[[], None]) -> bool:
         """Clip and update; False if the update was skipped, and then nothing may move."""
@@ -139,6 +144,9 @@ class Amp(Bf16):
     def backward(self, loss: torch.Tensor, weight: torch.Tensor) -> None:
         backpropagate(self.scaler.scale(loss), weight)
 
+    def scaled(self, loss: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return self.scaler.scale(loss) * weight
+
     def step(self, optimizer: torch.optim.Optimizer, clip: Callable[[], None]) -> bool:
         """One read of the device: was there an overflow? It waits for the backward alone, and the clipping is queued by then.
 
@@ -147,7 +155,7 @@ class Amp(Bf16):
         self.scaler.unscale_(optimizer)
         clip()
         found = self.scaler._found_inf_per_device(optimizer)  # `scaler.step` would read it too, and tell nobody
-        overflow = any(float(inf) for inf in found.values())
+        overflow = any(float(self.everywhere(inf)) for inf in found.values())
         if not overflow:
             optimizer.step()
         self.scaler.update()

@@ -1,0 +1,121 @@
+"""One process: the off switch of every technique that spreads a run over devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from drivetrain.lazy import torch
+from drivetrain.parallel.place import launched
+from drivetrain.plan import World
+from drivetrain.spec import Part, Run
+
+_NULL = nullcontext()
+Weights = dict[str, Any]  # under plain names
+State = dict[str, Any]
+
+
+class Parallel(Part):
+    """parallel=single: one process."""
+
+    world = World()
+    data = World()  # this process among those that share a batch: what splits the model splits no samples
+    nnodes = 1  # machines
+    together = False  # a forward takes all ranks, an evaluation's too
+    identity = ""  # what must be the same on all ranks
+    distributed = False  # wants a process group, also with one rank
+
+    def check(self, run: Run) -> Iterator[str]:
+        if (launched() or 1) > 1 and not self.distributed:
+            yield (
+                f"started as one of {launched()} ranks (WORLD_SIZE), but {run.named('parallel')} is one process: set parallel=ddp"
+            )
+
+    def ranks(self) -> int:
+        """Processes that train together."""
+        return 1
+
+    def data_ranks(self) -> int:
+        """How many of them the samples of an update are split among."""
+        return self.ranks()
+
+    def start(self, world: World, device: torch.device) -> None:
+        """Join the other ranks."""
+        self.world = self.data = world
+
+    def shard(self, model: torch.nn.Module, dtype: str | None, example: torch.Tensor) -> list[str]:
+        """Leave this rank its part of the model, in place; what was done, a line each.
+
+        `dtype` is what autocast computes in, `example` a batch of two zeros.
+        """
+        return []
+
+    def local(self, model: torch.nn.Module) -> AbstractContextManager[None]:
+        """While it lasts the model's parameters are plain tensors: this rank's shards, which optimizer and average work on."""
+        return _NULL
+
+    def wrap(self, model: Any) -> Any:
+        """The callable that training calls, its gradients shared between the ranks."""
+        return model
+
+    def attach(self, trainer: Any) -> None:
+        """Take over parts of the finished trainer."""
+
+    def norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+        """The norm over the whole model's gradients, 0-d; `parameters` are those that the optimizer has."""
+        return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
+
+    def sync(self, model: Any, last: bool) -> AbstractContextManager[Any]:
+        """The context of one micro-batch; gradients meet in the update's last one alone."""
+        return _NULL
+
+    def evaluating(self) -> AbstractContextManager[Any]:
+        """The context of an evaluation: no gradients."""
+        return torch.inference_mode()
+
+    def agree(self, flag: int) -> int:
+        """The highest `flag` of all ranks, so that all of them stop or save at the same update."""
+        return flag
+
+    def total(self, sums: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks that share a batch."""
+        return sums
+
+    def share_buffers(self, model: torch.nn.Module) -> None:
+        """Give every rank rank 0's buffers, so that all evaluate the model that is saved."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """One value per rank, on rank 0."""
+        return [value]
+
+    def same(self, value: Any) -> Any:
+        """Rank 0's value, on every rank."""
+        return value
+
+    def collect(self, model: torch.nn.Module, state: State) -> tuple[Weights, State]:
+        """Weights and training state as one process would have them, on rank 0."""
+        return model.state_dict(), state
+
+    def piece(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """What belongs to a weight, as all ranks together have it."""
+        return tensor
+
+    def room(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Where this rank's part of what belongs to a weight is read to."""
+        return torch.empty(shape, dtype=dtype)
+
+    def group_of_savers(self) -> Any:
+        """All ranks, for those of their threads that save."""
+        return None
+
+    def deal(self, weights: Weights, state: State) -> tuple[Weights, State]:
+        """What this rank holds of what `collect` gave, maybe under another strategy."""
+        return weights, state
+
+    def infer(self, model: torch.nn.Module) -> Any:
+        """The callable that evaluation calls; every rank gets its outputs."""
+        return model
+
+    def stop(self) -> None:
+        """Leave."""

@@ -1,0 +1,64 @@
+"""DistributedDataParallel: every rank has the whole model and a share of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from drivetrain.lazy import torch
+from drivetrain.parallel.ranks import Ranks
+from drivetrain.spec import Count, Positive, Run
+
+_NULL = nullcontext()
+
+
+@dataclass(kw_only=True, eq=False)
+class Ddp(Ranks):
+    """One process per device, gradients all-reduced in buckets during the backward (Li et al. 2020).
+
+    `compress` sends gradients as 16 bits (fp16, bf16), or as products of two thin matrices of rank `powersgd_rank`
+    (PowerSGD, Vogels et al. 2019), of which what is lost is added to the next update's.
+    """
+
+    bucket_mb: Positive = 25.0
+    static_graph: bool = False
+    gradient_as_bucket_view: bool = True
+    find_unused_parameters: bool = False
+    compress: Literal["none", "fp16", "bf16", "powersgd"] = "none"
+    powersgd_rank: Count = 1
+
+    def check(self, run: Run) -> Iterator[str]:
+        yield from super().check(run)
+        if self.compress == "powersgd" and run.choices["precision"] == "amp":
+            yield (
+                "parallel.compress=powersgd and precision=amp exclude each other (an overflow would stay in what it carries "
+                "over to the next update): set precision=bf16, or parallel.compress=fp16"
+            )
+
+    def wrap(self, model: Any) -> Any:
+        wrapped = torch.nn.parallel.DistributedDataParallel(
+            model,
+            device_ids=[self._device.index] if self._device.type == "cuda" else None,
+            bucket_cap_mb=self.bucket_mb,
+            static_graph=self.static_graph,
+            gradient_as_bucket_view=self.gradient_as_bucket_view,
+            find_unused_parameters=self.find_unused_parameters,
+        )
+        if self.compress != "none":
+            wrapped.register_comm_hook(*self._hook())
+        return wrapped
+
+    def _hook(self) -> tuple[Any, Any]:
+        """A communication hook's state and function."""
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+        if self.compress == "powersgd":
+            # From the second update on: the first makes DDP's final buckets.
+            state = powerSGD_hook.PowerSGDState(None, self.powersgd_rank, start_powerSGD_iter=2)
+            return state, powerSGD_hook.powerSGD_hook
+        return None, getattr(default_hooks, f"{self.compress}_compress_hook")
+
+    def sync(self, model: Any, last: bool) -> AbstractContextManager[Any]:
+        return _NULL if last else model.no_sync()

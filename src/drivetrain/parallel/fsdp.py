@@ -1,0 +1,105 @@
+"""Fully sharded data parallelism: each rank keeps a share of weights, gradients and optimizer state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from drivetrain.blocks import described, repeated_blocks
+from drivetrain.lazy import torch
+from drivetrain.parallel.sharded import Sharded
+from drivetrain.spec import Count, Run
+
+
+@dataclass(kw_only=True, eq=False)
+class Fsdp(Sharded):
+    """torch's `fully_shard` (FSDP2; Rajbhandari et al. 2020, Zhao et al. 2023): weights gathered block by block when needed.
+
+    `block` names the blocks' class where the model's own repetition is not the one wanted. `reshard_after_forward=false`
+    keeps gathered weights until the backward: one gathering less, more memory. With `replicate` the ranks are that many
+    groups, each of which holds the whole model (hybrid sharding). `sync_each_micro` shares gradients after every
+    micro-batch, not once an update: more traffic, no whole gradient kept. Where autocast computes in bfloat16, weights
+    travel in it.
+    """
+
+    replicate: Count = 1
+    reshard_after_forward: bool = True
+    sync_each_micro: bool = False
+    offload: bool = False
+    block: str | None = None
+
+    def check(self, run: Run) -> Iterator[str]:
+        yield from super().check(run)
+        if self.ranks() % self.replicate:
+            near = [n for n in range(1, self.ranks() + 1) if self.ranks() % n == 0]
+            yield (
+                f"parallel.replicate={self.replicate} does not divide the {self.ranks()} ranks: set it to one of "
+                f"{', '.join(map(str, near))}"
+            )
+        if run.choices["compile"] == "cudagraph":
+            yield (
+                "compile=cudagraph and parallel=fsdp exclude each other (weights come and go within a forward): "
+                "set compile=regional"
+            )
+
+    def verify(self, run: Run) -> Iterator[str]:
+        yield from super().verify(run)
+        if self.offload and run.runtime.kind() != "cuda":
+            yield "parallel.offload=true moves shards from a CUDA device to the CPU, and the device is a CPU: set it to false"
+
+    def _split(self, model: torch.nn.Module, dtype: str | None, example: torch.Tensor) -> list[str]:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        shape = (self.replicate, self.world.size // self.replicate) if self.replicate > 1 else (self.world.size,)
+        names = ("replicate", "shard") if self.replicate > 1 else ("shard",)
+        mesh = init_device_mesh(self._device.type, shape, mesh_dim_names=names)
+        blocks = fully_shard_blocks(
+            model, mesh, dtype, self.block, reshard_after_forward=self.reshard_after_forward, **self._offloading()
+        )
+        copies = f", {self.replicate} copies" if self.replicate > 1 else ""
+        return [f"{described(blocks) or 'the model as one block'} over {shape[-1]} shards{copies}"]
+
+    def _offloading(self) -> dict[str, Any]:
+        from torch.distributed.fsdp import CPUOffloadPolicy
+
+        return {"offload_policy": CPUOffloadPolicy()} if self.offload else {}
+
+    def sync(self, model: Any, last: bool) -> AbstractContextManager[Any]:
+        if not self.sync_each_micro:
+            self._root.set_requires_gradient_sync(last)
+        return nullcontext()
+
+    def attach(self, trainer: Any) -> None:
+        super().attach(trainer)
+        self._root: Any = trainer.model
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Not inference mode, whose tensors cannot be trained on; afterwards no gathered weights are left to go stale."""
+        with torch.no_grad():
+            yield
+        resharded(self._root)
+
+
+def fully_shard_blocks(model: Any, mesh: Any, dtype: str | None, block: str | None, **how: Any) -> list[torch.nn.Module]:
+    """`fully_shard` on the model's blocks and on what is left; the blocks."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy()
+    if dtype == "bfloat16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    blocks = repeated_blocks(model, block)
+    for module in (*blocks, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy, **how)
+    return blocks
+
+
+def resharded(model: torch.nn.Module) -> None:
+    """Free all gathered weights."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -1,0 +1,307 @@
+"""Pipeline parallelism: each rank has some of the blocks, and an update's micro-batches follow one another through them.
+
+A stage runs the model's own forward. Blocks before its own let their input pass, its first block takes what came from the
+stage before, and after its last block the forward is left. So any model whose forward goes through a row of blocks can be
+cut, masks and tables that it makes of its input included. What lies outside of the row (an embedding, a head, weights they
+share) every rank has; its gradients are summed over the stages.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from drivetrain.blocks import blocks_in_a_row
+from drivetrain.errors import UserError
+from drivetrain.lazy import torch
+from drivetrain.parallel import balance
+from drivetrain.parallel.base import State, Weights
+from drivetrain.parallel.sharded import Sharded
+from drivetrain.plan import Micro, World
+from drivetrain.spec import Count, Run
+
+
+@dataclass(kw_only=True, eq=False)
+class Pipeline(Sharded):
+    """torch.distributed.pipelining over `stages` ranks (auto: all), by measured cost; batch=accumulate gives the micro-batches.
+
+    1f1b (Narayanan et al. 2019) holds the activations of at most as many micro-batches as there are stages; gpipe (Huang et
+    al. 2019) of all; interleaved (Narayanan et al. 2021) gives each rank `per_rank` shorter stages, so that less of the time
+    is idle. More ranks than stages are pipelines that split the batch.
+    """
+
+    stages: Count | Literal["auto"] = "auto"
+    schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
+    per_rank: Count = 2
+    block: str | None = None
+
+    def check(self, run: Run) -> Iterator[str]:
+        yield from super().check(run)
+        ranks, stages, steps = self.ranks(), self._stages(), run.batch.steps
+        if ranks % stages:
+            near = [n for n in range(1, ranks + 1) if ranks % n == 0]
+            yield f"parallel.stages={self.stages} does not divide the {ranks} ranks: set it to one of {', '.join(map(str, near))}"
+        if self.schedule == "interleaved" and steps % stages:
+            yield (
+                f"parallel.schedule=interleaved wants micro-batches in multiples of the {stages} stages, but "
+                f"{run.named('batch')} makes {steps} of an update: set batch=accumulate batch.steps={max(stages, steps // stages * stages)}"
+            )
+        if self.schedule == "interleaved" and not run.data.drop_last:
+            yield (
+                "parallel.schedule=interleaved wants all updates alike, and data.drop_last=false leaves a short one: "
+                "set parallel.schedule=1f1b, or data.drop_last=true"
+            )
+        if run.choices["compile"] not in ("none", "regional"):
+            yield (
+                f"{run.named('compile')} and parallel=pipeline exclude each other (a stage leaves the model's forward in its "
+                "middle): set compile=regional"
+            )
+        if "sync_bn" in run.choices["surgery"]:
+            yield "surgery=[sync_bn] and parallel=pipeline exclude each other (other ranks have other layers): set parallel=ddp"
+        if run.choices["checkpointing"] == "budget":
+            yield "checkpointing=budget and parallel=pipeline exclude each other: set checkpointing=blocks"
+
+    def advise(self, run: Run) -> Iterator[str]:
+        steps, stages = run.batch.steps, self._stages()
+        if steps < 2 * stages:
+            idle = (stages - 1) / (steps + stages - 1)
+            yield (
+                f"parallel=pipeline: with {steps} micro-batches in {stages} stages each rank is idle for {idle:.0%} of a step: "
+                f"batch=accumulate batch.steps={4 * stages} makes it {(stages - 1) / (5 * stages - 1):.0%}"
+            ).replace("%", " %")
+
+    def _stages(self) -> int:
+        return self.ranks() if self.stages == "auto" else self.stages
+
+    def data_ranks(self) -> int:
+        return self.ranks() // self._stages()
+
+    def place_of_data(self, world: World) -> World:
+        stages = self._stages()
+        return World(world.rank // stages, world.size // stages, world.local_rank, world.local_size)
+
+    # --- what this rank keeps of the model ---
+
+    def _split(self, model: torch.nn.Module, dtype: str | None, example: torch.Tensor) -> list[str]:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        from drivetrain.parallel.stages import Row, names
+
+        ranks = self._stages()
+        mesh = init_device_mesh(self._device.type, (self.data.size, ranks), mesh_dim_names=("data", "pipe"))
+        self._pipe, self._data = mesh.get_group("pipe"), mesh.get_group("data")
+        self._place = mesh.get_local_rank("pipe")
+        self._peers = [self.data.rank * ranks + i for i in range(ranks)]  # this pipeline's ranks in the world
+        row = blocks_in_a_row("parallel=pipeline", model, self.block)
+        count = ranks * (self.per_rank if self.schedule == "interleaved" else 1)
+        if count > len(row):
+            raise UserError(
+                f"parallel=pipeline: {count} stages, but the model is a row of {len(row)} blocks: set parallel.stages to "
+                f"{len(row)} or less (and parallel.nproc with it)"
+            )
+        costs = self.same(balance.measured(model, row, example))
+        places = balance.cuts(costs, count)
+        self._ranges = list(itertools.pairwise(places))
+        self._mine = range(self._place, count, ranks)
+        self._row = Row(model, row)
+        owned = [i for stage in self._mine for i in range(*self._ranges[stage])]
+        self._own_names, self._common_names = names(model, row, owned)
+        for i, block in enumerate(row):
+            if i not in owned:
+                block.to("meta")
+                block.requires_grad_(False)
+        self._model = model
+        idle = f", {self.data.size} pipelines" if self.data.size > 1 else ""
+        return [f"{count} stages of {balance.described(places, costs)}{idle}"]
+
+    def _groups_of(self, name: str) -> tuple[Any, ...]:
+        return () if name in self._common_names else (self._pipe,)
+
+    # --- a window of micro-batches ---
+
+    def attach(self, trainer: Any) -> None:
+        super().attach(trainer)
+        self._trainer = trainer
+        self._window: list[Micro] = []
+        self._schedules: dict[Any, Any] = {}
+        self._nothing = torch.zeros((), device=self._device)
+        common = [p for name, p in trainer.model.named_parameters() if name in self._common_names and p.requires_grad]
+        own = [p for name, p in trainer.model.named_parameters() if name in self._own_names and p.requires_grad]
+        self._common, self._trained = common, [*common, *own]
+        trainer.precision.scaled(self._nothing, self._nothing)  # a loss scale begins with the first loss, which one stage has
+        trainer.micro = self._micro
+
+    def _micro(self, micro: Micro) -> torch.Tensor:
+        """Collect an update's micro-batches; with the last one they go through the pipeline."""
+        self._window.append(micro)
+        if micro.last:
+            window, self._window = self._window, []
+            for _, alike in itertools.groupby(window, lambda m: m.x.shape):
+                self._through(list(alike))
+            self._share_gradients()
+        return self._nothing
+
+    def _through(self, micros: list[Micro]) -> None:
+        key = (len(micros), micros[0].x.shape)
+        if key not in self._schedules:
+            self._schedules[key] = self._made(*key, micros[0].x)
+        self._micros = micros
+        losses: list[torch.Tensor] = []
+        numbers = torch.arange(len(micros))  # a stage knows its micro-batch by its number
+        first, last = 0 in self._mine, len(self._ranges) - 1 in self._mine
+        x = (torch.cat([m.x for m in micros]),) if first else ()
+        self._schedules[key].step(
+            *x, number=numbers, **({"target": numbers, "losses": losses} if last else {}), return_outputs=False
+        )
+        for loss, micro in zip(self._losses, micros, strict=False):
+            self._trainer._loss.addcmul_(loss, micro.weight)
+        self._losses: list[torch.Tensor] = []
+
+    def _made(self, count: int, shape: Any, x: torch.Tensor) -> Any:
+        """torch's schedule for `count` micro-batches of a shape, which holds for as long as the run."""
+        from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+        self._losses = []
+        training = self._trainer.model.training
+        self._trainer.model.eval()  # only shapes are wanted: no statistics, no random numbers
+        with torch.no_grad(), self._trainer.precision.autocast():
+            self.infer(self._model)(x)
+        self._trainer.model.train(training)
+        stages: list[Any] = [self._stage(stage) for stage in self._mine]
+        if self.schedule == "interleaved":
+            return ScheduleInterleaved1F1B(stages, count, loss_fn=self._loss_of, scale_grads=False)
+        # One forward, one backward wants as many micro-batches as stages; fewer all go forward first.
+        kind = Schedule1F1B if self.schedule == "1f1b" and count >= len(self._ranges) else ScheduleGPipe
+        return kind(stages[0], count, loss_fn=self._loss_of, scale_grads=False)
+
+    def _stage(self, stage: int) -> Any:
+        """A stage of torch's, its shapes known beforehand. What a stage is sent wants a gradient back."""
+        from torch.distributed.pipelining import PipelineStage
+
+        from drivetrain.parallel.stages import Stage
+
+        count, (h, out) = len(self._ranges), self._seen[stage]
+        inputs, outputs = (h.requires_grad_(stage > 0),), (out.requires_grad_(stage + 1 < count),)
+        module = Stage(functools.partial(self._forward, stage))
+        return PipelineStage(module, stage, count, self._device, input_args=inputs, output_args=outputs, group=self._pipe)
+
+    def _forward(self, stage: int, h: torch.Tensor, number: int) -> torch.Tensor:
+        with self._trainer.precision.autocast():
+            return self._row.run(*self._ranges[stage], h, self._micros[number].x)
+
+    def _loss_of(self, output: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        """What the last stage's backward starts from."""
+        micro = self._micros[int(number)]
+        with self._trainer.precision.autocast():
+            loss = self._trainer.loss(output, micro.y)
+        self._losses.append(loss.detach())
+        return self._trainer.precision.scaled(loss, micro.weight)
+
+    def _share_gradients(self) -> None:
+        """Sums over the stages of what all of them have, means over the pipelines of everything."""
+        import torch.distributed as dist
+
+        for p in self._common:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        works = [dist.all_reduce(p.grad, group=self._pipe, async_op=True) for p in self._common]
+        for work in works:
+            work.wait()
+        if self.data.size > 1:
+            gradients = [p.grad for p in self._trained if p.grad is not None]
+            for work in [dist.all_reduce(g, group=self._data, async_op=True) for g in gradients]:
+                work.wait()
+            torch._foreach_div_(gradients, self.data.size)
+
+    # --- evaluation ---
+
+    def infer(self, model: torch.nn.Module) -> Any:
+        def outputs(x: torch.Tensor) -> torch.Tensor:
+            """Stage after stage; the last one's output, on every rank."""
+            self._seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+            for stage in self._mine:
+                h = x if stage == 0 else self._receive(stage - 1)
+                out = self._row.run(*self._ranges[stage], h, x)
+                self._seen[stage] = h, out
+                if stage + 1 < len(self._ranges):
+                    self._send(out, stage + 1)
+            return self._from_last(out)
+
+        return outputs
+
+    def _rank_of(self, stage: int) -> int:
+        return self._peers[stage % len(self._peers)]
+
+    def _send(self, h: torch.Tensor, stage: int) -> None:
+        import torch.distributed as dist
+
+        dist.send_object_list([(tuple(h.shape), h.dtype)], self._rank_of(stage), group=self._control)
+        dist.send(h.contiguous(), self._rank_of(stage))
+
+    def _receive(self, stage: int) -> torch.Tensor:
+        import torch.distributed as dist
+
+        told: list[Any] = [None]
+        dist.recv_object_list(told, self._rank_of(stage), group=self._control)
+        h = torch.empty(told[0][0], dtype=told[0][1], device=self._device)
+        dist.recv(h, self._rank_of(stage))
+        return h
+
+    def _from_last(self, out: torch.Tensor) -> torch.Tensor:
+        import torch.distributed as dist
+
+        source = self._rank_of(len(self._ranges) - 1)
+        h = out if self.world.rank == source else None
+        gathered: list[Any] = [None] * len(self._peers)
+        dist.all_gather_object(gathered, None if h is None else (tuple(h.shape), h.dtype), group=self._pipe)
+        shape, dtype = next(told for told in gathered if told is not None)
+        h = h.contiguous() if h is not None else torch.empty(shape, dtype=dtype, device=self._device)
+        dist.broadcast(h, source, group=self._pipe)
+        return h
+
+    def total(self, sums: torch.Tensor) -> torch.Tensor:
+        """Of the last stage's: the others have seen no loss."""
+        import torch.distributed as dist
+
+        dist.broadcast(sums, self._rank_of(len(self._ranges) - 1), group=self._pipe)
+        dist.all_reduce(sums, group=self._data)
+        return sums
+
+    def sync(self, model: Any, last: bool) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def share_buffers(self, model: torch.nn.Module) -> None:
+        """Each stage's from the first pipeline's; what lies outside of the blocks is the last stage's."""
+        import torch.distributed as dist
+
+        for name, buffer in model.named_buffers():
+            if name in self._common_names:
+                dist.broadcast(buffer, self._rank_of(len(self._ranges) - 1), group=self._pipe)
+            if not buffer.is_meta:
+                dist.broadcast(buffer, self._peers[self._place] % len(self._peers), group=self._data)
+
+    # --- saving ---
+
+    def collect(self, model: torch.nn.Module, state: State) -> tuple[Weights, State]:
+        mine = {n: t.detach().cpu() for n, t in model.state_dict().items() if not t.is_meta}
+        tensors = state["ema"].get("tensors", {})
+        average = {n: t.cpu() for n, t in tensors.items() if not t.is_meta}
+        from drivetrain.parallel.stages import merged
+
+        parts = self.gather((mine, state["optimizer"], average) if self.data.rank == 0 else None)
+        parts = [part for part in parts if part is not None]
+        if self.world.rank != 0:
+            return {}, {}
+        weights = {n: next(w[n] for w, _, _ in parts if n in w) for n in model.state_dict()}
+        state = {**state, "optimizer": merged([optimizer for _, optimizer, _ in parts])}
+        if state["ema"]:
+            state["ema"] = {**state["ema"], "tensors": {n: next(a[n] for _, _, a in parts if n in a) for n in tensors}}
+        return weights, state
+
+    def deal(self, weights: Weights, state: State) -> tuple[Weights, State]:
+        held = {n: t if t.is_meta else weights[n] for n, t in self._model.state_dict().items()}
+        return held, state

@@ -1,0 +1,172 @@
+"""What all strategies of several processes share: how many there are, how they meet, and what they agree on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+from drivetrain.errors import UserError
+from drivetrain.lazy import torch
+from drivetrain.parallel.base import Parallel
+from drivetrain.parallel.place import cuda_devices, launched
+from drivetrain.plan import World
+from drivetrain.spec import Count, CountOrZero, Positive, Run
+
+ENDPOINT = re.compile(r"[^\s:]+:\d{1,5}")
+
+
+@dataclass(kw_only=True, eq=False)
+class Ranks(Parallel):
+    """Processes that train together, on one machine or several.
+
+    `nproc` is the ranks on this machine: auto is one per CUDA device, two on a CPU. With `nnodes` machines the same
+    command on each of them meets at `rendezvous`, a host:port of one of them. A rank that dies, or gives no sign of life for
+    `silent_s`, ends the others; they all start again from the newest checkpoint, `max_restarts` times. A collective that
+    takes longer than `timeout_s` fails.
+    """
+
+    nproc: Count | Literal["auto"] = "auto"
+    nnodes: Count = 1
+    rendezvous: str | None = None
+    rendezvous_s: Positive = 300.0
+    max_restarts: CountOrZero = 0
+    timeout_s: Positive = 600.0
+    silent_s: Positive = 30.0
+
+    distributed = True
+    operators = ("nnodes", "rendezvous", "rendezvous_s")
+
+    def check(self, run: Run) -> Iterator[str]:
+        size = launched()
+        if size is not None and self.nproc not in ("auto", size):
+            yield f"parallel.nproc={self.nproc}, but the launcher started {size} ranks (WORLD_SIZE): set parallel.nproc=auto"
+        if size is not None and self.nnodes > 1:
+            yield (
+                f"parallel.nnodes={self.nnodes}, but a launcher started {size} ranks already (WORLD_SIZE): leave the machines "
+                "to it and set parallel.nnodes=1"
+            )
+        if self.nnodes > 1 and self.rendezvous is None:
+            yield (
+                f"parallel.nnodes={self.nnodes} machines need a place to meet: set parallel.rendezvous=host:port, a free port of "
+                "one of them, the same on each"
+            )
+        if self.rendezvous is not None and not ENDPOINT.fullmatch(self.rendezvous):
+            yield f"parallel.rendezvous={self.rendezvous} is no host:port: give one such as node1:29500"
+        if self.rendezvous is not None and self.nnodes == 1:
+            yield f"parallel.rendezvous={self.rendezvous} has no effect on one machine: set parallel.nnodes, or leave it out"
+        if self.max_restarts and not run.saving.active:
+            yield (
+                f"parallel.max_restarts={self.max_restarts} has nothing to start again from with {run.named('saving')}: "
+                "set saving=last"
+            )
+
+    def verify(self, run: Run) -> Iterator[str]:
+        if self.nproc != "auto" and run.runtime.kind() == "cuda" and int(self.nproc) > torch.cuda.device_count():
+            yield (
+                f"parallel.nproc={self.nproc}, but there are {torch.cuda.device_count()} CUDA devices, one for each rank: "
+                "set parallel.nproc=auto, or runtime.device=cpu"
+            )
+
+    def ranks(self) -> int:
+        if (size := launched()) is not None:  # torchrun's or Slurm's ranks are honoured
+            return size
+        return self.nnodes * self.local_ranks()
+
+    def local_ranks(self) -> int:
+        """Ranks on this machine."""
+        return int(self.nproc) if self.nproc != "auto" else cuda_devices() or 2
+
+    def start(self, world: World, device: torch.device) -> None:
+        import torch.distributed as dist
+
+        self.world, self._device = world, device
+        self.data = self.place_of_data(world)
+        timeout = timedelta(seconds=self.timeout_s)
+        try:
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+        except (dist.DistNetworkError, dist.DistStoreError) as error:
+            raise UserError(f"the {world.size} ranks did not meet: {str(error).splitlines()[0]}") from None
+        # Flags travel on the CPU whatever the device: reading one must not wait for the device's queue.
+        self._control: Any = dist.new_group(backend="gloo", timeout=timeout) if device.type == "cuda" else dist.group.WORLD
+        self._flag = torch.zeros((), dtype=torch.int64)
+        self._pending: Any = None
+        self._all_alike()
+
+    def _all_alike(self) -> None:
+        """Raise UserError, on all ranks, where they were started with other configs or versions."""
+        import socket
+
+        import torch.distributed as dist
+
+        import drivetrain
+
+        mine = (self.identity, f"drivetrain {drivetrain.__version__}", f"torch {torch.__version__}")
+        ranks: list[Any] = [None] * self.world.size
+        dist.all_gather_object(ranks, (mine, socket.gethostname()), group=self._control)
+        kinds: dict[Any, list[int]] = {}
+        for rank, (about, _) in enumerate(ranks):
+            kinds.setdefault(about, []).append(rank)
+        if len(kinds) > 1:
+            described = "; ".join(
+                f"{'ranks' if len(of) > 1 else 'rank'} {', '.join(map(str, of))} on {ranks[of[0]][1]}: config {about[0]}, "
+                f"{about[1]}, {about[2]}"
+                for about, of in kinds.items()
+            )
+            raise UserError(f"the ranks were not started alike ({described}): give the same command everywhere")
+
+    def place_of_data(self, world: World) -> World:
+        """This rank among those that the samples are split among."""
+        return world
+
+    def agree(self, flag: int) -> int:
+        """Answers with what was asked at the update before: that all-reduce ran beside a step and costs no wait."""
+        import torch.distributed as dist
+
+        agreed = 0
+        if self._pending is not None:
+            self._pending.wait()
+            agreed = int(self._flag)
+        self._flag.fill_(0 if agreed else flag)  # what was agreed is done now; what is still wanted is asked for again
+        self._pending = dist.all_reduce(self._flag, dist.ReduceOp.MAX, group=self._control, async_op=True)
+        return agreed
+
+    def total(self, sums: torch.Tensor) -> torch.Tensor:
+        import torch.distributed as dist
+
+        dist.all_reduce(sums)
+        return sums
+
+    def share_buffers(self, model: torch.nn.Module) -> None:
+        import torch.distributed as dist
+
+        for buffer in model.buffers():
+            dist.broadcast(buffer, src=0)
+
+    def gather(self, value: Any) -> list[Any]:
+        import torch.distributed as dist
+
+        values: list[Any] | None = [None] * self.world.size if self.world.rank == 0 else None
+        dist.gather_object(value, values, dst=0, group=self._control)
+        return values or []
+
+    def same(self, value: Any) -> Any:
+        import torch.distributed as dist
+
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self._control)
+        return values[0]
+
+    def group_of_savers(self) -> Any:
+        import torch.distributed as dist
+
+        return dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
+
+    def stop(self) -> None:
+        import torch.distributed as dist
+
+        if self._pending is not None:
+            self._pending.wait()
+        dist.destroy_process_group()

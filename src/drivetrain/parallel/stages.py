@@ -1,0 +1,91 @@
+"""The part of a model's forward that is one stage of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+class Row:
+    """A model's forward, of which one stage's blocks alone are run."""
+
+    def __init__(self, model: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> None:
+        self._model, self._count = model, len(blocks)
+        self._first, self._end, self._received = 0, len(blocks), None
+        for i, block in enumerate(blocks):
+            block.forward = self._within(i, block.forward)  # type: ignore[method-assign]
+
+    def run(self, first: int, end: int, h: Any, x: Any) -> Any:
+        """Blocks first to end - 1 on `h`, which the block before gave for the input `x`; with the last block, the output."""
+        self._first, self._end, self._received = first, end, h
+        try:
+            return self._model(x)
+        except _LeaveError as left:
+            return left.h
+        finally:
+            self._received = None
+
+    def _within(self, i: int, forward: Any) -> Any:
+        def of_stage(h: Any, *args: Any, **kwargs: Any) -> Any:
+            if i < self._first:
+                return h
+            if i == self._first and i > 0:
+                h = self._received
+            h = forward(h, *args, **kwargs)
+            if i + 1 == self._end and self._end < self._count:
+                raise _LeaveError(h)
+            return h
+
+        return of_stage
+
+
+class _LeaveError(Exception):
+    """The way out of a forward, with what the stage's last block gave."""
+
+    def __init__(self, h: Any) -> None:
+        super().__init__()
+        self.h = h
+
+
+class Stage(torch.nn.Module):
+    """One stage as torch's pipelining calls it: its input, and the number of the micro-batch."""
+
+    def __init__(self, forward: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
+        super().__init__()
+        self._forward = forward
+
+    def forward(self, h: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        return self._forward(h, int(number))
+
+
+def names(model: torch.nn.Module, row: Sequence[torch.nn.Module], owned: Sequence[int]) -> tuple[set[str], set[str]]:
+    """The names of weights and buffers in the owned blocks, and of those outside of all blocks."""
+    inside = {id(t): i for i, block in enumerate(row) for t in (*block.parameters(), *block.buffers())}
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    own = {name for name, t in named if inside.get(id(t)) in owned}
+    return own, {name for name, t in named if id(t) not in inside}
+
+
+def merged(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The optimizer states of stages as the one of an optimizer over all their weights."""
+    groups: list[dict[str, Any]] = []
+    state: dict[int, Any] = {}
+    numbers: dict[str, int] = {}
+    for part in states:
+        for group in part["param_groups"]:
+            about = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+            whole = next((g for g in groups if {k: g[k] for k in about} == about), None)
+            if whole is None:
+                whole = {**about, "params": [], "param_names": []}
+                groups.append(whole)
+            for i, name in zip(group["params"], group["param_names"], strict=True):
+                if name in numbers:
+                    continue
+                numbers[name] = len(numbers)
+                whole["params"].append(numbers[name])
+                whole["param_names"].append(name)
+                if i in part["state"]:
+                    state[numbers[name]] = part["state"][i]
+    return {**states[0], "param_groups": groups, "state": state}

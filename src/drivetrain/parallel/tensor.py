@@ -1,0 +1,162 @@
+"""Tensor parallelism: each rank computes with a slice of every large matrix of a transformer's blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from drivetrain.blocks import repeated_blocks
+from drivetrain.errors import UserError
+from drivetrain.lazy import torch
+from drivetrain.parallel.fsdp import fully_shard_blocks, resharded
+from drivetrain.parallel.sharded import Sharded
+from drivetrain.plan import World
+from drivetrain.spec import Count, Run
+
+
+@dataclass(kw_only=True, eq=False)
+class Tensor(Sharded):
+    """Heads and hidden units over `size` ranks (Shoeybi et al. 2019), by torch's DeviceMesh; auto is all ranks.
+
+    More ranks than `size` are groups that split the batch, and their weights are sharded over the groups as with
+    parallel=fsdp. There are plans for the blocks of timm's vision transformers and of model=gpt.
+    """
+
+    size: Count | Literal["auto"] = "auto"
+
+    def check(self, run: Run) -> Iterator[str]:
+        yield from super().check(run)
+        if self.ranks() % self._size():
+            near = [n for n in range(1, self.ranks() + 1) if self.ranks() % n == 0]
+            yield (
+                f"parallel.size={self.size} does not divide the {self.ranks()} ranks: set it to one of "
+                f"{', '.join(map(str, near))}"
+            )
+        if run.choices["model"] not in ("timm", "gpt", "own"):
+            yield (
+                f"parallel=tensor has plans for transformers (model=gpt, vision transformers of model=timm), none for "
+                f"{run.named('model')}: set parallel=ddp, fsdp or pipeline"
+            )
+        if run.choices["compile"] in ("inductor", "cudagraph"):
+            yield f"{run.named('compile')} and parallel=tensor: not together yet: set compile=none, or parallel=fsdp"
+
+    def _size(self) -> int:
+        return self.ranks() if self.size == "auto" else self.size
+
+    def data_ranks(self) -> int:
+        return self.ranks() // self._size()
+
+    def place_of_data(self, world: World) -> World:
+        size = self._size()
+        return World(world.rank // size, world.size // size, world.local_rank, world.local_size)
+
+    def _split(self, model: torch.nn.Module, dtype: str | None, example: torch.Tensor) -> list[str]:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        size = self._size()
+        mesh = init_device_mesh(self._device.type, (self.data.size, size), mesh_dim_names=("data", "tensor"))
+        self._group_of_data = mesh.get_group("data")
+        blocks = repeated_blocks(model)
+        plans = [plan for block in blocks if (plan := plan_for(block)) is not None]
+        if not plans:
+            found = ", ".join(sorted({type(b).__name__ for b in blocks})) or "none that repeat"
+            raise UserError(
+                f"parallel=tensor has no plan for this model's blocks ({found}): it knows those of timm's vision "
+                "transformers and of model=gpt: set parallel=fsdp or pipeline"
+            )
+        for plan in plans:
+            plan(mesh["tensor"], size)
+        if self.data.size > 1:
+            fully_shard_blocks(model, mesh["data"], dtype, None)
+        groups = f", {self.data.size} groups" if self.data.size > 1 else ""
+        return [f"{len(plans)} blocks, each over {size} ranks{groups}"]
+
+    def total(self, sums: torch.Tensor) -> torch.Tensor:
+        import torch.distributed as dist
+
+        dist.all_reduce(sums, group=self._group_of_data)
+        return sums
+
+    def sync(self, model: Any, last: bool) -> AbstractContextManager[Any]:
+        if self.data.size > 1:
+            self._root.set_requires_gradient_sync(last)
+        return nullcontext()
+
+    def attach(self, trainer: Any) -> None:
+        super().attach(trainer)
+        self._root: Any = trainer.model
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        with torch.no_grad():
+            yield
+        resharded(self._root)
+
+
+Plan = Callable[[Any, int], None]  # (mesh of the tensor ranks, their number): changes its block in place
+
+
+def plan_for(block: Any) -> Plan | None:
+    """How to lay a block over ranks, if we know it."""
+    if hasattr(block, "attn") and hasattr(block.attn, "qkv") and hasattr(block, "mlp") and hasattr(block.mlp, "fc2"):
+        return lambda mesh, size: _timm(block, mesh, size)
+    if hasattr(block, "attention") and hasattr(block, "feed_forward"):
+        return lambda mesh, size: _gpt(block, mesh, size)
+    return None
+
+
+def _timm(block: Any, mesh: Any, size: int) -> None:
+    """timm's Block: heads of the attention, hidden units of the mlp."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    attn = block.attn
+    if getattr(attn, "gate", None) is not None or type(getattr(attn, "norm", None)).__name__ not in ("Identity", "NoneType"):
+        raise UserError("parallel=tensor has no plan for attention with a gate or a norm over all heads: set parallel=fsdp")
+    _divisible(attn.num_heads, "heads", size)
+    _divisible(block.mlp.fc1.out_features, "hidden units", size)
+    attn.num_heads //= size
+    attn.attn_dim = attn.num_heads * attn.head_dim
+    attn.qkv = _fused(attn.qkv, 3, mesh)
+    parallelize_module(attn, mesh, {"proj": RowwiseParallel()}, src_data_rank=None)
+    parallelize_module(block.mlp, mesh, {"fc1": ColwiseParallel(), "fc2": RowwiseParallel()}, src_data_rank=None)
+
+
+def _gpt(block: Any, mesh: Any, size: int) -> None:
+    """models.gpt's Block."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    attention = block.attention
+    _divisible(attention.qkv.in_features // attention.head, "heads", size)
+    attention.qkv = _fused(attention.qkv, 3, mesh)
+    parallelize_module(attention, mesh, {"out": RowwiseParallel()}, src_data_rank=None)
+    parallelize_module(block.feed_forward, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()}, src_data_rank=None)
+
+
+def _divisible(number: int, what: str, size: int) -> None:
+    if number % size:
+        near = [n for n in range(size, 0, -1) if number % n == 0]
+        raise UserError(f"parallel.size={size}: {number} {what} do not divide into {size} ranks: set it to {near[0]}")
+
+
+def _fused(linear: Any, parts: int, mesh: Any) -> Any:
+    """A Linear whose rows are those of `parts` matrices, laid over the ranks matrix by matrix: each has its heads' q, k, v.
+
+    Weight and bias get a dimension for the parts, so that a shard is a shard of each of them; saved, they have none.
+    """
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+    for name, p in linear.named_parameters():
+        split = p.detach().unflatten(0, (parts, -1))
+        laid = distribute_tensor(split, mesh, [Shard(1)], src_data_rank=None)
+        linear.register_parameter(name, torch.nn.Parameter(laid, requires_grad=p.requires_grad))
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        # The input is the same on all ranks; its gradient is the sum of theirs.
+        x = DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+        bias = None if linear.bias is None else linear.bias.to_local().flatten(0, 1)
+        return torch.nn.functional.linear(x, linear.weight.to_local().flatten(0, 1), bias)
+
+    linear.forward = forward
+    return linear

@@ -1,0 +1,17 @@
+"""A vision transformer in float64, for comparisons in which equal means equal to the last digits (trust=[double_nets])."""
+
+from __future__ import annotations
+
+import torch
+
+
+def vit(shape: tuple[int, ...], classes: int) -> torch.nn.Module:
+    """Four blocks of two heads over patches of 4×4, inputs of float32 taken as float64."""
+    import timm
+
+    model = timm.create_model(
+        "vit_tiny_patch16_224", img_size=shape[1:], patch_size=4, in_chans=shape[0], num_classes=classes, depth=4, embed_dim=24,
+        num_heads=2,
+    ).double()  # fmt: skip
+    model.register_forward_pre_hook(lambda module, args: tuple(x.double() for x in args))
+    return model

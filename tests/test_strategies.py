@@ -1,0 +1,149 @@
+"""Every strategy of several processes against one process with the same global batch: losses, weights, states, evaluations."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+import drivetrain
+
+RUN = [
+    "data=synthetic", "data.shape=[3,8,8]", "data.classes=4", "data.samples=50", "data.test_samples=7", "data.drop_last=false",
+    "scheduler=constant", "batch.global_batch=24", "log_every=1", "epochs=2", "updates=6", "runtime.device=cpu",
+    "runtime.threads=1",
+]  # fmt: skip
+DOUBLE = ["model=own", "model.target=double_nets.vit", "trust=[double_nets]"]
+VIT = [
+    "model=timm", "model.name=vit_tiny_patch16_224",
+    "model.kwargs={img_size: 8, patch_size: 4, depth: 4, embed_dim: 24, num_heads: 2}",
+]  # fmt: skip
+STRATEGIES = {
+    "ddp": ["parallel=ddp"],
+    "fsdp": ["parallel=fsdp"],
+    "fsdp, more gathered": ["parallel=fsdp", "parallel.sync_each_micro=true", "parallel.reshard_after_forward=false"],
+    "hybrid": ["parallel=fsdp", "parallel.nproc=4", "parallel.replicate=2"],
+    "tensor": ["parallel=tensor"],
+    "tensor × fsdp": ["parallel=tensor", "parallel.nproc=4", "parallel.size=2"],
+    "pipeline": ["parallel=pipeline"],
+    "pipeline × data": ["parallel=pipeline", "parallel.nproc=4", "parallel.stages=2", "parallel.schedule=gpipe"],
+    "split": ["parallel=split", "parallel.devices=[cpu,cpu]"],
+    "dp": ["parallel=dp"],
+}  # fmt: skip
+SETTINGS = {
+    "all that must be exact": [
+        *DOUBLE, "optimizer=adamw", "optimizer.eps=1e-4", "batch=accumulate", "batch.steps=3", "clip=norm", "clip.max_norm=0.1",
+        "ema=ema", "ema.decay=0.5", "checkpointing=every_k",
+    ],
+    "bf16": [*VIT, "optimizer=sgd", "optimizer.lr=0.05", "precision=bf16", "clip=value"],
+    "amp": [*VIT, "optimizer=sgd", "optimizer.lr=0.05", "precision=amp", "precision.init_scale=256.0",
+        "batch=accumulate", "batch.steps=2"],
+}  # fmt: skip
+CLOSE = {"all that must be exact": 1e-9, "bf16": 5e-3, "amp": 5e-3}
+
+
+class Done:
+    """What a run left."""
+
+    def __init__(self, result: Any) -> None:
+        assert result.status == "completed", result.error
+        self.result, self.run_dir = result, Path(result.run_dir)
+        checkpoint = self.run_dir / "checkpoints" / str(result.updates)
+        self.weights = safetensors.torch.load_file(checkpoint / "model.safetensors")
+        self.state = torch.load(checkpoint / "state.pt", weights_only=True)
+        self.losses = [
+            record["loss"]
+            for record in map(json.loads, (self.run_dir / "metrics.jsonl").read_text().splitlines())
+            if record["event"] == "train"
+        ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nets():
+    """double_nets can be imported, here and by the ranks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(Path(__file__).parent)
+        yield
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """`done(words)`: a run of them, run once for all tests."""
+    runs: dict[tuple[str, ...], Done] = {}
+
+    def run(*words: str) -> Done:
+        if words not in runs:
+            runs[words] = Done(drivetrain.train([*RUN, *words, f"output_dir={tmp_path_factory.mktemp('runs')}"]))
+        return runs[words]
+
+    return run
+
+
+def equal(a: Done, b: Done, to: float) -> None:
+    assert a.weights.keys() == b.weights.keys()
+    for name in a.weights:
+        torch.testing.assert_close(b.weights[name], a.weights[name], rtol=to, atol=to, msg=lambda m, n=name: f"{n}: {m}")
+    assert len(a.losses) == len(b.losses) == a.result.updates
+    assert b.losses == pytest.approx(a.losses, rel=max(to, 1e-6))  # summed in float32
+    for name, value in a.result.metrics["final"].items():
+        assert b.result.metrics["final"][name] == pytest.approx(value, rel=max(to, 1e-6), abs=to)
+    if to > 1e-6:  # 16 bits round a whole batch otherwise than its parts
+        return
+    mine, theirs = (by_name(done.state["optimizer"]) for done in (a, b))
+    assert mine.keys() == theirs.keys()
+    for name, of_weight in mine.items():
+        for key, value in of_weight.items():
+            torch.testing.assert_close(theirs[name][key], value, rtol=to, atol=to, msg=lambda m, n=f"{name} {key}": f"{n}: {m}")
+
+
+def by_name(optimizer: dict) -> dict:
+    names = {i: n for g in optimizer["param_groups"] for i, n in zip(g["params"], g["param_names"], strict=True)}
+    return {names[i]: state for i, state in optimizer["state"].items()}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_strategy_equals_one_process(done, strategy, setting):
+    one, many = done(*SETTINGS[setting]), done(*SETTINGS[setting], *STRATEGIES[strategy])
+    equal(one, many, CLOSE[setting])
+    assert many.losses != one.losses[:1] * len(one.losses)  # it has learnt something
+
+
+# --- checkpoints: whole or in parts, from one strategy to another ---
+
+EXACT = SETTINGS["all that must be exact"]
+CHAIN = ["ddp", "fsdp", "one process", "tensor", "pipeline", "hybrid"]
+
+
+@pytest.mark.parametrize("kept", [[], ["saving.asynchronous=true"]], ids=["at once", "beside the training"])
+def test_a_run_goes_on_under_any_other_strategy(done, tmp_path, kept):
+    """Six updates, each under another strategy, are the six of one process."""
+    whole = done(*EXACT)
+    run_dir = None
+    for updates, strategy in enumerate(CHAIN, 1):
+        words = STRATEGIES.get(strategy, ["parallel=single"])
+        first = [*RUN, *EXACT, f"output_dir={tmp_path}"] if run_dir is None else [f"resume={run_dir}", "resume_changed=true"]
+        result = drivetrain.train([*[w for w in first if not w.startswith("updates=")], *words, *kept, f"updates={updates}"])
+        run_dir = result.run_dir
+        assert (result.status, result.updates) == ("completed", updates), result.error
+    equal(whole, Done(result), 1e-9)
+
+
+def test_every_rank_writes_its_part_and_any_strategy_reads_them(done, tmp_path):
+    whole = done(*EXACT)
+    words = [w for w in [*RUN, *EXACT] if not w.startswith("updates=")]
+    sharded = ["saving.sharded=true", "saving.asynchronous=true"]
+    first = drivetrain.train([*words, *STRATEGIES["fsdp"], *sharded, "updates=2", f"output_dir={tmp_path}"])
+    assert first.status == "completed", first.error
+    saved = Path(first.run_dir) / "checkpoints" / "2"
+    assert {f.name for f in saved.iterdir()} == {"__0_0.distcp", "__1_0.distcp", ".metadata", "state.pt", "manifest.json"}
+    sizes = [(saved / f"__{rank}_0.distcp").stat().st_size for rank in (0, 1)]
+    assert 0.8 < sizes[0] / sizes[1] < 1.25  # neither has the whole
+    go_on = ["resume_changed=true", f"resume={first.run_dir}"]
+    for updates, strategy in ((3, "hybrid"), (4, "ddp")):
+        result = drivetrain.train([*go_on, *STRATEGIES[strategy], f"updates={updates}"])
+        assert (result.status, result.updates) == ("completed", updates), result.error
+    result = drivetrain.train([*go_on, "parallel=single", "saving.sharded=false", "updates=6"])
+    equal(whole, Done(result), 1e-9)
