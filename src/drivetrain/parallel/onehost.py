@@ -55,7 +55,7 @@ class Split(Parallel):
     def check(self, run: Run) -> Iterator[str]:
         yield from super().check(run)
         if self.devices is not None and len(self.devices) < 2:
-            yield f"parallel.devices={self.devices}: splitting a model takes two devices at least: name them, or set parallel=single"
+            yield f"parallel.devices={self.devices}: splitting takes two devices at least: name them, or set parallel=single"
         if run.choices["compile"] in ("step", "cudagraph", "jit"):
             yield (
                 f"{run.named('compile')} and parallel=split exclude each other (activations move between devices within the "

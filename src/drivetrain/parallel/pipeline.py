@@ -48,7 +48,8 @@ class Pipeline(Sharded):
         if self.schedule == "interleaved" and steps % stages:
             yield (
                 f"parallel.schedule=interleaved wants micro-batches in multiples of the {stages} stages, but "
-                f"{run.named('batch')} makes {steps} of an update: set batch=accumulate batch.steps={max(stages, steps // stages * stages)}"
+                f"{run.named('batch')} makes {steps} of an update: "
+                f"set batch=accumulate batch.steps={max(stages, steps // stages * stages)}"
             )
         if self.schedule == "interleaved" and not run.data.drop_last:
             yield (
