@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
+from typing import Any
 
 from drivetrain.errors import UserError, did_you_mean
 from drivetrain.lazy import torch
@@ -37,8 +39,8 @@ def blocks_in_a_row(setting: str, model: torch.nn.Module, class_name: str | None
     """
     if class_name is not None:
         return blocks_for(setting, "parallel.block", model, class_name)
-    rows = [list(m.children()) for m in _outermost_rows(model)]
-    row = max(rows, key=len, default=[])
+    holder = max(_outermost_rows(model), key=len, default=None)
+    row = _each_of_its_own(holder) if holder is not None else []
     if len(row) < 2:
         raise UserError(
             f"{setting} found no row of blocks (a Sequential or ModuleList of two or more) in the model, so it cannot be cut: "
@@ -47,7 +49,17 @@ def blocks_in_a_row(setting: str, model: torch.nn.Module, class_name: str | None
     return row
 
 
-def _outermost_rows(module: torch.nn.Module) -> list[torch.nn.Module]:
+def _each_of_its_own(row: Any) -> list[torch.nn.Module]:
+    """A row's members; one that stands in it several times (a pooling, say, without weights) is copied to its other places."""
+    seen: set[int] = set()
+    for i, block in enumerate(row):
+        if id(block) in seen and not any(True for _ in block.parameters()):
+            row[i] = copy.deepcopy(block)
+        seen.add(id(block))
+    return list(row)
+
+
+def _outermost_rows(module: torch.nn.Module) -> list[Any]:
     if isinstance(module, torch.nn.Sequential | torch.nn.ModuleList):
         return [module]
     return [row for child in module.children() for row in _outermost_rows(child)]

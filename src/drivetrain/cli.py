@@ -12,6 +12,7 @@ from pathlib import Path
 
 from drivetrain import __version__, terminal, usage
 from drivetrain.errors import BAD_CONFIG, DONE, FAILED, INTERRUPTED, UserError, did_you_mean
+from drivetrain.parallel import launched
 from drivetrain.paths import add_own_places
 
 
@@ -90,9 +91,9 @@ def _train(argv: list[str]) -> int:
     ended = launch.launch(prepare(given.overrides, given.config_dir), quiet=given.quiet)
     if ended.result.run_dir is not None:  # rank 0
         terminal.show_result(ended.result)
-        if ended.result.error:
-            for line in ended.result.error.splitlines():
-                terminal.say(f"error: {line}")
+    if ended.result.error and (ended.result.run_dir is not None or launched() is None):  # else rank 0 tells
+        for line in ended.result.error.splitlines():
+            terminal.say(f"error: {line}")
     return ended.code
 
 

@@ -10,7 +10,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,11 +26,17 @@ if TYPE_CHECKING:
     from drivetrain.job import Job
 
 FINAL = {BAD_CONFIG, EXIT_OF_STATUS["diverged"], INTERRUPTED}  # codes of ranks that would end the same way again
+ANSWER_S = 10  # within which the place to meet answers
 SHUTDOWN_S = 5  # for the ranks that a dead one leaves waiting
 
 
-def run(job: Job, run_dir: Path, quiet: bool) -> tuple[Result, int]:
+End = Callable[[Result, int], int]
+
+
+def run(job: Job, run_dir: Path, quiet: bool, end: End | None = None) -> tuple[Result, int]:
     """Run the job on the ranks of this machine; the run's result, or the reason of the rank that failed first.
+
+    Where the launcher hangs on a machine that is gone, `end(result, code)` writes the result and this process exits.
 
     The ranks are forked: this process has imported torch and run nothing of it, so they start in 0.1 s. Of several machines
     the one that gets rank 0 has the run's directory.
@@ -43,11 +49,19 @@ def run(job: Job, run_dir: Path, quiet: bool) -> tuple[Result, int]:
     parallel = job.run.parallel
     sys.stdout.flush()
     died: set[int] = set()
-    with _told(run_dir, parallel.nnodes > 1) as told, Watch(told, parallel.silent_s) as watch:
-        config = _config(parallel, told)
-        with _met(parallel):
+    with _told(run_dir, parallel.nnodes > 1) as told:
+        watch = Watch(told, parallel.silent_s)
+
+        def abandoned() -> None:
+            code = end(*_outcome(told, run_dir, parallel, set(), watch.lost)) if end else FAILED
+            shutil.rmtree(told, ignore_errors=True)
+            os._exit(code)
+
+        if parallel.nnodes > 1:
+            watch.abandoned = abandoned
+        with watch, _met(parallel):
             try:
-                elastic_launch(config, _entry)(job, run_dir, told, quiet)
+                elastic_launch(_config(parallel, told), _entry)(job, run_dir, told, quiet)
             except ChildFailedError as error:  # the ranks have told why, but those that could not
                 died = set(error.failures)
             except SignalException:
@@ -66,10 +80,12 @@ def _told(run_dir: Path, several: bool) -> Iterator[Path]:
         yield told
         return
     folder = Path(tempfile.mkdtemp(prefix="drivetrain-ranks-"))
-    yield folder
-    if run_dir.is_dir():
-        shutil.copytree(folder, told, dirs_exist_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        yield folder
+    finally:
+        if run_dir.is_dir():
+            shutil.copytree(folder, told, dirs_exist_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _config(parallel: Any, told: Path) -> Any:
@@ -87,11 +103,10 @@ def _config(parallel: Any, told: Path) -> Any:
         host, _, port = parallel.rendezvous.rpartition(":")
         own = network.address_towards(host, int(port))
         network.talk_through(own)
-        about = {
-            "is_host": network.is_here(host),
-            "join_timeout": int(parallel.rendezvous_s),
-            "read_timeout": int(parallel.rendezvous_s),
-        }
+        here = network.is_here(host)
+        if not here:  # the one that has the address opens the place to meet; from then on it answers at once, or is gone
+            network.wait_for(host, int(port), parallel.rendezvous_s)
+        about = {"is_host": here, "join_timeout": int(parallel.rendezvous_s), "read_timeout": ANSWER_S}
     # The ranks but the first write their output to files: one machine's terminal shows one rank's lines.
     logs = DefaultLogsSpecs(log_dir=str(told), redirects=dict.fromkeys(range(1, local), Std.ALL))
     return LaunchConfig(
@@ -108,7 +123,9 @@ def _met(parallel: Any) -> Iterator[None]:
 
     try:
         yield
-    except RendezvousError as error:
+    except (RendezvousError, OSError) as error:
+        if parallel.nnodes == 1:
+            raise
         raise UserError(
             f"parallel.rendezvous={parallel.rendezvous}: {parallel.nnodes} machines did not meet within "
             f"{parallel.rendezvous_s:g} s ({type(error).__name__}): start the same command on each of them; the host must be "
@@ -180,13 +197,15 @@ def _outcome(told: Path, run_dir: Path, parallel: Any, died: set[int], ended_by_
         rank = min(own, key=lambda r: own[r]["time"])
         told_why = {k: own[rank][k] for k in ("status", "error", "code", "world_size", "overrides", "config_hash")}
         content = {**(main or {}), **told_why}
-        if rank:
+        if len({e["error"] for e in own.values()}) > 1 or (len(own) == 1 and rank):
             content["error"] = f"rank {rank}: {content['error']}"
     if lost and (parallel.max_restarts or ended_by_us) and manifest.checkpoints(run_dir):
         content["error"] = f"{content['error']}: go on with resume={run_dir}"
     code = content.pop("code")
     content.pop("time", None)
-    return Result(**content), code
+    result = Result(**content)
+    result.run_dir = run_dir if 0 in begun else None
+    return result, code
 
 
 def _left_alone(run_dir: Path) -> dict[str, Any]:
@@ -199,5 +218,5 @@ def _left_alone(run_dir: Path) -> dict[str, Any]:
 
 def _is_consequence(failed: dict[int, Any]) -> bool:
     """Whether all of these ranks failed only because another was gone."""
-    signs = ("Connection closed by peer", "Connection reset", "gloo", "NCCL", "Broken pipe", "timed out", "Timed out")
+    signs = ("Connection closed by peer", "Connection reset", "gloo", "NCCL", "Broken pipe", "imed out", "caused pair closure")
     return all(any(sign in str(e["error"]) for sign in signs) for e in failed.values())

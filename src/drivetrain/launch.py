@@ -88,15 +88,28 @@ def _on_several(job: Job, run_dir: Path, quiet: bool) -> Ended:
         terminal.say(line)
     if not quiet:
         terminal.show_recipe(job.composed)
-    result, code = elastic.run(job, run_dir, quiet)
+
+    def written(result: Result) -> None:
+        result.wall_s = time.time() - drivetrain.STARTED
+        if result.run_dir is not None:
+            result.write(run_dir)
+            if RESULT_TO in os.environ:
+                Path(os.environ[RESULT_TO]).write_text(str(run_dir))
+
+    def end(result: Result, code: int) -> int:
+        written(result)
+        terminal.say(f"error: {result.error}")
+        sys.stdout.flush()
+        return code
+
+    result, code = elastic.run(job, run_dir, quiet, end)
     if code == BAD_CONFIG and not result.updates:
         if job.run_dir is None and run_dir.is_dir():
             rundir.remove(run_dir)
         raise UserError(str(result.error).splitlines())
-    result.wall_s = time.time() - drivetrain.STARTED
-    if (run_dir / "environment.json").is_file() and (run_dir / "ranks" / "0.alive").is_file():  # rank 0 was here
-        result.run_dir = run_dir
-        result.write(run_dir)
+    written(result)
+    if result.run_dir is None and not code:
+        terminal.say("this machine's ranks are done; the run's directory is where rank 0 is")
     return Ended(result, code)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import struct
+import time
 
 IFNAME = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _SIOCGIFADDR = 0x8915
@@ -27,6 +28,19 @@ def is_here(host: str) -> bool:
         except OSError:
             return False
     return True
+
+
+def wait_for(host: str, port: int, seconds: float) -> None:
+    """Return when something listens there. Raises TimeoutError after so many seconds."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=2).close()
+            return
+        except OSError:
+            if time.monotonic() > until:
+                raise TimeoutError(f"nothing listens on {host}:{port}") from None
+        time.sleep(0.2)
 
 
 def free_port(host: str, port: int) -> bool:

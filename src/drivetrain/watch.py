@@ -8,9 +8,11 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 EVERY_S = 1.0
+ABANDONED_S = 12.0
 STACK = signal.SIGUSR2  # asks a rank for its Python stack
 
 
@@ -31,10 +33,15 @@ def alive(folder: Path, rank: int) -> None:
 
 
 class Watch:
-    """Looks at the ranks of this machine until it is left; `lost` says of those that it ended why."""
+    """Looks at the ranks of this machine until it is left; `lost` says of those that it ended why.
+
+    `abandoned` is called, in another thread, when all ranks have ended and nobody has noticed for `ABANDONED_S`: the
+    launcher waits for a machine that cannot be reached any more.
+    """
 
     def __init__(self, folder: Path, silent_s: float) -> None:
         self.lost: dict[int, str] = {}
+        self.abandoned: Callable[[], None] | None = None
         self._folder, self._silent_s = folder, silent_s
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
@@ -48,12 +55,20 @@ class Watch:
         self._thread.join()
 
     def _look(self) -> None:
+        ended_since: float | None = None
         while not self._over.wait(EVERY_S):
+            ended_since = (ended_since or time.monotonic()) if self._all_ended() else None
+            if self.abandoned is not None and ended_since is not None and time.monotonic() > ended_since + ABANDONED_S:
+                self.abandoned()
             for file in self._folder.glob("*.alive"):
                 with contextlib.suppress(OSError, ValueError):
                     silent = time.time() - file.stat().st_mtime
                     if silent > self._silent_s:
                         self._end(int(file.stem), int(file.read_text()), silent, file)
+
+    def _all_ended(self) -> bool:
+        begun = list(self._folder.glob("*.alive"))
+        return bool(begun) and all(file.with_suffix(".json").exists() for file in begun)
 
     def _end(self, rank: int, process: int, silent: float, file: Path) -> None:
         state = _state(process)

@@ -21,7 +21,7 @@ class Fsdp(Sharded):
     keeps gathered weights until the backward: one gathering less, more memory. With `replicate` the ranks are that many
     groups, each of which holds the whole model (hybrid sharding). `sync_each_micro` shares gradients after every
     micro-batch, not once an update: more traffic, no whole gradient kept. Where autocast computes in bfloat16, weights
-    travel in it.
+    travel in it, but those of a model with BatchNorm.
     """
 
     replicate: Count = 1
@@ -88,7 +88,8 @@ def fully_shard_blocks(model: Any, mesh: Any, dtype: str | None, block: str | No
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy()
-    if dtype == "bfloat16":
+    norms = any(isinstance(m, torch.nn.modules.batchnorm._NormBase) for m in model.modules())
+    if dtype == "bfloat16" and not norms:  # a BatchNorm computes with float32 statistics, and wants weights alike
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
     blocks = repeated_blocks(model, block)
     for module in (*blocks, model):

@@ -79,7 +79,7 @@ class Pipeline(Sharded):
         return self.ranks() if self.stages == "auto" else self.stages
 
     def data_ranks(self) -> int:
-        return self.ranks() // self._stages()
+        return max(1, self.ranks() // self._stages())
 
     def place_of_data(self, world: World) -> World:
         stages = self._stages()
@@ -98,6 +98,11 @@ class Pipeline(Sharded):
         self._place = mesh.get_local_rank("pipe")
         self._peers = [self.data.rank * ranks + i for i in range(ranks)]  # this pipeline's ranks in the world
         row = blocks_in_a_row("parallel=pipeline", model, self.block)
+        if len({id(block) for block in row}) < len(row):
+            raise UserError(
+                "parallel=pipeline: a block with weights stands in the model's row several times, and would lie on several "
+                "ranks: set parallel=fsdp"
+            )
         count = ranks * (self.per_rank if self.schedule == "interleaved" else 1)
         if count > len(row):
             raise UserError(

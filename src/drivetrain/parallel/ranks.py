@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -86,7 +87,11 @@ class Ranks(Parallel):
         self.data = self.place_of_data(world)
         timeout = timedelta(seconds=self.timeout_s)
         try:
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+            store, _, _ = next(dist.rendezvous("env://", world.rank, world.size, timeout=timeout))
+            # Ranks that start again may not read the addresses that those before them left in the launcher's store.
+            store = dist.PrefixStore(f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+            backend = "nccl" if device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             raise UserError(f"the {world.size} ranks did not meet: {str(error).splitlines()[0]}") from None
         # Flags travel on the CPU whatever the device: reading one must not wait for the device's queue.

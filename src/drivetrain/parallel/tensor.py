@@ -46,7 +46,7 @@ class Tensor(Sharded):
         return self.ranks() if self.size == "auto" else self.size
 
     def data_ranks(self) -> int:
-        return self.ranks() // self._size()
+        return max(1, self.ranks() // self._size())
 
     def place_of_data(self, world: World) -> World:
         size = self._size()
