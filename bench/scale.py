@@ -1,0 +1,196 @@
+"""What spreading a run over ranks costs, counted and measured, and what a simple model of it predicts.
+
+    python -m bench.scale
+
+Bytes are the kernel's count of what went through the loopback of a network namespace in which the ranks alone live (they
+are left out where namespaces are not allowed). Speeds are ratios of whole runs that take turns, A B B A.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.harness import RESULTS, ROOT, machine, table, write
+
+WIDTH, BATCH = 1024, 512
+MLP = [
+    "data=synthetic", "data.shape=[3,8,8]", "data.classes=10", "data.samples=65536", "data.test_samples=16", "model=mlp",
+    f"model.hidden=[{WIDTH},{WIDTH},{WIDTH}]", "optimizer=sgd", "scheduler=constant", f"batch.global_batch={BATCH}", "saving=none",
+    "runtime.device=cpu", "runtime.threads=1", "log_every=50", "epochs=9",
+]  # fmt: skip
+GPT = [
+    "data=stdlib", "data.max_files=200", "data.length=64", "data.test_samples=8", "loss=next_token", "model=gpt", "model.width=512",
+    "model.depth=8", "model.heads=8", "optimizer=adamw", "scheduler=constant", "batch.global_batch=8", "saving=none", "epochs=9",
+    "runtime.device=cpu", "runtime.threads=1",
+]  # fmt: skip
+STRATEGIES = {
+    "ddp": ["parallel=ddp"],
+    "ddp, 4 micro-batches": ["parallel=ddp", "batch=accumulate", "batch.steps=4"],
+    "ddp, bf16 sent": ["parallel=ddp", "parallel.compress=bf16"],
+    "ddp, powersgd": ["parallel=ddp", "parallel.compress=powersgd"],
+    "fsdp": ["parallel=fsdp", "parallel.block=Layer"],
+    "fsdp, weights kept": ["parallel=fsdp", "parallel.block=Layer", "parallel.reshard_after_forward=false"],
+    "pipeline, 4 micro-batches": ["parallel=pipeline", "batch=accumulate", "batch.steps=4"],
+}  # fmt: skip
+
+
+def trained(words: Sequence[str], updates: int, inside: Sequence[str] = ()) -> dict[str, Any]:
+    """result.json of a run in a process of its own, and the bytes that the loopback carried for it."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "drivetrain", "train", "-q", *words, f"updates={updates}", f"output_dir={folder}"]
+        done = subprocess.run([*inside, *command], capture_output=True, text=True, check=False, env=_environment())
+        if done.returncode:
+            raise SystemExit(f"{' '.join(words)}: {done.stderr[-800:]}")
+        found: dict[str, Any] = json.loads(next(Path(folder).glob("*/*/result.json")).read_text())
+        peaks = [json.loads(f.read_text())["peak_memory_bytes"] for f in Path(folder).glob("*/*/ranks/*.json")]
+        found["peak_bytes_of_ranks"] = peaks or [found["peak_memory_bytes"]]
+        carried = re.search(r"lo:\s*(\d+)", done.stdout[done.stdout.rfind("Inter-") :]) if inside else None
+        found["loopback_bytes"] = int(carried[1]) if carried else None
+        return found
+
+
+def _environment() -> dict[str, str]:
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
+def by_hand(ranks: int, updates: int) -> float:
+    """Milliseconds of a step, p50, of a DistributedDataParallel script as one writes it."""
+    command = [sys.executable, "-m", "bench.ddp_by_hand", str(ranks), str(updates), str(WIDTH), str(BATCH)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=_environment(), cwd=ROOT)
+    return float(done.stdout.split()[-1])
+
+
+def overhead(rounds: int, updates: int) -> dict[str, Any]:
+    """Ours over a hand-written DDP script, the same work on 2 ranks: ratios of the steps' medians, round by round."""
+    ratios, ours, theirs = [], [], []
+    for n in range(rounds):
+        pair: dict[str, float] = {}
+        for who in ("ours", "by hand") if n % 2 == 0 else ("by hand", "ours"):
+            pair[who] = trained([*MLP, "parallel=ddp"], updates)["step_ms_p50"] if who == "ours" else by_hand(2, updates)
+        ours.append(pair["ours"])
+        theirs.append(pair["by hand"])
+        ratios.append(pair["ours"] / pair["by hand"])
+        print(f"overhead {n + 1}/{rounds}: {pair['ours']:.2f} ms, by hand {pair['by hand']:.2f} ms: {ratios[-1]:.3f}", flush=True)
+    return {"ratios": ratios, "median": statistics.median(ratios), "ours_ms": ours, "by_hand_ms": theirs}
+
+
+def own_network() -> list[str]:
+    """A command before a command: in a network namespace of its own, the loopback up, its counters printed at the end."""
+    shell = ["sh", "-c", 'ip link set lo up && "$@"; code=$?; cat /proc/net/dev; exit $code', "sh"]
+    inside = ["unshare", "--net", *shell]
+    tried = subprocess.run([*inside, "true"], capture_output=True, check=False)
+    return inside if tried.returncode == 0 else []
+
+
+def traffic() -> dict[str, Any]:
+    """Bytes of an update for each strategy on 2 ranks: the difference of a longer and a shorter run."""
+    inside = own_network()
+    weights = 4 * (192 * WIDTH + WIDTH + 2 * (WIDTH * WIDTH + WIDTH) + WIDTH * 10 + 10)
+    found: dict[str, Any] = {"bytes_of_weights": weights}
+    for name, words in STRATEGIES.items() if inside else ():
+        short, long = (trained([*MLP, *words], updates, inside) for updates in (10, 40))
+        update = (long["loopback_bytes"] - short["loopback_bytes"]) / 30
+        found[name] = {"bytes_per_update": update, "of_the_weights": update / weights}
+        print(f"traffic of {name}: {update / 1e6:.2f} MB an update, {update / weights:.2f} × the weights", flush=True)
+    return found
+
+
+def memory() -> dict[str, Any]:
+    """Peak memory of each rank with a model of 25 million weights under AdamW, above that of an idle rank."""
+    idle = trained([*MLP, "model.hidden=[8]", "parallel=ddp"], 2)
+    base = max(idle["peak_bytes_of_ranks"])
+    found: dict[str, Any] = {"idle_rank_bytes": base}
+    for name, words in {
+        "one process": ["parallel=single"], "ddp": ["parallel=ddp"], "fsdp": ["parallel=fsdp"],
+        "fsdp, bf16": ["parallel=fsdp", "precision=bf16"], "tensor": ["parallel=tensor"],
+        "pipeline": ["parallel=pipeline", "batch=accumulate", "batch.steps=4"],
+    }.items():  # fmt: skip
+        peaks = trained([*GPT, *words], 4)["peak_bytes_of_ranks"]
+        found[name] = {"rank_bytes": [peak - base for peak in peaks]}
+        print(f"memory of {name}: {' and '.join(f'{(p - base) / 2**20:.0f} MiB' for p in peaks)} a rank", flush=True)
+    return found
+
+
+def start() -> dict[str, float]:
+    """Seconds from the command to the first update, the median of three."""
+    small = [*MLP, "model.hidden=[8]"]
+    arms = {"one process": [], **{f"{n} ranks": ["parallel=ddp", f"parallel.nproc={n}"] for n in (1, 2, 4)}}
+    times: dict[str, list[float]] = {name: [] for name in arms}
+    for _ in range(3):
+        for name, words in arms.items():
+            times[name].append(trained([*small, *words], 2)["time_to_first_step_s"])
+    return {name: statistics.median(seconds) for name, seconds in times.items()}
+
+
+def prediction(rounds: int) -> dict[str, Any]:
+    """Step times of 2 ranks from parts measured apart: one rank's share of the work, and collectives of the same bytes.
+
+    ddp: work + an all-reduce of the gradients. fsdp: work + two all-gathers and a reduce-scatter of the weights. Nothing
+    overlaps: on a CPU the ranks compute and communicate with the same cores.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "bench.collectives", str(WIDTH)]
+    found: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=_environment(), cwd=ROOT)
+        costs = json.loads(done.stdout.strip().splitlines()[-1])
+        # Two processes at once: they share caches and memory as two ranks do.
+        half = [*MLP, f"batch.global_batch={BATCH // 2}"]
+        pair = [subprocess.Popen([sys.executable, "-m", "bench.scale", "--one", *half], stdout=subprocess.PIPE, text=True,
+                                 env=_environment(), cwd=ROOT) for _ in range(2)]  # fmt: skip
+        work = statistics.mean(float(p.communicate()[0].split()[-1]) for p in pair)
+        measured = {name: trained([*MLP, *STRATEGIES[name]], 60)["step_ms_p50"] for name in ("ddp", "fsdp")}
+        expected = {"ddp": work + costs["all_reduce"], "fsdp": work + 2 * costs["all_gather"] + costs["reduce_scatter"]}
+        for name in measured:
+            found.setdefault(f"{name} measured_ms", []).append(measured[name])
+            found.setdefault(f"{name} predicted_ms", []).append(expected[name])
+        found.setdefault("work_ms", []).append(work)
+        for name, ms in costs.items():
+            found.setdefault(f"{name}_ms", []).append(ms)
+        print(f"work {work:.2f} ms, collectives {costs}; measured {measured}, predicted {expected}", flush=True)
+    ratios = {
+        name: statistics.median(p / m for p, m in zip(found[f"{name} predicted_ms"], found[f"{name} measured_ms"], strict=True))
+        for name in ("ddp", "fsdp")
+    }
+    return {"predicted_over_measured": ratios, **found}
+
+
+def main() -> None:
+    """Run all parts, or those that are named, and write bench/results/scale-cpu.json."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--updates", type=int, default=120)
+    parser.add_argument("--only", nargs="*", default=["overhead", "traffic", "memory", "start", "prediction"])
+    parser.add_argument("--one", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=RESULTS / "scale-cpu.json")
+    given = parser.parse_args()
+    if given.one:
+        print(trained(given.one, 60)["step_ms_p50"])
+        return
+    parts = {
+        "overhead": lambda: overhead(given.rounds, given.updates), "traffic": traffic, "memory": memory, "start": start,
+        "prediction": lambda: prediction(max(1, given.rounds // 2)),
+    }  # fmt: skip
+    found = {name: parts[name]() for name in given.only}
+    before = json.loads(given.out.read_text()) if given.out.exists() else {}
+    write(given.out, {**before, "machine": machine(), "width": WIDTH, "batch": BATCH, **found})
+    if "overhead" in found:
+        print(f"ddp over a hand-written script: {found['overhead']['median']:.3f}")
+    if "traffic" in found:
+        rows = [(n, f"{t['bytes_per_update'] / 1e6:.2f}", f"{t['of_the_weights']:.2f}") for n, t in found["traffic"].items() if n[0] != "b"]
+        table("on 2 ranks", ("strategy", "MB an update", "× the weights"), rows)
+    print({k: v for k, v in found.items() if k in ("start",)}, found.get("prediction", {}).get("predicted_over_measured"))
+
+
+if __name__ == "__main__":
+    main()
