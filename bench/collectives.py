@@ -11,22 +11,38 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from drivetrain.runtime import keep_freed_memory
+
 
 def main() -> None:
-    """All-reduce, all-gather and reduce-scatter of the weights of bench.scale's network."""
+    """All-reduce, gathering and scattering of the weights of bench.scale's network, with the copies that go with them."""
     width = int(sys.argv[1])
     torch.set_num_threads(1)
+    keep_freed_memory()  # as a run does
     dist.init_process_group("gloo")
-    count = 192 * width + width + 2 * (width * width + width) + width * 10 + 10
-    count += count % 2
-    whole, part = torch.zeros(count), torch.zeros(count // dist.get_world_size())
-    parts = list(whole.view(dist.get_world_size(), -1))
+    ranks = dist.get_world_size()
+    layers = [192 * width + width, width * width + width, width * width + width, width * 10 + 10]
+    layers = [count + -count % ranks for count in layers]
+    wholes, parts = ([torch.zeros(count // share) for count in layers] for share in (1, ranks))
+    whole = torch.zeros(sum(layers))
+
+    # ddp's gradients meet in one bucket, fsdp's weights layer by layer.
+    def gather() -> None:
+        for part in parts:  # into a buffer, and from there to where the weights are used
+            buffer = torch.empty(len(part) * ranks)
+            dist.all_gather_into_tensor(buffer, part.clone())
+            torch.empty_like(buffer).copy_(buffer)
+
+    def scatter() -> None:
+        for gradient, part in zip(wholes, parts, strict=True):
+            dist.reduce_scatter_tensor(part, torch.cat(gradient.chunk(ranks)))
+            part.div_(ranks)
+
     collectives: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: dist.all_reduce(whole),
-        "all_gather": lambda: dist.all_gather_into_tensor(whole, part),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole),
+        "gather": gather,
+        "scatter": scatter,
     }
-    assert len(parts) * len(part) == count
     found = {}
     for name, call in collectives.items():
         times = []

@@ -1,4 +1,4 @@
-"""DistributedDataParallel as one writes it by hand: `python -m bench.ddp_by_hand RANKS UPDATES WIDTH BATCH`. Prints a step's ms."""
+"""DistributedDataParallel as one writes it by hand: `-m bench.ddp_by_hand RANKS UPDATES WIDTH BATCH`. Prints a step's ms."""
 
 from __future__ import annotations
 

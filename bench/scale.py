@@ -25,13 +25,13 @@ from bench.harness import RESULTS, ROOT, machine, table, write
 WIDTH, BATCH = 1024, 512
 MLP = [
     "data=synthetic", "data.shape=[3,8,8]", "data.classes=10", "data.samples=65536", "data.test_samples=16", "model=mlp",
-    f"model.hidden=[{WIDTH},{WIDTH},{WIDTH}]", "optimizer=sgd", "scheduler=constant", f"batch.global_batch={BATCH}", "saving=none",
-    "runtime.device=cpu", "runtime.threads=1", "log_every=50", "epochs=9",
+    f"model.hidden=[{WIDTH},{WIDTH},{WIDTH}]", "optimizer=sgd", "scheduler=constant", f"batch.global_batch={BATCH}",
+    "saving=none", "runtime.device=cpu", "runtime.threads=1", "log_every=50", "epochs=9",
 ]  # fmt: skip
 GPT = [
-    "data=stdlib", "data.max_files=200", "data.length=64", "data.test_samples=8", "loss=next_token", "model=gpt", "model.width=512",
-    "model.depth=8", "model.heads=8", "optimizer=adamw", "scheduler=constant", "batch.global_batch=8", "saving=none", "epochs=9",
-    "runtime.device=cpu", "runtime.threads=1",
+    "data=stdlib", "data.max_files=200", "data.length=64", "data.test_samples=8", "loss=next_token", "model=gpt",
+    "model.width=512", "model.depth=8", "model.heads=8", "optimizer=adamw", "scheduler=constant", "batch.global_batch=8",
+    "saving=none", "epochs=9", "runtime.device=cpu", "runtime.threads=1",
 ]  # fmt: skip
 STRATEGIES = {
     "ddp": ["parallel=ddp"],
@@ -136,7 +136,7 @@ def start() -> dict[str, float]:
 def prediction(rounds: int) -> dict[str, Any]:
     """Step times of 2 ranks from parts measured apart: one rank's share of the work, and collectives of the same bytes.
 
-    ddp: work + an all-reduce of the gradients. fsdp: work + two all-gathers and a reduce-scatter of the weights. Nothing
+    ddp: work + an all-reduce of the gradients. fsdp: work + two gatherings and a scattering, layer by layer. Nothing
     overlaps: on a CPU the ranks compute and communicate with the same cores.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "bench.collectives", str(WIDTH)]
@@ -150,7 +150,7 @@ def prediction(rounds: int) -> dict[str, Any]:
                                  env=_environment(), cwd=ROOT) for _ in range(2)]  # fmt: skip
         work = statistics.mean(float(p.communicate()[0].split()[-1]) for p in pair)
         measured = {name: trained([*MLP, *STRATEGIES[name]], 60)["step_ms_p50"] for name in ("ddp", "fsdp")}
-        expected = {"ddp": work + costs["all_reduce"], "fsdp": work + 2 * costs["all_gather"] + costs["reduce_scatter"]}
+        expected = {"ddp": work + costs["all_reduce"], "fsdp": work + 2 * costs["gather"] + costs["scatter"]}
         for name in measured:
             found.setdefault(f"{name} measured_ms", []).append(measured[name])
             found.setdefault(f"{name} predicted_ms", []).append(expected[name])
@@ -187,7 +187,11 @@ def main() -> None:
     if "overhead" in found:
         print(f"ddp over a hand-written script: {found['overhead']['median']:.3f}")
     if "traffic" in found:
-        rows = [(n, f"{t['bytes_per_update'] / 1e6:.2f}", f"{t['of_the_weights']:.2f}") for n, t in found["traffic"].items() if n[0] != "b"]
+        rows = [
+            (n, f"{t['bytes_per_update'] / 1e6:.2f}", f"{t['of_the_weights']:.2f}")
+            for n, t in found["traffic"].items()
+            if n[0] != "b"
+        ]
         table("on 2 ranks", ("strategy", "MB an update", "× the weights"), rows)
     print({k: v for k, v in found.items() if k in ("start",)}, found.get("prediction", {}).get("predicted_over_measured"))
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import time
+
 import torch
 
 
@@ -14,4 +17,12 @@ def vit(shape: tuple[int, ...], classes: int) -> torch.nn.Module:
         num_heads=2,
     ).double()  # fmt: skip
     model.register_forward_pre_hook(lambda module, args: tuple(x.double() for x in args))
+    return model
+
+
+def slow_on_a_rank(shape: tuple[int, ...], classes: int) -> torch.nn.Module:
+    """A linear layer whose forward takes 50 ms more on rank SLOW_RANK."""
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(shape[0] * shape[1] * shape[2], classes))
+    if os.environ.get("RANK") == os.environ.get("SLOW_RANK"):
+        model.register_forward_pre_hook(lambda *_: time.sleep(0.05))
     return model

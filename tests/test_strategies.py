@@ -9,6 +9,7 @@ import safetensors.torch
 import torch
 
 import drivetrain
+from drivetrain import cli
 
 RUN = [
     "data=synthetic", "data.shape=[3,8,8]", "data.classes=4", "data.samples=50", "data.test_samples=7", "data.drop_last=false",
@@ -142,12 +143,46 @@ def test_every_rank_writes_its_part_and_any_strategy_reads_them(done, tmp_path):
     assert {f.name for f in saved.iterdir()} == {"__0_0.distcp", "__1_0.distcp", ".metadata", "state.pt", "manifest.json"}
     sizes = [(saved / f"__{rank}_0.distcp").stat().st_size for rank in (0, 1)]
     assert 0.8 < sizes[0] / sizes[1] < 1.25  # neither has the whole
+    assert cli.main(["export", str(first.run_dir), str(tmp_path / "plain.safetensors")]) == 0
+    plain = safetensors.torch.load_file(tmp_path / "plain.safetensors")
+    assert {n: t.shape for n, t in plain.items()} == {n: t.shape for n, t in whole.weights.items()}
     go_on = ["resume_changed=true", f"resume={first.run_dir}"]
     for updates, strategy in ((3, "hybrid"), (4, "ddp")):
         result = drivetrain.train([*go_on, *STRATEGIES[strategy], f"updates={updates}"])
         assert (result.status, result.updates) == ("completed", updates), result.error
     result = drivetrain.train([*go_on, "parallel=single", "saving.sharded=false", "updates=6"])
     equal(whole, Done(result), 1e-9)
+
+
+def test_export(done, tmp_path, capsys):
+    """The newest, the best, a certain update, the average; what is not there is refused."""
+    run = done(*EXACT)
+    for word, update in ((None, "6"), ("update=best", str(int(run.result.metrics["best"]["update"]))), ("update=6", "6")):
+        to = tmp_path / f"{word}.safetensors"
+        assert cli.main(["export", str(run.run_dir), str(to), *([word] if word else [])]) == 0
+        assert f"of update {update}:" in capsys.readouterr().out
+        saved = safetensors.torch.load_file(run.run_dir / "checkpoints" / update / "model.safetensors")
+        torch.testing.assert_close(safetensors.torch.load_file(to), saved, rtol=0, atol=0)
+    assert cli.main(["export", str(run.run_dir), str(tmp_path / "average"), "average=true"]) == 0
+    average = safetensors.torch.load_file(tmp_path / "average")
+    torch.testing.assert_close(average["head.weight"], run.state["ema"]["tensors"]["head.weight"], rtol=0, atol=0)
+    for words in ([str(tmp_path)], [str(run.run_dir), "update=99"], [str(run.run_dir), "epoch=3"], ["a", "b", "c"]):
+        assert cli.main(["export", *words]) == 2
+
+
+# --- a rank that has more to do ---
+
+
+def test_the_slowest_rank_is_named_in_the_metrics(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLOW_RANK", "1")
+    words = [w for w in RUN if not w.startswith("updates=")]
+    own = ["model=own", "model.target=double_nets.slow_on_a_rank", "trust=[double_nets]"]
+    result = drivetrain.train([*words, *own, "parallel=ddp", "updates=6", f"output_dir={tmp_path}"])
+    assert result.status == "completed", result.error
+    lines = map(json.loads, (Path(result.run_dir) / "metrics.jsonl").read_text().splitlines())
+    told = [(r["slowest_rank"], r["rank_work_excess"]) for r in lines if r["event"] == "train"][1:]
+    assert {rank for rank, _ in told} == {1}
+    assert all(excess > 0.3 for _, excess in told), told
 
 
 # --- other models ---

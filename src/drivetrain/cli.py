@@ -182,6 +182,12 @@ def _recipe(argv: list[str]) -> int:
     return recipe_verbs.command(argv)
 
 
+def _export(argv: list[str]) -> int:
+    from drivetrain import export
+
+    return export.command(argv)
+
+
 def _pack(argv: list[str]) -> int:
     from drivetrain import pack
 
@@ -211,6 +217,7 @@ VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "report": (_report, "any runs in one table, one CSV and one page with plots"),
     "show": (_show, "draw the learning rate over a run, before it is trained"),
     "recipe": (_recipe, "list, show, check, export, verify or compare recipes"),
+    "export": (_export, "a run's weights as one plain safetensors file"),
     "pack": (_pack, "decode images once, for data=packed"),
     "completion": (_completion, "TAB completion for bash, zsh or fish"),
     "complete": (_complete, ""),

@@ -45,6 +45,9 @@ def run(job: Job, run_dir: Path, quiet: bool, end: End | None = None) -> tuple[R
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
+    if job.run.parallel.local_ranks() > 1:
+        import torch._dynamo  # noqa: F401 - DDP and FSDP want it: once here, before the fork, or 1.4 s in every rank
+
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its tables repeat what we say once
     parallel = job.run.parallel
     sys.stdout.flush()

@@ -174,6 +174,7 @@ class Trainer:
         self._loss.zero_()
         self._logged = (progress.updates, progress.samples, self._steps)
         seconds, reading = self.clock.since_last()
+        reading |= self.parallel.reading()
         skipped = windows - (progress.updates - updates)
         if not math.isfinite(loss) and not skipped:
             raise Diverged(f"the loss is {loss} (updates {updates + 1} to {progress.updates})")

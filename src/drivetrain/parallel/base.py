@@ -74,6 +74,10 @@ class Parallel(Part):
         """The context of an evaluation: no gradients."""
         return torch.inference_mode()
 
+    def reading(self) -> dict[str, float]:
+        """What a log says of the ranks, since the last one. Called on all of them."""
+        return {}
+
     def agree(self, flag: int) -> int:
         """The highest `flag` of all ranks, so that all of them stop or save at the same update."""
         return flag
