@@ -105,8 +105,19 @@ def by_name(optimizer: dict) -> dict:
     return {names[i]: state for i, state in optimizer["state"].items()}
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+SHORT = {(strategy, "all that must be exact") for strategy in STRATEGIES} | {
+    ("fsdp", "bf16"), ("fsdp", "amp"), ("tensor", "amp"), ("pipeline", "amp"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("strategy", "setting"),
+    [
+        pytest.param(strategy, setting, marks=[] if (strategy, setting) in SHORT else [pytest.mark.slow])
+        for strategy in STRATEGIES
+        for setting in SETTINGS
+    ],
+)
 def test_a_strategy_equals_one_process(done, strategy, setting):
     one, many = done(*SETTINGS[setting]), done(*SETTINGS[setting], *STRATEGIES[strategy])
     equal(one, many, CLOSE[setting])
@@ -119,7 +130,13 @@ EXACT = SETTINGS["all that must be exact"]
 CHAIN = ["ddp", "fsdp", "one process", "tensor", "pipeline", "hybrid"]
 
 
-@pytest.mark.parametrize("kept", [[], ["saving.asynchronous=true"]], ids=["at once", "beside the training"])
+@pytest.mark.parametrize(
+    "kept",
+    [
+        pytest.param([], id="at once", marks=pytest.mark.slow),
+        pytest.param(["saving.asynchronous=true"], id="beside the training"),
+    ],
+)
 def test_a_run_goes_on_under_any_other_strategy(done, tmp_path, kept):
     """Six updates, each under another strategy, are the six of one process."""
     whole = done(*EXACT)

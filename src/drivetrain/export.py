@@ -30,8 +30,9 @@ def command(argv: Sequence[str]) -> int:
     if not argv or {"-h", "--help"}.intersection(argv):
         print(HELP)
         return DONE
-    places = [Path(word).expanduser() for word in argv if "=" not in word]
-    words = {key_of(word): word.partition("=")[2] for word in argv if "=" in word}
+    given = [word for word in argv if "=" in word and "/" not in word.partition("=")[0]]
+    places = [Path(word).expanduser() for word in argv if word not in given]
+    words = {key_of(word): word.partition("=")[2] for word in given}
     wrong = [
         f"{k}={v}: drivetrain export knows update=N, update=best and average=true" for k, v in words.items() if not _known(k, v)
     ]

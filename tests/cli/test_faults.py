@@ -40,8 +40,10 @@ def faulted(place: Path, fault: str, rank: int, *words: str, at: int = 9) -> tup
     return place / "outputs", done, time.monotonic() - began
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    ("strategy", "rank"),
+    [("ddp", 1), ("fsdp", 0), *(pytest.param(*both, marks=pytest.mark.slow) for both in (("ddp", 0), ("fsdp", 1)))],
+)
 def test_a_killed_rank_and_all_start_again(whole: Path, tmp_path: Path, rank: int, strategy: str) -> None:
     """From the newest checkpoint, and to the end bit for bit as if nothing had been."""
     outputs, done, seconds = faulted(tmp_path, "killed", rank, f"parallel={strategy}", "parallel.max_restarts=1")
@@ -87,12 +89,9 @@ def test_a_stopped_rank_and_all_start_again(whole: Path, tmp_path: Path) -> None
     assert weights(only_run(outputs)) == weights(whole)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_one_ranks_nan_is_all_ranks(tmp_path: Path, strategy: str) -> None:
-    words = ("parallel.block=Linear", "batch=accumulate") if strategy == "pipeline" else ()
-    if strategy == "pipeline":
-        pytest.skip("the faulty network is no row of blocks")
-    outputs, done, seconds = faulted(tmp_path, "not_a_number", 1, f"parallel={strategy}", *words, "parallel.max_restarts=2")
+    outputs, done, seconds = faulted(tmp_path, "not_a_number", 1, f"parallel={strategy}", "parallel.max_restarts=2")
     assert done.code == 3, done
     found = result(only_run(outputs))
     assert found["status"] == "diverged"

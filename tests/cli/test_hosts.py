@@ -101,7 +101,7 @@ def runs(places: list[Path]) -> list[Path]:
     return [run for place in places for run in command.runs(place / "outputs")]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_two_machines_train_as_one(together: Together, places: list[Path], tmp_path: Path, strategy: str) -> None:
     ended = [command.finish(p) for p in together(f"parallel={strategy}")]
     assert [done.code for done in ended] == [0, 0], ended
