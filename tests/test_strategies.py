@@ -30,6 +30,7 @@ STRATEGIES = {
     "tensor × fsdp": ["parallel=tensor", "parallel.nproc=4", "parallel.size=2"],
     "pipeline": ["parallel=pipeline"],
     "pipeline × data": ["parallel=pipeline", "parallel.nproc=4", "parallel.stages=2", "parallel.schedule=gpipe"],
+    "pipeline × fsdp": ["parallel=pipeline", "parallel.nproc=4", "parallel.stages=2", "parallel.shard_stages=true"],
     "split": ["parallel=split", "parallel.devices=[cpu,cpu]"],
     "dp": ["parallel=dp"],
 }  # fmt: skip
@@ -127,7 +128,7 @@ def test_a_strategy_equals_one_process(done, strategy, setting):
 # --- checkpoints: whole or in parts, from one strategy to another ---
 
 EXACT = SETTINGS["all that must be exact"]
-CHAIN = ["ddp", "fsdp", "one process", "tensor", "pipeline", "hybrid"]
+CHAIN = ["ddp", "fsdp", "one process", "tensor", "pipeline × fsdp", "hybrid"]
 
 
 @pytest.mark.parametrize(

@@ -85,16 +85,25 @@ class Fsdp(Sharded):
 
 def fully_shard_blocks(model: Any, mesh: Any, dtype: str | None, block: str | None, **how: Any) -> list[torch.nn.Module]:
     """`fully_shard` on the model's blocks and on what is left; the blocks."""
+    blocks = repeated_blocks(model, block)
+    norms = _has_batch_norm(model)
+    for module in (*blocks, model):
+        fully_shard_block(module, mesh, None if norms else dtype, **how)
+    return blocks
+
+
+def fully_shard_block(block: Any, mesh: Any, dtype: str | None, **how: Any) -> None:
+    """`fully_shard`; weights travel in bfloat16 where `dtype` says so, unless there is a BatchNorm among them."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy()
-    norms = any(isinstance(m, torch.nn.modules.batchnorm._NormBase) for m in model.modules())
-    if dtype == "bfloat16" and not norms:  # a BatchNorm computes with float32 statistics, and wants weights alike
+    if dtype == "bfloat16" and not _has_batch_norm(block):  # it computes with float32 statistics, and wants weights alike
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    blocks = repeated_blocks(model, block)
-    for module in (*blocks, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy, **how)
-    return blocks
+    fully_shard(block, mesh=mesh, mp_policy=policy, **how)
+
+
+def _has_batch_norm(model: torch.nn.Module) -> bool:
+    return any(isinstance(m, torch.nn.modules.batchnorm._NormBase) for m in model.modules())
 
 
 def resharded(model: torch.nn.Module) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,7 +20,8 @@ from drivetrain.errors import UserError
 from drivetrain.lazy import torch
 from drivetrain.parallel import balance
 from drivetrain.parallel.base import State, Weights
-from drivetrain.parallel.sharded import Sharded
+from drivetrain.parallel.fsdp import fully_shard_block, resharded
+from drivetrain.parallel.sharded import Sharded, is_sharded
 from drivetrain.plan import Micro, World
 from drivetrain.spec import Count, Run
 
@@ -31,13 +32,15 @@ class Pipeline(Sharded):
 
     1f1b (Narayanan et al. 2019) holds the activations of at most as many micro-batches as there are stages; gpipe (Huang et
     al. 2019) of all; interleaved (Narayanan et al. 2021) gives each rank `per_rank` shorter stages, so that less of the time
-    is idle. More ranks than stages are pipelines that split the batch.
+    is idle. More ranks than stages are pipelines that split the batch; with `shard_stages` they share out the weights of their
+    stage's blocks too, as parallel=fsdp does, their gradients meeting at every micro-batch.
     """
 
     stages: Count | Literal["auto"] = "auto"
     schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
     per_rank: Count = 2
     block: str | None = None
+    shard_stages: bool = False
 
     def check(self, run: Run) -> Iterator[str]:
         yield from super().check(run)
@@ -55,6 +58,11 @@ class Pipeline(Sharded):
             yield (
                 "parallel.schedule=interleaved wants all updates alike, and data.drop_last=false leaves a short one: "
                 "set parallel.schedule=1f1b, or data.drop_last=true"
+            )
+        if self.shard_stages and ranks == stages:
+            yield (
+                f"parallel.shard_stages=true has nothing to share out where all {ranks} ranks are one pipeline: give it more "
+                "ranks than parallel.stages"
             )
         if run.choices["compile"] not in ("none", "regional"):
             yield (
@@ -113,19 +121,22 @@ class Pipeline(Sharded):
         places = balance.cuts(costs, count)
         self._ranges = list(itertools.pairwise(places))
         self._mine = range(self._place, count, ranks)
-        self._row = Row(model, row)
         owned = [i for stage in self._mine for i in range(*self._ranges[stage])]
         self._own_names, self._common_names = names(model, row, owned)
         for i, block in enumerate(row):
             if i not in owned:
                 block.to("meta")
                 block.requires_grad_(False)
+        if self.shard_stages:
+            for i in owned:
+                fully_shard_block(row[i], mesh["data"], dtype)
+        self._row = Row(model, row)
         self._model = model
         idle = f", {self.data.size} pipelines" if self.data.size > 1 else ""
         return [f"{count} stages of {balance.described(places, costs)}{idle}"]
 
     def _groups_of(self, name: str) -> tuple[Any, ...]:
-        return () if name in self._common_names else (self._pipe,)
+        return () if name in self._common_names else (self._pipe, *super()._groups_of(name))
 
     # --- a window of micro-batches ---
 
@@ -218,7 +229,7 @@ class Pipeline(Sharded):
         for work in works:
             work.wait()
         if self.data.size > 1:
-            gradients = [p.grad for p in self._trained if p.grad is not None]
+            gradients = [p.grad for p in self._trained if p.grad is not None and not is_sharded(p)]
             for work in [dist.all_reduce(g, group=self._data, async_op=True) for g in gradients]:
                 work.wait()
             torch._foreach_div_(gradients, self.data.size)
@@ -293,7 +304,8 @@ class Pipeline(Sharded):
     # --- saving ---
 
     def collect(self, model: torch.nn.Module, state: State) -> tuple[Weights, State]:
-        mine = {n: t.detach().cpu() for n, t in model.state_dict().items() if not t.is_meta}
+        mine = {n: self._whole(n, t).cpu() for n, t in model.state_dict().items() if not t.is_meta}
+        state = self._over_state(state, self._whole)
         tensors = state["ema"].get("tensors", {})
         average = {n: t.cpu() for n, t in tensors.items() if not t.is_meta}
         from drivetrain.parallel.stages import merged
@@ -309,5 +321,12 @@ class Pipeline(Sharded):
         return weights, state
 
     def deal(self, weights: Weights, state: State) -> tuple[Weights, State]:
-        held = {n: t if t.is_meta else weights[n] for n, t in self._model.state_dict().items()}
-        return held, state
+        mine = self._model.state_dict()
+        held, state = super().deal({n: weights[n] for n, t in mine.items() if not t.is_meta}, state)
+        return {n: t if t.is_meta else held[n] for n, t in mine.items()}, state
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        with torch.no_grad():
+            yield
+        resharded(self._model)

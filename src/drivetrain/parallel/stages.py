@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,13 +10,15 @@ import torch
 
 
 class Row:
-    """A model's forward, of which one stage's blocks alone are run."""
+    """A model's forward, of which one stage's blocks alone are run. Made last: its hooks stand around those of the blocks."""
 
     def __init__(self, model: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> None:
         self._model, self._count = model, len(blocks)
         self._first, self._end, self._received = 0, len(blocks), None
         for i, block in enumerate(blocks):
-            block.forward = self._within(i, block.forward)  # type: ignore[method-assign]
+            block.register_forward_pre_hook(functools.partial(self._enter, i), prepend=True)
+            block.forward = self._passing(i, block.forward)  # type: ignore[method-assign]
+            block.register_forward_hook(functools.partial(self._leave, i))
 
     def run(self, first: int, end: int, h: Any, x: Any) -> Any:
         """Blocks first to end - 1 on `h`, which the block before gave for the input `x`; with the last block, the output."""
@@ -27,18 +30,15 @@ class Row:
         finally:
             self._received = None
 
-    def _within(self, i: int, forward: Any) -> Any:
-        def of_stage(h: Any, *args: Any, **kwargs: Any) -> Any:
-            if i < self._first:
-                return h
-            if i == self._first and i > 0:
-                h = self._received
-            h = forward(h, *args, **kwargs)
-            if i + 1 == self._end and self._end < self._count:
-                raise _LeaveError(h)
-            return h
+    def _enter(self, i: int, block: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (self._received, *args[1:]) if i == self._first and i > 0 else args
 
-        return of_stage
+    def _passing(self, i: int, forward: Any) -> Any:
+        return lambda h, *args, **kwargs: h if i < self._first else forward(h, *args, **kwargs)
+
+    def _leave(self, i: int, block: Any, args: tuple[Any, ...], out: Any) -> None:
+        if i + 1 == self._end and self._end < self._count:
+            raise _LeaveError(out)
 
 
 class _LeaveError(Exception):
