@@ -106,7 +106,9 @@ def by_name(optimizer: dict) -> dict:
     return {names[i]: state for i, state in optimizer["state"].items()}
 
 
-SHORT = {(strategy, "all that must be exact") for strategy in STRATEGIES} | {
+SHORT = {(strategy, "all that must be exact") for strategy in STRATEGIES} - {
+    (strategy, "all that must be exact") for strategy in ("fsdp, more gathered", "pipeline × data")
+} | {
     ("fsdp", "bf16"), ("fsdp", "amp"), ("tensor", "amp"), ("pipeline", "amp"),
 }  # fmt: skip
 
@@ -232,7 +234,7 @@ def test_a_network_with_batch_norms_in_shards(done, precision):
     equal(done(*words, "parallel=ddp"), done(*words, "parallel=fsdp"), 1e-4 if precision == "fp32" else 2e-2)
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "tensor", "tensor × fsdp", "pipeline"])
+@pytest.mark.parametrize("strategy", ["fsdp", "tensor", pytest.param("tensor × fsdp", marks=pytest.mark.slow), "pipeline"])
 def test_a_text_model_whose_output_is_tied_to_its_input(done, strategy):
     words = [*(w for w in RUN if not w.startswith("data")), *TEXT, *STEPS, "batch.steps=2", "clip=norm", "updates=4"]
     equal(done(*words), done(*words, *STRATEGIES[strategy]), 1e-4)
