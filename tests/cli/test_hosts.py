@@ -140,6 +140,30 @@ def test_a_machine_that_is_cut_off(hosts: Hosts, together: Together, places: lis
     assert result(run_dir)["updates"] == updates + 3
 
 
+def test_a_rank_of_one_machine_dies_and_both_start_again(
+    together: Together, places: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They share no disk: rank 0 sends the others the state that it has saved."""
+    faulty = ("model=own", "model.target=faulty_nets.Faulty", "trust=[faulty_nets]", "saving.every_updates=3", "parallel=ddp")
+    alone = command.empty(tmp_path / "alone")
+    for place in (*places, alone):
+        shutil.copy(command.HERE / "faulty_nets.py", place)
+    words = [w for w in WORDS if not w.startswith("model")]
+    whole = train(*words, *faulty, cwd=alone)
+    assert whole.code == 0, whole
+    once = command.empty(tmp_path / "struck") / "once"
+    for name, value in (("FAULT", "killed"), ("FAULT_AT", "9"), ("FAULT_RANK", "1"), ("FAULT_ONCE", str(once))):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys.modules[__name__], "WORDS", tuple(words))
+    ended = [command.finish(p) for p in together(*faulty, "parallel.max_restarts=1")]
+    assert [done.code for done in ended] == [0, 0], ended
+    assert once.exists()
+    assert sum("a rank was lost: all start again from" in done.err for done in ended) == 1
+    (run_dir,) = runs(places)
+    assert command.losses(run_dir) == command.losses(only_run(alone / "outputs"))
+    assert command.weights(run_dir) == command.weights(only_run(alone / "outputs"))
+
+
 def test_machines_that_were_told_different_things(together: Together, places: list[Path]) -> None:
     ended: list[Done] = [command.finish(p) for p in together("parallel=ddp", of_b=("optimizer.lr=0.5",))]
     assert [done.code for done in ended] == [2, 2], ended
