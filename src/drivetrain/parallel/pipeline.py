@@ -237,48 +237,23 @@ class Pipeline(Sharded):
     # --- evaluation ---
 
     def infer(self, model: torch.nn.Module) -> Any:
+        from drivetrain.parallel import stages
+
         def outputs(x: torch.Tensor) -> torch.Tensor:
             """Stage after stage; the last one's output, on every rank."""
             self._seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
             for stage in self._mine:
-                h = x if stage == 0 else self._receive(stage - 1)
+                h = x if stage == 0 else stages.receive(self._rank_of(stage - 1), self._control, self._device)
                 out = self._row.run(*self._ranges[stage], h, x)
                 self._seen[stage] = h, out
                 if stage + 1 < len(self._ranges):
-                    self._send(out, stage + 1)
-            return self._from_last(out)
+                    stages.send(out, self._rank_of(stage + 1), self._control)
+            return stages.broadcast(out, self._rank_of(len(self._ranges) - 1), self._pipe)
 
         return outputs
 
     def _rank_of(self, stage: int) -> int:
         return self._peers[stage % len(self._peers)]
-
-    def _send(self, h: torch.Tensor, stage: int) -> None:
-        import torch.distributed as dist
-
-        dist.send_object_list([(tuple(h.shape), h.dtype)], self._rank_of(stage), group=self._control)
-        dist.send(h.contiguous(), self._rank_of(stage))
-
-    def _receive(self, stage: int) -> torch.Tensor:
-        import torch.distributed as dist
-
-        told: list[Any] = [None]
-        dist.recv_object_list(told, self._rank_of(stage), group=self._control)
-        h = torch.empty(told[0][0], dtype=told[0][1], device=self._device)
-        dist.recv(h, self._rank_of(stage))
-        return h
-
-    def _from_last(self, out: torch.Tensor) -> torch.Tensor:
-        import torch.distributed as dist
-
-        source = self._rank_of(len(self._ranges) - 1)
-        h = out if self.world.rank == source else None
-        gathered: list[Any] = [None] * len(self._peers)
-        dist.all_gather_object(gathered, None if h is None else (tuple(h.shape), h.dtype), group=self._pipe)
-        shape, dtype = next(told for told in gathered if told is not None)
-        h = h.contiguous() if h is not None else torch.empty(shape, dtype=dtype, device=self._device)
-        dist.broadcast(h, source, group=self._pipe)
-        return h
 
     def total(self, sums: torch.Tensor) -> torch.Tensor:
         """Of the last stage's: the others have seen no loss."""

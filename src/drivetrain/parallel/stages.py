@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 
 class Row:
@@ -58,6 +59,32 @@ class Stage(torch.nn.Module):
 
     def forward(self, h: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
         return self._forward(h, int(number))
+
+
+def send(h: torch.Tensor, rank: int, control: Any) -> None:
+    """A tensor of any shape to another rank; its shape goes by the group `control`."""
+    dist.send_object_list([(tuple(h.shape), h.dtype)], rank, group=control)
+    dist.send(h.contiguous(), rank)
+
+
+def receive(rank: int, control: Any, device: torch.device) -> torch.Tensor:
+    """What the other rank sends."""
+    told: list[Any] = [None]
+    dist.recv_object_list(told, rank, group=control)
+    h = torch.empty(told[0][0], dtype=told[0][1], device=device)
+    dist.recv(h, rank)
+    return h
+
+
+def broadcast(h: torch.Tensor, source: int, group: Any) -> torch.Tensor:
+    """The tensor of rank `source`, on every rank of the group; theirs may have other shapes."""
+    shapes: list[Any] = [None] * dist.get_world_size(group)
+    here = dist.get_rank() == source
+    dist.all_gather_object(shapes, (tuple(h.shape), h.dtype) if here else None, group=group)
+    shape, dtype = next(told for told in shapes if told is not None)
+    whole = h.contiguous() if here else torch.empty(shape, dtype=dtype, device=h.device)
+    dist.broadcast(whole, source, group=group)
+    return whole
 
 
 def names(model: torch.nn.Module, row: Sequence[torch.nn.Module], owned: Sequence[int]) -> tuple[set[str], set[str]]:
