@@ -171,7 +171,7 @@ def test_a_range(tmp_path: Path) -> None:
 
 def test_a_sweep_recipe_runs_as_a_sweep(tmp_path: Path) -> None:
     """recipe=speed_ladder without -m; what the command line gives is no axis any more."""
-    done = train("recipe=speed_ladder", "updates=2", "optimizer.fused=true", cwd=tmp_path)
+    done = train("recipe=speed_ladder", "data=digits", "model=resnet9", "updates=2", "optimizer.fused=true", cwd=tmp_path)
     assert done.code == 0, done
     left = jobs(tmp_path / "outputs")
     assert len(left) == len(table(done)) == 4
@@ -194,7 +194,7 @@ def test_the_whole_speed_ladder(tmp_path: Path) -> None:
 
 
 def test_recipes_as_an_axis(tmp_path: Path) -> None:
-    done = train("-m", "recipe=naive,fast", "updates=2", cwd=tmp_path)
+    done = train("-m", "recipe=naive,fast", "data=digits", "model=resnet9", "updates=2", cwd=tmp_path)
     assert done.code == 0, done
     naive, fast = jobs(tmp_path / "outputs")
     assert_whole(naive, 2)
