@@ -1,6 +1,7 @@
 """Every strategy of several processes against one process with the same global batch: losses, weights, states, evaluations."""
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -201,8 +202,9 @@ def test_the_slowest_rank_is_named_in_the_metrics(tmp_path, monkeypatch):
     assert result.status == "completed", result.error
     lines = map(json.loads, (Path(result.run_dir) / "metrics.jsonl").read_text().splitlines())
     told = [(r["slowest_rank"], r["rank_work_excess"]) for r in lines if r["event"] == "train"][1:]
-    assert {rank for rank, _ in told} == {1}
-    assert all(excess > 0.3 for _, excess in told), told
+    # 200 ms against one: a busy machine may delay the other rank as long once, not most of the time.
+    assert statistics.mode(rank for rank, _ in told) == 1, told
+    assert statistics.median(excess for _, excess in told) > 0.3, told
 
 
 # --- other models ---

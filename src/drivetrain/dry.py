@@ -24,7 +24,7 @@ def preallocate(trainer: Any) -> None:
     """Claim the memory of the largest micro-batch now: buffers, gradients and random streams are put back."""
     random = resume.random_state()
     buffers = {name: b.clone() for name, b in trainer.model.named_buffers()}
-    forward_backward(trainer, trainer.batch.micro_batch(trainer.parallel.world))
+    forward_backward(trainer, trainer.batch.micro_batch(trainer.parallel.data))
     trainer.zero_grad()
     for name, buffer in trainer.model.named_buffers():
         buffer.copy_(buffers[name])

@@ -6,13 +6,13 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
 
+from drivetrain import pieces as parts
 from drivetrain.manifest import FORMAT, checkpoints, sha256
 
 
@@ -24,19 +24,18 @@ def save(run_dir: Path, update: int, weights: dict[str, torch.Tensor], state: di
     return _finish(run_dir, update)
 
 
-def save_sharded(run_dir: Path, update: int, pieces: dict[str, torch.Tensor], rest: dict[str, Any], ranks: Any = None) -> None:
+def save_sharded(run_dir: Path, update: int, pieces: dict[str, torch.Tensor], rest: dict[str, Any], ranks: Any) -> None:
     """The same in files of every rank, called on all of them: `pieces` are tensors or this rank's parts of DTensors.
 
     `ranks` is a process group of gloo's; None where there is one process.
     """
     import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
 
     first = ranks is None or dist.get_rank(ranks) == 0
     folder = _begin(run_dir, update) if first else run_dir / "checkpoints" / f".writing-{update}"
     if ranks is not None:
         dist.barrier(ranks)
-    dcp.save(pieces, checkpoint_id=str(folder), process_group=ranks, no_dist=ranks is None)
+    parts.write(folder, pieces, ranks)
     if first:
         torch.save({**rest, "pieces": {name: (tuple(t.shape), t.dtype) for name, t in pieces.items()}}, folder / "state.pt")
         _finish(run_dir, update)
@@ -69,7 +68,7 @@ def _finish(run_dir: Path, update: int) -> Path:
     return target
 
 
-def load(checkpoint: Path, room: Room | None = None) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def load(checkpoint: Path, room: parts.Room | None = None) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Weights and state of a verified checkpoint; the state as plain tensors and containers, never a pickled object.
 
     Of a sharded one each rank reads what `room(name of the weight, shape, dtype)` has a place for: all of it without that.
@@ -77,55 +76,8 @@ def load(checkpoint: Path, room: Room | None = None) -> tuple[dict[str, torch.Te
     state = torch.load(checkpoint / "state.pt", map_location="cpu", weights_only=True)
     if (checkpoint / "model.safetensors").exists():
         return safetensors.torch.load_file(checkpoint / "model.safetensors"), state
-    import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
-
     room = room or (lambda name, shape, dtype: torch.empty(shape, dtype=dtype))
-    pieces = {key: room(key.split("/")[1], *about) for key, about in state.pop("pieces").items()}
-    dcp.load(pieces, checkpoint_id=str(checkpoint), no_dist=not dist.is_initialized())
-    return together(pieces, state)
-
-
-Room = Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor]
-
-
-def apart(
-    weights: dict[str, Any], state: dict[str, Any], as_piece: Callable[[str, Any], Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """All tensors of a weight's size under one name each ("optimizer/<weight>/<what>"), and the state without them."""
-    pieces = {f"model/{name}": t for name, t in weights.items()}
-    optimizer, ema = state["optimizer"], state["ema"]
-    names = _names(optimizer) if "state" in optimizer else {}
-    left: dict[int, dict[str, Any]] = {}
-    for i, of_weight in optimizer.get("state", {}).items():
-        large = {k for k, v in of_weight.items() if isinstance(v, torch.Tensor) and v.ndim}
-        pieces |= {f"optimizer/{names[i]}/{k}": as_piece(names[i], of_weight[k]) for k in large}
-        left[i] = {k: v for k, v in of_weight.items() if k not in large}
-    rest = {**state, "optimizer": {**optimizer, "state": left} if names else optimizer}
-    if ema:
-        pieces |= {f"ema/{name}": as_piece(name, t) for name, t in ema["tensors"].items()}
-        rest["ema"] = {**ema, "tensors": {}}
-    return pieces, rest
-
-
-def together(pieces: dict[str, Any], state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What `apart` took apart: weights and state."""
-    numbers = {name: i for i, name in _names(state["optimizer"]).items()} if "state" in state["optimizer"] else {}
-    weights: dict[str, Any] = {}
-    for key, tensor in pieces.items():
-        kind, name, *what = key.split("/")
-        if kind == "model":
-            weights[name] = tensor
-        elif kind == "ema":
-            state["ema"]["tensors"][name] = tensor
-        else:
-            state["optimizer"]["state"].setdefault(numbers[name], {})[what[0]] = tensor
-    return weights, state
-
-
-def _names(optimizer: dict[str, Any]) -> dict[int, str]:
-    """A state's numbers of weights → their names."""
-    return {i: n for g in optimizer["param_groups"] for i, n in zip(g["params"], g["param_names"], strict=True)}
+    return parts.together(parts.read(checkpoint, state.pop("pieces"), room), state)
 
 
 def prune(run_dir: Path, keep: int, best: int | None) -> None:
@@ -151,15 +103,15 @@ def _of_its_weights(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
     if "members" in state:
         pairs = zip(optimizer.members, state["members"], strict=True)
         return {"members": [_of_its_weights(member, of_member) for member, of_member in pairs]}
-    saved = {n: (g, i) for g in state["param_groups"] for i, n in zip(g["params"], g["param_names"], strict=True)}
+    number = {name: i for i, name in parts.names_of(state).items()}
+    settings = {name: group for group in state["param_groups"] for name in group["param_names"]}
     groups: list[dict[str, Any]] = []
     held: dict[int, Any] = {}
     for group, numbers in zip(optimizer.param_groups, _numbered(optimizer), strict=True):
         names = group["param_names"]
-        groups.append({**saved[names[0]][0], "params": numbers, "param_names": names})
-        held |= {
-            i: state["state"][saved[name][1]] for i, name in zip(numbers, names, strict=True) if saved[name][1] in state["state"]
-        }
+        groups.append({**settings[names[0]], "params": numbers, "param_names": names})
+        mine = {i: number[name] for i, name in zip(numbers, names, strict=True)}
+        held |= {i: state["state"][before] for i, before in mine.items() if before in state["state"]}
     return {**state, "state": held, "param_groups": groups}
 
 

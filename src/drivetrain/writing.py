@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from drivetrain import resume
+from drivetrain import pieces, resume
 
 
 class Writer:
@@ -31,7 +31,7 @@ class Writer:
             self._ranks = self._parallel.group_of_savers()
         with trainer.settled():
             if self._saving.sharded:
-                weights, state = resume.apart(trainer.model.state_dict(), state, self._parallel.piece)
+                weights, state = pieces.apart(trainer.model.state_dict(), state, self._parallel.piece)
             else:
                 weights, state = self._parallel.collect(trainer.model, state)
             if self._saving.asynchronous:

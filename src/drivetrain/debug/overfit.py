@@ -42,7 +42,7 @@ class Overfit(Debug):
         trainer, samples = self._trainer, len(self._trainer.train_data.source)
         stream.close()
         requests = trainer.batch.requests(
-            samples, trainer.seed, 0, trainer.parallel.world, trainer.drop_last, device=trainer.device,
+            samples, trainer.seed, 0, trainer.parallel.data, trainer.drop_last, device=trainer.device,
             order=getattr(trainer.train_data.source, "order", None),
         )  # fmt: skip
         first = one_update(requests)  # of the run's start, wherever it goes on

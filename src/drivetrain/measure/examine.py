@@ -133,7 +133,7 @@ def _larger(trainer: Any, micro: Any) -> float | None:
 def _evaluation(trainer: Any) -> float:
     """Seconds of one evaluation, from its first batches."""
     source = trainer.test_data.source
-    batches = len(trainer.batch.evaluation(source, trainer.parallel.world))
+    batches = len(trainer.batch.evaluation(source, trainer.parallel.data))
     trainer.eval_batches = min(batches, trainer.eval_batches or batches, 8)
     began = time.perf_counter()
     trainer.evaluate()

@@ -43,7 +43,7 @@ def splits(job: Job) -> list[str]:
     """Micro-batches of the same global batch."""
     if job.run.choices["batch"] not in ("fixed", "accumulate"):
         return []
-    ranks, size = job.run.parallel.ranks(), job.run.batch.size(0)
+    ranks, size = job.run.parallel.data_ranks(), job.run.batch.size(0)
     steps = [n for n in (2**k for k in range(1, MOST_STEPS.bit_length())) if size % (n * ranks) == 0]
     return _others(["batch=fixed", *(f"batch=accumulate batch.steps={n}" for n in steps)], job, "batch")
 

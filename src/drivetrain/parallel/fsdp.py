@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,12 +31,7 @@ class Fsdp(Sharded):
 
     def check(self, run: Run) -> Iterator[str]:
         yield from super().check(run)
-        if self.ranks() % self.replicate:
-            near = [n for n in range(1, self.ranks() + 1) if self.ranks() % n == 0]
-            yield (
-                f"parallel.replicate={self.replicate} does not divide the {self.ranks()} ranks: set it to one of "
-                f"{', '.join(map(str, near))}"
-            )
+        yield from self.divides("replicate", self.replicate, self.replicate)
         if run.choices["compile"] == "cudagraph":
             yield (
                 "compile=cudagraph and parallel=fsdp exclude each other (weights come and go within a forward): "
@@ -58,6 +52,7 @@ class Fsdp(Sharded):
         blocks = fully_shard_blocks(
             model, mesh, dtype, self.block, reshard_after_forward=self.reshard_after_forward, **self._offloading()
         )
+        self._once_an_update = not self.sync_each_micro
         copies = f", {self.replicate} copies" if self.replicate > 1 else ""
         return [f"{described(blocks) or 'the model as one block'} over {shape[-1]} shards{copies}"]
 
@@ -65,22 +60,6 @@ class Fsdp(Sharded):
         from torch.distributed.fsdp import CPUOffloadPolicy
 
         return {"offload_policy": CPUOffloadPolicy()} if self.offload else {}
-
-    def sync(self, model: Any, last: bool) -> AbstractContextManager[Any]:
-        if not self.sync_each_micro:
-            self._root.set_requires_gradient_sync(last)
-        return nullcontext()
-
-    def attach(self, trainer: Any) -> None:
-        super().attach(trainer)
-        self._root: Any = trainer.model
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Not inference mode, whose tensors cannot be trained on; afterwards no gathered weights are left to go stale."""
-        with torch.no_grad():
-            yield
-        resharded(self._root)
 
 
 def fully_shard_blocks(model: Any, mesh: Any, dtype: str | None, block: str | None, **how: Any) -> list[torch.nn.Module]:
@@ -104,12 +83,3 @@ def fully_shard_block(block: Any, mesh: Any, dtype: str | None, **how: Any) -> N
 
 def _has_batch_norm(model: torch.nn.Module) -> bool:
     return any(isinstance(m, torch.nn.modules.batchnorm._NormBase) for m in model.modules())
-
-
-def resharded(model: torch.nn.Module) -> None:
-    """Free all gathered weights."""
-    from torch.distributed.fsdp import FSDPModule
-
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,9 +19,10 @@ from drivetrain.errors import UserError
 from drivetrain.lazy import torch
 from drivetrain.parallel import balance
 from drivetrain.parallel.base import State, Weights
-from drivetrain.parallel.fsdp import fully_shard_block, resharded
+from drivetrain.parallel.fsdp import fully_shard_block
 from drivetrain.parallel.sharded import Sharded, is_sharded
-from drivetrain.plan import Micro, World
+from drivetrain.pieces import merged
+from drivetrain.plan import Micro
 from drivetrain.spec import Count, Run
 
 
@@ -44,10 +44,8 @@ class Pipeline(Sharded):
 
     def check(self, run: Run) -> Iterator[str]:
         yield from super().check(run)
-        ranks, stages, steps = self.ranks(), self._stages(), run.batch.steps
-        if ranks % stages:
-            near = [n for n in range(1, ranks + 1) if ranks % n == 0]
-            yield f"parallel.stages={self.stages} does not divide the {ranks} ranks: set it to one of {', '.join(map(str, near))}"
+        ranks, stages, steps = self.ranks(), self.model_ranks(), run.batch.steps
+        yield from self.divides("stages", self.stages, stages)
         if self.schedule == "interleaved" and steps % stages:
             yield (
                 f"parallel.schedule=interleaved wants micro-batches in multiples of the {stages} stages, but "
@@ -75,7 +73,7 @@ class Pipeline(Sharded):
             yield "checkpointing=budget and parallel=pipeline exclude each other: set checkpointing=blocks"
 
     def advise(self, run: Run) -> Iterator[str]:
-        steps, stages = run.batch.steps, self._stages()
+        steps, stages = run.batch.steps, self.model_ranks()
         if steps < 2 * stages:
             idle = (stages - 1) / (steps + stages - 1)
             yield (
@@ -83,15 +81,8 @@ class Pipeline(Sharded):
                 f"batch=accumulate batch.steps={4 * stages} makes it {(stages - 1) / (5 * stages - 1):.0%}"
             ).replace("%", " %")
 
-    def _stages(self) -> int:
+    def model_ranks(self) -> int:
         return self.ranks() if self.stages == "auto" else self.stages
-
-    def data_ranks(self) -> int:
-        return max(1, self.ranks() // self._stages())
-
-    def place_of_data(self, world: World) -> World:
-        stages = self._stages()
-        return World(world.rank // stages, world.size // stages, world.local_rank, world.local_size)
 
     # --- what this rank keeps of the model ---
 
@@ -100,9 +91,9 @@ class Pipeline(Sharded):
 
         from drivetrain.parallel.stages import Row, names
 
-        ranks = self._stages()
+        ranks = self.model_ranks()
         mesh = init_device_mesh(self._device.type, (self.data.size, ranks), mesh_dim_names=("data", "pipe"))
-        self._pipe, self._data = mesh.get_group("pipe"), mesh.get_group("data")
+        self._pipe, self._group_of_data = mesh.get_group("pipe"), mesh.get_group("data")
         self._place = mesh.get_local_rank("pipe")
         self._peers = [self.data.rank * ranks + i for i in range(ranks)]  # this pipeline's ranks in the world
         row = blocks_in_a_row("parallel=pipeline", model, self.block)
@@ -131,7 +122,6 @@ class Pipeline(Sharded):
             for i in owned:
                 fully_shard_block(row[i], mesh["data"], dtype)
         self._row = Row(model, row)
-        self._model = model
         idle = f", {self.data.size} pipelines" if self.data.size > 1 else ""
         return [f"{count} stages of {balance.described(places, costs)}{idle}"]
 
@@ -167,26 +157,22 @@ class Pipeline(Sharded):
         if key not in self._schedules:
             self._schedules[key] = self._made(*key, micros[0].x)
         self._micros = micros
-        losses: list[torch.Tensor] = []
         numbers = torch.arange(len(micros))  # a stage knows its micro-batch by its number
         first, last = 0 in self._mine, len(self._ranges) - 1 in self._mine
         x = (torch.cat([m.x for m in micros]),) if first else ()
-        self._schedules[key].step(
-            *x, number=numbers, **({"target": numbers, "losses": losses} if last else {}), return_outputs=False
-        )
+        self._losses: list[torch.Tensor] = []  # the last stage's
+        self._schedules[key].step(*x, number=numbers, **({"target": numbers} if last else {}), return_outputs=False)
         for loss, micro in zip(self._losses, micros, strict=False):
             self._trainer._loss.addcmul_(loss, micro.weight)
-        self._losses: list[torch.Tensor] = []
 
     def _made(self, count: int, shape: Any, x: torch.Tensor) -> Any:
         """torch's schedule for `count` micro-batches of a shape, which holds for as long as the run."""
         from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-        self._losses = []
         training = self._trainer.model.training
         self._trainer.model.eval()  # only shapes are wanted: no statistics, no random numbers
         with torch.no_grad(), self._trainer.precision.autocast():
-            self.infer(self._model)(x)
+            self.infer(self._root)(x)
         self._trainer.model.train(training)
         stages: list[Any] = [self._stage(stage) for stage in self._mine]
         if self.schedule == "interleaved":
@@ -230,7 +216,8 @@ class Pipeline(Sharded):
             work.wait()
         if self.data.size > 1:
             gradients = [p.grad for p in self._trained if p.grad is not None and not is_sharded(p)]
-            for work in [dist.all_reduce(g, group=self._data, async_op=True) for g in gradients]:
+            works = [dist.all_reduce(g, group=self._group_of_data, async_op=True) for g in gradients]
+            for work in works:
                 work.wait()
             torch._foreach_div_(gradients, self.data.size)
 
@@ -260,11 +247,7 @@ class Pipeline(Sharded):
         import torch.distributed as dist
 
         dist.broadcast(sums, self._rank_of(len(self._ranges) - 1), group=self._pipe)
-        dist.all_reduce(sums, group=self._data)
-        return sums
-
-    def sync(self, model: Any, last: bool) -> AbstractContextManager[Any]:
-        return nullcontext()
+        return super().total(sums)
 
     def share_buffers(self, model: torch.nn.Module) -> None:
         """Each stage's from the first pipeline's; what lies outside of the blocks is the last stage's."""
@@ -274,7 +257,7 @@ class Pipeline(Sharded):
             if name in self._common_names:
                 dist.broadcast(buffer, self._rank_of(len(self._ranges) - 1), group=self._pipe)
             if not buffer.is_meta:
-                dist.broadcast(buffer, self._peers[self._place] % len(self._peers), group=self._data)
+                dist.broadcast(buffer, self._place, group=self._group_of_data)
 
     # --- saving ---
 
@@ -283,8 +266,6 @@ class Pipeline(Sharded):
         state = self._over_state(state, self._whole)
         tensors = state["ema"].get("tensors", {})
         average = {n: t.cpu() for n, t in tensors.items() if not t.is_meta}
-        from drivetrain.parallel.stages import merged
-
         parts = self.gather((mine, state["optimizer"], average) if self.data.rank == 0 else None)
         parts = [part for part in parts if part is not None]
         if self.world.rank != 0:
@@ -296,12 +277,6 @@ class Pipeline(Sharded):
         return weights, state
 
     def deal(self, weights: Weights, state: State) -> tuple[Weights, State]:
-        mine = self._model.state_dict()
+        mine = self._root.state_dict()
         held, state = super().deal({n: weights[n] for n, t in mine.items() if not t.is_meta}, state)
         return {n: t if t.is_meta else held[n] for n, t in mine.items()}, state
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        with torch.no_grad():
-            yield
-        resharded(self._model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -38,6 +38,7 @@ class Ranks(Parallel):
     silent_s: Positive = 30.0
 
     distributed = True
+    _group_of_data: Any = field(default=None, init=False)  # the ranks that the samples are split among; None: all of them
     operators = ("nnodes", "rendezvous", "rendezvous_s")
 
     def check(self, run: Run) -> Iterator[str]:
@@ -76,6 +77,19 @@ class Ranks(Parallel):
             return size
         return self.nnodes * self.local_ranks()
 
+    def model_ranks(self) -> int:
+        """Ranks that take the same samples, each with its part of the model."""
+        return 1
+
+    def data_ranks(self) -> int:
+        return max(1, self.ranks() // self.model_ranks())
+
+    def divides(self, knob: str, given: object, number: int) -> Iterator[str]:
+        """The problem of a number of ranks that the ranks do not divide into, if it is one."""
+        if self.ranks() % number:
+            near = ", ".join(str(n) for n in range(1, self.ranks() + 1) if self.ranks() % n == 0)
+            yield f"parallel.{knob}={given} does not divide the {self.ranks()} ranks: set it to one of {near}"
+
     def local_ranks(self) -> int:
         """Ranks on this machine."""
         return int(self.nproc) if self.nproc != "auto" else cuda_devices() or 2
@@ -84,13 +98,14 @@ class Ranks(Parallel):
         import torch.distributed as dist
 
         self.world, self._device = world, device
-        self.data = self.place_of_data(world)
+        together = self.model_ranks()
+        self.data = World(world.rank // together, world.size // together, world.local_rank, world.local_size)
         timeout = timedelta(seconds=self.timeout_s)
         try:
             store, _, _ = next(dist.rendezvous("env://", world.rank, world.size, timeout=timeout))
             # Ranks that start again may not read the addresses that those before them left in the launcher's store.
             store = dist.PrefixStore(f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-            backend = "nccl" if device.type == "cuda" else "gloo"
+            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # shards may rest on the CPU
             dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             raise UserError(f"the {world.size} ranks did not meet: {str(error).splitlines()[0]}") from None
@@ -122,10 +137,6 @@ class Ranks(Parallel):
             )
             raise UserError(f"the ranks were not started alike ({described}): give the same command everywhere")
 
-    def place_of_data(self, world: World) -> World:
-        """This rank among those that the samples are split among."""
-        return world
-
     def agree(self, flag: int) -> int:
         """Answers with what was asked at the update before: that all-reduce ran beside a step and costs no wait."""
         import torch.distributed as dist
@@ -141,7 +152,7 @@ class Ranks(Parallel):
     def total(self, sums: torch.Tensor) -> torch.Tensor:
         import torch.distributed as dist
 
-        dist.all_reduce(sums)
+        dist.all_reduce(sums, group=self._group_of_data)
         return sums
 
     def share_buffers(self, model: torch.nn.Module) -> None:

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 from drivetrain.lazy import torch
 from drivetrain.parallel.base import State, Weights
 from drivetrain.parallel.ranks import Ranks
+from drivetrain.pieces import names_of
 from drivetrain.spec import Run
+
+_NULL = nullcontext()
 
 
 @dataclass(kw_only=True, eq=False)
@@ -23,6 +26,7 @@ class Sharded(Ranks):
     """The base of fsdp, tensor and pipeline."""
 
     together = True
+    _once_an_update: bool = field(default=False, init=False)  # FSDP's gradients meet in an update's last micro-batch alone
 
     def check(self, run: Run) -> Iterator[str]:
         yield from super().check(run)
@@ -43,6 +47,7 @@ class Sharded(Ranks):
 
     def shard(self, model: torch.nn.Module, dtype: str | None, example: torch.Tensor) -> list[str]:
         self._plain_shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+        self._root: Any = model
         said = self._split(model, dtype, example)
         self._sharded: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
         self._shards: dict[int, torch.nn.Parameter] = {}
@@ -50,6 +55,7 @@ class Sharded(Ranks):
             if is_sharded(p) and id(p) not in self._shards:
                 plain = _as_plain(shard_of(p), len(self._plain_shapes[name]))
                 self._shards[id(p)] = torch.nn.Parameter(plain, requires_grad=p.requires_grad)
+        self._over = {id(self._shards.get(id(p), p)): self._groups_of(name) for name, p in self._sharded.items()}
         return said
 
     def _split(self, model: torch.nn.Module, dtype: str | None, example: torch.Tensor) -> list[str]:
@@ -70,6 +76,22 @@ class Sharded(Ranks):
             for name, p in module._parameters.items():
                 if id(p) in others:
                     module._parameters[name] = others[id(p)]
+
+    def sync(self, model: Any, last: bool) -> AbstractContextManager[Any]:
+        if self._once_an_update:
+            self._root.set_requires_gradient_sync(last)
+        return _NULL
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Not inference mode, whose tensors cannot be trained on; afterwards no gathered weights are left to go stale."""
+        from torch.distributed.fsdp import FSDPModule
+
+        with torch.no_grad():
+            yield
+        for module in self._root.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def attach(self, trainer: Any) -> None:
         pairs = [(p, shard) for p, shard in self._pairs() if p.requires_grad]
@@ -99,11 +121,10 @@ class Sharded(Ranks):
         """Sums of powers over the shards, added over the ranks that hold the others; each weight counts once."""
         import torch.distributed as dist
 
-        groups = {id(self._shards.get(id(p), p)): self._groups_of(name) for name, p in self._sharded.items()}
         kinds: dict[Any, list[torch.Tensor]] = defaultdict(list)
         for p in parameters:
             if p.grad is not None:
-                kinds[groups.get(id(p), ())].append(p.grad)
+                kinds[self._over[id(p)]].append(p.grad)
         total = torch.zeros((), device=self._device)
         for over, gradients in kinds.items():
             power = torch.nn.utils.get_total_norm(gradients, norm_type) ** norm_type
@@ -153,8 +174,7 @@ class Sharded(Ranks):
     def _over_state(self, state: State, change: Callable[[str, torch.Tensor], Any]) -> State:
         """The state with `change(name of the weight, tensor)` in place of each tensor that belongs to a weight."""
         optimizer, ema = state["optimizer"], state["ema"]
-        groups = optimizer["param_groups"]
-        names = {i: name for g in groups for i, name in zip(g["params"], g["param_names"], strict=True)}
+        names = names_of(optimizer)
         changed = {
             i: {k: change(names[i], v) if self._is_of(names[i], v) else v for k, v in of_weight.items()}
             for i, of_weight in optimizer["state"].items()

@@ -93,26 +93,3 @@ def names(model: torch.nn.Module, row: Sequence[torch.nn.Module], owned: Sequenc
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     own = {name for name, t in named if inside.get(id(t)) in owned}
     return own, {name for name, t in named if id(t) not in inside}
-
-
-def merged(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The optimizer states of stages as the one of an optimizer over all their weights."""
-    groups: list[dict[str, Any]] = []
-    state: dict[int, Any] = {}
-    numbers: dict[str, int] = {}
-    for part in states:
-        for group in part["param_groups"]:
-            about = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-            whole = next((g for g in groups if {k: g[k] for k in about} == about), None)
-            if whole is None:
-                whole = {**about, "params": [], "param_names": []}
-                groups.append(whole)
-            for i, name in zip(group["params"], group["param_names"], strict=True):
-                if name in numbers:
-                    continue
-                numbers[name] = len(numbers)
-                whole["params"].append(numbers[name])
-                whole["param_names"].append(name)
-                if i in part["state"]:
-                    state[numbers[name]] = part["state"][i]
-    return {**states[0], "param_groups": groups, "state": state}

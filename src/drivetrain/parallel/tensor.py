@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from drivetrain.blocks import repeated_blocks
 from drivetrain.errors import UserError
 from drivetrain.lazy import torch
-from drivetrain.parallel.fsdp import fully_shard_blocks, resharded
+from drivetrain.parallel.fsdp import fully_shard_blocks
 from drivetrain.parallel.sharded import Sharded
-from drivetrain.plan import World
 from drivetrain.spec import Count, Run
 
 
@@ -28,12 +26,7 @@ class Tensor(Sharded):
 
     def check(self, run: Run) -> Iterator[str]:
         yield from super().check(run)
-        if self.ranks() % self._size():
-            near = [n for n in range(1, self.ranks() + 1) if self.ranks() % n == 0]
-            yield (
-                f"parallel.size={self.size} does not divide the {self.ranks()} ranks: set it to one of "
-                f"{', '.join(map(str, near))}"
-            )
+        yield from self.divides("size", self.size, self.model_ranks())
         if run.choices["model"] not in ("timm", "gpt", "own"):
             yield (
                 f"parallel=tensor has plans for transformers (model=gpt, vision transformers of model=timm), none for "
@@ -42,20 +35,13 @@ class Tensor(Sharded):
         if run.choices["compile"] in ("inductor", "cudagraph"):
             yield f"{run.named('compile')} and parallel=tensor: not together yet: set compile=none, or parallel=fsdp"
 
-    def _size(self) -> int:
+    def model_ranks(self) -> int:
         return self.ranks() if self.size == "auto" else self.size
-
-    def data_ranks(self) -> int:
-        return max(1, self.ranks() // self._size())
-
-    def place_of_data(self, world: World) -> World:
-        size = self._size()
-        return World(world.rank // size, world.size // size, world.local_rank, world.local_size)
 
     def _split(self, model: torch.nn.Module, dtype: str | None, example: torch.Tensor) -> list[str]:
         from torch.distributed.device_mesh import init_device_mesh
 
-        size = self._size()
+        size = self.model_ranks()
         mesh = init_device_mesh(self._device.type, (self.data.size, size), mesh_dim_names=("data", "tensor"))
         self._group_of_data = mesh.get_group("data")
         blocks = repeated_blocks(model)
@@ -68,43 +54,34 @@ class Tensor(Sharded):
             )
         for plan in plans:
             plan(mesh["tensor"], size)
+        self._once_an_update = self.data.size > 1
         if self.data.size > 1:
             fully_shard_blocks(model, mesh["data"], dtype, None)
         groups = f", {self.data.size} groups" if self.data.size > 1 else ""
         return [f"{len(plans)} blocks, each over {size} ranks{groups}"]
-
-    def total(self, sums: torch.Tensor) -> torch.Tensor:
-        import torch.distributed as dist
-
-        dist.all_reduce(sums, group=self._group_of_data)
-        return sums
-
-    def sync(self, model: Any, last: bool) -> AbstractContextManager[Any]:
-        if self.data.size > 1:
-            self._root.set_requires_gradient_sync(last)
-        return nullcontext()
-
-    def attach(self, trainer: Any) -> None:
-        super().attach(trainer)
-        self._root: Any = trainer.model
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        with torch.no_grad():
-            yield
-        resharded(self._root)
 
 
 Plan = Callable[[Any, int], None]  # (mesh of the tensor ranks, their number): changes its block in place
 
 
 def plan_for(block: Any) -> Plan | None:
-    """How to lay a block over ranks, if we know it."""
-    if hasattr(block, "attn") and hasattr(block.attn, "qkv") and hasattr(block, "mlp") and hasattr(block.mlp, "fc2"):
+    """How to lay a block over ranks, if we know it: by its exact classes, for others with the same names compute otherwise."""
+    from timm.layers.attention import Attention
+    from timm.layers.mlp import Mlp
+
+    from drivetrain.models import gpt
+
+    attn, mlp = getattr(block, "attn", None), getattr(block, "mlp", None)
+    if type(attn) is Attention and type(mlp) is Mlp and _is_plain(attn, "gate", "norm") and _is_plain(mlp, "norm"):
         return lambda mesh, size: _timm(block, mesh, size)
-    if hasattr(block, "attention") and hasattr(block, "feed_forward"):
+    if type(block) is gpt.Block:
         return lambda mesh, size: _gpt(block, mesh, size)
     return None
+
+
+def _is_plain(module: Any, *parts: str) -> bool:
+    """Whether these parts of a module, which look at all heads or hidden units, are off."""
+    return all(isinstance(getattr(module, part, None), torch.nn.Identity | None) for part in parts)
 
 
 def _timm(block: Any, mesh: Any, size: int) -> None:
@@ -112,8 +89,6 @@ def _timm(block: Any, mesh: Any, size: int) -> None:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     attn = block.attn
-    if getattr(attn, "gate", None) is not None or type(getattr(attn, "norm", None)).__name__ not in ("Identity", "NoneType"):
-        raise UserError("parallel=tensor has no plan for attention with a gate or a norm over all heads: set parallel=fsdp")
     _divisible(attn.num_heads, "heads", size)
     _divisible(block.mlp.fc1.out_features, "hidden units", size)
     attn.num_heads //= size
