@@ -32,6 +32,10 @@ STRATEGIES = {
     "pipeline": ["parallel=pipeline"],
     "pipeline × data": ["parallel=pipeline", "parallel.nproc=4", "parallel.stages=2", "parallel.schedule=gpipe"],
     "pipeline × fsdp": ["parallel=pipeline", "parallel.nproc=4", "parallel.stages=2", "parallel.shard_stages=true"],
+    "pipeline × tensor": ["parallel=pipeline", "parallel.nproc=4", "parallel.tensor=2"],
+    "all three": [
+        "parallel=pipeline", "parallel.nproc=8", "parallel.stages=2", "parallel.tensor=2", "parallel.shard_stages=true",
+    ],
     "split": ["parallel=split", "parallel.devices=[cpu,cpu]"],
     "dp": ["parallel=dp"],
 }  # fmt: skip
@@ -108,7 +112,7 @@ def by_name(optimizer: dict) -> dict:
 
 
 SHORT = {(strategy, "all that must be exact") for strategy in STRATEGIES} - {
-    (strategy, "all that must be exact") for strategy in ("fsdp, more gathered", "hybrid", "pipeline × data")
+    (strategy, "all that must be exact") for strategy in ("fsdp, more gathered", "hybrid", "pipeline × data", "all three")
 } | {
     ("fsdp", "bf16"), ("fsdp", "amp"), ("pipeline", "amp"),
 }  # fmt: skip

@@ -53,7 +53,7 @@ def _each_of_its_own(row: Any) -> list[torch.nn.Module]:
     """A row's members; one that stands in it several times (a pooling, say, without weights) is copied to its other places."""
     seen: set[int] = set()
     for i, block in enumerate(row):
-        if id(block) in seen and not any(True for _ in block.parameters()):
+        if id(block) in seen and not any(True for _ in (*block.parameters(), *block.buffers())):
             row[i] = copy.deepcopy(block)
         seen.add(id(block))
     return list(row)

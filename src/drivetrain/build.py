@@ -14,6 +14,7 @@ from drivetrain.loader import Pipeline
 from drivetrain.plan import Horizon, World
 from drivetrain.spec import Run
 from drivetrain.trainer import Trainer
+from drivetrain.writing import Writer
 
 
 def build(run: Run, world: World, run_dir: Path, sinks: list[Any]) -> Trainer:
@@ -73,7 +74,8 @@ def build(run: Run, world: World, run_dir: Path, sinks: list[Any]) -> Trainer:
         device=device, memory_format=memory_format, seed=seed, drop_last=run.data.drop_last,
         epochs=values["epochs"], max_updates=horizon.updates, log_every=values["log_every"],
         evaluate_every=values["evaluate_every"], eval_batches=run.debug.eval_batches,
-        saving=run.saving, run_dir=run_dir, sinks=sinks, clock=Clock(run.compile.warmup),
+        saving=run.saving, run_dir=run_dir, writer=Writer(run_dir, run.saving, run.parallel), sinks=sinks,
+        clock=Clock(run.compile.warmup),
         said=[*said, *run.compile.said(), *run.precision.said, *checked],
     )  # fmt: skip
     run.parallel.attach(trainer)

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import shutil
+import socket
 import sys
 import tempfile
 import time
@@ -53,7 +54,7 @@ def run(job: Job, run_dir: Path, quiet: bool, end: End | None = None) -> tuple[R
     sys.stdout.flush()
     died: set[int] = set()
     with _told(run_dir, parallel.nnodes > 1) as told:
-        watch = Watch(told, parallel.silent_s)
+        watch = Watch(told, parallel.silent_s, parallel.timeout_s)
 
         def abandoned() -> None:
             code = end(*_outcome(told, run_dir, parallel, set(), watch.lost)) if end else FAILED
@@ -103,12 +104,18 @@ def _config(parallel: Any, told: Path) -> Any:
     own = "localhost"
     about: dict[str, Any] = {}
     if parallel.nnodes > 1:
-        host, _, port = parallel.rendezvous.rpartition(":")
-        own = network.address_towards(host, int(port))
+        host, _, given = parallel.rendezvous.rpartition(":")
+        port = int(given)
+        own = network.address_towards(host, port)
         network.talk_through(own)
         here = network.is_here(host)
         if not here:  # the one that has the address opens the place to meet; from then on it answers at once, or is gone
-            network.wait_for(host, int(port), parallel.rendezvous_s)
+            network.wait_for(host, port, parallel.rendezvous_s)
+        elif not network.free_port(host, port) and not network.is_meeting_place(host, port, ANSWER_S):
+            raise UserError(
+                f"parallel.rendezvous={parallel.rendezvous}: port {port} of this machine is in use by something else: set a "
+                "free one, the same on each machine"
+            )
         about = {"is_host": here, "join_timeout": int(parallel.rendezvous_s), "read_timeout": ANSWER_S}
     # The ranks but the first write their output to files: one machine's terminal shows one rank's lines.
     logs = DefaultLogsSpecs(log_dir=str(told), redirects=dict.fromkeys(range(1, local), Std.ALL))
@@ -129,6 +136,11 @@ def _met(parallel: Any) -> Iterator[None]:
     except (RendezvousError, OSError) as error:
         if parallel.nnodes == 1:
             raise
+        if isinstance(error, socket.gaierror):
+            raise UserError(
+                f"parallel.rendezvous={parallel.rendezvous}: there is no host of that name: give the name or address of one of "
+                "the machines"
+            ) from None
         raise UserError(
             f"parallel.rendezvous={parallel.rendezvous}: {parallel.nnodes} machines did not meet within "
             f"{parallel.rendezvous_s:g} s ({type(error).__name__}): start the same command on each of them; the host must be "

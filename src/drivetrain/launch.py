@@ -22,6 +22,7 @@ from drivetrain.parallel import launched, world_of_environment
 from drivetrain.plan import World
 from drivetrain.signals import StopFlag
 
+LAST_WRITE_S = 30.0  # for a checkpoint that is being written when the run fails
 RESULT_TO = "DRIVETRAIN_RESULT_TO"  # a file to which a child process writes where its run lies
 
 
@@ -98,7 +99,8 @@ def _on_several(job: Job, run_dir: Path, quiet: bool) -> Ended:
 
     def end(result: Result, code: int) -> int:
         written(result)
-        terminal.say(f"error: {result.error}")
+        if code:
+            terminal.say(f"error: {result.error}")
         sys.stdout.flush()
         return code
 
@@ -186,6 +188,7 @@ def _rank(job: Job, world: World, run_dir: Path, stop: StopFlag, quiet: bool) ->
         else:
             traceback.print_exc()
     if trainer is not None:
+        trainer.writer.finish(LAST_WRITE_S)
         _measured(result, trainer, time.perf_counter() - began, job)
         _count_skipped(result, trainer, world, run_dir)
     for sink in sinks:

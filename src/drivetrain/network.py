@@ -7,6 +7,7 @@ import os
 import socket
 import struct
 import time
+from datetime import timedelta
 
 IFNAME = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _SIOCGIFADDR = 0x8915
@@ -51,6 +52,17 @@ def free_port(host: str, port: int) -> bool:
             probe.bind((socket.gethostbyname(host), port))
         except OSError:
             return False
+    return True
+
+
+def is_meeting_place(host: str, port: int, seconds: float) -> bool:
+    """Whether what listens there is another launcher's store, as where one machine plays two."""
+    from torch.distributed import DistError, TCPStore
+
+    try:
+        TCPStore(host, port, is_master=False, timeout=timedelta(seconds=seconds), wait_for_workers=False)
+    except (DistError, RuntimeError):
+        return False
     return True
 
 

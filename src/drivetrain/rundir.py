@@ -9,6 +9,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from drivetrain.errors import UserError
 
@@ -55,6 +56,26 @@ def remove(path: Path) -> None:
     for folder in _made.pop(path, []):
         with contextlib.suppress(OSError):
             folder.rmdir()
+
+
+def of_all(path: Path, parallel: Any) -> Path:
+    """Rank 0's directory, on every rank. Raises UserError, on all of them, where a rank does not see it."""
+    mark = f".seen-{secrets.token_hex(8)}"
+    path, mark = parallel.same((path, mark))
+    if parallel.world.rank == 0:
+        (path / mark).touch()
+    parallel.same(None)  # it is there now
+    blind = [rank for rank, sees in enumerate(parallel.gather((path / mark).exists())) if not sees]
+    blind = parallel.same(blind)
+    if parallel.world.rank == 0:
+        (path / mark).unlink()
+    if blind:
+        named = ("rank " if len(blind) == 1 else "ranks ") + ", ".join(map(str, blind))
+        raise UserError(
+            f"saving.sharded=true lets every rank write its part, and {named} cannot see rank 0's {path}: set output_dir to a "
+            "disk that all machines share, or saving.sharded=false"
+        )
+    return path
 
 
 @contextlib.contextmanager

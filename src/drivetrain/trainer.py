@@ -56,6 +56,7 @@ class Trainer:
     eval_batches: int | None
     saving: Any
     run_dir: Path
+    writer: Writer
     sinks: list[Any]  # loggers and the terminal; empty on all ranks but 0
     said: list[str]  # what the build has to say
     watch: Callable[[Any], Any] = iter  # what looks at the training stream on its way, as a generator
@@ -65,7 +66,7 @@ class Trainer:
     def fit(self, stop: StopFlag | None = None) -> None:
         """Train to the end. Raises Diverged, and Interrupted when `stop` is raised."""
         self._stop = stop or StopFlag()
-        self.writer = Writer(self.run_dir, self.saving, self.parallel)
+        self.writer.start()
         self.model.train()
         self.scheduler.step(self.progress.updates)
         self.saving.start(self.progress.updates)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import json
 import os
 import signal
 import threading
@@ -13,6 +14,7 @@ from pathlib import Path
 
 EVERY_S = 1.0
 ABANDONED_S = 12.0
+STOPPED = ("T", "t")  # by a signal, by a debugger
 STACK = signal.SIGUSR2  # asks a rank for its Python stack
 
 
@@ -35,14 +37,16 @@ def alive(folder: Path, rank: int) -> None:
 class Watch:
     """Looks at the ranks of this machine until it is left; `lost` says of those that it ended why.
 
-    `abandoned` is called, in another thread, when all ranks have ended and nobody has noticed for `ABANDONED_S`: the
-    launcher waits for a machine that cannot be reached any more.
+    A rank that gives no sign of life is ended after `silent_s` where it was stopped, else after `stuck_s`: it may have
+    one long call to make that lets nobody else in. `abandoned` is called, in another thread, when all ranks have ended, one
+    of them badly, and nobody has noticed for `ABANDONED_S`: the launcher waits for a machine that cannot be reached any more.
     """
 
-    def __init__(self, folder: Path, silent_s: float) -> None:
+    def __init__(self, folder: Path, silent_s: float, stuck_s: float) -> None:
         self.lost: dict[int, str] = {}
         self.abandoned: Callable[[], None] | None = None
-        self._folder, self._silent_s = folder, silent_s
+        self._folder, self._silent_s, self._stuck_s = folder, silent_s, stuck_s
+        self._looks: dict[Path, tuple[float, int]] = {}  # a rank's last sign, and how often it was seen: our own time
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
 
@@ -57,24 +61,32 @@ class Watch:
     def _look(self) -> None:
         ended_since: float | None = None
         while not self._over.wait(EVERY_S):
-            ended_since = (ended_since or time.monotonic()) if self._all_ended() else None
+            ended_since = (ended_since or time.monotonic()) if self._all_ended_badly() else None
             if self.abandoned is not None and ended_since is not None and time.monotonic() > ended_since + ABANDONED_S:
                 self.abandoned()
             for file in self._folder.glob("*.alive"):
                 with contextlib.suppress(OSError, ValueError):
-                    silent = time.time() - file.stat().st_mtime
-                    if silent > self._silent_s:
-                        self._end(int(file.stem), int(file.read_text()), silent, file)
+                    self._look_at(file)
 
-    def _all_ended(self) -> bool:
-        begun = list(self._folder.glob("*.alive"))
-        return bool(begun) and all(file.with_suffix(".json").exists() for file in begun)
-
-    def _end(self, rank: int, process: int, silent: float, file: Path) -> None:
-        state = _state(process)
-        file.unlink()  # once
-        if state is None or state == "Z":  # gone already: the launcher knows
+    def _look_at(self, file: Path) -> None:
+        # Not by the clock: it goes on while the whole machine sleeps, ranks and watch alike.
+        sign, (before, seen) = file.stat().st_mtime, self._looks.get(file, (0.0, 0))
+        seen = seen + 1 if sign == before else 0
+        self._looks[file] = sign, seen
+        silent = seen * EVERY_S
+        if silent <= min(self._silent_s, self._stuck_s) or file.with_suffix(".json").exists():
             return
+        process = int(file.read_text())
+        state = _state(process)
+        if state is not None and silent > (self._silent_s if state in STOPPED else self._stuck_s):
+            self._end(int(file.stem), process, state, silent, file)
+
+    def _all_ended_badly(self) -> bool:
+        begun = [file.with_suffix(".json") for file in self._folder.glob("*.alive")]
+        return bool(begun) and all(file.exists() for file in begun) and any(map(_failed, begun))
+
+    def _end(self, rank: int, process: int, state: str, silent: float, file: Path) -> None:
+        file.unlink()  # once
         stack = self._folder / f"{rank}.stack"
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, STACK)
@@ -83,14 +95,23 @@ class Watch:
             while not stack.stat().st_size and time.monotonic() < until:
                 time.sleep(0.05)
             os.kill(process, signal.SIGKILL)
-        how = {"T": "stopped (SIGSTOP)", "D": "waiting for a disk or device"}.get(state, "stuck")
+        how = {"D": "waiting for a disk or device"}.get(state, "stopped (SIGSTOP)" if state in STOPPED else "stuck")
         where = f"; where it was: {stack}" if stack.stat().st_size else ""
         self.lost[rank] = f"rank {rank} gave no sign of life for {silent:.0f} s ({how}), and was ended{where}"
 
 
 def _state(process: int) -> str | None:
-    """One letter of the process's state; None where it is gone, or where the system does not tell."""
+    """One letter of the state of a process that this one began; None where it is gone, or where the system does not tell."""
     try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+        state, parent = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[:2]
     except OSError:
         return None
+    return state if int(parent) == os.getpid() and state != "Z" else None
+
+
+def _failed(told: Path) -> bool:
+    """Whether a rank's word is of a failure."""
+    try:
+        return bool(json.loads(told.read_text())["code"])
+    except (OSError, ValueError):  # it is being written
+        return False

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from drivetrain import pieces, resume
+from drivetrain import pieces, resume, rundir
 
 
 class Writer:
@@ -22,13 +22,17 @@ class Writer:
         self._error: BaseException | None = None
         self._ranks: Any = None
 
+    def start(self) -> None:
+        """Called on all ranks. Raises UserError where not all of them can write."""
+        if self._saving.active and self._saving.sharded:
+            self._ranks = self._parallel.group_of_savers()
+            self._run_dir = rundir.of_all(self._run_dir, self._parallel)
+
     def save(self, trainer: Any) -> None:
         """The state as it is now. Called on all ranks."""
         if not self._saving.active:
             return
         state = trainer.state()  # gathers from all ranks, as does collect
-        if self._saving.sharded and self._ranks is None:
-            self._ranks = self._parallel.group_of_savers()
         with trainer.settled():
             if self._saving.sharded:
                 weights, state = pieces.apart(trainer.model.state_dict(), state, self._parallel.piece)
@@ -53,6 +57,11 @@ class Writer:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
+
+    def finish(self, seconds: float) -> None:
+        """Give what is being written so long to be there, after a failure: its own does not matter any more."""
+        if self._thread is not None:
+            self._thread.join(seconds)
 
     def _beside(self, write: Callable[..., None], *what: Any) -> None:
         try:

@@ -161,6 +161,9 @@ def test_a_rendezvous_that_is_never_complete(tmp_path: Path) -> None:
         (["parallel=tensor", "model=gpt", "data=stdlib", "loss=next_token", "parallel.size=3"], "does not divide the 2 ranks"),
         (["parallel=pipeline", "parallel.stages=3"], "parallel.stages=3 does not divide the 2 ranks"),
         (["parallel=pipeline", "parallel.shard_stages=true"], "has nothing to share out where all 2 ranks are one pipeline"),
+        (["parallel=pipeline", "parallel.tensor=2"], "parallel.tensor=2 has plans for transformers"),
+        (["parallel=pipeline", "parallel.tensor=3"], "parallel.tensor=3 does not divide the 2 ranks"),
+        (["parallel=dp", "checkpointing=blocks"], "checkpointing=blocks and parallel=dp exclude each other"),
         (["parallel=pipeline", "parallel.schedule=interleaved"], "wants micro-batches in multiples of the 2 stages"),
         (["parallel=fsdp", "optimizer=muon"], "optimizer=muon wants whole tensors"),
         (["parallel=fsdp", "clip=agc"], "clip=agc looks at whole rows"),
@@ -190,3 +193,15 @@ def test_more_stages_than_blocks(tmp_path: Path) -> None:
         "(and parallel.nproc with it)"
     ]
     assert not list(tmp_path.iterdir()), "nothing written"
+
+
+def test_a_model_that_cannot_be_cut(tmp_path: Path) -> None:
+    """It adds to what its blocks give: stages would lose that, and nobody would be told."""
+    shutil.copy(command.HERE / "faulty_nets.py", tmp_path)
+    own = ("model=own", "model.target=faulty_nets.Summing", "trust=[faulty_nets]")
+    done = train("data=digits", "runtime.device=cpu", *own, "parallel=pipeline", cwd=tmp_path)
+    assert done.code == 2, done
+    (line,) = done.errors
+    assert line.startswith("error: parallel=pipeline cannot cut this model: its row of 3 Linear does not only hand on")
+    assert "Traceback" not in done.err
+    assert {p.name for p in tmp_path.iterdir()} <= {"faulty_nets.py", "__pycache__"}, "nothing written"

@@ -7,13 +7,17 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import accumulate, pairwise
 
+from drivetrain.errors import UserError
 from drivetrain.lazy import torch
 
 TIMES = 3  # the quickest of so many forwards counts
 
 
 def measured(model: torch.nn.Module, blocks: Sequence[torch.nn.Module], example: torch.Tensor) -> list[float]:
-    """Seconds of each block's forward on `example`, the model in evaluation: nothing of it changes."""
+    """Seconds of each block's forward on `example`, the model in evaluation: nothing of it changes.
+
+    Raises UserError where a block is not part of the forward.
+    """
     began: dict[int, float] = {}
     seconds = {id(block): float("inf") for block in blocks}
 
@@ -37,6 +41,11 @@ def measured(model: torch.nn.Module, blocks: Sequence[torch.nn.Module], example:
         for _ in range(TIMES):
             model(example)
     model.train(training)
+    if idle := [i for i, block in enumerate(blocks) if id(block) not in began]:
+        raise UserError(
+            f"block {idle[0]} ({type(blocks[idle[0]]).__name__}) of the model's row of {len(blocks)} is not called in its "
+            "forward, so the row cannot be cut: name the class of its blocks in parallel.block, or set parallel=ddp or fsdp"
+        )
     return [seconds[id(block)] for block in blocks]
 
 

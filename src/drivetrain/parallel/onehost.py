@@ -26,6 +26,11 @@ class Dp(Parallel):
                 f"{run.named('compile')} and parallel=dp exclude each other (it copies the model to every device at each step, "
                 "and a compiled one knows one device): set parallel=ddp"
             )
+        if run.choices["checkpointing"] != "none":
+            yield (
+                f"{run.named('checkpointing')} and parallel=dp exclude each other (the copies would recompute with the first "
+                "device's weights): set parallel=ddp"
+            )
 
     def advise(self, run: Run) -> Iterator[str]:
         if cuda_devices() < 2:

@@ -20,7 +20,8 @@ from drivetrain.lazy import torch
 from drivetrain.parallel import balance
 from drivetrain.parallel.base import State, Weights
 from drivetrain.parallel.fsdp import fully_shard_block
-from drivetrain.parallel.sharded import Sharded, is_sharded
+from drivetrain.parallel.sharded import Sharded, is_sharded, shard_of
+from drivetrain.parallel.tensor import has_no_plan, lay
 from drivetrain.pieces import merged
 from drivetrain.plan import Micro
 from drivetrain.spec import Count, Run
@@ -33,7 +34,8 @@ class Pipeline(Sharded):
     1f1b (Narayanan et al. 2019) holds the activations of at most as many micro-batches as there are stages; gpipe (Huang et
     al. 2019) of all; interleaved (Narayanan et al. 2021) gives each rank `per_rank` shorter stages, so that less of the time
     is idle. More ranks than stages are pipelines that split the batch; with `shard_stages` they share out the weights of their
-    stage's blocks too, as parallel=fsdp does, their gradients meeting at every micro-batch.
+    stage's blocks too, as parallel=fsdp does, their gradients meeting at every micro-batch. With `tensor` a stage is so many
+    ranks, over which its blocks are laid as with parallel=tensor.
     """
 
     stages: Count | Literal["auto"] = "auto"
@@ -41,11 +43,14 @@ class Pipeline(Sharded):
     per_rank: Count = 2
     block: str | None = None
     shard_stages: bool = False
+    tensor: Count = 1
 
     def check(self, run: Run) -> Iterator[str]:
         yield from super().check(run)
-        ranks, stages, steps = self.ranks(), self.model_ranks(), run.batch.steps
-        yield from self.divides("stages", self.stages, stages)
+        ranks, stages, steps = self.ranks(), self._stage_ranks(), run.batch.steps
+        yield from self._divides()
+        if self.tensor > 1:
+            yield from has_no_plan(f"parallel.tensor={self.tensor}", run)
         if self.schedule == "interleaved" and steps % stages:
             yield (
                 f"parallel.schedule=interleaved wants micro-batches in multiples of the {stages} stages, but "
@@ -57,7 +62,7 @@ class Pipeline(Sharded):
                 "parallel.schedule=interleaved wants all updates alike, and data.drop_last=false leaves a short one: "
                 "set parallel.schedule=1f1b, or data.drop_last=true"
             )
-        if self.shard_stages and ranks == stages:
+        if self.shard_stages and ranks == self.model_ranks():
             yield (
                 f"parallel.shard_stages=true has nothing to share out where all {ranks} ranks are one pipeline: give it more "
                 "ranks than parallel.stages"
@@ -73,7 +78,7 @@ class Pipeline(Sharded):
             yield "checkpointing=budget and parallel=pipeline exclude each other: set checkpointing=blocks"
 
     def advise(self, run: Run) -> Iterator[str]:
-        steps, stages = run.batch.steps, self.model_ranks()
+        steps, stages = run.batch.steps, self._stage_ranks()
         if steps < 2 * stages:
             idle = (stages - 1) / (steps + stages - 1)
             yield (
@@ -82,20 +87,33 @@ class Pipeline(Sharded):
             ).replace("%", " %")
 
     def model_ranks(self) -> int:
-        return self.ranks() if self.stages == "auto" else self.stages
+        return self._stage_ranks() * self.tensor
+
+    def _stage_ranks(self) -> int:
+        return max(1, self.ranks() // self.tensor) if self.stages == "auto" else self.stages
+
+    def _divides(self) -> Iterator[str]:
+        if self.tensor == 1:
+            yield from self.divides("stages", self.stages, self._stage_ranks())
+        elif self.ranks() % self.model_ranks():
+            stages = "" if self.stages == "auto" else f"parallel.stages={self.stages} × "
+            yield (
+                f"{stages}parallel.tensor={self.tensor} does not divide the {self.ranks()} ranks: a pipeline is stages × tensor "
+                "of them"
+            )
 
     # --- what this rank keeps of the model ---
 
     def _split(self, model: torch.nn.Module, dtype: str | None, example: torch.Tensor) -> list[str]:
         from torch.distributed.device_mesh import init_device_mesh
 
-        from drivetrain.parallel.stages import Row, names
+        from drivetrain.parallel.stages import Row, names, same_as_whole
 
-        ranks = self.model_ranks()
-        mesh = init_device_mesh(self._device.type, (self.data.size, ranks), mesh_dim_names=("data", "pipe"))
+        ranks, sizes = self._stage_ranks(), (self.data.size, self._stage_ranks(), self.tensor)
+        mesh = init_device_mesh(self._device.type, sizes, mesh_dim_names=("data", "pipe", "tensor"))
         self._pipe, self._group_of_data = mesh.get_group("pipe"), mesh.get_group("data")
-        self._place = mesh.get_local_rank("pipe")
-        self._peers = [self.data.rank * ranks + i for i in range(ranks)]  # this pipeline's ranks in the world
+        self._place, self._slice = mesh.get_local_rank("pipe"), mesh.get_local_rank("tensor")
+        self._peers = mesh.mesh[self.data.rank, :, self._slice].tolist()  # this pipeline's ranks in the world
         row = blocks_in_a_row("parallel=pipeline", model, self.block)
         if len({id(block) for block in row}) < len(row):
             raise UserError(
@@ -111,8 +129,16 @@ class Pipeline(Sharded):
         costs = self.same(balance.measured(model, row, example))
         places = balance.cuts(costs, count)
         self._ranges = list(itertools.pairwise(places))
+        if not same_as_whole(model, row, self._ranges, example):
+            raise UserError(
+                f"parallel=pipeline cannot cut this model: its row of {len(row)} {type(row[0]).__name__} does not only hand on "
+                "what each block gives (it adds to it, takes them in another order, or brings something past them): name the "
+                "class of blocks that stand in a plain row in parallel.block, or set parallel=ddp, fsdp or tensor"
+            )
         self._mine = range(self._place, count, ranks)
         owned = [i for stage in self._mine for i in range(*self._ranges[stage])]
+        if self.tensor > 1:
+            lay(f"parallel.tensor={self.tensor}", [row[i] for i in owned], mesh["tensor"])
         self._own_names, self._common_names = names(model, row, owned)
         for i, block in enumerate(row):
             if i not in owned:
@@ -122,8 +148,9 @@ class Pipeline(Sharded):
             for i in owned:
                 fully_shard_block(row[i], mesh["data"], dtype)
         self._row = Row(model, row)
-        idle = f", {self.data.size} pipelines" if self.data.size > 1 else ""
-        return [f"{count} stages of {balance.described(places, costs)}{idle}"]
+        over = f", each over {self.tensor} ranks" if self.tensor > 1 else ""
+        times = f", {self.data.size} pipelines" if self.data.size > 1 else ""
+        return [f"{count} stages of {balance.described(places, costs)}{over}{times}"]
 
     def _groups_of(self, name: str) -> tuple[Any, ...]:
         return () if name in self._common_names else (self._pipe, *super()._groups_of(name))
@@ -215,11 +242,15 @@ class Pipeline(Sharded):
         for work in works:
             work.wait()
         if self.data.size > 1:
-            gradients = [p.grad for p in self._trained if p.grad is not None and not is_sharded(p)]
+            gradients = [shard_of(p.grad) for p in self._trained if p.grad is not None and not self._is_shared_out(p)]
             works = [dist.all_reduce(g, group=self._group_of_data, async_op=True) for g in gradients]
             for work in works:
                 work.wait()
             torch._foreach_div_(gradients, self.data.size)
+
+    def _is_shared_out(self, p: torch.Tensor) -> bool:
+        """Whether FSDP has taken the mean of a weight's gradients."""
+        return self.shard_stages and is_sharded(p)
 
     # --- evaluation ---
 
@@ -257,7 +288,7 @@ class Pipeline(Sharded):
             if name in self._common_names:
                 dist.broadcast(buffer, self._rank_of(len(self._ranges) - 1), group=self._pipe)
             if not buffer.is_meta:
-                dist.broadcast(buffer, self._place, group=self._group_of_data)
+                dist.broadcast(buffer, self.world.rank % self.model_ranks(), group=self._group_of_data)
 
     # --- saving ---
 
@@ -266,7 +297,7 @@ class Pipeline(Sharded):
         state = self._over_state(state, self._whole)
         tensors = state["ema"].get("tensors", {})
         average = {n: t.cpu() for n, t in tensors.items() if not t.is_meta}
-        parts = self.gather((mine, state["optimizer"], average) if self.data.rank == 0 else None)
+        parts = self.gather((mine, state["optimizer"], average) if self.data.rank == self._slice == 0 else None)
         parts = [part for part in parts if part is not None]
         if self.world.rank != 0:
             return {}, {}

@@ -24,9 +24,9 @@ class Ranks(Parallel):
     """Processes that train together, on one machine or several.
 
     `nproc` is the ranks on this machine: auto is one per CUDA device, two on a CPU. With `nnodes` machines the same
-    command on each of them meets at `rendezvous`, a host:port of one of them. A rank that dies, or gives no sign of life for
-    `silent_s`, ends the others; they all start again from the newest checkpoint, `max_restarts` times. A collective that
-    takes longer than `timeout_s` fails.
+    command on each of them meets at `rendezvous`, a host:port of one of them. A rank that dies, was stopped for `silent_s`,
+    or gives no sign of life for `timeout_s`, ends the others; they all start again from the newest checkpoint,
+    `max_restarts` times. A collective that takes longer than `timeout_s` fails.
     """
 
     nproc: Count | Literal["auto"] = "auto"

@@ -221,8 +221,8 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def shard_of(tensor: Any) -> torch.Tensor:
-    """This rank's part of a DTensor, sharing its memory."""
-    return tensor.detach().to_local()
+    """This rank's part of a DTensor, or a plain tensor, sharing its memory."""
+    return tensor.detach().to_local() if is_sharded(tensor) else tensor.detach()
 
 
 def _as_plain(shard: torch.Tensor, ndim: int) -> torch.Tensor:

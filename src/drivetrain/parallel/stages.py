@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -16,10 +17,12 @@ class Row:
     def __init__(self, model: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> None:
         self._model, self._count = model, len(blocks)
         self._first, self._end, self._received = 0, len(blocks), None
+        self._undo = ExitStack()
         for i, block in enumerate(blocks):
-            block.register_forward_pre_hook(functools.partial(self._enter, i), prepend=True)
+            self._undo.callback(block.register_forward_pre_hook(functools.partial(self._enter, i), prepend=True).remove)
+            self._undo.callback(_back(block))
             block.forward = self._passing(i, block.forward)  # type: ignore[method-assign]
-            block.register_forward_hook(functools.partial(self._leave, i))
+            self._undo.callback(block.register_forward_hook(functools.partial(self._leave, i)).remove)
 
     def run(self, first: int, end: int, h: Any, x: Any) -> Any:
         """Blocks first to end - 1 on `h`, which the block before gave for the input `x`; with the last block, the output."""
@@ -31,6 +34,10 @@ class Row:
         finally:
             self._received = None
 
+    def remove(self) -> None:
+        """Leave the blocks as they were."""
+        self._undo.close()
+
     def _enter(self, i: int, block: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return (self._received, *args[1:]) if i == self._first and i > 0 else args
 
@@ -40,6 +47,45 @@ class Row:
     def _leave(self, i: int, block: Any, args: tuple[Any, ...], out: Any) -> None:
         if i + 1 == self._end and self._end < self._count:
             raise _LeaveError(out)
+
+
+def _back(block: torch.nn.Module) -> Callable[[], None]:
+    """What gives a module back the forward that it has now, its class's or one of its own."""
+    if "forward" in vars(block):
+        return functools.partial(setattr, block, "forward", block.forward)
+    return functools.partial(delattr, block, "forward")
+
+
+def same_as_whole(
+    model: torch.nn.Module, blocks: Sequence[torch.nn.Module], ranges: Sequence[tuple[int, int]], example: torch.Tensor
+) -> bool:
+    """Whether stages that hand on what their last block gave come to the model's own output.
+
+    They do not where the forward does something of its own between two blocks (a sum with what went in, say), takes them in
+    another order, or brings something past them.
+    """
+    noise = torch.Generator(example.device).manual_seed(0)
+    x = (
+        torch.rand(example.shape, generator=noise, dtype=example.dtype, device=example.device)
+        if example.is_floating_point()
+        else example
+    )
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            whole: Any = model(x)
+            row, h = Row(model, blocks), x
+            try:
+                for stage in ranges:
+                    h = row.run(*stage, h, x)
+            except Exception:  # what a model says to a shape that does not fit
+                return False
+            finally:
+                row.remove()
+            return whole.shape == h.shape and torch.allclose(whole, h, rtol=1e-4, atol=1e-5)
+    finally:
+        model.train(training)
 
 
 class _LeaveError(Exception):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,11 +27,7 @@ class Tensor(Sharded):
     def check(self, run: Run) -> Iterator[str]:
         yield from super().check(run)
         yield from self.divides("size", self.size, self.model_ranks())
-        if run.choices["model"] not in ("timm", "gpt", "own"):
-            yield (
-                f"parallel=tensor has plans for transformers (model=gpt, vision transformers of model=timm), none for "
-                f"{run.named('model')}: set parallel=ddp, fsdp or pipeline"
-            )
+        yield from has_no_plan("parallel=tensor", run)
         if run.choices["compile"] in ("inductor", "cudagraph"):
             yield f"{run.named('compile')} and parallel=tensor: not together yet: set compile=none, or parallel=fsdp"
 
@@ -45,23 +41,38 @@ class Tensor(Sharded):
         mesh = init_device_mesh(self._device.type, (self.data.size, size), mesh_dim_names=("data", "tensor"))
         self._group_of_data = mesh.get_group("data")
         blocks = repeated_blocks(model)
-        plans = [plan for block in blocks if (plan := plan_for(block)) is not None]
-        if not plans:
-            found = ", ".join(sorted({type(b).__name__ for b in blocks})) or "none that repeat"
-            raise UserError(
-                f"parallel=tensor has no plan for this model's blocks ({found}): it knows those of timm's vision "
-                "transformers and of model=gpt: set parallel=fsdp or pipeline"
-            )
-        for plan in plans:
-            plan(mesh["tensor"], size)
+        plans = lay("parallel=tensor", blocks, mesh["tensor"])
         self._once_an_update = self.data.size > 1
         if self.data.size > 1:
             fully_shard_blocks(model, mesh["data"], dtype, None)
         groups = f", {self.data.size} groups" if self.data.size > 1 else ""
-        return [f"{len(plans)} blocks, each over {size} ranks{groups}"]
+        return [f"{plans} blocks, each over {size} ranks{groups}"]
 
 
 Plan = Callable[[Any, int], None]  # (mesh of the tensor ranks, their number): changes its block in place
+
+
+def has_no_plan(setting: str, run: Run) -> Iterator[str]:
+    """The problem of a model that is no transformer, as far as its option tells."""
+    if run.choices["model"] not in ("timm", "gpt", "own"):
+        yield (
+            f"{setting} has plans for transformers (model=gpt, vision transformers of model=timm), none for "
+            f"{run.named('model')}: set parallel=ddp, fsdp or pipeline"
+        )
+
+
+def lay(setting: str, blocks: Sequence[torch.nn.Module], mesh: Any) -> int:
+    """Lay the blocks that we know over the mesh's ranks, in place; how many. Raises UserError where it is none."""
+    plans = [plan for block in blocks if (plan := plan_for(block)) is not None]
+    if not plans:
+        found = ", ".join(sorted({type(b).__name__ for b in blocks})) or "none that repeat"
+        raise UserError(
+            f"{setting} has no plan for this model's blocks ({found}): it knows those of timm's vision transformers and of "
+            "model=gpt: set parallel=fsdp or pipeline"
+        )
+    for plan in plans:
+        plan(mesh, mesh.size())
+    return len(plans)
 
 
 def plan_for(block: Any) -> Plan | None:

@@ -1,0 +1,174 @@
+"""Signs of life, the place to meet, and the directory that all ranks write to."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drivetrain import cli, network, rundir, watch
+from drivetrain.errors import UserError
+from drivetrain.plan import World
+from drivetrain.watch import Watch
+
+SOON = 5.0
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(watch, "EVERY_S", 0.05)
+    monkeypatch.setattr(watch, "ABANDONED_S", 0.2)
+
+
+@pytest.fixture
+def process():
+    """One that gives no sign of life, and ends when asked for its stack, as one would that has nothing to show."""
+    begun = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    yield begun
+    begun.send_signal(signal.SIGCONT)
+    begun.kill()
+    begun.wait()
+
+
+def begin(folder: Path, rank: int, pid: int) -> None:
+    (folder / f"{rank}.stack").touch()
+    (folder / f"{rank}.alive").write_text(str(pid))
+
+
+def until(true) -> bool:
+    end = time.monotonic() + SOON
+    while not true() and time.monotonic() < end:
+        time.sleep(0.02)
+    return bool(true())
+
+
+def test_a_stopped_rank_is_ended_and_named(quick, tmp_path, process):
+    process.send_signal(signal.SIGSTOP)
+    begin(tmp_path, 3, process.pid)
+    with Watch(tmp_path, silent_s=0.2, stuck_s=60) as looking:
+        assert until(lambda: 3 in looking.lost)
+    assert looking.lost[3].startswith("rank 3 gave no sign of life for")
+    assert "stopped (SIGSTOP)" in looking.lost[3]
+    assert process.wait(SOON) != 0
+
+
+def test_a_rank_that_is_only_busy_has_longer(quick, tmp_path, process):
+    begin(tmp_path, 0, process.pid)
+    with Watch(tmp_path, silent_s=0.1, stuck_s=1.0) as looking:
+        time.sleep(0.6)
+        assert not looking.lost
+        assert process.poll() is None
+        assert until(lambda: 0 in looking.lost)
+    assert "stuck" in looking.lost[0]
+
+
+def test_nobody_else_is_ended(quick, tmp_path, process):
+    """Neither a rank that has said its word, nor a process that is not one of ours."""
+    begin(tmp_path, 0, process.pid)
+    (tmp_path / "0.json").write_text(json.dumps({"code": 0}))
+    begin(tmp_path, 1, os.getppid())
+    with Watch(tmp_path, silent_s=0.1, stuck_s=0.1) as looking:
+        time.sleep(0.6)
+    assert not looking.lost
+    assert process.poll() is None
+
+
+def test_signs_are_counted_and_not_timed(quick, tmp_path, process):
+    """A machine that slept finds signs that are old by the clock, from ranks that slept with it."""
+    begin(tmp_path, 0, process.pid)
+    with Watch(tmp_path, silent_s=2, stuck_s=2) as looking:
+        for n in range(10):
+            os.utime(tmp_path / "0.alive", (1000 + n, 1000 + n))
+            time.sleep(0.05)
+        assert not looking.lost
+
+
+@pytest.mark.parametrize(("codes", "called"), [((0, 0), False), ((0, 1), True), ((1, None), False)])
+def test_only_those_that_failed_are_abandoned(quick, tmp_path, codes, called):
+    """Ranks that are done may wait for a slower machine as long as it takes."""
+    for rank, code in enumerate(codes):
+        begin(tmp_path, rank, os.getppid())
+        if code is not None:
+            (tmp_path / f"{rank}.json").write_text(json.dumps({"code": code}))
+    told = threading.Event()
+    looking = Watch(tmp_path, silent_s=60, stuck_s=60)
+    looking.abandoned = told.set
+    with looking:
+        assert told.wait(SOON if called else 0.7) == called
+
+
+# --- the place to meet ---
+
+
+@pytest.fixture
+def listening():
+    """A port of this machine on which something listens that is no launcher."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        yield taken.getsockname()[1]
+
+
+def test_a_port_that_is_taken(listening, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("drivetrain.elastic.ANSWER_S", 1)
+    meet = ["parallel.nnodes=2", f"parallel.rendezvous=127.0.0.1:{listening}", "parallel.nproc=1"]
+    assert cli.main(["train", "-q", "data=digits", "parallel=ddp", *meet]) == 2
+    said = capfd.readouterr().err
+    assert f"port {listening} of this machine is in use by something else: set a free one" in said
+    assert "Traceback" not in said
+    assert not list(tmp_path.iterdir()), "nothing written"
+
+
+def test_a_host_that_there_is_not(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    meet = ["parallel.nnodes=2", "parallel.rendezvous=no-such-machine.invalid:29500", "parallel.nproc=1"]
+    assert cli.main(["train", "-q", "data=digits", "parallel=ddp", *meet]) == 2
+    assert "there is no host of that name: give the name or address of one of the machines" in capfd.readouterr().err
+    assert not list(tmp_path.iterdir()), "nothing written"
+
+
+def test_ports(listening):
+    assert not network.free_port("127.0.0.1", listening)
+    assert not network.is_meeting_place("127.0.0.1", listening, 1)
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert network.is_meeting_place("127.0.0.1", store.port, 5)
+    assert network.free_port("127.0.0.1", 0)
+
+
+# --- one directory for all ranks ---
+
+
+class Ranks:
+    """One rank as `rundir.of_all` sees the others."""
+
+    def __init__(self, rank: int, first: Path, sees: list[bool]) -> None:
+        self.world, self._first, self._sees = World(rank, len(sees)), first, sees
+
+    def same(self, value: Any) -> Any:
+        return (self._first, ".seen-1") if isinstance(value, tuple) else value
+
+    def gather(self, value: bool) -> list[bool]:
+        return [value, *self._sees[1:]]
+
+
+def test_all_ranks_write_to_the_first_ones_directory(tmp_path):
+    assert rundir.of_all(tmp_path, Ranks(0, tmp_path, [True, True])) == tmp_path
+    assert rundir.of_all(Path(os.devnull), Ranks(1, tmp_path, [True, True])) == tmp_path
+    assert not list(tmp_path.iterdir()), "no mark is left"
+
+
+def test_a_rank_that_cannot_see_it_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"ranks 1, 3 cannot see rank 0's .*: set output_dir to a disk that all machines share"):
+        rundir.of_all(tmp_path, Ranks(0, tmp_path, [True, False, True, False]))
