@@ -45,7 +45,7 @@ class Profile(Window):
 
     @contextmanager
     def looking(self, warmup: int, window: int) -> Iterator[Callable[[], None]]:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it reports each start, and every machine without a GPU as an error
+        silence_profiler()
         first = self._trainer.progress.updates + warmup + 1
         self._where = f"update {first}" if window == 1 else f"updates {first} to {first + window - 1}"
         with warnings.catch_warnings():
@@ -120,3 +120,8 @@ def _memory(events: list[dict[str, Any]], file: Path) -> list[str]:
         f"in {phase or 'no phase'}; memory.csv has its course"
         for device, (level, phase) in peaks.items()
     ]
+
+
+def silence_profiler() -> None:
+    """torch's profiler reports each start, and every machine without a GPU as an error."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")

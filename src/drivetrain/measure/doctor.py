@@ -85,6 +85,7 @@ def _communication(words: Sequence[str], share: Sequence[str], config_dirs: Sequ
 def _show(found: Findings, problems: list[Problem], said: list[str]) -> None:
     total = sum(found.phases.values())
     rows = [(name, f"{ms:.2f} ms", f"{ms / total:.0%}") for name, ms in found.phases.items()]
+    rows += [(name, f"{share * found.step_ms:.2f} ms", f"{share:.0%}") for name, share in found.occupied.items()]
     rows.append(("an update, unwatched", f"{found.step_ms:.2f} ms", ""))
     rows.append(("an evaluation", f"{found.evaluation_s:.2f} s", ""))
     if found.saving_s is not None:

@@ -14,6 +14,7 @@ import torch
 from drivetrain import resume
 from drivetrain.measure import roofline
 from drivetrain.measure.lines import WATCHED, Line, Stream, lines, one, update
+from drivetrain.measure.occupied import occupied
 from drivetrain.measure.turns import ENDLESS, WARM
 from drivetrain.runtime import synchronize
 
@@ -34,6 +35,7 @@ class Findings:
     micro_batch: int
     read_ms: float | None  # of reading one micro-batch
     device: str
+    occupied: dict[str, float]  # shares of an update's time
 
 
 def examine(trainer: Any, look_s: float) -> Findings:
@@ -45,6 +47,7 @@ def examine(trainer: Any, look_s: float) -> Findings:
         update(trainer, stream)
     whole = _whole(trainer, stream, look_s)
     phases, read_ms = _phases(trainer, stream, look_s)
+    device = occupied(trainer, stream)
     own, operations = lines(trainer, stream, look_s)
     micro, micros = one(stream)
     device_can = roofline.measure(trainer, micro, micros)
@@ -53,7 +56,7 @@ def examine(trainer: Any, look_s: float) -> Findings:
     updates = trainer.batch.updates(len(trainer.train_data.source), 0, trainer.drop_last)
     return Findings(
         whole, phases, own, evaluation, saving, operations, updates, larger, device_can, len(micro.x), read_ms,
-        trainer.device.type,
+        trainer.device.type, device,
     )  # fmt: skip
 
 

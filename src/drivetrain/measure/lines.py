@@ -8,7 +8,7 @@ import sysconfig
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -55,7 +55,7 @@ class Stream:
             self.reading = False
 
 
-def update(trainer: Any, stream: Stream) -> None:
+def update(trainer: Any, stream: Iterable[Any]) -> None:
     """One update, as the loop makes it."""
     for micro in stream:
         trainer.micro(micro)
