@@ -22,6 +22,7 @@ from tests import sets
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = ["updates=2", "epochs=2", "log_every=1", "batch.global_batch=8", "runtime.threads=1"]
+SMALL_VIT = "{img_size: 32, patch_size: 4, dynamic_img_size: true, depth: 2, embed_dim: 16, num_heads: 2}"
 OWN_NET = """
 import torch
 
@@ -94,6 +95,8 @@ def needs(folder: Path) -> dict[str, list[str]]:
         "model=resnet9": ["model.width=4", "model.bias=true"],
         "model=mlp": ["model.hidden=[16,16,16]"],
         "model=own": ["model.target=pairwise_net.Net", "trust=[pairwise_net]"],
+        "parallel=tensor": ["model=timm", "model.name=vit_tiny_patch16_224", f"model.kwargs={SMALL_VIT}"],
+        "parallel=split": ["parallel.devices=[cpu,cpu]"],
         "batch=accumulate": ["batch.steps=2"],
         "batch=auto": ["batch.memory_gb=16"],
         "checkpointing=budget": ["compile=inductor"],
@@ -105,15 +108,22 @@ def needs(folder: Path) -> dict[str, list[str]]:
 
 
 def complete(words: Iterable[str], folder: Path) -> list[str]:
-    """The words of a run, with what they need."""
+    """The words of a run, with what they need: first come, first served."""
     done, waiting = list(SMALL), list(words)
-    chosen = {word.partition("=")[0] for word in waiting}
+    chosen = {_key(word): word for word in waiting}
     while waiting:
         done.append(waiting.pop(0))
-        brought = [w for w in needs(folder).get(done[-1], []) if w.partition("=")[0] not in chosen]
-        chosen |= {word.partition("=")[0] for word in brought}  # options may bring each other
+        needed = needs(folder).get(done[-1], [])
+        # An option that gives way to another one takes its knobs along.
+        gone = {_key(word) for word in needed if chosen.get(_key(word), word) != word}
+        brought = [word for word in needed if _key(word) not in chosen and word.partition(".")[0] not in gone]
+        chosen |= {_key(word): word for word in brought}  # options may bring each other
         waiting += brought
     return done
+
+
+def _key(word: str) -> str:
+    return word.partition("=")[0]
 
 
 def prepare_folder(folder: Path) -> None:
