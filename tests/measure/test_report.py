@@ -77,6 +77,28 @@ def test_seeds_stand_together(train):
     (line,) = seeds_together(find([Path("outputs")]))
     assert "over 2 seeds" in line
     assert "±" in line
+    assert "against the first" not in line
+
+
+@pytest.mark.parametrize(("word", "words"), [("FAIL", "optimizer.lr=1e-9"), ("PASS", "log_every=5")])
+def test_several_configs_over_the_same_seeds_have_a_verdict(train, word, words, capsys):
+    for more in ([], [words]):
+        for seed in (0, 1, 2):
+            train("data=digits", "epochs=2", "updates=null", "batch.global_batch=128", f"runtime.seed={seed}", *more)
+    first, second = seeds_together(find([Path("outputs")]))
+    assert "against the first" not in first
+    assert f"over 3 seeds; {word} against the first: " in second, second
+    assert cli.main(["report", "outputs", "out=page"]) == 0
+    assert f"{word} against the first" in capsys.readouterr().out
+    assert f"{word} against the first" in (Path("page") / "report.html").read_text()
+
+
+def test_a_seed_that_did_not_come_to_an_end_is_a_fail(train):
+    for more in ([], ["optimizer=sgd", "optimizer.lr=1e30"]):
+        for seed in (0, 1):
+            train("data=digits", "epochs=1", "updates=null", "batch.global_batch=128", f"runtime.seed={seed}", *more)
+    lines = seeds_together(find([Path("outputs")]))
+    assert "0 of 2 seeds came to an end; FAIL against the first: the run with seed 0 ended: diverged" in lines[1], lines
 
 
 def test_the_target_is_what_all_reached(two):

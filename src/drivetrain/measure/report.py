@@ -11,7 +11,7 @@ from typing import Any
 
 from drivetrain import rundir, terminal
 from drivetrain.errors import DONE, UserError
-from drivetrain.measure import settings
+from drivetrain.measure import settings, verdict
 from drivetrain.measure.runs import RunFiles, differing, find
 from drivetrain.measure.statistics import deviation
 
@@ -103,20 +103,36 @@ def _narrow(header: list[str], rows: list[list[str]]) -> tuple[list[str], list[l
 
 
 def seeds_together(runs: Sequence[RunFiles]) -> list[str]:
-    """A line for each config that was run with several seeds: mean and spread of its metric."""
-    groups: dict[str, list[RunFiles]] = {}
+    """A line for each config that was run with several seeds: its metric's mean and spread, and the verdict on its quality.
+
+    The first of them, the oldest, is what the others are held against, seed by seed.
+    """
+    groups: dict[str, dict[int, RunFiles]] = {}
     for run in runs:
-        if run.status == "completed" and run.config and run.final() is not None:
+        if run.config and run.status != "running":
             key = str(sorted((k, str(v)) for k, v in run.config.items() if k != "runtime.seed"))
-            groups.setdefault(key, []).append(run)
-    lines = []
-    for same in groups.values():
-        seeds = {run.config.get("runtime.seed") for run in same}
-        if len(seeds) < 2 or same[0].metric is None:
-            continue
-        values = [v for run in same if (v := run.final()) is not None]
-        name = " ".join(w for w in same[0].label.split() if not w.startswith("runtime.seed=")) or "default"
-        lines.append(
-            f"{name}: {same[0].metric[0]} {statistics.mean(values):.4f} ± {deviation(values):.4f} over {len(seeds)} seeds"
-        )
+            groups.setdefault(key, {})[int(run.config.get("runtime.seed", 0))] = run
+    several = [same for same in groups.values() if len(same) > 1]
+    lines = [_spread(same) for same in several]
+    for n, same in enumerate(several[1:], 1):
+        seeds = sorted(same.keys() & several[0].keys())
+        if len(seeds) > 1 and several[0][seeds[0]].metric is not None:
+            lines[n] += f"; {_verdict([same[s] for s in seeds], [several[0][s] for s in seeds], seeds)}"
     return lines
+
+
+def _spread(same: dict[int, RunFiles]) -> str:
+    values = [v for run in same.values() if run.status == "completed" and (v := run.final()) is not None]
+    name = " ".join(w for w in next(iter(same.values())).label.split() if not w.startswith("runtime.seed=")) or "default"
+    metric = next((run.metric for run in same.values() if run.metric), None)
+    if len(values) < 2 or metric is None:
+        return f"{name}: {len(values)} of {len(same)} seeds came to an end"
+    return f"{name}: {metric[0]} {statistics.mean(values):.4f} ± {deviation(values):.4f} over {len(values)} seeds"
+
+
+def _verdict(mine: Sequence[RunFiles], base: Sequence[RunFiles], seeds: Sequence[int]) -> str:
+    metric = base[0].metric
+    assert metric is not None
+    arms = [[verdict.of_run(run, seed, metric[0]) for run, seed in zip(arm, seeds, strict=True)] for arm in (mine, base)]
+    found = verdict.verdict(arms[0], arms[1], metric[0], -1.0 if metric[1] else 1.0)
+    return f"{found.word} against the first: {found.reason}"

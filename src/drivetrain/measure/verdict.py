@@ -9,17 +9,16 @@ arm's did. INCONCLUSIVE: anything else, so never PASS for want of seeds.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from drivetrain import rundir
 from drivetrain.errors import Interrupted, UserError
 from drivetrain.job import prepare as prepare_job
-from drivetrain.measure.result import Result
+from drivetrain.measure.runs import RunFiles, read
 from drivetrain.measure.statistics import Interval, deviation, mean
 from drivetrain.sweep import Forward, SweepJob, run_one
 
@@ -113,23 +112,21 @@ def _train(entry: Any, seeds: int, folder: Path, stop: Forward, say: Callable[..
         except UserError as error:
             raise UserError([f"{entry.label}: {p}" for p in error.problems]) from None
         _, result = run_one(SweepJob(entry.label, words, job, []), folder / str(number), stop, quiet=True)
-        runs.append(_of(result, first + number, job.run.loss.best[0]))
+        run = replace(read(folder / str(number)), result=result, status=result.status)
+        runs.append(of_run(run, first + number, job.run.loss.best[0]))
     return runs
 
 
-def _of(result: Result, seed: int, name: str) -> Trained:
-    """A run as what is judged of it."""
-    losses, samples = [], 0
-    try:
-        lines = (result.run_dir / "metrics.jsonl").read_text().splitlines()  # type: ignore[operator]
-    except OSError:
-        lines = []
-    for record in map(json.loads, lines):
-        if record["event"] == "train" and record["loss"] is not None:
-            losses.append((record["samples"] - samples, record["loss"]))
-            samples = record["samples"]
-    if result.status != "completed":
-        return Trained(seed, samples, error=f"{result.status}: {(result.error or '').splitlines()[0]}")
+def of_run(run: RunFiles, seed: int, name: str) -> Trained:
+    """A run's files as what is judged of it; `name` is the metric's."""
+    samples = run.train.samples[-1] if run.train.samples else 0
+    if run.result is None or run.status != "completed":
+        error = (run.result.error if run.result else "") or "without a word"
+        return Trained(seed, samples, error=f"{run.status}: {error.splitlines()[0]}")
+    # Each value stands for the samples since the one before.
+    points = zip(run.train.samples, [0, *run.train.samples], run.train.curve("loss"), strict=False)
+    losses = [(now - before, loss) for now, before, loss in points if loss is not None]
     whole = sum(n for n, _ in losses)
-    loss = sum(n * value for n, value in losses) / whole if whole else math.nan
-    return Trained(seed, samples, result.metrics["final"][name], loss)
+    return Trained(
+        seed, samples, run.result.metrics["final"][name], sum(n * loss for n, loss in losses) / whole if whole else math.nan
+    )
