@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import drivetrain
-from drivetrain import launch
+from drivetrain import launch, trial
 from drivetrain.batch import Auto, Batch
 from drivetrain.errors import UserError
 from drivetrain.plan import World
@@ -133,9 +133,20 @@ def test_the_rules_speak():
         launch.prepare(["batch.grow_until=130", "batch.grow_every=1"])
 
 
+def test_the_knobs_of_what_a_trial_goes_without_go_too():
+    words = [
+        *TINY,
+        "batch.global_batch=32",
+        "parallel=fsdp",
+        "parallel.nproc=4",
+        "parallel.replicate=2",
+        "compile=inductor",
+        "compile.mode=default",
+    ]
+    assert trial.fitting([*words, "model=mlp", "saving.every_updates=3"], [], [2, 4], 16.0) == 2
+
+
 def test_the_compilers_budget_does_not_keep_a_trial_from_running():
     """Trials run without a compiler, whose the budget is; the run itself has both."""
-    import drivetrain.trial as trial
-
     words = ["data=synthetic", "data.shape=[3,8,8]", "model=mlp", "checkpointing=budget", "compile=inductor"]
     assert trial.fitting(words, [], [2, 4], 16.0) == 2

@@ -42,6 +42,10 @@ class Compile(Part):
         """What was done, a line each."""
         return []
 
+    def advice(self, error: Exception) -> str:
+        """What to set where this error is the compiler's own."""
+        return ""
+
 
 class Compiled(Compile):
     """What all that compile have in common."""
@@ -68,6 +72,12 @@ class Dynamo(Compiled):
         yield from super().check(run)
         if not any(shutil.which(c) for c in ("c++", "g++", "clang++")):
             yield f"{run.named('compile')} needs a C++ compiler (g++ or clang++) on the PATH: install one or set compile=none"
+
+    def advice(self, error: Exception) -> str:
+        if type(error).__name__ != "InductorError":
+            return ""
+        fixed = "" if getattr(self, "dynamic", None) is False else "compile.dynamic=false, which gives it fixed shapes, or "
+        return f": torch's compiler has no code for this model: set {fixed}compile=none"
 
     def start(self, budget: float) -> None:
         """Forget what this process compiled for another run, whose settings the compiler does not compare."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from drivetrain.errors import UserError
 from drivetrain.lazy import torch
 
 State = dict[str, Any]
@@ -94,15 +95,16 @@ def write(folder: Path, pieces: State, ranks: Any) -> None:
 
 
 def read(folder: Path, about: dict[str, tuple[tuple[int, ...], Any]], room: Room) -> State:
-    """The tensors that `about` gives shape and dtype of, into what `room` has for them. Raises ValueError of a strange file."""
+    """The tensors that `about` gives shape and dtype of, into what `room` has for them. Raises UserError of a strange file."""
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
+
+    metadata = _metadata(folder / ".metadata")
 
     class Reader(dcp.FileSystemReader):
         """torch's, which would unpickle whatever the metadata names."""
 
         def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-            metadata = _metadata(folder / ".metadata")
             metadata.storage_meta.load_id = self.load_id
             return metadata
 
@@ -117,11 +119,11 @@ def _metadata(file: Path) -> Any:
             found = super().find_class(module, name) if name in _METADATA.get(module, ()) else getattr(torch, name, None)
             if name in _METADATA.get(module, ()) or (module == "torch" and (found is torch.Size or type(found) is torch.dtype)):
                 return found
-            raise ValueError(f"{file} names {module}.{name}, which is no part of a checkpoint")
+            raise UserError(f"{file} names {module}.{name}, which is no part of a checkpoint")
 
     with file.open("rb") as stream:
         metadata = Plain(stream).load()
     for stored in metadata.storage_data.values():
         if Path(stored.relative_path).name != str(stored.relative_path):
-            raise ValueError(f"{file} names a file outside of its checkpoint: {stored.relative_path}")
+            raise UserError(f"{file} names a file outside of its checkpoint: {stored.relative_path}")
     return metadata

@@ -44,12 +44,15 @@ def main() -> None:
     from drivetrain.job import prepare
     from drivetrain.plan import World
     from drivetrain.runtime import is_out_of_memory
+    from drivetrain.words import key_of
 
     # Searching eagerly: a compiled graph for each size would take minutes and hold its own memory.
-    words = [*task["words"], "parallel=single", "compile=none", "saving=none", "debug=none"]
-    if "checkpointing=budget" in words:  # the compiler's: without one everything is kept
-        words.append("checkpointing=none")
-    job = prepare(words, task["config_dirs"])
+    off = ["parallel=single", "compile=none", "saving=none", "debug=none"]
+    if "checkpointing=budget" in task["words"]:  # the compiler's: without one everything is kept
+        off.append("checkpointing=none")
+    groups = {word.partition("=")[0] for word in off}
+    words = [word for word in task["words"] if key_of(word).split(".")[0] not in groups]
+    job = prepare([*words, *off], task["config_dirs"])
     trainer = build.build(job.run, World(), Path(os.devnull), [])
     if trainer.device.type == "cuda":
         import torch

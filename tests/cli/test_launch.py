@@ -81,6 +81,16 @@ def test_torchrun(own_launcher: Path, tmp_path: Path) -> None:
     assert done.out.count("test accuracy") == 1, "one rank speaks"
 
 
+def test_torchruns_ranks_write_their_parts_to_one_directory(own_launcher: Path, tmp_path: Path) -> None:
+    """Rank 0 alone knows it at first."""
+    done = run("train", "-q", *WORDS, "parallel=fsdp", "saving.sharded=true", cwd=tmp_path, how=TORCHRUN)
+    assert done.code == 0, done
+    run_dir = only_run(tmp_path / "outputs")
+    (checkpoint,) = checkpoints(run_dir)
+    assert {"__0_0.distcp", "__1_0.distcp"} <= {p.name for p in checkpoint.iterdir()}
+    assert not list(run_dir.glob(".seen-*"))
+
+
 def test_torchrun_and_one_process_exclude_each_other(tmp_path: Path) -> None:
     done = run("train", "-q", *WORDS, "parallel=single", cwd=tmp_path, how=TORCHRUN)
     assert done.code != 0

@@ -54,7 +54,8 @@ def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
     if ranks > 1:
         found.phases["communication"] = _communication(words, share, config_dirs, asked)
     problems = sorted(diagnose(found, alone, ranks), key=lambda p: -p.share)
-    _show(found, problems, [f"of one of {ranks} ranks, each with a batch of {alone.run.batch.size(0)}"] if ranks > 1 else [])
+    shared = f"of one of {ranks} ranks by itself: a batch of {alone.run.batch.size(0)}, the whole model"
+    _show(found, problems, [shared] if ranks > 1 else [])
     if not asked.prove:
         return DONE
     return _prescribe(prove(problems, words, config_dirs, asked), words, root, config_dirs)
@@ -69,7 +70,8 @@ def _examine(trainer: Any, look_s: float) -> Findings:
 def _share_of_a_rank(job: Job, ranks: int) -> list[str]:
     """What makes the run that of one rank by itself: its samples, its threads."""
     threads = job.run.runtime.threads or max(1, usable_cores() // ranks)
-    return ["parallel=single", f"batch.global_batch={job.run.batch.size(0) // ranks}", f"runtime.threads={threads}"]
+    samples = job.run.batch.size(0) // job.run.parallel.data_ranks()
+    return ["parallel=single", f"batch.global_batch={samples}", f"runtime.threads={threads}"]
 
 
 def _communication(words: Sequence[str], share: Sequence[str], config_dirs: Sequence[str], asked: Settings) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 
 from drivetrain.blocks import described, repeated_blocks
 from drivetrain.lazy import torch
-from drivetrain.parallel.sharded import Sharded
+from drivetrain.parallel.sharded import Sharded, is_sharded
 from drivetrain.spec import Count, Run
 
 
@@ -78,6 +78,9 @@ def fully_shard_block(block: Any, mesh: Any, dtype: str | None, **how: Any) -> N
     policy = MixedPrecisionPolicy()
     if dtype == "bfloat16" and not _has_batch_norm(block):  # it computes with float32 statistics, and wants weights alike
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for p in block.parameters():  # shards are rows one after the other: weights in channels_last go back to that
+        if not is_sharded(p):
+            p.data = p.data.contiguous()
     fully_shard(block, mesh=mesh, mp_policy=policy, **how)
 
 

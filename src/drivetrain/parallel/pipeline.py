@@ -21,7 +21,7 @@ from drivetrain.parallel import balance
 from drivetrain.parallel.base import State, Weights
 from drivetrain.parallel.fsdp import fully_shard_block
 from drivetrain.parallel.sharded import Sharded, is_sharded, shard_of
-from drivetrain.parallel.tensor import has_no_plan, lay
+from drivetrain.parallel.tensor import cannot_be_laid, lay
 from drivetrain.pieces import merged
 from drivetrain.plan import Micro
 from drivetrain.spec import Count, Run
@@ -50,7 +50,7 @@ class Pipeline(Sharded):
         ranks, stages, steps = self.ranks(), self._stage_ranks(), run.batch.steps
         yield from self._divides()
         if self.tensor > 1:
-            yield from has_no_plan(f"parallel.tensor={self.tensor}", run)
+            yield from cannot_be_laid(f"parallel.tensor={self.tensor}", run)
         if self.schedule == "interleaved" and steps % stages:
             yield (
                 f"parallel.schedule=interleaved wants micro-batches in multiples of the {stages} stages, but "
@@ -74,6 +74,11 @@ class Pipeline(Sharded):
             )
         if "sync_bn" in run.choices["surgery"]:
             yield "surgery=[sync_bn] and parallel=pipeline exclude each other (other ranks have other layers): set parallel=ddp"
+        if run.batch.preallocate:
+            yield (
+                "batch.preallocate=true and parallel=pipeline exclude each other (a stage has no forward of its own to try): "
+                "set batch.preallocate=false"
+            )
         if run.choices["checkpointing"] == "budget":
             yield "checkpointing=budget and parallel=pipeline exclude each other: set checkpointing=blocks"
 
@@ -221,7 +226,8 @@ class Pipeline(Sharded):
 
     def _forward(self, stage: int, h: torch.Tensor, number: int) -> torch.Tensor:
         with self._trainer.precision.autocast():
-            return self._row.run(*self._ranges[stage], h, self._micros[number].x)
+            # In rows, whatever the memory format: so it is sent, and so it arrives.
+            return self._row.run(*self._ranges[stage], h, self._micros[number].x).contiguous()
 
     def _loss_of(self, output: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
         """What the last stage's backward starts from."""
@@ -263,7 +269,7 @@ class Pipeline(Sharded):
             for stage in self._mine:
                 h = x if stage == 0 else stages.receive(self._rank_of(stage - 1), self._control, self._device)
                 out = self._row.run(*self._ranges[stage], h, x)
-                self._seen[stage] = h, out
+                self._seen[stage] = h, out.contiguous()
                 if stage + 1 < len(self._ranges):
                     stages.send(out, self._rank_of(stage + 1), self._control)
             return stages.broadcast(out, self._rank_of(len(self._ranges) - 1), self._pipe)

@@ -27,7 +27,7 @@ class Tensor(Sharded):
     def check(self, run: Run) -> Iterator[str]:
         yield from super().check(run)
         yield from self.divides("size", self.size, self.model_ranks())
-        yield from has_no_plan("parallel=tensor", run)
+        yield from cannot_be_laid("parallel=tensor", run)
         if run.choices["compile"] in ("inductor", "cudagraph"):
             yield f"{run.named('compile')} and parallel=tensor: not together yet: set compile=none, or parallel=fsdp"
 
@@ -52,8 +52,10 @@ class Tensor(Sharded):
 Plan = Callable[[Any, int], None]  # (mesh of the tensor ranks, their number): changes its block in place
 
 
-def has_no_plan(setting: str, run: Run) -> Iterator[str]:
-    """The problem of a model that is no transformer, as far as its option tells."""
+def cannot_be_laid(setting: str, run: Run) -> Iterator[str]:
+    """What cannot be laid over ranks: a model that is no transformer, as far as its option tells."""
+    if run.choices["debug"] == "anomaly":
+        yield f"debug=anomaly and {setting} exclude each other (torch looks for NaN in no sharded tensor): set parallel=ddp"
     if run.choices["model"] not in ("timm", "gpt", "own"):
         yield (
             f"{setting} has plans for transformers (model=gpt, vision transformers of model=timm), none for "
