@@ -132,6 +132,18 @@ def test_a_strategy_equals_one_process(done, strategy, setting):
     assert many.losses != one.losses[:1] * len(one.losses)  # it has learnt something
 
 
+@pytest.mark.parametrize(
+    ("how", "to"),
+    [("bf16", 2e-2), *(pytest.param(*both, marks=pytest.mark.slow) for both in (("fp16", 5e-3), ("powersgd", 0.3)))],
+)
+def test_gradients_that_travel_in_fewer_bits(done, how, to):
+    """As good as whole ones, and not the same: they did travel so."""
+    words = [*VIT, "optimizer=sgd", "optimizer.lr=0.05", "parallel=ddp"]
+    whole, fewer = done(*words), done(*words, f"parallel.compress={how}")
+    assert fewer.losses == pytest.approx(whole.losses, rel=to)
+    assert any(not torch.equal(fewer.weights[name], weight) for name, weight in whole.weights.items())
+
+
 # --- checkpoints: whole or in parts, from one strategy to another ---
 
 EXACT = SETTINGS["all that must be exact"]

@@ -85,10 +85,7 @@ def _on_several(job: Job, run_dir: Path, quiet: bool) -> Ended:
     """This machine's part of a run on several: the process that becomes rank 0 makes the run's directory, where it is."""
     from drivetrain import elastic
 
-    for line in job.said:
-        terminal.say(line)
-    if not quiet:
-        terminal.show_recipe(job.composed)
+    _announce(job, quiet)
 
     def written(result: Result) -> None:
         result.wall_s = time.time() - drivetrain.STARTED
@@ -119,10 +116,7 @@ def _held_run(job: Job, run_dir: Path, world: World, quiet: bool) -> Ended:
     _describe(job, run_dir)
     if RESULT_TO in os.environ:
         Path(os.environ[RESULT_TO]).write_text(str(run_dir))
-    for line in job.said:
-        terminal.say(line)
-    if not quiet:
-        terminal.show_recipe(job.composed)
+    _announce(job, quiet)
     (run_dir / "result.json").unlink(missing_ok=True)  # of the part before a resume
     if job.run.parallel.distributed and launched() is None:
         from drivetrain import elastic
@@ -135,6 +129,13 @@ def _held_run(job: Job, run_dir: Path, world: World, quiet: bool) -> Ended:
     result.run_dir = run_dir
     result.write(run_dir)
     return Ended(result, code)
+
+
+def _announce(job: Job, quiet: bool) -> None:
+    for line in job.said:
+        terminal.say(line)
+    if not quiet:
+        terminal.show_recipe(job.composed)
 
 
 def _describe(job: Job, run_dir: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -171,4 +170,4 @@ def test_machines_that_were_told_different_things(together: Together, places: li
         assert "the ranks were not started alike" in done.err
         assert "give the same command everywhere" in done.err
     assert not runs(places)
-    assert json.dumps([str(p) for place in places for p in place.rglob("*.json")]) == "[]"
+    assert not [p for place in places for p in place.rglob("*.json")], "nothing written"

@@ -269,7 +269,7 @@ class Pipeline(Sharded):
             for stage in self._mine:
                 h = x if stage == 0 else stages.receive(self._rank_of(stage - 1), self._control, self._device)
                 out = self._row.run(*self._ranges[stage], h, x)
-                self._seen[stage] = h, out.contiguous()
+                self._seen[stage] = _like(h), _like(out)
                 if stage + 1 < len(self._ranges):
                     stages.send(out, self._rank_of(stage + 1), self._control)
             return stages.broadcast(out, self._rank_of(len(self._ranges) - 1), self._pipe)
@@ -317,3 +317,8 @@ class Pipeline(Sharded):
         mine = self._root.state_dict()
         held, state = super().deal({n: weights[n] for n, t in mine.items() if not t.is_meta}, state)
         return {n: t if t.is_meta else held[n] for n, t in mine.items()}, state
+
+
+def _like(h: torch.Tensor) -> torch.Tensor:
+    """Its shape and dtype."""
+    return torch.empty(h.shape, dtype=h.dtype, device="meta")
