@@ -257,7 +257,7 @@ def names_both(pair: Pair, reason: str) -> bool:
 
 def matrix(found: Cover, outcomes: list[Outcome]) -> str:
     """docs/pairwise.md."""
-    trained = trained_pairs(outcomes)
+    trained = trained_pairs(outcomes) - set(found.together)  # a journal may know of a time before a refusal
     groups = factors()
     lines = ["# Which options go together", ""]
     total = sum(len(a) * len(b) for a, b in itertools.combinations(groups.values(), 2))
