@@ -46,7 +46,8 @@ def main() -> None:
             if CASES[name].mended_by_words and len(left["proofs"]) <= n < given.proofs:
                 left["proofs"].append(_proof(CASES[name], given.look_s))
                 _tell(name, left["proofs"])
-            write(given.out, content)
+            given.out.write_text(json.dumps(content, indent=2))
+    write(given.out, content)
     header = ("planted", "named", "of", "gain prescribed", "holds", "of")
     table("the doctor, by fresh processes", header, [_row(name, found[name]) for name in given.only])
 

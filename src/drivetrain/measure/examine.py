@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import tempfile
 import time
 from collections import defaultdict
@@ -51,7 +52,7 @@ def examine(trainer: Any, look_s: float) -> Findings:
     own, operations = lines(trainer, stream, look_s)
     micro, micros = one(stream)
     device_can = roofline.measure(trainer, micro, micros)
-    larger = _larger(trainer, micro)
+    larger = _larger(trainer, micro, look_s)
     evaluation, saving = _evaluation(trainer), _saving(trainer)
     updates = trainer.batch.updates(len(trainer.train_data.source), 0, trainer.drop_last)
     return Findings(
@@ -111,24 +112,26 @@ def _phases(trainer: Any, stream: Stream, look_s: float) -> tuple[dict[str, floa
     return {name: 1e3 * seconds / count for name, seconds in spent.items()}, 1e3 * sum(read) / len(read) if read else None
 
 
-def _larger(trainer: Any, micro: Any) -> float | None:
-    """Samples a second of forward and backward with four times the micro-batch, to those with one."""
+def _larger(trainer: Any, micro: Any, look_s: float) -> float | None:
+    """Samples a second of forward and backward with four times the micro-batch, to those with one: in turns, the median."""
 
-    def rate(times: int) -> float:
-        x, y = (torch.cat([t] * times) for t in (micro.x, micro.y))
-        best = 0.0
-        for _ in range(4):
-            began = time.perf_counter()
-            with trainer.precision.autocast():
-                loss = trainer.loss(trainer.model(x), y)
-            trainer.precision.backward(loss, micro.weight)
-            trainer.zero_grad()
-            synchronize(trainer.device)
-            best = max(best, len(x) / (time.perf_counter() - began))
-        return best
+    def seconds(x: torch.Tensor, y: torch.Tensor) -> float:
+        began = time.perf_counter()
+        with trainer.precision.autocast():
+            loss = trainer.loss(trainer.model(x), y)
+        trainer.precision.backward(loss, micro.weight)
+        trainer.zero_grad()
+        synchronize(trainer.device)
+        return time.perf_counter() - began
 
     try:
-        return rate(4) / rate(1)
+        batches = [tuple(torch.cat([t] * times) for t in (micro.x, micro.y)) for times in (1, 4)]
+        ratios: list[float] = []
+        until = time.perf_counter() + look_s
+        while time.perf_counter() < until or len(ratios) <= WATCHED:
+            one, four = (seconds(*batch) for batch in batches)
+            ratios.append(4 * one / four)
+        return statistics.median(ratios[1:])  # the first pair has warmed up
     except (RuntimeError, TypeError):  # out of memory, or inputs that are no plain tensors
         return None
 
