@@ -50,6 +50,16 @@ def test_a_rank_without_a_share_of_the_tail_joins_in_with_weight_zero(size):
     assert all(len(tail.indices) == 1 and tail.last and tail.epoch_end for tail in tails)
 
 
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("samples", range(25, 48))
+def test_every_rank_makes_as_many_micro_batches_of_any_tail(size, samples):
+    """Where forwards wait for each other, a rank with one more would wait for ever."""
+    ranks = [by_update(mine) for mine in requests(Accumulate(global_batch=24, steps=3), samples, size, drop_last=False)]
+    for updates in zip(*ranks, strict=True):
+        assert len({len(micros) for micros in updates}) == 1
+        assert all(len(micro.indices) <= math.ceil(24 / (3 * size)) for micros in updates for micro in micros)
+
+
 @pytest.mark.parametrize("drop_last", [True, False])
 def test_only_the_last_micro_batch_ends_the_epoch(drop_last):
     for mine in requests(Accumulate(global_batch=12, steps=2), 53, 2, drop_last):

@@ -11,7 +11,8 @@ import torch
 from drivetrain.blocks import blocks_in_a_row
 from drivetrain.errors import UserError
 from drivetrain.parallel import balance
-from drivetrain.parallel.stages import Row, same_as_whole
+from drivetrain.parallel.cuttable import refuse, same_as_whole
+from drivetrain.parallel.stages import Row
 
 WIDTH = 6
 
@@ -51,6 +52,17 @@ def backwards(blocks, x):
     return in_a_row(reversed(blocks), x)
 
 
+def around(blocks, x):
+    """What goes into the first half is added to what the second half gets, block by block."""
+    before = []
+    for block in blocks[:2]:
+        before.append(x)
+        x = x + block(x)
+    for block in blocks[2:]:
+        x = x + block(x) + before.pop()
+    return x
+
+
 def of_the_first(blocks, x):
     """A skip connection from the first half to the end."""
     half = in_a_row(blocks[:2], x)
@@ -72,6 +84,81 @@ def test_only_a_plain_row_is_cut(way, can_be):
     assert not any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in model.modules()), "left as it was"
     for name, t in model.state_dict().items():
         assert torch.equal(t, before[name])
+
+
+def scale_of_branches(model, scale):
+    for block in model.blocks:
+        for p in block.parameters():
+            p.data *= scale
+
+
+@pytest.mark.parametrize("hide", ["branches that begin as nothing", "branches that begin small", "a head of zeros", "nothing"])
+@pytest.mark.parametrize("way", [around, with_a_sum])
+def test_what_an_untrained_model_hides_is_seen(way, hide):
+    """Skips past a cut count for as little in an untrained model as the branches that they lead around."""
+    model = Own(way)
+    if hide == "a head of zeros":
+        torch.nn.init.zeros_(model.head.weight)
+    elif hide != "nothing":
+        scale_of_branches(model, 0.0 if "nothing" in hide else 1e-5)
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    assert not same_as_whole(model, list(model.blocks), [(0, 2), (2, 4)], torch.zeros(2, WIDTH))
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+
+
+class Residual(torch.nn.Linear):
+    """x + Wx."""
+
+    def forward(self, x):
+        return x + super().forward(x)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-5, 0.0])
+def test_residual_blocks_are_cut_however_they_begin(scale):
+    model = Own(in_a_row)
+    model.blocks = torch.nn.ModuleList(Residual(WIDTH, WIDTH) for _ in range(4))
+    scale_of_branches(model, scale)
+    assert same_as_whole(model, list(model.blocks), [(0, 1), (1, 3), (3, 4)], torch.zeros(2, WIDTH))
+
+
+def test_what_cannot_be_cut_is_refused_with_its_reason():
+    def reason(model, row, ranges=((0, 2), (2, 4)), example=None):
+        with pytest.raises(UserError) as refused:
+            refuse(model, row, list(ranges), torch.zeros(2, WIDTH) if example is None else example)
+        return str(refused.value)
+
+    model = Own(in_a_row)
+    model.blocks[3][0].weight = model.blocks[0][0].weight
+    assert "blocks.0.0.weight and blocks.3.0.weight are one weight" in reason(model, list(model.blocks))
+    text = torch.nn.Sequential(torch.nn.Embedding(5, WIDTH), torch.nn.Linear(WIDTH, 5, bias=False))
+    text[1].weight = text[0].weight
+    assert "0.weight and 1.weight are one weight" in reason(
+        text, list(text), [(0, 1), (1, 2)], torch.zeros(2, 3, dtype=torch.long)
+    )
+    model = Own(in_a_row)
+    model.head.weight = model.blocks[0][0].weight
+    assert "blocks.0.0.weight and head.weight are one weight" in reason(model, list(model.blocks))
+    pools = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU(), torch.nn.Tanh(), torch.nn.Linear(WIDTH, 2))
+    assert "stage 1 of 3 would have no weights to train" in reason(pools, list(pools), [(0, 1), (1, 3), (3, 4)])
+    model = Own(in_a_row)
+    model.register_forward_hook(lambda _, args, out: (out, out))
+    assert "takes models that give one tensor, and this one gives a tuple" in reason(model, list(model.blocks))
+    model = Own(lambda blocks, x: in_a_row(blocks[2:], blocks[1](blocks[0](x)[0])))
+    model.blocks[0].register_forward_hook(lambda _, args, out: None)
+    inner = model.blocks[0].forward
+    model.blocks[0].forward = lambda x: (inner(x), x)
+    assert "a block of this model gives a tuple" in reason(model, list(model.blocks))
+    model = Own(with_a_sum)
+    assert "cannot cut this model: its row of 4 Sequential does not only hand on" in reason(model, list(model.blocks))
+    one = torch.nn.Linear(WIDTH, WIDTH)
+    assert "stands in the model's row several times" in reason(torch.nn.Sequential(one, one), [one, one], [(0, 1), (1, 2)])
+
+
+def test_a_text_model_is_cut():
+    text = torch.nn.Sequential(
+        torch.nn.Embedding(2, WIDTH, padding_idx=0), torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, 2)
+    )
+    refuse(text, list(text), [(0, 1), (1, 3)], torch.zeros(2, 3, dtype=torch.long))
 
 
 def test_a_forward_of_a_blocks_own_comes_back():

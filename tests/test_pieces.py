@@ -34,6 +34,12 @@ def test_what_was_written_is_read(saved):
     assert read["ema/a"].dtype == torch.bfloat16
 
 
+def test_one_rank_may_read_by_itself(saved, monkeypatch):
+    """The others, who do not see the file, take no part."""
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    assert torch.equal(pieces.read(saved, ABOUT, plain, alone=True)["model/a"], torch.arange(6.0).view(2, 3))
+
+
 class Command:
     """Runs when it is unpickled."""
 

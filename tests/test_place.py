@@ -3,6 +3,7 @@
 import pytest
 
 from drivetrain.errors import UserError
+from drivetrain.parallel import Ddp, Tensor
 from drivetrain.parallel.place import launched, world_of_environment
 from drivetrain.plan import World
 from tests.cli import command
@@ -54,7 +55,8 @@ def test_slurms_words_for_a_task_of_a_step(told, monkeypatch):
     ("per_node", "node", "tasks"), [("2(x3),1", "2", 2), ("2(x3),1", "3", 1), ("4", "0", 4), ("3,2,1", "1", 2)]
 )
 def test_tasks_of_a_node(told, per_node, node, tasks):
-    from drivetrain.parallel.place import _tasks_of_node
+    from drivetrain.parallel import Ddp, Tensor
+from drivetrain.parallel.place import _tasks_of_node
 
     assert _tasks_of_node({"SLURM_STEP_TASKS_PER_NODE": per_node, "SLURM_NODEID": node}) == tasks
 
@@ -93,3 +95,12 @@ def test_two_tasks_of_a_slurm_step_train_as_one(tmp_path):
     ended = [command.finish(process) for process in begun]
     assert [done.code for done in ended] == [0, 0], ended
     assert command.result(command.only_run(tmp_path / "outputs"))["world_size"] == 2
+
+
+@pytest.mark.parametrize(("rank", "stream"), [(0, 0), (1, 0), (2, 2), (3, 2)])
+def test_ranks_that_compute_the_same_activations_draw_the_same(rank, stream):
+    """A dropout on a tensor rank goes on with the group's first one's numbers, whoever drew them before."""
+    tensor, ddp = Tensor(nproc=4, size=2), Ddp(nproc=4)
+    tensor.world = ddp.world = World(rank, 4)
+    assert tensor.stream() == stream
+    assert ddp.stream() == rank

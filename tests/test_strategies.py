@@ -13,7 +13,7 @@ import drivetrain
 from drivetrain import cli
 
 RUN = [
-    "data=synthetic", "data.shape=[3,8,8]", "data.classes=4", "data.samples=50", "data.test_samples=7", "data.drop_last=false",
+    "data=synthetic", "data.shape=[3,8,8]", "data.classes=4", "data.samples=57", "data.test_samples=7", "data.drop_last=false",
     "scheduler=constant", "batch.global_batch=24", "log_every=1", "epochs=2", "updates=6", "runtime.device=cpu",
     "runtime.threads=1",
 ]  # fmt: skip

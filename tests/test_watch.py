@@ -61,6 +61,15 @@ def test_a_stopped_rank_is_ended_and_named(quick, tmp_path, process):
     assert process.wait(SOON) != 0
 
 
+def test_a_rank_that_has_started_again_is_lost_no_more(quick, tmp_path, process):
+    process.send_signal(signal.SIGSTOP)
+    begin(tmp_path, 3, process.pid)
+    with Watch(tmp_path, silent_s=0.2, stuck_s=60) as looking:
+        assert until(lambda: 3 in looking.lost)
+        begin(tmp_path, 3, os.getppid())
+        assert until(lambda: 3 not in looking.lost)
+
+
 def test_a_rank_that_is_only_busy_has_longer(quick, tmp_path, process):
     begin(tmp_path, 0, process.pid)
     with Watch(tmp_path, silent_s=0.1, stuck_s=1.0) as looking:

@@ -76,7 +76,8 @@ class Dynamo(Compiled):
     def advice(self, error: Exception) -> str:
         if type(error).__name__ != "InductorError":
             return ""
-        fixed = "" if getattr(self, "dynamic", None) is False else "compile.dynamic=false, which gives it fixed shapes, or "
+        may = getattr(self, "dynamic", False) is not False
+        fixed = "compile.dynamic=false, which gives it fixed shapes, or " if may else ""
         return f": torch's compiler has no code for this model: set {fixed}compile=none"
 
     def start(self, budget: float) -> None:

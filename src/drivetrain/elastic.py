@@ -54,7 +54,7 @@ def run(job: Job, run_dir: Path, quiet: bool, end: End | None = None) -> tuple[R
     sys.stdout.flush()
     died: set[int] = set()
     with _told(run_dir, parallel.nnodes > 1) as told:
-        watch = Watch(told, parallel.silent_s, parallel.timeout_s)
+        watch = Watch(told, parallel.silent_s, parallel.timeout_s, parallel.max_restarts > 0)
 
         def abandoned() -> None:
             code = end(*_outcome(told, run_dir, parallel, set(), watch.lost)) if end else FAILED
@@ -203,7 +203,10 @@ def _outcome(told: Path, run_dir: Path, parallel: Any, died: set[int], ended_by_
         content = main
     elif (lost and _is_consequence(failed)) or not failed:
         names = " and ".join(f"rank {r}" for r in sorted(died.intersection(lost)) or lost) or "a rank"
-        why = "; ".join(ended_by_us.values()) or f"{names} died without a word (killed, or out of memory)"
+        why = (
+            "; ".join(ended_by_us[r] for r in lost if r in ended_by_us)
+            or f"{names} died without a word (killed, or out of memory)"
+        )
         content = {**(main or {"world_size": parallel.ranks()}), "status": "failed", "error": why, "code": FAILED}
     elif parallel.nnodes > 1 and _is_consequence(failed):
         content = {**(main or next(iter(failed.values()))), **_left_alone(run_dir)}

@@ -94,8 +94,11 @@ def write(folder: Path, pieces: State, ranks: Any) -> None:
     dcp.save(pieces, checkpoint_id=str(folder), process_group=ranks, no_dist=ranks is None)
 
 
-def read(folder: Path, about: dict[str, tuple[tuple[int, ...], Any]], room: Room) -> State:
-    """The tensors that `about` gives shape and dtype of, into what `room` has for them. Raises UserError of a strange file."""
+def read(folder: Path, about: dict[str, tuple[tuple[int, ...], Any]], room: Room, alone: bool = False) -> State:
+    """The tensors that `about` gives shape and dtype of, into what `room` has for them. Raises UserError of a strange file.
+
+    All ranks read, each its part, but where one reads `alone`.
+    """
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
 
@@ -109,13 +112,14 @@ def read(folder: Path, about: dict[str, tuple[tuple[int, ...], Any]], room: Room
             return metadata
 
     pieces = {key: room(key.split("/")[1], *of_tensor) for key, of_tensor in about.items()}
-    dcp.load(pieces, storage_reader=Reader(str(folder)), no_dist=not dist.is_initialized())
+    dcp.load(pieces, storage_reader=Reader(str(folder)), no_dist=alone or not dist.is_initialized())
     return pieces
 
 
 def _metadata(file: Path) -> Any:
     class Plain(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
+            module = "pathlib" if module == "pathlib._local" else module  # as Python 3.13 has it
             found = super().find_class(module, name) if name in _METADATA.get(module, ()) else getattr(torch, name, None)
             if name in _METADATA.get(module, ()) or (module == "torch" and (found is torch.Size or type(found) is torch.dtype)):
                 return found

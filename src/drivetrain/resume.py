@@ -71,13 +71,16 @@ def _finish(run_dir: Path, update: int) -> Path:
 def load(checkpoint: Path, room: parts.Room | None = None) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Weights and state of a verified checkpoint; the state as plain tensors and containers, never a pickled object.
 
-    Of a sharded one each rank reads what `room(name of the weight, shape, dtype)` has a place for: all of it without that.
+    Of a sharded one all ranks read, each what `room(name of the weight, shape, dtype)` has a place for. Without that it is
+    one process that reads all of it.
     """
     state = torch.load(checkpoint / "state.pt", map_location="cpu", weights_only=True)
     if (checkpoint / "model.safetensors").exists():
         return safetensors.torch.load_file(checkpoint / "model.safetensors"), state
-    room = room or (lambda name, shape, dtype: torch.empty(shape, dtype=dtype))
-    return parts.together(parts.read(checkpoint, state.pop("pieces"), room), state)
+    about = state.pop("pieces")
+    if room is None:
+        return parts.together(parts.read(checkpoint, about, lambda _, *of: torch.empty(of[0], dtype=of[1]), alone=True), state)
+    return parts.together(parts.read(checkpoint, about, room), state)
 
 
 def prune(run_dir: Path, keep: int, best: int | None) -> None:

@@ -246,4 +246,4 @@ class Trainer:
         resume.load_optimizer(self.optimizer, state["optimizer"])
         for part in STATEFUL:
             getattr(self, part).load_state_dict(state[part])
-        resume.restore_random_state(state["random"], self.parallel.world.rank)
+        resume.restore_random_state(state["random"], self.parallel.stream())

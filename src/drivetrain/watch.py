@@ -14,6 +14,7 @@ from pathlib import Path
 
 EVERY_S = 1.0
 ABANDONED_S = 12.0
+RESTARTING_S = 75.0  # the same while ranks may start again: those of other machines have a last checkpoint to write
 STOPPED = ("T", "t")  # by a signal, by a debugger
 STACK = signal.SIGUSR2  # asks a rank for its Python stack
 
@@ -39,13 +40,14 @@ class Watch:
 
     A rank that gives no sign of life is ended after `silent_s` where it was stopped, else after `stuck_s`: it may have
     one long call to make that lets nobody else in. `abandoned` is called, in another thread, when all ranks have ended, one
-    of them badly, and nobody has noticed for `ABANDONED_S`: the launcher waits for a machine that cannot be reached any more.
+    of them badly, and nobody has noticed for a while: the launcher waits for a machine that cannot be reached any more.
     """
 
-    def __init__(self, folder: Path, silent_s: float, stuck_s: float) -> None:
+    def __init__(self, folder: Path, silent_s: float, stuck_s: float, restarts: bool = False) -> None:
         self.lost: dict[int, str] = {}
         self.abandoned: Callable[[], None] | None = None
         self._folder, self._silent_s, self._stuck_s = folder, silent_s, stuck_s
+        self._patience = RESTARTING_S if restarts else ABANDONED_S
         self._looks: dict[Path, tuple[float, int]] = {}  # a rank's last sign, and how often it was seen: our own time
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
@@ -62,7 +64,7 @@ class Watch:
         ended_since: float | None = None
         while not self._over.wait(EVERY_S):
             ended_since = (ended_since or time.monotonic()) if self._all_ended_badly() else None
-            if self.abandoned is not None and ended_since is not None and time.monotonic() > ended_since + ABANDONED_S:
+            if self.abandoned is not None and ended_since is not None and time.monotonic() > ended_since + self._patience:
                 self.abandoned()
             for file in self._folder.glob("*.alive"):
                 with contextlib.suppress(OSError, ValueError):
@@ -73,6 +75,8 @@ class Watch:
         sign, (before, seen) = file.stat().st_mtime, self._looks.get(file, (0.0, 0))
         seen = seen + 1 if sign == before else 0
         self._looks[file] = sign, seen
+        if not seen:  # one that was ended has started again
+            self.lost.pop(int(file.stem), None)
         silent = seen * EVERY_S
         if silent <= min(self._silent_s, self._stuck_s) or file.with_suffix(".json").exists():
             return

@@ -101,6 +101,19 @@ def test_a_seed_that_did_not_come_to_an_end_is_a_fail(train):
     assert "0 of 2 seeds came to an end; FAIL against the first: the run with seed 0 ended: diverged" in lines[1], lines
 
 
+def test_configs_are_judged_on_the_same_data_alone(train):
+    """An interrupted run says nothing, and of a seed that was run twice the completed one counts."""
+    words = ["epochs=1", "updates=null", "batch.global_batch=64", "data.samples=128"]
+    for noise in ("data.classes=3", "data.classes=4"):
+        for seed in (0, 1, 1):
+            last = train("data=synthetic", *words, noise, f"runtime.seed={seed}")
+        result = Path(last.run_dir) / "result.json"
+        result.write_text(json.dumps({**json.loads(result.read_text()), "status": "interrupted"}))
+    lines = seeds_together(find([Path("outputs")]))
+    assert len(lines) == 2
+    assert all("over 2 seeds" in line and "against the first" not in line for line in lines), lines
+
+
 def test_the_target_is_what_all_reached(two):
     runs = find([Path("outputs")])
     assert common_target(runs) == min(run.best() for run in runs)

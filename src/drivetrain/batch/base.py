@@ -149,8 +149,9 @@ class Batch(Part):
         for update in range(skip, total):
             window = ordered[update * size : (update + 1) * size]
             mine = window if world.size == 1 else window.tensor_split(world.size)[world.rank]
-            count = math.ceil(len(mine) / micro)
-            chunks = (mine,) if count == 1 else mine.tensor_split(max(1, count))
+            # As many as the rank with the most samples makes: their forwards may wait for each other.
+            count = math.ceil(math.ceil(len(window) / world.size) / micro)
+            chunks = (mine,) if count == 1 else mine.tensor_split(count)
             amount = self.amount(window)
             for step, indices in enumerate(chunks, 1):
                 share = self.amount(indices) * world.size / amount

@@ -126,7 +126,8 @@ class Bucketed(Batch):
         """This rank's micro-batches of an update."""
         assert self.lengths is not None
         mine = window[self.lengths[window].argsort(descending=True, stable=True)][world.rank :: world.size]
-        steps = max(1, min(len(mine), self.steps * growth))
+        most = -(-len(window) // world.size)  # of any rank: all make as many micro-batches
+        steps = min(most, self.steps * growth)
         return [mine[step::steps] for step in range(steps)]
 
     def evaluation(self, source: Any, world: World) -> Sequence[torch.Tensor]:

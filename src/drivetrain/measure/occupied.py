@@ -13,7 +13,7 @@ from drivetrain.debug.profile import silence_profiler
 from drivetrain.measure.lines import Stream, update
 from drivetrain.runtime import synchronize
 
-READING = "drivetrain: reading"
+READING, END = "drivetrain: reading", "drivetrain: end"
 UPDATES = 5
 SYNCHRONIZING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 
@@ -32,9 +32,10 @@ def occupied(trainer: Any, stream: Stream) -> dict[str, float]:
         marked = _Marked(stream)
         for _ in range(UPDATES):
             update(trainer, marked)
-        synchronize(trainer.device)
+        with record_function(END):
+            synchronize(trainer.device)
         whole_us = 1e6 * (time.perf_counter() - began)
-    events = seen.events() or []
+    events = [e for e in seen.events() or [] if e.device_type == torch.autograd.DeviceType.CPU or e.name not in (READING, END)]
     return _of_cuda(events, whole_us) if on_cuda else _of_cpu(events, whole_us)
 
 
@@ -56,7 +57,7 @@ def _of_cpu(events: Iterable[Any], whole_us: float) -> dict[str, float]:
     outermost = [e for e in events if e.cpu_parent is None]
     mine = {e.thread for e in outermost if e.name == READING}  # not the loader's threads
     reading = _covered(e for e in outermost if e.name == READING)
-    computing = _covered(e for e in outermost if e.name != READING and e.thread in mine)
+    computing = _covered(e for e in outermost if e.name not in (READING, END) and e.thread in mine)
     if not computing:
         return {}
     between = max(0.0, whole_us - reading - computing)
@@ -68,7 +69,8 @@ def _of_cuda(events: Iterable[Any], whole_us: float) -> dict[str, float]:
     if not on_device:
         return {}
     copies = [e for e in on_device if e.name.startswith("Memcpy")]
-    waits = sum(e.time_range.elapsed_us() for e in events if e.name in SYNCHRONIZING)
+    end = next(e.time_range.start for e in events if e.name == END)  # our own waiting comes after it
+    waits = sum(e.time_range.elapsed_us() for e in events if e.name in SYNCHRONIZING and e.time_range.end < end)
     return {
         "the device computes": _covered(e for e in on_device if not e.name.startswith("Memcpy")) / whole_us,
         "the device copies": _covered(copies) / whole_us,

@@ -15,6 +15,7 @@ from drivetrain.measure import settings, verdict
 from drivetrain.measure.runs import RunFiles, differing, find
 from drivetrain.measure.statistics import deviation
 
+JUDGED = ("completed", "failed", "diverged")  # how a run ends of itself
 SHOWN = 40  # rows in the terminal
 
 
@@ -105,20 +106,30 @@ def _narrow(header: list[str], rows: list[list[str]]) -> tuple[list[str], list[l
 def seeds_together(runs: Sequence[RunFiles]) -> list[str]:
     """A line for each config that was run with several seeds: its metric's mean and spread, and the verdict on its quality.
 
-    The first of them, the oldest, is what the others are held against, seed by seed.
+    The first of them on the same data, the oldest, is what the others are held against, seed by seed. A run that was stopped
+    says nothing.
     """
     groups: dict[str, dict[int, RunFiles]] = {}
     for run in runs:
-        if run.config and run.status != "running":
+        if run.config and run.status in JUDGED:
             key = str(sorted((k, str(v)) for k, v in run.config.items() if k != "runtime.seed"))
-            groups.setdefault(key, {})[int(run.config.get("runtime.seed", 0))] = run
+            group, seed = groups.setdefault(key, {}), int(run.config.get("runtime.seed", 0))
+            if run.status == "completed" or seed not in group:
+                group[seed] = run
     several = [same for same in groups.values() if len(same) > 1]
     lines = [_spread(same) for same in several]
     for n, same in enumerate(several[1:], 1):
-        seeds = sorted(same.keys() & several[0].keys())
-        if len(seeds) > 1 and several[0][seeds[0]].metric is not None:
-            lines[n] += f"; {_verdict([same[s] for s in seeds], [several[0][s] for s in seeds], seeds)}"
+        first = next(other for other in several if _task(other) == _task(same))
+        seeds = sorted(same.keys() & first.keys())
+        if first is not same and len(seeds) > 1 and first[seeds[0]].metric is not None:
+            lines[n] += f"; {_verdict([same[s] for s in seeds], [first[s] for s in seeds], seeds)}"
     return lines
+
+
+def _task(same: dict[int, RunFiles]) -> str:
+    """What the runs were to learn."""
+    config = next(iter(same.values())).config
+    return str(sorted((k, str(v)) for k, v in config.items() if k.split(".")[0] in ("data", "loss")))
 
 
 def _spread(same: dict[int, RunFiles]) -> str:

@@ -128,5 +128,5 @@ def of_run(run: RunFiles, seed: int, name: str) -> Trained:
     losses = [(now - before, loss) for now, before, loss in points if loss is not None]
     whole = sum(n for n, _ in losses)
     return Trained(
-        seed, samples, run.result.metrics["final"][name], sum(n * loss for n, loss in losses) / whole if whole else math.nan
+        seed, samples, run.result.metrics["final"].get(name), sum(n * loss for n, loss in losses) / whole if whole else math.nan
     )

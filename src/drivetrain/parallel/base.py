@@ -40,6 +40,10 @@ class Parallel(Part):
         """How many of them the samples of an update are split among."""
         return self.ranks()
 
+    def stream(self) -> int:
+        """The rank with whose random stream this one goes on: its own, but where ranks compute the same activations."""
+        return self.world.rank
+
     def start(self, world: World, device: torch.device) -> None:
         """Join the other ranks."""
         self.world = self.data = world

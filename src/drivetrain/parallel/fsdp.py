@@ -44,17 +44,15 @@ class Fsdp(Sharded):
             yield "parallel.offload=true moves shards from a CUDA device to the CPU, and the device is a CPU: set it to false"
 
     def _split(self, model: torch.nn.Module, dtype: str | None, example: torch.Tensor) -> list[str]:
-        from torch.distributed.device_mesh import init_device_mesh
-
-        shape = (self.replicate, self.world.size // self.replicate) if self.replicate > 1 else (self.world.size,)
-        names = ("replicate", "shard") if self.replicate > 1 else ("shard",)
-        mesh = init_device_mesh(self._device.type, shape, mesh_dim_names=names)
+        shards = self.world.size // self.replicate
+        mesh = self.made_mesh(**({"replicate": self.replicate} if self.replicate > 1 else {}), shard=shards)
+        self._mesh = mesh
         blocks = fully_shard_blocks(
             model, mesh, dtype, self.block, reshard_after_forward=self.reshard_after_forward, **self._offloading()
         )
         self._once_an_update = not self.sync_each_micro
         copies = f", {self.replicate} copies" if self.replicate > 1 else ""
-        return [f"{described(blocks) or 'the model as one block'} over {shape[-1]} shards{copies}"]
+        return [f"{described(blocks) or 'the model as one block'} over {shards} shards{copies}"]
 
     def _offloading(self) -> dict[str, Any]:
         from torch.distributed.fsdp import CPUOffloadPolicy

@@ -110,21 +110,15 @@ class Pipeline(Sharded):
     # --- what this rank keeps of the model ---
 
     def _split(self, model: torch.nn.Module, dtype: str | None, example: torch.Tensor) -> list[str]:
-        from torch.distributed.device_mesh import init_device_mesh
+        from drivetrain.parallel.cuttable import refuse
+        from drivetrain.parallel.stages import Row, names
 
-        from drivetrain.parallel.stages import Row, names, same_as_whole
-
-        ranks, sizes = self._stage_ranks(), (self.data.size, self._stage_ranks(), self.tensor)
-        mesh = init_device_mesh(self._device.type, sizes, mesh_dim_names=("data", "pipe", "tensor"))
+        ranks = self._stage_ranks()
+        mesh = self._mesh = self.made_mesh(data=self.data.size, pipe=ranks, tensor=self.tensor)
         self._pipe, self._group_of_data = mesh.get_group("pipe"), mesh.get_group("data")
         self._place, self._slice = mesh.get_local_rank("pipe"), mesh.get_local_rank("tensor")
         self._peers = mesh.mesh[self.data.rank, :, self._slice].tolist()  # this pipeline's ranks in the world
         row = blocks_in_a_row("parallel=pipeline", model, self.block)
-        if len({id(block) for block in row}) < len(row):
-            raise UserError(
-                "parallel=pipeline: a block with weights stands in the model's row several times, and would lie on several "
-                "ranks: set parallel=fsdp"
-            )
         count = ranks * (self.per_rank if self.schedule == "interleaved" else 1)
         if count > len(row):
             raise UserError(
@@ -134,12 +128,7 @@ class Pipeline(Sharded):
         costs = self.same(balance.measured(model, row, example))
         places = balance.cuts(costs, count)
         self._ranges = list(itertools.pairwise(places))
-        if not same_as_whole(model, row, self._ranges, example):
-            raise UserError(
-                f"parallel=pipeline cannot cut this model: its row of {len(row)} {type(row[0]).__name__} does not only hand on "
-                "what each block gives (it adds to it, takes them in another order, or brings something past them): name the "
-                "class of blocks that stand in a plain row in parallel.block, or set parallel=ddp, fsdp or tensor"
-            )
+        refuse(model, row, self._ranges, example)
         self._mine = range(self._place, count, ranks)
         owned = [i for stage in self._mine for i in range(*self._ranges[stage])]
         if self.tensor > 1:
@@ -157,8 +146,11 @@ class Pipeline(Sharded):
         times = f", {self.data.size} pipelines" if self.data.size > 1 else ""
         return [f"{count} stages of {balance.described(places, costs)}{over}{times}"]
 
-    def _groups_of(self, name: str) -> tuple[Any, ...]:
-        return () if name in self._common_names else (self._pipe, *super()._groups_of(name))
+    def _dimensions_of(self, name: str) -> tuple[str, ...]:
+        return () if name in self._common_names else ("pipe", *super()._dimensions_of(name))
+
+    def stream(self) -> int:
+        return self.world.rank - self._slice
 
     # --- a window of micro-batches ---
 

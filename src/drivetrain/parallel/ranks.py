@@ -115,6 +115,17 @@ class Ranks(Parallel):
         self._pending: Any = None
         self._all_alike()
 
+    def made_mesh(self, **sizes: int) -> Any:
+        """The ranks as a mesh of these dimensions, the last one's next to each other; collectives over any keep to timeout_s."""
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+
+        mesh = init_device_mesh(self._device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        limit: Any = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+        for name in sizes:
+            limit(timedelta(seconds=self.timeout_s), mesh.get_group(name))
+        return mesh
+
     def _all_alike(self) -> None:
         """Raise UserError, on all ranks, where they were started with other configs or versions."""
         import socket

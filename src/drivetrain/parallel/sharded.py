@@ -6,6 +6,7 @@ no dispatch per operation. What looks across shards is here: the norm, an overfl
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -26,6 +27,7 @@ class Sharded(Ranks):
     """The base of fsdp, tensor and pipeline."""
 
     together = True
+    _mesh: Any = field(default=None, init=False)
     _once_an_update: bool = field(default=False, init=False)  # FSDP's gradients meet in an update's last micro-batch alone
 
     def check(self, run: Run) -> Iterator[str]:
@@ -55,11 +57,22 @@ class Sharded(Ranks):
             if is_sharded(p) and id(p) not in self._shards:
                 plain = _as_plain(shard_of(p), len(self._plain_shapes[name]))
                 self._shards[id(p)] = torch.nn.Parameter(plain, requires_grad=p.requires_grad)
-        self._over = {id(self._shards.get(id(p), p)): self._groups_of(name) for name, p in self._sharded.items()}
+        self._over = {id(self._shards.get(id(p), p)): self._dimensions_of(name) for name, p in self._sharded.items()}
+        self._kinds = self._all_kinds(
+            {self._over[id(self._shards.get(id(p), p))] for p in self._sharded.values() if p.requires_grad}
+        )
         return said
 
+    def _all_kinds(self, mine: set[tuple[str, ...]]) -> list[tuple[str, ...]]:
+        """Over which dimensions of the mesh weights lie in parts, on any rank, in one order: all ranks add up all of them."""
+        import torch.distributed as dist
+
+        of_ranks: list[Any] = [None] * self.world.size
+        dist.all_gather_object(of_ranks, mine, group=self._control)
+        return sorted(set().union(*of_ranks))
+
     def _split(self, model: torch.nn.Module, dtype: str | None, example: torch.Tensor) -> list[str]:
-        """Make the model's parameters DTensors, in place; what was done, a line each."""
+        """Make the model's parameters DTensors, in place, over the dimensions of `self._mesh`; what was done, a line each."""
         raise NotImplementedError
 
     @contextmanager
@@ -125,18 +138,21 @@ class Sharded(Ranks):
         for p in parameters:
             if p.grad is not None:
                 kinds[self._over[id(p)]].append(p.grad)
-        total = torch.zeros((), device=self._device)
-        for over, gradients in kinds.items():
-            power = torch.nn.utils.get_total_norm(gradients, norm_type) ** norm_type
-            for group in over:
-                dist.all_reduce(power, group=group)
+        total = torch.zeros((), device=self._device, dtype=torch.float64)
+        for over in self._kinds:
+            power = torch.zeros((), device=self._device, dtype=torch.float64)  # a rank may have no weight of a kind
+            if kinds[over]:
+                power += torch.nn.utils.get_total_norm(kinds[over], norm_type) ** norm_type
+            for name in over:
+                dist.all_reduce(power, group=self._mesh.get_group(name))
             total = total + power
-        return total ** (1.0 / norm_type)
+        dtypes = [torch.float32, *(g.dtype for of_kind in kinds.values() for g in of_kind[:1])]
+        return (total ** (1.0 / norm_type)).to(functools.reduce(torch.promote_types, dtypes))
 
-    def _groups_of(self, name: str) -> tuple[Any, ...]:
-        """The groups of ranks over which a weight lies in parts."""
+    def _dimensions_of(self, name: str) -> tuple[str, ...]:
+        """The dimensions of the mesh over which a weight lies in parts."""
         p = self._sharded[name]
-        return _groups(p) if is_sharded(p) else ()
+        return _dimensions(p) if is_sharded(p) else ()
 
     def _pairs(self) -> list[tuple[Any, torch.nn.Parameter]]:
         """Each sharded weight once, with its shard as the optimizer has it."""
@@ -238,6 +254,6 @@ def _like(shard: torch.Tensor, p: Any) -> Any:
     return DTensor.from_local(local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 
 
-def _groups(p: Any) -> tuple[Any, ...]:
-    """The process groups over which a DTensor's shards lie."""
-    return tuple(p.device_mesh.get_group(i) for i, place in enumerate(p.placements) if not place.is_replicate())
+def _dimensions(p: Any) -> tuple[str, ...]:
+    """The dimensions of its mesh over which a DTensor's shards lie."""
+    return tuple(name for name, place in zip(p.device_mesh.mesh_dim_names, p.placements, strict=True) if not place.is_replicate())

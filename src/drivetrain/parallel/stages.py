@@ -20,7 +20,7 @@ class Row:
         self._undo = ExitStack()
         for i, block in enumerate(blocks):
             self._undo.callback(block.register_forward_pre_hook(functools.partial(self._enter, i), prepend=True).remove)
-            self._undo.callback(_back(block))
+            self._undo.callback(back(block))
             block.forward = self._passing(i, block.forward)  # type: ignore[method-assign]
             self._undo.callback(block.register_forward_hook(functools.partial(self._leave, i)).remove)
 
@@ -49,43 +49,11 @@ class Row:
             raise _LeaveError(out)
 
 
-def _back(block: torch.nn.Module) -> Callable[[], None]:
+def back(block: torch.nn.Module) -> Callable[[], None]:
     """What gives a module back the forward that it has now, its class's or one of its own."""
     if "forward" in vars(block):
         return functools.partial(setattr, block, "forward", block.forward)
     return functools.partial(delattr, block, "forward")
-
-
-def same_as_whole(
-    model: torch.nn.Module, blocks: Sequence[torch.nn.Module], ranges: Sequence[tuple[int, int]], example: torch.Tensor
-) -> bool:
-    """Whether stages that hand on what their last block gave come to the model's own output.
-
-    They do not where the forward does something of its own between two blocks (a sum with what went in, say), takes them in
-    another order, or brings something past them.
-    """
-    noise = torch.Generator(example.device).manual_seed(0)
-    x = (
-        torch.rand(example.shape, generator=noise, dtype=example.dtype, device=example.device)
-        if example.is_floating_point()
-        else example
-    )
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            whole: Any = model(x)
-            row, h = Row(model, blocks), x
-            try:
-                for stage in ranges:
-                    h = row.run(*stage, h, x)
-            except Exception:  # what a model says to a shape that does not fit
-                return False
-            finally:
-                row.remove()
-            return whole.shape == h.shape and torch.allclose(whole, h, rtol=1e-4, atol=1e-5)
-    finally:
-        model.train(training)
 
 
 class _LeaveError(Exception):

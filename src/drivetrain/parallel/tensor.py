@@ -34,12 +34,13 @@ class Tensor(Sharded):
     def model_ranks(self) -> int:
         return self.ranks() if self.size == "auto" else self.size
 
-    def _split(self, model: torch.nn.Module, dtype: str | None, example: torch.Tensor) -> list[str]:
-        from torch.distributed.device_mesh import init_device_mesh
+    def stream(self) -> int:
+        return self.world.rank - self.world.rank % self.model_ranks()  # a dropout is the same on the ranks of a block
 
+    def _split(self, model: torch.nn.Module, dtype: str | None, example: torch.Tensor) -> list[str]:
         size = self.model_ranks()
-        mesh = init_device_mesh(self._device.type, (self.data.size, size), mesh_dim_names=("data", "tensor"))
-        self._group_of_data = mesh.get_group("data")
+        mesh = self.made_mesh(data=self.data.size, tensor=size)
+        self._mesh, self._group_of_data = mesh, mesh.get_group("data")
         blocks = repeated_blocks(model)
         plans = lay("parallel=tensor", blocks, mesh["tensor"])
         self._once_an_update = self.data.size > 1
@@ -49,7 +50,7 @@ class Tensor(Sharded):
         return [f"{plans} blocks, each over {size} ranks{groups}"]
 
 
-Plan = Callable[[Any, int], None]  # (mesh of the tensor ranks, their number): changes its block in place
+Plan = Callable[[Any], None]  # (mesh of the tensor ranks): changes its block in place; raises UserError
 
 
 def cannot_be_laid(setting: str, run: Run) -> Iterator[str]:
@@ -73,7 +74,7 @@ def lay(setting: str, blocks: Sequence[torch.nn.Module], mesh: Any) -> int:
             "model=gpt: set parallel=fsdp or pipeline"
         )
     for plan in plans:
-        plan(mesh, mesh.size())
+        plan(mesh)
     return len(plans)
 
 
@@ -85,23 +86,28 @@ def plan_for(block: Any) -> Plan | None:
     from drivetrain.models import gpt
 
     attn, mlp = getattr(block, "attn", None), getattr(block, "mlp", None)
-    if type(attn) is Attention and type(mlp) is Mlp and _is_plain(attn, "gate", "norm") and _is_plain(mlp, "norm"):
-        return lambda mesh, size: _timm(block, mesh, size)
+    if (
+        type(attn) is Attention
+        and type(mlp) is Mlp
+        and _is_plain(attn, "gate", "norm", "q_norm", "k_norm")
+        and _is_plain(mlp, "norm")
+    ):
+        return lambda mesh: _timm(block, mesh)
     if type(block) is gpt.Block:
-        return lambda mesh, size: _gpt(block, mesh, size)
+        return lambda mesh: _gpt(block, mesh)
     return None
 
 
 def _is_plain(module: Any, *parts: str) -> bool:
-    """Whether these parts of a module, which look at all heads or hidden units, are off."""
+    """Whether these parts of a module, which all heads or hidden units share, are off."""
     return all(isinstance(getattr(module, part, None), torch.nn.Identity | None) for part in parts)
 
 
-def _timm(block: Any, mesh: Any, size: int) -> None:
+def _timm(block: Any, mesh: Any) -> None:
     """timm's Block: heads of the attention, hidden units of the mlp."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    attn = block.attn
+    attn, size = block.attn, mesh.size()
     _divisible(attn.num_heads, "heads", size)
     _divisible(block.mlp.fc1.out_features, "hidden units", size)
     attn.num_heads //= size
@@ -111,12 +117,12 @@ def _timm(block: Any, mesh: Any, size: int) -> None:
     parallelize_module(block.mlp, mesh, {"fc1": ColwiseParallel(), "fc2": RowwiseParallel()}, src_data_rank=None)
 
 
-def _gpt(block: Any, mesh: Any, size: int) -> None:
+def _gpt(block: Any, mesh: Any) -> None:
     """models.gpt's Block."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     attention = block.attention
-    _divisible(attention.qkv.in_features // attention.head, "heads", size)
+    _divisible(attention.qkv.in_features // attention.head, "heads", mesh.size())
     attention.qkv = _fused(attention.qkv, 3, mesh)
     parallelize_module(attention, mesh, {"out": RowwiseParallel()}, src_data_rank=None)
     parallelize_module(block.feed_forward, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()}, src_data_rank=None)
@@ -125,7 +131,10 @@ def _gpt(block: Any, mesh: Any, size: int) -> None:
 def _divisible(number: int, what: str, size: int) -> None:
     if number % size:
         near = [n for n in range(size, 0, -1) if number % n == 0]
-        raise UserError(f"parallel.size={size}: {number} {what} do not divide into {size} ranks: set it to {near[0]}")
+        raise UserError(
+            f"a block's {number} {what} do not divide into {size} ranks: lay it over {near[0]} (parallel.size; of a pipeline "
+            "parallel.tensor)"
+        )
 
 
 def _fused(linear: Any, parts: int, mesh: Any) -> Any:
