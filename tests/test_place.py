@@ -55,8 +55,7 @@ def test_slurms_words_for_a_task_of_a_step(told, monkeypatch):
     ("per_node", "node", "tasks"), [("2(x3),1", "2", 2), ("2(x3),1", "3", 1), ("4", "0", 4), ("3,2,1", "1", 2)]
 )
 def test_tasks_of_a_node(told, per_node, node, tasks):
-    from drivetrain.parallel import Ddp, Tensor
-from drivetrain.parallel.place import _tasks_of_node
+    from drivetrain.parallel.place import _tasks_of_node
 
     assert _tasks_of_node({"SLURM_STEP_TASKS_PER_NODE": per_node, "SLURM_NODEID": node}) == tasks
 
