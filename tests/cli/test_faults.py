@@ -163,6 +163,10 @@ def test_a_rendezvous_that_is_never_complete(tmp_path: Path) -> None:
         (["parallel=pipeline", "parallel.shard_stages=true"], "has nothing to share out where all 2 ranks are one pipeline"),
         (["parallel=pipeline", "parallel.tensor=2"], "parallel.tensor=2 has plans for transformers"),
         (["parallel=pipeline", "parallel.tensor=3"], "parallel.tensor=3 does not divide the 2 ranks"),
+        (
+            ["parallel=pipeline", "parallel.nproc=4", "parallel.stages=2", "parallel.shard_stages=true", "data.drop_last=false"],
+            "parallel.shard_stages=true wants all updates alike, and data.drop_last=false leaves a short one",
+        ),
         (["parallel=tensor", "debug=anomaly"], "debug=anomaly and parallel=tensor exclude each other"),
         (["parallel=pipeline", "batch.preallocate=true"], "batch.preallocate=true and parallel=pipeline exclude each other"),
         (["parallel=dp", "checkpointing=blocks"], "checkpointing=blocks and parallel=dp exclude each other"),

@@ -57,11 +57,15 @@ class Pipeline(Sharded):
                 f"{run.named('batch')} makes {steps} of an update: "
                 f"set batch=accumulate batch.steps={max(stages, steps // stages * stages)}"
             )
-        if self.schedule == "interleaved" and not run.data.drop_last:
-            yield (
-                "parallel.schedule=interleaved wants all updates alike, and data.drop_last=false leaves a short one: "
-                "set parallel.schedule=1f1b, or data.drop_last=true"
-            )
+        alike = {"schedule=interleaved": self.schedule == "interleaved", "shard_stages=true": self.shard_stages}
+        for setting in (setting for setting, given in alike.items() if given):
+            if not run.data.drop_last:
+                yield (
+                    f"parallel.{setting} wants all updates alike, and data.drop_last=false leaves a short one: set "
+                    "data.drop_last=true, or leave it out"
+                )
+            if run.choices["batch"] == "bucketed":
+                yield f"parallel.{setting} wants micro-batches alike, and batch=bucketed has many lengths: set batch=accumulate"
         if self.shard_stages and ranks == self.model_ranks():
             yield (
                 f"parallel.shard_stages=true has nothing to share out where all {ranks} ranks are one pipeline: give it more "
