@@ -58,7 +58,7 @@ def _look(case: Case, look_s: float) -> dict[str, Any]:
         said, seconds = _drivetrain(Path(folder), "doctor", *bottlenecks.words(case), "prove=false", f"look_s={look_s}")
     verdict, evidence = said.partition("verdict: ")[2].splitlines()[:2]
     right = case.verdict in verdict and (case.mark is None or bottlenecks.place(case.mark) in evidence)
-    return {"named": right, "verdict": verdict, "evidence": evidence.strip(), "seconds": seconds}
+    return {"named": right, "verdict": verdict, "evidence": evidence.strip().replace(f"{ROOT}/", ""), "seconds": seconds}
 
 
 def _proof(case: Case, look_s: float) -> dict[str, Any]:
