@@ -34,10 +34,14 @@ def test_what_was_written_is_read(saved):
     assert read["ema/a"].dtype == torch.bfloat16
 
 
-def test_one_rank_may_read_by_itself(saved, monkeypatch):
-    """The others, who do not see the file, take no part."""
+@pytest.mark.parametrize("alone", [True, False])
+def test_one_rank_may_read_by_itself(saved, monkeypatch, alone):
+    """Where the others do not see the file they take no part, and nobody may wait for them."""
+    asked = {}
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
-    assert torch.equal(pieces.read(saved, ABOUT, plain, alone=True)["model/a"], torch.arange(6.0).view(2, 3))
+    monkeypatch.setattr("torch.distributed.checkpoint.load", lambda *_, **how: asked.update(how))
+    pieces.read(saved, ABOUT, plain, alone)
+    assert asked["no_dist"] == alone
 
 
 class Command:
@@ -55,6 +59,19 @@ def test_metadata_that_would_run_a_command_is_refused(saved, tmp_path):
     with pytest.raises(UserError, match=r"names posix\.mkdir, which is no part of a checkpoint"):
         pieces.read(saved, ABOUT, plain)
     assert not (tmp_path / "run").exists()
+
+
+class Reach:
+    """Asks for an attribute when it is unpickled."""
+
+    def __reduce__(self):
+        return getattr, (torch.Size, "__base__")
+
+
+def test_metadata_that_reaches_for_attributes_is_refused(saved):
+    (saved / ".metadata").write_bytes(pickle.dumps(Reach()))
+    with pytest.raises(UserError, match=r"asks for .*Size.*__base__, which is no part of a checkpoint"):
+        pieces.read(saved, ABOUT, plain)
 
 
 @pytest.mark.parametrize("place", ["../elsewhere", "/etc/passwd"])

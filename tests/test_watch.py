@@ -174,8 +174,9 @@ class Ranks:
 
 def test_all_ranks_write_to_the_first_ones_directory(tmp_path):
     assert rundir.of_all(tmp_path, Ranks(0, tmp_path, [True, True])) == tmp_path
-    assert rundir.of_all(Path(os.devnull), Ranks(1, tmp_path, [True, True])) == tmp_path
     assert not list(tmp_path.iterdir()), "no mark is left"
+    (tmp_path / ".seen-1").touch()
+    assert rundir.of_all(Path(os.devnull), Ranks(1, tmp_path, [True, True])) == tmp_path
 
 
 def test_a_rank_that_cannot_see_it_is_named(tmp_path):

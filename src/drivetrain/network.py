@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import socket
 import struct
 import time
 from datetime import timedelta
+from typing import Any
 
 IFNAME = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _SIOCGIFADDR = 0x8915
@@ -57,13 +59,25 @@ def free_port(host: str, port: int) -> bool:
 
 def is_meeting_place(host: str, port: int, seconds: float) -> bool:
     """Whether what listens there is another launcher's store, as where one machine plays two."""
-    from torch.distributed import DistError, TCPStore
+    # In a process of its own: whoever asks something that never answers waits for ever, whatever timeout it gave.
+    asking: Any = multiprocessing.get_context("fork").Process(target=_ask, args=(host, port, seconds), daemon=True)
+    asking.start()
+    asking.join(seconds)
+    if asking.is_alive():
+        asking.kill()
+        asking.join()
+    return bool(asking.exitcode == 0)
 
+
+def _ask(host: str, port: int, seconds: float) -> None:
+    from torch.distributed import TCPStore
+
+    code = 1
     try:
         TCPStore(host, port, is_master=False, timeout=timedelta(seconds=seconds), wait_for_workers=False)
-    except (DistError, RuntimeError):
-        return False
-    return True
+        code = 0
+    finally:
+        os._exit(code)
 
 
 def talk_through(address: str) -> None:

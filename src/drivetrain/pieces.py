@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -116,10 +117,19 @@ def read(folder: Path, about: dict[str, tuple[tuple[int, ...], Any]], room: Room
     return pieces
 
 
+def _member(kind: Any, name: str) -> Any:
+    """What the first Pythons 3.11 pickle a member of an enumeration as: getattr, of which this is the harmless part."""
+    if not (isinstance(kind, type) and issubclass(kind, Enum)):
+        raise UserError(f"a checkpoint's metadata asks for {kind!r}.{name}, which is no part of a checkpoint")
+    return kind[name]
+
+
 def _metadata(file: Path) -> Any:
     class Plain(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
             module = "pathlib" if module == "pathlib._local" else module  # as Python 3.13 has it
+            if (module, name) == ("builtins", "getattr"):
+                return _member
             found = super().find_class(module, name) if name in _METADATA.get(module, ()) else getattr(torch, name, None)
             if name in _METADATA.get(module, ()) or (module == "torch" and (found is torch.Size or type(found) is torch.dtype)):
                 return found
