@@ -42,7 +42,7 @@ class Compile(Part):
         """What was done, a line each."""
         return []
 
-    def advice(self, error: Exception) -> str:
+    def advice(self, error: BaseException) -> str:
         """What to set where this error is the compiler's own."""
         return ""
 
@@ -73,7 +73,7 @@ class Dynamo(Compiled):
         if not any(shutil.which(c) for c in ("c++", "g++", "clang++")):
             yield f"{run.named('compile')} needs a C++ compiler (g++ or clang++) on the PATH: install one or set compile=none"
 
-    def advice(self, error: Exception) -> str:
+    def advice(self, error: BaseException) -> str:
         if type(error).__name__ != "InductorError":
             return ""
         may = getattr(self, "dynamic", False) is not False

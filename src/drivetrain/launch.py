@@ -182,8 +182,7 @@ def _rank(job: Job, world: World, run_dir: Path, stop: StopFlag, quiet: bool) ->
             FAILED,
             f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}",
         )
-        if isinstance(error, Exception):
-            result.error += job.run.compile.advice(error)
+        result.error += job.run.compile.advice(error)
         if run_dir.is_dir():
             with (run_dir / "log.txt").open("a") as log:
                 log.write(traceback.format_exc())

@@ -63,12 +63,13 @@ def of_all(path: Path, parallel: Any) -> Path:
     mark = f".seen-{secrets.token_hex(8)}"
     path, mark = parallel.same((path, mark))
     if parallel.world.rank == 0:
-        (path / mark).touch()
+        with contextlib.suppress(OSError):  # then no rank sees it, and all of them end
+            (path / mark).touch()
     parallel.same(None)  # it is there now
     blind = [rank for rank, sees in enumerate(parallel.gather((path / mark).exists())) if not sees]
     blind = parallel.same(blind)
     if parallel.world.rank == 0:
-        (path / mark).unlink()
+        (path / mark).unlink(missing_ok=True)
     if blind:
         named = ("rank " if len(blind) == 1 else "ranks ") + ", ".join(map(str, blind))
         raise UserError(

@@ -39,9 +39,7 @@ def refuse(model: torch.nn.Module, blocks: Sequence[torch.nn.Module], ranges: Ra
         )
 
 
-def same_as_whole(
-    model: torch.nn.Module, blocks: Sequence[torch.nn.Module], ranges: Sequence[tuple[int, int]], example: torch.Tensor
-) -> bool:
+def same_as_whole(model: torch.nn.Module, blocks: Sequence[torch.nn.Module], ranges: Ranges, example: torch.Tensor) -> bool:
     """Whether stages that hand on what their last block gave come to the model's own output.
 
     They do not where the forward does something of its own between two blocks (a sum with what went in, say), takes them in
@@ -78,10 +76,10 @@ def _show_all(model: torch.nn.Module, blocks: Sequence[torch.nn.Module], noise: 
             p.normal_(generator=noise)
     for block in blocks:
         undo.callback(back(block))
-        block.forward = _noisy(block.forward)  # type: ignore[method-assign]
+        block.forward = _noisy(block.forward, noise)  # type: ignore[method-assign]
 
 
-def _noisy(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _noisy(forward: Callable[..., Any], noise: torch.Generator) -> Callable[..., Any]:
     """A forward to whose output the same noise is added at each call."""
     added: list[torch.Tensor] = []
 
@@ -93,7 +91,7 @@ def _noisy(forward: Callable[..., Any]) -> Callable[..., Any]:
                 f"{type(out).__name__}: set parallel=ddp or fsdp"
             )
         if not added:
-            added.append(torch.randn_like(out))
+            added.append(torch.empty_like(out).normal_(generator=noise))
         return out + added[0]
 
     return noisy

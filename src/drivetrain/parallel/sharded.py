@@ -58,9 +58,7 @@ class Sharded(Ranks):
                 plain = _as_plain(shard_of(p), len(self._plain_shapes[name]))
                 self._shards[id(p)] = torch.nn.Parameter(plain, requires_grad=p.requires_grad)
         self._over = {id(self._shards.get(id(p), p)): self._dimensions_of(name) for name, p in self._sharded.items()}
-        self._kinds = self._all_kinds(
-            {self._over[id(self._shards.get(id(p), p))] for p in self._sharded.values() if p.requires_grad}
-        )
+        self._kinds = self._all_kinds({self._dimensions_of(name) for name, p in self._sharded.items() if p.requires_grad})
         return said
 
     def _all_kinds(self, mine: set[tuple[str, ...]]) -> list[tuple[str, ...]]:

@@ -1,0 +1,88 @@
+"""What the device does during an update, from a profile's events."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.autograd import DeviceType
+
+from drivetrain.measure import occupied
+from drivetrain.measure.occupied import END, READING
+
+
+class Range(NamedTuple):
+    start: float
+    end: float
+
+    def elapsed_us(self) -> float:
+        return self.end - self.start
+
+
+class Event:
+    def __init__(self, name: str, start: float, end: float, device: DeviceType = DeviceType.CPU, thread: int = 1) -> None:
+        self.name, self.time_range, self.device_type, self.thread = name, Range(start, end), device, thread
+        self.cpu_parent = None
+
+
+def test_what_overlaps_is_counted_once():
+    assert occupied._covered([Event("a", 0, 4), Event("b", 2, 5), Event("c", 3, 4), Event("d", 7, 8)]) == 6
+    assert occupied._covered([]) == 0
+
+
+def test_on_a_cpu_other_threads_are_not_the_steps():
+    events = [
+        Event(READING, 0, 20), Event("aten::mm", 20, 50), Event("aten::add", 60, 70), Event("aten::stack", 0, 100, thread=2),
+        Event(END, 90, 100),
+    ]  # fmt: skip
+    found = occupied._of_cpu(events, 100.0)
+    assert found == {"inside of operations": pytest.approx(0.4), "between them: Python, dispatch": pytest.approx(0.4)}
+    assert occupied._of_cpu([Event(READING, 0, 20)], 100.0) == {}
+
+
+def test_on_cuda_our_own_waiting_is_not_the_hosts():
+    cuda = DeviceType.CUDA
+    events = [
+        Event("gemm", 0, 30, cuda), Event("Memcpy HtoD", 20, 40, cuda), Event("relu", 50, 60, cuda),
+        Event("cudaStreamSynchronize", 10, 15), Event(END, 80, 100), Event("cudaDeviceSynchronize", 81, 99),
+    ]  # fmt: skip
+    found = occupied._of_cuda(events, 100.0)
+    assert found == {
+        "the device computes": pytest.approx(0.4), "the device copies": pytest.approx(0.2),
+        "the device is idle": pytest.approx(0.5), "the host waits for the device": pytest.approx(0.05),
+    }  # fmt: skip
+    assert occupied._of_cuda(events[3:], 100.0) == {}, "a profiler that sees nothing of the device"
+
+
+class Trainer:
+    """Enough of one for an update."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, pause: float) -> None:
+        self.pause, self.w = pause, torch.rand(400, 400)
+        self.ema = self
+
+    def micro(self, micro: Any) -> None:
+        time.sleep(self.pause)
+        for _ in range(4):
+            self.w @ self.w
+
+    def update(self) -> None:
+        pass
+
+    zero_grad = update
+
+
+class Micro:
+    last = True
+
+
+def test_time_outside_of_operations_is_seen():
+    """Half a second in which Python does something else is most of the update, whatever the machine is busy with."""
+    between = "between them: Python, dispatch"
+    slow = occupied.occupied(Trainer(0.5), iter([Micro()] * 99))
+    assert slow[between] > 0.5
+    assert sum(slow.values()) == pytest.approx(1.0, abs=0.05)
