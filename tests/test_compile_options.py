@@ -119,6 +119,17 @@ def test_the_graph_holds_forward_backward_and_update(make, recorded):
     assert any("sqrt" in n for n in names), "AdamW's update is in it"
 
 
+def test_a_steps_code_is_kept_for_the_next_run(train, tmp_path):
+    from torch._dynamo.utils import counters
+
+    found = []
+    for _ in range(2):
+        counters.clear()
+        weights(train(*MLP, "compile=step", f"compile.cache_dir={tmp_path}"))
+        found.append({name: counters["inductor"][f"fxgraph_cache_{name}"] for name in ("miss", "hit", "bypass")})
+    assert found == [{"miss": 1, "hit": 0, "bypass": 0}, {"miss": 0, "hit": 1, "bypass": 0}]
+
+
 def test_a_schedule_reaches_the_graph(train, make, recorded):
     """The learning rate is a tensor: with a constant in its place the ends would differ."""
     words = [*MLP, "scheduler=linear", "optimizer.lr=0.2"]

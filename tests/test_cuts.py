@@ -106,6 +106,16 @@ def test_what_an_untrained_model_hides_is_seen(way, hide):
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
 
 
+@pytest.mark.parametrize(("way", "can_be"), [(in_a_row, True), (with_a_sum, False)])
+def test_a_model_that_is_not_finite_everywhere_is_judged_by_the_rest(way, can_be):
+    class Roots(Own):
+        def forward(self, x):
+            return super().forward(x).sqrt()
+
+    model, example = Roots(way), torch.zeros(16, WIDTH)
+    assert same_as_whole(model, list(model.blocks), [(0, 2), (2, 4)], example) == can_be
+
+
 class Residual(torch.nn.Linear):
     """x + Wx."""
 

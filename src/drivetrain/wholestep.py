@@ -15,7 +15,10 @@ from typing import Any
 
 import torch
 import torch._inductor
+from torch._guards import TracingContext, tracing
+from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from drivetrain.plan import Micro
 
@@ -196,8 +199,11 @@ class WholeStep:
                     raise CannotRecordError("the model writes into a tensor that is neither a parameter nor a buffer")
 
     def _compile(self, recording: torch.fx.GraphModule, static: list[torch.Tensor], micro: Micro) -> Graph:
-        with torch.no_grad():  # the backward is in the graph: none is to be made of it
-            compiled = torch._inductor.compile(recording, [*static, micro.x, micro.y, micro.weight], options=INDUCTOR)
+        # Shapes in a context (all of them fixed): without one inductor would not keep the code for the next run.
+        fake = FakeTensorMode(shape_env=ShapeEnv())
+        inputs: list[Any] = [fake.from_tensor(t, static_shapes=True) for t in (*static, micro.x, micro.y, micro.weight)]
+        with torch.no_grad(), tracing(TracingContext(fake)):  # no gradients: the backward is in the graph
+            compiled = torch._inductor.compile(recording, inputs, options=INDUCTOR)
 
         @torch.no_grad()
         def run(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -62,7 +62,7 @@ class Pipeline(Sharded):
             if not run.data.drop_last:
                 yield (
                     f"parallel.{setting} wants all updates alike, and data.drop_last=false leaves a short one: set "
-                    "data.drop_last=true, or leave it out"
+                    f"data.drop_last=true, or leave parallel.{setting.partition('=')[0]} out"
                 )
             if run.choices["batch"] == "bucketed":
                 yield f"parallel.{setting} wants micro-batches alike, and batch=bucketed has many lengths: set batch=accumulate"
