@@ -1,6 +1,7 @@
 """`drivetrain tune` against a full grid: what its choice loses to the grid's best, and what it cost of the grid's time.
 
-    python -m bench.tune --rounds 6
+    python -m bench.tune
+    python -m bench.tune --grid bench/results/tune-cpu.json    # tune alone, against the grid as it was measured
 
 The grid is every combination of GRID that there is, in comparisons of BATCH arms at a time, each beside the run as it is.
 Then the grid's best and tune's choice are compared by themselves, over fresh rounds: the best of many noisy figures is not
@@ -11,9 +12,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from bench.harness import RESULTS, machine, table, write
 from drivetrain.measure import compare, tune
@@ -37,26 +40,21 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8, help="of the grid: as many as tune has")
     parser.add_argument("--turn-s", type=float, default=0.3)
     parser.add_argument("--budget-s", type=float, default=300.0, help="of tune")
+    parser.add_argument("--grid", type=Path, help="a result of before, whose grid is taken as it was measured")
     parser.add_argument("--only", nargs="*", default=list(GRID), choices=list(GRID), help="the grid's keys")
     parser.add_argument("--out", type=Path, default=RESULTS / "tune-cpu.json")
     given = parser.parse_args()
+    grid = json.loads(given.grid.read_text()) if given.grid else _grid(given.only, given.rounds, given.turn_s)
+    best, grid_s = grid["best"], grid["grid_s"]
     tuning, tune_s = _tuned(given.budget_s, given.turn_s)
-    began = time.perf_counter()
-    entries = [e for v in itertools.product(*(GRID[key] for key in given.only)) if (e := _cell(v, given.only)).job is not None]
-    rows = [row for n in range(0, len(entries), BATCH) for row in _grid(entries[n : n + BATCH], given.rounds, given.turn_s)]
-    grid_s = time.perf_counter() - began
-    best = max((row for row in rows if row.ratio is not None), key=lambda row: row.ratio.middle if row.ratio else 0.0)
-    arms = [compare.entry("the grid's best", best.words), compare.entry("tune's choice", tuning.now())]
-    last = compare.measure(arms, compare.Settings(rounds=24, turn_s=0.5), WORDS, all_stay)
-    ratio = last.rows[1].ratio
+    arms = [compare.entry("the grid's best", [*WORDS, *best.split()]), compare.entry("tune's choice", tuning.now())]
+    ratio = compare.measure(arms, compare.Settings(rounds=24, turn_s=0.5), WORDS, all_stay).rows[1].ratio
     write(given.out, {
-        "machine": machine(), "words": WORDS, "grid": {key: GRID[key] for key in given.only}, "cells": len(entries),
-        "grid_s": grid_s, "tune_s": tune_s, "cost": tune_s / grid_s, "best": best.label,
+        **grid, "machine": machine(), "words": WORDS, "tune_s": tune_s, "cost": tune_s / grid_s,
         "chosen": list(tuning.taken.values()), "chosen_to_best": ratio,
-        "ratios": {row.label: row.ratio or row.error for row in rows},
     })  # fmt: skip
     table("tune against the grid", ("", "words", "seconds"), [
-        ("grid's best", best.label, f"{grid_s:.0f}"), ("tune's choice", " ".join(tuning.taken.values()), f"{tune_s:.0f}"),
+        ("grid's best", best, f"{grid_s:.0f}"), ("tune's choice", " ".join(tuning.taken.values()), f"{tune_s:.0f}"),
     ])  # fmt: skip
     if ratio is not None:
         of_best = f"{ratio.middle:.3f} ({ratio.low:.3f} to {ratio.high:.3f})"
@@ -73,7 +71,19 @@ def _cell(values: Sequence[str], keys: Sequence[str]) -> compare.Entry:
     return compare.entry(words, [*WORDS, *words.split()])
 
 
-def _grid(entries: Sequence[compare.Entry], rounds: int, turn_s: float) -> list[compare.Row]:
+def _grid(keys: Sequence[str], rounds: int, turn_s: float) -> dict[str, Any]:
+    """Every cell's ratio to the run as it is, the best one's words, and what all of it took."""
+    began = time.perf_counter()
+    entries = [e for v in itertools.product(*(GRID[key] for key in keys)) if (e := _cell(v, keys)).job is not None]
+    rows = [row for n in range(0, len(entries), BATCH) for row in _part(entries[n : n + BATCH], rounds, turn_s)]
+    best = max((row for row in rows if row.ratio is not None), key=lambda row: row.ratio.middle if row.ratio else 0.0)
+    return {
+        "grid": {key: GRID[key] for key in keys}, "cells": len(entries), "rounds": rounds, "best": best.label,
+        "grid_s": time.perf_counter() - began, "ratios": {row.label: row.ratio or row.error for row in rows},
+    }  # fmt: skip
+
+
+def _part(entries: Sequence[compare.Entry], rounds: int, turn_s: float) -> list[compare.Row]:
     """A part of the grid, its ratios to the run as it is."""
     arms = [compare.entry("as it is", WORDS), *entries]
     return compare.measure(arms, compare.Settings(rounds=rounds, turn_s=turn_s), WORDS, all_stay).rows[1:]

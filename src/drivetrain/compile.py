@@ -181,6 +181,16 @@ class CudaGraph(Compiled):
         return _dynamo_seconds() - self._before
 
 
+def op_by_op(run: Run) -> dict[str, tuple[str, str]]:
+    """What a run sets of how its update is made op by op, and what leaves that open: key → (value, other value)."""
+    fused, foreach = (getattr(run.optimizer, knob, None) for knob in ("fused", "foreach"))
+    sets = {
+        "optimizer.fused": (fused is True, "true", "null"), "optimizer.foreach": (foreach is False, "false", "null"),
+        "runtime.zero_grad": (run.runtime.zero_grad == "memset", "memset", "none"),
+    }  # fmt: skip
+    return {key: (given, free) for key, (is_set, given, free) in sets.items() if is_set}
+
+
 class StepGraph(Dynamo):
     """Forward, backward, clipping and update as one graph, learning rates as tensors; on CUDA one launch an update.
 
@@ -205,14 +215,8 @@ class StepGraph(Dynamo):
                 "compile=step and precision=amp exclude each other (the loss scaler decides in Python whether to update): "
                 "set precision=bf16 or compile=inductor"
             )
-        if run.runtime.zero_grad == "memset":
-            yield "runtime.zero_grad=memset has no effect in compile=step, which clears its own gradients: set it to none"
-        for knob, value in (("fused", True), ("foreach", False)):
-            if getattr(run.optimizer, knob, None) is value:
-                yield (
-                    f"optimizer.{knob}={str(value).lower()} has no effect in compile=step, which fuses the update itself: "
-                    "set it to null"
-                )
+        for key, (given, free) in op_by_op(run).items():
+            yield f"{key}={given} has no effect in compile=step, which makes the update in its own way: set it to {free}"
 
     def apply(self, model: torch.nn.Module, example: torch.Tensor, budget: float) -> Any:
         self.start(budget)

@@ -77,6 +77,24 @@ def test_whatever_loads_or_compiles_is_tried():
     assert set(tries.compilers(job)) == {f"compile={o}" for o in options()["compile"]} - {"compile=none"}
 
 
+def test_a_whole_step_is_tried_with_what_it_wants():
+    """What says how an update is made op by op would be refused beside it, and the fastest way never be seen."""
+    job = prepare(["recipe=naive", "data=digits", "optimizer.fused=true"])
+    (words,) = [w for w in tries.compilers(job) if w.startswith("compile=step")]
+    assert set(words.split()[1:]) == {"optimizer.fused=null", "optimizer.foreach=null", "runtime.zero_grad=none"}
+    prepare(tries.over(["recipe=naive", "data=digits", "optimizer.fused=true"], words.split()))
+
+
+def test_what_a_later_choice_overrides_is_no_longer_an_earlier_ones():
+    tuning = tune.Tuning(tune.Settings(), [], ())
+    tuning._take("loaders", "loader=threads loader.num_threads=2")
+    tuning._take("updates", "optimizer.fused=true")
+    tuning._take("compiling", "compile=step optimizer.fused=null")
+    assert tuning.taken == {"loaders": "loader=threads loader.num_threads=2", "compiling": "compile=step optimizer.fused=null"}
+    tuning._take("loaders", "loader=workers")
+    assert tuning.now() == ["compile=step", "optimizer.fused=null", "loader=workers"]
+
+
 def test_what_the_run_has_is_not_tried():
     job = prepare(["data=digits", "model=mlp", "loader=threads", "loader.num_threads=1", "batch.global_batch=12"])
     assert "loader=threads loader.num_threads=1" not in tries.loaders(job)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from drivetrain.compile import op_by_op
 from drivetrain.compose import LISTS, option_keys, options
 from drivetrain.cores import usable_cores
 from drivetrain.job import Job
@@ -59,8 +60,9 @@ def arithmetic(job: Job) -> list[str]:
 
 
 def compilers(job: Job) -> list[str]:
-    """Every way to compile the step."""
-    return _others([f"compile={option}" for option in options()["compile"]], job, "compile")
+    """Every way to compile the step; what it would make in its own way is left open to it."""
+    open_ = {"step": "".join(f" {key}={free}" for key, (_, free) in op_by_op(job.run).items())}
+    return _others([f"compile={option}{open_.get(option, '')}" for option in options()["compile"]], job, "compile")
 
 
 def updates(job: Job) -> list[str]:

@@ -123,8 +123,14 @@ class Tuning:
         if best is None:
             print("nothing is likely to be faster: it stays")
         else:
-            self.taken[stage.title] = best.label
+            self._take(stage.title, best.label)
             print(f"taken on: {best.label}")
+
+    def _take(self, title: str, more: str) -> None:
+        """Take on a stage's choice; what it overrides of another stage's is no longer theirs."""
+        new = more.split()
+        left = {t: tries.over(words.split(), new, self.config_dirs)[: -len(new)] for t, words in self.taken.items() if t != title}
+        self.taken = {t: " ".join(words) for t, words in left.items() if words} | {title: more}
 
     def _entry(self, more: str, words: Sequence[str]) -> Entry:
         return compare.entry(more, tries.over(words, more.split(), self.config_dirs), self.config_dirs)
