@@ -201,3 +201,16 @@ def test_more_ranks_than_samples_are_refused(make):
 @pytest.mark.parametrize("word", ["parallel.nproc=0", "parallel.nproc=many", "parallel.bucket_mb=0", "parallel.timeout_s=-1"])
 def test_what_cannot_be_is_refused(problems, word):
     assert any(p.startswith(word) for p in problems("parallel=ddp", word))
+
+
+def test_sharded_weights_are_not_compiled_for_all_lengths_at_once(problems):
+    """Beside another problem, so that there is one in any case."""
+    text = ["data=stdlib", "model=gpt", "loss=next_token", "batch=bucketed", "compile=regional", "clip=agc"]
+
+    def told(*words):
+        return any("compile.dynamic=false" in p for p in problems(*text, *words))
+
+    for strategy in (["parallel=tensor"], ["parallel=pipeline", "parallel.tensor=2"]):
+        assert told(*strategy)
+        assert not told(*strategy, "compile.dynamic=false")
+    assert not told("parallel=fsdp")

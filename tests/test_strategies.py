@@ -282,6 +282,13 @@ def test_blocks_are_compiled_by_themselves_under_any_strategy(done, strategy):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor"])
+def test_a_model_is_compiled_as_a_whole_under_any_strategy(done, strategy):
+    words = [*VIT, "batch=accumulate", "batch.steps=2", "compile=inductor"]
+    equal(done(*words), done(*words, *STRATEGIES[strategy]), 1e-4)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline", "split", "dp"])
 def test_digits_to_the_same_accuracy(tmp_path, strategy):
     words = ["precision=bf16", "batch=accumulate", f"output_dir={tmp_path}"]

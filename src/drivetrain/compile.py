@@ -74,7 +74,7 @@ class Dynamo(Compiled):
             yield f"{run.named('compile')} needs a C++ compiler (g++ or clang++) on the PATH: install one or set compile=none"
 
     def advice(self, error: BaseException) -> str:
-        if type(error).__name__ != "InductorError":
+        if type(error).__name__ not in ("InductorError", "BackendCompilerFailed"):
             return ""
         may = getattr(self, "dynamic", False) is not False
         fixed = "compile.dynamic=false, which gives it fixed shapes, or " if may else ""

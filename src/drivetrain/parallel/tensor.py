@@ -28,8 +28,16 @@ class Tensor(Sharded):
         yield from super().check(run)
         yield from self.divides("size", self.size, self.model_ranks())
         yield from cannot_be_laid("parallel=tensor", run)
-        if run.choices["compile"] in ("inductor", "cudagraph"):
-            yield f"{run.named('compile')} and parallel=tensor: not together yet: set compile=none, or parallel=fsdp"
+        if run.choices["compile"] == "cudagraph":
+            yield (
+                "compile=cudagraph and parallel=tensor exclude each other (nobody has seen the ranks' sums replayed right): "
+                "set compile=inductor"
+            )
+        if run.choices["checkpointing"] == "budget":
+            yield (
+                "checkpointing=budget and parallel=tensor exclude each other (torch's compiler cannot tell what it would keep of "
+                "a block that lies on several ranks): set checkpointing=blocks"
+            )
 
     def model_ranks(self) -> int:
         return self.ranks() if self.size == "auto" else self.size
@@ -57,6 +65,11 @@ def cannot_be_laid(setting: str, run: Run) -> Iterator[str]:
     """What cannot be laid over ranks: a model that is no transformer, as far as its option tells."""
     if run.choices["debug"] == "anomaly":
         yield f"debug=anomaly and {setting} exclude each other (torch looks for NaN in no sharded tensor): set parallel=ddp"
+    if run.choices["batch"] == "bucketed" and getattr(run.compile, "dynamic", False) is not False:
+        yield (
+            f"{run.named('compile')}, batch=bucketed and {setting} are not compiled for all lengths at once (torch's compiler "
+            "comes to no end over sharded weights): set compile.dynamic=false, which compiles for each"
+        )
     if run.choices["model"] not in ("timm", "gpt", "own"):
         yield (
             f"{setting} has plans for transformers (model=gpt, vision transformers of model=timm), none for "
