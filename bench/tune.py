@@ -37,14 +37,16 @@ BATCH = 16  # arms alive at once
 def main() -> None:
     """Run both and write bench/results/tune-cpu.json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=8, help="of the grid: as many as tune has")
+    parser.add_argument("--rounds", type=int, help="of the grid; 8, as many as tune has")
     parser.add_argument("--turn-s", type=float, default=0.3)
     parser.add_argument("--budget-s", type=float, default=300.0, help="of tune")
     parser.add_argument("--grid", type=Path, help="a result of before, whose grid is taken as it was measured")
-    parser.add_argument("--only", nargs="*", default=list(GRID), choices=list(GRID), help="the grid's keys")
+    parser.add_argument("--only", nargs="*", choices=list(GRID), help="the grid's keys")
     parser.add_argument("--out", type=Path, default=RESULTS / "tune-cpu.json")
     given = parser.parse_args()
-    grid = json.loads(given.grid.read_text()) if given.grid else _grid(given.only, given.rounds, given.turn_s)
+    if given.grid and (given.only or given.rounds):
+        parser.error("--grid is measured already: --only and --rounds are for a new one")
+    grid = json.loads(given.grid.read_text()) if given.grid else _grid(given.only or list(GRID), given.rounds or 8, given.turn_s)
     best, grid_s = grid["best"], grid["grid_s"]
     tuning, tune_s = _tuned(given.budget_s, given.turn_s)
     arms = [compare.entry("the grid's best", [*WORDS, *best.split()]), compare.entry("tune's choice", tuning.now())]
@@ -79,7 +81,8 @@ def _grid(keys: Sequence[str], rounds: int, turn_s: float) -> dict[str, Any]:
     best = max((row for row in rows if row.ratio is not None), key=lambda row: row.ratio.middle if row.ratio else 0.0)
     return {
         "grid": {key: GRID[key] for key in keys}, "cells": len(entries), "rounds": rounds, "best": best.label,
-        "grid_s": time.perf_counter() - began, "ratios": {row.label: row.ratio or row.error for row in rows},
+        "grid_machine": machine(), "grid_s": time.perf_counter() - began,
+        "ratios": {row.label: row.ratio or row.error for row in rows},
     }  # fmt: skip
 
 

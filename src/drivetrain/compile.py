@@ -26,6 +26,7 @@ class Compile(Part):
     """compile=none: the model runs op by op."""
 
     warmup = 1  # steps after which all of them are alike
+    dynamic: bool | None = False  # whether code is made for shapes in general; None: where the compiler sees that they change
 
     def apply(self, model: torch.nn.Module, example: torch.Tensor, budget: float) -> Any:
         """The callable that training calls. `example` is a batch of two zeros; `budget` the share of activations to keep."""
@@ -76,8 +77,7 @@ class Dynamo(Compiled):
     def advice(self, error: BaseException) -> str:
         if type(error).__name__ not in ("InductorError", "BackendCompilerFailed"):
             return ""
-        may = getattr(self, "dynamic", False) is not False
-        fixed = "compile.dynamic=false, which gives it fixed shapes, or " if may else ""
+        fixed = "" if self.dynamic is False else "compile.dynamic=false, which gives it fixed shapes, or "
         return f": torch's compiler has no code for this model: set {fixed}compile=none"
 
     def start(self, budget: float) -> None:

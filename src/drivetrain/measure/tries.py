@@ -16,6 +16,11 @@ MOST_STEPS = 16
 
 def over(words: Sequence[str], more: Sequence[str], config_dirs: Sequence[str] = ()) -> list[str]:
     """`more` laid over `words`: of one key the later holds, and knobs that a newly chosen option does not have go."""
+    return [*under(words, more, config_dirs), *more]
+
+
+def under(words: Sequence[str], more: Sequence[str], config_dirs: Sequence[str] = ()) -> list[str]:
+    """Those of `words` that still hold with `more` laid over them."""
     groups = options(tuple(config_dirs))
     keys = {key_of(word) for word in more}
     chosen = {key_of(w): w.partition("=")[2] for w in more if key_of(w) in groups and key_of(w) not in LISTS}
@@ -26,7 +31,7 @@ def over(words: Sequence[str], more: Sequence[str], config_dirs: Sequence[str] =
             return False
         return not knob or group not in chosen or knob.split(".")[0] in option_keys(group, chosen[group], config_dirs)
 
-    return [*filter(stays, words), *more]
+    return [word for word in words if stays(word)]
 
 
 def loaders(job: Job) -> list[str]:

@@ -128,8 +128,7 @@ class Tuning:
 
     def _take(self, title: str, more: str) -> None:
         """Take on a stage's choice; what it overrides of another stage's is no longer theirs."""
-        new = more.split()
-        left = {t: tries.over(words.split(), new, self.config_dirs)[: -len(new)] for t, words in self.taken.items() if t != title}
+        left = {t: tries.under(was.split(), more.split(), self.config_dirs) for t, was in self.taken.items() if t != title}
         self.taken = {t: " ".join(words) for t, words in left.items() if words} | {title: more}
 
     def _entry(self, more: str, words: Sequence[str]) -> Entry:

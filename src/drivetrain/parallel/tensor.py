@@ -62,10 +62,10 @@ Plan = Callable[[Any], None]  # (mesh of the tensor ranks): changes its block in
 
 
 def cannot_be_laid(setting: str, run: Run) -> Iterator[str]:
-    """What cannot be laid over ranks: a model that is no transformer, as far as its option tells."""
+    """What cannot be laid over ranks, as far as the options tell: a model that is no transformer, say."""
     if run.choices["debug"] == "anomaly":
         yield f"debug=anomaly and {setting} exclude each other (torch looks for NaN in no sharded tensor): set parallel=ddp"
-    if run.choices["batch"] == "bucketed" and getattr(run.compile, "dynamic", False) is not False:
+    if run.choices["batch"] == "bucketed" and run.compile.dynamic is not False:
         yield (
             f"{run.named('compile')}, batch=bucketed and {setting} are not compiled for all lengths at once (torch's compiler "
             "comes to no end over sharded weights): set compile.dynamic=false, which compiles for each"
