@@ -214,17 +214,19 @@ def test_export(done, tmp_path, capsys):
 # --- a rank that has more to do ---
 
 
-def test_the_slowest_rank_is_named_in_the_metrics(tmp_path, monkeypatch):
-    monkeypatch.setenv("SLOW_RANK", "1")
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor", "pipeline", "pipeline × tensor"])
+def test_the_slowest_rank_is_named_in_the_metrics(strategy, tmp_path, monkeypatch):
+    slow = "3" if "×" in strategy else "1"
+    monkeypatch.setenv("SLOW_RANK", slow)
     words = [w for w in RUN if not w.startswith("updates=")]
     own = ["model=own", "model.target=double_nets.slow_on_a_rank", "trust=[double_nets]"]
-    result = drivetrain.train([*words, *own, "parallel=ddp", "updates=6", f"output_dir={tmp_path}"])
+    result = drivetrain.train([*words, *own, *STRATEGIES[strategy], "updates=6", f"output_dir={tmp_path}"])
     assert result.status == "completed", result.error
     lines = map(json.loads, (Path(result.run_dir) / "metrics.jsonl").read_text().splitlines())
     told = [(r["slowest_rank"], r["rank_work_excess"]) for r in lines if r["event"] == "train"][1:]
-    # 200 ms against one: a busy machine may delay the other rank as long once, not most of the time.
-    assert statistics.mode(rank for rank, _ in told) == 1, told
-    assert statistics.median(excess for _, excess in told) > 0.3, told
+    # 100 to 200 ms against a few: a busy machine may delay another rank as long once, not most of the time.
+    assert statistics.mode(rank for rank, _ in told) == int(slow), told
+    assert statistics.median(excess for _, excess in told) > 0.2, told
 
 
 # --- other models ---

@@ -175,7 +175,7 @@ class Trainer:
         self._loss.zero_()
         self._logged = (progress.updates, progress.samples, self._steps)
         seconds, reading = self.clock.since_last()
-        reading |= self.parallel.reading()
+        reading |= self.parallel.reading(seconds)
         skipped = windows - (progress.updates - updates)
         if not math.isfinite(loss) and not skipped:
             raise Diverged(f"the loss is {loss} (updates {updates + 1} to {progress.updates})")

@@ -78,8 +78,8 @@ class Parallel(Part):
         """The context of an evaluation: no gradients."""
         return torch.inference_mode()
 
-    def reading(self) -> dict[str, float]:
-        """What a log says of the ranks, since the last one. Called on all of them."""
+    def reading(self, seconds: float) -> dict[str, float]:
+        """What a log says of the ranks, since the last one, `seconds` of steps ago. Called on all of them."""
         return {}
 
     def agree(self, flag: int) -> int:

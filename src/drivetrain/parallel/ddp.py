@@ -52,33 +52,14 @@ class Ddp(Ranks):
         return wrapped
 
     def attach(self, trainer: Any) -> None:
-        """Count each rank's own work: what lies between an update and the backward in which the ranks meet."""
-        self._worked, self._free, self._last = 0.0, time.perf_counter(), True
-        zero_grad = trainer.zero_grad
+        """Count as each rank's own work what lies between an update and the backward in which the ranks meet."""
+        self._last = True
 
         def forwarded(*_: Any) -> None:
             if self._last:
-                self._worked += time.perf_counter() - self._free
-
-        def freed() -> None:
-            zero_grad()
-            self._free = time.perf_counter()
+                self._work.seconds += time.perf_counter() - trainer.clock.mark
 
         trainer.forward.register_forward_hook(forwarded)
-        trainer.zero_grad = freed
-
-    def reading(self) -> dict[str, float]:
-        """How much more than the mean of all ranks the slowest one had to do before they met, and which one it is."""
-        if self.world.size == 1:
-            return {}
-        import torch.distributed as dist
-
-        works = torch.zeros(self.world.size, dtype=torch.float64)
-        works[self.world.rank] = self._worked
-        self._worked = 0.0
-        dist.all_reduce(works, group=self._control)
-        slowest, mean = int(works.argmax()), float(works.mean())
-        return {"rank_work_excess": float(works[slowest]) / mean - 1 if mean else 0.0, "slowest_rank": slowest}
 
     def _hook(self) -> tuple[Any, Any]:
         """A communication hook's state and function."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,9 +47,11 @@ class Fsdp(Sharded):
         shards = self.world.size // self.replicate
         mesh = self.made_mesh(**({"replicate": self.replicate} if self.replicate > 1 else {}), shard=shards)
         self._mesh = mesh
-        blocks = fully_shard_blocks(
-            model, mesh, dtype, self.block, reshard_after_forward=self.reshard_after_forward, **self._offloading()
-        )
+        blocks = repeated_blocks(model, self.block)
+        for module in blocks or [model]:
+            self._work.through(module)
+        how = {"reshard_after_forward": self.reshard_after_forward, **self._offloading()}
+        fully_shard_blocks(model, blocks, mesh, dtype, **how)
         self._once_an_update = not self.sync_each_micro
         copies = f", {self.replicate} copies" if self.replicate > 1 else ""
         return [f"{described(blocks) or 'the model as one block'} over {shards} shards{copies}"]
@@ -60,13 +62,11 @@ class Fsdp(Sharded):
         return {"offload_policy": CPUOffloadPolicy()} if self.offload else {}
 
 
-def fully_shard_blocks(model: Any, mesh: Any, dtype: str | None, block: str | None, **how: Any) -> list[torch.nn.Module]:
-    """`fully_shard` on the model's blocks and on what is left; the blocks."""
-    blocks = repeated_blocks(model, block)
+def fully_shard_blocks(model: Any, blocks: Sequence[torch.nn.Module], mesh: Any, dtype: str | None, **how: Any) -> None:
+    """`fully_shard` on the model's blocks and on what is left."""
     norms = _has_batch_norm(model)
     for module in (*blocks, model):
         fully_shard_block(module, mesh, None if norms else dtype, **how)
-    return blocks
 
 
 def fully_shard_block(block: Any, mesh: Any, dtype: str | None, **how: Any) -> None:

@@ -13,6 +13,7 @@ from drivetrain.errors import UserError
 from drivetrain.lazy import torch
 from drivetrain.parallel.base import Parallel
 from drivetrain.parallel.place import cuda_devices, launched
+from drivetrain.parallel.work import Work
 from drivetrain.plan import World
 from drivetrain.spec import Count, CountOrZero, Positive, Run
 
@@ -38,6 +39,7 @@ class Ranks(Parallel):
     silent_s: Positive = 30.0
 
     distributed = True
+    _work: Work = field(default_factory=Work, init=False)  # this rank's own
     _group_of_data: Any = field(default=None, init=False)  # the ranks that the samples are split among; None: all of them
     operators = ("nnodes", "rendezvous", "rendezvous_s")
 
@@ -147,6 +149,24 @@ class Ranks(Parallel):
                 for about, of in kinds.items()
             )
             raise UserError(f"the ranks were not started alike ({described}): give the same command everywhere")
+
+    def reading(self, seconds: float) -> dict[str, float]:
+        """For which share of the steps the ranks wait, on average, for the one with the most work of its own, and which it is."""
+        import torch.distributed as dist
+
+        if self.world.size == 1:
+            return {}
+        works = torch.zeros(self.world.size, dtype=torch.float64)
+        works[self.world.rank] = self._worked()
+        dist.all_reduce(works, group=self._control)
+        slowest = int(works.argmax())
+        more = float(works[slowest] - works.mean())
+        return {"rank_work_excess": more / seconds if seconds else 0.0, "slowest_rank": slowest}
+
+    def _worked(self) -> float:
+        """Seconds of this rank's own work since the last call."""
+        seconds, self._work.seconds = self._work.seconds, 0.0
+        return seconds
 
     def agree(self, flag: int) -> int:
         """Answers with what was asked at the update before: that all-reduce ran beside a step and costs no wait."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,6 +12,7 @@ from drivetrain.errors import UserError
 from drivetrain.lazy import torch
 from drivetrain.parallel.fsdp import fully_shard_blocks
 from drivetrain.parallel.sharded import Sharded
+from drivetrain.parallel.work import Work
 from drivetrain.spec import Count, Run
 
 
@@ -50,15 +52,15 @@ class Tensor(Sharded):
         mesh = self.made_mesh(data=self.data.size, tensor=size)
         self._mesh, self._group_of_data = mesh, mesh.get_group("data")
         blocks = repeated_blocks(model)
-        plans = lay("parallel=tensor", blocks, mesh["tensor"])
+        plans = lay("parallel=tensor", blocks, mesh["tensor"], self._work)
         self._once_an_update = self.data.size > 1
         if self.data.size > 1:
-            fully_shard_blocks(model, mesh["data"], dtype, None)
+            fully_shard_blocks(model, blocks, mesh["data"], dtype)
         groups = f", {self.data.size} groups" if self.data.size > 1 else ""
         return [f"{plans} blocks, each over {size} ranks{groups}"]
 
 
-Plan = Callable[[Any], None]  # (mesh of the tensor ranks): changes its block in place; raises UserError
+Plan = Callable[[Any, Work], None]  # (mesh of the tensor ranks, what counts their work): changes its block; raises UserError
 
 
 def cannot_be_laid(setting: str, run: Run) -> Iterator[str]:
@@ -77,8 +79,11 @@ def cannot_be_laid(setting: str, run: Run) -> Iterator[str]:
         )
 
 
-def lay(setting: str, blocks: Sequence[torch.nn.Module], mesh: Any) -> int:
-    """Lay the blocks that we know over the mesh's ranks, in place; how many. Raises UserError where it is none."""
+def lay(setting: str, blocks: Sequence[torch.nn.Module], mesh: Any, work: Work) -> int:
+    """Lay the blocks that we know over the mesh's ranks, in place; how many. Raises UserError where it is none.
+
+    `work` counts what a rank does in them before it adds up with the others.
+    """
     plans = [plan for block in blocks if (plan := plan_for(block)) is not None]
     if not plans:
         found = ", ".join(sorted({type(b).__name__ for b in blocks})) or "none that repeat"
@@ -87,7 +92,7 @@ def lay(setting: str, blocks: Sequence[torch.nn.Module], mesh: Any) -> int:
             "model=gpt: set parallel=fsdp or pipeline"
         )
     for plan in plans:
-        plan(mesh)
+        plan(mesh, work)
     return len(plans)
 
 
@@ -105,9 +110,9 @@ def plan_for(block: Any) -> Plan | None:
         and _is_plain(attn, "gate", "norm", "q_norm", "k_norm")
         and _is_plain(mlp, "norm")
     ):
-        return lambda mesh: _timm(block, mesh)
+        return functools.partial(_timm, block)
     if type(block) is gpt.Block:
-        return lambda mesh: _gpt(block, mesh)
+        return functools.partial(_gpt, block)
     return None
 
 
@@ -116,7 +121,7 @@ def _is_plain(module: Any, *parts: str) -> bool:
     return all(isinstance(getattr(module, part, None), torch.nn.Identity | None) for part in parts)
 
 
-def _timm(block: Any, mesh: Any) -> None:
+def _timm(block: Any, mesh: Any, work: Work) -> None:
     """timm's Block: heads of the attention, hidden units of the mlp."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -128,9 +133,11 @@ def _timm(block: Any, mesh: Any) -> None:
     attn.qkv = _fused(attn.qkv, 3, mesh)
     parallelize_module(attn, mesh, {"proj": RowwiseParallel()}, src_data_rank=None)
     parallelize_module(block.mlp, mesh, {"fc1": ColwiseParallel(), "fc2": RowwiseParallel()}, src_data_rank=None)
+    work.between(attn, attn.proj)
+    work.between(block.mlp, block.mlp.fc2)
 
 
-def _gpt(block: Any, mesh: Any) -> None:
+def _gpt(block: Any, mesh: Any, work: Work) -> None:
     """models.gpt's Block."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -139,6 +146,8 @@ def _gpt(block: Any, mesh: Any) -> None:
     attention.qkv = _fused(attention.qkv, 3, mesh)
     parallelize_module(attention, mesh, {"out": RowwiseParallel()}, src_data_rank=None)
     parallelize_module(block.feed_forward, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()}, src_data_rank=None)
+    work.between(attention, attention.out)
+    work.between(block.feed_forward, block.feed_forward.down)
 
 
 def _divisible(number: int, what: str, size: int) -> None:
