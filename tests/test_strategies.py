@@ -215,7 +215,7 @@ def test_export(done, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor", "pipeline", "pipeline × tensor"])
-def test_the_slowest_rank_is_named_in_the_metrics(strategy, tmp_path, monkeypatch):
+def test_the_slowest_rank_is_named_in_the_metrics(strategy, tmp_path, monkeypatch, capfd):
     slow = "3" if "×" in strategy else "1"
     monkeypatch.setenv("SLOW_RANK", slow)
     words = [w for w in RUN if not w.startswith("updates=")]
@@ -227,6 +227,7 @@ def test_the_slowest_rank_is_named_in_the_metrics(strategy, tmp_path, monkeypatc
     # 100 to 200 ms against a few: a busy machine may delay another rank as long once, not most of the time.
     assert statistics.mode(rank for rank, _ in told) == int(slow), told
     assert statistics.median(excess for _, excess in told) > 0.2, told
+    assert f"% waits for rank {slow}" in capfd.readouterr().out
 
 
 # --- other models ---

@@ -15,6 +15,8 @@ from drivetrain.measure.result import Result
 if TYPE_CHECKING:
     from drivetrain.compose import Composed
 
+STRAGGLES = 0.1  # of the time waited for one rank: less is not worth a word
+
 
 def is_live() -> bool:
     """Whether standard output is a terminal."""
@@ -137,9 +139,11 @@ class Progress:
 
         loss = "overflow" if r["loss"] is None else number(r["loss"])
         rate = number(r["samples_per_second"]) if r["samples_per_second"] else "–"
+        waits = r.get("rank_work_excess", 0.0)
+        straggler = f"  {100 * waits:.0f} % waits for rank {r['slowest_rank']}" if waits > STRAGGLES else ""
         return (
             f"epoch {r['epoch'] + 1}/{self.epochs}  update {r['update']}/{self.total}  loss {loss}  lr {r['lr']:.2e}"
-            f"  {rate} samples/s  data wait {100 * r['data_wait']:.0f} %  {memory_now() / 2**30:.2f} GiB"
+            f"  {rate} samples/s  data wait {100 * r['data_wait']:.0f} %{straggler}  {memory_now() / 2**30:.2f} GiB"
         )
 
     def close(self) -> None:
