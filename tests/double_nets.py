@@ -20,6 +20,21 @@ def vit(shape: tuple[int, ...], classes: int) -> torch.nn.Module:
     return model
 
 
+class SlowPictures(torch.utils.data.Dataset):
+    """48 pictures of noise, each of which takes 10 ms on rank SLOW_RANK."""
+
+    def __init__(self, train: bool) -> None:
+        self._pictures = torch.randn(48 if train else 8, 3, 8, 8)
+
+    def __len__(self) -> int:
+        return len(self._pictures)
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
+        if os.environ.get("RANK") == os.environ.get("SLOW_RANK"):
+            time.sleep(0.01)
+        return self._pictures[i], i % 4
+
+
 def slow_on_a_rank(shape: tuple[int, ...], classes: int) -> torch.nn.Module:
     """The same, each block of which takes 50 ms more on rank SLOW_RANK."""
     model = vit(shape, classes)

@@ -230,6 +230,21 @@ def test_the_slowest_rank_is_named_in_the_metrics(strategy, tmp_path, monkeypatc
     assert f"% waits for rank {slow}" in capfd.readouterr().out
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_rank_that_reads_slowly_is_named_though_rank_0_waits_for_no_data(strategy, tmp_path, monkeypatch):
+    """With buffers to share: under ddp the others wait for them in the forward."""
+    monkeypatch.setenv("SLOW_RANK", "1")
+    words = [*(w for w in RUN if not w.startswith(("data", "updates="))), *RESNET, "loader=sync"]
+    own = ["data=own", "data.classes=4", "data.target=double_nets.SlowPictures", "trust=[double_nets]"]
+    result = drivetrain.train([*words, *own, *STRATEGIES[strategy], "updates=5", f"output_dir={tmp_path}"])
+    assert result.status == "completed", result.error
+    assert result.data_wait_fraction < 0.1
+    lines = map(json.loads, (Path(result.run_dir) / "metrics.jsonl").read_text().splitlines())
+    told = [(r["slowest_rank"], r["rank_work_excess"]) for r in lines if r["event"] == "train"][1:]
+    assert statistics.mode(rank for rank, _ in told) == 1, told
+    assert statistics.median(excess for _, excess in told) > 0.2, told
+
+
 # --- other models ---
 
 TEXT = [
@@ -280,7 +295,7 @@ def test_a_text_model_whose_output_is_tied_to_its_input(done, strategy):
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor", "pipeline"])
 def test_blocks_are_compiled_by_themselves_under_any_strategy(done, strategy):
-    words = [*VIT, "batch=accumulate", "batch.steps=2", "compile=regional"]
+    words = [*VIT, "batch=accumulate", "batch.steps=2", "compile=regional", "compile.block=Block"]
     equal(done(*words), done(*words, *STRATEGIES[strategy]), 1e-4)
 
 

@@ -22,7 +22,7 @@ class Clock:
         self.first_wait = 0.0  # of them
         self.first_samples = 0  # trained on when they had ended
         self.to_first_step: float | None = None
-        self.mark = time.perf_counter()  # when the step began that is under way
+        self._mark = time.perf_counter()
         self._logged = (0, 0.0, 0.0)  # steps, their seconds, wait at the last log
         self.reading = Reading()
 
@@ -41,8 +41,8 @@ class Clock:
     def step(self) -> None:
         """A step has ended."""
         now = time.perf_counter()
-        self.steps.append(now - self.mark)
-        self.mark = now
+        self.steps.append(now - self._mark)
+        self._mark = now
         if self.to_first_step is None:
             self.to_first_step = time.time() - drivetrain.STARTED
         if len(self.steps) == self.warmup:
@@ -50,7 +50,7 @@ class Clock:
 
     def resume(self) -> None:
         """What was done since the last step does not count as one."""
-        self.mark = time.perf_counter()
+        self._mark = time.perf_counter()
 
     def since_last(self) -> tuple[float, dict[str, float]]:
         """Since the last call: seconds of the steps; the share of them spent waiting for data, and what `Reading` says."""

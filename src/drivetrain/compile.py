@@ -143,7 +143,8 @@ class Regional(Inductor):
 
     def apply(self, model: torch.nn.Module, example: torch.Tensor, budget: float) -> Any:
         self.start(budget)
-        self._blocks = blocks_for("compile=regional", "compile.block", model, self.block)
+        blocks = blocks_for("compile=regional", "compile.block", model, self.block)
+        self._blocks = [b for b in blocks if not any(p.is_meta for p in b.parameters())]  # others are another rank's
         import torch._dynamo
 
         # Blocks of one class are one piece of code: each that differs in a shape or a number takes one of its places.

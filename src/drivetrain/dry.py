@@ -26,6 +26,7 @@ def preallocate(trainer: Any) -> None:
     buffers = {name: b.clone() for name, b in trainer.model.named_buffers()}
     forward_backward(trainer, trainer.batch.micro_batch(trainer.parallel.data))
     trainer.zero_grad()
+    trainer.parallel.reading(0.0)  # what was tried is no rank's work
     for name, buffer in trainer.model.named_buffers():
         buffer.copy_(buffers[name])
     resume.restore_random_state([random])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import shutil
 import socket
@@ -17,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drivetrain import manifest, network, rundir, terminal
-from drivetrain.errors import BAD_CONFIG, EXIT_OF_STATUS, FAILED, INTERRUPTED, UserError
+from drivetrain.errors import BAD_CONFIG, EXIT_OF_STATUS, FAILED, INTERRUPTED, UserError, is_of_others
 from drivetrain.measure.result import Result, write_json
 from drivetrain.parallel import world_of_environment
 from drivetrain.signals import ASKED_TO_STOP, StopFlag
-from drivetrain.watch import Watch, alive
+from drivetrain.watch import Deaths, Watch, alive, wordless
 
 if TYPE_CHECKING:
     from drivetrain.job import Job
@@ -44,17 +43,18 @@ def run(job: Job, run_dir: Path, quiet: bool, end: End | None = None) -> tuple[R
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
     from torch.distributed.launcher.api import elastic_launch
 
     if job.run.parallel.local_ranks() > 1:
         import torch._dynamo  # noqa: F401 - DDP and FSDP want it: once here, before the fork, or 1.4 s in every rank
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its tables repeat what we say once
     parallel = job.run.parallel
     sys.stdout.flush()
     died: set[int] = set()
     with _told(run_dir, parallel.nnodes > 1) as told:
         watch = Watch(told, parallel.silent_s, parallel.timeout_s, parallel.max_restarts > 0)
+        deaths = Deaths(told, watch)
 
         def abandoned() -> None:
             code = end(*_outcome(told, run_dir, parallel, set(), watch.lost)) if end else FAILED
@@ -63,9 +63,14 @@ def run(job: Job, run_dir: Path, quiet: bool, end: End | None = None) -> tuple[R
 
         if parallel.nnodes > 1:
             watch.abandoned = abandoned
-        with watch, _met(parallel):
+        with watch, deaths, _met(parallel):
             try:
-                elastic_launch(_config(parallel, told), _entry)(job, run_dir, told, quiet)
+                try:
+                    elastic_launch(_config(parallel, told), _entry)(job, run_dir, deaths, quiet)
+                except RendezvousConnectionError:  # of two that play machines on one host at the same moment one was faster
+                    if parallel.nnodes == 1:
+                        raise
+                    elastic_launch(_config(parallel, told), _entry)(job, run_dir, deaths, quiet)
             except ChildFailedError as error:  # the ranks have told why, but those that could not
                 died = set(error.failures)
             except SignalException:
@@ -81,14 +86,28 @@ def _told(run_dir: Path, several: bool) -> Iterator[Path]:
         told.mkdir(exist_ok=True)
         for old in [*told.glob("*.json"), *told.glob("*.alive"), *told.glob("*.stack")]:
             old.unlink()
-        yield told
+        try:
+            yield told
+        finally:
+            _gather_output(told)
         return
     folder = Path(tempfile.mkdtemp(prefix="drivetrain-ranks-"))
     try:
         yield folder
     finally:
+        _gather_output(folder)
         if run_dir.is_dir():
             shutil.copytree(folder, told, dirs_exist_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _gather_output(told: Path) -> None:
+    """What each rank printed, all attempts after one another, as <rank>.log: the launcher has a folder for each."""
+    for folder in told.glob("drivetrain_*"):
+        for printed in sorted(folder.glob("attempt_*/*/std*.log")):
+            if printed.stat().st_size:
+                with printed.open("rb") as part, (told / f"{printed.parent.name}.log").open("ab") as whole:
+                    shutil.copyfileobj(part, whole)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -109,14 +128,17 @@ def _config(parallel: Any, told: Path) -> Any:
         own = network.address_towards(host, port)
         network.talk_through(own)
         here = network.is_here(host)
+        opens = here and network.free_port(host, port)  # where one machine plays two, the first of them does
         if not here:  # the one that has the address opens the place to meet; from then on it answers at once, or is gone
             network.wait_for(host, port, parallel.rendezvous_s)
-        elif not network.free_port(host, port) and not network.is_meeting_place(host, port, ANSWER_S):
-            raise UserError(
-                f"parallel.rendezvous={parallel.rendezvous}: port {port} of this machine is in use by something else: set a "
-                "free one, the same on each machine"
+        if not opens and not network.is_meeting_place(host, port, ANSWER_S):
+            what = (
+                f"port {port} of this machine is in use by something else"
+                if here
+                else f"what answers there is none of this run's machines (another program, or a firewall on the way to {host})"
             )
-        about = {"is_host": here, "join_timeout": int(parallel.rendezvous_s), "read_timeout": ANSWER_S}
+            raise UserError(f"parallel.rendezvous={parallel.rendezvous}: {what}: set a free port, the same on each machine")
+        about = {"is_host": opens, "join_timeout": int(parallel.rendezvous_s), "read_timeout": ANSWER_S}
     # The ranks but the first write their output to files: one machine's terminal shows one rank's lines.
     logs = DefaultLogsSpecs(log_dir=str(told), redirects=dict.fromkeys(range(1, local), Std.ALL))
     return LaunchConfig(
@@ -129,7 +151,7 @@ def _config(parallel: Any, told: Path) -> Any:
 @contextlib.contextmanager
 def _met(parallel: Any) -> Iterator[None]:
     """Machines that do not meet are the user's to mend."""
-    from torch.distributed.elastic.rendezvous.api import RendezvousError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousTimeoutError
 
     try:
         yield
@@ -141,18 +163,19 @@ def _met(parallel: Any) -> Iterator[None]:
                 f"parallel.rendezvous={parallel.rendezvous}: there is no host of that name: give the name or address of one of "
                 "the machines"
             ) from None
+        late = isinstance(error, RendezvousTimeoutError | TimeoutError)
+        why = f" within {parallel.rendezvous_s:g} s" if late else f" ({type(error).__name__}: {str(error).splitlines()[0]})"
         raise UserError(
-            f"parallel.rendezvous={parallel.rendezvous}: {parallel.nnodes} machines did not meet within "
-            f"{parallel.rendezvous_s:g} s ({type(error).__name__}): start the same command on each of them; the host must be "
-            "one of theirs, its port free and reachable"
+            f"parallel.rendezvous={parallel.rendezvous}: {parallel.nnodes} machines did not meet{why}: start the same command on "
+            "each of them; the host must be one of theirs, its port free and reachable"
         ) from None
 
 
-def _entry(job: Job, run_dir: Path, told: Path, quiet: bool) -> None:
-    """One rank: its result goes to ranks/<rank>.json, its exit code to the launcher."""
+def _entry(job: Job, run_dir: Path, deaths: Deaths, quiet: bool) -> None:
+    """One rank: its result goes to ranks/<rank>.json, its exit code to the launcher. `deaths` is as when it was forked."""
     from drivetrain.launch import _describe, _rank
 
-    world = world_of_environment()
+    world, told = world_of_environment(), deaths.folder
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if restarts and (code := _settled(told)):
         os._exit(code)
@@ -168,7 +191,8 @@ def _entry(job: Job, run_dir: Path, told: Path, quiet: bool) -> None:
             if restarts:
                 job.checkpoint, said = manifest.newest_valid(run_dir)
                 where = f"from {job.checkpoint}" if job.checkpoint else "from the beginning"
-                for line in [*said, f"a rank was lost: all start again {where} (restart {restarts})"]:
+                why = deaths.why or "a rank of another machine was lost"
+                for line in [*said, f"{why}: all start again {where} (restart {restarts})"]:
                     terminal.say(line)
         stop = held.enter_context(StopFlag())
         result, code = _rank(job, world, run_dir, stop, quiet)
@@ -203,13 +227,10 @@ def _outcome(told: Path, run_dir: Path, parallel: Any, died: set[int], ended_by_
         content = main
     elif (lost and _is_consequence(failed)) or not failed:
         names = " and ".join(f"rank {r}" for r in sorted(died.intersection(lost)) or lost) or "a rank"
-        why = (
-            "; ".join(ended_by_us[r] for r in lost if r in ended_by_us)
-            or f"{names} died without a word (killed, or out of memory)"
-        )
+        why = "; ".join(ended_by_us[r] for r in lost if r in ended_by_us) or wordless(names)
         content = {**(main or {"world_size": parallel.ranks()}), "status": "failed", "error": why, "code": FAILED}
     elif parallel.nnodes > 1 and _is_consequence(failed):
-        content = {**(main or next(iter(failed.values()))), **_left_alone(run_dir)}
+        content = {**(main or next(iter(failed.values()))), **_left_alone(run_dir, "the ranks of another machine are gone")}
     else:
         own = {r: e for r, e in failed.items() if not _is_consequence({r: e})} or failed
         rank = min(own, key=lambda r: own[r]["time"])
@@ -217,7 +238,7 @@ def _outcome(told: Path, run_dir: Path, parallel: Any, died: set[int], ended_by_
         content = {**(main or {}), **told_why}
         if len({e["error"] for e in own.values()}) > 1 or (len(own) == 1 and rank):
             content["error"] = f"rank {rank}: {content['error']}"
-    if lost and (parallel.max_restarts or ended_by_us) and manifest.checkpoints(run_dir):
+    if lost and manifest.checkpoints(run_dir):
         content["error"] = f"{content['error']}: go on with resume={run_dir}"
     code = content.pop("code")
     content.pop("time", None)
@@ -226,9 +247,17 @@ def _outcome(told: Path, run_dir: Path, parallel: Any, died: set[int], ended_by_
     return result, code
 
 
-def _left_alone(run_dir: Path) -> dict[str, Any]:
-    """What a machine's ranks came to that failed only because another machine was gone."""
-    gone = "the ranks of another machine are gone, or cannot be reached"
+def of_other_launcher(result: Result, code: int, run_dir: Path) -> tuple[Result, int]:
+    """What a rank came to that torchrun or Slurm started: these may leave it alone, and only torch's error says so."""
+    if code == FAILED and is_of_others(result.error):
+        left = _left_alone(run_dir, "another rank is gone")
+        result.status, result.error, code = left["status"], left["error"], left["code"]
+    return result, code
+
+
+def _left_alone(run_dir: Path, who: str) -> dict[str, Any]:
+    """What ranks came to that failed only because others were gone."""
+    gone = f"{who}, or cannot be reached"
     if not manifest.checkpoints(run_dir):
         return {"status": "failed", "error": gone, "code": FAILED}
     return {"status": "interrupted", "error": f"{gone}: go on with resume={run_dir}", "code": INTERRUPTED}
@@ -236,5 +265,4 @@ def _left_alone(run_dir: Path) -> dict[str, Any]:
 
 def _is_consequence(failed: dict[int, Any]) -> bool:
     """Whether all of these ranks failed only because another was gone."""
-    signs = ("Connection closed by peer", "Connection reset", "gloo", "NCCL", "Broken pipe", "imed out", "caused pair closure")
-    return all(any(sign in str(e["error"]) for sign in signs) for e in failed.values())
+    return all(is_of_others(e["error"]) for e in failed.values())

@@ -43,3 +43,9 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
     if near:
         return "did you mean " + " or ".join(repr(n) for n in near) + "?"
     return "there is: " + ", ".join(known) if known else "it has none"
+
+
+def is_of_others(error: str | None) -> bool:
+    """Whether a rank's error is torch's word for another rank that is gone or silent."""
+    signs = ("Connection closed by peer", "Connection reset", "gloo", "NCCL", "Broken pipe", "imed out", "caused pair closure")
+    return any(sign in str(error) for sign in signs)

@@ -15,7 +15,7 @@ from typing import Any
 
 import drivetrain
 from drivetrain import check, environment, replay, rundir, terminal, trial
-from drivetrain.errors import BAD_CONFIG, EXIT_OF_STATUS, FAILED, INTERRUPTED, Diverged, Interrupted, UserError
+from drivetrain.errors import BAD_CONFIG, EXIT_OF_STATUS, FAILED, INTERRUPTED, Diverged, Interrupted, UserError, is_of_others
 from drivetrain.job import Job, prepare
 from drivetrain.measure.result import Result, write_json
 from drivetrain.parallel import launched, world_of_environment
@@ -86,6 +86,7 @@ def _on_several(job: Job, run_dir: Path, quiet: bool) -> Ended:
     from drivetrain import elastic
 
     _announce(job, quiet)
+    rundir.may_be_made(run_dir)
 
     def written(result: Result) -> None:
         result.wall_s = time.time() - drivetrain.STARTED
@@ -125,6 +126,10 @@ def _held_run(job: Job, run_dir: Path, world: World, quiet: bool) -> Ended:
     else:
         with StopFlag() as stop:  # from now on a signal is an interruption, with a result
             result, code = _rank(job, world, run_dir, stop, quiet)
+        if world.size > 1:
+            from drivetrain import elastic
+
+            result, code = elastic.of_other_launcher(result, code, run_dir)
     result.wall_s = time.time() - drivetrain.STARTED
     result.run_dir = run_dir
     result.write(run_dir)
@@ -161,6 +166,7 @@ def _rank(job: Job, world: World, run_dir: Path, stop: StopFlag, quiet: bool) ->
     trainer = None
     began = time.perf_counter()
     job.run.parallel.identity = job.config_hash
+    job.run.parallel.config = replay.without_operators(job.composed, job.operators)
     try:
         trainer = _build(job, world, run_dir, sinks, quiet)
         trainer.fit(stop)
@@ -187,7 +193,7 @@ def _rank(job: Job, world: World, run_dir: Path, stop: StopFlag, quiet: bool) ->
             with (run_dir / "log.txt").open("a") as log:
                 log.write(traceback.format_exc())
             result.error += f" (traceback in {run_dir / 'log.txt'})"
-        else:
+        elif not is_of_others(result.error):  # those tell why
             traceback.print_exc()
     if trainer is not None:
         trainer.writer.finish(LAST_WRITE_S)

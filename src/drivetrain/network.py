@@ -73,6 +73,7 @@ def _ask(host: str, port: int, seconds: float) -> None:
     from torch.distributed import TCPStore
 
     code = 1
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where something else answers, torch shows its own frames
     try:
         TCPStore(host, port, is_master=False, timeout=timedelta(seconds=seconds), wait_for_workers=False)
         code = 0

@@ -39,9 +39,14 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def without_operators(composed: Composed, operators: set[str]) -> dict[str, Any]:
+    """The config without the operator's part, as dotted keys."""
+    return {k: v for k, v in flatten(composed.plain).items() if not _is_operators(k, operators)}
+
+
 def config_hash(composed: Composed, operators: set[str]) -> str:
     """What makes two runs the same run: the config without the operator's part."""
-    flat = {k: v for k, v in flatten(composed.plain).items() if not _is_operators(k, operators)}
+    flat = without_operators(composed, operators)
     return hashlib.sha256(json.dumps(flat, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 

@@ -39,15 +39,19 @@ def create(root: Path, *middle: str) -> Path:
 
 def make(path: Path) -> None:
     """Make a run's directory. Raises UserError where that cannot be."""
-    missing = [p for p in (path, *path.parents) if not p.exists()]
+    may_be_made(path)
     try:
         path.mkdir(parents=True)
         (path / ".lock").touch()
-        _made[path] = missing
     except OSError as error:
         raise UserError(
             f"output_dir: {path} cannot be made ({error.strerror}): set output_dir to a directory you can write to"
         ) from None
+
+
+def may_be_made(path: Path) -> None:
+    """Note which folders there are not yet, for `remove`: a rank that is forked from this process may make the directory."""
+    _made[path] = [p for p in (path, *path.parents) if not p.exists()]
 
 
 def remove(path: Path) -> None:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import json
+import logging
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from drivetrain.errors import is_of_others
 
 EVERY_S = 1.0
 ABANDONED_S = 12.0
 RESTARTING_S = 75.0  # the same while ranks may start again: those of other machines have a last checkpoint to write
+SPEAKERS = ("torch.distributed.elastic", "torch.multiprocessing")
 STOPPED = ("T", "t")  # by a signal, by a debugger
 STACK = signal.SIGUSR2  # asks a rank for its Python stack
 
@@ -23,7 +29,7 @@ def alive(folder: Path, rank: int) -> None:
     """Begin this rank's signs of life: a thread that touches ranks/<rank>.alive, which holds the process's number."""
     file = folder / f"{rank}.alive"
     file.write_text(str(os.getpid()))
-    stack = (folder / f"{rank}.stack").open("w")
+    stack = (folder / f"{rank}.stack").open("a")  # one of before a restart stays
     faulthandler.register(STACK, stack, all_threads=True)
 
     def touch() -> None:
@@ -87,21 +93,69 @@ class Watch:
 
     def _all_ended_badly(self) -> bool:
         begun = [file.with_suffix(".json") for file in self._folder.glob("*.alive")]
-        return bool(begun) and all(file.exists() for file in begun) and any(map(_failed, begun))
+        return bool(begun) and all(file.exists() for file in begun) and any(map(_told, begun))
 
     def _end(self, rank: int, process: int, state: str, silent: float, file: Path) -> None:
         file.unlink()  # once
         stack = self._folder / f"{rank}.stack"
+        before = stack.stat().st_size
         with contextlib.suppress(ProcessLookupError):
-            os.kill(process, STACK)
+            _ask_for_stack(process)
             os.kill(process, signal.SIGCONT)  # a stopped process answers when it goes on
             until = time.monotonic() + 2
-            while not stack.stat().st_size and time.monotonic() < until:
+            while stack.stat().st_size == before and time.monotonic() < until:
                 time.sleep(0.05)
-            os.kill(process, signal.SIGKILL)
         how = {"D": "waiting for a disk or device"}.get(state, "stopped (SIGSTOP)" if state in STOPPED else "stuck")
-        where = f"; where it was: {stack}" if stack.stat().st_size else ""
+        where = f"; where it was: {stack}" if stack.stat().st_size > before else ""
         self.lost[rank] = f"rank {rank} gave no sign of life for {silent:.0f} s ({how}), and was ended{where}"
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+
+
+class Deaths(logging.Handler):
+    """While it is entered torch's launcher is silent, and `why` is what came over the rank that it last saw end badly.
+
+    The launcher starts the others again by itself, and tells nobody but its log.
+    """
+
+    def __init__(self, folder: Path, watch: Watch) -> None:
+        super().__init__()
+        self.folder, self.why = folder, ""
+        self._watch, self._undo = watch, contextlib.ExitStack()
+
+    def __enter__(self) -> Deaths:
+        import torch.distributed.launcher.api
+
+        telling = logging.getLogger(torch.distributed.elastic.multiprocessing.api.__name__)
+        for name in [name for name in logging.root.manager.loggerDict if name.startswith(SPEAKERS)]:
+            speaker = logging.getLogger(name)
+            self._undo.callback(speaker.setLevel, speaker.level)
+            speaker.setLevel(logging.CRITICAL)
+        telling.setLevel(logging.ERROR)
+        telling.addHandler(self)
+        self._undo.callback(telling.removeHandler, self)
+        self._undo.callback(setattr, telling, "propagate", telling.propagate)
+        telling.propagate = False
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._undo.close()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        own, of_others = [], ""
+        for file in sorted(self.folder.glob("*.alive")):
+            with contextlib.suppress(OSError, ValueError):
+                if told := _told(file.with_suffix(".json")):
+                    own += [] if is_of_others(told["error"]) else [f"rank {file.stem}: {told['error']}"]
+                    of_others = of_others or f"rank {file.stem}: {told['error']}"
+                elif _state(int(file.read_text())) is None:
+                    own.append(wordless(f"rank {file.stem}"))
+        self.why = "; ".join([*self._watch.lost.values(), *own]) or of_others
+
+
+def wordless(ranks: str) -> str:
+    """What is said of ranks that ended and left no result."""
+    return f"{ranks} died without a word (killed, or out of memory)"
 
 
 def _state(process: int) -> str | None:
@@ -113,9 +167,17 @@ def _state(process: int) -> str | None:
     return state if int(parent) == os.getpid() and state != "Z" else None
 
 
-def _failed(told: Path) -> bool:
-    """Whether a rank's word is of a failure."""
+def _ask_for_stack(process: int) -> None:
+    """To its main thread, which shows where it stood before it goes on: another one shows where it has got to by then."""
+    to_thread = getattr(ctypes.CDLL(None), "tgkill", None)
+    if to_thread is None or to_thread(process, process, STACK) != 0:
+        os.kill(process, STACK)
+
+
+def _told(file: Path) -> dict[str, Any] | None:
+    """What a rank wrote at its end, if that was a failure."""
     try:
-        return bool(json.loads(told.read_text())["code"])
-    except (OSError, ValueError):  # it is being written
-        return False
+        content: dict[str, Any] = json.loads(file.read_text())
+    except (OSError, ValueError):  # it is being written, or there is none
+        return None
+    return content if content["code"] else None

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import shutil
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from drivetrain import cli
 from tests.cli import command
-from tests.cli.command import Done, checkpoints, losses, only_run, result, train, weights
+from tests.cli.command import TORCHRUN, Done, checkpoints, losses, only_run, result, train, weights
 
 WORDS = (
     "data=digits", "model=own", "model.target=faulty_nets.Faulty", "trust=[faulty_nets]", "optimizer=adamw", "log_every=1",
@@ -26,7 +27,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return only_run(faulted(tmp_path_factory.mktemp("whole"), "", 0)[0])
 
 
-def faulted(place: Path, fault: str, rank: int, *words: str, at: int = 9) -> tuple[Path, Done, float]:
+def faulted(
+    place: Path, fault: str, rank: int, *words: str, at: int = 9, how: Sequence[str] = command.DRIVETRAIN
+) -> tuple[Path, Done, float]:
     """Where a run's outputs lie in which a fault strikes, what the command said, and the seconds it took."""
     shutil.copy(command.HERE / "faulty_nets.py", place)
     (place / "struck").mkdir(exist_ok=True)
@@ -37,7 +40,7 @@ def faulted(place: Path, fault: str, rank: int, *words: str, at: int = 9) -> tup
         "FAULT_ONCE": str(place / "struck/once"),
     }
     began = time.monotonic()
-    done = train(*WORDS, *words, cwd=place, env=about)
+    done = train(*WORDS, *words, cwd=place, env=about, how=how)
     return place / "outputs", done, time.monotonic() - began
 
 
@@ -49,7 +52,7 @@ def test_a_killed_rank_and_all_start_again(whole: Path, tmp_path: Path, rank: in
     """From the newest checkpoint, and to the end bit for bit as if nothing had been."""
     outputs, done, seconds = faulted(tmp_path, "killed", rank, f"parallel={strategy}", "parallel.max_restarts=1")
     assert done.code == 0, done
-    assert "a rank was lost: all start again from" in done.err
+    assert f"rank {rank} died without a word (killed, or out of memory): all start again from" in done.err
     assert "(restart 1)" in done.err
     run_dir = only_run(outputs)
     assert result(run_dir)["updates"] == UPDATES
@@ -64,7 +67,9 @@ def test_a_killed_rank_without_restarts_ends_the_run_resumable(whole: Path, tmp_
     outputs, done, _ = faulted(tmp_path, "killed", 1)
     run_dir = only_run(outputs)
     assert done.code == 1, done
-    assert "rank 1 died without a word" in done.err
+    (line,) = done.errors
+    assert "rank 1 died without a word" in line
+    assert line.endswith(f"go on with resume={run_dir.relative_to(tmp_path)}")
     again = train(f"resume={run_dir}", cwd=tmp_path)
     assert again.code == 0, again
     assert losses(run_dir) == losses(whole)
@@ -87,7 +92,11 @@ def test_a_stopped_rank_is_found_named_and_shown(tmp_path: Path) -> None:
 def test_a_stopped_rank_and_all_start_again(whole: Path, tmp_path: Path) -> None:
     outputs, done, _ = faulted(tmp_path, "stopped", 0, "parallel.silent_s=3", "parallel.max_restarts=1")
     assert done.code == 0, done
-    assert weights(only_run(outputs)) == weights(whole)
+    run_dir = only_run(outputs)
+    assert weights(run_dir) == weights(whole)
+    assert "rank 0 gave no sign of life for" in done.err
+    assert "all start again from" in done.err
+    assert "in stopped" in (run_dir / "ranks" / "0.stack").read_text(), "it stays"
 
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
@@ -149,11 +158,41 @@ def test_a_rendezvous_that_is_never_complete(tmp_path: Path) -> None:
     assert seconds < 60
 
 
+def test_one_machine_plays_two(tmp_path: Path) -> None:
+    """Begun at the same moment: one of them opens the place to meet, the other comes to it."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    places = [command.empty(tmp_path / name) for name in ("a", "b")]
+    meet = ("parallel=ddp", "parallel.nproc=1", "parallel.nnodes=2", f"parallel.rendezvous=127.0.0.1:{port}", "updates=3")
+    words = ("train", "-q", "data=digits", "model=mlp", "model.hidden=[16]", "runtime.device=cpu", *meet)
+    ended = [command.finish(p) for p in [command.start(*words, cwd=place) for place in places]]
+    assert [done.code for done in ended] == [0, 0], ended
+    (run_dir,) = command.runs(tmp_path)
+    assert result(run_dir)["world_size"] == 2
+
+
+@pytest.mark.slow
+def test_a_rank_of_torchruns_that_stops(tmp_path: Path) -> None:
+    """Its launcher sees nothing: the others end after timeout_s, and say how to go on."""
+    outputs, done, _ = faulted(tmp_path, "stopped", 1, "parallel.timeout_s=4", how=TORCHRUN)
+    assert done.code != 0
+    run_dir = only_run(outputs)
+    assert any(e.startswith("error: another rank is gone, or cannot be reached: go on with resume=") for e in done.errors), done
+    assert result(run_dir)["status"] == "interrupted"
+
+
+def test_what_another_launcher_does_is_not_ours(tmp_path: Path) -> None:
+    refused = train("data=digits", "parallel=ddp", "parallel.max_restarts=1", cwd=tmp_path, how=TORCHRUN)
+    assert any("parallel.max_restarts=1, but a launcher started the ranks" in e for e in refused.errors)
+    assert not list(tmp_path.iterdir()), "nothing written"
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
         (["parallel.nnodes=2"], "need a place to meet: set parallel.rendezvous=host:port"),
         (["parallel.nnodes=2", "parallel.rendezvous=node1"], "parallel.rendezvous=node1 is no host:port"),
+        (["parallel.nnodes=2", "parallel.rendezvous=node1:99999"], "parallel.rendezvous=node1:99999 is no host:port"),
         (["parallel.rendezvous=node1:29500"], "has no effect on one machine: set parallel.nnodes"),
         (["parallel.max_restarts=3", "saving=none"], "parallel.max_restarts=3 has nothing to start again from"),
         (["parallel=fsdp", "parallel.replicate=3"], "parallel.replicate=3 does not divide the 2 ranks: set it to one of 1, 2"),

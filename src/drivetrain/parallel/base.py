@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import Any
 
 from drivetrain.lazy import torch
@@ -23,7 +24,8 @@ class Parallel(Part):
     data = World()  # this process among those that share a batch: what splits the model splits no samples
     nnodes = 1  # machines
     together = False  # a forward takes all ranks, an evaluation's too
-    identity = ""  # what must be the same on all ranks
+    config: Mapping[str, Any] = MappingProxyType({})  # of the run, without its operator's part
+    identity = ""  # its hash, which must be the same on all ranks
     distributed = False  # wants a process group, also with one rank
 
     def check(self, run: Run) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -39,6 +38,7 @@ class Ddp(Ranks):
             )
 
     def wrap(self, model: Any) -> Any:
+        self._work.through(model)
         wrapped = torch.nn.parallel.DistributedDataParallel(
             model,
             device_ids=[self._device.index] if self._device.type == "cuda" else None,
@@ -51,16 +51,6 @@ class Ddp(Ranks):
             wrapped.register_comm_hook(*self._hook())
         return wrapped
 
-    def attach(self, trainer: Any) -> None:
-        """Count as each rank's own work what lies between an update and the backward in which the ranks meet."""
-        self._last = True
-
-        def forwarded(*_: Any) -> None:
-            if self._last:
-                self._work.seconds += time.perf_counter() - trainer.clock.mark
-
-        trainer.forward.register_forward_hook(forwarded)
-
     def _hook(self) -> tuple[Any, Any]:
         """A communication hook's state and function."""
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -72,5 +62,4 @@ class Ddp(Ranks):
         return None, getattr(default_hooks, f"{self.compress}_compress_hook")
 
     def sync(self, model: Any, last: bool) -> AbstractContextManager[Any]:
-        self._last = last
         return _NULL if last else model.no_sync()

@@ -50,8 +50,7 @@ class Fsdp(Sharded):
         blocks = repeated_blocks(model, self.block)
         for module in blocks or [model]:
             self._work.through(module)
-        how = {"reshard_after_forward": self.reshard_after_forward, **self._offloading()}
-        fully_shard_blocks(model, blocks, mesh, dtype, **how)
+        fully_shard_blocks(model, blocks, mesh, dtype, reshard_after_forward=self.reshard_after_forward, **self._offloading())
         self._once_an_update = not self.sync_each_micro
         copies = f", {self.replicate} copies" if self.replicate > 1 else ""
         return [f"{described(blocks) or 'the model as one block'} over {shards} shards{copies}"]
@@ -79,7 +78,9 @@ def fully_shard_block(block: Any, mesh: Any, dtype: str | None, **how: Any) -> N
     for p in block.parameters():  # shards are rows one after the other: weights in channels_last go back to that
         if not is_sharded(p):
             p.data = p.data.contiguous()
+    name = type(block).__name__
     fully_shard(block, mesh=mesh, mp_policy=policy, **how)
+    type(block).__name__ = name  # the user knows it by its own: compile.block finds it, messages tell it
 
 
 def _has_batch_norm(model: torch.nn.Module) -> bool:

@@ -137,8 +137,9 @@ class Pipeline(Sharded):
         owned = [i for stage in self._mine for i in range(*self._ranges[stage])]
         if self.tensor > 1:
             lay(f"parallel.tensor={self.tensor}", [row[i] for i in owned], mesh["tensor"], self._work)
-        for i in owned if self.tensor == 1 else ():
-            self._work.through(row[i])
+        else:
+            for i in owned:
+                self._work.through(row[i])
         self._own_names, self._common_names = names(model, row, owned)
         for i, block in enumerate(row):
             if i not in owned:

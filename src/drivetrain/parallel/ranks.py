@@ -17,7 +17,13 @@ from drivetrain.parallel.work import Work
 from drivetrain.plan import World
 from drivetrain.spec import Count, CountOrZero, Positive, Run
 
+MOST_KEYS = 8  # that are named where ranks were started differently
 ENDPOINT = re.compile(r"[^\s:]+:\d{1,5}")
+
+
+def _is_endpoint(given: str) -> bool:
+    """Whether it is a host:port to meet at."""
+    return ENDPOINT.fullmatch(given) is not None and 0 < int(given.rpartition(":")[2]) < 2**16
 
 
 @dataclass(kw_only=True, eq=False)
@@ -40,6 +46,7 @@ class Ranks(Parallel):
 
     distributed = True
     _work: Work = field(default_factory=Work, init=False)  # this rank's own
+    _told: float = field(default=0.0, init=False)  # of its seconds, up to the last log
     _group_of_data: Any = field(default=None, init=False)  # the ranks that the samples are split among; None: all of them
     operators = ("nnodes", "rendezvous", "rendezvous_s")
 
@@ -57,10 +64,15 @@ class Ranks(Parallel):
                 f"parallel.nnodes={self.nnodes} machines need a place to meet: set parallel.rendezvous=host:port, a free port of "
                 "one of them, the same on each"
             )
-        if self.rendezvous is not None and not ENDPOINT.fullmatch(self.rendezvous):
-            yield f"parallel.rendezvous={self.rendezvous} is no host:port: give one such as node1:29500"
+        if self.rendezvous is not None and not _is_endpoint(self.rendezvous):
+            yield f"parallel.rendezvous={self.rendezvous} is no host:port: give one such as node1:29500, a port of 1 to 65535"
         if self.rendezvous is not None and self.nnodes == 1:
             yield f"parallel.rendezvous={self.rendezvous} has no effect on one machine: set parallel.nnodes, or leave it out"
+        if size is not None and self.max_restarts:
+            yield (
+                f"parallel.max_restarts={self.max_restarts}, but a launcher started the ranks (WORLD_SIZE), and it alone can "
+                "start them again: set parallel.max_restarts=0, and resume=auto with its own restarts (torchrun --max-restarts)"
+            )
         if self.max_restarts and not run.saving.active:
             yield (
                 f"parallel.max_restarts={self.max_restarts} has nothing to start again from with {run.named('saving')}: "
@@ -148,7 +160,10 @@ class Ranks(Parallel):
                 f"{about[1]}, {about[2]}"
                 for about, of in kinds.items()
             )
-            raise UserError(f"the ranks were not started alike ({described}): give the same command everywhere")
+            first = [of[0] for of in kinds.values()]
+            raise UserError(
+                f"the ranks were not started alike ({described}{self._other_keys(first)}): give the same command everywhere"
+            )
 
     def reading(self, seconds: float) -> dict[str, float]:
         """For which share of the steps the ranks wait, on average, for the one with the most work of its own, and which it is."""
@@ -156,17 +171,33 @@ class Ranks(Parallel):
 
         if self.world.size == 1:
             return {}
-        works = torch.zeros(self.world.size, dtype=torch.float64)
-        works[self.world.rank] = self._worked()
-        dist.all_reduce(works, group=self._control)
-        slowest = int(works.argmax())
+        of_ranks = torch.zeros(2, self.world.size, dtype=torch.float64)
+        of_ranks[:, self.world.rank] = torch.tensor([self._worked(), seconds])
+        dist.all_reduce(of_ranks, group=self._control)
+        works, steps = of_ranks
+        slowest, longest = int(works.argmax()), float(steps.max())
         more = float(works[slowest] - works.mean())
-        return {"rank_work_excess": more / seconds if seconds else 0.0, "slowest_rank": slowest}
+        return {"rank_work_excess": more / longest if longest else 0.0, "slowest_rank": slowest}
+
+    def attach(self, trainer: Any) -> None:
+        self._clock = trainer.clock
 
     def _worked(self) -> float:
-        """Seconds of this rank's own work since the last call."""
-        seconds, self._work.seconds = self._work.seconds, 0.0
-        return seconds
+        """Seconds of this rank's own work since the last call: its wait for data too, for the others wait for what it gives."""
+        worked = self._clock.wait + self._work.seconds
+        since, self._told = worked - self._told, worked
+        return since
+
+    def _other_keys(self, ranks: list[int]) -> str:
+        """The keys whose values differ between the configs of these ranks."""
+        import torch.distributed as dist
+
+        configs: list[Any] = [None] * self.world.size
+        dist.all_gather_object(configs, dict(self.config) if self.world.rank in ranks else None, group=self._control)
+        keys = sorted(set().union(*(configs[rank] for rank in ranks)))
+        values = {key: [configs[rank].get(key, "absent") for rank in ranks] for key in keys}
+        differ = [f"{key} is {' and '.join(map(str, v))}" for key, v in values.items() if any(v[0] != other for other in v)]
+        return "; " + ", ".join(differ[:MOST_KEYS]) + (" …" if len(differ) > MOST_KEYS else "") if differ else ""
 
     def agree(self, flag: int) -> int:
         """Answers with what was asked at the update before: that all-reduce ran beside a step and costs no wait."""

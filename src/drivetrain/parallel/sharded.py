@@ -105,6 +105,7 @@ class Sharded(Ranks):
                 module.reshard()
 
     def attach(self, trainer: Any) -> None:
+        super().attach(trainer)
         pairs = [(p, shard) for p, shard in self._pairs() if p.requires_grad]
         update, zero_grad = trainer.update, trainer.zero_grad
 
@@ -120,13 +121,6 @@ class Sharded(Ranks):
 
         trainer.update, trainer.zero_grad = update_shards, zero_shards
         trainer.precision.everywhere = self.anywhere
-        self._clock, self._waited = trainer.clock, 0.0
-        super()._worked()  # what was tried before the first step is none
-
-    def _worked(self) -> float:
-        """Its wait for data is a rank's own too: the others wait for what it computes with them."""
-        waited, self._waited = self._clock.wait - self._waited, self._clock.wait
-        return waited + super()._worked()
 
     def anywhere(self, found: torch.Tensor) -> torch.Tensor:
         """The highest of all ranks, 0-d: an overflow in one shard is one of the gradient."""

@@ -11,12 +11,12 @@ from drivetrain.lazy import torch
 class Work:
     """Seconds of the host's clock, in the parts of training's forward in which no rank waits for another.
 
-    Compiled code has no such parts: a clock in it would cut it in pieces.
+    The backward, in which they all wait, is not in it, nor are parts inside compiled code, which a clock would cut in pieces.
     """
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self._since = 0.0
+        self._since: float | None = None
 
     def through(self, module: torch.nn.Module) -> None:
         """All of a module's forward. Given before what makes ranks meet around it hooks on, it counts none of that."""
@@ -33,5 +33,8 @@ class Work:
             self._since = time.perf_counter()
 
     def _end(self, module: Any, *_: Any) -> None:
-        if not torch.compiler.is_compiling() and module.training:
+        if torch.compiler.is_compiling():
+            return
+        if self._since is not None and module.training:
             self.seconds += time.perf_counter() - self._since
+        self._since = None
