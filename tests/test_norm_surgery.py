@@ -7,7 +7,8 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from drivetrain.surgery import FusedNorm, apply_all
+from drivetrain.surgery import FusedNorm, apply_all, own_statistics
+from drivetrain.syncnorm import synchronise
 
 RESNET = ["model=resnet9", "model.width=8", "updates=3", "epochs=2", "data.test_samples=6"]
 
@@ -35,6 +36,21 @@ def test_two_ranks_with_sync_bn_see_the_whole_batch(train):
 def test_one_process_needs_no_synchronising(make):
     trainer = make(*RESNET, "surgery=[sync_bn]")
     assert any("left as they are" in line for line in trainer.said)
+
+
+def test_batch_norms_that_see_a_part_of_the_update_are_told_of(make):
+    def lines(*words: str) -> list[str]:
+        return [line for line in make(*words).said if "statistics" in line]
+
+    net = ("model=resnet9", "model.width=8")
+    assert lines(*net) == []
+    assert lines("model=mlp", "batch=accumulate", "batch.steps=2") == []
+    (line,) = lines(*net, "batch=accumulate", "batch.steps=2", "batch.global_batch=24")
+    assert line == "8 BatchNorms have their statistics of 12 samples at a time, not of an update's 24"
+    norm = nn.Sequential(nn.BatchNorm1d(2))
+    assert own_statistics(norm, 12, 24, 2)[0].endswith("24; surgery=[sync_bn] joins those of the ranks")
+    synchronise(norm[0], on_cuda=False)
+    assert own_statistics(norm, 12, 24, 2) == []
 
 
 def test_a_model_without_batch_norm_is_refused():

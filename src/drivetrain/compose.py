@@ -117,7 +117,7 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str] = (), base: rec
                 values[key] = value
     for group, option in own.items():
         if recipe is not None and recipe.choices.get(group, option) != option:
-            kept = [k for k in values if k.split(".")[0] == group]
+            kept = [k for k in values if k.split(".")[0] == group and k not in parsed]
             _carry(recipe, group, option, kept, values, config_dirs, said)
         _choose(choices, known, group, option, problems, "")
     values |= {k: v for k, v in parsed.items() if k not in known}

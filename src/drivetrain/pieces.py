@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
@@ -113,7 +114,9 @@ def read(folder: Path, about: dict[str, tuple[tuple[int, ...], Any]], room: Room
             return metadata
 
     pieces = {key: room(key.split("/")[1], *of_tensor) for key, of_tensor in about.items()}
-    dcp.load(pieces, storage_reader=Reader(str(folder)), no_dist=alone or not dist.is_initialized())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # so it is meant, where one reads alone
+        dcp.load(pieces, storage_reader=Reader(str(folder)), no_dist=alone or not dist.is_initialized())
     return pieces
 
 

@@ -51,12 +51,19 @@ def config_hash(composed: Composed, operators: set[str]) -> str:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], operators: set[str]) -> list[str]:
-    """Keys in which two configs differ, as 'key: old → new', without the operator's part; a run may become longer."""
+    """Keys in which two configs differ, as 'key: old → new', without the operator's part; a run may become longer.
+
+    A group of which another option was chosen is one of them, its knobs are not.
+    """
     a, b = flatten(old), flatten(new)
     skip = operators | set(MAY_LENGTHEN)
     keys = [k for k in {**a, **b} if a.get(k) != b.get(k) and not _is_operators(k, skip)]
     keys += [k for k in MAY_LENGTHEN if (b.get(k) or math.inf) < (a.get(k) or math.inf)]
-    return [f"{k}: {a.get(k, 'absent')} → {b.get(k, 'absent')}" for k in sorted(keys)]
+    chosen = [k.removesuffix("._target_") for k in keys if k.endswith("._target_")]
+    keys = [k for k in keys if not k.startswith(tuple(f"{group}." for group in chosen))]
+    classes = [(g, *(str(config.get(f"{g}._target_")).rpartition(".")[2] for config in (a, b))) for g in chosen]
+    values = [(k, a.get(k, "absent"), b.get(k, "absent")) for k in keys]
+    return [f"{key}: {was} → {now}" for key, was, now in sorted([*classes, *values], key=str)]
 
 
 def to_recipe(composed: Composed, operators: set[str]) -> str:

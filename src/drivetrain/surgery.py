@@ -127,6 +127,17 @@ class FusedNorm(Edit):
         return f"{done.total()} hand-written norms fused" + (f" ({which})" if which else "") + rest
 
 
+def own_statistics(model: torch.nn.Module, seen: int, whole: int, ranks: int) -> list[str]:
+    """A line for a model whose BatchNorms see `seen` of an update's `whole` samples at once: its parts are not the whole."""
+    from drivetrain.syncnorm import is_synchronised
+
+    norms = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm) and not is_synchronised(m)]
+    if not norms or seen >= whole:
+        return []
+    joined = "; surgery=[sync_bn] joins those of the ranks" if ranks > 1 else ""
+    return [f"{len(norms)} BatchNorms have their statistics of {seen} samples at a time, not of an update's {whole}{joined}"]
+
+
 def _option(edit: Edit) -> str:
     """The option as the user names it: FusedNorm is surgery=fused_norm."""
     return f"surgery={re.sub(r'(?<!^)(?=[A-Z])', '_', type(edit).__name__).lower()}"

@@ -83,6 +83,11 @@ class AnyDeviceSyncNormAct(_ThenActivation, AnyDeviceSyncBatchNorm):
     """Ours, then the activation."""
 
 
+def is_synchronised(norm: nn.Module) -> bool:
+    """Whether a batch norm sees all ranks' samples."""
+    return isinstance(norm, nn.SyncBatchNorm | AnyDeviceSyncBatchNorm)
+
+
 def synchronise(norm: nn.Module, on_cuda: bool) -> bool:
     """Make a batch norm a synchronised one in place, its parameters and hooks untouched; False if its class is not known.
 

@@ -352,7 +352,8 @@ def everything(run_dir: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     ("words", "shown"),
     [
-        (("precision=bf16",), ("precision", "Bf16")),
+        (("precision=bf16",), ("precision: Precision → Bf16",)),
+        (("optimizer=adamw",), ("optimizer: Sgd → AdamW.",)),
         (("optimizer.lr=0.05", "model.hidden=[16]"), ("optimizer.lr: 0.1 → 0.05", "model.hidden: [32] → [16]")),
         (("epochs=3", "ema=ema"), ("ema",)),
         (("recipe=naive",), ("model",)),
