@@ -133,7 +133,7 @@ def test_a_port_that_is_taken(listening, tmp_path, monkeypatch, capfd):
     meet = ["parallel.nnodes=2", f"parallel.rendezvous=127.0.0.1:{listening}", "parallel.nproc=1"]
     assert cli.main(["train", "-q", "data=digits", "parallel=ddp", *meet]) == 2
     said = capfd.readouterr().err
-    assert f"port {listening} of this machine is in use by something else: set a free one" in said
+    assert f"port {listening} of this machine is in use by something else: set a free port" in said
     assert "Traceback" not in said
     assert not list(tmp_path.iterdir()), "nothing written"
 
