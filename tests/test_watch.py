@@ -136,6 +136,7 @@ def test_a_port_that_is_taken(listening, tmp_path, monkeypatch, capfd):
     assert f"port {listening} of this machine is in use by something else: set a free port" in said
     assert "Traceback" not in said
     assert not list(tmp_path.iterdir()), "nothing written"
+    assert not set(network.IFNAME).intersection(os.environ), "this process is as it was"
 
 
 def test_a_host_that_there_is_not(tmp_path, monkeypatch, capfd):

@@ -126,7 +126,6 @@ def _config(parallel: Any, told: Path) -> Any:
         host, _, given = parallel.rendezvous.rpartition(":")
         port = int(given)
         own = network.address_towards(host, port)
-        network.talk_through(own)
         here = network.is_here(host)
         opens = here and network.free_port(host, port)  # where one machine plays two, the first of them does
         if not here:  # the one that has the address opens the place to meet; from then on it answers at once, or is gone
@@ -138,6 +137,7 @@ def _config(parallel: Any, told: Path) -> Any:
                 else f"what answers there is none of this run's machines (another program, or a firewall on the way to {host})"
             )
             raise UserError(f"parallel.rendezvous={parallel.rendezvous}: {what}: set a free port, the same on each machine")
+        network.talk_through(own)
         about = {"is_host": opens, "join_timeout": int(parallel.rendezvous_s), "read_timeout": ANSWER_S}
     # The ranks but the first write their output to files: one machine's terminal shows one rank's lines.
     logs = DefaultLogsSpecs(log_dir=str(told), redirects=dict.fromkeys(range(1, local), Std.ALL))
