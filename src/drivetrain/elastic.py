@@ -43,8 +43,6 @@ def run(job: Job, run_dir: Path, quiet: bool, end: End | None = None) -> tuple[R
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
-    from torch.distributed.launcher.api import elastic_launch
 
     if job.run.parallel.local_ranks() > 1:
         import torch._dynamo  # noqa: F401 - DDP and FSDP want it: once here, before the fork, or 1.4 s in every rank
@@ -65,17 +63,26 @@ def run(job: Job, run_dir: Path, quiet: bool, end: End | None = None) -> tuple[R
             watch.abandoned = abandoned
         with watch, deaths, _met(parallel):
             try:
-                try:
-                    elastic_launch(_config(parallel, told), _entry)(job, run_dir, deaths, quiet)
-                except RendezvousConnectionError:  # of two that play machines on one host at the same moment one was faster
-                    if parallel.nnodes == 1:
-                        raise
-                    elastic_launch(_config(parallel, told), _entry)(job, run_dir, deaths, quiet)
+                _launched(parallel, told, job, run_dir, deaths, quiet)
             except ChildFailedError as error:  # the ranks have told why, but those that could not
                 died = set(error.failures)
             except SignalException:
                 pass
         return _outcome(told, run_dir, parallel, died, watch.lost)
+
+
+def _launched(parallel: Any, told: Path, *of_entry: Any) -> None:
+    """The ranks of this machine, to their end."""
+    from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
+    from torch.distributed.launcher.api import elastic_launch
+
+    try:
+        elastic_launch(_config(parallel, told), _entry)(*of_entry)
+    except RendezvousConnectionError:
+        if parallel.nnodes == 1:
+            raise
+        # Of two that play machines on one host at the same moment one was faster: its place to meet is open now.
+        elastic_launch(_config(parallel, told), _entry)(*of_entry)
 
 
 @contextlib.contextmanager
