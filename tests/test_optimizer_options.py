@@ -235,3 +235,14 @@ def test_every_docstring_names_its_source() -> None:
     classes: list[Any] = [getattr(options, yaml.safe_load(f.read_text())["_target_"].rpartition(".")[2]) for f in FILES]
     for cls in classes:
         assert re.search(r"\d{4}\)|torch\.optim|timm\.optim|apex\.optimizers|NVIDIA", cls.__doc__), cls
+
+
+def test_of_a_recipes_values_only_those_that_hold_are_told():
+    """Beside another optimizer from the command line, whose own values are given there too."""
+    from drivetrain.job import prepare
+
+    line, *_ = prepare(["recipe=stdlib_gpt", "optimizer=adamw"]).said
+    assert "its optimizer.lr=0.02 still holds and its optimizer.adamw_lr has no place" in line
+    line, *_ = prepare(["recipe=stdlib_gpt", "optimizer=adamw", "optimizer.lr=0.004"]).said
+    assert "still holds" not in line
+    assert "its optimizer.adamw_lr has no place and is left out" in line

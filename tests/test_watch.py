@@ -118,6 +118,17 @@ def test_only_those_that_failed_are_abandoned(quick, tmp_path, codes, called):
 # --- the place to meet ---
 
 
+def test_what_ranks_printed_is_one_file_for_each(tmp_path):
+    from drivetrain.elastic import _gather_output
+
+    for attempt, rank, name, text in ((0, 1, "stdout", "before\n"), (0, 2, "stderr", ""), (1, 1, "stderr", "after\n")):
+        place = tmp_path / f"drivetrain_x1/attempt_{attempt}/{rank}"
+        place.mkdir(parents=True)
+        (place / f"{name}.log").write_text(text)
+    _gather_output(tmp_path)
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"1.log": "before\nafter\n"}
+
+
 @pytest.fixture
 def listening():
     """A port of this machine on which something listens that is no launcher."""
