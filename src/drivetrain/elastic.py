@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drivetrain import manifest, network, rundir, terminal
-from drivetrain.errors import BAD_CONFIG, EXIT_OF_STATUS, FAILED, INTERRUPTED, UserError, is_of_others
+from drivetrain.errors import BAD_CONFIG, EXIT_OF_STATUS, FAILED, GONE, INTERRUPTED, UserError, is_of_others
 from drivetrain.measure.result import Result, write_json
 from drivetrain.parallel import world_of_environment
 from drivetrain.signals import ASKED_TO_STOP, StopFlag
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from drivetrain.job import Job
 
 FINAL = {BAD_CONFIG, EXIT_OF_STATUS["diverged"], INTERRUPTED}  # codes of ranks that would end the same way again
+OTHERS_GONE = "the ranks of another machine are gone, or cannot be reached"
 ANSWER_S = 10  # within which the place to meet answers
 SHUTDOWN_S = 5  # for the ranks that a dead one leaves waiting
 
@@ -237,7 +238,7 @@ def _outcome(told: Path, run_dir: Path, parallel: Any, died: set[int], ended_by_
         why = "; ".join(ended_by_us[r] for r in lost if r in ended_by_us) or wordless(names)
         content = {**(main or {"world_size": parallel.ranks()}), "status": "failed", "error": why, "code": FAILED}
     elif parallel.nnodes > 1 and _is_consequence(failed):
-        content = {**(main or next(iter(failed.values()))), **_left_alone(run_dir, "the ranks of another machine are gone")}
+        content = {**(main or next(iter(failed.values()))), **_left_alone(run_dir, OTHERS_GONE)}
     else:
         own = {r: e for r, e in failed.items() if not _is_consequence({r: e})} or failed
         rank = min(own, key=lambda r: own[r]["time"])
@@ -257,14 +258,13 @@ def _outcome(told: Path, run_dir: Path, parallel: Any, died: set[int], ended_by_
 def of_other_launcher(result: Result, code: int, run_dir: Path) -> tuple[Result, int]:
     """What a rank came to that torchrun or Slurm started: these may leave it alone, and only torch's error says so."""
     if code == FAILED and is_of_others(result.error):
-        left = _left_alone(run_dir, "another rank is gone")
+        left = _left_alone(run_dir, GONE)
         result.status, result.error, code = left["status"], left["error"], left["code"]
     return result, code
 
 
-def _left_alone(run_dir: Path, who: str) -> dict[str, Any]:
+def _left_alone(run_dir: Path, gone: str) -> dict[str, Any]:
     """What ranks came to that failed only because others were gone."""
-    gone = f"{who}, or cannot be reached"
     if not manifest.checkpoints(run_dir):
         return {"status": "failed", "error": gone, "code": FAILED}
     return {"status": "interrupted", "error": f"{gone}: go on with resume={run_dir}", "code": INTERRUPTED}

@@ -45,6 +45,9 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
     return "there is: " + ", ".join(known) if known else "it has none"
 
 
+GONE = "another rank is gone, or cannot be reached"
+
+
 def is_of_others(error: str | None) -> bool:
     """Whether a rank's error is torch's word for another rank that is gone or silent."""
     signs = ("Connection closed by peer", "Connection reset", "gloo", "NCCL", "Broken pipe", "imed out", "caused pair closure")

@@ -15,7 +15,17 @@ from typing import Any
 
 import drivetrain
 from drivetrain import check, environment, replay, rundir, terminal, trial
-from drivetrain.errors import BAD_CONFIG, EXIT_OF_STATUS, FAILED, INTERRUPTED, Diverged, Interrupted, UserError, is_of_others
+from drivetrain.errors import (
+    BAD_CONFIG,
+    EXIT_OF_STATUS,
+    FAILED,
+    GONE,
+    INTERRUPTED,
+    Diverged,
+    Interrupted,
+    UserError,
+    is_of_others,
+)
 from drivetrain.job import Job, prepare
 from drivetrain.measure.result import Result, write_json
 from drivetrain.parallel import launched, world_of_environment
@@ -193,7 +203,9 @@ def _rank(job: Job, world: World, run_dir: Path, stop: StopFlag, quiet: bool) ->
             with (run_dir / "log.txt").open("a") as log:
                 log.write(traceback.format_exc())
             result.error += f" (traceback in {run_dir / 'log.txt'})"
-        elif not is_of_others(result.error):  # those tell why
+        elif is_of_others(result.error):
+            terminal.say(f"rank {world.rank}: {GONE}")
+        else:
             traceback.print_exc()
     if trainer is not None:
         trainer.writer.finish(LAST_WRITE_S)

@@ -172,10 +172,14 @@ def test_one_machine_plays_two(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_of_torchruns_that_stops(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_of_torchruns_that_stops(tmp_path: Path, rank: int) -> None:
     """Its launcher sees nothing: the others end after timeout_s, and say how to go on."""
-    outputs, done, _ = faulted(tmp_path, "stopped", 1, "parallel.timeout_s=4", how=TORCHRUN)
+    outputs, done, _ = faulted(tmp_path, "stopped", rank, "parallel.timeout_s=4", how=TORCHRUN)
     assert done.code != 0
+    if rank == 0:
+        assert "rank 1: another rank is gone, or cannot be reached" in done.err
+        return
     run_dir = only_run(outputs)
     assert any(e.startswith("error: another rank is gone, or cannot be reached: go on with resume=") for e in done.errors), done
     assert result(run_dir)["status"] == "interrupted"

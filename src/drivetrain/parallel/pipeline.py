@@ -198,7 +198,7 @@ class Pipeline(Sharded):
 
     def _made(self, count: int, shape: Any, x: torch.Tensor) -> Any:
         """torch's schedule for `count` micro-batches of a shape, which holds for as long as the run."""
-        from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+        from drivetrain.parallel.stages import schedule
 
         training = self._trainer.model.training
         self._trainer.model.eval()  # only shapes are wanted: no statistics, no random numbers
@@ -206,11 +206,7 @@ class Pipeline(Sharded):
             self.infer(self._root)(x)
         self._trainer.model.train(training)
         stages: list[Any] = [self._stage(stage) for stage in self._mine]
-        if self.schedule == "interleaved":
-            return ScheduleInterleaved1F1B(stages, count, loss_fn=self._loss_of, scale_grads=False)
-        # One forward, one backward wants as many micro-batches as stages; fewer all go forward first.
-        kind = Schedule1F1B if self.schedule == "1f1b" and count >= len(self._ranges) else ScheduleGPipe
-        return kind(stages[0], count, loss_fn=self._loss_of, scale_grads=False)
+        return schedule(self.schedule, stages, len(self._ranges), count, self._loss_of)
 
     def _stage(self, stage: int) -> Any:
         """A stage of torch's, its shapes known beforehand. What a stage is sent wants a gradient back."""

@@ -75,6 +75,17 @@ class Stage(torch.nn.Module):
         return self._forward(h, int(number))
 
 
+def schedule(name: str, mine: Sequence[Any], stages: int, micros: int, loss: Callable[..., torch.Tensor]) -> Any:
+    """torch's schedule of that name for this rank's stages, out of so many, and an update's micro-batches."""
+    from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+    if name == "interleaved":
+        return ScheduleInterleaved1F1B(list(mine), micros, loss_fn=loss, scale_grads=False)
+    # One forward, one backward wants as many micro-batches as stages; fewer all go forward first.
+    kind = Schedule1F1B if name == "1f1b" and micros >= stages else ScheduleGPipe
+    return kind(mine[0], micros, loss_fn=loss, scale_grads=False)
+
+
 def send(h: torch.Tensor, rank: int, control: Any) -> None:
     """A tensor of any shape to another rank; its shape goes by the group `control`."""
     dist.send_object_list([(tuple(h.shape), h.dtype)], rank, group=control)
