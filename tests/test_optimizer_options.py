@@ -246,3 +246,12 @@ def test_of_a_recipes_values_only_those_that_hold_are_told():
     line, *_ = prepare(["recipe=stdlib_gpt", "optimizer=adamw", "optimizer.lr=0.004"]).said
     assert "still holds" not in line
     assert "its optimizer.adamw_lr has no place and is left out" in line
+
+
+def test_a_key_is_not_held_against_the_default_where_the_option_is_misspelt(problems):
+    assert problems("parallel=pipelin", "parallel.stages=2") == [
+        "parallel=pipelin is no option of parallel: did you mean 'pipeline'?"
+    ]
+    assert problems("augment=[mixupp]", "augment.mixup.alpha=1") == [
+        "augment=mixupp is no option of augment: did you mean 'mixup'?"
+    ]

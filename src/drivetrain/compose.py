@@ -127,8 +127,12 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str] = (), base: rec
     final = {g: choices.get(g, default) for g, default in _default_choices().items()}
     composed = Composed(config, final, list(overrides), recipe, said, tuple(config_dirs), options_own, problems)
     composed.by_recipe = set(values) - set(parsed)
+    unknown = {g for g in {**own, **(recipe.choices if recipe is not None else {})} if g in known and g not in choices}
     for key, value in values.items():
-        _set(config, key, value, known, choices, problems, composed.where(key))
+        if key.split(".")[0] in unknown:
+            problems += _no_ones_knob(key, value, known, config_dirs, composed.where(key))
+        else:
+            _set(config, key, value, known, choices, problems, composed.where(key))
     try:
         composed.plain  # noqa: B018 - resolves every interpolation
     except OmegaConfBaseException as error:
@@ -246,6 +250,15 @@ def _hydra_of(words: Sequence[str]) -> DictConfig:
         raise UserError(f"the config cannot be composed: {str(error).splitlines()[0]}") from None
     finally:
         GlobalHydra.instance().clear()
+
+
+def _no_ones_knob(key: str, value: Any, known: dict[str, list[str]], config_dirs: Sequence[str], where: str) -> Iterator[str]:
+    """The problem of a knob that no option of its group has: which option was meant is not known."""
+    group, knob = key.split(".")[:2]
+    of_options = [option_keys(group, option, config_dirs) for option in known[group]]
+    names = known[group] if group in LISTS else set().union(*of_options) - {"_target_"}
+    if knob not in names:
+        yield f"{where}no option of {group} has '{knob}' ({key}={value}): {did_you_mean(knob, names)}"
 
 
 def _set(

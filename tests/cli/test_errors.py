@@ -16,6 +16,9 @@ WITHOUT_A_MODEL: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "unknown option": (("precision=ampp",), ("precision=ampp", "'amp'")),
     "unknown key": (("optimizer.lrr=3",), ("optimizer.lrr=3", "'lr'")),
     "unknown key with plus": (("+optimizer.lrr=3",), ("optimizer.lrr=3", "'lr'")),
+    "unknown option, and a key that none has": (
+        ("parallel=pipelin", "parallel.stagse=2"), ("'pipeline'", "no option of parallel has 'stagse'", "'stages'"),
+    ),
     "unknown top key": (("epoch=3",), ("epoch=3", "'epochs'")),
     "unknown group": (("optimiser=sgd",), ("optimiser=sgd", "'optimizer'")),
     "out of range": (("optimizer.lr=-1",), ("optimizer.lr=-1", "> 0")),
