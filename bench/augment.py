@@ -19,9 +19,9 @@ import torch
 from bench import harness
 from drivetrain import augment
 from drivetrain.batch import Batch
+from drivetrain.core.world import World
 from drivetrain.data import Tensors
 from drivetrain.loader import Pipeline
-from drivetrain.plan import World
 
 CLASSES = 10
 MARK = 100_000  # images per second of `read` at 32×32, on two cores

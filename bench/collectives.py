@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from drivetrain.runtime import keep_freed_memory
+from drivetrain.core.device import keep_freed_memory
 
 
 def main() -> None:

@@ -91,11 +91,12 @@ def tuned_words(work: Work) -> list[str]:
 
 def ours(work: Work, words: Sequence[str], turn: Turn) -> None:
     """drivetrain's own `fit`; the turn is taken where the last update of a block is logged."""
-    from drivetrain import build, launch
-    from drivetrain.plan import World
+    from drivetrain.core.world import World
+    from drivetrain.engine import build
+    from drivetrain.launch import launcher
 
     overrides = dict.fromkeys([*base_words(work), *words])
-    job = launch.prepare(_last_of_each_key(overrides))
+    job = launcher.prepare(_last_of_each_key(overrides))
     sinks: list[Any] = []
     with tempfile.TemporaryDirectory() as folder:
         trainer = build.build(job.run, World(), Path(folder), sinks)
@@ -122,7 +123,7 @@ def peak_memory() -> float:
     """Bytes at this arm's peak: the marker that arms here hand over at their end."""
     import torch
 
-    from drivetrain.runtime import peak_memory as peak
+    from drivetrain.core.device import peak_memory as peak
 
     return peak(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
@@ -138,10 +139,10 @@ def start(work: Work, channels_last: bool, fused: bool | None) -> tuple[Any, Any
     """Data on the device, the same network as ours, its optimizer."""
     import torch
 
-    from drivetrain import launch
+    from drivetrain.launch import launcher
 
     device = torch.device(work.device)
-    job = launch.prepare(base_words(work))
+    job = launcher.prepare(base_words(work))
     model = job.run.model.build(work.shape, work.classes).to(device)
     x = torch.randn(work.samples, *work.shape, device=device)
     y = torch.randint(work.classes, (work.samples,), device=device)
@@ -278,9 +279,9 @@ def flops_per_sample(work: Work) -> float:
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    from drivetrain import launch
+    from drivetrain.launch import launcher
 
-    model = launch.prepare(base_words(work)).run.model.build(work.shape, work.classes).eval()
+    model = launcher.prepare(base_words(work)).run.model.build(work.shape, work.classes).eval()
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.zeros(1, *work.shape))
     return 3.0 * counter.get_total_flops()

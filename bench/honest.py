@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness import RESULTS, machine, table, write
-from drivetrain.measure import compare
-from drivetrain.measure.turns import Arm, take_turns
+from drivetrain.measure.benchmark import compare
+from drivetrain.measure.benchmark.interleave import Arm, take_turns
 
 WORDS = [
     "data=digits", "model=own", "model.target=bench.planted.Slowed", "trust=[bench]", "runtime.device=cpu",

@@ -10,8 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from bench.harness import RESULTS, machine, table, write
-from drivetrain.measure import compare
-from drivetrain.measure.compare import Row
+from drivetrain.measure.benchmark import compare
+from drivetrain.measure.benchmark.compare import Row
 
 MODELS = {
     "resnet9, naive": ["recipe=naive", "data=digits", "model=resnet9"],

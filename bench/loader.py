@@ -128,9 +128,9 @@ def ours(words: Sequence[str], epochs: int, turn: Turn) -> None:
     """
     import torch
 
-    from drivetrain.job import prepare
+    from drivetrain.core.world import World
+    from drivetrain.launch.job import prepare
     from drivetrain.loader import Pipeline
-    from drivetrain.plan import World
 
     run, cpu = prepare(words).run, torch.device("cpu")
     data = run.data.load(cpu)
@@ -170,7 +170,7 @@ def in_memory(workers: int, turn: Turn) -> None:
 
 def jpeg_arms(folder: Path, quick: bool) -> dict[str, tuple[Callable[..., None], tuple[Any, ...]]]:
     """The usual code first."""
-    from drivetrain.cli import main as drivetrain
+    from drivetrain.cli.main import main as drivetrain
 
     images, packed, shard = folder / "images", folder / "packed", folder / "shard.tar"
     write_photographs(images, 140 if quick else 1500)

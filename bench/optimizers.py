@@ -22,7 +22,7 @@ from torch import Tensor
 
 from bench import harness
 from drivetrain import optimizer as options
-from drivetrain.runtime import keep_freed_memory
+from drivetrain.core.device import keep_freed_memory
 
 LR, DECAY = 0.01, 0.05
 Step = Callable[[], Any]
@@ -185,7 +185,7 @@ def arms(algorithm: str, compiled: bool) -> dict[str, Callable[[torch.nn.Module]
 
 def matrices(model: torch.nn.Module) -> Step:
     """Our Muon over all matrices alike."""
-    from drivetrain.optimizers.muon import Muon
+    from drivetrain.optimizer.algorithms.muon import Muon
 
     return Muon(model.parameters(), lr=LR, weight_decay=DECAY).step
 

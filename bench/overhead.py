@@ -195,10 +195,12 @@ def ours_everyday(work: Work, turn: Turn) -> None:
 
 
 def _ours(work: Work, turn: Turn, words: Sequence[str], told: bool) -> None:
-    from drivetrain import build, launch, terminal
-    from drivetrain.plan import World
+    from drivetrain.core.world import World
+    from drivetrain.engine import build
+    from drivetrain.launch import launcher
+    from drivetrain.ui import terminal
 
-    job = launch.prepare([
+    job = launcher.prepare([
         "data=synthetic", "data.shape=[32]", f"data.samples={work.samples}", "model=mlp", "model.hidden=[64,64]",
         "optimizer=sgd", f"optimizer.lr={LR}", "optimizer.nesterov=false", "optimizer.weight_decay=0", "scheduler=constant",
         "saving=none", "runtime.device=cpu", "runtime.threads=1", f"batch.global_batch={work.batch * work.steps}",

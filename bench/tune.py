@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness import RESULTS, machine, table, write
-from drivetrain.measure import compare, tune
+from drivetrain.measure.benchmark import compare
+from drivetrain.measure.tune import tune
 
 WORDS = ["recipe=naive", "data=digits", "model=resnet9", "runtime.device=cpu"]
 STEP = "step runtime.zero_grad=none optimizer.foreach=null"  # which the naive recipe sets otherwise

@@ -63,11 +63,13 @@ def train(tiny: Callable[..., list[str]]) -> Callable[..., Any]:
 @pytest.fixture
 def make(tiny: Callable[..., list[str]], tmp_path: Path) -> Callable[..., Any]:
     """The trainer of a tiny run with these words, built and not started; its one sink keeps the records."""
-    from drivetrain import build, check, launch
-    from drivetrain.plan import World
+    from drivetrain.config import validate as check
+    from drivetrain.core.world import World
+    from drivetrain.engine import build
+    from drivetrain.launch import launcher
 
     def built(*words: str, world: World | None = None, run_dir: Path = tmp_path / "run") -> Any:
-        job = launch.prepare(tiny(*words))
+        job = launcher.prepare(tiny(*words))
         check.verify(job.run)
         return build.build(job.run, world or World(), run_dir, [Sink()])
 
@@ -77,12 +79,13 @@ def make(tiny: Callable[..., list[str]], tmp_path: Path) -> Callable[..., Any]:
 @pytest.fixture
 def problems(tiny: Callable[..., list[str]]) -> Callable[..., list[str]]:
     """What a tiny run with these words is refused for; it must be refused."""
-    from drivetrain import check, launch
-    from drivetrain.errors import UserError
+    from drivetrain.config import validate as check
+    from drivetrain.core.errors import UserError
+    from drivetrain.launch import launcher
 
     def told(*words: str) -> list[str]:
         with pytest.raises(UserError) as refused:
-            check.verify(launch.prepare(tiny(*words)).run)
+            check.verify(launcher.prepare(tiny(*words)).run)
         return refused.value.problems
 
     return told

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 
-from drivetrain.compose import LISTS, options
+from drivetrain.config.compose import LISTS, options
 from tests import sets
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -163,7 +163,7 @@ class Outcome:
 def try_one(words: tuple[str, ...], folder: str) -> Outcome:
     """Train two updates with these options and save, in this process."""
     import drivetrain
-    from drivetrain.errors import UserError
+    from drivetrain.core.errors import UserError
 
     sys.path.insert(0, folder)
     try:
@@ -182,9 +182,9 @@ def try_one(words: tuple[str, ...], folder: str) -> Outcome:
 
 def refused(words: Iterable[str], folder: Path) -> str | None:
     """The reason why these options cannot be, told before anything is built; None if they can."""
-    from drivetrain import check
-    from drivetrain.errors import UserError
-    from drivetrain.job import prepare
+    from drivetrain.config import validate as check
+    from drivetrain.core.errors import UserError
+    from drivetrain.launch.job import prepare
 
     try:
         check.verify(prepare(complete(words, folder)).run)

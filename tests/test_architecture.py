@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import drivetrain
-from drivetrain.check import shipped_targets
-from drivetrain.compose import options
+from drivetrain.config.compose import options
+from drivetrain.config.validate import shipped_targets
 
 PACKAGE = Path(drivetrain.__file__).parent
 MODULES = {p.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", "."): p for p in PACKAGE.rglob("*.py")}
@@ -207,7 +207,7 @@ for name in {modules!r}:
     finally:
         assert "torch" not in sys.modules, name + " imports torch"
 from drivetrain import launch
-from drivetrain.errors import UserError
+from drivetrain.core.errors import UserError
 for words in ([], ["precision=amp", "parallel=ddp", "optimizer=sgd", "surgery=[channels_last]", "logger=[files,tensorboard]"]):
     launch.prepare(words)
     assert "torch" not in sys.modules, words

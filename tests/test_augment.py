@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from drivetrain.augment import FlipCrop, batch_crop, batch_flip
-from drivetrain.plan import Request
+from drivetrain.core.microbatch import Request
 
 IMAGES = torch.arange(2 * 3 * 5 * 6).view(2, 3, 5, 6)
 
@@ -87,10 +87,10 @@ def test_what_cannot_be_is_refused(problems):
 
 
 def test_mirrored_digits_are_advised_against(tiny):
-    from drivetrain import launch
+    from drivetrain.launch import launcher
 
-    assert any("mirrors digits" in line for line in launch.prepare(tiny("data=digits", "augment=[flip_crop]")).said)
-    assert not launch.prepare(tiny("augment=[flip_crop]")).said
+    assert any("mirrors digits" in line for line in launcher.prepare(tiny("data=digits", "augment=[flip_crop]")).said)
+    assert not launcher.prepare(tiny("augment=[flip_crop]")).said
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])

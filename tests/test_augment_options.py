@@ -8,7 +8,6 @@ import sys
 import pytest
 import torch
 
-from drivetrain import rng
 from drivetrain.augment import (
     ColorJitter,
     CutMix,
@@ -26,8 +25,9 @@ from drivetrain.augment import erasing as erasing_module
 from drivetrain.augment.geometry import _resize_matrix, _stretched, random_boxes, resized_crop, warp
 from drivetrain.augment.randaugment import OPERATIONS
 from drivetrain.batch import Batch
+from drivetrain.core import rng
+from drivetrain.core.world import World
 from drivetrain.loader import Pipeline
-from drivetrain.plan import World
 
 functional = pytest.importorskip("torchvision.transforms.v2.functional")
 

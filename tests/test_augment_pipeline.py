@@ -10,9 +10,10 @@ from PIL import Image
 
 from drivetrain.augment import CutMix, FlipCrop, Mixup, RandAugment, RandomErasing, RandomResizedCrop
 from drivetrain.batch import Accumulate, Batch
+from drivetrain.core.microbatch import Request
+from drivetrain.core.world import World
 from drivetrain.data import Images, Normalize, Tensors, decode
 from drivetrain.loader import Loader, Pipeline, Resident, Workers
-from drivetrain.plan import Request, World
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 CPU, ONE, ALONE = torch.device("cpu"), torch.ones(()), World()

@@ -6,9 +6,10 @@ import math
 import pytest
 import torch
 
-from drivetrain import rng
 from drivetrain.batch import Accumulate, Batch
-from drivetrain.plan import Request, World
+from drivetrain.core import rng
+from drivetrain.core.microbatch import Request
+from drivetrain.core.world import World
 
 WORLDS = (1, 2, 3)
 

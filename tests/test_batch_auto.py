@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import drivetrain
-from drivetrain import launch, trial
 from drivetrain.batch import Auto, Batch
-from drivetrain.errors import UserError
-from drivetrain.plan import World
+from drivetrain.core.errors import UserError
+from drivetrain.core.world import World
+from drivetrain.launch import batch_probe, launcher
 
 HUNGRY = """
 import torch
@@ -128,9 +128,9 @@ def test_preallocation_changes_nothing_but_memory(tmp_path):
 
 def test_the_rules_speak():
     with pytest.raises(UserError, match=r"batch\.grow_until=64 needs batch\.grow_every"):
-        launch.prepare(["batch.grow_until=64"])
+        launcher.prepare(["batch.grow_until=64"])
     with pytest.raises(UserError, match="nothing would grow"):
-        launch.prepare(["batch.grow_until=130", "batch.grow_every=1"])
+        launcher.prepare(["batch.grow_until=130", "batch.grow_every=1"])
 
 
 def test_the_knobs_of_what_a_trial_goes_without_go_too():
@@ -143,10 +143,10 @@ def test_the_knobs_of_what_a_trial_goes_without_go_too():
         "compile=inductor",
         "compile.mode=default",
     ]
-    assert trial.fitting([*words, "model=mlp", "saving.every_updates=3"], [], [2, 4], 16.0) == 2
+    assert batch_probe.fitting([*words, "model=mlp", "saving.every_updates=3"], [], [2, 4], 16.0) == 2
 
 
 def test_the_compilers_budget_does_not_keep_a_trial_from_running():
     """Trials run without a compiler, whose the budget is; the run itself has both."""
     words = ["data=synthetic", "data.shape=[3,8,8]", "model=mlp", "checkpointing=budget", "compile=inductor"]
-    assert trial.fitting(words, [], [2, 4], 16.0) == 2
+    assert batch_probe.fitting(words, [], [2, 4], 16.0) == 2

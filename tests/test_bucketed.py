@@ -7,8 +7,9 @@ import torch
 
 from drivetrain.batch import Batch, Bucketed
 from drivetrain.batch.bucketed import cut
-from drivetrain.errors import UserError
-from drivetrain.plan import Request, World
+from drivetrain.core.errors import UserError
+from drivetrain.core.microbatch import Request
+from drivetrain.core.world import World
 
 BUDGETS = ("samples", "tokens")
 
@@ -244,11 +245,11 @@ def test_one_batch_learnt_by_heart_is_the_one_that_is_evaluated(train):
 
 
 def test_cudnns_autotuner_is_warned_of(tiny):
-    from drivetrain import launch
+    from drivetrain.launch import launcher
 
     words = [w for w in GPT if not w.startswith("runtime")]
-    assert any("runtime.cudnn_benchmark=true" in line for line in launch.prepare(tiny(*words)).said)
-    assert not launch.prepare(tiny(*words, "runtime.cudnn_benchmark=false")).said
+    assert any("runtime.cudnn_benchmark=true" in line for line in launcher.prepare(tiny(*words)).said)
+    assert not launcher.prepare(tiny(*words, "runtime.cudnn_benchmark=false")).said
 
 
 def test_its_schedule_is_checked_when_the_data_was_read(make):
@@ -257,7 +258,7 @@ def test_its_schedule_is_checked_when_the_data_was_read(make):
 
 
 def test_its_schedule_can_be_shown(tiny, capsys):
-    from drivetrain.show import show
+    from drivetrain.cli.show import show
 
     show(tiny(*GPT, "updates=null", "batch.budget=tokens"), [])
     assert "updates" in capsys.readouterr().out
@@ -272,8 +273,8 @@ def test_data_without_lengths_is_refused(problems):
 
 
 def test_compiling_for_every_length_is_warned_of(tiny):
-    from drivetrain import launch
+    from drivetrain.launch import launcher
 
     words = [w for w in GPT if w != "batch=bucketed"]
-    assert any("batch=bucketed keeps to a few" in line for line in launch.prepare(tiny(*words, "compile=inductor")).said)
-    assert not launch.prepare(tiny(*words)).said
+    assert any("batch=bucketed keeps to a few" in line for line in launcher.prepare(tiny(*words, "compile=inductor")).said)
+    assert not launcher.prepare(tiny(*words)).said

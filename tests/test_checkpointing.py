@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain.blocks import repeated_blocks
 from drivetrain.checkpointing import Blocks
+from drivetrain.core.blocks import repeated_blocks
 
 MODELS = {
     "resnet9": ["model=resnet9", "model.width=8"],

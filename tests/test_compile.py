@@ -9,7 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from drivetrain.objects import drop_broken
+from drivetrain.compile.kernel_cache import drop_broken
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def eager_backend(monkeypatch):
         calls.append(knobs)
         return original(model, backend="aot_eager", dynamic=knobs["dynamic"], fullgraph=knobs["fullgraph"])
 
-    monkeypatch.setattr("drivetrain.lazy.torch.compile", compile_)  # the module that drivetrain's groups see
+    monkeypatch.setattr("drivetrain.core.lazy.torch.compile", compile_)  # the module that drivetrain's groups see
     yield calls
     torch._dynamo.reset()
 

@@ -31,7 +31,7 @@ def eager_backend(monkeypatch):
         compiled.append(what)
         return original(what, backend="aot_eager", dynamic=knobs.get("dynamic"))
 
-    monkeypatch.setattr("drivetrain.lazy.torch.compile", compile_)
+    monkeypatch.setattr("drivetrain.core.lazy.torch.compile", compile_)
     yield compiled
     torch._dynamo.reset()
 
@@ -188,7 +188,7 @@ def test_tracing_leaves_statistics_and_random_streams_alone(make):
 
 
 def test_jit_says_that_it_is_retired(make, tiny):
-    from drivetrain.job import prepare
+    from drivetrain.launch.job import prepare
 
     assert any("retired" in line and "compile=inductor" in line for line in prepare(tiny("compile=jit")).said)
 

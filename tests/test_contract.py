@@ -9,10 +9,12 @@ import pytest
 from PIL import Image
 
 import drivetrain
-from drivetrain import check, launch, manifest
-from drivetrain.compose import LISTS, compose, options
-from drivetrain.errors import UserError
-from drivetrain.paths import conf_dir
+from drivetrain.config import validate as check
+from drivetrain.config.compose import LISTS, compose, options
+from drivetrain.core.errors import UserError
+from drivetrain.core.paths import conf_dir
+from drivetrain.launch import launcher
+from drivetrain.saving import manifest
 from tests import sets
 
 OPTIONS = [(group, name) for group, names in options().items() for name in names]
@@ -162,7 +164,7 @@ def test_its_yaml_is_its_constructors_signature(group, option):
     module, _, name = target.rpartition(".")
     assert module.startswith("drivetrain.")
     cls = getattr(importlib.import_module(module), name)
-    assert issubclass(cls, drivetrain.spec.Part)
+    assert issubclass(cls, drivetrain.core.option.Part)
     assert set(section) == set(inspect.signature(cls).parameters)
     assert list(check._knobs(group, cls, section)) == []  # the YAML's own values pass its checks
     hints = inspect.get_annotations(cls.__init__) if section else {}
@@ -227,6 +229,6 @@ def test_every_group_has_its_off_switch_or_a_default():
 
 
 def test_the_defaults_are_a_good_run(tmp_path):
-    job = launch.prepare([])
+    job = launcher.prepare([])
     assert not job.said
     check.verify(job.run)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from drivetrain.blocks import blocks_in_a_row
-from drivetrain.errors import UserError
+from drivetrain.core.blocks import blocks_in_a_row
+from drivetrain.core.errors import UserError
 from drivetrain.parallel import balance
 from drivetrain.parallel.cuttable import refuse, same_as_whole
 from drivetrain.parallel.stages import Row

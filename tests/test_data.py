@@ -8,9 +8,9 @@ import pytest
 import torch
 from PIL import Image
 
-from drivetrain import rng
+from drivetrain.core import rng
+from drivetrain.core.errors import DataError, UserError
 from drivetrain.data import Digits, ImageFolder, Normalize, Synthetic, decode
-from drivetrain.errors import DataError, UserError
 
 CPU = torch.device("cpu")
 COLOURS = {"cat": (200, 0, 0), "dog": (0, 200, 0), "eel": (0, 0, 200)}

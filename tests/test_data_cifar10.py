@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
+from drivetrain.core.errors import DataError, UserError
 from drivetrain.data import Cifar10, cifar10
-from drivetrain.errors import DataError, UserError
 
 CPU = torch.device("cpu")
 EACH = 8  # images in a file; the real ones have 10,000

@@ -13,10 +13,10 @@ from PIL import Image
 
 from drivetrain.augment import FlipCrop
 from drivetrain.batch import Accumulate
+from drivetrain.core.errors import DataError, UserError
+from drivetrain.core.world import World
 from drivetrain.data import ImageFolder, Normalize, decode
-from drivetrain.errors import DataError, UserError
 from drivetrain.loader import Loader, Pipeline, Threads, Workers
-from drivetrain.plan import World
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 CPU = torch.device("cpu")

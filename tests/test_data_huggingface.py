@@ -8,8 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
+from drivetrain.core.errors import DataError, UserError
 from drivetrain.data import HuggingFace
-from drivetrain.errors import DataError, UserError
 
 CPU = torch.device("cpu")
 

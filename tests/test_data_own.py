@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from drivetrain.core.errors import DataError, UserError
 from drivetrain.data import Own
-from drivetrain.errors import DataError, UserError
 from tests.test_data_packed import CPU
 
 THEIRS = '''
@@ -152,11 +152,11 @@ def test_code_is_named_and_trusted_by_the_operator(problems):
     ids=["choice", "sweep"],
 )
 def test_a_recipe_may_not_choose_it(tmp_path, recipe):
-    from drivetrain import recipe_verbs
+    from drivetrain.cli import recipe
 
     (tmp_path / "shared.yaml").write_text(f"description: shared\n{recipe}")
     with pytest.raises(UserError, match="'data=own' is not a recipe's to choose"):
-        recipe_verbs.command(["check", str(tmp_path / "shared.yaml")])
+        recipe.command(["check", str(tmp_path / "shared.yaml")])
 
 
 def test_its_own_runs_recipe_goes_on(train):

@@ -17,10 +17,10 @@ import torch
 from PIL import Image
 
 import drivetrain
-from drivetrain import cli
 from drivetrain.augment import RandomResizedCrop
+from drivetrain.cli import main
+from drivetrain.core.errors import DataError, UserError
 from drivetrain.data import Cifar10, Digits, ImageFolder, Packed, packing
-from drivetrain.errors import DataError, UserError
 from drivetrain.loader import Loader, Pipeline, Threads, Workers
 from tests.test_data_cifar10 import write as write_cifar
 from tests.test_loader import read as read_all
@@ -50,7 +50,7 @@ def images(tmp_path) -> Callable[..., Path]:
 
 def pack(*words: str) -> None:
     """The command, which must do it."""
-    assert cli.main(["pack", *map(str, words)]) == 0
+    assert main.main(["pack", *map(str, words)]) == 0
 
 
 def everything(source) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,7 +104,7 @@ def test_any_data_of_whole_numbers_can_be_packed(tmp_path, data):
 
 
 def test_numbers_that_are_no_bytes_are_refused(tmp_path, capsys):
-    assert cli.main(["pack", "x", str(tmp_path / "packed"), "data=synthetic"]) == 2
+    assert main.main(["pack", "x", str(tmp_path / "packed"), "data=synthetic"]) == 2
     assert "neither data.root nor data.train" in capsys.readouterr().err
     from drivetrain.data import Synthetic
 
@@ -222,7 +222,7 @@ def test_a_flipped_bit_is_found_when_its_sample_is_read_and_by_verify(images, tm
     source.fetch(torch.tensor([6, 8]))
     with pytest.raises(DataError, match=r"train\.data: sample 7 is not what was packed"):
         source.fetch(torch.tensor([6, 7, 8]))
-    assert cli.main(["pack", "--verify", str(out)]) == 2
+    assert main.main(["pack", "--verify", str(out)]) == 2
     assert "sample 7 (class 0) is not what was packed" in capsys.readouterr().err
     unchecked = Packed(root=str(out), verify=False).load(CPU).train
     if not form:
@@ -300,7 +300,7 @@ def test_a_killed_packing_goes_on_to_the_same_bytes(images, tmp_path, form, monk
 
     monkeypatch.setattr(packing, "_write", killed)
     attempts = 0
-    while cli.main(["pack", str(root), str(out), "--size", "16", "--threads", "3", *form]) == 75:
+    while main.main(["pack", str(root), str(out), "--size", "16", "--threads", "3", *form]) == 75:
         attempts += 1
         assert not (out / "index.json").exists()
         with pytest.raises(UserError, match="its packing was not finished"):
@@ -335,11 +335,11 @@ def test_what_was_begun_otherwise_is_not_gone_on_with(images, tmp_path, monkeypa
     monkeypatch.setattr(packing, "verify", None)
     with monkeypatch.context() as patch:
         patch.setattr(packing, "write_json", lambda *a: 1 / 0)
-        assert cli.main(["pack", str(root), str(out), "--size", "8"]) == 1
-    assert cli.main(["pack", str(root), str(out), "--size", "9"]) == 2
+        assert main.main(["pack", str(root), str(out), "--size", "8"]) == 1
+    assert main.main(["pack", str(root), str(out), "--size", "9"]) == 2
     assert "was begun with something else" in capsys.readouterr().err
     pack(root, out, "--size", "8")
-    assert cli.main(["pack", str(root), str(out), "--size", "8"]) == 2
+    assert main.main(["pack", str(root), str(out), "--size", "8"]) == 2
     assert "is packed already" in capsys.readouterr().err
 
 
@@ -357,7 +357,7 @@ def test_what_was_begun_otherwise_is_not_gone_on_with(images, tmp_path, monkeypa
     ],
 )
 def test_what_cannot_be_packed_is_refused_and_leaves_nothing(words, says, capsys):
-    assert cli.main(["pack", *words]) == 2
+    assert main.main(["pack", *words]) == 2
     assert says in capsys.readouterr().err
     assert not Path("out").exists()
 
@@ -365,7 +365,7 @@ def test_what_cannot_be_packed_is_refused_and_leaves_nothing(words, says, capsys
 def test_broken_images_are_named_while_packing(images, tmp_path, capsys):
     root = images()
     (root / "train/dog/004.jpg").write_bytes(b"nothing")
-    assert cli.main(["pack", str(root), str(tmp_path / "packed"), "--size", "8"]) == 2
+    assert main.main(["pack", str(root), str(tmp_path / "packed"), "--size", "8"]) == 2
     assert "004.jpg cannot be read as an image" in capsys.readouterr().err
     for number, form in enumerate(([], ["--jpeg"])):
         out = tmp_path / f"packed{number}"
@@ -377,7 +377,7 @@ def test_broken_images_are_named_while_packing(images, tmp_path, capsys):
 
 
 def test_a_terminal_shows_a_bar_with_its_rate(images, tmp_path, monkeypatch, capsys):
-    from drivetrain import terminal
+    from drivetrain.ui import terminal
 
     monkeypatch.setattr(packing, "CHUNK", 1)
     monkeypatch.setattr(terminal, "is_live", lambda: True)
@@ -391,16 +391,16 @@ def test_a_terminal_shows_a_bar_with_its_rate(images, tmp_path, monkeypatch, cap
 def test_its_help_says_how(capsys):
     pack("--help")
     assert "drivetrain pack --verify packed" in capsys.readouterr().out
-    assert cli.main([]) == 0
+    assert main.main([]) == 0
     assert "decode images once" in capsys.readouterr().out
 
 
 def test_two_packings_do_not_write_one_folder(images, tmp_path, capsys):
-    from drivetrain import rundir
+    from drivetrain.run import directory
 
     (tmp_path / "packed").mkdir()
-    with rundir.held(tmp_path / "packed"):
-        assert cli.main(["pack", str(images()), str(tmp_path / "packed"), "--size", "8"]) == 2
+    with directory.held(tmp_path / "packed"):
+        assert main.main(["pack", str(images()), str(tmp_path / "packed"), "--size", "8"]) == 2
     assert "is in use by another process" in capsys.readouterr().err
 
 

@@ -15,12 +15,12 @@ import pytest
 import torch
 from PIL import Image
 
-from drivetrain import cli
 from drivetrain.batch import Accumulate, Batch
+from drivetrain.cli import main
+from drivetrain.core.errors import DataError, UserError
+from drivetrain.core.world import World
 from drivetrain.data import Packed, WebDataset, shards
-from drivetrain.errors import DataError, UserError
 from drivetrain.loader import Loader, Pipeline, Threads, Workers
-from drivetrain.plan import World
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 CPU = torch.device("cpu")
@@ -436,6 +436,6 @@ def test_a_server_that_stumbles_is_asked_again_and_one_that_fails_is_named(four,
 @pytest.mark.parametrize("form", [[], ["--jpeg"]], ids=["decoded", "jpeg"])
 def test_shards_can_be_packed(four, tmp_path, form):
     words = ["data=webdataset", f"data.test={four}/test.tar", "data.cache=cache"]
-    assert cli.main(["pack", f"{four}/train-{{000..003}}.tar", str(tmp_path / "packed"), "--size", "8", *words, *form]) == 0
+    assert main.main(["pack", f"{four}/train-{{000..003}}.tar", str(tmp_path / "packed"), "--size", "8", *words, *form]) == 0
     source = Packed(root=str(tmp_path / "packed")).load(CPU).train
     assert numbers(source.fetch(torch.arange(40))[0]) == pytest.approx(list(range(40)), abs=3)

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 import drivetrain
-from drivetrain import launch
+from drivetrain.core.errors import UserError
 from drivetrain.debug.gradcheck import WrongGradient
 from drivetrain.debug.nvtx import Nvtx
 from drivetrain.debug.sync import Sync
-from drivetrain.errors import UserError
+from drivetrain.launch import launcher
 
 SOURCE = Path(drivetrain.__file__).parents[1]
 
@@ -174,7 +174,7 @@ def report(result) -> list[str]:
     [
         ("none", []),
         ("fast", []),
-        ("sync", ["drivetrain.debug.sync", "drivetrain.modes"]),
+        ("sync", ["drivetrain.debug.sync", "drivetrain.debug.torch_modes"]),
         ("overfit", ["drivetrain.debug.overfit"]),
     ],
 )
@@ -182,7 +182,7 @@ def test_only_the_option_that_is_asked_for_is_imported(tiny, tmp_path, option, l
     code = f"""
 import sys, drivetrain
 result = drivetrain.train({tiny(f"debug={option}")!r})
-ours = sorted(n for n in sys.modules if n.startswith("drivetrain.debug.") or n == "drivetrain.modes")
+ours = sorted(n for n in sys.modules if n.startswith("drivetrain.debug.") or n == "drivetrain.debug.torch_modes")
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 import torch
@@ -309,13 +309,13 @@ def test_profile_of_a_run_too_short_for_it_looks_at_its_end(train, updates, seen
     result = train("debug=profile", f"updates={updates}", "epochs=20", "log_every=20")
     assert result.updates == updates
     assert report(result)[0].startswith(f"profile of {seen}: ")
-    said = launch.prepare(["debug=profile", f"updates={updates}"]).said
+    said = launcher.prepare(["debug=profile", f"updates={updates}"]).said
     assert bool(said) == (updates < 17)
     assert all("debug=profile looks at updates up to 17, but updates=" in line for line in said)
 
 
 def test_profile_of_a_run_that_breaks_off_leaves_what_it_had(train, monkeypatch):
-    from drivetrain.trainer import Trainer
+    from drivetrain.engine.trainer import Trainer
 
     def after(self, epoch_end):
         raise ArithmeticError("planted")
@@ -451,7 +451,7 @@ def test_gradcheck_says_what_cannot_do_float64_and_checks_the_rest(make, planted
 
 
 def test_gradcheck_of_a_model_that_cannot_be_copied_is_refused(make, monkeypatch):
-    from drivetrain.models.mlp import Mlp
+    from drivetrain.model.mlp import Mlp
 
     def refuse(self, memo):
         raise TypeError("no copies")
@@ -470,7 +470,7 @@ def test_gradcheck_in_sixteen_bits_is_refused(problems, precision):
 
 
 def test_gradcheck_and_a_compiled_model(tiny):
-    said = launch.prepare(tiny("debug=gradcheck", "compile=inductor")).said
+    said = launcher.prepare(tiny("debug=gradcheck", "compile=inductor")).said
     assert any("debug=gradcheck checks the plain model, not what compile=inductor makes of it" in line for line in said)
 
 
@@ -621,7 +621,7 @@ def test_overfit_says_that_a_broken_model_cannot(train, planted):
 def test_overfit_leaves_augmentation_out_and_says_so(make, tiny):
     words = ["debug=overfit", "model=resnet9", "model.width=4", "augment=[flip_crop]"]
     assert make(*words).train_data.steps == ()
-    said = launch.prepare(tiny(*words, "ema=ema")).said
+    said = launcher.prepare(tiny(*words, "ema=ema")).said
     assert any("debug=overfit leaves augment=[flip_crop] out" in line for line in said)
     assert any("not those of ema=ema" in line for line in said)
 
@@ -634,7 +634,7 @@ def test_anomaly_beside_loss_scaling_is_refused(problems, tiny):
     assert "debug=anomaly" in said
     assert "precision=amp" in said
     assert "debug.check_nan=false" in said
-    assert not launch.prepare(tiny("debug=anomaly", "precision=amp", "debug.check_nan=false")).said
+    assert not launcher.prepare(tiny("debug=anomaly", "precision=amp", "debug.check_nan=false")).said
 
 
 @pytest.mark.parametrize(

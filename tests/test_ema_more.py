@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from drivetrain import resume
+from drivetrain.saving import checkpoint_io
 
 RESNET = ["model=resnet9", "model.width=8", "ema=ema", "ema.decay=0.6"]
 
@@ -57,7 +57,7 @@ def test_all_ranks_evaluate_the_average_that_is_saved(make, train):
     result = train(*words, "parallel=ddp", "parallel.nproc=2")
     lines = [json.loads(line) for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()]
     (said,) = [r for r in lines if r["event"] == "evaluate"]
-    _, state = resume.load(result.run_dir / "checkpoints" / "4")
+    _, state = checkpoint_io.load(result.run_dir / "checkpoints" / "4")
     alone = make(*words)
     alone.model.load_state_dict(state["ema"]["tensors"])
     assert said["ema_loss"] == pytest.approx(alone.evaluate()["loss"], rel=1e-5)

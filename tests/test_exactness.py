@@ -12,10 +12,10 @@ from PIL import Image
 
 from drivetrain.augment import FlipCrop, RandomErasing, RandomResizedCrop
 from drivetrain.batch import Accumulate, Batch, Bucketed
+from drivetrain.core.world import World
 from drivetrain.data import Images, Normalize
 from drivetrain.data.text import Texts
 from drivetrain.loader import Auto, Device, Loader, Pipeline, Resident, Threads, Workers
-from drivetrain.plan import World
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # more workers than cores: on purpose
 CPU, FILES, EPOCHS = torch.device("cpu"), 23, 2

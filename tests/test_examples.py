@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from drivetrain import recipe, sweep
-from drivetrain.paths import add_own_places
+from drivetrain import sweep
+from drivetrain.core.paths import add_own_places
+from drivetrain.recipe import reader as recipe
 
 from .cli.command import ROOT, only_run, records, run
 

@@ -7,7 +7,7 @@ import torch
 
 from drivetrain.data import Texts
 from drivetrain.loss import NextToken
-from drivetrain.models.gpt import Gpt, Ngrams, rotary_table, rotated
+from drivetrain.model.gpt import Gpt, Ngrams, rotary_table, rotated
 
 LENGTH = 24
 

@@ -10,10 +10,12 @@ import torch
 from PIL import Image
 
 import drivetrain
-from drivetrain import data, inputs, lazy
+from drivetrain import data
+from drivetrain.core import lazy
+from drivetrain.core.microbatch import Micro, Request
 from drivetrain.data import digits
+from drivetrain.engine import input_checks
 from drivetrain.loader import Loader
-from drivetrain.plan import Micro, Request
 
 PACKAGE = Path(drivetrain.__file__).parent
 
@@ -24,7 +26,7 @@ def images(mean: float, std: float, n: int = 16, c: int = 3) -> torch.Tensor:
 
 @pytest.mark.parametrize(("mean", "std"), [(0.0, 1.0), (0.4, 1.0), (-0.3, 0.5), (1.0, 2.0), (0.0, 2.5)])
 def test_normalised_inputs_pass(mean, std):
-    assert inputs.remark(images(mean, std)) is None
+    assert input_checks.remark(images(mean, std)) is None
 
 
 @pytest.mark.parametrize(
@@ -32,7 +34,7 @@ def test_normalised_inputs_pass(mean, std):
     ids=["raw bytes", "in 0 to 1", "too narrow", "too wide", "off"],
 )  # fmt: skip
 def test_others_are_named_with_their_numbers(mean, std):
-    line = inputs.remark(images(mean, std))
+    line = input_checks.remark(images(mean, std))
     x = images(mean, std)
     assert f"channel 0: mean {float(x[:, 0].mean()):.3g}, std {float(x[:, 0].std()):.3g}; channel 1: " in line
     assert "set data.normalize" in line
@@ -41,44 +43,44 @@ def test_others_are_named_with_their_numbers(mean, std):
 def test_only_the_channels_that_are_off_are_named():
     x = images(0.0, 1.0, c=6)
     x[:, 2] += 50
-    assert "(channel 2: mean" in inputs.remark(x)
-    assert "channel 0" not in inputs.remark(x)
+    assert "(channel 2: mean" in input_checks.remark(x)
+    assert "channel 0" not in input_checks.remark(x)
     x += 50
-    assert "channel 2" in inputs.remark(x)
-    assert "channel 3" not in inputs.remark(x)
-    assert "and 3 more" in inputs.remark(x)
+    assert "channel 2" in input_checks.remark(x)
+    assert "channel 3" not in input_checks.remark(x)
+    assert "and 3 more" in input_checks.remark(x)
 
 
 def test_what_has_no_mean_is_left_alone():
-    assert inputs.remark(torch.randint(0, 255, (4, 3, 8, 8), dtype=torch.uint8)) is None
-    assert inputs.remark(torch.randint(0, 50_000, (4, 128))) is None  # tokens
-    assert inputs.remark(torch.full((4, 1), 7.0)) is None
+    assert input_checks.remark(torch.randint(0, 255, (4, 3, 8, 8), dtype=torch.uint8)) is None
+    assert input_checks.remark(torch.randint(0, 50_000, (4, 128))) is None  # tokens
+    assert input_checks.remark(torch.full((4, 1), 7.0)) is None
 
 
 def test_features_are_looked_at_together():
     x = torch.randn(8, 20) * torch.linspace(0.01, 1.7, 20)
-    assert inputs.remark(x) is None
-    assert "channel 0: mean" in inputs.remark(x + 10)
+    assert input_checks.remark(x) is None
+    assert "channel 0: mean" in input_checks.remark(x + 10)
 
 
 def test_sixteen_bits_and_a_large_batch_are_read_in_float32():
-    assert inputs.remark(images(0.0, 1.0, n=500).to(torch.float16)) is None
-    assert "mean" in inputs.remark(images(300.0, 1.0).to(torch.bfloat16))
+    assert input_checks.remark(images(0.0, 1.0, n=500).to(torch.float16)) is None
+    assert "mean" in input_checks.remark(images(300.0, 1.0).to(torch.bfloat16))
 
 
 def test_the_stream_passes_unchanged_and_only_its_first_is_read(monkeypatch):
     micros = [Micro(images(100.0, 1.0), torch.zeros(1), torch.ones(()), True, False) for _ in range(4)]
     said, looked = [], []
-    look = inputs.remark
-    monkeypatch.setattr(inputs, "remark", lambda x: looked.append(x) or look(x))
+    look = input_checks.remark
+    monkeypatch.setattr(input_checks, "remark", lambda x: looked.append(x) or look(x))
     out = []
-    for micro in inputs.looked_at(iter(micros), said.append):
+    for micro in input_checks.looked_at(iter(micros), said.append):
         assert len(said) == 1  # before the first step
         out.append(micro)
     assert all(a is b for a, b in zip(out, micros, strict=True))
     assert len(looked) == 1
     assert looked[0] is micros[0].x
-    assert list(inputs.looked_at(iter(()), said.append)) == []
+    assert list(input_checks.looked_at(iter(()), said.append)) == []
 
 
 def test_a_run_says_it_once_and_trains_on(train):
@@ -127,7 +129,7 @@ def test_arrays_become_tensors_over_the_same_memory(tmp_path, monkeypatch):
         assert tensor.data_ptr() == array.__array_interface__["data"][0]
         return tensor
 
-    monkeypatch.setattr(lazy.torch, "from_numpy", watched)  # what drivetrain.lazy gives
+    monkeypatch.setattr(lazy.torch, "from_numpy", watched)  # what drivetrain.core.lazy gives
     Image.new("RGB", (12, 10), (10, 20, 30)).save(tmp_path / "a.png")
     image = data.decode((tmp_path / "a.png").read_bytes(), "a.png", 8, 10**6)
     assert len(arrays) == 1

@@ -12,10 +12,11 @@ import torch
 import drivetrain
 from drivetrain.augment import FlipCrop
 from drivetrain.batch import Accumulate
+from drivetrain.core.errors import DataError, Interrupted, UserError
+from drivetrain.core.microbatch import Micro
+from drivetrain.core.world import World
 from drivetrain.data import Normalize, Tensors
-from drivetrain.errors import DataError, Interrupted, UserError
 from drivetrain.loader import Auto, Device, Loader, Pipeline, Resident, Threads, Workers
-from drivetrain.plan import Micro, World
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # more workers than cores: on purpose
 CPU = torch.device("cpu")
@@ -301,7 +302,7 @@ def test_auto_decides_before_training(make):
 
 
 def test_the_cores_of_a_machine_are_shared_by_its_ranks(monkeypatch):
-    from drivetrain.cores import usable_cores
+    from drivetrain.core.cpus import usable_cores
 
     alone = usable_cores()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")

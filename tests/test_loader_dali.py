@@ -9,10 +9,11 @@ from PIL import Image
 import drivetrain
 from drivetrain.augment import FlipCrop, RandomResizedCrop
 from drivetrain.batch import Batch
+from drivetrain.core.errors import DataError
+from drivetrain.core.microbatch import Request
+from drivetrain.core.world import World
 from drivetrain.data import Images
-from drivetrain.errors import DataError
 from drivetrain.loader import Dali, Loader, Pipeline
-from drivetrain.plan import Request, World
 
 pytest.importorskip("nvidia.dali")
 CPU = torch.device("cpu")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from drivetrain.errors import UserError
+from drivetrain.core.errors import UserError
 from drivetrain.model import Mlp, Own, ResNet9, Timm
 
 OWN = '''

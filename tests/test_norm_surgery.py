@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from drivetrain.surgery import FusedNorm, apply_all, own_statistics
-from drivetrain.syncnorm import synchronise
+from drivetrain.surgery.sync_batchnorm import synchronise
 
 RESNET = ["model=resnet9", "model.width=8", "updates=3", "epochs=2", "data.test_samples=6"]
 
@@ -54,7 +54,7 @@ def test_batch_norms_that_see_a_part_of_the_update_are_told_of(make):
 
 
 def test_a_model_without_batch_norm_is_refused():
-    from drivetrain.errors import UserError
+    from drivetrain.core.errors import UserError
     from drivetrain.surgery import SyncBn
 
     with pytest.raises(UserError, match=r"surgery=sync_bn has no effect"):
@@ -162,7 +162,7 @@ def test_on_a_cpu_rms_norm_stays_and_it_is_said():
 
 
 def test_what_only_looks_like_a_norm_stays():
-    from drivetrain.errors import UserError
+    from drivetrain.core.errors import UserError
 
     with pytest.raises(UserError, match="surgery=fused_norm has no effect"):
         apply_all([FusedNorm()], nn.Sequential(Almost(8)), torch.zeros(2, 8))

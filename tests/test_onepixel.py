@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from drivetrain.onepixel import without_strides
+from drivetrain.precision.one_pixel_conv import without_strides
 
 LAYERS = {
     "image": (torch.nn.Conv2d(8, 4, 3, stride=2, padding=1), (2, 8, 1, 1), (1, 1)),

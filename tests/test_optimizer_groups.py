@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from drivetrain import optimizer as options
-from drivetrain.check import check, operators
-from drivetrain.compose import compose
-from drivetrain.errors import UserError
-from drivetrain.models.mlp import Mlp
-from drivetrain.models.resnet9 import ResNet9
+from drivetrain.config.compose import compose
+from drivetrain.config.validate import check, operators
+from drivetrain.core.errors import UserError
+from drivetrain.model.mlp import Mlp
+from drivetrain.model.resnet9 import ResNet9
 from drivetrain.optimizer.groups import layer_shares
-from drivetrain.recipe import read
-from drivetrain.replay import config_hash, to_recipe
+from drivetrain.recipe.reader import read
+from drivetrain.run.identity import config_hash, to_recipe
 
 
 def by_name(model: torch.nn.Module, knobs: Any) -> dict[str, tuple[float, float]]:

@@ -15,11 +15,11 @@ import torch
 import yaml
 
 from drivetrain import optimizer as options
-from drivetrain.check import check, verify
-from drivetrain.compose import compose
-from drivetrain.errors import UserError
+from drivetrain.config.compose import compose
+from drivetrain.config.validate import check, verify
+from drivetrain.core.errors import UserError
+from drivetrain.core.paths import conf_dir
 from drivetrain.optimizer.knobs import Knobs
-from drivetrain.paths import conf_dir
 
 FILES = sorted((conf_dir() / "optimizer").glob("*.yaml"))
 FORMLESS = ["rmsprop", "adafactor", "lars", "novograd", "lion", "schedulefree"]
@@ -222,7 +222,7 @@ def test_unset_forms_take_the_fastest() -> None:
 
 def test_a_bad_optimizer_is_answered_without_torch() -> None:
     code = (
-        "import sys\nfrom drivetrain.check import check\nfrom drivetrain.compose import compose\n"
+        "import sys\nfrom drivetrain.config.validate import check\nfrom drivetrain.config.compose import compose\n"
         "try: check(compose(['optimizer=lars', 'optimizer.fused=true', 'optimizer.lr_of={head: -1}']))\n"
         "except ValueError as error: print(len(error.problems), 'torch' in sys.modules, 'timm' in sys.modules)"
     )
@@ -239,7 +239,7 @@ def test_every_docstring_names_its_source() -> None:
 
 def test_of_a_recipes_values_only_those_that_hold_are_told():
     """Beside another optimizer from the command line, whose own values are given there too."""
-    from drivetrain.job import prepare
+    from drivetrain.launch.job import prepare
 
     line, *_ = prepare(["recipe=stdlib_gpt", "optimizer=adamw"]).said
     assert "its optimizer.lr=0.02 still holds and its optimizer.adamw_lr has no place" in line

@@ -239,7 +239,7 @@ def test_the_forms_are_taken() -> None:
 
 
 def test_muon_equals_torch_on_matrices() -> None:
-    from drivetrain.optimizers.muon import Muon
+    from drivetrain.optimizer.algorithms.muon import Muon
 
     for scale, adjust in (("original", "original"), ("match_rms_adamw", "match_rms_adamw")):
         for shape in ((12, 40), (40, 12), (16, 16)):
@@ -302,7 +302,7 @@ def test_muon_on_kernels_and_adamw_for_the_rest(channels_last: bool) -> None:
 
 
 def test_orthogonalised_has_singular_values_near_one() -> None:
-    from drivetrain.optimizers.muon import orthogonalised
+    from drivetrain.optimizer.algorithms.muon import orthogonalised
 
     torch.manual_seed(0)
     for shape in ((2, 8, 30), (2, 30, 8)):

@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 
 import drivetrain
-from drivetrain.measure.result import Result
+from drivetrain.run.result import Result
 
 RATES: dict[str, list[str]] = {
     "sgd": [], "adam": [], "adamw": [], "rmsprop": [], "adagrad": [], "adafactor": [], "lars": [], "lamb": [], "nvlamb": [],
@@ -53,8 +53,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(name: str, tmp_path: Path) -> No
 
 
 def test_schedulefree_evaluates_and_saves_the_average(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from drivetrain.optimizers.schedulefree import ScheduleFree
-    from drivetrain.trainer import Trainer
+    from drivetrain.engine.trainer import Trainer
+    from drivetrain.optimizer.algorithms.schedulefree import ScheduleFree
 
     seen: dict[str, Any] = {}
     evaluate, fit = Trainer.evaluate, Trainer.fit

@@ -30,7 +30,7 @@ def test_a_pair_trains_or_is_refused_for_both(pair: tuple[str, str], tmp_path: P
 
 
 def test_every_option_is_in_the_cover() -> None:
-    from drivetrain.compose import options
+    from drivetrain.config.compose import options
 
     words = set(itertools.chain(*pairwise.factors().values()))
     alone = {group for group, names in options().items() if len(names) == 1}
@@ -40,7 +40,7 @@ def test_every_option_is_in_the_cover() -> None:
 def test_a_broken_combination_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The campaign can fail: a run that ends without an update, and one that raises."""
     pairwise.prepare_folder(tmp_path)
-    monkeypatch.setattr("drivetrain.optimizers.lion.Lion.update", lambda *a: 1 / 0)
+    monkeypatch.setattr("drivetrain.optimizer.algorithms.lion.Lion.update", lambda *a: 1 / 0)
     assert pairwise.try_one(("optimizer=lion", "clip=norm"), str(tmp_path)).status == "broken"
     assert not pairwise.names_both(frozenset(("optimizer=lion", "clip=norm")), "optimizer=lion is not for today")
 

@@ -8,9 +8,9 @@ import pytest
 import safetensors.torch
 import torch
 
-from drivetrain import resume
+from drivetrain.core.world import World
 from drivetrain.parallel import Ddp, Parallel
-from drivetrain.plan import World
+from drivetrain.saving import checkpoint_io
 
 # What float32 sums in another order may differ by after a handful of updates.
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}
@@ -65,7 +65,7 @@ def blocks_on_two_ranks(tmp_path_factory):
 
 
 def test_weights_of_wrapped_blocks_load_into_the_plain_model(blocks_on_two_ranks):
-    from drivetrain.models.resnet9 import ResNet9
+    from drivetrain.model.resnet9 import ResNet9
 
     assert blocks_on_two_ranks.status == "completed", blocks_on_two_ranks.error
     saved = weights(blocks_on_two_ranks.run_dir, 4)
@@ -79,7 +79,7 @@ def test_weights_of_wrapped_blocks_load_into_the_plain_model(blocks_on_two_ranks
 def test_all_ranks_evaluate_the_model_that_is_saved(blocks_on_two_ranks, make, which):
     """BatchNorm's statistics differ from rank to rank; what is told must be of those that are saved."""
     alone = make(*RESNET)
-    alone.restore(*resume.load(blocks_on_two_ranks.run_dir / "checkpoints" / "4"))
+    alone.restore(*checkpoint_io.load(blocks_on_two_ranks.run_dir / "checkpoints" / "4"))
     with alone.ema.swapped() if which == "ema_loss" else torch.no_grad():
         told = alone.evaluate()["loss"]
     assert blocks_on_two_ranks.metrics["final"][which] == pytest.approx(told, rel=1e-6)
@@ -192,7 +192,7 @@ def test_the_ranks_of_a_launcher_are_honoured(monkeypatch, problems):
 
 
 def test_more_ranks_than_samples_are_refused(make):
-    from drivetrain.errors import UserError
+    from drivetrain.core.errors import UserError
 
     with pytest.raises(UserError, match=r"3 ranks, but only 2 training samples: lower parallel\.nproc"):
         make("data.samples=2", "data.drop_last=false", world=World(0, 3))

@@ -9,15 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from drivetrain import pieces
-from drivetrain.errors import UserError
+from drivetrain.core.errors import UserError
+from drivetrain.saving import sharded_checkpoint
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     folder = tmp_path / "parts"
     folder.mkdir()
-    pieces.write(folder, {"model/a": torch.arange(6.0).view(2, 3), "ema/a": torch.ones(2, 3, dtype=torch.bfloat16)}, None)
+    sharded_checkpoint.write(
+        folder, {"model/a": torch.arange(6.0).view(2, 3), "ema/a": torch.ones(2, 3, dtype=torch.bfloat16)}, None
+    )
     return folder
 
 
@@ -29,7 +31,7 @@ def plain(name, shape, dtype):
 
 
 def test_what_was_written_is_read(saved):
-    read = pieces.read(saved, ABOUT, plain)
+    read = sharded_checkpoint.read(saved, ABOUT, plain)
     assert torch.equal(read["model/a"], torch.arange(6.0).view(2, 3))
     assert read["ema/a"].dtype == torch.bfloat16
 
@@ -40,7 +42,7 @@ def test_one_rank_may_read_by_itself(saved, monkeypatch, alone):
     asked = {}
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.checkpoint.load", lambda *_, **how: asked.update(how))
-    pieces.read(saved, ABOUT, plain, alone)
+    sharded_checkpoint.read(saved, ABOUT, plain, alone)
     assert asked["no_dist"] == alone
 
 
@@ -57,7 +59,7 @@ class Command:
 def test_metadata_that_would_run_a_command_is_refused(saved, tmp_path):
     (saved / ".metadata").write_bytes(pickle.dumps(Command(tmp_path / "run")))
     with pytest.raises(UserError, match=r"names posix\.mkdir, which is no part of a checkpoint"):
-        pieces.read(saved, ABOUT, plain)
+        sharded_checkpoint.read(saved, ABOUT, plain)
     assert not (tmp_path / "run").exists()
 
 
@@ -71,7 +73,7 @@ class Reach:
 def test_metadata_that_reaches_for_attributes_is_refused(saved):
     (saved / ".metadata").write_bytes(pickle.dumps(Reach()))
     with pytest.raises(UserError, match=r"asks for .*Size.*__base__, which is no part of a checkpoint"):
-        pieces.read(saved, ABOUT, plain)
+        sharded_checkpoint.read(saved, ABOUT, plain)
 
 
 @pytest.mark.parametrize("place", ["../elsewhere", "/etc/passwd"])
@@ -81,7 +83,7 @@ def test_metadata_that_names_files_elsewhere_is_refused(saved, place):
         stored.relative_path = place
     (saved / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(UserError, match="names a file outside of its checkpoint"):
-        pieces.read(saved, ABOUT, plain)
+        sharded_checkpoint.read(saved, ABOUT, plain)
 
 
 def test_a_state_taken_apart_and_put_together_is_itself():
@@ -91,10 +93,10 @@ def test_a_state_taken_apart_and_put_together_is_itself():
         "ema": {"tensors": {"a": torch.rand(2)}, "updates": 4}, "progress": {"updates": 7},
     }  # fmt: skip
     weights = {"a": torch.rand(2), "b": torch.rand(1)}
-    of_all, rest = pieces.apart(weights, state, lambda name, tensor: tensor)
+    of_all, rest = sharded_checkpoint.apart(weights, state, lambda name, tensor: tensor)
     assert set(of_all) == {"model/a", "model/b", "optimizer/a/m", "ema/a"}
     assert rest["optimizer"]["state"] == {0: {"step": torch.tensor(3.0)}, 1: {}}
-    again, whole = pieces.together(of_all, rest)
+    again, whole = sharded_checkpoint.together(of_all, rest)
     assert again == weights
     assert whole["optimizer"]["state"][0]["m"] is state["optimizer"]["state"][0]["m"]
     assert whole["ema"]["tensors"]["a"] is state["ema"]["tensors"]["a"]
@@ -107,7 +109,7 @@ def test_states_of_parts_are_merged_by_names():
         return {"state": dict(enumerate(held)), "param_groups": [group]}
 
     one, two = part(0.1, ["a", "b"], [{"m": 1}, {"m": 2}]), part(0.1, ["b", "c"], [{"m": 2}, {"m": 3}])
-    whole = pieces.merged([one, two, part(0.2, ["d"], [{"m": 4}])])
-    names = pieces.names_of(whole)
+    whole = sharded_checkpoint.merged([one, two, part(0.2, ["d"], [{"m": 4}])])
+    names = sharded_checkpoint.names_of(whole)
     assert {names[i]: s["m"] for i, s in whole["state"].items()} == {"a": 1, "b": 2, "c": 3, "d": 4}
     assert [(g["lr"], g["param_names"]) for g in whole["param_groups"]] == [(0.1, ["a", "b", "c"]), (0.2, ["d"])]

@@ -2,10 +2,10 @@
 
 import pytest
 
-from drivetrain.errors import UserError
+from drivetrain.core.errors import UserError
+from drivetrain.core.world import World
 from drivetrain.parallel import Ddp, Tensor
-from drivetrain.parallel.place import launched, world_of_environment
-from drivetrain.plan import World
+from drivetrain.parallel.environment import launched, world_of_environment
 from tests.cli import command
 
 STEP = {
@@ -55,7 +55,7 @@ def test_slurms_words_for_a_task_of_a_step(told, monkeypatch):
     ("per_node", "node", "tasks"), [("2(x3),1", "2", 2), ("2(x3),1", "3", 1), ("4", "0", 4), ("3,2,1", "1", 2)]
 )
 def test_tasks_of_a_node(told, per_node, node, tasks):
-    from drivetrain.parallel.place import _tasks_of_node
+    from drivetrain.parallel.environment import _tasks_of_node
 
     assert _tasks_of_node({"SLURM_STEP_TASKS_PER_NODE": per_node, "SLURM_NODEID": node}) == tasks
 
@@ -64,10 +64,10 @@ def test_tasks_of_a_node(told, per_node, node, tasks):
     ("nodes", "first"), [("gpu[03-05,7],login", "gpu03"), ("node1", "node1"), ("a,b", "a"), ("n[7,9]", "n7"), ("x,y[1-2]", "x")]
 )
 def test_the_first_host_without_slurms_own_tool(monkeypatch, nodes, first):
-    from drivetrain.parallel import place
+    from drivetrain.parallel import environment
 
-    monkeypatch.setattr(place.subprocess, "run", lambda *a, **k: (_ for _ in ()).throw(OSError()))
-    assert place._first_host(nodes) == first
+    monkeypatch.setattr(environment.subprocess, "run", lambda *a, **k: (_ for _ in ()).throw(OSError()))
+    assert environment._first_host(nodes) == first
 
 
 def test_a_batch_script_itself_is_no_task(told):

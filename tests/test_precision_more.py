@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import drivetrain
-from drivetrain import resume
-from drivetrain.compose import options
-from drivetrain.errors import UserError
-from drivetrain.plan import World
+from drivetrain.config.compose import options
+from drivetrain.core.errors import UserError
+from drivetrain.core.world import World
 from drivetrain.precision import Amp
 from drivetrain.precision.bf16_pure import Bf16Pure
+from drivetrain.saving import checkpoint_io
 
 PURE = {"fp32 masters": "precision.master=fp32", "stochastic": "precision.master=stochastic"}
 masters = pytest.mark.parametrize("master", PURE.values(), ids=PURE)
@@ -82,7 +82,7 @@ def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(tiny, words):
     assert (part.updates, gone_on.updates) == (3, 6)
     ends = [Path(r.run_dir) / "checkpoints" / "6" for r in (whole, gone_on)]
     assert ends[0].joinpath("model.safetensors").read_bytes() == ends[1].joinpath("model.safetensors").read_bytes()
-    a, b = (resume.load(end)[1] for end in ends)
+    a, b = (checkpoint_io.load(end)[1] for end in ends)
     assert a["precision"].keys() == b["precision"].keys()
     for key in ("optimizer", "precision", "ema"):
         flat = [torch.utils._pytree.tree_leaves(state[key]) for state in (a, b)]
@@ -142,7 +142,7 @@ def test_tf32_rounds_matrix_products_on_cuda(make):
 
 def test_amp_is_torchs_own_sequence_with_one_read_of_the_device():
     """Over ten updates, an overflow among them: torch's scaler.step, and ours."""
-    from drivetrain.modes import Calls
+    from drivetrain.debug.torch_modes import Calls
 
     def setting():
         torch.manual_seed(0)
@@ -413,7 +413,7 @@ def test_tied_weights_stay_tied(tiny, tmp_path, monkeypatch, make):
 def test_saved_weights_are_the_models_and_load_into_float32(train):
     import safetensors.torch
 
-    from drivetrain.models.mlp import Mlp
+    from drivetrain.model.mlp import Mlp
 
     result = train("precision=bf16_pure", "model.hidden=[8]")
     weights = safetensors.torch.load_file(Path(result.run_dir) / "checkpoints" / "2" / "model.safetensors")
@@ -421,18 +421,18 @@ def test_saved_weights_are_the_models_and_load_into_float32(train):
     plain = Mlp((3, 8, 8), 4, [8], 0.0)
     plain.load_state_dict(weights)
     assert plain.head.weight.dtype == torch.float32
-    _, state = resume.load(Path(result.run_dir) / "checkpoints" / "2")
+    _, state = checkpoint_io.load(Path(result.run_dir) / "checkpoints" / "2")
     for name, master in state["precision"]["masters"].items():
         assert master.dtype == torch.float32
         assert torch.equal(master.bfloat16(), weights[name])
 
 
 def test_what_bfloat16_does_to_accumulation_is_said(tiny):
-    from drivetrain import launch
+    from drivetrain.launch import launcher
 
-    said = launch.prepare(tiny("precision=bf16_pure", "batch=accumulate", "batch.steps=2")).said
+    said = launcher.prepare(tiny("precision=bf16_pure", "batch=accumulate", "batch.steps=2")).said
     assert any("precision=bf16_pure adds the gradients of batch.steps=2 micro-batches up in bfloat16" in line for line in said)
-    assert not launch.prepare(tiny("precision=bf16_pure")).said
+    assert not launcher.prepare(tiny("precision=bf16_pure")).said
 
 
 # --- fp8 ---
@@ -491,10 +491,10 @@ def test_fp8_refuses_a_model_without_a_layer_to_convert(make):
 
 @fp8
 def test_fp8_says_what_it_wants_beside_it(tiny):
-    from drivetrain import launch
+    from drivetrain.launch import launcher
 
-    assert any("compile=inductor fuses them" in line for line in launch.prepare(tiny("precision=fp8")).said)
-    (said,) = launch.prepare(tiny("precision=fp8", "precision.emulate=true")).said
+    assert any("compile=inductor fuses them" in line for line in launcher.prepare(tiny("precision=fp8")).said)
+    (said,) = launcher.prepare(tiny("precision=fp8", "precision.emulate=true")).said
     assert "slower than any other precision" in said
 
 

@@ -6,11 +6,11 @@ import time
 import pytest
 import torch
 
-from drivetrain import inputs
-from drivetrain.clock import Clock, Reading
+from drivetrain.core.microbatch import Micro, Request
+from drivetrain.core.tensors import Tensors
+from drivetrain.engine import input_checks
+from drivetrain.engine.step_timer import Clock, Reading
 from drivetrain.loader import Auto, Dali, Device, Loader, Pipeline, Resident, Threads, Workers
-from drivetrain.plan import Micro, Request
-from drivetrain.tensors import Tensors
 
 CPU, ONE = torch.device("cpu"), torch.ones(())
 READ = 0.02  # seconds
@@ -90,7 +90,7 @@ def watched(steps: list[tuple[float, float]], help_by: str | None) -> list[str]:
     """What is said of steps of (wait, work) seconds."""
     said: list[str] = []
     clock = Clock()
-    stream = inputs.on_time(iter([micro(0.0)] * (len(steps) + 1)), clock, help_by, said.append)
+    stream = input_checks.on_time(iter([micro(0.0)] * (len(steps) + 1)), clock, help_by, said.append)
     next(stream)
     for wait, work in steps:
         clock.steps.append(wait + work)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from drivetrain.blocks import repeated_blocks
+from drivetrain.core.blocks import repeated_blocks
 
 VIT = ["model=timm", "model.name=vit_tiny_patch16_224", "data.shape=[3,16,16]", "batch.global_batch=6"]
 VIT += ["+model.kwargs.img_size=16", "+model.kwargs.patch_size=8", "+model.kwargs.depth=4", "+model.kwargs.embed_dim=48"]
@@ -137,7 +137,7 @@ def test_the_compiler_is_given_the_budget(make, monkeypatch):
     import torch._functorch.config as functorch
 
     seen = []
-    monkeypatch.setattr("drivetrain.lazy.torch.compile", lambda m, **_: seen.append(functorch.activation_memory_budget) or m)
+    monkeypatch.setattr("drivetrain.core.lazy.torch.compile", lambda m, **_: seen.append(functorch.activation_memory_budget) or m)
     make("checkpointing=budget", "checkpointing.budget=0.25", "compile=inductor")
     make("compile=inductor")
     assert seen == [0.25, 1.0]
@@ -150,7 +150,7 @@ def test_a_smaller_budget_keeps_less(make, monkeypatch):
     def partitioned(model, **knobs):
         return original(model, backend="aot_eager_decomp_partition")
 
-    monkeypatch.setattr("drivetrain.lazy.torch.compile", partitioned)
+    monkeypatch.setattr("drivetrain.core.lazy.torch.compile", partitioned)
     words = ["model=mlp", "model.hidden=[64,64,64,64]", "checkpointing=budget", "compile=inductor"]
     kept = [saved_bytes(make(*words, f"checkpointing.budget={b}")) for b in (1.0, 0.0)]
     torch._dynamo.reset()

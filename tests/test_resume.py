@@ -10,9 +10,10 @@ import safetensors.torch
 import torch
 
 import drivetrain
-from drivetrain import launch, manifest, resume
-from drivetrain.errors import UserError
-from drivetrain.trainer import Trainer
+from drivetrain.core.errors import UserError
+from drivetrain.engine.trainer import Trainer
+from drivetrain.launch import launcher
+from drivetrain.saving import checkpoint_io, manifest
 
 LENGTH = ["data.samples=53", "data.drop_last=false", "updates=null", "epochs=2"]  # 5 updates an epoch
 RUNS = {
@@ -79,7 +80,7 @@ def test_a_stopped_and_resumed_run_is_the_uninterrupted_one(train, stop_at, name
     words = [w for w in LENGTH if not (name == "workers" and w.startswith("data."))] + RUNS[name]
     whole = train(*words)
     assert whole.status == "completed", whole.error
-    weights, state = resume.load(newest(whole.run_dir))
+    weights, state = checkpoint_io.load(newest(whole.run_dir))
     assert state.keys() >= {"progress", "optimizer", "precision", "ema", "random"}
     assert len(numbers(whole.run_dir)) == 12
     assert (state["progress"]["skipped"] > 0) == (name == "overflows")
@@ -93,7 +94,7 @@ def test_a_stopped_and_resumed_run_is_the_uninterrupted_one(train, stop_at, name
         resumed = drivetrain.train([f"resume={stopped.run_dir}"])
         assert (resumed.status, resumed.updates) == ("completed", whole.updates), resumed.error
         assert resumed.run_dir == stopped.run_dir
-        its_weights, its_state = resume.load(newest(resumed.run_dir))
+        its_weights, its_state = checkpoint_io.load(newest(resumed.run_dir))
         assert same(its_weights, weights)
         assert its_state.keys() == state.keys()
         assert [key for key in state if not same(its_state[key], state[key])] == []
@@ -119,7 +120,7 @@ def test_a_longer_run_goes_on(train):
     longer = drivetrain.train([f"resume={short.run_dir}", "updates=5"])
     at_once = train("updates=5")
     assert (short.updates, longer.updates) == (2, 5)
-    assert same(*(resume.load(newest(r.run_dir))[0] for r in (longer, at_once)))
+    assert same(*(checkpoint_io.load(newest(r.run_dir))[0] for r in (longer, at_once)))
 
 
 def test_a_finished_run_stays_finished(train):
@@ -137,7 +138,7 @@ def test_a_finished_run_stays_finished(train):
 def test_a_changed_config_is_refused_with_the_difference(train):
     run = train()
     with pytest.raises(UserError) as refused:
-        launch.prepare([f"resume={run.run_dir}", "optimizer.lr=0.01"])
+        launcher.prepare([f"resume={run.run_dir}", "optimizer.lr=0.01"])
     (problem,) = refused.value.problems
     assert "optimizer.lr: 0.05 → 0.01" in problem
     assert "resume_changed=true" in problem
@@ -165,7 +166,7 @@ def test_a_change_that_was_insisted_on_takes_effect(train, word, read, value, mo
 def test_what_is_no_run_is_refused(tmp_path):
     for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(UserError, match="is no run's directory"):
-            launch.prepare([f"resume={path}"])
+            launcher.prepare([f"resume={path}"])
 
 
 # --- auto ---
@@ -176,12 +177,12 @@ def test_auto_finds_the_unfinished_run_of_this_config(train, tiny, stop_at):
     stopped = train("updates=4")
     stop_at(None)
     other = train("updates=4", "optimizer.lr=0.01")
-    job = launch.prepare(tiny("updates=4", "resume=auto"))
+    job = launcher.prepare(tiny("updates=4", "resume=auto"))
     assert job.run_dir == stopped.run_dir
     assert other.run_dir != stopped.run_dir
     resumed = train("updates=4", "resume=auto")
     assert (resumed.run_dir, resumed.updates, resumed.status) == (stopped.run_dir, 4, "completed")
-    afresh = launch.prepare(tiny("updates=4", "resume=auto"))
+    afresh = launcher.prepare(tiny("updates=4", "resume=auto"))
     assert afresh.run_dir is None
     assert any("no unfinished run of this config" in line for line in afresh.said)
 
@@ -227,7 +228,7 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(run_dir, how):
     assert manifest.verify(checkpoint) is None
     damage(checkpoint)
     assert says in manifest.verify(checkpoint)
-    job = launch.prepare([f"resume={run_dir}"])
+    job = launcher.prepare([f"resume={run_dir}"])
     assert job.checkpoint == run_dir / "checkpoints" / "2"
     assert any(str(checkpoint) in line and says in line and "passed over" in line for line in job.said)
     again = drivetrain.train([f"resume={run_dir}"])
@@ -238,7 +239,7 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(run_dir, how):
 
 def test_with_no_checkpoint_left_it_starts_over_and_says_so(run_dir):
     shutil.rmtree(run_dir / "checkpoints")
-    job = launch.prepare([f"resume={run_dir}"])
+    job = launcher.prepare([f"resume={run_dir}"])
     assert job.checkpoint is None
     assert any("starts from the beginning" in line for line in job.said)
 
@@ -255,22 +256,22 @@ def test_the_state_is_plain_tensors_and_containers(run_dir):
 
 def test_a_save_that_fails_leaves_the_last_good_one(tmp_path, monkeypatch):
     weights = {"w": torch.ones(3)}
-    resume.save(tmp_path, 1, weights, {"a": 1})
+    checkpoint_io.save(tmp_path, 1, weights, {"a": 1})
     with monkeypatch.context() as m:
         m.setattr(torch, "save", lambda *a: (_ for _ in ()).throw(OSError("No space left on device")))
         for update in (1, 2):
             with pytest.raises(OSError, match="No space"):
-                resume.save(tmp_path, update, weights, {"a": 2})
+                checkpoint_io.save(tmp_path, update, weights, {"a": 2})
     assert manifest.newest_valid(tmp_path) == (tmp_path / "checkpoints" / "1", [])
-    assert resume.load(tmp_path / "checkpoints" / "1")[1] == {"a": 1}
-    resume.save(tmp_path, 2, weights, {"a": 3})  # what was left half-written is no hindrance
-    assert resume.load(newest(tmp_path))[1] == {"a": 3}
+    assert checkpoint_io.load(tmp_path / "checkpoints" / "1")[1] == {"a": 1}
+    checkpoint_io.save(tmp_path, 2, weights, {"a": 3})  # what was left half-written is no hindrance
+    assert checkpoint_io.load(newest(tmp_path))[1] == {"a": 3}
 
 
 def test_a_save_of_the_same_update_replaces_the_old_one(tmp_path):
     for value in (1, 2):
-        target = resume.save(tmp_path, 5, {"w": torch.full((2,), float(value))}, {"a": value})
-    weights, state = resume.load(target)
+        target = checkpoint_io.save(tmp_path, 5, {"w": torch.full((2,), float(value))}, {"a": value})
+    weights, state = checkpoint_io.load(target)
     assert (weights["w"].tolist(), state) == ([2.0, 2.0], {"a": 2})
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["5"]
 
@@ -278,22 +279,22 @@ def test_a_save_of_the_same_update_replaces_the_old_one(tmp_path):
 def test_tied_and_strided_weights_are_saved_under_each_name(tmp_path):
     tied = torch.randn(3, 4)
     weights = {"a": tied, "b": tied, "c": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), "d": tied.T}
-    loaded, _ = resume.load(resume.save(tmp_path, 1, weights, {}))
+    loaded, _ = checkpoint_io.load(checkpoint_io.save(tmp_path, 1, weights, {}))
     assert loaded.keys() == weights.keys()
     assert all(torch.equal(loaded[name], weights[name]) for name in weights)
 
 
 def test_pruning_keeps_the_newest_by_number_and_the_best(tmp_path):
     for update in (2, 9, 10, 100):
-        resume.save(tmp_path, update, {"w": torch.ones(1)}, {})
-    resume.prune(tmp_path, 2, best=2)
+        checkpoint_io.save(tmp_path, update, {"w": torch.ones(1)}, {})
+    checkpoint_io.prune(tmp_path, 2, best=2)
     assert sorted(int(p.name) for p in (tmp_path / "checkpoints").iterdir()) == [2, 10, 100]
-    resume.prune(tmp_path, 1, best=None)
+    checkpoint_io.prune(tmp_path, 1, best=None)
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["100"]
 
 
 def test_random_streams_come_back():
-    state = resume.random_state()
+    state = checkpoint_io.random_state()
     first = torch.rand(4)
-    resume.restore_random_state([state])
+    checkpoint_io.restore_random_state([state])
     assert torch.equal(torch.rand(4), first)

@@ -2,7 +2,7 @@
 
 import torch
 
-from drivetrain import rng
+from drivetrain.core import rng
 
 WORD = 2**64
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from drivetrain.plan import World
+from drivetrain.core.world import World
 from drivetrain.runtime import Runtime
 
 
@@ -61,7 +61,7 @@ def test_memset_writes_zeros_and_trains_the_same(make):
 
 def test_auto_is_the_cpu_where_there_is_no_cuda(make, problems, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("drivetrain.lazy.torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("drivetrain.core.lazy.torch.cuda.is_available", lambda: False)
     assert make().device == torch.device("cpu")
     assert any("runtime.device=cuda, but torch finds no CUDA device" in p for p in problems("runtime.device=cuda"))
 

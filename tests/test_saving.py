@@ -97,10 +97,12 @@ def test_what_cannot_be_is_refused(problems):
 
 @pytest.mark.parametrize("option", ["last", "best"])
 def test_each_state_is_saved_once(make, monkeypatch, option):
-    from drivetrain import resume
+    from drivetrain.saving import checkpoint_io
 
-    writes, save = [], resume.save
-    monkeypatch.setattr(resume, "save", lambda run_dir, update, *rest: writes.append(update) or save(run_dir, update, *rest))
+    writes, save = [], checkpoint_io.save
+    monkeypatch.setattr(
+        checkpoint_io, "save", lambda run_dir, update, *rest: writes.append(update) or save(run_dir, update, *rest)
+    )
     make(*EPOCHS, f"saving={option}", "saving.every_updates=2").fit()
     assert writes == sorted(set(writes))
     assert len(writes) == 8

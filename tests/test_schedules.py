@@ -14,11 +14,11 @@ from timm.scheduler import CosineLRScheduler, PolyLRScheduler
 from torch.optim import lr_scheduler as theirs
 
 from drivetrain import scheduler as ours
-from drivetrain.compose import options
-from drivetrain.errors import UserError
-from drivetrain.launch import prepare
-from drivetrain.plan import Horizon, horizon, length_problem
-from drivetrain.spec import Part
+from drivetrain.config.compose import options
+from drivetrain.core.errors import UserError
+from drivetrain.core.horizon import Horizon, horizon, length_problem
+from drivetrain.core.option import Part
+from drivetrain.launch.launcher import prepare
 
 UPDATES, LR = 240, 0.5
 OVER = Horizon(UPDATES, range(12, UPDATES + 1, 12))  # 20 epochs of 12 updates
@@ -462,8 +462,9 @@ def test_momentum_that_cannot_cycle_is_refused_where_it_is_known_and_at_the_star
 
 
 def test_rules_are_asked_when_the_data_is_read_where_only_that_tells_the_length(tmp_path: Any, monkeypatch: Any) -> None:
-    from drivetrain import build, data
-    from drivetrain.plan import World
+    from drivetrain import data
+    from drivetrain.core.world import World
+    from drivetrain.engine import build
 
     monkeypatch.setattr(data.Digits, "train_samples", lambda self: None)
     job = prepare(["model=mlp", "scheduler=wsd", "scheduler.decay=200"])
@@ -476,7 +477,7 @@ def test_rules_are_asked_when_the_data_is_read_where_only_that_tells_the_length(
 
 def test_schedules_need_no_torch() -> None:
     code = (
-        "import sys; from drivetrain.launch import prepare; from drivetrain.plan import horizon\n"
+        "import sys; from drivetrain.launch.launcher import prepare; from drivetrain.core.plan import horizon\n"
         "run = prepare(['scheduler=onecycle', 'scheduler.momentum=[0.85,0.95]']).run\n"
         "run.scheduler.lay(horizon(run)); print(run.scheduler.multiple(49), 'torch' in sys.modules)"
     )

@@ -6,17 +6,18 @@ from itertools import pairwise
 
 import pytest
 
-from drivetrain import plot, show
-from drivetrain.cli import main
-from drivetrain.plan import Horizon
+from drivetrain.cli import show
+from drivetrain.cli.main import main
+from drivetrain.core.horizon import Horizon
+from drivetrain.ui import plots
 
 
 def dots(drawing: str, first: str) -> list[tuple[int, int]]:
     """(column, row) of every dot in the panel whose first line carries the value `first`, from its lower left corner."""
     lines = drawing.splitlines()
     top = next(i for i, line in enumerate(lines) if line.strip().startswith(f"{first} ┤"))
-    end = next(i for i in range(top + 1, len(lines)) if "┤" in lines[i][: plot.MARGIN + 2])
-    rows = [line[plot.MARGIN + 1 :].rstrip("│") for line in lines[top : end + 1]]
+    end = next(i for i in range(top + 1, len(lines)) if "┤" in lines[i][: plots.MARGIN + 2])
+    rows = [line[plots.MARGIN + 1 :].rstrip("│") for line in lines[top : end + 1]]
     height = 4 * len(rows) - 1
     return [
         (2 * column + x, height - (4 * row + y))
@@ -24,13 +25,13 @@ def dots(drawing: str, first: str) -> list[tuple[int, int]]:
         for column, cell in enumerate(cells)
         for y in range(4)
         for x in range(2)
-        if cell != " " and (ord(cell) - 0x2800) & plot.DOTS[y][x]
+        if cell != " " and (ord(cell) - 0x2800) & plots.DOTS[y][x]
     ]
 
 
 def test_a_straight_line_is_drawn_straight():
-    curve = plot.Curve("lr", [(u, 1 - u / 100) for u in range(101)], 0.0, 1.0)
-    drawing = plot.text([curve], Horizon(100, range(10, 101, 10)), width=72)
+    curve = plots.Curve("lr", [(u, 1 - u / 100) for u in range(101)], 0.0, 1.0)
+    drawing = plots.text([curve], Horizon(100, range(10, 101, 10)), width=72)
     drawn = dots(drawing, "1")
     across, up = 2 * 60 - 1, 4 * 12 - 1
     assert len({x for x, _ in drawn}) == 120  # no gap
@@ -39,9 +40,9 @@ def test_a_straight_line_is_drawn_straight():
 
 
 def test_the_axes_say_updates_and_epochs_where_they_are():
-    drawing = plot.text([plot.Curve("lr", [(0, 1.0), (99, 1.0)], 0.0, 1.0)], Horizon(100, range(10, 101, 10)), width=112)
+    drawing = plots.text([plots.Curve("lr", [(0, 1.0), (99, 1.0)], 0.0, 1.0)], Horizon(100, range(10, 101, 10)), width=112)
     lines = drawing.splitlines()
-    middle = plot.MARGIN + 1 + 50  # update 50, epoch 5, in a frame of 100 columns
+    middle = plots.MARGIN + 1 + 50  # update 50, epoch 5, in a frame of 100 columns
     assert lines[0][middle - 11 : middle + 12].split() == ["4", "6"]
     assert lines[-2][middle + 10] in "┬─"
     assert [c for c, mark in enumerate(lines[-2]) if mark == "┬"] == [
@@ -54,7 +55,7 @@ def test_the_axes_say_updates_and_epochs_where_they_are():
     [(0.4, [0]), (1, [0, 1]), (15, list(range(0, 15, 2))), (165, [0, 50, 100, 150]), (90, list(range(0, 90, 20)))],
 )
 def test_ticks_are_round(end, expected):
-    assert plot.ticks(end) == expected
+    assert plots.ticks(end) == expected
 
 
 def test_what_is_drawn_is_what_is_trained(make, each_update, tiny, capsys):
@@ -148,7 +149,7 @@ def test_a_png_without_matplotlib_names_the_extra(monkeypatch, capsys, tiny):
 
 
 def test_showing_needs_no_torch():
-    code = "import sys; from drivetrain.cli import main; main(['show', 'recipe=fast']); print('torch' in sys.modules)"
+    code = "import sys; from drivetrain.cli.main import main; main(['show', 'recipe=fast']); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False"
     assert "scheduler=onecycle optimizer=sgd" in done.stdout

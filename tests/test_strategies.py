@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 
 import drivetrain
-from drivetrain import cli
+from drivetrain.cli import main
 
 RUN = [
     "data=synthetic", "data.shape=[3,8,8]", "data.classes=4", "data.samples=57", "data.test_samples=7", "data.drop_last=false",
@@ -184,7 +184,7 @@ def test_every_rank_writes_its_part_and_any_strategy_reads_them(done, tmp_path):
     assert {f.name for f in saved.iterdir()} == {"__0_0.distcp", "__1_0.distcp", ".metadata", "state.pt", "manifest.json"}
     sizes = [(saved / f"__{rank}_0.distcp").stat().st_size for rank in (0, 1)]
     assert 0.8 < sizes[0] / sizes[1] < 1.25  # neither has the whole
-    assert cli.main(["export", str(first.run_dir), str(tmp_path / "plain.safetensors")]) == 0
+    assert main.main(["export", str(first.run_dir), str(tmp_path / "plain.safetensors")]) == 0
     plain = safetensors.torch.load_file(tmp_path / "plain.safetensors")
     assert {n: t.shape for n, t in plain.items()} == {n: t.shape for n, t in whole.weights.items()}
     go_on = ["resume_changed=true", f"resume={first.run_dir}"]
@@ -200,15 +200,15 @@ def test_export(done, tmp_path, capsys):
     run = done(*EXACT)
     for word, update in ((None, "6"), ("update=best", str(int(run.result.metrics["best"]["update"]))), ("update=6", "6")):
         to = tmp_path / f"{word}.safetensors"
-        assert cli.main(["export", str(run.run_dir), str(to), *([word] if word else [])]) == 0
+        assert main.main(["export", str(run.run_dir), str(to), *([word] if word else [])]) == 0
         assert f"of update {update}:" in capsys.readouterr().out
         saved = safetensors.torch.load_file(run.run_dir / "checkpoints" / update / "model.safetensors")
         torch.testing.assert_close(safetensors.torch.load_file(to), saved, rtol=0, atol=0)
-    assert cli.main(["export", str(run.run_dir), str(tmp_path / "average"), "average=true"]) == 0
+    assert main.main(["export", str(run.run_dir), str(tmp_path / "average"), "average=true"]) == 0
     average = safetensors.torch.load_file(tmp_path / "average")
     torch.testing.assert_close(average["head.weight"], run.state["ema"]["tensors"]["head.weight"], rtol=0, atol=0)
     for words in ([str(tmp_path)], [str(run.run_dir), "update=99"], [str(run.run_dir), "epoch=3"], ["a", "b", "c"]):
-        assert cli.main(["export", *words]) == 2
+        assert main.main(["export", *words]) == 2
 
 
 # --- a rank that has more to do ---

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain.errors import UserError
+from drivetrain.core.errors import UserError
 from drivetrain.surgery import ChannelsLast, NoBiasBeforeNorm, apply_all
 
 RESNET = ["model=resnet9", "model.width=8", "model.bias=true"]

@@ -9,23 +9,24 @@ from typing import Any
 
 import pytest
 
-from drivetrain import cores, rundir
-from drivetrain.cli import main
-from drivetrain.completion import candidates
-from drivetrain.errors import UserError
-from drivetrain.measure.result import Result
+from drivetrain.cli.completion import candidates
+from drivetrain.cli.main import main
+from drivetrain.core import cpus
+from drivetrain.core.errors import UserError
+from drivetrain.run import directory
+from drivetrain.run.result import Result
 from drivetrain.sweep import prepare
-from drivetrain.sweep.cluster import _parameters
-from drivetrain.sweep.folder import LENGTH, Entry, Sweep, one_job, read, unfinished, with_beside
+from drivetrain.sweep.driver import Grid
+from drivetrain.sweep.forked import own_device
 from drivetrain.sweep.grid import SweepJob
-from drivetrain.sweep.live import Board, LiveBoard, progress
-from drivetrain.sweep.local import own_device
 from drivetrain.sweep.objective import Objective, common, write
-from drivetrain.sweep.run import Grid
-from drivetrain.sweep.search import Search, Space
-from drivetrain.sweep.settings import Basic, Joblib, Optuna, SubmititLocal, SubmititSlurm, split
-from drivetrain.sweep.space import Axis
-from drivetrain.sweep.space import read as read_space
+from drivetrain.sweep.options import Basic, Joblib, Optuna, SubmititLocal, SubmititSlurm, split
+from drivetrain.sweep.optuna import Search, Space
+from drivetrain.sweep.progress_table import Board, LiveBoard, progress
+from drivetrain.sweep.search_space import Axis
+from drivetrain.sweep.search_space import read as read_space
+from drivetrain.sweep.store import LENGTH, Entry, Sweep, one_job, read, unfinished, with_beside
+from drivetrain.sweep.submitit import _parameters
 
 OPTUNA = "hydra/sweeper=optuna"
 SLURM = "hydra/launcher=submitit_slurm"
@@ -147,10 +148,10 @@ def test_the_knobs_reach_submitit_under_its_own_names(monkeypatch: pytest.Monkey
 
 
 def test_jobs_at_a_time_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = cores.usable_cores(1)
-    monkeypatch.setenv(cores.JOBS, "2")
-    assert cores.usable_cores(1) == max(1, alone // 2)
-    assert cores.usable_cores(10**6) == 1
+    alone = cpus.usable_cores(1)
+    monkeypatch.setenv(cpus.JOBS, "2")
+    assert cpus.usable_cores(1) == max(1, alone // 2)
+    assert cpus.usable_cores(10**6) == 1
 
 
 def test_jobs_at_a_time_go_round_the_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +219,7 @@ def test_the_newest_unfinished_sweep_of_the_same_words(tmp_path: Path) -> None:
     write(Sweep(places[3], words, []), None, 1.0, finished=True)
     found = list(unfinished(tmp_path, words))
     assert sorted(p.name for p in found) == ["a", "b"]
-    with rundir.held(places[0]):
+    with directory.held(places[0]):
         assert [p.name for p in unfinished(tmp_path, words)] == ["b"]
 
 
@@ -236,7 +237,7 @@ def test_beside_a_sweeps_folder_only_how_it_runs_may_be_said() -> None:
 
 def test_a_sweep_is_not_gone_on_with_twice_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sweep, _ = a_sweep(tmp_path / "s", ["epochs=1,2"])
-    with rundir.held(sweep.path):
+    with directory.held(sweep.path):
         assert main(["train", "-m", f"resume={sweep.path}"]) == 2
     assert "is in use by another process" in capsys.readouterr().err
     assert main(["train", f"resume={sweep.path}"]) == 2

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from drivetrain.batch import Accumulate, Batch, Bucketed
+from drivetrain.core.errors import UserError
+from drivetrain.core.world import World
 from drivetrain.data import Stdlib, Texts
 from drivetrain.data.base import IGNORED
 from drivetrain.data.text import BEGIN, VOCABULARY
-from drivetrain.errors import UserError
 from drivetrain.loss import NextToken
-from drivetrain.plan import World
 
 CPU = torch.device("cpu")
 TEXT = ["data=stdlib", "data.root=library", "data.length=16", "data.holdout=0.3", "loss=next_token"]

@@ -7,9 +7,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import drivetrain
-from drivetrain.errors import Diverged, Interrupted
-from drivetrain.plan import World
-from drivetrain.signals import StopFlag
+from drivetrain.core.errors import Diverged, Interrupted
+from drivetrain.core.signals import StopFlag
+from drivetrain.core.world import World
 
 TAIL = ["data.samples=53", "data.drop_last=false", "updates=null", "epochs=2"]  # five updates an epoch, the last of 5
 

@@ -15,18 +15,20 @@ from typing import Any
 
 import pytest
 
-from drivetrain import cli, network, rundir, watch
-from drivetrain.errors import UserError
-from drivetrain.plan import World
-from drivetrain.watch import Watch
+from drivetrain.cli import main
+from drivetrain.core.errors import UserError
+from drivetrain.core.world import World
+from drivetrain.launch import heartbeat, network
+from drivetrain.launch.heartbeat import Watch
+from drivetrain.run import directory
 
 SOON = 5.0
 
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(watch, "EVERY_S", 0.05)
-    monkeypatch.setattr(watch, "ABANDONED_S", 0.2)
+    monkeypatch.setattr(heartbeat, "EVERY_S", 0.05)
+    monkeypatch.setattr(heartbeat, "ABANDONED_S", 0.2)
 
 
 @pytest.fixture
@@ -119,7 +121,7 @@ def test_only_those_that_failed_are_abandoned(quick, tmp_path, codes, called):
 
 
 def test_what_ranks_printed_is_one_file_for_each(tmp_path):
-    from drivetrain.elastic import _gather_output
+    from drivetrain.launch.elastic import _gather_output
 
     for attempt, rank, name, text in ((0, 1, "stdout", "before\n"), (0, 2, "stderr", ""), (1, 1, "stderr", "after\n")):
         place = tmp_path / f"drivetrain_x1/attempt_{attempt}/{rank}"
@@ -140,9 +142,9 @@ def listening():
 
 def test_a_port_that_is_taken(listening, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("drivetrain.elastic.ANSWER_S", 1)
+    monkeypatch.setattr("drivetrain.launch.elastic.ANSWER_S", 1)
     meet = ["parallel.nnodes=2", f"parallel.rendezvous=127.0.0.1:{listening}", "parallel.nproc=1"]
-    assert cli.main(["train", "-q", "data=digits", "parallel=ddp", *meet]) == 2
+    assert main.main(["train", "-q", "data=digits", "parallel=ddp", *meet]) == 2
     said = capfd.readouterr().err
     assert f"port {listening} of this machine is in use by something else: set a free port" in said
     assert "Traceback" not in said
@@ -153,7 +155,7 @@ def test_a_port_that_is_taken(listening, tmp_path, monkeypatch, capfd):
 def test_a_host_that_there_is_not(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     meet = ["parallel.nnodes=2", "parallel.rendezvous=no-such-machine.invalid:29500", "parallel.nproc=1"]
-    assert cli.main(["train", "-q", "data=digits", "parallel=ddp", *meet]) == 2
+    assert main.main(["train", "-q", "data=digits", "parallel=ddp", *meet]) == 2
     assert "there is no host of that name: give the name or address of one of the machines" in capfd.readouterr().err
     assert not list(tmp_path.iterdir()), "nothing written"
 
@@ -185,12 +187,12 @@ class Ranks:
 
 
 def test_all_ranks_write_to_the_first_ones_directory(tmp_path):
-    assert rundir.of_all(tmp_path, Ranks(0, tmp_path, [True, True])) == tmp_path
+    assert directory.of_all(tmp_path, Ranks(0, tmp_path, [True, True])) == tmp_path
     assert not list(tmp_path.iterdir()), "no mark is left"
     (tmp_path / ".seen-1").touch()
-    assert rundir.of_all(Path(os.devnull), Ranks(1, tmp_path, [True, True])) == tmp_path
+    assert directory.of_all(Path(os.devnull), Ranks(1, tmp_path, [True, True])) == tmp_path
 
 
 def test_a_rank_that_cannot_see_it_is_named(tmp_path):
     with pytest.raises(UserError, match=r"ranks 1, 3 cannot see rank 0's .*: set output_dir to a disk that all machines share"):
-        rundir.of_all(tmp_path, Ranks(0, tmp_path, [True, False, True, False]))
+        directory.of_all(tmp_path, Ranks(0, tmp_path, [True, False, True, False]))

@@ -61,7 +61,7 @@ def test_every_module_is_in_it_and_nothing_else(wheel):
 def test_it_brings_its_command_and_licence(wheel):
     archive = zipfile.ZipFile(wheel)
     (entry,) = [n for n in archive.namelist() if n.endswith("entry_points.txt")]
-    assert "drivetrain = drivetrain.cli:main" in archive.read(entry).decode()
+    assert "drivetrain = drivetrain.cli.main:main" in archive.read(entry).decode()
     assert any(n.endswith("LICENSE") for n in archive.namelist())
     (metadata,) = [n for n in archive.namelist() if n.endswith("METADATA")]
     assert f"Version: {drivetrain.__version__}" in archive.read(metadata).decode()

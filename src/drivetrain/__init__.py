@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from drivetrain.measure.result import Result
+from drivetrain.core.process import __version__ as __version__
 
-__version__ = "0.1.0"
-STARTED = time.time()  # `time_to_first_step_s` counts from here; forked ranks inherit it
+if TYPE_CHECKING:
+    from drivetrain.run.result import Result
 
 
 def train(overrides: Sequence[str] = ()) -> Result:
     """Run `python -m src.train <overrides>` and return its result.
 
-    Raises `drivetrain.errors.UserError` for a bad config; a run that fails later is returned with
+    Raises `drivetrain.core.errors.UserError` for a bad config; a run that fails later is returned with
     its `status` and `error` like any other.
     """
-    from drivetrain.launch import train as launch_train
+    from drivetrain.launch.launcher import train as launch_train
 
     return launch_train(list(overrides))

@@ -1,5 +1,5 @@
 import sys
 
-from drivetrain.cli import main
+from drivetrain.cli.main import main
 
 sys.exit(main(sys.argv[1:]))

@@ -168,7 +168,7 @@ def at_once(tmp_path: Path, words: tuple[str, ...], names: tuple[str, ...], env:
     cwd = empty(tmp_path / "here")
     done, modules = timed(*words, cwd=cwd, env=env)
     answered(done, names)
-    assert "drivetrain.errors" in modules, "the list of imports is there"
+    assert "drivetrain.core.errors" in modules, "the list of imports is there"
     assert not modules & {"torch", "timm", "torchvision", "sklearn"}
     assert list(cwd.rglob("*")) == []
     return done.err
@@ -183,7 +183,7 @@ def test_a_good_command_imports_torch(tmp_path: Path) -> None:
     """The other side of every "without torch" above: the list would show it."""
     done, modules = timed("-q", *TINY, "updates=1", cwd=empty(tmp_path / "here"))
     assert done.code == 0, done
-    assert {"torch", "drivetrain.trainer"} <= modules
+    assert {"torch", "drivetrain.engine.trainer"} <= modules
     assert not modules & {"timm", "torchvision"}, "a model and data that need neither do not wait for them"
 
 
@@ -258,8 +258,8 @@ def test_a_key_given_two_values_is_said(tmp_path: Path) -> None:
 
 def test_a_place_that_may_not_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same for whoever may write anywhere: what the system would say is put in its mouth."""
-    from drivetrain.errors import UserError
-    from drivetrain.job import prepare
+    from drivetrain.core.errors import UserError
+    from drivetrain.launch.job import prepare
 
     locked, access = empty(tmp_path / "locked"), os.access
     monkeypatch.setattr(os, "access", lambda path, *how: Path(path) != locked and access(path, *how))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain import cli
+from drivetrain.cli import main
 from tests.cli import command
 from tests.cli.command import TORCHRUN, Done, checkpoints, losses, only_run, result, train, weights
 
@@ -227,7 +227,7 @@ def test_what_another_launcher_does_is_not_ours(tmp_path: Path) -> None:
 def test_what_cannot_be(tmp_path: Path, monkeypatch, capsys, words: list[str], says: str) -> None:
     monkeypatch.chdir(tmp_path)
     parallel = [] if any(w.startswith("parallel=") for w in words) else ["parallel=ddp"]
-    assert cli.main(["train", "-q", "data=digits", "runtime.device=cpu", *parallel, *words]) == 2
+    assert main.main(["train", "-q", "data=digits", "runtime.device=cpu", *parallel, *words]) == 2
     assert says in capsys.readouterr().err
     assert not list(tmp_path.iterdir()), "nothing written"
 

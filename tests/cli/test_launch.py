@@ -169,7 +169,7 @@ def test_a_rank_that_dies(tmp_path: Path) -> None:
 SCRIPT = """
 import json, sys, time
 import drivetrain
-from drivetrain.errors import UserError
+from drivetrain.core.errors import UserError
 
 for words in json.loads(sys.argv[1]):
     began = time.time()

@@ -165,7 +165,7 @@ def test_checkpoints(done: Path) -> None:
     import safetensors.torch
     import torch
 
-    from drivetrain.models.mlp import Mlp
+    from drivetrain.model.mlp import Mlp
 
     assert [p.name for p in checkpoints(done)] == ["11", "22"]
     for checkpoint in checkpoints(done):

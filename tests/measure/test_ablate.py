@@ -2,8 +2,8 @@
 
 import pytest
 
-from drivetrain.job import prepare
-from drivetrain.measure.ablate import techniques, words_of
+from drivetrain.launch.job import prepare
+from drivetrain.measure.benchmark.ablate import techniques, words_of
 
 PAIRS = [
     ("naive", "fast", []),

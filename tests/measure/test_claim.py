@@ -7,16 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain import check, cli, environment, recipe
-from drivetrain.compose import compose, options
-from drivetrain.cores import usable_cores
-from drivetrain.errors import UserError
-from drivetrain.job import checked, prepare
-from drivetrain.measure import claim as claims
-from drivetrain.measure.compare import Row
-from drivetrain.measure.statistics import Interval
-from drivetrain.measure.verdict import FAIL, PASS, Verdict
-from drivetrain.measure.verify import judge
+from drivetrain.cli import main
+from drivetrain.config import validate as check
+from drivetrain.config.compose import compose, options
+from drivetrain.core.cpus import usable_cores
+from drivetrain.core.errors import UserError
+from drivetrain.launch.job import checked, prepare
+from drivetrain.measure.benchmark.compare import Row
+from drivetrain.measure.benchmark.noninferiority import FAIL, PASS, Verdict
+from drivetrain.measure.claims import write as claims
+from drivetrain.measure.claims.verify import judge
+from drivetrain.measure.intervals import Interval
+from drivetrain.recipe import reader as recipe
+from drivetrain.run import environment
 
 GOOD = {
     "ratio": "1.91", "interval": "[1.85, 1.97]", "device": "a chip, 2 threads", "versions": "{torch: 2.15.0}",
@@ -123,7 +126,7 @@ def test_a_sweep_claims_nothing():
 @pytest.mark.parametrize("verb", ["check", "verify"])
 def test_the_baseline_is_a_strangers_too(verb, against, told, capsys):
     written({**GOOD, "against": against})
-    assert cli.main(["recipe", verb, "claimed.yaml"]) == 2
+    assert main.main(["recipe", verb, "claimed.yaml"]) == 2
     said = capsys.readouterr()
     assert told in said.err
     assert "good" not in said.out
@@ -132,7 +135,7 @@ def test_the_baseline_is_a_strangers_too(verb, against, told, capsys):
 
 def test_what_the_claim_is_about_is_not_set_beside_it(capsys):
     written()
-    assert cli.main(["recipe", "verify", "claimed.yaml", "precision=bf16", "surgery=[]"]) == 2
+    assert main.main(["recipe", "verify", "claimed.yaml", "precision=bf16", "surgery=[]"]) == 2
     said = capsys.readouterr().err
     assert said.count("is what the claim is about (precision=fp32 surgery=[])") == 2
 

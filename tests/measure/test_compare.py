@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain.measure.verdict import FAIL, INCONCLUSIVE, PASS, Trained, verdict
-from drivetrain.signals import ended_by_signals
+from drivetrain.core.signals import ended_by_signals
+from drivetrain.measure.benchmark.noninferiority import FAIL, INCONCLUSIVE, PASS, Trained, verdict
 
 
 def test_arms_take_turns_and_leave_a_table_and_a_page(command, tiny):
@@ -51,9 +51,9 @@ def test_the_runs_own_saving_is_compared_where_it_is_named(command, tiny):
 
 @pytest.mark.parametrize("verb", ["compare", "ablate", "doctor"])
 def test_what_is_to_be_gone_on_with_is_refused(verb, capsys):
-    from drivetrain import cli
+    from drivetrain.cli import main
 
-    assert cli.main([verb, "resume=auto", "precision=fp32,bf16"]) == 2
+    assert main.main([verb, "resume=auto", "precision=fp32,bf16"]) == 2
     assert "leave resume= out" in capsys.readouterr().err
 
 
@@ -133,9 +133,9 @@ def test_unequal_work_is_said(command, tiny):
     ],
 )
 def test_wrong_words_are_answered_at_once(words, told, capsys):
-    from drivetrain import cli
+    from drivetrain.cli import main
 
-    assert cli.main(["compare", *words]) == 2
+    assert main.main(["compare", *words]) == 2
     assert told in capsys.readouterr().err
     assert not Path("outputs").exists()
 
@@ -143,8 +143,8 @@ def test_wrong_words_are_answered_at_once(words, told, capsys):
 WATCHED = """
 import sys, time, torch
 from pathlib import Path
-from drivetrain.job import prepare
-from drivetrain.measure.turns import Arm
+from drivetrain.launch.job import prepare
+from drivetrain.measure.benchmark.interleave import Arm
 
 def states(arm, wanted):
     for _ in range(100):  # a signal takes a moment to arrive

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain import cli
+from drivetrain.cli import main
 
 CLAIM = """\
 defaults:
@@ -25,7 +25,7 @@ def diff(capsys):
 
     def run(*words: str) -> str:
         capsys.readouterr()
-        assert cli.main(["recipe", "diff", *map(str, words)]) == 0
+        assert main.main(["recipe", "diff", *map(str, words)]) == 0
         return capsys.readouterr().out
 
     return run
@@ -94,5 +94,5 @@ def test_measured(command, tiny):
 
 def test_a_runs_own_code_is_not_started_from_its_files(tmp_path, capsys, train, tiny, slow_set):
     run_dir = train("data=own", "data.target=slow_set.Slow", "trust=[slow_set]").run_dir
-    assert cli.main(["recipe", "diff", str(run_dir), "naive", "measure=true"]) == 2
+    assert main.main(["recipe", "diff", str(run_dir), "naive", "measure=true"]) == 2
     assert "give data=own data.target=… and trust=[…] too" in capsys.readouterr().err

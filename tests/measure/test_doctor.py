@@ -10,7 +10,7 @@ import pytest
 from bench import bottlenecks
 from bench.bottlenecks import CASES, config_dir, place
 
-from drivetrain.recipe import read
+from drivetrain.recipe.reader import read
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_what_it_prescribes_is_faster_and_runs(doctor):
 
 
 def test_a_run_that_cannot_be_is_an_error(tmp_path, capsys):
-    from drivetrain import cli
+    from drivetrain.cli import main
 
-    assert cli.main(["doctor", "precision=bf17"]) == 2
+    assert main.main(["doctor", "precision=bf17"]) == 2
     assert "did you mean" in capsys.readouterr().err

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain import cli
-from drivetrain.measure.report import common_target, seeds_together
-from drivetrain.measure.runs import differing, find
+from drivetrain.cli import main
+from drivetrain.measure.report.report import common_target, seeds_together
+from drivetrain.run.reader import differing, find
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def rows_of(folder: Path) -> list[dict[str, str]]:
 
 
 def test_a_table_a_csv_and_a_page(two, capsys):
-    assert cli.main(["report", "outputs", "out=page", "target=0.1"]) == 0
+    assert main.main(["report", "outputs", "out=page", "target=0.1"]) == 0
     said = capsys.readouterr().out
     rows = rows_of(Path("page"))
     assert [row["optimizer"] for row in rows] == ["sgd", "adamw"]
@@ -56,11 +56,11 @@ def test_runs_under_way_killed_and_half_written(two):
     with (killed / "metrics.jsonl").open("a") as file:
         file.write('{"event": "train", "upd')
     (under_way / "result.json").unlink()
-    from drivetrain import rundir
+    from drivetrain.run import directory
 
-    with rundir.held(under_way):
+    with directory.held(under_way):
         assert [run.status for run in find([Path("outputs")])] == ["running", "killed"]
-    assert cli.main(["report", "outputs", "out=page"]) == 0
+    assert main.main(["report", "outputs", "out=page"]) == 0
 
 
 def test_looking_leaves_no_trace(two):
@@ -88,7 +88,7 @@ def test_several_configs_over_the_same_seeds_have_a_verdict(train, word, words, 
     first, second = seeds_together(find([Path("outputs")]))
     assert "against the first" not in first
     assert f"over 3 seeds; {word} against the first: " in second, second
-    assert cli.main(["report", "outputs", "out=page"]) == 0
+    assert main.main(["report", "outputs", "out=page"]) == 0
     assert f"{word} against the first" in capsys.readouterr().out
     assert f"{word} against the first" in (Path("page") / "report.html").read_text()
 
@@ -123,7 +123,7 @@ def test_the_target_is_what_all_reached(two):
 def test_a_run_without_anything_but_a_result(tmp_path):
     (tmp_path / "outputs/job").mkdir(parents=True)
     (tmp_path / "outputs/job/result.json").write_text(json.dumps({"status": "failed", "error": "bad words"}))
-    assert cli.main(["report", "outputs", "out=page"]) == 0
+    assert main.main(["report", "outputs", "out=page"]) == 0
     assert rows_of(Path("page"))[0]["error"] == "bad words"
 
 
@@ -131,11 +131,11 @@ def test_a_run_without_anything_but_a_result(tmp_path):
     ("words", "told"), [(["nowhere"], "no such folder"), (["target=high"], "target=high"), (["tarGet=1"], "no setting")]
 )
 def test_wrong_words(words, told, capsys):
-    assert cli.main(["report", *words]) == 2
+    assert main.main(["report", *words]) == 2
     assert told in capsys.readouterr().err
 
 
 def test_a_folder_without_runs(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
-    assert cli.main(["report", "empty"]) == 2
+    assert main.main(["report", "empty"]) == 2
     assert "no run in empty" in capsys.readouterr().err

@@ -6,21 +6,21 @@ import random
 
 import pytest
 
-from drivetrain.measure import statistics
-from drivetrain.measure.statistics import mean, ratio
+from drivetrain.measure import intervals
+from drivetrain.measure.intervals import mean, ratio
 
 
 def test_the_signed_rank_cut_is_the_one_of_the_tables():
     """Two-sided 5 % critical values (Wilcoxon 1945)."""
     table = {5: None, 6: 0, 7: 2, 8: 3, 9: 5, 10: 8, 12: 13, 15: 25, 20: 52}
-    assert {n: statistics._wilcoxon_cut(n, 0.025) for n in table} == table
+    assert {n: intervals._wilcoxon_cut(n, 0.025) for n in table} == table
 
 
 def test_the_cut_is_what_counting_all_signs_gives():
     n, tail = 8, 0.025
     sums = [sum(r for r, s in zip(range(1, n + 1), signs, strict=True) if s) for signs in itertools.product((0, 1), repeat=n)]
     share = [sum(s <= k for s in sums) / 2**n for k in range(10)]
-    assert statistics._wilcoxon_cut(n, tail) == max(k for k, p in enumerate(share) if p <= tail)
+    assert intervals._wilcoxon_cut(n, tail) == max(k for k, p in enumerate(share) if p <= tail)
 
 
 def repeated(rng, shift, rounds=12, noise=0.02, times=1000):

@@ -7,15 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain import cli, recipe
-from drivetrain.compose import options
-from drivetrain.job import prepare
-from drivetrain.measure import race, range_test, tries, tune
-from drivetrain.measure.compare import Row
-from drivetrain.measure.prescribe import prescribe
-from drivetrain.measure.range_test import RangeTest
-from drivetrain.measure.statistics import Interval
-from drivetrain.measure.turns import Arm, Turn
+from drivetrain.cli import main
+from drivetrain.config.compose import options
+from drivetrain.launch.job import prepare
+from drivetrain.measure.benchmark import stopping
+from drivetrain.measure.benchmark.compare import Row
+from drivetrain.measure.benchmark.interleave import Arm, Turn
+from drivetrain.measure.intervals import Interval
+from drivetrain.measure.profile.prescribe import prescribe
+from drivetrain.measure.tune import candidates, range_test, tune
+from drivetrain.measure.tune.range_test import RangeTest
+from drivetrain.recipe import reader as recipe
 
 OWN = [
     "data=own",
@@ -39,22 +41,22 @@ def arm(*rates: float) -> Arm:
 
 def test_who_was_beaten_twice_is_given_up():
     first, slower, faster = arm(100, 100), arm(90, 99), arm(110, 120)
-    assert list(race.no_gain([first, slower, faster], 2)) == [slower]
+    assert list(stopping.no_gain([first, slower, faster], 2)) == [slower]
     near = arm(109, 118)
-    assert list(race.behind([first, slower, faster, near], 2)) == [slower]
-    assert list(race.behind([first, arm(101, 101), faster], 2)) != []
+    assert list(stopping.behind([first, slower, faster, near], 2)) == [slower]
+    assert list(stopping.behind([first, arm(101, 101), faster], 2)) != []
 
 
 def test_an_arm_that_is_known_well_needs_no_more():
     first, known, unknown = arm(*[100] * 8), arm(*[103] * 8), arm(*[90, 110] * 4)
-    assert list(race.precise([first, known, unknown], 8)) == [known]
-    assert not list(race.precise([first, known], 7))
+    assert list(stopping.precise([first, known, unknown], 8)) == [known]
+    assert not list(stopping.precise([first, known], 7))
 
 
 def test_one_bad_round_ends_nobodys_race():
     first = arm(100, 100, 100)
-    assert not list(race.no_gain([first, arm(50, 101, 101)], 3))
-    assert not list(race.no_gain([arm(100), arm(50)], 1))
+    assert not list(stopping.no_gain([first, arm(50, 101, 101)], 3))
+    assert not list(stopping.no_gain([arm(100), arm(50)], 1))
 
 
 # --- what is tried ---
@@ -62,27 +64,27 @@ def test_one_bad_round_ends_nobodys_race():
 
 def test_words_over_words():
     words = ["loader=workers", "loader.num_workers=24", "epochs=3", "batch.global_batch=64", "surgery=[no_bias_before_norm]"]
-    assert tries.over(words, ["loader=threads"]) == [words[2], words[3], words[4], "loader=threads"]
-    assert tries.over(words, ["loader.num_workers=2"]) == [words[0], *words[2:], "loader.num_workers=2"]
-    assert words[3] in tries.over(words, ["batch=accumulate", "batch.steps=2"])
+    assert candidates.over(words, ["loader=threads"]) == [words[2], words[3], words[4], "loader=threads"]
+    assert candidates.over(words, ["loader.num_workers=2"]) == [words[0], *words[2:], "loader.num_workers=2"]
+    assert words[3] in candidates.over(words, ["batch=accumulate", "batch.steps=2"])
 
 
 def test_whatever_loads_or_compiles_is_tried():
     """A new option is tried without a word anywhere else."""
     job = prepare(["data=digits", "loader=sync"])
-    assert {w.split()[0] for w in tries.loaders(job)} == {f"loader={o}" for o in options()["loader"]} - {
+    assert {w.split()[0] for w in candidates.loaders(job)} == {f"loader={o}" for o in options()["loader"]} - {
         "loader=sync",
         "loader=auto",
     }
-    assert set(tries.compilers(job)) == {f"compile={o}" for o in options()["compile"]} - {"compile=none"}
+    assert set(candidates.compilers(job)) == {f"compile={o}" for o in options()["compile"]} - {"compile=none"}
 
 
 def test_a_whole_step_is_tried_with_what_it_wants():
     """What says how an update is made op by op would be refused beside it, and the fastest way never be seen."""
     job = prepare(["recipe=naive", "data=digits", "optimizer.fused=true"])
-    (words,) = [w for w in tries.compilers(job) if w.startswith("compile=step")]
+    (words,) = [w for w in candidates.compilers(job) if w.startswith("compile=step")]
     assert set(words.split()[1:]) == {"optimizer.fused=null", "optimizer.foreach=null", "runtime.zero_grad=none"}
-    prepare(tries.over(["recipe=naive", "data=digits", "optimizer.fused=true"], words.split()))
+    prepare(candidates.over(["recipe=naive", "data=digits", "optimizer.fused=true"], words.split()))
 
 
 def test_what_a_later_choice_overrides_is_no_longer_an_earlier_ones():
@@ -97,11 +99,11 @@ def test_what_a_later_choice_overrides_is_no_longer_an_earlier_ones():
 
 def test_what_the_run_has_is_not_tried():
     job = prepare(["data=digits", "model=mlp", "loader=threads", "loader.num_threads=1", "batch.global_batch=12"])
-    assert "loader=threads loader.num_threads=1" not in tries.loaders(job)
-    assert "loader=threads loader.num_threads=2" in tries.loaders(job)
-    assert tries.splits(job) == ["batch=accumulate batch.steps=2", "batch=accumulate batch.steps=4"]
-    assert tries.splits(prepare(["data=digits", "batch=auto", "batch.memory_gb=4"])) == []
-    assert tries.arithmetic(prepare(["data=digits", "precision=bf16"])) == ["surgery=[channels_last]"]
+    assert "loader=threads loader.num_threads=1" not in candidates.loaders(job)
+    assert "loader=threads loader.num_threads=2" in candidates.loaders(job)
+    assert candidates.splits(job) == ["batch=accumulate batch.steps=2", "batch=accumulate batch.steps=4"]
+    assert candidates.splits(prepare(["data=digits", "batch=auto", "batch.memory_gb=4"])) == []
+    assert candidates.arithmetic(prepare(["data=digits", "precision=bf16"])) == ["surgery=[channels_last]"]
 
 
 # --- the range test ---
@@ -196,7 +198,7 @@ def test_another_global_batch_is_said(tmp_path, capsys):
 
 @pytest.mark.parametrize("word", ["what=everything", "budget_s=-1", "resume=auto", "precision=bf17"])
 def test_bad_words_are_refused(word, capsys):
-    assert cli.main(["tune", word]) == 2
+    assert main.main(["tune", word]) == 2
     assert "Traceback" not in capsys.readouterr().err
     assert not Path("outputs").exists()
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-from drivetrain.lazy import torch
-from drivetrain.plan import Request
-from drivetrain.spec import Part, Run
+from drivetrain.core.lazy import torch
+from drivetrain.core.microbatch import Request
+from drivetrain.core.option import Part, Run
 
 PIECE = 2**18  # values that are worked on at a time on a CPU: with their float copies they stay in its cache
 

@@ -11,11 +11,11 @@ from typing import Annotated
 
 import annotated_types
 
-from drivetrain import rng
 from drivetrain.augment import streams
 from drivetrain.augment.base import Augment, in_pieces, per_sample, wants_images, where
-from drivetrain.lazy import torch
-from drivetrain.spec import NonNegative, Run
+from drivetrain.core import rng
+from drivetrain.core.lazy import torch
+from drivetrain.core.option import NonNegative, Run
 
 Half = Annotated[float, annotated_types.Ge(0), annotated_types.Le(0.5)]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from drivetrain import rng
 from drivetrain.augment import streams
 from drivetrain.augment.base import Augment, per_sample, wants_images, where
 from drivetrain.augment.geometry import Interval, ordered, random_boxes
-from drivetrain.lazy import torch
-from drivetrain.plan import Request
-from drivetrain.spec import Run, Share
+from drivetrain.core import rng
+from drivetrain.core.lazy import torch
+from drivetrain.core.microbatch import Request
+from drivetrain.core.option import Run, Share
 
 LARGE = 2**15  # values of an image from which on, on a CPU, its pixels cost more than the calls for one image
 

@@ -9,12 +9,12 @@ from typing import Annotated, Any, Literal
 
 import annotated_types
 
-from drivetrain import rng
 from drivetrain.augment import streams
 from drivetrain.augment.base import Augment, Box, wants_images, where
-from drivetrain.lazy import torch
-from drivetrain.plan import Request
-from drivetrain.spec import CountOrZero, Positive, Run, Share
+from drivetrain.core import rng
+from drivetrain.core.lazy import torch
+from drivetrain.core.microbatch import Request
+from drivetrain.core.option import CountOrZero, Positive, Run, Share
 
 LARGE = 2**15  # values of an image from which on it is quicker to mirror them one by one: 224×224 in 0.4 of the time
 Interval = Annotated[Sequence[Positive], annotated_types.Len(2, 2)]  # from, to

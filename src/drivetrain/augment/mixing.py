@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any, ClassVar
 
-from drivetrain import rng
 from drivetrain.augment import streams
 from drivetrain.augment.base import Augment, in_pieces, per_sample, wants_images, where
 from drivetrain.augment.erasing import box_mask
-from drivetrain.lazy import torch
-from drivetrain.plan import Request
-from drivetrain.spec import Positive, Run, Share
+from drivetrain.core import rng
+from drivetrain.core.lazy import torch
+from drivetrain.core.microbatch import Request
+from drivetrain.core.option import Positive, Run, Share
 
 KNOTS = 4096
 

@@ -7,12 +7,12 @@ from typing import Annotated, Any
 
 import annotated_types
 
-from drivetrain import rng
 from drivetrain.augment import color, streams
 from drivetrain.augment.base import Augment, in_pieces, wants_images
 from drivetrain.augment.geometry import warp
-from drivetrain.lazy import torch
-from drivetrain.spec import Run
+from drivetrain.core import rng
+from drivetrain.core.lazy import torch
+from drivetrain.core.option import Run
 
 Operations = Annotated[int, annotated_types.Ge(1), annotated_types.Le(len(streams.OPERATION))]
 Magnitude = Annotated[float, annotated_types.Ge(0), annotated_types.Le(30)]

@@ -11,11 +11,12 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
 
-from drivetrain import rng
-from drivetrain.errors import UserError
-from drivetrain.lazy import torch
-from drivetrain.plan import Request, World
-from drivetrain.spec import Count, Part, Positive, Run
+from drivetrain.core import rng
+from drivetrain.core.errors import UserError
+from drivetrain.core.lazy import torch
+from drivetrain.core.microbatch import Request
+from drivetrain.core.option import Count, Part, Positive, Run
+from drivetrain.core.world import World
 
 Scaling = Literal["none", "linear", "sqrt"]
 Factor = Annotated[int, Ge(2)]

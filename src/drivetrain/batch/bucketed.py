@@ -8,12 +8,13 @@ from functools import lru_cache
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
-from drivetrain import rng
 from drivetrain.batch.base import Batch, Factor, Scaling
-from drivetrain.errors import UserError
-from drivetrain.lazy import torch
-from drivetrain.plan import Request, World
-from drivetrain.spec import Count, Run
+from drivetrain.core import rng
+from drivetrain.core.errors import UserError
+from drivetrain.core.lazy import torch
+from drivetrain.core.microbatch import Request
+from drivetrain.core.option import Count, Run
+from drivetrain.core.world import World
 
 LOOKED_AT = 100  # updates that the report at the start is made of
 

@@ -9,7 +9,7 @@ import tarfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from drivetrain.errors import DataError, UserError
+from drivetrain.core.errors import DataError, UserError
 
 
 def refuse_member(archive: object, member: tarfile.TarInfo) -> None:

@@ -8,9 +8,9 @@ from typing import Annotated, Protocol
 
 import annotated_types
 
-from drivetrain.lazy import torch
-from drivetrain.spec import Part
-from drivetrain.tensors import Tensors as Tensors
+from drivetrain.core.lazy import torch
+from drivetrain.core.option import Part
+from drivetrain.core.tensors import Tensors as Tensors
 
 IGNORED = -100  # a target that counts nothing: torch's own ignore_index
 Fraction = Annotated[float, annotated_types.Gt(0), annotated_types.Lt(1)]

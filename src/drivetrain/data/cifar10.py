@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from drivetrain.core.errors import DataError, UserError
+from drivetrain.core.lazy import torch
+from drivetrain.core.option import Run
 from drivetrain.data import archive
 from drivetrain.data.base import Data, Normalize, Splits, Tensors, measured
-from drivetrain.errors import DataError, UserError
-from drivetrain.lazy import torch
-from drivetrain.spec import Run
 
 PIXELS = 3 * 32 * 32
 TRAIN = [f"data_batch_{i}" for i in range(1, 6)]

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from drivetrain.data.faults import Faults
-from drivetrain.errors import DataError
-from drivetrain.lazy import torch
+from drivetrain.core.errors import DataError
+from drivetrain.core.lazy import torch
+from drivetrain.data.bad_samples import Faults
 
 ORIENTATION = 0x0112  # the EXIF tag
 EXIF_WITHIN = 2**16  # bytes: a JPEG's EXIF stands before its pixels

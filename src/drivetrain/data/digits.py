@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from drivetrain import rng
+from drivetrain.core import rng
+from drivetrain.core.lazy import torch
 from drivetrain.data.base import Data, Fraction, Normalize, Splits, Tensors, measured
-from drivetrain.lazy import torch
 
 DIGITS = 1797
 

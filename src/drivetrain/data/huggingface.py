@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from drivetrain import rng
-from drivetrain.data import faults
+from drivetrain.core import rng
+from drivetrain.core.errors import DataError, UserError, did_you_mean
+from drivetrain.core.lazy import torch
+from drivetrain.core.option import Count, Run, needs_extra
+from drivetrain.data import bad_samples
+from drivetrain.data.bad_samples import MaxSkipped, OnError
 from drivetrain.data.base import Data, Fraction, Normalize, Splits, measured
 from drivetrain.data.decoding import DAMAGED, Decoding
-from drivetrain.data.faults import MaxSkipped, OnError
 from drivetrain.data.images import IMAGENET
-from drivetrain.errors import DataError, UserError, did_you_mean
-from drivetrain.lazy import torch
-from drivetrain.spec import Count, Run, needs_extra
 
 
 class HuggingFace(Data):
@@ -168,7 +168,7 @@ class Images(Decoding, Rows):
     def __init__(self, data: HuggingFace, rows: Any) -> None:
         super().__init__(rows, str(data.image), data.label)
         self.root, self.size, self.max_pixels = data.root, data.size, data.max_pixels
-        self.faults = faults.policy(data.on_error, data.max_skipped, len(rows), self.name)
+        self.faults = bad_samples.policy(data.on_error, data.max_skipped, len(rows), self.name)
 
     def content(self, index: int) -> tuple[bytes, int]:
         row = self.rows[index]

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from drivetrain.data import faults
+from drivetrain.core.errors import DataError, UserError
+from drivetrain.core.lazy import torch
+from drivetrain.core.option import Count, CountOrZero, Run
+from drivetrain.data import bad_samples
+from drivetrain.data.bad_samples import MaxSkipped, OnError
 from drivetrain.data.base import Data, Fraction, Normalize, Splits, measured
 from drivetrain.data.decoding import DAMAGED, Decoding
-from drivetrain.data.faults import MaxSkipped, OnError
-from drivetrain.errors import DataError, UserError
-from drivetrain.lazy import torch
-from drivetrain.spec import Count, CountOrZero, Run
 
 IMAGES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".gif", ".tif", ".tiff")
 IMAGENET = [255 * m for m in (0.485, 0.456, 0.406)], [255 * s for s in (0.229, 0.224, 0.225)]  # mean, deviation
@@ -124,7 +124,7 @@ class Images(Decoding):
         max_skipped: MaxSkipped = 0.0,
     ) -> None:
         self.files, self.size, self.max_pixels = files, size, max_pixels
-        self.faults = faults.policy(on_error, max_skipped, len(files), self.name)
+        self.faults = bad_samples.policy(on_error, max_skipped, len(files), self.name)
 
     def __len__(self) -> int:
         return len(self.files)

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
+from drivetrain.core.errors import DataError, UserError
+from drivetrain.core.lazy import torch
+from drivetrain.core.option import Count, Run
 from drivetrain.data.base import Data, Normalize, Splits, measured
-from drivetrain.errors import DataError, UserError
-from drivetrain.lazy import torch
-from drivetrain.spec import Count, Run
 
 
 class Own(Data):

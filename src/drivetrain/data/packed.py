@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from drivetrain.core.errors import DataError, UserError
+from drivetrain.core.lazy import torch
+from drivetrain.core.option import Count, Run
+from drivetrain.data.bad_samples import Faults
 from drivetrain.data.base import Data, Normalize, Splits
 from drivetrain.data.decoding import Decoding, cut_out
-from drivetrain.data.faults import Faults
-from drivetrain.errors import DataError, UserError
-from drivetrain.lazy import torch
-from drivetrain.spec import Count, Run
 
 FORMAT, VERSION = "drivetrain-packed", 2
 END, CRC, LABEL = range(3)  # the columns of a split's table: where a sample ends, its CRC-32, its class

@@ -13,12 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from drivetrain.core.errors import DataError, UserError
+from drivetrain.core.files import write_json
+from drivetrain.core.lazy import torch
 from drivetrain.data.base import Source, Splits
 from drivetrain.data.decoding import in_rgb
 from drivetrain.data.packed import CRC, END, FORMAT, LABEL, VERSION, open_split, read_index
-from drivetrain.errors import DataError, UserError
-from drivetrain.lazy import torch
-from drivetrain.measure.result import write_json
 
 CHUNK = 32 << 20  # bytes decoded between two entries of the journal, about
 PORTION = 16  # samples that a thread decodes at once

@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+from drivetrain.core.errors import DataError, UserError
 from drivetrain.data.archive import refuse_member
-from drivetrain.data.faults import Unreachable
+from drivetrain.data.bad_samples import Unreachable
 from drivetrain.data.images import IMAGES
-from drivetrain.errors import DataError, UserError
 
 MOST_SHARDS = 100_000
 MOST_LABEL = 1 << 20  # bytes of a label's file

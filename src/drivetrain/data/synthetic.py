@@ -7,10 +7,10 @@ from typing import Annotated
 
 import annotated_types
 
-from drivetrain import rng
+from drivetrain.core import rng
+from drivetrain.core.lazy import torch
+from drivetrain.core.option import Count, Run
 from drivetrain.data.base import Data, Splits, Tensors
-from drivetrain.lazy import torch
-from drivetrain.spec import Count, Run
 
 Shape = Annotated[Sequence[Count], annotated_types.MinLen(1)]  # of one input, without the batch
 

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from drivetrain.core.errors import UserError
+from drivetrain.core.lazy import torch
+from drivetrain.core.option import Count, Run
 from drivetrain.data.base import IGNORED, Data, Fraction, Splits
-from drivetrain.errors import UserError
-from drivetrain.lazy import torch
-from drivetrain.spec import Count, Run
 
 BEGIN = 256  # the token before a document's first byte
 VOCABULARY = 257  # 256 values of a byte, and BEGIN

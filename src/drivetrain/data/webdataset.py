@@ -9,15 +9,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
-from drivetrain import rng
-from drivetrain.data import faults, shards
+from drivetrain.core import rng
+from drivetrain.core.errors import DataError, UserError
+from drivetrain.core.lazy import torch
+from drivetrain.core.option import Count, Run
+from drivetrain.data import bad_samples, shards
+from drivetrain.data.bad_samples import MaxSkipped, OnError
 from drivetrain.data.base import Data, Fraction, Normalize, Splits, measured
 from drivetrain.data.decoding import Decoding
-from drivetrain.data.faults import MaxSkipped, OnError
 from drivetrain.data.images import IMAGENET
-from drivetrain.errors import DataError, UserError
-from drivetrain.lazy import torch
-from drivetrain.spec import Count, Run
 
 AT_ONCE = 16  # requests to a web server
 WINDOW = 1000  # the stream of the draws within windows; augmentation's lie below
@@ -134,7 +134,7 @@ class Shards(Decoding):
         self, table: _Table, size: int, buffer: int, max_pixels: int, on_error: OnError, max_skipped: MaxSkipped
     ) -> None:
         self.table, self.size, self.buffer, self.max_pixels = table, size, buffer, max_pixels
-        self.faults = faults.policy(on_error, max_skipped, len(self), self.name)
+        self.faults = bad_samples.policy(on_error, max_skipped, len(self), self.name)
         self.remote = any(map(shards.is_remote, table.files))
 
     def __len__(self) -> int:

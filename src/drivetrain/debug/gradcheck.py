@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
-from drivetrain.debug import Debug
-from drivetrain.errors import UserError
-from drivetrain.lazy import torch
-from drivetrain.plan import Request
-from drivetrain.spec import Count, Positive, Run
+from drivetrain.core.errors import UserError
+from drivetrain.core.lazy import torch
+from drivetrain.core.microbatch import Request
+from drivetrain.core.option import Count, Positive, Run
+from drivetrain.debug.base import Debug
 
 NUDGES = (0.1, 0.1, 0.01, 0.0)  # how far inputs are moved before a try: at a kink (ReLU's 0, a tie of maxima) no check holds
 
@@ -161,7 +161,7 @@ def _recorded(model: torch.nn.Module, x: torch.Tensor) -> tuple[dict[str, _Call]
 def _one_recording(
     model: torch.nn.Module, x: torch.Tensor, left_out: dict[str, str]
 ) -> tuple[dict[str, _Call], tuple[str, str] | None]:
-    from drivetrain.modes import Narrow
+    from drivetrain.debug.torch_modes import Narrow
 
     calls: dict[str, _Call] = {}
     inside: list[str] = []

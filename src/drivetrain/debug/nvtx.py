@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
+from drivetrain.core.lazy import torch
+from drivetrain.core.option import Count, CountOrZero, Run
 from drivetrain.debug.window import Window
-from drivetrain.lazy import torch
-from drivetrain.spec import Count, CountOrZero, Run
 
 
 class Nvtx(Window):

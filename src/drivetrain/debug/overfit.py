@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from drivetrain.debug import Debug
-from drivetrain.lazy import torch
-from drivetrain.plan import Micro, World, one_update
-from drivetrain.spec import Count, Positive, Run
+from drivetrain.core.lazy import torch
+from drivetrain.core.microbatch import Micro, one_update
+from drivetrain.core.option import Count, Positive, Run
+from drivetrain.core.world import World
+from drivetrain.debug.base import Debug
 
 
 class Overfit(Debug):

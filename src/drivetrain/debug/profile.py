@@ -13,9 +13,9 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+from drivetrain.core.lazy import torch
+from drivetrain.core.option import Count, CountOrZero
 from drivetrain.debug.window import Window
-from drivetrain.lazy import torch
-from drivetrain.spec import Count, CountOrZero
 
 PHASES = ("data", "forward", "backward", "update", "evaluate")
 

@@ -12,10 +12,10 @@ from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
-from drivetrain.debug import Debug
-from drivetrain.lazy import torch
-from drivetrain.plan import Micro
-from drivetrain.spec import CountOrZero, Run
+from drivetrain.core.lazy import torch
+from drivetrain.core.microbatch import Micro
+from drivetrain.core.option import CountOrZero, Run
+from drivetrain.debug.base import Debug
 
 _COUNTERS = os.path.join("torch", "optim", "optimizer.py")  # reads its step counters, which live on the host on any device
 
@@ -40,11 +40,17 @@ class Sync(Debug):
     def attach(self, trainer: Any) -> None:
         if trainer.parallel.world.rank != 0:
             return
-        from drivetrain import modes
+        from drivetrain.debug import torch_modes
 
         self._trainer, before = trainer, trainer.watch
         self._on_purpose = type(trainer)._after_update.__code__
-        files = (os.path.dirname(str(torch.__file__)) + os.sep, modes.__file__, __file__, warnings.__file__, contextlib.__file__)
+        files = (
+            os.path.dirname(str(torch.__file__)) + os.sep,
+            torch_modes.__file__,
+            __file__,
+            warnings.__file__,
+            contextlib.__file__,
+        )
         self._between = tuple(map(str, files))  # between a call and whose it is
         trainer.watch = lambda stream: self._watched(before(stream))
 
@@ -62,7 +68,7 @@ class Sync(Debug):
     def _watching(self) -> AbstractContextManager[Any]:
         if self._trainer.device.type == "cuda":
             return self._told_by_cuda()
-        from drivetrain.modes import Calls
+        from drivetrain.debug.torch_modes import Calls
 
         return Calls(self._count)
 

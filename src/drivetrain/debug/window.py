@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from drivetrain.debug import Debug
-from drivetrain.lazy import torch
-from drivetrain.plan import Micro, one_update
-from drivetrain.spec import Run
+from drivetrain.core.lazy import torch
+from drivetrain.core.microbatch import Micro, one_update
+from drivetrain.core.option import Run
+from drivetrain.debug.base import Debug
 
 Mark = Callable[[str], AbstractContextManager[Any]]
 

@@ -8,16 +8,16 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from drivetrain.cores import usable_cores
-from drivetrain.lazy import torch
+from drivetrain.core.cpus import usable_cores
+from drivetrain.core.lazy import torch
+from drivetrain.core.microbatch import Micro, Request
+from drivetrain.core.option import Positive
+from drivetrain.core.tensors import Tensors
 from drivetrain.loader.base import Loader, Pipeline, quicker_reading
 from drivetrain.loader.device import Device
 from drivetrain.loader.resident import Resident, free_memory
 from drivetrain.loader.threads import Threads
 from drivetrain.loader.workers import Workers
-from drivetrain.plan import Micro, Request
-from drivetrain.spec import Positive
-from drivetrain.tensors import Tensors
 
 CLOSE = 0.95  # of the best: then the simpler one is taken
 ROUNDS = 3

@@ -6,11 +6,11 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from drivetrain.cores import usable_cores
-from drivetrain.errors import Interrupted
-from drivetrain.lazy import torch
-from drivetrain.plan import Micro, Request
-from drivetrain.spec import Part, Run
+from drivetrain.core.cpus import usable_cores
+from drivetrain.core.errors import Interrupted
+from drivetrain.core.lazy import torch
+from drivetrain.core.microbatch import Micro, Request
+from drivetrain.core.option import Part, Run
 
 Batch = tuple[Any, Any]  # inputs and targets
 

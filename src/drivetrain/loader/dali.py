@@ -8,12 +8,12 @@ from functools import cache
 from itertools import chain
 from typing import Any, Literal
 
-from drivetrain.cores import usable_cores
-from drivetrain.errors import DataError
-from drivetrain.lazy import torch
+from drivetrain.core.cpus import usable_cores
+from drivetrain.core.errors import DataError
+from drivetrain.core.lazy import torch
+from drivetrain.core.microbatch import Request
+from drivetrain.core.option import Count, Run, needs_extra
 from drivetrain.loader.base import Loader, Pipeline, quicker_reading
-from drivetrain.plan import Request
-from drivetrain.spec import Count, Run, needs_extra
 
 
 class Dali(Loader):

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
-from drivetrain.lazy import torch
+from drivetrain.core.lazy import torch
+from drivetrain.core.microbatch import Micro, Request
+from drivetrain.core.option import Count
 from drivetrain.loader.base import Loader, Pipeline, quicker_reading
 from drivetrain.loader.threads import Threads
 from drivetrain.loader.workers import Workers
-from drivetrain.plan import Micro, Request
-from drivetrain.spec import Count
 
 
 class Device(Loader):

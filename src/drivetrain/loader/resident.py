@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from drivetrain.errors import UserError
-from drivetrain.lazy import torch
+from drivetrain.core.errors import UserError
+from drivetrain.core.lazy import torch
+from drivetrain.core.microbatch import Micro, Request
+from drivetrain.core.option import Share
+from drivetrain.core.tensors import Tensors
 from drivetrain.loader.base import Loader, Pipeline
 from drivetrain.loader.threads import Threads
-from drivetrain.plan import Micro, Request
-from drivetrain.spec import Share
-from drivetrain.tensors import Tensors
 
 CHUNK = 256  # samples that are read at once
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any, Literal
 
-from drivetrain.cores import usable_cores
-from drivetrain.lazy import torch
+from drivetrain.core.cpus import usable_cores
+from drivetrain.core.lazy import torch
+from drivetrain.core.microbatch import Request
+from drivetrain.core.option import Count, Positive
 from drivetrain.loader.base import Batch, Loader, Pipeline, quicker_reading, too_late
-from drivetrain.plan import Request
-from drivetrain.spec import Count, Positive
 
 LAST_JOB = 1.0  # seconds that a thread has to end what it does
 PIECES = 2  # of a batch, for each thread: small enough that all finish together

@@ -7,11 +7,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from drivetrain.errors import DataError, Interrupted
-from drivetrain.lazy import torch
+from drivetrain.core.errors import DataError, Interrupted
+from drivetrain.core.lazy import torch
+from drivetrain.core.microbatch import Request
+from drivetrain.core.option import Count, NonNegative
 from drivetrain.loader.base import Loader, Pipeline, quicker_reading, too_late
-from drivetrain.plan import Request
-from drivetrain.spec import Count, NonNegative
 
 LAST_WORD = 1.0  # seconds from a broken connection to the news that its worker was killed
 

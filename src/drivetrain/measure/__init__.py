@@ -1,0 +1,1 @@
+"""What techniques bring and cost, measured."""

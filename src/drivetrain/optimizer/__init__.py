@@ -1,4 +1,4 @@
-"""Optimizers: torch's own, the large-batch and recent ones of drivetrain.optimizers, timm's and apex's; fast forms by default."""
+"""Optimizers: torch's own, those of drivetrain.optimizer.algorithms, timm's and apex's; fast forms by default."""
 
 from drivetrain.optimizer.base import Optimizer, eager_step, without_compiler
 from drivetrain.optimizer.builtin import Adafactor, Adagrad, Adam, AdamW, RmsProp, Sgd

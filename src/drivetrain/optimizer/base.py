@@ -8,10 +8,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
-from drivetrain.lazy import torch
+from drivetrain.core.lazy import torch
+from drivetrain.core.option import Run
 from drivetrain.optimizer.groups import flat, parameter_groups
 from drivetrain.optimizer.knobs import Knobs
-from drivetrain.spec import Run
 
 Form = Literal["fused", "foreach", "loop"]
 CACHED = 1 << 20  # elements; on a CPU more than these leave the cache between two multi-tensor operations, which then lose
@@ -29,7 +29,7 @@ class Optimizer(Knobs):
     fused_on: ClassVar[tuple[str, ...]] = ()  # the devices on which it has a fused form
     has_foreach: ClassVar[bool] = True
     elementwise: ClassVar[bool] = False  # an element's update needs that element's gradient alone: shards do as well
-    in_chunks: ClassVar[bool] = False  # its foreach form works on what a CPU's cache holds (drivetrain.optimizers.flat)
+    in_chunks: ClassVar[bool] = False  # its foreach form works on what a CPU's cache holds (drivetrain.optimizer.algorithms.flat)
 
     def check(self, run: Run) -> Iterator[str]:
         name = run.named("optimizer")

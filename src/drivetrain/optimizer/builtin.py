@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from drivetrain.lazy import torch
+from drivetrain.core.lazy import torch
+from drivetrain.core.option import Momentum, NonNegative, Positive, Run
 from drivetrain.optimizer.base import Form, Optimizer
-from drivetrain.spec import Momentum, NonNegative, Positive, Run
 
 
 @dataclass(kw_only=True, eq=False)

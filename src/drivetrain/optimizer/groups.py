@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
-from drivetrain.blocks import repeated_blocks
-from drivetrain.errors import UserError, did_you_mean
-from drivetrain.lazy import torch
+from drivetrain.core.blocks import repeated_blocks
+from drivetrain.core.errors import UserError, did_you_mean
+from drivetrain.core.lazy import torch
 from drivetrain.optimizer.knobs import Knobs
 
 Tags = Callable[[str, bool], dict[str, Any]]  # (parameter's name, whether it decays) → what else its group says

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from annotated_types import Gt, Le
 
-from drivetrain.spec import NonNegative, Part, Positive
+from drivetrain.core.option import NonNegative, Part, Positive
 
 Falling = Annotated[float, Gt(0), Le(1)]  # above 0 … 1
 

@@ -1,4 +1,4 @@
-"""Optimizers for large batches: the size of an update is set layer by layer (drivetrain.optimizers)."""
+"""Optimizers for large batches: the size of an update is set layer by layer (drivetrain.optimizer.algorithms)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from drivetrain.lazy import torch
+from drivetrain.core.lazy import torch
+from drivetrain.core.option import Momentum, NonNegative, Positive, Run
 from drivetrain.optimizer.base import Form, Optimizer
-from drivetrain.spec import Momentum, NonNegative, Positive, Run
 
 
 @dataclass(kw_only=True, eq=False)
@@ -23,7 +23,7 @@ class Layerwise(Optimizer):
 
 @dataclass(kw_only=True, eq=False)
 class Lars(Layerwise):
-    """Layer-wise adaptive rate scaling (You et al. 2017): drivetrain.optimizers.lars states the rules."""
+    """Layer-wise adaptive rate scaling (You et al. 2017): drivetrain.optimizer.algorithms.lars states the rules."""
 
     lr: Positive = 5.0
     weight_decay: NonNegative = 1e-4
@@ -32,14 +32,14 @@ class Lars(Layerwise):
     trust: Positive = 0.001
 
     def make(self, groups: list[dict[str, Any]], form: Form) -> torch.optim.Optimizer:
-        from drivetrain.optimizers.lars import Lars
+        from drivetrain.optimizer.algorithms.lars import Lars
 
         return Lars(groups, loop=form == "loop", **self.own())
 
 
 @dataclass(kw_only=True, eq=False)
 class Lamb(Layerwise):
-    """Layer-wise adaptive moments (You et al. 2020): drivetrain.optimizers.lamb states the rules."""
+    """Layer-wise adaptive moments (You et al. 2020): drivetrain.optimizer.algorithms.lamb states the rules."""
 
     fused_on = ("cpu", "cuda")
     lr: Positive = 0.02
@@ -50,7 +50,7 @@ class Lamb(Layerwise):
     bias_correction: bool = True
 
     def make(self, groups: list[dict[str, Any]], form: Form) -> torch.optim.Optimizer:
-        from drivetrain.optimizers.lamb import Lamb
+        from drivetrain.optimizer.algorithms.lamb import Lamb
 
         return Lamb(groups, fused=form == "fused", loop=form == "loop", **self.own())
 
@@ -71,7 +71,7 @@ class NvLamb(Lamb):
 
 @dataclass(kw_only=True, eq=False)
 class NovoGrad(Optimizer):
-    """Layer-wise second moments (Ginsburg et al. 2019): drivetrain.optimizers.novograd states the rules."""
+    """Layer-wise second moments (Ginsburg et al. 2019): drivetrain.optimizer.algorithms.novograd states the rules."""
 
     in_chunks = True
     lr: Positive = 0.02
@@ -82,6 +82,6 @@ class NovoGrad(Optimizer):
     grad_averaging: bool = False
 
     def make(self, groups: list[dict[str, Any]], form: Form) -> torch.optim.Optimizer:
-        from drivetrain.optimizers.novograd import NovoGrad
+        from drivetrain.optimizer.algorithms.novograd import NovoGrad
 
         return NovoGrad(groups, loop=form == "loop", **self.own())

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
-from drivetrain.errors import UserError, did_you_mean
-from drivetrain.lazy import torch
+from drivetrain.core.errors import UserError, did_you_mean
+from drivetrain.core.lazy import torch
+from drivetrain.core.option import Momentum, NonNegative, Positive, Run
 from drivetrain.optimizer.base import Form, Optimizer
-from drivetrain.spec import Momentum, NonNegative, Positive, Run
 
 
 @dataclass(kw_only=True, eq=False)

@@ -1,4 +1,4 @@
-"""Muon, Lion and schedule-free AdamW (drivetrain.optimizers)."""
+"""Muon, Lion and schedule-free AdamW (drivetrain.optimizer.algorithms)."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Gt, Lt
 
-from drivetrain.errors import UserError
-from drivetrain.lazy import torch
+from drivetrain.core.errors import UserError
+from drivetrain.core.lazy import torch
+from drivetrain.core.option import Count, Momentum, NonNegative, Positive, Run
 from drivetrain.optimizer.base import Form, Optimizer, eager_step
 from drivetrain.optimizer.groups import matches, unmatched
-from drivetrain.spec import Count, Momentum, NonNegative, Positive, Run
 
 
 @dataclass(kw_only=True, eq=False)
 class Muon(Optimizer):
-    """Muon for the hidden matrices, AdamW for the rest (Jordan et al. 2024): drivetrain.optimizers.muon states the rules.
+    """Muon for the hidden matrices, AdamW for the rest (Jordan et al. 2024): algorithms/muon.py states the rules.
 
     Hidden are the weights of linear layers and convolutions (a kernel as a matrix of out × in·h·w) and attention's input
     projections, but for the model's first and last such layer. AdamW takes those two, embeddings, vectors, other tensors and
@@ -50,7 +50,7 @@ class Muon(Optimizer):
         return lambda name, decayed: {"matrix": name in hidden}
 
     def make(self, groups: list[dict[str, Any]], form: Form) -> torch.optim.Optimizer:
-        from drivetrain.optimizers import muon
+        from drivetrain.optimizer.algorithms import muon
 
         ours = [{k: v for k, v in g.items() if k != "matrix"} for g in groups if g["matrix"]]
         rest = [
@@ -84,7 +84,7 @@ def hidden_matrices(model: torch.nn.Module) -> set[str]:
 
 @dataclass(kw_only=True, eq=False)
 class Lion(Optimizer):
-    """Evolved sign momentum (Chen et al. 2023): drivetrain.optimizers.lion states the rules."""
+    """Evolved sign momentum (Chen et al. 2023): drivetrain.optimizer.algorithms.lion states the rules."""
 
     elementwise = True
     in_chunks = True
@@ -94,14 +94,14 @@ class Lion(Optimizer):
     beta2: Momentum = 0.99
 
     def make(self, groups: list[dict[str, Any]], form: Form) -> torch.optim.Optimizer:
-        from drivetrain.optimizers.lion import Lion
+        from drivetrain.optimizer.algorithms.lion import Lion
 
         return Lion(groups, loop=form == "loop", **self.own())
 
 
 @dataclass(kw_only=True, eq=False)
 class ScheduleFree(Optimizer):
-    """Schedule-free AdamW (Defazio et al. 2024): drivetrain.optimizers.schedulefree states the rules.
+    """Schedule-free AdamW (Defazio et al. 2024): drivetrain.optimizer.algorithms.schedulefree states the rules.
 
     Evaluated and saved are the averaged weights; BatchNorm's running statistics stay those of the trained ones.
     """
@@ -126,7 +126,7 @@ class ScheduleFree(Optimizer):
             yield f"{run.named('optimizer')} evaluates an average already: {run.named('ema')} averages what is trained"
 
     def make(self, groups: list[dict[str, Any]], form: Form) -> torch.optim.Optimizer:
-        from drivetrain.optimizers.schedulefree import ScheduleFree
+        from drivetrain.optimizer.algorithms.schedulefree import ScheduleFree
 
         return ScheduleFree(groups, loop=form == "loop", **self.own())
 

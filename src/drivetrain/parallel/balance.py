@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import accumulate, pairwise
 
-from drivetrain.errors import UserError
-from drivetrain.lazy import torch
+from drivetrain.core.errors import UserError
+from drivetrain.core.lazy import torch
 
 TIMES = 3  # the quickest of so many forwards counts
 

@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import Any
 
-from drivetrain.lazy import torch
-from drivetrain.parallel.place import launched
-from drivetrain.plan import World
-from drivetrain.spec import Part, Run
+from drivetrain.core.lazy import torch
+from drivetrain.core.option import Part, Run
+from drivetrain.core.world import World
+from drivetrain.parallel.environment import launched
 
 _NULL = nullcontext()
 Weights = dict[str, Any]  # under plain names

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from drivetrain.errors import UserError
+from drivetrain.core.errors import UserError
 from drivetrain.parallel.stages import Row, back
 
 Ranges = Sequence[tuple[int, int]]  # of the blocks in the row: each stage's first, and the one after its last

@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from drivetrain.lazy import torch
-from drivetrain.parallel.ranks import Ranks
-from drivetrain.spec import Count, Positive, Run
+from drivetrain.core.lazy import torch
+from drivetrain.core.option import Count, Positive, Run
+from drivetrain.parallel.process_group import Ranks
 
 _NULL = nullcontext()
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from drivetrain.blocks import described, repeated_blocks
-from drivetrain.lazy import torch
+from drivetrain.core.blocks import described, repeated_blocks
+from drivetrain.core.lazy import torch
+from drivetrain.core.option import Count, Run
 from drivetrain.parallel.sharded import Sharded, is_sharded
-from drivetrain.spec import Count, Run
 
 
 @dataclass(kw_only=True, eq=False)

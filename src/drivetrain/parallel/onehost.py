@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from drivetrain.blocks import blocks_in_a_row
-from drivetrain.errors import UserError
-from drivetrain.lazy import torch
+from drivetrain.core.blocks import blocks_in_a_row
+from drivetrain.core.errors import UserError
+from drivetrain.core.lazy import torch
+from drivetrain.core.option import Run
 from drivetrain.parallel import balance
 from drivetrain.parallel.base import Parallel
-from drivetrain.parallel.place import cuda_devices
-from drivetrain.spec import Run
+from drivetrain.parallel.environment import cuda_devices
 
 
 class Dp(Parallel):

@@ -14,17 +14,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from drivetrain.blocks import blocks_in_a_row
-from drivetrain.errors import UserError
-from drivetrain.lazy import torch
+from drivetrain.core.blocks import blocks_in_a_row
+from drivetrain.core.errors import UserError
+from drivetrain.core.lazy import torch
+from drivetrain.core.microbatch import Micro
+from drivetrain.core.option import Count, Run
 from drivetrain.parallel import balance
 from drivetrain.parallel.base import State, Weights
 from drivetrain.parallel.fsdp import fully_shard_block
 from drivetrain.parallel.sharded import Sharded, is_sharded, shard_of
 from drivetrain.parallel.tensor import cannot_be_laid, lay
-from drivetrain.pieces import merged
-from drivetrain.plan import Micro
-from drivetrain.spec import Count, Run
+from drivetrain.saving.sharded_checkpoint import merged
 
 
 @dataclass(kw_only=True, eq=False)

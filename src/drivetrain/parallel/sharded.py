@@ -13,11 +13,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from drivetrain.lazy import torch
+from drivetrain.core.lazy import torch
+from drivetrain.core.option import Run
 from drivetrain.parallel.base import State, Weights
-from drivetrain.parallel.ranks import Ranks
-from drivetrain.pieces import names_of
-from drivetrain.spec import Run
+from drivetrain.parallel.process_group import Ranks
+from drivetrain.saving.sharded_checkpoint import names_of
 
 _NULL = nullcontext()
 

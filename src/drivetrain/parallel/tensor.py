@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from drivetrain.blocks import repeated_blocks
-from drivetrain.errors import UserError
-from drivetrain.lazy import torch
+from drivetrain.core.blocks import repeated_blocks
+from drivetrain.core.errors import UserError
+from drivetrain.core.lazy import torch
+from drivetrain.core.option import Count, Run
 from drivetrain.parallel.fsdp import fully_shard_blocks
+from drivetrain.parallel.rank_work import Work
 from drivetrain.parallel.sharded import Sharded
-from drivetrain.parallel.work import Work
-from drivetrain.spec import Count, Run
 
 
 @dataclass(kw_only=True, eq=False)
@@ -101,7 +101,7 @@ def plan_for(block: Any) -> Plan | None:
     from timm.layers.attention import Attention
     from timm.layers.mlp import Mlp
 
-    from drivetrain.models import gpt
+    from drivetrain.model import gpt
 
     attn, mlp = getattr(block, "attn", None), getattr(block, "mlp", None)
     if (

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
-from drivetrain import onepixel
-from drivetrain.lazy import torch
-from drivetrain.precision import Precision
-from drivetrain.spec import Run
+from drivetrain.core.lazy import torch
+from drivetrain.core.option import Run
+from drivetrain.precision import one_pixel_conv
+from drivetrain.precision.base import Precision
 
 
 class Bf16Pure(Precision):
@@ -38,7 +38,7 @@ class Bf16Pure(Precision):
 
     def convert(self, model: torch.nn.Module, example: torch.Tensor) -> torch.nn.Module:
         if self._device.type == "cpu":
-            self.said += onepixel.without_strides(model, example)
+            self.said += one_pixel_conv.without_strides(model, example)
         norms = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._NormBase)]
         stay = {id(p) for m in norms for p in m.parameters(recurse=False)}
         mine = {n: p for n, p in model.named_parameters() if p.is_floating_point() and id(p) not in stay}

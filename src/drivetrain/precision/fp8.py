@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
-from drivetrain.errors import UserError
-from drivetrain.lazy import torch
-from drivetrain.precision import Bf16
-from drivetrain.spec import Count, Run, needs_extra
+from drivetrain.core.errors import UserError
+from drivetrain.core.lazy import torch
+from drivetrain.core.option import Count, Run, needs_extra
+from drivetrain.precision.base import Bf16
 
 
 class Fp8(Bf16):

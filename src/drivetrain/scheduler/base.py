@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from drivetrain.lazy import torch
-from drivetrain.plan import Horizon, horizon, length_problem
-from drivetrain.spec import Length, Part, Run, Share
+from drivetrain.core.horizon import Horizon, horizon, length_problem
+from drivetrain.core.lazy import torch
+from drivetrain.core.option import Length, Part, Run, Share
 
 
 class Scheduler(Part):

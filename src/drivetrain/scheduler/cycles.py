@@ -9,11 +9,11 @@ from typing import Annotated, Literal, NamedTuple
 
 from annotated_types import Len
 
-from drivetrain.errors import UserError
-from drivetrain.lazy import torch
-from drivetrain.plan import Horizon
+from drivetrain.core.errors import UserError
+from drivetrain.core.horizon import Horizon
+from drivetrain.core.lazy import torch
+from drivetrain.core.option import Length, Momentum, Positive, Run, Share
 from drivetrain.scheduler.base import Scheduler, no_length, put, too_long, too_short
-from drivetrain.spec import Length, Momentum, Positive, Run, Share
 
 Range = Annotated[list[Momentum], Len(2, 2)]  # [low, high]
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from itertools import accumulate
 from typing import Literal
 
-from drivetrain.plan import Horizon
+from drivetrain.core.horizon import Horizon
+from drivetrain.core.option import Count, Length, Positive, Run, Share
 from drivetrain.scheduler.base import Scheduler, no_length, too_long, too_short
-from drivetrain.spec import Count, Length, Positive, Run, Share
 
 
 class Falling(Scheduler):

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from drivetrain.plan import Horizon
+from drivetrain.core.horizon import Horizon
+from drivetrain.core.option import CountOrZero, Length, Momentum, NonNegative, Run, Share
 from drivetrain.scheduler.base import Scheduler
-from drivetrain.spec import CountOrZero, Length, Momentum, NonNegative, Run, Share
 
 
 class Plateau(Scheduler):

@@ -9,9 +9,9 @@ from typing import Annotated
 
 from annotated_types import MinLen
 
-from drivetrain.plan import Horizon
+from drivetrain.core.horizon import Horizon
+from drivetrain.core.option import Length, Run, Share
 from drivetrain.scheduler.base import Scheduler, no_length
-from drivetrain.spec import Length, Run, Share
 
 
 class MultiStep(Scheduler):

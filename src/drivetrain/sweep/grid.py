@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from drivetrain import recipe as recipes
-from drivetrain.compose import options
-from drivetrain.errors import UserError
-from drivetrain.job import Job
-from drivetrain.job import prepare as prepare_job
-from drivetrain.words import as_word, key_of, readable
+from drivetrain.config.compose import options
+from drivetrain.core.errors import UserError
+from drivetrain.core.overrides import as_word, key_of, readable
+from drivetrain.launch.job import Job
+from drivetrain.launch.job import prepare as prepare_job
+from drivetrain.recipe import reader as recipes
 
 
 @dataclass

@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from drivetrain import environment, terminal
-from drivetrain.measure.result import Result, write_json
-from drivetrain.spec import Run
-from drivetrain.sweep.folder import FINAL, Entry, Sweep
-from drivetrain.sweep.settings import is_hydras
+from drivetrain.core.files import write_json
+from drivetrain.core.option import Run
+from drivetrain.run import environment
+from drivetrain.run.result import Result
+from drivetrain.sweep.options import is_hydras
+from drivetrain.sweep.store import FINAL, Entry, Sweep
+from drivetrain.ui import terminal
 
 
 @dataclass

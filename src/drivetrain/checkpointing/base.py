@@ -1,0 +1,134 @@
+"""Activation checkpointing: forget activations, recompute them in the backward (Chen et al. 2016)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge
+
+from drivetrain.core.blocks import blocks_for, described
+from drivetrain.core.lazy import torch
+from drivetrain.core.option import Count, Part, Run, Share
+
+
+class Checkpointing(Part):
+    """checkpointing=none: every activation is kept."""
+
+    budget = 1.0  # of the activations that a compiler would keep
+
+    def apply(self, model: torch.nn.Module) -> list[str]:
+        """Change the model's forward in place (its parameters keep their names); what was changed, a line each."""
+        return []
+
+
+class Blocks(Checkpointing):
+    """Each repeated block (a transformer's layers, a ResNet's bottlenecks) keeps only its input.
+
+    `block` names the block's class where the model's own repetition is not the one wanted.
+    """
+
+    name = "blocks"
+
+    def __init__(self, block: str | None = None) -> None:
+        self.block = block
+
+    def check(self, run: Run) -> Iterator[str]:
+        if run.choices["compile"] == "jit":
+            yield (
+                f"{run.named('checkpointing')} and compile=jit exclude each other (TorchScript keeps every activation): "
+                "set compile=inductor or checkpointing=none"
+            )
+
+    def apply(self, model: torch.nn.Module) -> list[str]:
+        from drivetrain.checkpointing.recompute import checkpoint_forward
+
+        blocks = self.chosen(blocks_for(f"checkpointing={self.name}", "checkpointing.block", model, self.block))
+        for block in blocks:
+            checkpoint_forward(block, self.rule())
+        return [f"{described(blocks)} recomputed in the backward{self.kept()}"]
+
+    def chosen(self, blocks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        """Those of the model's blocks that are recomputed."""
+        return blocks
+
+    def rule(self) -> Any:
+        """What makes the rule of which results to keep; None keeps nothing but a block's input."""
+        return None
+
+    def kept(self) -> str:
+        """The report's word on what is kept."""
+        return ""
+
+
+class EveryK(Blocks):
+    """Every k-th block is recomputed, from the first on; the others keep their activations.
+
+    Single blocks and not segments of k: they need nothing known of the code that calls them one after the other.
+    """
+
+    name = "every_k"
+
+    def __init__(self, k: Annotated[int, Ge(2)] = 2, block: str | None = None) -> None:
+        super().__init__(block)
+        self.k = k
+
+    def chosen(self, blocks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        return blocks[:: self.k]
+
+
+class Selective(Blocks):
+    """Within each block keep what is dear to compute, recompute what is cheap.
+
+    `products` keeps matrix products, convolutions and attention that sum over at least `min_depth` terms, so that
+    activations, normalisations, dropout, resampling and shallow products are recomputed; `half` keeps every second of
+    those (as torchtitan does); `attention` keeps attention alone.
+    """
+
+    name = "selective"
+
+    def __init__(
+        self,
+        policy: Literal["products", "half", "attention"] = "products",
+        min_depth: Count = 32,
+        block: str | None = None,
+    ) -> None:
+        super().__init__(block)
+        self.policy, self.min_depth = policy, min_depth
+
+    def check(self, run: Run) -> Iterator[str]:
+        yield from super().check(run)
+        if run.choices["compile"] == "step":
+            yield (
+                "checkpointing=selective has nothing to select in compile=step, whose graph is recorded with the backward: "
+                "set checkpointing=blocks, or compile=inductor"
+            )
+
+    def rule(self) -> Any:
+        from drivetrain.checkpointing import recompute
+
+        make = getattr(recompute, self.policy)
+        return lambda: make(self.min_depth)
+
+    def kept(self) -> str:
+        return f", {self.policy} kept"
+
+
+class Budget(Checkpointing):
+    """The compiler chooses what to recompute, the cheapest first, so that about `budget` of the activations are kept.
+
+    1 is what the compiler would keep anyway, 0 what `blocks` keeps (torch._functorch.config.activation_memory_budget).
+    """
+
+    def __init__(self, budget: Share = 0.5) -> None:
+        self.budget = budget
+
+    def check(self, run: Run) -> Iterator[str]:
+        if run.choices["compile"] not in ("inductor", "regional"):
+            yield (
+                f"checkpointing=budget is the compiler's to keep, and {run.named('compile')} has none that splits the forward "
+                "from the backward: set compile=inductor or regional, or checkpointing=selective"
+            )
+
+    def apply(self, model: torch.nn.Module) -> list[str]:
+        return [f"the compiler keeps about {self.budget:g} of the activations that it would keep"]

@@ -1,0 +1,75 @@
+"""`drivetrain show`: the schedule that a config composes, drawn before anything is trained."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from drivetrain.core import horizon as horizons
+from drivetrain.core.errors import UserError
+from drivetrain.core.horizon import Horizon
+from drivetrain.core.option import Run
+from drivetrain.core.world import World
+from drivetrain.launch.job import prepare
+from drivetrain.ui import plots, terminal
+
+MOST_POINTS = 20_000  # of a curve; a longer run is looked at evenly
+
+
+def show(overrides: Sequence[str], config_dirs: Sequence[str], file: Path | None = None) -> None:
+    """Draw what `drivetrain train` with these overrides would follow; into `file` as a PNG if one is given."""
+    job = prepare(overrides, config_dirs)
+    for line in job.said:
+        terminal.say(line)
+    over = _horizon(job.run)
+    curves = _curves(job.run, over)
+    if file is None:
+        print(_title(job.run, over))
+        print(plots.text(curves, over, min(100, shutil.get_terminal_size((90, 24)).columns)))
+        print(_summary(curves[0]))
+    else:
+        plots.png(curves, over, _title(job.run, over), file)
+        print(f"written to {file}")
+    if job.run.scheduler.remark:
+        print(f"{job.run.named('scheduler')}: {job.run.scheduler.remark}")
+
+
+def _horizon(run: Run) -> Horizon:
+    over, samples = horizons.horizon(run), run.data.train_samples()
+    if over is None:  # only reading tells
+        import torch
+
+        source = run.data.load(torch.device("cpu")).train
+        run.batch.start(source, run.runtime.seed, World())
+        samples = len(source)
+        over = horizons.horizon(run, samples)
+    if over is None:
+        raise UserError(
+            f"batch.global_batch={run.batch.global_batch} is more than the {samples} training samples: no update is made"
+        )
+    return over.at_most(run.debug.updates)
+
+
+def _curves(run: Run, over: Horizon) -> list[plots.Curve]:
+    run.scheduler.lay(over)
+    base = run.optimizer.lr * run.batch.lr_factor()
+    updates = range(0, over.updates, -(-over.updates // MOST_POINTS))
+    rates = [(u, base * run.scheduler.multiple(u)) for u in updates]
+    curves = [plots.Curve("lr", rates, 0.0, max(rate for _, rate in rates) or 1.0)]
+    momenta = [(u, m) for u in updates if (m := run.scheduler.momentum_at(u)) is not None]
+    if momenta:
+        low, high = min(m for _, m in momenta), max(m for _, m in momenta)
+        curves.append(plots.Curve("momentum", momenta, low, high if high > low else low + 1))
+    return curves
+
+
+def _title(run: Run, over: Horizon) -> str:
+    updates = f"{over.updates:,} updates, {over.ends[0]:,} an epoch{' at first' if run.batch.grow_every else ''}"
+    return f"{run.named('scheduler')} {run.named('optimizer')} optimizer.lr={run.optimizer.lr:g}: {updates}"
+
+
+def _summary(curve: plots.Curve) -> str:
+    top = max(curve.points, key=lambda point: point[1])
+    first, last = curve.points[0][1], curve.points[-1][1]
+    return f"{curve.name}: {first:.2e} at first, {top[1]:.2e} at update {top[0]:,}, {last:.2e} at the last"

@@ -1,0 +1,276 @@
+"""Forward, backward, clipping and update as one compiled graph; on CUDA replayed by a single launch.
+
+The first update runs op by op: it makes the optimizer's state. The second runs op by op too, while every tensor
+operation below autograd is recorded (make_fx on real tensors); parameters, buffers, optimizer state, gradients and
+learning rates are the graph's inputs, written in place. Inductor then compiles the recording. What a recording cannot
+hold (a value read back to Python, a count kept in Python) is noticed, and training goes on without it, with the reason.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch._inductor
+from torch._guards import TracingContext, tracing
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from drivetrain.core.microbatch import Micro
+
+# Recomputed activations (activation checkpointing) stay where the backward wants them: sorting by locality moves them up.
+INDUCTOR = {"reorder_for_locality": False}
+# torch.optim's own switches for an update without Python numbers in it; the compiler fuses it.
+TRACEABLE = {"fused": False, "foreach": True, "capturable": True}
+
+Graph = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # inputs, targets, weight → loss
+
+
+class CannotRecordError(Exception):
+    """Why a step cannot be one graph."""
+
+
+class WholeStep:
+    """Takes the place of a trainer's `micro` and `update`: one graph for each shape of a micro-batch.
+
+    Where a step cannot be recorded, `otherwise` makes the forward to go on with.
+    """
+
+    def __init__(self, trainer: Any, otherwise: Callable[[], Any], cudagraph: bool) -> None:
+        self.trainer, self._otherwise, self._cudagraph = trainer, otherwise, cudagraph
+        self._micro, self._update, self._zero_grad = trainer.micro, trainer.update, trainer.zero_grad
+        trainer.micro, trainer.update, trainer.zero_grad = self.micro, self.update, self.zero_grad
+        self.seconds = 0.0  # recording and compiling
+        self._op_by_op, self._begun = True, False
+        self._updated = False  # the window's last micro-batch has updated already
+        self._graphs: dict[tuple[Any, ...], Graph] = {}
+        self._trained: list[torch.nn.Parameter] = []  # what gets gradients
+        self._sums: list[torch.Tensor] = []  # their gradients, where an update has several micro-batches
+        self._rates: list[torch.Tensor] = []
+
+    def micro(self, micro: Micro) -> torch.Tensor:
+        """Forward and backward of one micro-batch, after the last of an update the update too; its loss."""
+        if not self._op_by_op and micro.last:
+            self._set_rates()
+            if self._numbers() != self._recorded:
+                self._give_up("a schedule moves a number of the optimizer other than its learning rate (momentum, weight decay)")
+        if self._op_by_op:
+            return self._micro(micro)
+        if not micro.last and not self._sums:
+            self._sums = [torch.zeros_like(p) for p in self._trained]
+        key = (micro.last, bool(self._sums), *(f for t in (micro.x, micro.y) for f in (t.shape, t.dtype, t.stride())))
+        graph = self._graphs.get(key)
+        if graph is None:
+            return self._record(key, micro)
+        self._updated = micro.last
+        return self._called(graph, micro)
+
+    def update(self) -> bool:
+        """The update, unless the graph has made it."""
+        if self._updated:
+            self._updated = False
+            return True
+        trained = [p for p in self.trainer.model.parameters() if p.grad is not None]
+        done = self._update()
+        if done and not self._begun:
+            self._begin(trained)
+        return done
+
+    def zero_grad(self) -> None:
+        """Forget the gradients; graphs forget theirs themselves, unless an update is begun anew."""
+        if self._op_by_op:
+            self._zero_grad()
+        elif self._sums:
+            torch._foreach_zero_(self._sums)
+
+    def _called(self, graph: Graph, micro: Micro) -> torch.Tensor:
+        try:
+            return graph(micro.x, micro.y, micro.weight)
+        except Exception as error:  # weights may be new, others old: no one may take this for an update to repeat
+            raise RuntimeError(f"compile=step: the graph of an update failed half-way: {_first_line(error)}") from None
+
+    def _begin(self, trained: list[torch.nn.Parameter]) -> None:
+        """From here on by graphs: the optimizer has its state now, and we know which parameters get gradients."""
+        self._trained, self._begun, self._op_by_op = trained, True, False
+        device = trained[0].device
+        self._rates_set = [float(group["lr"]) for group in self._groups]
+        self._rates = [torch.tensor(lr, device=device) for lr in self._rates_set]
+        self._recorded = self._numbers()
+        for state in self.trainer.optimizer.state.values():  # counters that torch keeps on the CPU would not reach the graph
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value.device != device:
+                    state[name] = value.to(device)
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return self.trainer.optimizer.param_groups
+
+    def _set_rates(self) -> None:
+        for i, group in enumerate(self._groups):
+            if group["lr"] != self._rates_set[i]:
+                self._rates[i].fill_(group["lr"])
+                self._rates_set[i] = group["lr"]
+
+    def _numbers(self) -> list[dict[str, Any]]:
+        """What a recording holds as constants and a schedule could move."""
+        return [{k: v for k, v in g.items() if isinstance(v, float | tuple) and k != "lr"} for g in self._groups]
+
+    def _record(self, key: tuple[Any, ...], micro: Micro) -> torch.Tensor:
+        """Run one micro-batch and keep it as a graph; where it cannot be one, run it all the same."""
+        start = time.perf_counter()
+        static, numbers = self._state()
+        held = [t.detach().to("cpu", copy=True) for t in static]
+        self._bind(self._sums or [None] * len(self._trained))
+        try:
+            recording, loss = self._trace(static, micro)
+        except Exception as error:  # whatever user code does with a tensor that is being recorded
+            with torch.no_grad():
+                for tensor, value in zip(static, held, strict=True):
+                    tensor.copy_(value)
+            self._give_up(_reason(error))
+            return self._micro(micro)
+        self._updated = micro.last
+        try:
+            self._check(recording, static, numbers)
+            self._graphs[key] = self._compile(recording, static, micro)
+        except Exception as error:
+            self._give_up(_reason(error))
+        self.seconds += time.perf_counter() - start
+        return loss
+
+    def _state(self) -> tuple[list[torch.Tensor], list[Any]]:
+        """Every tensor that lives from update to update, and what the optimizer keeps in Python."""
+        trainer = self.trainer
+        tensors = {id(t): t for t in (*trainer.model.parameters(), *trainer.model.buffers(), *self._rates, *self._sums)}
+        numbers: list[Any] = []
+        _walk([trainer.optimizer.state, vars(trainer.optimizer)], tensors, numbers, set())
+        return list(tensors.values()), numbers
+
+    def _bind(self, gradients: list[Any]) -> None:
+        for p, gradient in zip(self._trained, gradients, strict=True):
+            p.grad = gradient
+
+    def _trace(self, static: list[torch.Tensor], micro: Micro) -> tuple[torch.fx.GraphModule, torch.Tensor]:
+        losses = []
+
+        def run(*tensors: torch.Tensor) -> torch.Tensor:
+            x, y, weight = tensors[-3:]
+            losses.append(self._micro(Micro(x, y, weight, micro.last, micro.epoch_end)))
+            if micro.last:
+                if not self._update():
+                    raise CannotRecordError("the precision decides in Python whether to update")
+                torch._foreach_zero_(self._sums) if self._sums else self._bind([None] * len(self._trained))
+            return losses[0]
+
+        with self._traceable():
+            recording = make_fx(run)(*static, micro.x, micro.y, micro.weight)
+        return recording, losses[0]
+
+    @contextmanager
+    def _traceable(self) -> Iterator[None]:
+        """Learning rates as tensors, torch's optimizers in their compilable form, and one thread: the one that is recorded."""
+        groups = self._groups
+        own = [dict(group) for group in groups]
+        try:
+            for group, rate in zip(groups, self._rates, strict=True):
+                group.update({"lr": rate} | {k: v for k, v in TRACEABLE.items() if k in group})
+            with torch.autograd.set_multithreading_enabled(False), _compiling():
+                yield
+        finally:
+            for group, mine in zip(groups, own, strict=True):
+                group.update({k: mine[k] for k in ("lr", *TRACEABLE) if k in mine})
+
+    def _check(self, recording: torch.fx.GraphModule, static: list[torch.Tensor], numbers: list[Any]) -> None:
+        """Raise where the recorded update did more than the recording says."""
+        tensors_now, numbers_now = self._state()
+        if numbers_now != numbers:
+            raise CannotRecordError("the optimizer keeps count in Python")
+        if {id(t) for t in tensors_now} != {id(t) for t in static}:
+            raise CannotRecordError("the optimizer or the model replaces tensors of its state where it could write into them")
+        for node in recording.graph.nodes:
+            schema = getattr(node.target, "_schema", None)
+            for argument, value in zip(schema.arguments if schema else (), node.args, strict=False):
+                written = argument.alias_info is not None and argument.alias_info.is_write
+                if written and any(getattr(v, "op", None) == "get_attr" for v in (value if isinstance(value, list) else [value])):
+                    raise CannotRecordError("the model writes into a tensor that is neither a parameter nor a buffer")
+
+    def _compile(self, recording: torch.fx.GraphModule, static: list[torch.Tensor], micro: Micro) -> Graph:
+        # Shapes in a context (all of them fixed): without one inductor would not keep the code for the next run.
+        fake = FakeTensorMode(shape_env=ShapeEnv())
+        inputs: list[Any] = [fake.from_tensor(t, static_shapes=True) for t in (*static, micro.x, micro.y, micro.weight)]
+        with torch.no_grad(), tracing(TracingContext(fake)):  # no gradients: the backward is in the graph
+            compiled = torch._inductor.compile(recording, inputs, options=INDUCTOR)
+
+        @torch.no_grad()
+        def run(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            return compiled(*static, x, y, weight)
+
+        return Replayed(run) if self._cudagraph and micro.x.is_cuda else run
+
+    def _give_up(self, reason: str) -> None:
+        self._op_by_op = True
+        self._bind(self._sums or [None] * len(self._trained))
+        self.trainer.forward = self._otherwise()
+        text = f"compile=step: this step cannot be one graph: {reason}. Going on with compile=inductor"
+        self.trainer.tell("remark", text=text)
+
+
+class Replayed:
+    """A graph whose second call is captured as a CUDA graph and from then on replayed."""
+
+    def __init__(self, run: Graph) -> None:
+        self.run, self.graph, self.warm = run, torch.cuda.CUDAGraph(), False
+        self.inputs: list[torch.Tensor] = []
+
+    def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
+        if not self.warm:  # loads kernels and lets them tune themselves, which a capture cannot hold
+            self.warm = True
+            return self.run(*inputs)  # type: ignore[call-arg]
+        if not self.inputs:
+            self.inputs = [t.clone() for t in inputs]
+            with torch.cuda.graph(self.graph):
+                self.loss = self.run(*self.inputs)  # type: ignore[call-arg]
+        for held, given in zip(self.inputs, inputs, strict=True):
+            held.copy_(given, non_blocking=True)
+        self.graph.replay()
+        return self.loss
+
+
+@contextmanager
+def _compiling() -> Iterator[None]:
+    """torch.compiler.is_compiling() is true, as it is where torch traces; newer torch also knows of recordings like this."""
+    flags = [f for f in ("_is_compiling_flag", "_is_non_strict_tracing_flag") if hasattr(torch.compiler, f)]
+    held = [getattr(torch.compiler, f) for f in flags]
+    try:
+        for flag in flags:
+            setattr(torch.compiler, flag, True)
+        yield
+    finally:
+        for flag, value in zip(flags, held, strict=True):
+            setattr(torch.compiler, flag, value)
+
+
+def _walk(value: Any, tensors: dict[int, torch.Tensor], numbers: list[Any], seen: set[int]) -> None:
+    """Collect the tensors and the plain values that are reachable."""
+    if isinstance(value, torch.Tensor):
+        tensors[id(value)] = value
+    elif isinstance(value, bool | int | float | str | None):
+        numbers.append(value)
+    elif id(value) not in seen and not callable(value):
+        seen.add(id(value))
+        if isinstance(value, dict):
+            value = list(value.values())
+        for item in value if isinstance(value, list | tuple | set) else getattr(value, "__dict__", {}).values():
+            _walk(item, tensors, numbers, seen)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, CannotRecordError) else _first_line(error)

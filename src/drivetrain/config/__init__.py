@@ -1,0 +1,1 @@
+"""The command line, a recipe and conf/ become one checked config."""

@@ -1,0 +1,90 @@
+"""A model's repeated blocks: what activation checkpointing, regional compilation and sharding work on."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import Any
+
+from drivetrain.core.errors import UserError, did_you_mean
+from drivetrain.core.lazy import torch
+
+
+def repeated_blocks(model: torch.nn.Module, class_name: str | None = None) -> list[torch.nn.Module]:
+    """The outermost modules of class `class_name`; without a name, the model's own repeated blocks.
+
+    A class repeats if it has submodules and stands at least twice in the model's Sequentials and ModuleLists. A stage,
+    which is itself a row of repeated blocks (ConvNeXt's, Swin's), is gone into.
+    """
+    if class_name is not None:
+        return _found(model, {type(m) for m in model.modules() if type(m).__name__ == class_name}, stages=False)
+    counts = Counter(type(child) for parent in model.modules() for child in _row(parent))
+    return _found(model, {cls for cls, n in counts.items() if n > 1}, stages=True)
+
+
+def blocks_for(setting: str, knob: str, model: torch.nn.Module, class_name: str | None) -> list[torch.nn.Module]:
+    """The blocks that the option `setting` works on; raises UserError where there are none, with the names to set `knob` to."""
+    blocks = repeated_blocks(model, class_name)
+    if not blocks:
+        classes = sorted({type(m).__name__ for m in model.modules() if list(m.children())})
+        what = f"no module of class {class_name!r}: {did_you_mean(class_name, classes)}" if class_name else "no repeated block"
+        raise UserError(f"{setting} found {what} in the model: set {knob} to one of {', '.join(classes)}, or leave {setting} out")
+    return blocks
+
+
+def blocks_in_a_row(setting: str, model: torch.nn.Module, class_name: str | None) -> list[torch.nn.Module]:
+    """The modules that a forward goes through one after the other, each taking what the one before it gave.
+
+    Those are the members of the longest Sequential or ModuleList that is in no other, or those of class `class_name`.
+    """
+    if class_name is not None:
+        return blocks_for(setting, "parallel.block", model, class_name)
+    holder = max(_outermost_rows(model), key=len, default=None)
+    row = _each_of_its_own(holder) if holder is not None else []
+    if len(row) < 2:
+        raise UserError(
+            f"{setting} found no row of blocks (a Sequential or ModuleList of two or more) in the model, so it cannot be cut: "
+            "set parallel=ddp or fsdp, or name the class of its blocks in parallel.block"
+        )
+    return row
+
+
+def _each_of_its_own(row: Any) -> list[torch.nn.Module]:
+    """A row's members; one that stands in it several times (a pooling, say, without weights) is copied to its other places."""
+    seen: set[int] = set()
+    for i, block in enumerate(row):
+        if id(block) in seen and not any(True for _ in (*block.parameters(), *block.buffers())):
+            row[i] = copy.deepcopy(block)
+        seen.add(id(block))
+    return list(row)
+
+
+def _outermost_rows(module: torch.nn.Module) -> list[Any]:
+    if isinstance(module, torch.nn.Sequential | torch.nn.ModuleList):
+        return [module]
+    return [row for child in module.children() for row in _outermost_rows(child)]
+
+
+def described(blocks: list[torch.nn.Module]) -> str:
+    """How many blocks of which class, as "12 Block, 4 Stage"."""
+    return ", ".join(f"{n} {name}" for name, n in Counter(type(b).__name__ for b in blocks).items())
+
+
+def _row(parent: torch.nn.Module) -> list[torch.nn.Module]:
+    """The candidates among the members of a Sequential or ModuleList: those that have submodules and are no plain container."""
+    containers = (torch.nn.Sequential, torch.nn.ModuleList)
+    if not isinstance(parent, containers):
+        return []
+    return [c for c in parent.children() if type(c) not in containers and any(True for _ in c.children())]
+
+
+def _found(module: torch.nn.Module, wanted: set[type], stages: bool) -> list[torch.nn.Module]:
+    found: list[torch.nn.Module] = []
+    for child in module.children():
+        take = type(child) in wanted and not (stages and _is_stage(child, wanted))
+        found += [child] if take else _found(child, wanted, stages)
+    return found
+
+
+def _is_stage(module: torch.nn.Module, wanted: set[type]) -> bool:
+    return any(n > 1 and cls in wanted for m in module.modules() for cls, n in Counter(map(type, _row(m))).items())

@@ -1,0 +1,26 @@
+"""`from drivetrain.core.lazy import torch`: torch, loaded at its first use.
+
+Importing torch takes two seconds. Modules that a config is checked with take it from here, so a
+bad option is answered at once; modules that only training needs import torch as usual.
+"""
+
+from __future__ import annotations
+
+import importlib
+import types
+from typing import TYPE_CHECKING, Any
+
+
+class _Lazy(types.ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__version__":  # inspect and doctest look around; do not load for them
+            raise AttributeError(name)
+        module = importlib.import_module(self.__name__)
+        self.__dict__.update(module.__dict__)  # from now on a plain attribute read
+        return getattr(module, name)
+
+
+if TYPE_CHECKING:
+    import torch as torch
+else:
+    torch = _Lazy("torch")

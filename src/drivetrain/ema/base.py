@@ -1,0 +1,92 @@
+"""An average of the weights over the updates, evaluated beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from drivetrain.core.lazy import torch
+from drivetrain.core.option import Part, Share
+
+
+class Ema(Part):
+    """ema=none: no average is kept."""
+
+    active = False
+
+    def start(self, model: torch.nn.Module) -> None:
+        """Begin from the model's weights."""
+
+    def update(self) -> None:
+        """Take in the weights after a real update."""
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """The averaged weights stand in the model; the raw ones come back, on an exception too."""
+        yield
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take `state_dict()` back."""
+
+
+class Average(Ema):
+    """Exponential moving average: avg ← decay·avg + (1−decay)·weights, after each real update.
+
+    Float buffers (BatchNorm's statistics) are averaged too or copied, integer ones copied. With `warmup` the decay
+    is min(decay, (1+n)/(10+n)), as in TensorFlow's ExponentialMovingAverage, so that early weights are soon forgotten.
+    The average of 16-bit weights is float32: in 16 bits it would not move.
+    """
+
+    active = True
+
+    def __init__(self, decay: Share = 0.999, warmup: bool = True, buffers: Literal["average", "copy"] = "average") -> None:
+        self.decay, self.warmup, self.buffers = decay, warmup, buffers
+
+    def start(self, model: torch.nn.Module) -> None:
+        averaged: dict[str, torch.Tensor] = dict(model.named_parameters())
+        copied: dict[str, torch.Tensor] = {}
+        for name, buffer in model.named_buffers():
+            average = buffer.is_floating_point() and self.buffers == "average"
+            (averaged if average else copied)[name] = buffer
+        self._names = list(averaged) + list(copied)
+        self._live = [t.detach() for t in averaged.values()]
+        self._live_copied = [t.detach() for t in copied.values()]
+        self._mean = [t.to(torch.promote_types(t.dtype, torch.float32), copy=True) for t in self._live]
+        self._copied = [t.clone() for t in self._live_copied]
+        self._widened = any(mean.dtype != t.dtype for mean, t in zip(self._mean, self._live, strict=True))
+        self._updates = 0
+
+    def update(self) -> None:
+        self._updates += 1
+        n = self._updates
+        decay = min(self.decay, (1 + n) / (10 + n)) if self.warmup else self.decay
+        live = self._live  # detached: no graph is kept
+        if self._widened:
+            live = [t.to(mean.dtype) for t, mean in zip(live, self._mean, strict=True)]
+        torch._foreach_lerp_(self._mean, live, 1.0 - decay)
+        if self._copied:
+            torch._foreach_copy_(self._copied, self._live_copied)
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        live = self._live + self._live_copied
+        held = [t.clone() for t in live]
+        torch._foreach_copy_(live, self._mean + self._copied)
+        try:
+            yield
+        finally:
+            torch._foreach_copy_(live, held)
+
+    def state_dict(self) -> dict[str, Any]:
+        tensors = dict(zip(self._names, self._mean + self._copied, strict=True))
+        return {"updates": self._updates, "tensors": tensors}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._updates = state["updates"]
+        for name, tensor in zip(self._names, self._mean + self._copied, strict=True):
+            tensor.copy_(state["tensors"][name])

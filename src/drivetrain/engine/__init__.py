@@ -1,0 +1,1 @@
+"""One rank of a run: build it, step it, train it."""

@@ -1,0 +1,1 @@
+"""What a recipe is worth: written, verified, compared."""

@@ -1,0 +1,1 @@
+"""One run from inside: where the time of a step goes."""

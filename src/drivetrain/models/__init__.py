@@ -1,1 +1,0 @@
-"""The models that drivetrain ships; built through drivetrain.model."""

@@ -1,0 +1,83 @@
+"""LAMB and NVLAMB."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drivetrain.optimizer.algorithms.flat import Chunk, Flat
+
+
+class Lamb(Flat):
+    """Layer-wise adaptive moments (You et al. 2020, algorithm 2, φ the identity), for each parameter w with gradient g:
+
+        m ← β1 · m + (1 - β1) · g               m̂ = m / (1 - β1^t)
+        v ← β2 · v + (1 - β2) · g²              v̂ = v / (1 - β2^t)
+        u = m̂ / (√v̂ + ε) + decay · w
+        w ← w - lr · ‖w‖ / ‖u‖ · u
+
+    `bias_correction=False` takes m and v for m̂ and v̂. The ratio is 1 where ‖w‖ or ‖u‖ is zero and in groups with
+    `adapt=False`: LAMB as published with BERT leaves out what does not decay (norms, biases), NVLAMB adapts that too.
+    `max_grad_norm` divides all gradients by max(1, ‖all gradients‖ / max_grad_norm) first: NVLAMB's pre-normalisation
+    (apex FusedLAMB); null leaves them. `fused` takes u's first term from torch's fused Adam kernel.
+    """
+
+    kept = ("exp_avg", "exp_avg_sq")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        bias_correction: bool = True,
+        max_grad_norm: float | None = None,
+        adapt: bool = True,
+        fused: bool = False,
+        loop: bool = False,
+    ) -> None:
+        self.max_grad_norm = max_grad_norm
+        self._moments: Callable[..., None] = _fused_moments if fused else _moments
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": bias_correction}
+        super().__init__(params, {**defaults, "adapt": adapt}, loop)
+
+    def before(self, chunks: list[Chunk]) -> None:
+        self._divisor = None
+        if self.max_grad_norm is not None and chunks:
+            norms = [torch.linalg.vector_norm(chunk.grads()) for chunk in chunks]
+            self._divisor = (torch.linalg.vector_norm(torch.stack(norms)) / self.max_grad_norm).clamp_(min=1.0)
+
+    def update(self, chunk: Chunk, group: dict[str, Any]) -> None:
+        w, g = chunk.weights(), chunk.grads()
+        if self._divisor is not None:
+            g = g / self._divisor
+        step = chunk.step if group["bias_correction"] else torch.full_like(chunk.step, math.inf)  # β^∞ = 0 corrects nothing
+        m, v, u = (chunk.vectors[name] for name in ("exp_avg", "exp_avg_sq", "work"))
+        self._moments(g, m, v, step, *group["betas"], group["eps"], u)
+        u.add_(w, alpha=group["weight_decay"])
+        if group["adapt"]:
+            w_norm, u_norm = chunk.norms(w), chunk.norms(u)
+            chunk.scaled(u, torch.where((w_norm > 0) & (u_norm > 0), w_norm / u_norm, 1.0))
+        chunk.subtract("work", group["lr"])
+
+
+def _moments(g: Tensor, m: Tensor, v: Tensor, step: Tensor, beta1: float, beta2: float, eps: float, out: Tensor) -> None:
+    """out ← m̂ / (√v̂ + ε); updates m and v."""
+    m.lerp_(g, 1 - beta1)
+    v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+    step = step.double()  # 1 - β2^t is tiny at first
+    torch.div(v, 1 - beta2**step, out=out).sqrt_().add_(eps)
+    torch.div(m, out, out=out).div_(1 - beta1**step)
+
+
+def _fused_moments(g: Tensor, m: Tensor, v: Tensor, step: Tensor, beta1: float, beta2: float, eps: float, out: Tensor) -> None:
+    """The same in one kernel: an Adam step of length -1 from zero."""
+    torch._fused_adamw_(
+        [out.zero_()], [g], [m], [v], [], [step], lr=-1.0, beta1=beta1, beta2=beta2, weight_decay=0.0, eps=eps,
+        amsgrad=False, maximize=False,
+    )  # fmt: skip

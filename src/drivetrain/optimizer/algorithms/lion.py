@@ -1,0 +1,39 @@
+"""Lion."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from drivetrain.optimizer.algorithms.flat import Chunk, Flat
+
+
+class Lion(Flat):
+    """Evolved sign momentum (Chen et al. 2023, algorithm 2), for each parameter w with gradient g:
+
+    u = sign(β1 · m + (1 - β1) · g)
+    w ← w - lr · (u + decay · w)
+    m ← β2 · m + (1 - β2) · g
+    """
+
+    kept = ("exp_avg",)
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        loop: bool = False,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, loop)
+
+    def update(self, chunk: Chunk, group: dict[str, Any]) -> None:
+        g, m = chunk.grads(), chunk.vectors["exp_avg"]
+        beta1, beta2 = group["betas"]
+        u = torch.lerp(m, g, 1 - beta1, out=chunk.vectors["work"]).sign_()
+        if group["weight_decay"]:
+            u.add_(chunk.weights(), alpha=group["weight_decay"])
+        m.lerp_(g, 1 - beta2)
+        chunk.subtract("work", group["lr"])

@@ -1,0 +1,48 @@
+"""NovoGrad."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from drivetrain.optimizer.algorithms.flat import Chunk, Flat
+
+
+class NovoGrad(Flat):
+    """Layer-wise second moments (Ginsburg et al. 2019, algorithm 1), for each parameter w with gradient g:
+
+        v₁ = ‖g₁‖²,  then  v ← β2 · v + (1 - β2) · ‖g‖²        (one number)
+        m ← β1 · m + (g / (√v + ε) + decay · w)                (grad_averaging: times 1 - β1)
+        w ← w - lr · m
+
+    with m = 0 before the first step and no bias correction: v starts at its first value. A first gradient of zero (behind
+    a layer that starts at zero) does not count as the start, else the next one would be divided by √(1 - β2) of its norm.
+    """
+
+    kept = ("exp_avg",)
+    kept_per_parameter = ("exp_avg_sq",)
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-2,
+        betas: tuple[float, float] = (0.95, 0.98),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        grad_averaging: bool = False,
+        loop: bool = False,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "grad_averaging": grad_averaging}
+        super().__init__(params, defaults, loop)
+
+    def update(self, chunk: Chunk, group: dict[str, Any]) -> None:
+        g, m, v = chunk.grads(), chunk.vectors["exp_avg"], chunk.numbers["exp_avg_sq"]
+        beta1, beta2 = group["betas"]
+        squared = chunk.norms(g).square_()
+        v.copy_(torch.where(v == 0, squared, torch.lerp(v, squared, 1 - beta2)))
+        update = chunk.scaled(g, 1 / (v.sqrt() + group["eps"]))
+        if group["weight_decay"]:
+            update.add_(chunk.weights(), alpha=group["weight_decay"])
+        m.mul_(beta1).add_(update, alpha=1 - beta1 if group["grad_averaging"] else 1.0)
+        chunk.subtract("exp_avg", group["lr"])

@@ -1,0 +1,250 @@
+"""What all strategies of several processes share: how many there are, how they meet, and what they agree on."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Literal
+
+from drivetrain.core.errors import UserError
+from drivetrain.core.lazy import torch
+from drivetrain.core.option import Count, CountOrZero, Positive, Run
+from drivetrain.core.world import World
+from drivetrain.parallel.base import Parallel
+from drivetrain.parallel.environment import cuda_devices, launched
+from drivetrain.parallel.rank_work import Work
+
+MOST_KEYS = 8  # that are named where ranks were started differently
+ENDPOINT = re.compile(r"[^\s:]+:\d{1,5}")
+
+
+def _is_endpoint(given: str) -> bool:
+    """Whether it is a host:port to meet at."""
+    return ENDPOINT.fullmatch(given) is not None and 0 < int(given.rpartition(":")[2]) < 2**16
+
+
+@dataclass(kw_only=True, eq=False)
+class Ranks(Parallel):
+    """Processes that train together, on one machine or several.
+
+    `nproc` is the ranks on this machine: auto is one per CUDA device, two on a CPU. With `nnodes` machines the same
+    command on each of them meets at `rendezvous`, a host:port of one of them. A rank that dies, was stopped for `silent_s`,
+    or gives no sign of life for `timeout_s`, ends the others; they all start again from the newest checkpoint,
+    `max_restarts` times. A collective that takes longer than `timeout_s` fails.
+    """
+
+    nproc: Count | Literal["auto"] = "auto"
+    nnodes: Count = 1
+    rendezvous: str | None = None
+    rendezvous_s: Positive = 300.0
+    max_restarts: CountOrZero = 0
+    timeout_s: Positive = 600.0
+    silent_s: Positive = 30.0
+
+    distributed = True
+    _work: Work = field(default_factory=Work, init=False)  # this rank's own
+    _told: float = field(default=0.0, init=False)  # of its seconds, up to the last log
+    _group_of_data: Any = field(default=None, init=False)  # the ranks that the samples are split among; None: all of them
+    operators = ("nnodes", "rendezvous", "rendezvous_s")
+
+    def check(self, run: Run) -> Iterator[str]:
+        size = launched()
+        if size is not None and self.nproc not in ("auto", size):
+            yield f"parallel.nproc={self.nproc}, but the launcher started {size} ranks (WORLD_SIZE): set parallel.nproc=auto"
+        if size is not None and self.nnodes > 1:
+            yield (
+                f"parallel.nnodes={self.nnodes}, but a launcher started {size} ranks already (WORLD_SIZE): leave the machines "
+                "to it and set parallel.nnodes=1"
+            )
+        if self.nnodes > 1 and self.rendezvous is None:
+            yield (
+                f"parallel.nnodes={self.nnodes} machines need a place to meet: set parallel.rendezvous=host:port, a free port of "
+                "one of them, the same on each"
+            )
+        if self.rendezvous is not None and not _is_endpoint(self.rendezvous):
+            yield f"parallel.rendezvous={self.rendezvous} is no host:port: give one such as node1:29500, a port of 1 to 65535"
+        if self.rendezvous is not None and self.nnodes == 1:
+            yield f"parallel.rendezvous={self.rendezvous} has no effect on one machine: set parallel.nnodes, or leave it out"
+        if size is not None and self.max_restarts:
+            yield (
+                f"parallel.max_restarts={self.max_restarts}, but a launcher started the ranks (WORLD_SIZE), and it alone can "
+                "start them again: set parallel.max_restarts=0, and resume=auto with its own restarts (torchrun --max-restarts)"
+            )
+        if self.max_restarts and not run.saving.active:
+            yield (
+                f"parallel.max_restarts={self.max_restarts} has nothing to start again from with {run.named('saving')}: "
+                "set saving=last"
+            )
+
+    def verify(self, run: Run) -> Iterator[str]:
+        if self.nproc != "auto" and run.runtime.kind() == "cuda" and int(self.nproc) > torch.cuda.device_count():
+            yield (
+                f"parallel.nproc={self.nproc}, but there are {torch.cuda.device_count()} CUDA devices, one for each rank: "
+                "set parallel.nproc=auto, or runtime.device=cpu"
+            )
+
+    def ranks(self) -> int:
+        if (size := launched()) is not None:  # torchrun's or Slurm's ranks are honoured
+            return size
+        return self.nnodes * self.local_ranks()
+
+    def model_ranks(self) -> int:
+        """Ranks that take the same samples, each with its part of the model."""
+        return 1
+
+    def data_ranks(self) -> int:
+        return max(1, self.ranks() // self.model_ranks())
+
+    def divides(self, knob: str, given: object, number: int) -> Iterator[str]:
+        """The problem of a number of ranks that the ranks do not divide into, if it is one."""
+        if self.ranks() % number:
+            near = ", ".join(str(n) for n in range(1, self.ranks() + 1) if self.ranks() % n == 0)
+            yield f"parallel.{knob}={given} does not divide the {self.ranks()} ranks: set it to one of {near}"
+
+    def local_ranks(self) -> int:
+        """Ranks on this machine."""
+        return int(self.nproc) if self.nproc != "auto" else cuda_devices() or 2
+
+    def start(self, world: World, device: torch.device) -> None:
+        import torch.distributed as dist
+
+        self.world, self._device = world, device
+        together = self.model_ranks()
+        self.data = World(world.rank // together, world.size // together, world.local_rank, world.local_size)
+        timeout = timedelta(seconds=self.timeout_s)
+        try:
+            store, _, _ = next(dist.rendezvous("env://", world.rank, world.size, timeout=timeout))
+            # Ranks that start again may not read the addresses that those before them left in the launcher's store.
+            store = dist.PrefixStore(f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # shards may rest on the CPU
+            dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
+        except (dist.DistNetworkError, dist.DistStoreError) as error:
+            raise UserError(f"the {world.size} ranks did not meet: {str(error).splitlines()[0]}") from None
+        # Flags travel on the CPU whatever the device: reading one must not wait for the device's queue.
+        self._control: Any = dist.new_group(backend="gloo", timeout=timeout) if device.type == "cuda" else dist.group.WORLD
+        self._flag = torch.zeros((), dtype=torch.int64)
+        self._pending: Any = None
+        self._all_alike()
+
+    def made_mesh(self, **sizes: int) -> Any:
+        """The ranks as a mesh of these dimensions, the last one's next to each other; collectives over any keep to timeout_s."""
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+
+        mesh = init_device_mesh(self._device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        limit: Any = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+        for name in sizes:
+            limit(timedelta(seconds=self.timeout_s), mesh.get_group(name))
+        return mesh
+
+    def _all_alike(self) -> None:
+        """Raise UserError, on all ranks, where they were started with other configs or versions."""
+        import socket
+
+        import torch.distributed as dist
+
+        from drivetrain.core import process
+
+        mine = (self.identity, f"drivetrain {process.__version__}", f"torch {torch.__version__}")
+        ranks: list[Any] = [None] * self.world.size
+        dist.all_gather_object(ranks, (mine, socket.gethostname()), group=self._control)
+        kinds: dict[Any, list[int]] = {}
+        for rank, (about, _) in enumerate(ranks):
+            kinds.setdefault(about, []).append(rank)
+        if len(kinds) > 1:
+            described = "; ".join(
+                f"{'ranks' if len(of) > 1 else 'rank'} {', '.join(map(str, of))} on {ranks[of[0]][1]}: config {about[0]}, "
+                f"{about[1]}, {about[2]}"
+                for about, of in kinds.items()
+            )
+            first = [of[0] for of in kinds.values()]
+            raise UserError(
+                f"the ranks were not started alike ({described}{self._other_keys(first)}): give the same command everywhere"
+            )
+
+    def reading(self, seconds: float) -> dict[str, float]:
+        """For which share of the steps the ranks wait, on average, for the one with the most work of its own, and which it is."""
+        import torch.distributed as dist
+
+        if self.world.size == 1:
+            return {}
+        of_ranks = torch.zeros(2, self.world.size, dtype=torch.float64)
+        of_ranks[:, self.world.rank] = torch.tensor([self._worked(), seconds])
+        dist.all_reduce(of_ranks, group=self._control)
+        works, steps = of_ranks
+        slowest, longest = int(works.argmax()), float(steps.max())
+        more = float(works[slowest] - works.mean())
+        return {"rank_work_excess": more / longest if longest else 0.0, "slowest_rank": slowest}
+
+    def attach(self, trainer: Any) -> None:
+        self._clock = trainer.clock
+
+    def _worked(self) -> float:
+        """Seconds of this rank's own work since the last call: its wait for data too, for the others wait for what it gives."""
+        worked = self._clock.wait + self._work.seconds
+        since, self._told = worked - self._told, worked
+        return since
+
+    def _other_keys(self, ranks: list[int]) -> str:
+        """The keys whose values differ between the configs of these ranks."""
+        import torch.distributed as dist
+
+        configs: list[Any] = [None] * self.world.size
+        dist.all_gather_object(configs, dict(self.config) if self.world.rank in ranks else None, group=self._control)
+        keys = sorted(set().union(*(configs[rank] for rank in ranks)))
+        values = {key: [configs[rank].get(key, "absent") for rank in ranks] for key in keys}
+        differ = [f"{key} is {' and '.join(map(str, v))}" for key, v in values.items() if any(v[0] != other for other in v)]
+        return "; " + ", ".join(differ[:MOST_KEYS]) + (" …" if len(differ) > MOST_KEYS else "") if differ else ""
+
+    def agree(self, flag: int) -> int:
+        """Answers with what was asked at the update before: that all-reduce ran beside a step and costs no wait."""
+        import torch.distributed as dist
+
+        agreed = 0
+        if self._pending is not None:
+            self._pending.wait()
+            agreed = int(self._flag)
+        self._flag.fill_(0 if agreed else flag)  # what was agreed is done now; what is still wanted is asked for again
+        self._pending = dist.all_reduce(self._flag, dist.ReduceOp.MAX, group=self._control, async_op=True)
+        return agreed
+
+    def total(self, sums: torch.Tensor) -> torch.Tensor:
+        import torch.distributed as dist
+
+        dist.all_reduce(sums, group=self._group_of_data)
+        return sums
+
+    def share_buffers(self, model: torch.nn.Module) -> None:
+        import torch.distributed as dist
+
+        for buffer in model.buffers():
+            dist.broadcast(buffer, src=0)
+
+    def gather(self, value: Any) -> list[Any]:
+        import torch.distributed as dist
+
+        values: list[Any] | None = [None] * self.world.size if self.world.rank == 0 else None
+        dist.gather_object(value, values, dst=0, group=self._control)
+        return values or []
+
+    def same(self, value: Any) -> Any:
+        import torch.distributed as dist
+
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self._control)
+        return values[0]
+
+    def group_of_savers(self) -> Any:
+        import torch.distributed as dist
+
+        return dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
+
+    def stop(self) -> None:
+        import torch.distributed as dist
+
+        if self._pending is not None:
+            self._pending.wait()
+        dist.destroy_process_group()

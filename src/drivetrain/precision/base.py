@@ -1,0 +1,180 @@
+"""The number formats of a step: autocast, loss scaling, and the order unscale → clip → step → update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+from drivetrain.core.lazy import torch
+from drivetrain.core.option import Count, Part, Positive
+from drivetrain.precision import one_pixel_conv
+
+_NULL = nullcontext()
+
+
+def backpropagate(loss: torch.Tensor, weight: torch.Tensor) -> None:
+    """`loss.backward(weight)` by torch's engine itself. Both are 0-d.
+
+    What Tensor.backward does before that to weights of any shape costs some 10 µs a step, and 0.3 s at the first, for
+    importing symbolic shapes.
+    """
+    engine = torch.autograd.Variable._execution_engine
+    engine.run_backward((loss,), (weight,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+class Precision(Part):
+    """precision=fp32: everything in float32."""
+
+    dtype: str | None = None  # autocast's
+    everywhere: Callable[[Any], Any] = staticmethod(lambda found: found)  # a flag of this rank's → the highest of all ranks
+
+    def start(self, device: torch.device) -> None:
+        """Bind to the device the step runs on."""
+        self._device = device
+        self.said: list[str] = []  # what the build has to say
+
+    def stop(self) -> None:
+        """Undo what `start` changed for the whole process: it may train another run."""
+
+    def convert(self, model: torch.nn.Module, example: torch.Tensor) -> torch.nn.Module:
+        """The model in this precision, before it is compiled or wrapped. `example` is a batch of two zeros."""
+        return model
+
+    def optimizer(self, option: Any, model: torch.nn.Module, lr_factor: float) -> torch.optim.Optimizer:
+        """The option's optimizer, over the parameters in which updates add up: those that the model computes with."""
+        return option.build(model, lr_factor)
+
+    def settled(self, optimizers: Callable[[], AbstractContextManager[None]]) -> Callable[[], AbstractContextManager[None]]:
+        """The optimizer's context in which the weights to evaluate and to save stand in the model."""
+        return optimizers
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context of forward and loss."""
+        return _NULL
+
+    def backward(self, loss: torch.Tensor, weight: torch.Tensor) -> None:
+        """Add the gradients of `weight × loss`. The weight seeds the backward, which saves a multiplication."""
+        backpropagate(loss, weight)
+
+    def scaled(self, loss: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """What a backward that somebody else starts is to start from."""
+        return loss * weight
+
+    def step(self, optimizer: torch.optim.Optimizer, clip: Callable[[], None]) -> bool:
+        """Clip and update; False if the update was skipped, and then nothing may move."""
+        clip()
+        optimizer.step()
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take `state_dict()` back."""
+
+
+class Tf32(Precision):
+    """float32 whose matrix products are rounded to TensorFloat-32: 10 bits of mantissa, on tensor cores from Ampere on.
+
+    `matmul` is torch.set_float32_matmul_precision's; `cudnn` rounds the convolutions too, which is torch's own default.
+    """
+
+    _before: tuple[str, bool] | None = None
+
+    def __init__(self, matmul: Literal["high", "medium"] = "high", cudnn: bool = True) -> None:
+        self.matmul, self.cudnn = matmul, cudnn
+
+    def start(self, device: torch.device) -> None:
+        super().start(device)
+        self._before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+        torch.set_float32_matmul_precision(self.matmul)
+        torch.backends.cudnn.allow_tf32 = self.cudnn
+        if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+            self.said.append("precision=tf32 rounds nothing here (CUDA devices from Ampere on have TF32): this is float32")
+
+    def stop(self) -> None:
+        if self._before is not None:
+            torch.set_float32_matmul_precision(self._before[0])
+            torch.backends.cudnn.allow_tf32 = self._before[1]
+            self._before = None
+
+
+class Bf16(Precision):
+    """bfloat16 autocast: float32's range in 16 bits, so no loss scaling."""
+
+    dtype = "bfloat16"
+
+    def start(self, device: torch.device) -> None:
+        super().start(device)
+        self._autocast = torch.autocast(device.type, getattr(torch, self.dtype or "bfloat16"))
+
+    def convert(self, model: torch.nn.Module, example: torch.Tensor) -> torch.nn.Module:
+        if self._device.type == "cpu":
+            self.said += one_pixel_conv.without_strides(model, example)
+        return model
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        return self._autocast
+
+
+class Amp(Bf16):
+    """float16 autocast with dynamic loss scaling (Micikevicius et al. 2018): an overflow skips the update.
+
+    On a CPU that has no float16 convolution, convolutions stay in float32: torch's fallback is 50 times slower.
+    """
+
+    dtype = "float16"
+
+    def __init__(self, init_scale: Positive = 65536.0, growth_interval: Count = 2000) -> None:
+        self.init_scale, self.growth_interval = init_scale, growth_interval
+
+    def start(self, device: torch.device) -> None:
+        super().start(device)
+        self.scaler = torch.amp.GradScaler(device.type, init_scale=self.init_scale, growth_interval=self.growth_interval)
+
+    def convert(self, model: torch.nn.Module, example: torch.Tensor) -> torch.nn.Module:
+        if self._device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_fp16_supported():
+            for module in model.modules():
+                if isinstance(module, torch.nn.modules.conv._ConvNd):
+                    _stay_float32(module)
+        return model
+
+    def backward(self, loss: torch.Tensor, weight: torch.Tensor) -> None:
+        backpropagate(self.scaler.scale(loss), weight)
+
+    def scaled(self, loss: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return self.scaler.scale(loss) * weight
+
+    def step(self, optimizer: torch.optim.Optimizer, clip: Callable[[], None]) -> bool:
+        """One read of the device: was there an overflow? It waits for the backward alone, and the clipping is queued by then.
+
+        Doing without it takes a schedule, an average and counters that live on the device and move by `1 - overflow`.
+        """
+        self.scaler.unscale_(optimizer)
+        clip()
+        found = self.scaler._found_inf_per_device(optimizer)  # `scaler.step` would read it too, and tell nobody
+        overflow = any(float(self.everywhere(inf)) for inf in found.values())
+        if not overflow:
+            optimizer.step()
+        self.scaler.update()
+        return not overflow
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state:  # none in a checkpoint of another precision: the scale starts anew
+            self.scaler.load_state_dict({**state, "growth_interval": self.growth_interval})  # a knob, no state
+
+
+def _stay_float32(module: torch.nn.Module) -> None:
+    """Run a module's forward in float32 whatever autocast says."""
+    forward = module.forward
+
+    def in_float32(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return forward(x.float())
+
+    module.forward = in_float32  # type: ignore[method-assign]

@@ -1,0 +1,1 @@
+"""What a run leaves: its directory, its environment record, its identity, its result."""

@@ -1,0 +1,174 @@
+"""What any runs left, read from their files: finished, failed, and under way."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from drivetrain.core.errors import UserError
+from drivetrain.run import directory
+from drivetrain.run.identity import flatten
+from drivetrain.run.result import Result
+
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+NOT_COMPARED = ("output_dir", "resume", "resume_changed", "recipe", "trust")
+
+
+@dataclass
+class Points:
+    """A curve's points."""
+
+    updates: list[int] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)  # since the run's first record
+    values: list[dict[str, float]] = field(default_factory=list)
+
+    def curve(self, name: str) -> list[float | None]:
+        """One of the values at each point."""
+        return [v.get(name) for v in self.values]
+
+
+@dataclass
+class RunFiles:
+    """One run's directory."""
+
+    path: Path
+    label: str
+    result: Result | None
+    status: str  # as in result.json; "running" while it is held, "killed" where it ended without a word
+    config: dict[str, Any]  # dotted keys
+    environment: dict[str, Any]
+    train: Points
+    evaluated: Points
+
+    @cached_property
+    def metric(self) -> tuple[str, bool] | None:
+        """The metric that says which model is better, and whether more of it is; None before the first evaluation."""
+        names = [n for v in self.evaluated.values[:1] for n in v if not n.startswith("ema_")]
+        named = [n for n in names if n != "loss"] or names
+        return (named[0], "acc" in named[0]) if named else None
+
+    def best(self) -> float | None:
+        """The metric's best value."""
+        if self.metric is None:
+            return None
+        name, more = self.metric
+        values = [v[name] for v in self.evaluated.values if name in v]
+        return (max if more else min)(values) if values else None
+
+    def final(self) -> float | None:
+        """The metric's last value."""
+        return self.evaluated.values[-1].get(self.metric[0]) if self.metric else None
+
+    def rates(self) -> list[float]:
+        """Samples a second of each logged stretch."""
+        return sorted(r for r in self.train.curve("samples_per_second")[1:] if r)  # the first one has the warm-up in it
+
+    def to_target(self, target: float) -> tuple[float, int] | None:
+        """Seconds and updates until the metric was there; None if it never was."""
+        if self.metric is None:
+            return None
+        name, more = self.metric
+        for seconds, update, values in zip(self.evaluated.seconds, self.evaluated.updates, self.evaluated.values, strict=True):
+            if name in values and (values[name] >= target if more else values[name] <= target):
+                return seconds, update
+        return None
+
+
+def find(folders: Sequence[Path]) -> list[RunFiles]:
+    """The runs at and below these folders, the oldest first. Raises UserError for a folder that is not there, or has none."""
+    problems = [f"{folder}: there is no such folder" for folder in folders if not folder.is_dir()]
+    if problems:
+        raise UserError(problems)
+    places = sorted({place for folder in folders for place in _places(folder)})
+    if not places:
+        raise UserError(f"no run in {', '.join(map(str, folders))}: a run's folder holds environment.json or result.json")
+    return sorted((read(place) for place in places), key=lambda run: run.environment.get("time", 0.0))
+
+
+def _places(folder: Path) -> Iterator[Path]:
+    names = {entry.name for entry in folder.iterdir()}
+    if names & {"environment.json", "result.json"}:
+        yield folder
+        return
+    for name in sorted(names):
+        if (folder / name).is_dir() and not (folder / name).is_symlink():
+            yield from _places(folder / name)
+
+
+def compared(tree: dict[str, Any], chosen: dict[str, Any]) -> dict[str, Any]:
+    """What two runs may differ in: a config's values by their dotted keys, and the options as they were chosen."""
+    config = {k: v for k, v in flatten(tree).items() if k and k.split(".")[0] not in NOT_COMPARED and not k.endswith("_target_")}
+    return {**config, **chosen} if config else {}
+
+
+def read(path: Path) -> RunFiles:
+    """A run's directory, whatever is there of it."""
+    result, environment = Result.read(path), _json(path / "environment.json")
+    defaults = _yaml(path / "recipe.yaml").get("defaults", [])
+    chosen = {k.rpartition("/")[2]: v for line in defaults for k, v in line.items()}
+    config = compared(_yaml(path / "config.yaml"), chosen)
+    status = result.status if result else "running" if directory.is_held(path) else "killed"
+    train, evaluated = _points(path / "metrics.jsonl")
+    words = result.overrides if result else environment.get("overrides", [])
+    label = " ".join(w for w in words if not w.startswith(("output_dir=", "logger="))) or "default"
+    return RunFiles(path, label, result, status, config, environment, train, evaluated)
+
+
+def _yaml(path: Path) -> dict[str, Any]:
+    try:
+        return yaml.load(path.read_text(), _LOADER) or {}
+    except (OSError, yaml.YAMLError):
+        return {}
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def _points(path: Path) -> tuple[Points, Points]:
+    """The training and the evaluation records; a line that is being written is left out."""
+    train, evaluated = Points(), Points()
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        lines = []
+    began, samples = None, 0
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        event, update = record.pop("event", None), record.pop("update", 0)
+        seconds = record.pop("time", None)
+        began = seconds if began is None else began
+        samples = record.pop("samples", samples)
+        points = train if event == "train" else evaluated if event == "evaluate" else None
+        if points is None:
+            continue
+        points.updates.append(update)
+        points.samples.append(samples)
+        points.seconds.append(seconds - began if seconds is not None and began is not None else 0.0)
+        points.values.append({k: v for k, v in record.items() if k != "epoch" and isinstance(v, int | float)})
+    return train, evaluated
+
+
+def differing(runs: Sequence[RunFiles]) -> list[str]:
+    """The configuration's keys in which the runs differ; a group stands for its knobs where its option differs."""
+    keys = list(dict.fromkeys(k for run in runs if run.config for k in run.config))
+    differ = [k for k in keys if len({str(run.config.get(k, "–")) for run in runs if run.config}) > 1]
+    groups = {k for k in differ if "." not in k}
+    return [k for k in differ if "." not in k or not any(k.startswith(f"{g}.") for g in groups) or _in_all(k, runs)]
+
+
+def _in_all(key: str, runs: Sequence[RunFiles]) -> bool:
+    return all(key in run.config for run in runs if run.config)

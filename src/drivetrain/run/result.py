@@ -1,0 +1,49 @@
+"""result.json: what a run came to. Every run writes one, also one that fails."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from drivetrain.core.files import write_json
+
+
+@dataclass
+class Result:
+    """A run's outcome. Times in seconds unless the name says otherwise; null where the run did not get that far."""
+
+    status: str = "failed"  # completed, failed, diverged, interrupted
+    error: str | None = None
+    metrics: dict[str, dict[str, float]] = field(default_factory=lambda: {"final": {}, "best": {}})
+    updates: int = 0
+    epochs: float = 0.0
+    samples_per_second: float | None = None
+    step_ms_p50: float | None = None
+    step_ms_p95: float | None = None
+    data_wait_fraction: float | None = None
+    skipped_samples: int | None = None  # that could not be read; null where the data cannot skip
+    peak_memory_bytes: int | None = None
+    time_to_first_step_s: float | None = None
+    compile_s: float | None = None
+    wall_s: float = 0.0
+    world_size: int = 1
+    device: str | None = None  # its type
+    device_name: str | None = None
+    overrides: list[str] = field(default_factory=list)
+    config_hash: str | None = None
+    run_dir: Path | None = None  # where it lies; not in the file
+
+    def write(self, run_dir: Path) -> None:
+        """Write run_dir/result.json, whole or not at all."""
+        content = asdict(self)
+        del content["run_dir"]
+        write_json(run_dir / "result.json", content)
+
+    @classmethod
+    def read(cls, run_dir: Path) -> Result | None:
+        """The result in a run's directory; None where there is none."""
+        try:
+            return cls(**json.loads((run_dir / "result.json").read_text()), run_dir=run_dir)
+        except (OSError, ValueError, TypeError):
+            return None

@@ -1,0 +1,138 @@
+"""Jobs by submitit: in Slurm, or on this machine just as there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from drivetrain.core import cpus, process
+from drivetrain.core.errors import UserError
+from drivetrain.core.paths import add_own_places
+from drivetrain.sweep.forked import Launcher, perform
+from drivetrain.sweep.options import SubmititLocal, SubmititSlurm
+from drivetrain.sweep.store import Entry, one_job, read
+
+SUBMITTED = ".submitted"  # in a job's folder: its number with submitit
+POLL_S = 0.5
+OF_SLURM = ("partition", "account", "qos", "constraint", "array_parallelism", "setup")
+
+
+@dataclass
+class Task:
+    """What is submitted: one job of a sweep by its number. It is composed where it runs."""
+
+    sweep: Path
+    number: int
+    quiet: bool
+    devices: str | None  # CUDA_VISIBLE_DEVICES where the job was submitted
+    own_devices: bool  # the launcher gives it devices of its own
+    at_a_time: int  # jobs that share one machine
+
+    def __call__(self) -> int:
+        """Run it; its exit code. A job that was begun before goes on."""
+        import submitit
+
+        if not self.own_devices:  # submitit's local executor hides them all
+            os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+            os.environ |= {} if self.devices is None else {"CUDA_VISIBLE_DEVICES": self.devices}
+        if self.at_a_time > 1:
+            os.environ[cpus.JOBS] = str(self.at_a_time)
+        if submitit.JobEnvironment().num_tasks > 1:  # its tasks are the ranks
+            submitit.helpers.TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
+        add_own_places(read(self.sweep)["config_dirs"])
+        return perform(one_job(self.sweep, self.number), self.quiet)
+
+    def checkpoint(self) -> Any:
+        """Before its time is up, or a more important job takes its place: it is queued again, and goes on."""
+        import submitit
+
+        return submitit.helpers.DelayedSubmission(self)
+
+
+class Submitit(Launcher):
+    """Submits jobs and waits. Slurm's go on when this process ends; local ones are this machine's and stop with it."""
+
+    def __init__(self, option: SubmititLocal | SubmititSlurm, sweep: Path, jobs: int, quiet: bool = False) -> None:
+        import submitit
+
+        self.detached = isinstance(option, SubmititSlurm)
+        # Slurm gets all of them as one array, and keeps to array_parallelism itself.
+        super().__init__(jobs if self.detached else option.array_parallelism)
+        self._option, self._sweep, self._quiet = option, sweep, quiet
+        folder = sweep.absolute() / "submitit" / "%j"
+        self._executor = submitit.AutoExecutor(folder, cluster="slurm" if self.detached else "local")
+        self._executor.update_parameters(name="drivetrain", **_parameters(option))
+        self._running: dict[Any, Entry] = {}
+        places = [str(process.PACKAGE.parent), *sys.path]
+        os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(p for p in places if p))  # also when it is not installed
+
+    def attach(self, entry: Entry) -> bool:
+        try:
+            number = (entry.run_dir / SUBMITTED).read_text()
+        except OSError:
+            return super().attach(entry)
+        job = self._executor._executor.job_class(self._executor.folder, number)  # type: ignore[attr-defined]
+        if not self.detached or job.done(force_check=True):
+            return super().attach(entry)
+        self._running[job] = entry
+        return True
+
+    def start(self, entries: Sequence[Entry]) -> None:
+        if not entries:
+            return
+        tasks = [self._task(entry) for entry in entries]
+        # A terminal's Ctrl-C reaches submitit's local controllers too, and those would kill a job that is saving.
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            with self._executor.batch():
+                jobs = [self._executor.submit(task) for task in tasks]
+        except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
+            raise UserError(f"the jobs were not taken: {_last_line(error)}") from None
+        finally:
+            signal.signal(signal.SIGINT, before)
+        for job, entry in zip(jobs, entries, strict=True):
+            (entry.run_dir / SUBMITTED).write_text(job.job_id)
+            self._running[job] = entry
+
+    def wait(self, seconds: float, stopped: bool = False) -> list[Entry]:
+        ended = super().wait(seconds, stopped)
+        for job in [job for job in self._running if job.done()]:
+            entry = self._running.pop(job)
+            why = f"the job ended without a word ({job.state.lower()}): see {job.paths.stderr}"
+            entry.close(None, why, "interrupted" if stopped else "failed")
+            ended.append(entry)
+        if not ended:
+            time.sleep(min(seconds, POLL_S))
+        return ended
+
+    def signal(self, number: int) -> None:
+        if not self.detached:
+            for job in list(self._running):
+                job._process.terminate()  # its controller hands it on, and waits until the job has saved
+
+    def _task(self, entry: Entry) -> Task:
+        at_a_time = 1 if self.detached else self.slots
+        own_devices = self.detached or self._option.gpus_per_node is not None
+        devices = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return Task(self._sweep.absolute(), entry.number, self._quiet, devices, own_devices, at_a_time)
+
+
+def _parameters(option: SubmititLocal | SubmititSlurm) -> dict[str, Any]:
+    """The knobs as submitit's AutoExecutor calls them."""
+    if isinstance(option, SubmititLocal):
+        given = {k: v for k, v in asdict(option).items() if k not in ("array_parallelism", "setup")}
+        return {**given, "local_setup": option.setup}
+    given = {f"slurm_{k}" if k in OF_SLURM else k: v for k, v in asdict(option).items()}
+    return {k: v for k, v in given.items() if v not in (None, [])}
+
+
+def _last_line(error: Exception) -> str:
+    lines = str(getattr(error, "stderr", None) or error).strip().splitlines()
+    return lines[-1] if lines else type(error).__name__

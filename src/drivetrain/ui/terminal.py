@@ -1,0 +1,232 @@
+"""What a person sees: the recipe as a tree, a live line, a table at the end; plain lines where it is no terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from drivetrain.run.result import Result
+
+if TYPE_CHECKING:
+    from drivetrain.config.compose import Composed
+
+STRAGGLES = 0.1  # of the time waited for one rank: less is not worth a word
+
+
+def is_live() -> bool:
+    """Whether standard output is a terminal."""
+    return sys.stdout.isatty()
+
+
+class Lasting(io.TextIOWrapper):
+    """Standard output that outlives its reader: `drivetrain train | head -1` trains on, in silence."""
+
+    def write(self, text: str) -> int:
+        with self._until_gone():
+            super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._until_gone():
+            super().flush()
+
+    @contextlib.contextmanager
+    def _until_gone(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+
+
+def prepare_output() -> None:
+    """Make standard output and standard error ready for anything: no reader, a narrow alphabet, none at all."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed, as a daemon's
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for the life of the process
+        elif stream is getattr(sys, f"__{name}__"):  # not a test's or a notebook's
+            line_buffering = stream.line_buffering
+            setattr(sys, name, Lasting(stream.detach(), stream.encoding, "replace", line_buffering=line_buffering))
+
+
+def say(line: str) -> None:
+    """One line to the user, beside the run's own output."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def show_recipe(composed: Composed) -> None:
+    """The composed recipe: a line for each group."""
+    name = composed.recipe.name if composed.recipe else "default"
+    rows = [(group, *_knobs(composed, group)) for group in composed.choices]
+    if not is_live():
+        print(f"recipe {name}: " + " ".join(f"{g}={_option(composed.choices[g])}" for g, _, _ in rows), flush=True)
+        return
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.tree import Tree
+
+    tree = Tree(f"[bold]recipe {name}[/]")
+    for group, option, knobs in rows:
+        style = "dim" if option in ("none", "single", "constant", "") else "cyan"
+        tree.add(f"{group:<14}[{style}]{escape(option):<12}[/] [dim]{escape(knobs)}[/]")
+    for key in ("epochs", "updates"):
+        if composed.plain[key] is not None:
+            tree.add(f"{key:<14}[cyan]{composed.plain[key]}[/]")
+    Console().print(tree)
+
+
+def _option(choice: Any) -> str:
+    return f"[{','.join(choice)}]" if isinstance(choice, list) else str(choice)
+
+
+def _knobs(composed: Composed, group: str) -> tuple[str, str]:
+    choice, section = composed.choices[group], composed.plain.get(group) or {}
+    if isinstance(choice, list):
+        return ", ".join(choice) or "none", ""
+    shown = {k: v for k, v in section.items() if k != "_target_" and v not in (None, {})}
+    text = " ".join(f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in shown.items())
+    return choice, text if len(text) < 90 else text[:87] + "…"
+
+
+class Progress:
+    """A sink: the live line in a terminal, one line an evaluation (and now and then between) elsewhere."""
+
+    def __init__(self, total_updates: int, epochs: int) -> None:
+        self.total, self.epochs = total_updates, epochs
+        self._last: dict[str, Any] = {}
+        self._printed = time.monotonic()
+        self._bar: Any = None
+        if is_live():
+            self._bar, self._task = _bar(total_updates)
+            self._bar.start()
+
+    def say(self, line: str) -> None:
+        """A remark of the build."""
+        print(line, flush=True) if self._bar is None else self._bar.console.print(line, style="dim", highlight=False)
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Take a training or evaluation record."""
+        if record["event"] == "remark":
+            self.say(record["text"])
+        elif record["event"] == "train":
+            self._last = record
+            if self._bar is not None:
+                self._bar.update(self._task, completed=record["update"], text=self._text(record))
+            elif time.monotonic() - self._printed > 10:
+                self._print(self._text(record))
+        else:
+            self._evaluation(record)
+
+    def _evaluation(self, record: dict[str, Any]) -> None:
+        metrics = "  ".join(f"test {k} {number(v)}" for k, v in record.items() if k not in ("event", "update", "epoch"))
+        text = f"{self._text(self._last)}  {metrics}" if self._last else metrics
+        if self._bar is not None:
+            self._bar.console.print(f"  {text}", highlight=False)
+        else:
+            self._print(text)
+
+    def _print(self, line: str) -> None:
+        self._printed = time.monotonic()
+        print(line, flush=True)
+
+    def _text(self, r: dict[str, Any]) -> str:
+        from drivetrain.core.device import memory_now
+
+        loss = "overflow" if r["loss"] is None else number(r["loss"])
+        rate = number(r["samples_per_second"]) if r["samples_per_second"] else "–"
+        waits = r.get("rank_work_excess", 0.0)
+        straggler = f"  {100 * waits:.0f} % waits for rank {r['slowest_rank']}" if waits > STRAGGLES else ""
+        return (
+            f"epoch {r['epoch'] + 1}/{self.epochs}  update {r['update']}/{self.total}  loss {loss}  lr {r['lr']:.2e}"
+            f"  {rate} samples/s  data wait {100 * r['data_wait']:.0f} %{straggler}  {memory_now() / 2**30:.2f} GiB"
+        )
+
+    def close(self) -> None:
+        """The run has ended."""
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def _bar(total: int) -> tuple[Any, Any]:
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    bar = Progress(BarColumn(bar_width=20), TextColumn("{task.fields[text]}"), TimeRemainingColumn(), refresh_per_second=4)
+    return bar, bar.add_task("train", total=total, text="starting")
+
+
+def number(value: float) -> str:
+    """A figure in few digits."""
+    if isinstance(value, int) or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4f}" if abs(value) < 10 else f"{value:.1f}"
+
+
+def show_result(result: Result) -> None:
+    """The result as a table."""
+    rows = [("status", result.status + (f": {result.error}" if result.error else ""))]
+    best = result.metrics["best"]
+    for name, value in result.metrics["final"].items():
+        rows.append((f"test {name}", f"{number(value)}" + (f"   (best {number(best[name])})" if name in best else "")))
+    rows += [
+        ("updates", f"{result.updates:,} in {result.epochs:.4g} epochs, {result.wall_s:.1f} s"),
+        ("samples/s", number(result.samples_per_second) if result.samples_per_second else "–"),
+        (
+            "step",
+            f"{result.step_ms_p50:.2f} ms (p95 {result.step_ms_p95:.2f})" if result.step_ms_p50 and result.step_ms_p95 else "–",
+        ),
+        ("data wait", f"{100 * result.data_wait_fraction:.1f} %" if result.data_wait_fraction is not None else "–"),
+        ("peak memory", f"{result.peak_memory_bytes / 2**30:.2f} GiB" if result.peak_memory_bytes else "–"),
+        ("run", str(result.run_dir)),
+    ]
+    if result.skipped_samples:
+        rows.insert(-1, ("skipped", f"{result.skipped_samples:,} samples that could not be read"))
+    table(("", "result"), rows)
+
+
+def show_jobs(results: Sequence[tuple[int, str, Result]]) -> None:
+    """A sweep's jobs in one table: of each its number, what is its own, and its result."""
+    names = list(dict.fromkeys(n for _, _, r in results for n in r.metrics["final"]))
+    rows = []
+    for job, label, r in results:
+        metrics = [number(r.metrics["final"][n]) if n in r.metrics["final"] else "–" for n in names]
+        rate = number(r.samples_per_second) if r.samples_per_second else "–"
+        rows.append((str(job), label, r.status, *metrics, rate, f"{r.wall_s:.1f} s", (r.error or "").split("\n")[0]))
+    table(("job", "overrides", "status", *names, "samples/s", "time", "error"), rows)
+
+
+def fit(header: list[str], rows: list[list[str]], spare: Sequence[str]) -> list[str]:
+    """Take columns out, those in `spare` in their order, until the table fits the terminal; the names of those taken out."""
+    from rich.console import Console
+
+    taken: list[str] = []
+
+    def width() -> int:
+        return sum(3 + max(len(cell) for cell in column) for column in zip(header, *rows, strict=True))
+
+    for name in spare if is_live() else ():
+        if width() < Console().width or name not in header:
+            continue
+        at = header.index(name)
+        for cells in (header, *rows):
+            del cells[at]
+        taken.append(name)
+    return taken
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table in the terminal; the same columns as plain text elsewhere."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table(*header, box=None if not is_live() else Table().box, show_edge=is_live())
+    for row in rows:
+        grid.add_row(*(Text(cell, overflow="fold") for cell in row))
+    # Elsewhere than in a terminal nothing is cut, folded or coloured, whatever the environment says of terminals.
+    console = Console() if is_live() else Console(width=10_000, force_terminal=False, color_system=None)
+    console.print(grid)
