@@ -190,7 +190,7 @@ def ours_default(work: Work, turn: Turn) -> None:
 
 def ours_everyday(work: Work, turn: Turn) -> None:
     """drivetrain's loop with accumulation and clipping, and as it comes otherwise."""
-    words = ("batch=accumulate", f"batch.steps={work.steps}", "clip=norm", f"log_every={LOG_EVERY}")
+    words = ("batch=accumulate", f"batch.accumulation_steps={work.steps}", "clip=norm", f"log_every={LOG_EVERY}")
     _ours(work, turn, words, told=True)
 
 

@@ -35,12 +35,12 @@ GPT = [
 ]  # fmt: skip
 STRATEGIES = {
     "ddp": ["parallel=ddp"],
-    "ddp, 4 micro-batches": ["parallel=ddp", "batch=accumulate", "batch.steps=4"],
+    "ddp, 4 micro-batches": ["parallel=ddp", "batch=accumulate", "batch.accumulation_steps=4"],
     "ddp, bf16 sent": ["parallel=ddp", "parallel.compress=bf16"],
     "ddp, powersgd": ["parallel=ddp", "parallel.compress=powersgd"],
     "fsdp": ["parallel=fsdp", "parallel.block=Layer"],
     "fsdp, weights kept": ["parallel=fsdp", "parallel.block=Layer", "parallel.reshard_after_forward=false"],
-    "pipeline, 4 micro-batches": ["parallel=pipeline", "batch=accumulate", "batch.steps=4"],
+    "pipeline, 4 micro-batches": ["parallel=pipeline", "batch=accumulate", "batch.accumulation_steps=4"],
 }  # fmt: skip
 
 
@@ -114,7 +114,7 @@ def memory() -> dict[str, Any]:
     for name, words in {
         "one process": ["parallel=single"], "ddp": ["parallel=ddp"], "fsdp": ["parallel=fsdp"],
         "fsdp, bf16": ["parallel=fsdp", "precision=bf16"], "tensor": ["parallel=tensor"],
-        "pipeline": ["parallel=pipeline", "batch=accumulate", "batch.steps=4"],
+        "pipeline": ["parallel=pipeline", "batch=accumulate", "batch.accumulation_steps=4"],
     }.items():  # fmt: skip
         peaks = trained([*GPT, *words], 4)["peak_bytes_of_ranks"]
         found[name] = {"rank_bytes": [peak - base for peak in peaks]}

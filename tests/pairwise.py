@@ -97,7 +97,7 @@ def needs(folder: Path) -> dict[str, list[str]]:
         "model=own": ["model.target=pairwise_net.Net", "trust=[pairwise_net]"],
         "parallel=tensor": ["model=timm", "model.name=vit_tiny_patch16_224", f"model.kwargs={SMALL_VIT}"],
         "parallel=split": ["parallel.devices=[cpu,cpu]"],
-        "batch=accumulate": ["batch.steps=2"],
+        "batch=accumulate": ["batch.accumulation_steps=2"],
         "batch=auto": ["batch.memory_gb=16"],
         "checkpointing=budget": ["compile=inductor"],
         "surgery=[fused_norm]": ["model=own"],

@@ -345,7 +345,7 @@ def test_one_batch_by_heart_needs_no_partners(make):
 @pytest.mark.parametrize(
     "words",
     [
-        ["batch=accumulate", "batch.steps=3"],
+        ["batch=accumulate", "batch.accumulation_steps=3"],
         ["loader=workers", "data=digits", "model=resnet9", "model.width=4"],
         ["precision=bf16_pure"],
         ["precision=amp"],
@@ -372,7 +372,7 @@ def test_accumulation_and_ranks_train_the_same_mixed_samples(train):
     one = weights()
     plain = weights(chosen=[])
     assert not all(torch.allclose(plain[name], t, atol=1e-3) for name, t in one.items())
-    for words in (["batch=accumulate", "batch.steps=3"], ["parallel=ddp", "parallel.nproc=2"]):
+    for words in (["batch=accumulate", "batch.accumulation_steps=3"], ["parallel=ddp", "parallel.nproc=2"]):
         for name, t in weights(*words).items():
             assert torch.allclose(t, one[name], atol=2e-6), (words, name)
 

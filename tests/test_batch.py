@@ -99,7 +99,7 @@ def test_epochs_and_seeds_have_orders_of_their_own():
 @pytest.mark.parametrize("tail", [0, 1, 5], ids=lambda n: f"tail of {n}")
 def test_accumulation_equals_one_big_batch(float64, make, tail):
     length = [f"data.samples={48 + tail}", "data.drop_last=false", "epochs=2", "updates=null"]
-    whole, parts = make(*length), make(*length, "batch=accumulate", "batch.steps=3")
+    whole, parts = make(*length), make(*length, "batch=accumulate", "batch.accumulation_steps=3")
     start = [p.clone() for p in whole.model.parameters()]
     forwards = {}
     for name, trainer in (("whole", whole), ("parts", parts)):
@@ -116,7 +116,7 @@ def test_accumulation_equals_one_big_batch(float64, make, tail):
 
 
 def test_a_global_batch_that_does_not_divide_is_refused_with_the_nearest_that_do(problems):
-    (problem,) = problems("batch=accumulate", "batch.steps=5")
+    (problem,) = problems("batch=accumulate", "batch.accumulation_steps=5")
     assert problem.startswith("batch.global_batch=12 does not divide")
     assert "set batch.global_batch to 10 or 15" in problem
     (problem,) = problems("parallel=ddp", "parallel.nproc=24")
@@ -127,11 +127,13 @@ def test_a_global_batch_that_does_not_divide_is_refused_with_the_nearest_that_do
     ("rule", "factor"), [("none", 1.0), ("linear", 4.0), ("sqrt", 2.0)], ids=lambda v: v if isinstance(v, str) else ""
 )
 def test_the_learning_rate_follows_the_batch(make, rule, factor):
-    for split in ([], ["batch=accumulate", "batch.steps=3"]):
+    for split in ([], ["batch=accumulate", "batch.accumulation_steps=3"]):
         trainer = make(f"batch.lr_scaling={rule}", "batch.base_batch=3", "optimizer.lr=0.01", *split)
         assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * factor)
 
 
-@pytest.mark.parametrize("word", ["batch.global_batch=0", "batch.global_batch=1.5", "batch.lr_scaling=cubic", "batch.steps=0"])
+@pytest.mark.parametrize(
+    "word", ["batch.global_batch=0", "batch.global_batch=1.5", "batch.lr_scaling=cubic", "batch.accumulation_steps=0"]
+)
 def test_the_batch_words_are_counts_and_choices(problems, word):
     assert any(p.startswith(word) for p in problems("batch=accumulate", word))

@@ -71,16 +71,16 @@ def limit_of(true_limit):
 @pytest.mark.parametrize("true_limit", [2, 7, 50, 100, 127, 128, 1000])
 def test_auto_comes_within_a_tenth_of_the_limit(true_limit):
     batch = Auto(global_batch=256)
-    said = batch.settle(limit_of(true_limit), ranks=2)
+    said = batch.autotune(limit_of(true_limit), ranks=2)
     micro = batch.micro_batch(World(size=2))
     assert micro <= true_limit
     assert f"all {128} samples" in said or int(said.split()[1]) * 1.1 + 1 >= true_limit
-    assert batch.steps == -(-128 // micro)
+    assert batch.accumulation_steps == -(-128 // micro)
 
 
 def test_auto_says_when_nothing_fits():
     with pytest.raises(UserError, match="not even 2 samples fit"):
-        Auto().settle(limit_of(1), ranks=1)
+        Auto().autotune(limit_of(1), ranks=1)
 
 
 def test_auto_needs_a_limit_on_a_cpu(tmp_path):

@@ -14,7 +14,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("split", [[], ["batch=accumulate", "batch.steps=2"]], ids=["whole", "accumulated"])
+@pytest.mark.parametrize("split", [[], ["batch=accumulate", "batch.accumulation_steps=2"]], ids=["whole", "accumulated"])
 @pytest.mark.parametrize("model", MODELS)
 def test_blocks_equal_none_in_gradients_statistics_and_weights(make, each_update, model, split, precision):
     seen, forwards, ends = [], [], []

@@ -22,7 +22,7 @@ def gradient_of_the_first_update(make, *words: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0])
-@pytest.mark.parametrize("split", [[], ["batch=accumulate", "batch.steps=3"]], ids=["whole", "accumulated"])
+@pytest.mark.parametrize("split", [[], ["batch=accumulate", "batch.accumulation_steps=3"]], ids=["whole", "accumulated"])
 def test_norm_equals_the_hand_computation(make, float64, norm_type, split):
     gradient = gradient_of_the_first_update(make, *SGD)
     norm = torch.linalg.vector_norm(gradient, norm_type)
@@ -64,7 +64,7 @@ def test_the_norm_is_that_of_the_unscaled_gradients(make, each_update, fused, sc
 
 
 def test_clipping_happens_once_an_update_not_once_a_micro_batch(make):
-    trainer = make("clip=norm", "batch=accumulate", "batch.steps=3", "updates=2")
+    trainer = make("clip=norm", "batch=accumulate", "batch.accumulation_steps=3", "updates=2")
     calls, clip = [], trainer.clip
     trainer.clip = lambda: (calls.append(1), clip())
     trainer.fit()

@@ -111,7 +111,7 @@ def weights(trainer) -> torch.Tensor:
 @pytest.mark.parametrize("kind", BITES)
 def test_it_bites_and_accumulation_changes_nothing(make, float64, kind):
     ends = []
-    for words in (["clip=none"], BITES[kind], [*BITES[kind], "batch=accumulate", "batch.steps=3"]):
+    for words in (["clip=none"], BITES[kind], [*BITES[kind], "batch=accumulate", "batch.accumulation_steps=3"]):
         trainer = make(*SGD, *words, "updates=3")
         trainer.fit()
         assert trainer.progress.updates == 3

@@ -91,7 +91,7 @@ def test_evaluation_is_not_compiled(make, eager_backend):
     [
         [],
         ["optimizer=adamw", "scheduler=cosine", "clip=norm", "clip.max_norm=0.1"],
-        ["batch=accumulate", "batch.steps=3"],
+        ["batch=accumulate", "batch.accumulation_steps=3"],
         ["precision=bf16", "ema=ema"],
         ["checkpointing=blocks", "model.dropout=0.0"],
         ["optimizer=lamb", "optimizer.lr=0.01"],

@@ -164,7 +164,7 @@ def test_its_yaml_is_its_constructors_signature(group, option):
     module, _, name = target.rpartition(".")
     assert module.startswith("drivetrain.")
     cls = getattr(importlib.import_module(module), name)
-    assert issubclass(cls, drivetrain.core.option.Part)
+    assert issubclass(cls, drivetrain.core.option.Option)
     assert set(section) == set(inspect.signature(cls).parameters)
     assert list(check._knobs(group, cls, section)) == []  # the YAML's own values pass its checks
     hints = inspect.get_annotations(cls.__init__) if section else {}

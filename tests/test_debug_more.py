@@ -16,8 +16,8 @@ import torch
 import drivetrain
 from drivetrain.core.errors import UserError
 from drivetrain.debug.gradcheck import WrongGradient
+from drivetrain.debug.host_sync import HostSync
 from drivetrain.debug.nvtx import Nvtx
-from drivetrain.debug.sync import Sync
 from drivetrain.launch import launcher
 
 SOURCE = Path(drivetrain.__file__).parents[1]
@@ -174,7 +174,7 @@ def report(result) -> list[str]:
     [
         ("none", []),
         ("fast", []),
-        ("sync", ["drivetrain.debug.sync", "drivetrain.debug.torch_modes"]),
+        ("host_sync", ["drivetrain.debug.host_sync", "drivetrain.debug.torch_modes"]),
         ("overfit", ["drivetrain.debug.overfit"]),
     ],
 )
@@ -205,9 +205,9 @@ def test_none_wraps_nothing_and_reports_nothing(train, make):
     assert not (Path(train().run_dir) / "debug.txt").exists()
 
 
-@pytest.mark.parametrize("words", [["debug=profile"], ["debug=gradcheck"], ["debug=sync"]], ids=lambda w: w[0])
+@pytest.mark.parametrize("words", [["debug=profile"], ["debug=gradcheck"], ["debug=host_sync"]], ids=lambda w: w[0])
 @pytest.mark.parametrize(
-    "beside", [["model.dropout=0.2", "optimizer=adamw"], ["precision=fp32", "batch=accumulate", "batch.steps=3"]]
+    "beside", [["model.dropout=0.2", "optimizer=adamw"], ["precision=fp32", "batch=accumulate", "batch.accumulation_steps=3"]]
 )
 def test_a_watched_run_has_the_numbers_of_a_plain_one(make, words, beside):
     plain = make(*beside, "updates=4")
@@ -477,13 +477,13 @@ def test_gradcheck_and_a_compiled_model(tiny):
 # --- sync ---
 
 
-SYNC = ["debug=sync", "updates=5", "epochs=9", "log_every=1"]
+SYNC = ["debug=host_sync", "updates=5", "epochs=9", "log_every=1"]
 
 
 @pytest.mark.parametrize(
     "beside",
     [[], ["optimizer=adamw", "optimizer.foreach=true"], ["optimizer=adamw", "optimizer.fused=false", "optimizer.foreach=false"],
-     ["precision=bf16", "ema=ema", "clip=norm"], ["batch=accumulate", "batch.steps=2", "scheduler=cosine"],
+     ["precision=bf16", "ema=ema", "clip=norm"], ["batch=accumulate", "batch.accumulation_steps=2", "scheduler=cosine"],
      ["model=resnet9", "model.width=4", "checkpointing=blocks", "surgery=[channels_last]"], ["precision=bf16_pure"]],
     ids=str,
 )  # fmt: skip
@@ -491,7 +491,7 @@ def test_a_step_of_ours_waits_for_nothing(train, beside):
     """Also where the loss is logged, the model evaluated and the state saved at every turn: those are read on purpose."""
     result = train(*SYNC, *beside, "saving.every_updates=1")
     assert result.status == "completed", result.error
-    assert report(result) == ["debug=sync: no hidden host synchronisation in 4 updates"]
+    assert report(result) == ["debug=host_sync: no hidden host synchronisation in 4 updates"]
 
 
 @pytest.mark.parametrize(
@@ -504,17 +504,17 @@ def test_a_step_of_ours_waits_for_nothing(train, beside):
 )
 @pytest.mark.parametrize("steps", [1, 2])
 def test_sync_names_the_line_and_counts_once_a_call(train, planted, middle, found, steps):
-    result = train(*SYNC, *planted(middle), "batch=accumulate", f"batch.steps={steps}")
+    result = train(*SYNC, *planted(middle), "batch=accumulate", f"batch.accumulation_steps={steps}")
     assert result.status == "completed", result.error
     head, *lines = report(result)
-    assert head == f"debug=sync: {len(found)} hidden host synchronisations in 4 updates, the most frequent first"
+    assert head == f"debug=host_sync: {len(found)} hidden host synchronisations in 4 updates, the most frequent first"
     assert sorted(lines) == sorted(f"  planted_faults.py:{line_of(mark)} in {what}, {4 * steps} times" for mark, what in found)
 
 
 def test_sync_tells_of_the_one_read_that_loss_scaling_needs(train):
     result = train(*SYNC, "precision=amp", "precision.init_scale=8.0")
     head, line = report(result)
-    assert head.startswith("debug=sync: 1 hidden")
+    assert head.startswith("debug=host_sync: 1 hidden")
     assert re.fullmatch(r"  \S*precision/__init__\.py:\d+ in \S+: Tensor\.__float__, 4 times", line)
 
 
@@ -534,8 +534,8 @@ def test_sync_on_cuda_listens_to_torchs_warnings(make, planted, monkeypatch):
         return x
 
     monkeypatch.setattr(middle, "forward", waits)
-    monkeypatch.setattr("drivetrain.debug.sync.Sync._watching", lambda self: self._told_by_cuda())
-    option = Sync(skip=1)
+    monkeypatch.setattr("drivetrain.debug.host_sync.HostSync._watching", lambda self: self._told_by_cuda())
+    option = HostSync(skip=1)
     option.attach(trainer)
     with pytest.warns(UserWarning, match="operation|mode|else") as heard:
         trainer.fit()
@@ -549,7 +549,7 @@ def test_sync_on_cuda_listens_to_torchs_warnings(make, planted, monkeypatch):
         "something",
     ]
     head, place = option.stop()
-    assert head.startswith("debug=sync: 1 hidden host synchronisations in 2 updates")
+    assert head.startswith("debug=host_sync: 1 hidden host synchronisations in 2 updates")
     assert place.endswith(f"test_debug_more.py:{line} in waits: waits for the device, 4 times")
     assert modes == ["warn", "default"] * 2
 
@@ -557,19 +557,21 @@ def test_sync_on_cuda_listens_to_torchs_warnings(make, planted, monkeypatch):
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_sync_on_cuda(train, planted):
-    assert report(train(*SYNC)) == ["debug=sync: no hidden host synchronisation in 4 updates"]
+    assert report(train(*SYNC)) == ["debug=host_sync: no hidden host synchronisation in 4 updates"]
     _, *lines = report(train(*SYNC, *planted("item")))
     assert any(f"planted_faults.py:{line_of('# in the forward')} in forward" in line for line in lines)
 
 
 def test_sync_of_a_run_shorter_than_its_start_says_so(train):
-    assert report(train("debug=sync", "debug.skip=2")) == ["debug=sync watched no update: the run was over after debug.skip=2"]
+    assert report(train("debug=host_sync", "debug.skip=2")) == [
+        "debug=host_sync watched no update: the run was over after debug.skip=2"
+    ]
 
 
 def test_sync_and_a_compiled_model_are_refused_on_a_cpu(problems):
     assert any(
         "compile=inductor makes none: set compile=none" in p
-        for p in problems("debug=sync", "compile=inductor", "runtime.device=cpu")
+        for p in problems("debug=host_sync", "compile=inductor", "runtime.device=cpu")
     )
 
 
@@ -577,7 +579,9 @@ def test_sync_and_a_compiled_model_are_refused_on_a_cpu(problems):
 
 
 def test_overfit_trains_and_evaluates_on_one_batch(make):
-    trainer = make("debug=overfit", "debug.updates=9", "updates=null", "epochs=9", "batch=accumulate", "batch.steps=2")
+    trainer = make(
+        "debug=overfit", "debug.updates=9", "updates=null", "epochs=9", "batch=accumulate", "batch.accumulation_steps=2"
+    )
     seen, tested = [], []
     trainer.model.register_forward_hook(lambda m, args, _: (seen if m.training else tested).append(args[0].clone()))
     trainer.fit()
@@ -640,7 +644,7 @@ def test_anomaly_beside_loss_scaling_is_refused(problems, tiny):
 @pytest.mark.parametrize(
     "words",
     [["debug=profile", "debug.window=0"], ["debug=profile", "debug.skip=-1"], ["debug=gradcheck", "debug.samples=0"],
-     ["debug=gradcheck", "debug.eps=0"], ["debug=sync", "debug.skip=-1"], ["debug=overfit", "debug.updates=0"],
+     ["debug=gradcheck", "debug.eps=0"], ["debug=host_sync", "debug.skip=-1"], ["debug=overfit", "debug.updates=0"],
      ["debug=overfit", "debug.target=0"], ["debug=nvtx", "debug.window=0"]],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(problems, words):

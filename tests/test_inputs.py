@@ -12,7 +12,7 @@ from PIL import Image
 import drivetrain
 from drivetrain import data
 from drivetrain.core import lazy
-from drivetrain.core.microbatch import Micro, Request
+from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.data import digits
 from drivetrain.engine import input_checks
 from drivetrain.loader import Loader
@@ -69,7 +69,7 @@ def test_sixteen_bits_and_a_large_batch_are_read_in_float32():
 
 
 def test_the_stream_passes_unchanged_and_only_its_first_is_read(monkeypatch):
-    micros = [Micro(images(100.0, 1.0), torch.zeros(1), torch.ones(()), True, False) for _ in range(4)]
+    micros = [MicroBatch(images(100.0, 1.0), torch.zeros(1), torch.ones(()), True, False) for _ in range(4)]
     said, looked = [], []
     look = input_checks.remark
     monkeypatch.setattr(input_checks, "remark", lambda x: looked.append(x) or look(x))

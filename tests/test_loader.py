@@ -13,7 +13,7 @@ import drivetrain
 from drivetrain.augment import FlipCrop
 from drivetrain.batch import Accumulate
 from drivetrain.core.errors import DataError, Interrupted, UserError
-from drivetrain.core.microbatch import Micro
+from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.world import World
 from drivetrain.data import Normalize, Tensors
 from drivetrain.loader import Auto, Device, Loader, Pipeline, Resident, Threads, Workers
@@ -48,7 +48,7 @@ def requests(epochs: int = 2):
         yield from batch.requests(29, 0, epoch, World(), drop_last=False)
 
 
-def read(loader: Loader, wanted=None) -> list[Micro]:
+def read(loader: Loader, wanted=None) -> list[MicroBatch]:
     return list(loader.stream(pipeline(), requests() if wanted is None else wanted, CPU, torch.contiguous_format))
 
 
@@ -286,12 +286,12 @@ def test_auto_takes_what_measures_best_and_says_why(monkeypatch):
     """On a CPU the fewest core-seconds: no processes. On a device, where the wall counts: whoever waits in parallel."""
     work = Pipeline(Slow(), (), None, 0)
     auto = Auto()
-    (said,) = auto.settle(work, 8, CPU)
+    (said,) = auto.autotune(work, 8, CPU)
     assert said.startswith("loader=auto took loader=")
     assert "core-second" in said
     assert type(auto._kept) is not Workers, "processes cost more than they bring here"
     monkeypatch.setattr("drivetrain.loader.auto.Cost._clock", lambda self: time.perf_counter())
-    auto.settle(work, 8, CPU)
+    auto.autotune(work, 8, CPU)
     assert type(auto._kept) in (Threads, Workers), "waiting in parallel is faster"
 
 

@@ -44,8 +44,8 @@ def test_batch_norms_that_see_a_part_of_the_update_are_told_of(make):
 
     net = ("model=resnet9", "model.width=8")
     assert lines(*net) == []
-    assert lines("model=mlp", "batch=accumulate", "batch.steps=2") == []
-    (line,) = lines(*net, "batch=accumulate", "batch.steps=2", "batch.global_batch=24")
+    assert lines("model=mlp", "batch=accumulate", "batch.accumulation_steps=2") == []
+    (line,) = lines(*net, "batch=accumulate", "batch.accumulation_steps=2", "batch.global_batch=24")
     assert line == "8 BatchNorms have their statistics of 12 samples at a time, not of an update's 24"
     norm = nn.Sequential(nn.BatchNorm1d(2))
     assert own_statistics(norm, 12, 24, 2)[0].endswith("24; surgery=[sync_bn] joins those of the ranks")

@@ -10,7 +10,7 @@ import torch
 
 from drivetrain import optimizer as options
 from drivetrain.config.compose import compose
-from drivetrain.config.validate import check, operators
+from drivetrain.config.validate import check, machine_local_keys
 from drivetrain.core.errors import UserError
 from drivetrain.model.mlp import Mlp
 from drivetrain.model.resnet9 import ResNet9
@@ -36,10 +36,10 @@ def test_decay_is_off_for_norms_biases_and_listed_names() -> None:
     model = ResNet9((1, 8, 8), 10, 4, bias=True)
     plain = by_name(model, options.AdamW(lr=0.1, weight_decay=0.5))
     assert {n for n, (_, decay) in plain.items() if decay} == {n for n, p in model.named_parameters() if p.ndim > 1}
-    listed = by_name(model, options.AdamW(lr=0.1, weight_decay=0.5, no_decay=["head", "features.0.?.weight"]))
+    listed = by_name(model, options.AdamW(lr=0.1, weight_decay=0.5, no_weight_decay=["head", "features.0.?.weight"]))
     off = {n for n in plain if plain[n][1] and not listed[n][1]}
     assert off == {"head.weight", "features.0.0.weight"}
-    everything = by_name(model, options.AdamW(lr=0.1, weight_decay=0.5, decay_norm_and_bias=True, no_decay=["head.bias"]))
+    everything = by_name(model, options.AdamW(lr=0.1, weight_decay=0.5, decay_norm_and_bias=True, no_weight_decay=["head.bias"]))
     assert {n for n, (_, decay) in everything.items() if not decay} == {"head.bias"}
 
 
@@ -64,13 +64,13 @@ def test_frozen_parameters_are_left_out() -> None:
 def test_lr_of_multiplies_and_the_first_group_has_the_plain_rate() -> None:
     model = mlp()
     given = {"head": 10, "*.bias": 0.5, "layers": {"0": {"linear": {"weight": 3}}}}
-    rates = {n: round(lr, 9) for n, (lr, _) in by_name(model, options.AdamW(lr=0.1, lr_of=given)).items()}
+    rates = {n: round(lr, 9) for n, (lr, _) in by_name(model, options.AdamW(lr=0.1, lr_multipliers=given)).items()}
     assert rates["layers.0.linear.weight"] == 0.3
     assert rates["layers.1.linear.weight"] == 0.1
     assert rates["layers.1.linear.bias"] == 0.05
     assert rates["head.weight"] == 1.0
     assert rates["head.bias"] == 0.5  # both patterns
-    assert options.AdamW(lr=0.1, lr_of=given).build(model).param_groups[0]["lr"] == 0.1
+    assert options.AdamW(lr=0.1, lr_multipliers=given).build(model).param_groups[0]["lr"] == 0.1
 
 
 def test_layer_decay_by_repeated_blocks() -> None:
@@ -81,7 +81,7 @@ def test_layer_decay_by_repeated_blocks() -> None:
     assert resnet["head.weight"] == 1.0
     assert sorted(set(resnet.values())) == [0.125, 0.25, 0.5, 1.0]  # stem, two residuals, head
     assert resnet["features.0.0.weight"] == 0.125
-    rates = by_name(mlp(), options.AdamW(lr=1.0, layer_decay=0.5, lr_of={"head": 4}))
+    rates = by_name(mlp(), options.AdamW(lr=1.0, layer_decay=0.5, lr_multipliers={"head": 4}))
     assert rates["layers.0.linear.weight"][0] == 0.125
     assert rates["head.weight"][0] == 4.0
 
@@ -100,11 +100,11 @@ def test_layer_decay_by_timms_own_layers() -> None:
 
 def test_patterns_without_effect_are_named() -> None:
     with pytest.raises(UserError) as caught:
-        options.Sgd(no_decay=["haed", "layers"], lr_of={"layers.7": 2}).build(mlp())
+        options.Sgd(no_weight_decay=["haed", "layers"], lr_multipliers={"layers.7": 2}).build(mlp())
     assert len(caught.value.problems) == 2
-    assert "optimizer.no_decay: 'haed' matches no trainable parameter" in caught.value.problems[0]
+    assert "optimizer.no_weight_decay: 'haed' matches no trainable parameter" in caught.value.problems[0]
     assert "'head'" in caught.value.problems[0]
-    assert "optimizer.lr_of: 'layers.7'" in caught.value.problems[1]
+    assert "optimizer.lr_multipliers: 'layers.7'" in caught.value.problems[1]
     with pytest.raises(UserError, match=r"layer_decay=0.5 wants a model of several layers"):
         options.Sgd(layer_decay=0.5).build(torch.nn.Linear(3, 3))
 
@@ -113,7 +113,7 @@ def test_the_schedule_keeps_the_multiples() -> None:
     from drivetrain.scheduler import Cosine
 
     model = mlp()
-    optimizer = options.Lamb(lr=0.1, lr_of={"head": 10}).build(model, lr_factor=2.0)
+    optimizer = options.Lamb(lr=0.1, lr_multipliers={"head": 10}).build(model, lr_factor=2.0)
     schedule = Cosine()
     schedule.start(optimizer, 10)
     schedule.step(5)
@@ -124,8 +124,8 @@ def test_the_schedule_keeps_the_multiples() -> None:
 
 WORDS = [
     "optimizer=lamb",
-    "optimizer.lr_of={head.*: 10, layers.0: 0.5, *.bias: 2}",
-    "optimizer.no_decay=['layers.1']",
+    "optimizer.lr_multipliers={head.*: 10, layers.0: 0.5, *.bias: 2}",
+    "optimizer.no_weight_decay=['layers.1']",
     "model=mlp",
 ]
 
@@ -135,10 +135,10 @@ def test_patterns_come_back_from_the_runs_own_recipe(tmp_path: Path) -> None:
     first = compose(WORDS)
     run = check(first)
     file = tmp_path / "recipe.yaml"
-    file.write_text(to_recipe(first, operators(run)))
+    file.write_text(to_recipe(first, machine_local_keys(run)))
     second = compose([], base=read(file))
     again = check(second)
-    assert config_hash(first, operators(run)) == config_hash(second, operators(again))
+    assert config_hash(first, machine_local_keys(run)) == config_hash(second, machine_local_keys(again))
     model = Mlp((1, 8, 8), 10, (16, 16), 0.0)
     rates = by_name(model, again.optimizer)
     assert rates == by_name(model, run.optimizer)
@@ -149,13 +149,13 @@ def test_patterns_come_back_from_the_runs_own_recipe(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("optimizer.lr_of={head: fast}", "head=fast: a multiple of the learning rate must be a number > 0"),
-        ("optimizer.lr_of={head: 0}", "must be a number > 0"),
-        ("optimizer.lr_of={head: true}", "must be a number > 0"),
-        ("optimizer.lr_of={head: 2, head.bias: 3}", "head and head.bias are one inside the other"),
+        ("optimizer.lr_multipliers={head: fast}", "head=fast: a multiple of the learning rate must be a number > 0"),
+        ("optimizer.lr_multipliers={head: 0}", "must be a number > 0"),
+        ("optimizer.lr_multipliers={head: true}", "must be a number > 0"),
+        ("optimizer.lr_multipliers={head: 2, head.bias: 3}", "head and head.bias are one inside the other"),
         ("optimizer.layer_decay=1.5", "must be ≤ 1"),
         ("optimizer.layer_decay=0", "must be > 0"),
-        ("optimizer.no_decay=head", "must be a list"),
+        ("optimizer.no_weight_decay=head", "must be a list"),
         ("optimizer.lr=-1", "must be > 0"),
     ],
 )
@@ -167,4 +167,4 @@ def test_bad_values_are_refused(word: str, said: str) -> None:
 def test_brackets_are_no_patterns() -> None:
     """A YAML of one's own could say them; the dotted keys of a recipe could not."""
     run = check(compose([]))
-    assert "not brackets" in next(options.Sgd(lr_of={"head[0]": 2}).check(run))
+    assert "not brackets" in next(options.Sgd(lr_multipliers={"head[0]": 2}).validate(run))

@@ -111,7 +111,9 @@ def test_timm_says_what_it_has(words: list[str], said: str) -> None:
 
 def test_timm_takes_its_arguments_and_our_groups() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
-    knobs = options.Timm(name="lamb", lr=0.1, weight_decay=0.3, lr_of={"1": 2}, kwargs={"betas": [0.5, 0.6], "trust_clip": True})
+    knobs = options.Timm(
+        name="lamb", lr=0.1, weight_decay=0.3, lr_multipliers={"1": 2}, kwargs={"betas": [0.5, 0.6], "trust_clip": True}
+    )
     optimizer = knobs.build(model)
     assert type(optimizer).__module__ == "timm.optim.lamb"
     assert {(g["lr"], g["weight_decay"]) for g in optimizer.param_groups} == {(0.1, 0.3), (0.1, 0.0), (0.2, 0.3), (0.2, 0.0)}
@@ -223,7 +225,7 @@ def test_unset_forms_take_the_fastest() -> None:
 def test_a_bad_optimizer_is_answered_without_torch() -> None:
     code = (
         "import sys\nfrom drivetrain.config.validate import check\nfrom drivetrain.config.compose import compose\n"
-        "try: check(compose(['optimizer=lars', 'optimizer.fused=true', 'optimizer.lr_of={head: -1}']))\n"
+        "try: check(compose(['optimizer=lars', 'optimizer.fused=true', 'optimizer.lr_multipliers={head: -1}']))\n"
         "except ValueError as error: print(len(error.problems), 'torch' in sys.modules, 'timm' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

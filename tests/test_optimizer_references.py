@@ -212,7 +212,7 @@ def forms(option: type) -> list[str]:
 def test_equals_the_paper(case: str, form: str, dtype: torch.dtype) -> None:
     option, given, rule = CASES[case]
     lr = 1.0 if "lars" in case else 0.01
-    knobs = option(lr=lr, lr_of={"head": 3}, **given, **FORMS[form])
+    knobs = option(lr=lr, lr_multipliers={"head": 3}, **given, **FORMS[form])
     model = net(dtype)
     optimizer = knobs.build(model)
     steps(model, optimizer)
@@ -222,7 +222,7 @@ def test_equals_the_paper(case: str, form: str, dtype: torch.dtype) -> None:
     assert largest_difference(model, weights) < tolerance
     if case == "schedulefree":
         trained = {n: p.detach().clone() for n, p in model.named_parameters()}
-        with knobs.settled():
+        with knobs.eval_weights():
             assert largest_difference(model, {n: s["x"] for n, s in states.items()}) < tolerance * 10
             assert largest_difference(model, weights) > 1e-4
         assert all(torch.equal(p, trained[n]) for n, p in model.named_parameters())

@@ -83,10 +83,15 @@ def test_schedulefree_evaluates_and_saves_the_average(tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("name", ["sgd", "lamb", "novograd", "muon"])
 def test_with_loss_scaling(name: str, tmp_path: Path) -> None:
-    result = run(tmp_path, f"optimizer={name}", "precision=amp", "batch=accumulate", "batch.steps=2", epochs=3)
+    result = run(tmp_path, f"optimizer={name}", "precision=amp", "batch=accumulate", "batch.accumulation_steps=2", epochs=3)
     assert result.metrics["final"]["accuracy"] > 0.7
 
 
 def test_groups_reach_the_run(tmp_path: Path) -> None:
-    words = ["optimizer=lamb", "optimizer.layer_decay=0.7", "optimizer.lr_of={head: 2}", "optimizer.no_decay=[layers.1]"]
+    words = [
+        "optimizer=lamb",
+        "optimizer.layer_decay=0.7",
+        "optimizer.lr_multipliers={head: 2}",
+        "optimizer.no_weight_decay=[layers.1]",
+    ]
     assert run(tmp_path, *words).metrics["final"]["accuracy"] > 0.8

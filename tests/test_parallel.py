@@ -32,7 +32,7 @@ def losses(run_dir: Path) -> list[float]:
 def test_two_ranks_that_accumulate_equal_one_process(train, make, samples):
     words = [f"data.samples={samples}", "data.test_samples=7", "data.drop_last=false", "epochs=2", "updates=null"]
     one = train(*words)
-    two = train(*words, "parallel=ddp", "batch=accumulate", "batch.steps=3")
+    two = train(*words, "parallel=ddp", "batch=accumulate", "batch.accumulation_steps=3")
     updates = 2 * -(-samples // 12)
     assert (one.status, two.status, one.world_size, two.world_size) == ("completed", "completed", 1, 2), two.error
     assert one.updates == two.updates == updates
@@ -114,7 +114,7 @@ def one_rank(monkeypatch):
 
 @pytest.mark.parametrize("steps", [1, 3])
 def test_gradients_meet_once_an_update_not_once_a_micro_batch(make, one_rank, steps):
-    trainer = make("parallel=ddp", "batch=accumulate", f"batch.steps={steps}", "updates=4")
+    trainer = make("parallel=ddp", "batch=accumulate", f"batch.accumulation_steps={steps}", "updates=4")
     meetings = []
 
     def hook(state, bucket):
@@ -170,7 +170,7 @@ def test_single_is_one_process_and_changes_nothing(make):
     assert parallel.ranks() == 1
     assert parallel.wrap(model) is model
     assert parallel.total(sums) is sums
-    assert parallel.agree(2) == 2
+    assert parallel.all_reduce_flag(2) == 2
     assert parallel.gather("mine") == ["mine"]
 
 

@@ -77,7 +77,7 @@ OVERFLOW = ["precision=amp", f"precision.init_scale={2.0**24}"]  # gradients of 
 def test_an_overflow_moves_nothing_but_the_scale(make, each_update, steps, optimizer):
     trainer = make(
         *OVERFLOW, "updates=3", "epochs=5", "scheduler=cosine", "ema=ema", f"optimizer={optimizer}",
-        "batch=accumulate", f"batch.steps={steps}",
+        "batch=accumulate", f"batch.accumulation_steps={steps}",
     )  # fmt: skip
     seen = each_update(trainer, lambda: (snapshot(trainer), trainer.precision.scaler.get_scale()))
     trainer.scheduler.step(0)

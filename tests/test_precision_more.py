@@ -74,7 +74,7 @@ def test_the_process_is_as_it_was_also_after_a_run_that_failed(train, monkeypatc
 @every()
 def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(tiny, words):
     rest = [*words, "optimizer=adamw", "optimizer.lr=0.01", "model.dropout=0.1", "ema=ema", "clip=norm", "batch=accumulate",
-            "batch.steps=2", "epochs=9"]  # fmt: skip
+            "batch.accumulation_steps=2", "epochs=9"]  # fmt: skip
     whole = drivetrain.train(tiny(*rest, "updates=6"))
     part = drivetrain.train(tiny(*rest, "updates=3"))
     gone_on = drivetrain.train([f"resume={part.run_dir}", "updates=6"])
@@ -327,7 +327,7 @@ def test_weights_to_evaluate_stand_in_the_model_and_those_to_train_come_back(mak
     trainer.fit()
     trained = [p.detach().clone() for p in trainer.model.parameters()]
     y = [t.clone() for t in trainer.optimizer.state_dict()["y"]]
-    with trainer.settled():
+    with trainer.eval_weights():
         averaged = [p.detach().clone() for p in trainer.model.parameters()]
     assert any(not torch.equal(a, b) for a, b in zip(trained, averaged, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(trained, trainer.model.parameters(), strict=True))
@@ -430,8 +430,11 @@ def test_saved_weights_are_the_models_and_load_into_float32(train):
 def test_what_bfloat16_does_to_accumulation_is_said(tiny):
     from drivetrain.launch import launcher
 
-    said = launcher.prepare(tiny("precision=bf16_pure", "batch=accumulate", "batch.steps=2")).said
-    assert any("precision=bf16_pure adds the gradients of batch.steps=2 micro-batches up in bfloat16" in line for line in said)
+    said = launcher.prepare(tiny("precision=bf16_pure", "batch=accumulate", "batch.accumulation_steps=2")).said
+    assert any(
+        "precision=bf16_pure adds the gradients of batch.accumulation_steps=2 micro-batches up in bfloat16" in line
+        for line in said
+    )
     assert not launcher.prepare(tiny("precision=bf16_pure")).said
 
 

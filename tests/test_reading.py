@@ -6,10 +6,10 @@ import time
 import pytest
 import torch
 
-from drivetrain.core.microbatch import Micro, Request
+from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.tensors import Tensors
 from drivetrain.engine import input_checks
-from drivetrain.engine.step_timer import Clock, Reading
+from drivetrain.engine.step_timer import Reading, StepTimer
 from drivetrain.loader import Auto, Dali, Device, Loader, Pipeline, Resident, Threads, Workers
 
 CPU, ONE = torch.device("cpu"), torch.ones(())
@@ -28,7 +28,7 @@ class Slow(Tensors):
 
 
 def micro(ready, seconds=0.01):
-    return Micro(ONE, ONE, ONE, True, False, seconds, ready)
+    return MicroBatch(ONE, ONE, ONE, True, False, seconds, ready)
 
 
 def test_depth_is_how_many_lay_ready_at_each_asking():
@@ -60,7 +60,7 @@ def test_readers_that_cannot_tell_are_left_out():
 )
 def test_every_reader_tells_its_time_and_what_lay_ready(loader, least, most):
     requests = [Request(0, torch.arange(4), ONE) for _ in range(16)]
-    clock = Clock()
+    clock = StepTimer()
     for _ in clock.waits(loader.stream(Pipeline(Slow(), (), None, 0), requests, CPU, torch.contiguous_format)):
         time.sleep(3 * READ)  # the step: longer than reading takes
         clock.step()
@@ -80,7 +80,7 @@ def test_metrics_have_them(train):
 def test_evaluation_is_not_counted(make):
     trainer = make("log_every=1")
     trainer.evaluate()
-    assert trainer.clock.reading.since_last() == {}
+    assert trainer.timer.reading.since_last() == {}
 
 
 # --- the word ---
@@ -89,7 +89,7 @@ def test_evaluation_is_not_counted(make):
 def watched(steps: list[tuple[float, float]], help_by: str | None) -> list[str]:
     """What is said of steps of (wait, work) seconds."""
     said: list[str] = []
-    clock = Clock()
+    clock = StepTimer()
     stream = input_checks.on_time(iter([micro(0.0)] * (len(steps) + 1)), clock, help_by, said.append)
     next(stream)
     for wait, work in steps:
@@ -140,7 +140,7 @@ def test_it_says_what_helps_this_loader(monkeypatch):
 
 def test_a_run_that_waits_is_told(make, monkeypatch):
     trainer = make("epochs=40", "updates=60")
-    monkeypatch.setattr(trainer.clock, "steady", lambda: (3.0, 0.9))
+    monkeypatch.setattr(trainer.timer, "steady", lambda: (3.0, 0.9))
     trainer.fit()
     said = [r["text"] for r in trainer.sinks[0] if r["event"] == "remark" and "waits for data" in r["text"]]
     assert said == ["the device waits for data 90 % of the time: loader=threads reads ahead while the device works"]

@@ -20,7 +20,7 @@ RUNS = {
     "plain": [],
     "dropout": ["model.dropout=0.5"],
     "adamw, cosine": ["optimizer=adamw", "scheduler=cosine", "scheduler.warmup=3"],
-    "accumulated, clipped": ["batch=accumulate", "batch.steps=3", "clip=norm", "clip.max_norm=0.1"],
+    "accumulated, clipped": ["batch=accumulate", "batch.accumulation_steps=3", "clip=norm", "clip.max_norm=0.1"],
     "augmented, batch norm, average": [
         "model=resnet9", "model.width=4", "augment=[flip_crop]", "ema=ema", "surgery=[channels_last]", "optimizer=adamw",
     ],

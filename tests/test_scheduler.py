@@ -112,7 +112,9 @@ def test_each_group_keeps_its_own_base_rate():
 
 
 def test_a_run_makes_each_update_with_its_rate(make, each_update):
-    trainer = make("scheduler=cosine", "scheduler.warmup=2", "updates=6", "epochs=2", "batch=accumulate", "batch.steps=3")
+    trainer = make(
+        "scheduler=cosine", "scheduler.warmup=2", "updates=6", "epochs=2", "batch=accumulate", "batch.accumulation_steps=3"
+    )
     used: list[float] = []
     step = trainer.optimizer.step
     trainer.optimizer.step = lambda: (used.append(trainer.optimizer.param_groups[0]["lr"]), step())

@@ -17,7 +17,7 @@ from drivetrain import scheduler as ours
 from drivetrain.config.compose import options
 from drivetrain.core.errors import UserError
 from drivetrain.core.horizon import Horizon, horizon, length_problem
-from drivetrain.core.option import Part
+from drivetrain.core.option import Option
 from drivetrain.launch.launcher import prepare
 
 UPDATES, LR = 240, 0.5
@@ -449,7 +449,7 @@ def test_a_debugging_run_may_be_shorter_than_its_schedule() -> None:
 
 
 def test_momentum_that_cannot_cycle_is_refused_where_it_is_known_and_at_the_start_elsewhere() -> None:
-    class Plain(Part):
+    class Plain(Option):
         def __init__(self, lr: float = 0.1) -> None: ...
 
     job = prepare(["model=mlp", "scheduler=onecycle", "scheduler.momentum=[0.85,0.95]"])

@@ -41,12 +41,12 @@ STRATEGIES = {
 }  # fmt: skip
 SETTINGS = {
     "all that must be exact": [
-        *DOUBLE, "optimizer=adamw", "optimizer.eps=1e-4", "batch=accumulate", "batch.steps=3", "clip=norm", "clip.max_norm=0.1",
-        "ema=ema", "ema.decay=0.5", "checkpointing=every_k",
+        *DOUBLE, "optimizer=adamw", "optimizer.eps=1e-4", "batch=accumulate", "batch.accumulation_steps=3", "clip=norm",
+        "clip.max_norm=0.1",         "ema=ema", "ema.decay=0.5", "checkpointing=every_k",
     ],
     "bf16": [*VIT, "optimizer=sgd", "optimizer.lr=0.05", "precision=bf16", "clip=value"],
     "amp": [*VIT, "optimizer=sgd", "optimizer.lr=0.05", "precision=amp", "precision.init_scale=256.0",
-        "batch=accumulate", "batch.steps=2"],
+        "batch=accumulate", "batch.accumulation_steps=2"],
 }  # fmt: skip
 CLOSE = {"all that must be exact": 1e-9, "bf16": 5e-3, "amp": 5e-3}
 
@@ -254,7 +254,7 @@ TEXT = [
 RESNET = ["model=resnet9", "model.width=8"]
 
 
-STEPS = ["batch=accumulate", "batch.steps=4", "optimizer=sgd", "optimizer.lr=0.01"]
+STEPS = ["batch=accumulate", "batch.accumulation_steps=4", "optimizer=sgd", "optimizer.lr=0.01"]
 
 
 @pytest.mark.parametrize(
@@ -288,21 +288,21 @@ def test_a_network_with_batch_norms_in_shards(done, words, to):
 
 @pytest.mark.parametrize("strategy", ["fsdp", "tensor", pytest.param("tensor × fsdp", marks=pytest.mark.slow), "pipeline"])
 def test_a_text_model_whose_output_is_tied_to_its_input(done, strategy):
-    words = [*(w for w in RUN if not w.startswith("data")), *TEXT, *STEPS, "batch.steps=2", "clip=norm", "updates=4"]
+    words = [*(w for w in RUN if not w.startswith("data")), *TEXT, *STEPS, "batch.accumulation_steps=2", "clip=norm", "updates=4"]
     equal(done(*words), done(*words, *STRATEGIES[strategy]), 1e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor", "pipeline"])
 def test_blocks_are_compiled_by_themselves_under_any_strategy(done, strategy):
-    words = [*VIT, "batch=accumulate", "batch.steps=2", "compile=regional", "compile.block=Block"]
+    words = [*VIT, "batch=accumulate", "batch.accumulation_steps=2", "compile=regional", "compile.block=Block"]
     equal(done(*words), done(*words, *STRATEGIES[strategy]), 1e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor"])
 def test_a_model_is_compiled_as_a_whole_under_any_strategy(done, strategy):
-    words = [*VIT, "batch=accumulate", "batch.steps=2", "compile=inductor"]
+    words = [*VIT, "batch=accumulate", "batch.accumulation_steps=2", "compile=inductor"]
     equal(done(*words), done(*words, *STRATEGIES[strategy]), 1e-4)
 
 

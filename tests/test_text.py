@@ -144,7 +144,7 @@ def gradients(trainer, batch, world: World, drop_last: bool = False) -> list[dic
 
 @pytest.mark.parametrize("option", ["accumulate", "bucketed"])
 def test_three_steps_on_two_ranks_equal_one_big_batch(float64, make, library, option):
-    trainer = make(*GPT, f"batch={option}", "batch.steps=3", "batch.global_batch=30", "parallel=single")
+    trainer = make(*GPT, f"batch={option}", "batch.accumulation_steps=3", "batch.global_batch=30", "parallel=single")
     with torch.no_grad():  # blocks begin as the identity: move them, so that all of them count
         for p in trainer.model.parameters():
             p.add_(torch.randn_like(p), alpha=0.1)
@@ -162,7 +162,7 @@ def test_three_steps_on_two_ranks_equal_one_big_batch(float64, make, library, op
 
 def test_samples_alone_would_weigh_them_wrongly(float64, make, library):
     """The test above sees the difference."""
-    trainer = make(*GPT, "batch=accumulate", "batch.steps=3", "batch.global_batch=30")
+    trainer = make(*GPT, "batch=accumulate", "batch.accumulation_steps=3", "batch.global_batch=30")
     right = gradients(trainer, trainer.batch, World())
     trainer.batch.lengths = None
     wrong = gradients(trainer, trainer.batch, World())
@@ -197,7 +197,15 @@ def test_it_trains_and_reports_bits_per_byte(train, library):
 
 
 def test_two_ranks_train_and_evaluate_as_one(train, library):
-    words = [*GPT, "batch=bucketed", "batch.steps=3", "data.drop_last=false", "epochs=2", "updates=5", "model.ngrams=2"]
+    words = [
+        *GPT,
+        "batch=bucketed",
+        "batch.accumulation_steps=3",
+        "data.drop_last=false",
+        "epochs=2",
+        "updates=5",
+        "model.ngrams=2",
+    ]
     one, two = train(*words), train(*words, "parallel=ddp")
     assert (one.status, two.status, two.world_size) == ("completed", "completed", 2), two.error
     assert one.updates == two.updates == 5

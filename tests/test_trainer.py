@@ -22,7 +22,7 @@ def told(trainer, event: str) -> list[dict]:
 
 
 def test_updates_epochs_and_samples_are_counted(make):
-    trainer = make(*TAIL, "batch=accumulate", "batch.steps=3")
+    trainer = make(*TAIL, "batch=accumulate", "batch.accumulation_steps=3")
     trainer.fit()
     records = told(trainer, "train")
     assert [r["update"] for r in records] == list(range(1, 11))
@@ -64,7 +64,7 @@ def test_the_run_is_as_long_as_was_said(make, words, updates):
 
 def test_the_order_within_an_update(make):
     """Backward for each micro-batch; then once: clip, step, schedule, average, forget."""
-    trainer = make("batch=accumulate", "batch.steps=2", "updates=1", "clip=norm", "ema=ema", "saving=none")
+    trainer = make("batch=accumulate", "batch.accumulation_steps=2", "updates=1", "clip=norm", "ema=ema", "saving=none")
     events = []
 
     def spy(owner, name: str) -> None:
@@ -98,7 +98,7 @@ class Reads(TorchDispatchMode):
     "words",
     [
         [],
-        ["precision=bf16", "batch=accumulate", "batch.steps=3"],
+        ["precision=bf16", "batch=accumulate", "batch.accumulation_steps=3"],
         ["clip=norm", "ema=ema", "optimizer=adamw", "scheduler=onecycle"],
         ["model=resnet9", "model.width=8", "checkpointing=blocks"],
         ["optimizer.fused=false", "optimizer.foreach=true"],
@@ -189,7 +189,7 @@ def test_the_log_comes_every_n_updates_and_at_the_end_of_an_epoch(make):
 
 
 def test_the_logged_loss_is_the_mean_over_the_samples(make):
-    trainer = make(*TAIL, "optimizer.lr=1e-30", "batch=accumulate", "batch.steps=3")  # the weights stand still
+    trainer = make(*TAIL, "optimizer.lr=1e-30", "batch=accumulate", "batch.accumulation_steps=3")  # the weights stand still
     requests = list(trainer._requests())
     trainer.fit()
     by_hand, seen = [], []

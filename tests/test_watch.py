@@ -56,7 +56,7 @@ def until(true) -> bool:
 def test_a_stopped_rank_is_ended_and_named(quick, tmp_path, process):
     process.send_signal(signal.SIGSTOP)
     begin(tmp_path, 3, process.pid)
-    with Watch(tmp_path, silent_s=0.2, stuck_s=60) as looking:
+    with Watch(tmp_path, heartbeat_timeout_s=0.2, stuck_s=60) as looking:
         assert until(lambda: 3 in looking.lost)
     assert looking.lost[3].startswith("rank 3 gave no sign of life for")
     assert "stopped (SIGSTOP)" in looking.lost[3]
@@ -66,7 +66,7 @@ def test_a_stopped_rank_is_ended_and_named(quick, tmp_path, process):
 def test_a_rank_that_has_started_again_is_lost_no_more(quick, tmp_path, process):
     process.send_signal(signal.SIGSTOP)
     begin(tmp_path, 3, process.pid)
-    with Watch(tmp_path, silent_s=0.2, stuck_s=60) as looking:
+    with Watch(tmp_path, heartbeat_timeout_s=0.2, stuck_s=60) as looking:
         assert until(lambda: 3 in looking.lost)
         begin(tmp_path, 3, os.getppid())
         assert until(lambda: 3 not in looking.lost)
@@ -74,7 +74,7 @@ def test_a_rank_that_has_started_again_is_lost_no_more(quick, tmp_path, process)
 
 def test_a_rank_that_is_only_busy_has_longer(quick, tmp_path, process):
     begin(tmp_path, 0, process.pid)
-    with Watch(tmp_path, silent_s=0.1, stuck_s=1.0) as looking:
+    with Watch(tmp_path, heartbeat_timeout_s=0.1, stuck_s=1.0) as looking:
         time.sleep(0.6)
         assert not looking.lost
         assert process.poll() is None
@@ -87,7 +87,7 @@ def test_nobody_else_is_ended(quick, tmp_path, process):
     begin(tmp_path, 0, process.pid)
     (tmp_path / "0.json").write_text(json.dumps({"code": 0}))
     begin(tmp_path, 1, os.getppid())
-    with Watch(tmp_path, silent_s=0.1, stuck_s=0.1) as looking:
+    with Watch(tmp_path, heartbeat_timeout_s=0.1, stuck_s=0.1) as looking:
         time.sleep(0.6)
     assert not looking.lost
     assert process.poll() is None
@@ -96,7 +96,7 @@ def test_nobody_else_is_ended(quick, tmp_path, process):
 def test_signs_are_counted_and_not_timed(quick, tmp_path, process):
     """A machine that slept finds signs that are old by the clock, from ranks that slept with it."""
     begin(tmp_path, 0, process.pid)
-    with Watch(tmp_path, silent_s=2, stuck_s=2) as looking:
+    with Watch(tmp_path, heartbeat_timeout_s=2, stuck_s=2) as looking:
         for n in range(10):
             os.utime(tmp_path / "0.alive", (1000 + n, 1000 + n))
             time.sleep(0.05)
@@ -111,7 +111,7 @@ def test_only_those_that_failed_are_abandoned(quick, tmp_path, codes, called):
         if code is not None:
             (tmp_path / f"{rank}.json").write_text(json.dumps({"code": code}))
     told = threading.Event()
-    looking = Watch(tmp_path, silent_s=60, stuck_s=60)
+    looking = Watch(tmp_path, heartbeat_timeout_s=60, stuck_s=60)
     looking.abandoned = told.set
     with looking:
         assert told.wait(SOON if called else 0.7) == called
@@ -173,7 +173,7 @@ def test_ports(listening):
 # --- one directory for all ranks ---
 
 
-class Ranks:
+class ProcessGroupStrategy:
     """One rank as `rundir.of_all` sees the others."""
 
     def __init__(self, rank: int, first: Path, sees: list[bool]) -> None:
@@ -187,12 +187,12 @@ class Ranks:
 
 
 def test_all_ranks_write_to_the_first_ones_directory(tmp_path):
-    assert directory.of_all(tmp_path, Ranks(0, tmp_path, [True, True])) == tmp_path
+    assert directory.of_all(tmp_path, ProcessGroupStrategy(0, tmp_path, [True, True])) == tmp_path
     assert not list(tmp_path.iterdir()), "no mark is left"
     (tmp_path / ".seen-1").touch()
-    assert directory.of_all(Path(os.devnull), Ranks(1, tmp_path, [True, True])) == tmp_path
+    assert directory.of_all(Path(os.devnull), ProcessGroupStrategy(1, tmp_path, [True, True])) == tmp_path
 
 
 def test_a_rank_that_cannot_see_it_is_named(tmp_path):
     with pytest.raises(UserError, match=r"ranks 1, 3 cannot see rank 0's .*: set output_dir to a disk that all machines share"):
-        directory.of_all(tmp_path, Ranks(0, tmp_path, [True, False, True, False]))
+        directory.of_all(tmp_path, ProcessGroupStrategy(0, tmp_path, [True, False, True, False]))

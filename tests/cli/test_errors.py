@@ -28,12 +28,13 @@ WITHOUT_A_MODEL: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "half an epoch": (("epochs=1.5",), ("epochs=1.5", "whole number")),
     "no epoch": (("epochs=0",), ("epochs=0", "≥ 1")),
     "no choice": (("parallel=ddp", "parallel.nproc=many"), ("parallel.nproc=many", "auto")),
-    "no steps": (("batch=accumulate", "batch.steps=0"), ("batch.steps=0", "≥ 1")),
-    "another option's key": (("batch.steps=0",), ("batch.steps=0", "batch=accumulate")),
+    "no steps": (("batch=accumulate", "batch.accumulation_steps=0"), ("batch.accumulation_steps=0", "≥ 1")),
+    "another option's key": (("batch.accumulation_steps=0",), ("batch.accumulation_steps=0", "batch=accumulate")),
     "a key of an option that is not in the list": (("augment.mixup.alpha=1",), ("augment.mixup.alpha=1", "augment=[mixup]")),
     "another model's key": (("model.name=resnet9000",), ("model.name=resnet9000", "model=timm")),
     "batch does not divide": (
-        ("batch=accumulate", "batch.steps=3", "batch.global_batch=100"), ("batch.global_batch=100", "3 steps", "99 or 102"),
+        ("batch=accumulate", "batch.accumulation_steps=3", "batch.global_batch=100"),
+        ("batch.global_batch=100", "3 steps", "99 or 102"),
     ),
     "exclusive settings": (
         ("runtime.deterministic=true",), ("runtime.deterministic=true", "runtime.cudnn_benchmark=false"),

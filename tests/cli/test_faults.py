@@ -77,7 +77,7 @@ def test_a_killed_rank_without_restarts_ends_the_run_resumable(whole: Path, tmp_
 
 
 def test_a_stopped_rank_is_found_named_and_shown(tmp_path: Path) -> None:
-    outputs, done, _ = faulted(tmp_path, "stopped", 1, "parallel.silent_s=3")
+    outputs, done, _ = faulted(tmp_path, "stopped", 1, "parallel.heartbeat_timeout_s=3")
     run_dir = only_run(outputs)
     assert done.code == 1, done
     (line,) = {e for e in done.errors if "rank 1" in e}
@@ -90,7 +90,7 @@ def test_a_stopped_rank_is_found_named_and_shown(tmp_path: Path) -> None:
 
 
 def test_a_stopped_rank_and_all_start_again(whole: Path, tmp_path: Path) -> None:
-    outputs, done, _ = faulted(tmp_path, "stopped", 0, "parallel.silent_s=3", "parallel.max_restarts=1")
+    outputs, done, _ = faulted(tmp_path, "stopped", 0, "parallel.heartbeat_timeout_s=3", "parallel.max_restarts=1")
     assert done.code == 0, done
     run_dir = only_run(outputs)
     assert weights(run_dir) == weights(whole)

@@ -25,7 +25,7 @@ from .command import (
     with_own_nets,
 )  # fmt: skip
 
-WORDS = (*TINY, "optimizer=sgd", "optimizer.lr=0.05", "epochs=1", "batch=accumulate", "batch.steps=2")
+WORDS = (*TINY, "optimizer=sgd", "optimizer.lr=0.05", "epochs=1", "batch=accumulate", "batch.accumulation_steps=2")
 DDP = (*WORDS, "parallel=ddp")
 
 

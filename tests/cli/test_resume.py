@@ -42,7 +42,7 @@ BASE = (
 )  # fmt: skip
 PER_EPOCH = 11
 STOP_AT = 19  # the update during which the signal comes: in mid-epoch, some after a save
-ACCUMULATE = ("batch=accumulate", "batch.steps=2")
+ACCUMULATE = ("batch=accumulate", "batch.accumulation_steps=2")
 ARMS: dict[str, tuple[tuple[str, ...], int, int]] = {
     # what runs: its words, micro-batches an update, ranks
     "sync": ((), 1, 1),

@@ -57,7 +57,7 @@ FILES = {
 SECRET = "sesame-open-4711"
 WORDS = (
     "precision=bf16", "model=mlp", "model.hidden=[32,16]", "model.dropout=0.1", "optimizer=sgd", "optimizer.lr=0.05",
-    "scheduler=cosine", "scheduler.warmup=3", "batch=accumulate", "batch.steps=2", "clip=norm", "ema=ema",
+    "scheduler=cosine", "scheduler.warmup=3", "batch=accumulate", "batch.accumulation_steps=2", "clip=norm", "ema=ema",
     "loss.label_smoothing=0.1", "augment=[flip_crop]", "augment.flip_crop.flip=0.0", "augment.flip_crop.pad=1",
     "runtime.seed=7", "epochs=2", "log_every=4", "output_dir=${oc.env:RUNS_PLACE}",
 )  # fmt: skip
@@ -127,8 +127,8 @@ def test_recipe_holds_what_a_recipe_may_hold(done: Path) -> None:
     text = (done / "recipe.yaml").read_text()
     assert "override /precision: bf16" in text
     assert "dropout: 0.1" in text
-    for operators in ("_target_", "output_dir", "logger", "device", "trust", "resume"):
-        assert operators not in text
+    for machine_local_keys in ("_target_", "output_dir", "logger", "device", "trust", "resume"):
+        assert machine_local_keys not in text
 
 
 def test_config_is_whole_and_unresolved(done: Path, tmp_path: Path) -> None:

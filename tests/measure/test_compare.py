@@ -241,10 +241,10 @@ def test_a_signal_is_heard_where_python_drops_its_exception(number):
     went_on = []
 
     def work():
-        with ended_by_signals() as heed:
+        with ended_by_signals() as raise_if_interrupted:
             Last()
             went_on.append(True)
-            heed()
+            raise_if_interrupted()
 
     with pytest.raises(KeyboardInterrupt):
         work()

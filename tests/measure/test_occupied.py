@@ -76,13 +76,13 @@ class Trainer:
     zero_grad = update
 
 
-class Micro:
+class MicroBatch:
     last = True
 
 
 def test_time_outside_of_operations_is_seen():
     """Half a second in which Python does something else is most of the update, whatever the machine is busy with."""
     between = "between them: Python, dispatch"
-    slow = utilization.occupied(Trainer(0.5), iter([Micro()] * 99))
+    slow = utilization.occupied(Trainer(0.5), iter([MicroBatch()] * 99))
     assert slow[between] > 0.5
     assert sum(slow.values()) == pytest.approx(1.0, abs=0.05)

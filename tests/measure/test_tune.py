@@ -66,7 +66,7 @@ def test_words_over_words():
     words = ["loader=workers", "loader.num_workers=24", "epochs=3", "batch.global_batch=64", "surgery=[no_bias_before_norm]"]
     assert candidates.over(words, ["loader=threads"]) == [words[2], words[3], words[4], "loader=threads"]
     assert candidates.over(words, ["loader.num_workers=2"]) == [words[0], *words[2:], "loader.num_workers=2"]
-    assert words[3] in candidates.over(words, ["batch=accumulate", "batch.steps=2"])
+    assert words[3] in candidates.over(words, ["batch=accumulate", "batch.accumulation_steps=2"])
 
 
 def test_whatever_loads_or_compiles_is_tried():
@@ -101,7 +101,10 @@ def test_what_the_run_has_is_not_tried():
     job = prepare(["data=digits", "model=mlp", "loader=threads", "loader.num_threads=1", "batch.global_batch=12"])
     assert "loader=threads loader.num_threads=1" not in candidates.loaders(job)
     assert "loader=threads loader.num_threads=2" in candidates.loaders(job)
-    assert candidates.splits(job) == ["batch=accumulate batch.steps=2", "batch=accumulate batch.steps=4"]
+    assert candidates.splits(job) == [
+        "batch=accumulate batch.accumulation_steps=2",
+        "batch=accumulate batch.accumulation_steps=4",
+    ]
     assert candidates.splits(prepare(["data=digits", "batch=auto", "batch.memory_gb=4"])) == []
     assert candidates.arithmetic(prepare(["data=digits", "precision=bf16"])) == ["surgery=[channels_last]"]
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
-from drivetrain.core.option import Part, Run
+from drivetrain.core.option import Option, RunSpec
 
 PIECE = 2**18  # values that are worked on at a time on a CPU: with their float copies they stay in its cache
 
@@ -22,7 +22,7 @@ class Box(Protocol):
         ...
 
 
-class Augment(Part):
+class Augment(Option):
     """augment=none: samples as they are."""
 
     mixes = False  # wants each sample's partner: its neighbour in the epoch's order
@@ -43,7 +43,7 @@ class Augment(Part):
         return None
 
 
-def wants_images(run: Run, option: str, colour: bool = False) -> Iterator[str]:
+def wants_images(run: RunSpec, option: str, colour: bool = False) -> Iterator[str]:
     """The problem of an option with the run's data, if it works on images, or on RGB images with values 0 … 255."""
     shape, peak = run.data.shape(), run.data.peak
     if shape is None:

@@ -15,7 +15,7 @@ from drivetrain.augment import streams
 from drivetrain.augment.base import Augment, in_pieces, per_sample, wants_images, where
 from drivetrain.core import rng
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import NonNegative, Run
+from drivetrain.core.option import NonNegative, RunSpec
 
 Half = Annotated[float, annotated_types.Ge(0), annotated_types.Le(0.5)]
 
@@ -28,11 +28,11 @@ class ColorJitter(Augment):
     ) -> None:
         self.brightness, self.contrast, self.saturation, self.hue = brightness, contrast, saturation, hue
 
-    def check(self, run: Run) -> Iterator[str]:
+    def validate(self, run: RunSpec) -> Iterator[str]:
         if not (self.brightness or self.contrast or self.saturation or self.hue):
             yield "augment=color_jitter with all its strengths 0 does nothing: set one of them or leave color_jitter out"
 
-    def verify(self, run: Run) -> Iterator[str]:
+    def validate_device(self, run: RunSpec) -> Iterator[str]:
         yield from wants_images(run, "color_jitter", colour=True)
 
     def __call__(self, x: torch.Tensor, seed: int, epoch: int, indices: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from drivetrain.augment.geometry import Interval, ordered, random_boxes
 from drivetrain.core import rng
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
-from drivetrain.core.option import Run, Share
+from drivetrain.core.option import RunSpec, Share
 
 LARGE = 2**15  # values of an image from which on, on a CPU, its pixels cost more than the calls for one image
 
@@ -34,14 +34,14 @@ class RandomErasing(Augment):
     ) -> None:
         self.prob, self.scale, self.ratio, self.fill = prob, tuple(scale), tuple(ratio), fill
 
-    def check(self, run: Run) -> Iterator[str]:
+    def validate(self, run: RunSpec) -> Iterator[str]:
         yield from ordered("random_erasing", self)
         if self.scale[1] > 1:
             yield f"augment.random_erasing.scale={list(self.scale)}: a share of the image is at most 1"
         if not self.prob:
             yield "augment.random_erasing.prob=0 does nothing: raise it or leave random_erasing out"
 
-    def verify(self, run: Run) -> Iterator[str]:
+    def validate_device(self, run: RunSpec) -> Iterator[str]:
         yield from wants_images(run, "random_erasing")
         if self.fill == "noise" and run.data.peak not in (255, None):
             yield (

@@ -14,7 +14,7 @@ from drivetrain.augment.base import Augment, Box, wants_images, where
 from drivetrain.core import rng
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
-from drivetrain.core.option import CountOrZero, Positive, Run, Share
+from drivetrain.core.option import CountOrZero, Positive, RunSpec, Share
 
 LARGE = 2**15  # values of an image from which on it is quicker to mirror them one by one: 224×224 in 0.4 of the time
 Interval = Annotated[Sequence[Positive], annotated_types.Len(2, 2)]  # from, to
@@ -26,18 +26,18 @@ class FlipCrop(Augment):
     def __init__(self, flip: Share = 0.5, pad: CountOrZero = 4) -> None:
         self.flip, self.pad = flip, pad
 
-    def check(self, run: Run) -> Iterator[str]:
+    def validate(self, run: RunSpec) -> Iterator[str]:
         if not self.flip and not self.pad:
             yield "augment=flip_crop with flip=0 and pad=0 does nothing: set one of them or augment=none"
 
-    def advise(self, run: Run) -> Iterator[str]:
+    def advise(self, run: RunSpec) -> Iterator[str]:
         if run.choices["data"] == "digits" and self.flip:
             yield (
                 "augment=flip_crop mirrors digits, which changes what they say: "
                 "augment.flip_crop.flip=0 augment.flip_crop.pad=1 suits 8×8 digits"
             )
 
-    def verify(self, run: Run) -> Iterator[str]:
+    def validate_device(self, run: RunSpec) -> Iterator[str]:
         shape = run.data.shape()
         if shape is not None and (len(shape) != 3 or self.pad >= min(shape[1:])):
             yield f"augment.flip_crop.pad={self.pad} needs images larger than that, not {list(shape)}: lower it"
@@ -113,7 +113,7 @@ class RandomResizedCrop(Augment):
     ) -> None:
         self.scale, self.ratio, self.interpolation = tuple(scale), tuple(ratio), interpolation
 
-    def check(self, run: Run) -> Iterator[str]:
+    def validate(self, run: RunSpec) -> Iterator[str]:
         yield from ordered("random_resized_crop", self)
         if self.scale[1] > 1:
             yield f"augment.random_resized_crop.scale={list(self.scale)}: a share of the image is at most 1"
@@ -122,7 +122,7 @@ class RandomResizedCrop(Augment):
             right = ",".join(["random_resized_crop", *(c for c in chosen if c != "random_resized_crop")])
             yield f"{run.named('augment')}: random_resized_crop cuts images while they are decoded: write it first, [{right}]"
 
-    def verify(self, run: Run) -> Iterator[str]:
+    def validate_device(self, run: RunSpec) -> Iterator[str]:
         yield from wants_images(run, "random_resized_crop")
 
     def boxes(self, seed: int, epoch: int, indices: torch.Tensor) -> Sequence[Box]:

@@ -12,7 +12,7 @@ from drivetrain.augment.erasing import box_mask
 from drivetrain.core import rng
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
-from drivetrain.core.option import Positive, Run, Share
+from drivetrain.core.option import Positive, RunSpec, Share
 
 KNOTS = 4096
 
@@ -31,7 +31,7 @@ class Mixing(Augment):
     def __init__(self, alpha: Positive = 1.0, prob: Share = 1.0) -> None:
         self.alpha, self.prob = alpha, prob
 
-    def check(self, run: Run) -> Iterator[str]:
+    def validate(self, run: RunSpec) -> Iterator[str]:
         chosen = [c for c in run.choices["augment"] if c != "none"]
         mixing = [name for name, part in zip(chosen, run.augment, strict=True) if part.mixes]
         if chosen[-len(mixing) :] != mixing:
@@ -45,7 +45,7 @@ class Mixing(Augment):
                 f"set loss=cross_entropy, or leave {self.name} out"
             )
 
-    def verify(self, run: Run) -> Iterator[str]:
+    def validate_device(self, run: RunSpec) -> Iterator[str]:
         yield from wants_images(run, self.name)
 
     def apply(

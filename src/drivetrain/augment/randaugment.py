@@ -12,7 +12,7 @@ from drivetrain.augment.base import Augment, in_pieces, wants_images
 from drivetrain.augment.geometry import warp
 from drivetrain.core import rng
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Run
+from drivetrain.core.option import RunSpec
 
 Operations = Annotated[int, annotated_types.Ge(1), annotated_types.Le(len(streams.OPERATION))]
 Magnitude = Annotated[float, annotated_types.Ge(0), annotated_types.Le(30)]
@@ -31,7 +31,7 @@ class RandAugment(Augment):
     def __init__(self, n: Operations = 2, magnitude: Magnitude = 9.0, fill: Byte = 128) -> None:
         self.n, self.magnitude, self.fill = n, magnitude, fill
 
-    def verify(self, run: Run) -> Iterator[str]:
+    def validate_device(self, run: RunSpec) -> Iterator[str]:
         yield from wants_images(run, "randaugment", colour=True)
 
     def __call__(self, x: torch.Tensor, seed: int, epoch: int, indices: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """How many samples make one update, and into which micro-batches they are split.
 
-`global_batch` is the mathematics and stays; `steps` and the ranks only split it.
+`global_batch` is the mathematics and stays; `accumulation_steps` and the ranks only split it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from drivetrain.core import rng
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
-from drivetrain.core.option import Count, Part, Positive, Run
+from drivetrain.core.option import Count, Option, Positive, RunSpec
 from drivetrain.core.world import World
 
 Scaling = Literal["none", "linear", "sqrt"]
@@ -24,14 +24,14 @@ CLOSE = 1.1  # batch=auto finds the limit to within this factor
 MOST_WEIGHTS = 64  # kept to be used again: shares of tokens hardly ever are
 
 
-class Batch(Part):
+class Batch(Option):
     """batch=fixed: every rank takes its share of the global batch in one forward.
 
     With `grow_every` the global batch is multiplied by `grow_by` every so many epochs, up to `grow_until`, in place of a
     falling learning rate (Smith et al. 2018); micro-batches keep their size, so memory does not grow.
     """
 
-    steps = 1  # micro-batches of one update, before any growth
+    accumulation_steps = 1  # micro-batches of one update, before any growth
     pairs = False  # each sample comes with a partner to be mixed with
     lengths: torch.Tensor | None = None  # (n,) tokens of each training sample, where samples are sequences
 
@@ -48,16 +48,16 @@ class Batch(Part):
         self.global_batch, self.lr_scaling, self.base_batch = global_batch, lr_scaling, base_batch
         self.grow_every, self.grow_by, self.grow_until = grow_every, grow_by, grow_until
         self.preallocate = preallocate
-        self._configured = self.steps
+        self._configured = self.accumulation_steps
 
-    def check(self, run: Run) -> Iterator[str]:
+    def validate(self, run: RunSpec) -> Iterator[str]:
         ranks = run.parallel.data_ranks()
-        parts = self.steps * ranks
+        parts = self.accumulation_steps * ranks
         if self.global_batch % parts:
             below, above = self.global_batch // parts * parts, math.ceil(self.global_batch / parts) * parts
             near = " or ".join(str(n) for n in (below, above) if n)
             yield (
-                f"batch.global_batch={self.global_batch} does not divide into {self.steps} steps × {ranks} ranks: "
+                f"batch.global_batch={self.global_batch} does not divide into {self.accumulation_steps} steps × {ranks} ranks: "
                 f"set batch.global_batch to {near}"
             )
         if self.grow_until is not None and self.grow_every is None:
@@ -68,14 +68,14 @@ class Batch(Part):
                 f"{self.global_batch * self.grow_by}, so that nothing would grow: raise it"
             )
 
-    def advise(self, run: Run) -> Iterator[str]:
+    def advise(self, run: RunSpec) -> Iterator[str]:
         if run.data.tokens and run.choices["compile"] not in ("none", "jit"):
             yield (
                 f"{run.named('batch')} pads {run.named('data')} to other lengths in every batch, and {run.named('compile')} "
                 "compiles for each anew, or for any: batch=bucketed keeps to a few"
             )
 
-    def settle(self, fitting: Callable[[Sequence[int], Any], int], ranks: int) -> str | None:
+    def autotune(self, fitting: Callable[[Sequence[int], Any], int], ranks: int) -> str | None:
         """Decide what needs trying out, before any rank starts. What was decided, for the user.
 
         `fitting(sizes, limit_gb)` is the number of these ascending micro-batch sizes that fit, from the first.
@@ -103,7 +103,7 @@ class Batch(Part):
 
     def micro_batch(self, world: World) -> int:
         """Samples in one rank's forward, at the most."""
-        return math.ceil(self.global_batch / (self.steps * world.size))
+        return math.ceil(self.global_batch / (self.accumulation_steps * world.size))
 
     def updates(self, samples: int, epoch: int, drop_last: bool) -> int:
         """Updates that an epoch over `samples` makes."""
@@ -200,26 +200,26 @@ class Batch(Part):
         """Halve the micro-batch and double the steps; False where it is one sample already."""
         if self.micro_batch(world) == 1:
             return False
-        self.steps *= 2
+        self.accumulation_steps *= 2
         return True
 
     def state_dict(self) -> dict[str, Any]:
         """The split that was settled on, so that a resumed run repeats it."""
-        return {"configured": self._configured, "steps": self.steps}
+        return {"configured": self._configured, "steps": self.accumulation_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take `state_dict()` back, unless the config now asks for another split."""
         if state["configured"] == self._configured:
-            self.steps = state["steps"]
+            self.accumulation_steps = state["steps"]
 
 
 class Accumulate(Batch):
-    """Gradients of `steps` micro-batches are summed before each update: the same mathematics in less memory."""
+    """Gradients of `accumulation_steps` micro-batches are summed before each update: the same mathematics in less memory."""
 
     def __init__(
         self,
         global_batch: Count = 128,
-        steps: Count = 4,
+        accumulation_steps: Count = 4,
         lr_scaling: Scaling = "none",
         base_batch: Count = 256,
         grow_every: Count | None = None,
@@ -227,7 +227,7 @@ class Accumulate(Batch):
         grow_until: Count | None = None,
         preallocate: bool = False,
     ) -> None:
-        self.steps = steps
+        self.accumulation_steps = accumulation_steps
         super().__init__(global_batch, lr_scaling, base_batch, grow_every, grow_by, grow_until, preallocate)
 
 
@@ -251,11 +251,11 @@ class Auto(Batch):
         super().__init__(global_batch, lr_scaling, base_batch, grow_every, grow_by, grow_until, preallocate)
         self.memory_gb = memory_gb
 
-    def verify(self, run: Run) -> Iterator[str]:
+    def validate_device(self, run: RunSpec) -> Iterator[str]:
         if run.runtime.kind() == "cpu" and self.memory_gb is None:
             yield "batch=auto on a CPU needs a limit: set batch.memory_gb to what a rank may use, or batch=fixed"
 
-    def settle(self, fitting: Callable[[Sequence[int], Any], int], ranks: int) -> str | None:
+    def autotune(self, fitting: Callable[[Sequence[int], Any], int], ranks: int) -> str | None:
         most = self.global_batch // ranks
         # From 2: BatchNorm refuses a single sample in training, and no one wants it.
         sizes = sorted({*(2**k for k in range(1, most.bit_length())), most})
@@ -269,10 +269,10 @@ class Auto(Batch):
                 f"batch=auto: not even {sizes[0]} samples fit: raise batch.memory_gb, or save memory "
                 "(precision=bf16, checkpointing=blocks, a smaller model)"
             )
-        self.steps = math.ceil(most / limit)
-        micro = math.ceil(most / self.steps)
+        self.accumulation_steps = math.ceil(most / limit)
+        micro = math.ceil(most / self.accumulation_steps)
         found = f"{limit} samples fit" if limit < most else f"all {most} samples fit"
-        return f"batch=auto: {found} at once: {self.steps} steps of {micro} samples on each rank"
+        return f"batch=auto: {found} at once: {self.accumulation_steps} steps of {micro} samples on each rank"
 
 
 def _geometric(low: int, high: int) -> list[int]:

@@ -13,7 +13,7 @@ from drivetrain.core import rng
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
-from drivetrain.core.option import Count, Run
+from drivetrain.core.option import Count, RunSpec
 from drivetrain.core.world import World
 
 LOOKED_AT = 100  # updates that the report at the start is made of
@@ -38,7 +38,7 @@ class Bucketed(Batch):
     def __init__(
         self,
         global_batch: Count = 128,
-        steps: Count = 1,
+        accumulation_steps: Count = 1,
         budget: Literal["samples", "tokens"] = "samples",
         pad_to: Count = 32,
         lr_scaling: Scaling = "none",
@@ -48,15 +48,15 @@ class Bucketed(Batch):
         grow_until: Count | None = None,
         preallocate: bool = False,
     ) -> None:
-        self.steps, self.budget, self.pad_to = steps, budget, pad_to
+        self.accumulation_steps, self.budget, self.pad_to = accumulation_steps, budget, pad_to
         super().__init__(global_batch, lr_scaling, base_batch, grow_every, grow_by, grow_until, preallocate)
 
-    def check(self, run: Run) -> Iterator[str]:
-        yield from super().check(run)
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate(run)
         if not run.data.tokens:
             yield f"batch=bucketed sorts by length, and all samples of {run.named('data')} are alike: set batch=fixed"
 
-    def advise(self, run: Run) -> Iterator[str]:
+    def advise(self, run: RunSpec) -> Iterator[str]:
         if run.runtime.cudnn_benchmark and run.runtime.device != "cpu":
             yield (
                 "batch=bucketed has batches of several shapes, and runtime.cudnn_benchmark=true tries its kernels anew for each: "
@@ -128,7 +128,7 @@ class Bucketed(Batch):
         assert self.lengths is not None
         mine = window[self.lengths[window].argsort(descending=True, stable=True)][world.rank :: world.size]
         most = -(-len(window) // world.size)  # of any rank: all make as many micro-batches
-        steps = min(most, self.steps * growth)
+        steps = min(most, self.accumulation_steps * growth)
         return [mine[step::steps] for step in range(steps)]
 
     def evaluation(self, source: Any, world: World) -> Sequence[torch.Tensor]:
@@ -143,10 +143,12 @@ class Bucketed(Batch):
         samples, longest = len(self.lengths), int(self.lengths.max())
         ranks = [World(rank, world.size) for rank in range(world.size)]
         plain = Batch(self.global_batch)
-        plain.steps, plain.lengths = self.steps, self.lengths
+        plain.accumulation_steps, plain.lengths = self.accumulation_steps, self.lengths
         found = []
         for batch, pad_to in ((plain, 1), (self, self.pad_to)):
-            updates = [islice(batch.requests(samples, self._seed, 0, r, False), LOOKED_AT * self.steps) for r in ranks]
+            updates = [
+                islice(batch.requests(samples, self._seed, 0, r, False), LOOKED_AT * self.accumulation_steps) for r in ranks
+            ]
             work = [[_work(self.lengths[r.indices], pad_to, longest) for r in mine] for mine in updates]
             real, whole = (sum(w[i] for mine in work for w in mine) for i in (0, 1))
             busiest = sum(max(w[1] for w in together) for together in zip(*work, strict=False))

@@ -9,10 +9,10 @@ from annotated_types import Ge
 
 from drivetrain.core.blocks import blocks_for, described
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Count, Part, Run, Share
+from drivetrain.core.option import Count, Option, RunSpec, Share
 
 
-class Checkpointing(Part):
+class Checkpointing(Option):
     """checkpointing=none: every activation is kept."""
 
     budget = 1.0  # of the activations that a compiler would keep
@@ -33,7 +33,7 @@ class Blocks(Checkpointing):
     def __init__(self, block: str | None = None) -> None:
         self.block = block
 
-    def check(self, run: Run) -> Iterator[str]:
+    def validate(self, run: RunSpec) -> Iterator[str]:
         if run.choices["compile"] == "jit":
             yield (
                 f"{run.named('checkpointing')} and compile=jit exclude each other (TorchScript keeps every activation): "
@@ -96,8 +96,8 @@ class Selective(Blocks):
         super().__init__(block)
         self.policy, self.min_depth = policy, min_depth
 
-    def check(self, run: Run) -> Iterator[str]:
-        yield from super().check(run)
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate(run)
         if run.choices["compile"] == "step":
             yield (
                 "checkpointing=selective has nothing to select in compile=step, whose graph is recorded with the backward: "
@@ -123,7 +123,7 @@ class Budget(Checkpointing):
     def __init__(self, budget: Share = 0.5) -> None:
         self.budget = budget
 
-    def check(self, run: Run) -> Iterator[str]:
+    def validate(self, run: RunSpec) -> Iterator[str]:
         if run.choices["compile"] not in ("inductor", "regional"):
             yield (
                 f"checkpointing=budget is the compiler's to keep, and {run.named('compile')} has none that splits the forward "

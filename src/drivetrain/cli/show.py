@@ -9,7 +9,7 @@ from pathlib import Path
 from drivetrain.core import horizon as horizons
 from drivetrain.core.errors import UserError
 from drivetrain.core.horizon import Horizon
-from drivetrain.core.option import Run
+from drivetrain.core.option import RunSpec
 from drivetrain.core.world import World
 from drivetrain.launch.job import prepare
 from drivetrain.ui import plots, terminal
@@ -35,7 +35,7 @@ def show(overrides: Sequence[str], config_dirs: Sequence[str], file: Path | None
         print(f"{job.run.named('scheduler')}: {job.run.scheduler.remark}")
 
 
-def _horizon(run: Run) -> Horizon:
+def _horizon(run: RunSpec) -> Horizon:
     over, samples = horizons.horizon(run), run.data.train_samples()
     if over is None:  # only reading tells
         import torch
@@ -51,7 +51,7 @@ def _horizon(run: Run) -> Horizon:
     return over.at_most(run.debug.updates)
 
 
-def _curves(run: Run, over: Horizon) -> list[plots.Curve]:
+def _curves(run: RunSpec, over: Horizon) -> list[plots.Curve]:
     run.scheduler.lay(over)
     base = run.optimizer.lr * run.batch.lr_factor()
     updates = range(0, over.updates, -(-over.updates // MOST_POINTS))
@@ -64,7 +64,7 @@ def _curves(run: Run, over: Horizon) -> list[plots.Curve]:
     return curves
 
 
-def _title(run: Run, over: Horizon) -> str:
+def _title(run: RunSpec, over: Horizon) -> str:
     updates = f"{over.updates:,} updates, {over.ends[0]:,} an epoch{' at first' if run.batch.grow_every else ''}"
     return f"{run.named('scheduler')} {run.named('optimizer')} optimizer.lr={run.optimizer.lr:g}: {updates}"
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Part, Positive
+from drivetrain.core.option import Option, Positive
 
 Norms = Callable[[Sequence[Any], float], Any]
 
@@ -15,7 +15,7 @@ def _nothing() -> None:
     pass
 
 
-class Clip(Part):
+class Clip(Option):
     """clip=none: gradients as they are."""
 
     def build(self, parameters: list[torch.nn.Parameter], norm: Norms) -> Callable[[], None]:

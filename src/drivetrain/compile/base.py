@@ -15,14 +15,14 @@ from drivetrain.compile import kernel_cache
 from drivetrain.core.blocks import blocks_for, described
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Part, Run
+from drivetrain.core.option import Option, RunSpec
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 _USERS_CACHE = os.environ.get(CACHE)
 _GRAPH_MEMORY = "CUDA graphs reuse the memory that gradients lie in"
 
 
-class Compile(Part):
+class Compile(Option):
     """compile=none: the model runs op by op."""
 
     warmup = 1  # steps after which all of them are alike
@@ -51,7 +51,7 @@ class Compile(Part):
 class Compiled(Compile):
     """What all that compile have in common."""
 
-    def check(self, run: Run) -> Iterator[str]:
+    def validate(self, run: RunSpec) -> Iterator[str]:
         if run.choices["debug"] == "anomaly":
             yield (
                 f"{run.named('compile')} and debug=anomaly exclude each other (a compiled backward has no lines to name): "
@@ -66,11 +66,11 @@ class Dynamo(Compiled):
     default lies in the temporary folder, which does not last.
     """
 
-    operators = ("cache_dir",)
+    machine_local_keys = ("cache_dir",)
     cache_dir: str | None
 
-    def check(self, run: Run) -> Iterator[str]:
-        yield from super().check(run)
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate(run)
         if not any(shutil.which(c) for c in ("c++", "g++", "clang++")):
             yield f"{run.named('compile')} needs a C++ compiler (g++ or clang++) on the PATH: install one or set compile=none"
 
@@ -107,12 +107,12 @@ class Inductor(Dynamo):
     ) -> None:
         self.mode, self.dynamic, self.fullgraph, self.cache_dir = mode, dynamic, fullgraph, cache_dir
 
-    def check(self, run: Run) -> Iterator[str]:
-        yield from super().check(run)
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate(run)
         if self.mode in ("reduce-overhead", "max-autotune"):
             yield from _graphs_keep_gradients(run, f"compile.mode={self.mode}", "set compile.mode=default, or compile=step")
 
-    def verify(self, run: Run) -> Iterator[str]:
+    def validate_device(self, run: RunSpec) -> Iterator[str]:
         if self.mode == "reduce-overhead" and run.runtime.kind() != "cuda":
             yield "compile.mode=reduce-overhead is CUDA graphs, and the device is a CPU: set compile.mode=default"
 
@@ -163,13 +163,13 @@ class CudaGraph(Compiled):
     def __init__(self, fullgraph: bool = False) -> None:
         self.fullgraph = fullgraph
 
-    def check(self, run: Run) -> Iterator[str]:
-        yield from super().check(run)
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate(run)
         if run.runtime.device == "cpu":
             yield _no_cuda("runtime.device=cpu")
         yield from _graphs_keep_gradients(run, "compile=cudagraph", "set compile=step")
 
-    def verify(self, run: Run) -> Iterator[str]:
+    def validate_device(self, run: RunSpec) -> Iterator[str]:
         if run.runtime.device != "cpu" and run.runtime.kind() != "cuda":
             yield _no_cuda("torch finds no CUDA device here")
 
@@ -182,7 +182,7 @@ class CudaGraph(Compiled):
         return _dynamo_seconds() - self._before
 
 
-def op_by_op(run: Run) -> dict[str, tuple[str, str]]:
+def op_by_op(run: RunSpec) -> dict[str, tuple[str, str]]:
     """What a run sets of how its update is made op by op, and what leaves that open: key → (value, other value)."""
     fused, foreach = (getattr(run.optimizer, knob, None) for knob in ("fused", "foreach"))
     sets = {
@@ -204,8 +204,8 @@ class StepGraph(Dynamo):
     def __init__(self, cudagraph: bool = True, cache_dir: str | None = None) -> None:
         self.cudagraph, self.cache_dir = cudagraph, cache_dir
 
-    def check(self, run: Run) -> Iterator[str]:
-        yield from super().check(run)
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate(run)
         if run.choices["parallel"] != "single":
             yield (
                 f"compile=step and {run.named('parallel')} exclude each other (gradients meet in hooks, which a graph of the "
@@ -238,7 +238,7 @@ class Jit(Compiled):
     def __init__(self, method: Literal["trace", "script"] = "trace") -> None:
         self.method = method
 
-    def advise(self, run: Run) -> Iterator[str]:
+    def advise(self, run: RunSpec) -> Iterator[str]:
         yield "compile=jit is TorchScript, which torch has retired: compile=inductor is its successor"
 
     def apply(self, model: torch.nn.Module, example: torch.Tensor, budget: float) -> Any:
@@ -278,9 +278,9 @@ def _in_training(compiled: Callable[..., Any], plain: Callable[..., Any]) -> Cal
     return forward
 
 
-def _graphs_keep_gradients(run: Run, setting: str, remedy: str) -> Iterator[str]:
+def _graphs_keep_gradients(run: RunSpec, setting: str, remedy: str) -> Iterator[str]:
     """A backward inside CUDA graphs leaves the gradients in memory that its next replay overwrites (pytorch #169545)."""
-    if getattr(run.batch, "steps", 1) != 1:
+    if run.batch.accumulation_steps != 1:
         yield f"{setting} and {run.named('batch')} exclude each other ({_GRAPH_MEMORY}, so they cannot be added up): {remedy}"
     if run.runtime.zero_grad == "memset":
         yield f"{setting} and runtime.zero_grad=memset exclude each other ({_GRAPH_MEMORY}): set runtime.zero_grad=none"

@@ -20,7 +20,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from drivetrain.core.microbatch import Micro
+from drivetrain.core.microbatch import MicroBatch
 
 # Recomputed activations (activation checkpointing) stay where the backward wants them: sorting by locality moves them up.
 INDUCTOR = {"reorder_for_locality": False}
@@ -52,7 +52,7 @@ class WholeStep:
         self._sums: list[torch.Tensor] = []  # their gradients, where an update has several micro-batches
         self._rates: list[torch.Tensor] = []
 
-    def micro(self, micro: Micro) -> torch.Tensor:
+    def micro(self, micro: MicroBatch) -> torch.Tensor:
         """Forward and backward of one micro-batch, after the last of an update the update too; its loss."""
         if not self._op_by_op and micro.last:
             self._set_rates()
@@ -87,7 +87,7 @@ class WholeStep:
         elif self._sums:
             torch._foreach_zero_(self._sums)
 
-    def _called(self, graph: Graph, micro: Micro) -> torch.Tensor:
+    def _called(self, graph: Graph, micro: MicroBatch) -> torch.Tensor:
         try:
             return graph(micro.x, micro.y, micro.weight)
         except Exception as error:  # weights may be new, others old: no one may take this for an update to repeat
@@ -119,7 +119,7 @@ class WholeStep:
         """What a recording holds as constants and a schedule could move."""
         return [{k: v for k, v in g.items() if isinstance(v, float | tuple) and k != "lr"} for g in self._groups]
 
-    def _record(self, key: tuple[Any, ...], micro: Micro) -> torch.Tensor:
+    def _record(self, key: tuple[Any, ...], micro: MicroBatch) -> torch.Tensor:
         """Run one micro-batch and keep it as a graph; where it cannot be one, run it all the same."""
         start = time.perf_counter()
         static, numbers = self._state()
@@ -154,12 +154,12 @@ class WholeStep:
         for p, gradient in zip(self._trained, gradients, strict=True):
             p.grad = gradient
 
-    def _trace(self, static: list[torch.Tensor], micro: Micro) -> tuple[torch.fx.GraphModule, torch.Tensor]:
+    def _trace(self, static: list[torch.Tensor], micro: MicroBatch) -> tuple[torch.fx.GraphModule, torch.Tensor]:
         losses = []
 
         def run(*tensors: torch.Tensor) -> torch.Tensor:
             x, y, weight = tensors[-3:]
-            losses.append(self._micro(Micro(x, y, weight, micro.last, micro.epoch_end)))
+            losses.append(self._micro(MicroBatch(x, y, weight, micro.last, micro.epoch_end)))
             if micro.last:
                 if not self._update():
                     raise CannotRecordError("the precision decides in Python whether to update")
@@ -198,7 +198,7 @@ class WholeStep:
                 if written and any(getattr(v, "op", None) == "get_attr" for v in (value if isinstance(value, list) else [value])):
                     raise CannotRecordError("the model writes into a tensor that is neither a parameter nor a buffer")
 
-    def _compile(self, recording: torch.fx.GraphModule, static: list[torch.Tensor], micro: Micro) -> Graph:
+    def _compile(self, recording: torch.fx.GraphModule, static: list[torch.Tensor], micro: MicroBatch) -> Graph:
         # Shapes in a context (all of them fixed): without one inductor would not keep the code for the next run.
         fake = FakeTensorMode(shape_env=ShapeEnv())
         inputs: list[Any] = [fake.from_tensor(t, static_shapes=True) for t in (*static, micro.x, micro.y, micro.weight)]
@@ -216,7 +216,7 @@ class WholeStep:
         self._bind(self._sums or [None] * len(self._trained))
         self.trainer.forward = self._otherwise()
         text = f"compile=step: this step cannot be one graph: {reason}. Going on with compile=inductor"
-        self.trainer.tell("remark", text=text)
+        self.trainer.log_event("remark", text=text)
 
 
 class Replayed:

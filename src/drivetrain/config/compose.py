@@ -19,7 +19,7 @@ from drivetrain.core.paths import conf_dir
 from drivetrain.recipe import reader as recipes
 
 LISTS = ("surgery", "augment", "logger")  # groups of which several options are chosen at once
-OPEN = {"kwargs", "lr_of"}  # mappings with keys of the user's: whatever the target takes, parameters' names
+OPEN = {"kwargs", "lr_multipliers"}  # mappings with keys of the user's: whatever the target takes, parameters' names
 
 
 @dataclass

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from drivetrain.config.compose import LISTS, Composed, options
 from drivetrain.core import paths
 from drivetrain.core.errors import UserError
-from drivetrain.core.option import Part, Run
+from drivetrain.core.option import Option, RunSpec
 from drivetrain.core.paths import conf_dir
 
 _KINDS = {  # pydantic's error types in our words
@@ -49,11 +49,11 @@ def shipped_targets(group: str = "*") -> frozenset[str]:
     return frozenset(t for f in conf_dir().glob(f"{group}/*.yaml") for t in pattern.findall(f.read_text()))
 
 
-def check(composed: Composed) -> Run:
+def check(composed: Composed) -> RunSpec:
     """The config's options as objects, every rule asked. Raises UserError with all problems; imports no torch."""
     plain = composed.plain
     groups = options(composed.config_dirs)
-    run = Run(composed.choices, {k: v for k, v in plain.items() if k not in groups})
+    run = RunSpec(composed.choices, {k: v for k, v in plain.items() if k not in groups})
     problems = [*composed.problems, *_values(run.values, composed.where)]
     for group in groups:
         made: list[Any] = []
@@ -63,20 +63,20 @@ def check(composed: Composed) -> Run:
         run.parts[group] = made if group in LISTS else made[0] if made else None
     if not problems:  # rules look at whole options
         for part in parts(run):
-            problems += part.check(run)
+            problems += part.validate(run)
     if problems:
         raise UserError(dict.fromkeys(problems))
     return run
 
 
-def verify(run: Run) -> None:
+def verify(run: RunSpec) -> None:
     """The rules that need torch, the device, or a library's list of names. Raises UserError with all problems."""
-    problems = [problem for part in parts(run) for problem in part.verify(run)]
+    problems = [problem for part in parts(run) for problem in part.validate_device(run)]
     if problems:
         raise UserError(dict.fromkeys(problems))
 
 
-def parts(run: Run) -> Iterator[Part]:
+def parts(run: RunSpec) -> Iterator[Option]:
     """All options of a run."""
     for part in run.parts.values():
         yield from part if isinstance(part, list) else [part]
@@ -91,7 +91,7 @@ def _sections(group: str, section: Any, composed: Composed) -> Iterator[tuple[st
         yield group, section
 
 
-def _make(place: str, section: dict[str, Any], trust: list[str], composed: Composed, problems: list[str]) -> Part | None:
+def _make(place: str, section: dict[str, Any], trust: list[str], composed: Composed, problems: list[str]) -> Option | None:
     """One option, its knobs checked against its constructor's signature."""
     knobs = {k: v for k, v in section.items() if k != "_target_"}
     target = str(section.get("_target_"))
@@ -116,7 +116,7 @@ def _no_option(group: str, cls: Any, target: str) -> Iterator[str]:
     """The problem of a class of the user's that is no option of this group."""
     if target in shipped_targets(group):
         return
-    if not isinstance(cls, type) or not issubclass(cls, Part):
+    if not isinstance(cls, type) or not issubclass(cls, Option):
         own = " An own network goes in by model=own model.target=…" if group == "model" else ""
         yield f"{group}._target_={target} is no class of drivetrain's options: derive yours from the group's base class.{own}"
     elif _kind(cls) not in {_kind(_imported(shipped)) for shipped in shipped_targets(group)}:
@@ -130,7 +130,7 @@ def _imported(target: str) -> Any:
 
 def _kind(cls: type) -> type:
     """The base class of an option's group."""
-    return cls.__mro__[cls.__mro__.index(Part) - 1]
+    return cls.__mro__[cls.__mro__.index(Option) - 1]
 
 
 def _knobs(place: str, cls: type, knobs: dict[str, Any], where: Where = _nowhere) -> Iterator[str]:
@@ -180,12 +180,12 @@ def _reason(error: Any) -> str:
     return " or ".join(dict.fromkeys(said))
 
 
-def operators(run: Run) -> set[str]:
+def machine_local_keys(run: RunSpec) -> set[str]:
     """The dotted keys that are the operator's: not in recipes, not in the config's hash."""
     own = {"output_dir", "resume", "resume_changed", "trust", "recipe", "logger"}
     for group, made in run.parts.items():
         for part in made if isinstance(made, list) else [made]:
-            own |= {f"{group}.{knob}" for knob in part.operators}
+            own |= {f"{group}.{knob}" for knob in part.machine_local_keys}
     return own
 
 
@@ -199,11 +199,11 @@ def recipe_names_code(composed: Composed) -> Iterator[str]:
             )
 
 
-def recipe_may_not(composed: Composed, run: Run) -> None:
+def recipe_may_not(composed: Composed, run: RunSpec) -> None:
     """Raise UserError where a recipe sets what is the operator's."""
     if composed.recipe is None:
         return
-    theirs = [k for k in composed.recipe.values if k in operators(run)]  # also what the command line sets over it
+    theirs = [k for k in composed.recipe.values if k in machine_local_keys(run)]  # also what the command line sets over it
     if theirs:
         raise UserError(
             f"{composed.recipe.where(k)}: '{k}' is not a recipe's to set (paths, devices and code are the operator's): "

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from drivetrain.core.option import Length, Run
+from drivetrain.core.option import Length, RunSpec
 
 _EPOCHS = re.compile(r"(\d+(?:\.\d+)?)ep")
 
@@ -49,7 +49,7 @@ class Horizon(NamedTuple):
         return self if updates is None else self._replace(updates=min(updates, self.updates))
 
 
-def horizon(run: Run, samples: int | None = None) -> Horizon | None:
+def horizon(run: RunSpec, samples: int | None = None) -> Horizon | None:
     """The horizon of a run over so many training samples; None where the data must be read to tell, or gives no update."""
     samples = run.data.train_samples() if samples is None else samples
     epochs, batch, drop_last = run.values["epochs"], run.batch, run.data.drop_last

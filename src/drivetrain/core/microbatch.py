@@ -31,7 +31,7 @@ class Request:
 
 
 @dataclass(slots=True)
-class Micro:
+class MicroBatch:
     """One micro-batch on the device. `weight` is its share of the update's samples, times the ranks (which average)."""
 
     x: torch.Tensor
@@ -43,10 +43,10 @@ class Micro:
     ready: float = 0.0
 
 
-Part = TypeVar("Part", Request, Micro)
+Item = TypeVar("Item", Request, MicroBatch)
 
 
-def one_update(parts: Iterator[Part]) -> Iterator[Part]:
+def one_update(parts: Iterator[Item]) -> Iterator[Item]:
     """The next update's parts of a longer stream. When it ends, that update is made: the loop has come for more."""
     for part in parts:
         yield part

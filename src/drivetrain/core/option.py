@@ -22,7 +22,7 @@ Length = float | str  # below 1: a share of the run; a whole number: updates; "5
 
 
 @dataclass
-class Run:
+class RunSpec:
     """A whole run as its options, before anything is built: what the rules look at."""
 
     choices: dict[str, Any]  # group → option's name (a list for surgery, augment, logger)
@@ -41,20 +41,20 @@ class Run:
         return f"{group}=[{','.join(choice)}]" if isinstance(choice, list) else f"{group}={choice}"
 
 
-class Part:
+class Option:
     """One option of one config group. A group's base class is its off switch."""
 
-    operators: tuple[str, ...] = ()  # knobs that are the operator's (paths, devices): never a recipe's, not in the hash
+    machine_local_keys: tuple[str, ...] = ()  # knobs that are the operator's (paths, devices): never a recipe's, not in the hash
 
-    def check(self, run: Run) -> Iterator[str]:
+    def validate(self, run: RunSpec) -> Iterator[str]:
         """Problems that can be told without torch, the model or the data: one line each."""
         return iter(())
 
-    def advise(self, run: Run) -> Iterator[str]:
+    def advise(self, run: RunSpec) -> Iterator[str]:
         """Settings that work and probably do not do what was wanted: said at the start, never refused."""
         return iter(())
 
-    def verify(self, run: Run) -> Iterator[str]:
+    def validate_device(self, run: RunSpec) -> Iterator[str]:
         """Problems that need torch or the device to be told."""
         return iter(())
 

@@ -49,14 +49,14 @@ def ended_by_signals() -> Iterator[Callable[[], None]]:
         raised = True
         raise KeyboardInterrupt
 
-    def heed() -> None:
+    def raise_if_interrupted() -> None:
         if raised:
             raise KeyboardInterrupt
 
     before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield heed
-        heed()
+        yield raise_if_interrupted
+        raise_if_interrupted()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -21,7 +21,7 @@ class Unreachable(DataError):
     """Not the sample is at fault but the way to it: never skipped, for it may be there the next time."""
 
 
-class Faults:
+class BadSamplePolicy:
     """on_error=raise: a sample that cannot be read ends the run, its file named."""
 
     def __init__(self, name: Callable[[int], str]) -> None:
@@ -36,7 +36,7 @@ class Faults:
         return []
 
 
-class Skip(Faults):
+class Skip(BadSamplePolicy):
     """on_error=skip: the next index that reads stands for a broken one, so that the order is the same whoever reads it.
 
     Broken samples are marked in memory that worker processes share. Raises DataError once there are more than `most`.
@@ -72,6 +72,6 @@ class Skip(Faults):
         return [self.name(i) for i in self.broken.nonzero().flatten().tolist()]
 
 
-def policy(on_error: OnError, most: float, samples: int, name: Callable[[int], str]) -> Faults:
+def policy(on_error: OnError, most: float, samples: int, name: Callable[[int], str]) -> BadSamplePolicy:
     """The policy that the knobs on_error and max_skipped say; `name(index)` is a sample's name for messages."""
-    return Skip(name, samples, most) if on_error == "skip" else Faults(name)
+    return Skip(name, samples, most) if on_error == "skip" else BadSamplePolicy(name)

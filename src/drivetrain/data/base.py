@@ -9,7 +9,7 @@ from typing import Annotated, Protocol
 import annotated_types
 
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Part
+from drivetrain.core.option import Option
 from drivetrain.core.tensors import Tensors as Tensors
 
 IGNORED = -100  # a target that counts nothing: torch's own ignore_index
@@ -58,7 +58,7 @@ class Normalize:
         return (x.float() - self.mean).div_(self.std)  # float() of a float is no copy: the source keeps its values
 
 
-class Data(Part):
+class Data(Option):
     """The base of every data option."""
 
     drop_last: bool

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Run
+from drivetrain.core.option import RunSpec
 from drivetrain.data import archive
 from drivetrain.data.base import Data, Normalize, Splits, Tensors, measured
 
@@ -38,13 +38,13 @@ class Cifar10(Data):
     `root` is the binary or the Python version, as .tar.gz or unpacked, or the folder that holds one of them.
     """
 
-    operators = ("root", "download")
+    machine_local_keys = ("root", "download")
 
     def __init__(self, root: str | None = None, download: bool = False, normalize: bool = True, drop_last: bool = True) -> None:
         self.root = os.path.expanduser(root) if root else None
         self.download, self.normalize, self.drop_last = download, normalize, drop_last
 
-    def check(self, run: Run) -> Iterator[str]:
+    def validate(self, run: RunSpec) -> Iterator[str]:
         if not self.root:
             yield f"data=cifar10 needs data.root, the folder that holds {' or '.join(f.archive for f in FORMS)}"
         elif not self.download and _find(Path(self.root)) is None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from drivetrain.core.errors import DataError
 from drivetrain.core.lazy import torch
-from drivetrain.data.bad_samples import Faults
+from drivetrain.data.bad_samples import BadSamplePolicy
 
 ORIENTATION = 0x0112  # the EXIF tag
 EXIF_WITHIN = 2**16  # bytes: a JPEG's EXIF stands before its pixels
@@ -22,7 +22,7 @@ class Decoding:
 
     parallel_read = True  # decoding is work
     crops = True  # it takes boxes: crops at decoding
-    faults: Faults
+    faults: BadSamplePolicy
     size: int
     max_pixels: int
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from drivetrain.core import rng
 from drivetrain.core.errors import DataError, UserError, did_you_mean
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Count, Run, needs_extra
+from drivetrain.core.option import Count, RunSpec, needs_extra
 from drivetrain.data import bad_samples
 from drivetrain.data.bad_samples import MaxSkipped, OnError
 from drivetrain.data.base import Data, Fraction, Normalize, Splits, measured
@@ -24,7 +24,7 @@ class HuggingFace(Data):
     A text comes out as int64 (length,): its bytes plus one, and zeros after its end.
     """
 
-    operators = ("root",)
+    machine_local_keys = ("root",)
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class HuggingFace(Data):
         self.holdout, self.size, self.length, self.normalize = holdout, size, length, normalize
         self.max_pixels, self.on_error, self.max_skipped, self.drop_last = max_pixels, on_error, max_skipped, drop_last
 
-    def check(self, run: Run) -> Iterator[str]:
+    def validate(self, run: RunSpec) -> Iterator[str]:
         if not self.root:
             yield "data=huggingface needs data.root, the folder that save_to_disk wrote"
         elif not Path(self.root).is_dir():
@@ -56,7 +56,7 @@ class HuggingFace(Data):
         if (self.image is None) == (self.text is None):
             yield f"data.image={self.image or 'null'} and data.text={self.text or 'null'}: name one column, the other is null"
 
-    def verify(self, run: Run) -> Iterator[str]:
+    def validate_device(self, run: RunSpec) -> Iterator[str]:
         yield from needs_extra("datasets", "datasets", "data=huggingface")
 
     def shape(self) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Count, CountOrZero, Run
+from drivetrain.core.option import Count, CountOrZero, RunSpec
 from drivetrain.data import bad_samples
 from drivetrain.data.bad_samples import MaxSkipped, OnError
 from drivetrain.data.base import Data, Fraction, Normalize, Splits, measured
@@ -27,7 +27,7 @@ class ImageFolder(Data):
     With on_error=skip the next file that reads stands for a broken one; `max_skipped` is how many may be (below 1: which share).
     """
 
-    operators = ("root",)
+    machine_local_keys = ("root",)
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class ImageFolder(Data):
         self.verify_files, self.max_pixels, self.drop_last = verify, max_pixels, drop_last
         self.on_error, self.max_skipped = on_error, max_skipped
 
-    def check(self, run: Run) -> Iterator[str]:
+    def validate(self, run: RunSpec) -> Iterator[str]:
         if not self.root:
             yield "data=imagefolder needs data.root, the folder that holds one folder per class"
         elif not Path(self.root).is_dir():

@@ -9,7 +9,7 @@ from typing import Any
 
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Count, Run
+from drivetrain.core.option import Count, RunSpec
 from drivetrain.data.base import Data, Normalize, Splits, measured
 
 
@@ -19,7 +19,7 @@ class Own(Data):
     It is made twice, with `kwargs` and those of `train` or `test`; without these it is asked for by split= or train=.
     """
 
-    operators = ("target",)
+    machine_local_keys = ("target",)
     peak = None
 
     def __init__(
@@ -35,7 +35,7 @@ class Own(Data):
         self.target, self.kwargs, self.train, self.test = target, kwargs or {}, train, test
         self.classes, self.normalize, self.drop_last = classes, normalize, drop_last
 
-    def check(self, run: Run) -> Iterator[str]:
+    def validate(self, run: RunSpec) -> Iterator[str]:
         if not self.target:
             yield "data=own needs data.target, the dotted name of your Dataset, such as my_pkg.Pictures"
         elif self.target.split(".")[0] not in run.values["trust"]:

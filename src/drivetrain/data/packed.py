@@ -13,8 +13,8 @@ from typing import Any
 
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Count, Run
-from drivetrain.data.bad_samples import Faults
+from drivetrain.core.option import Count, RunSpec
+from drivetrain.data.bad_samples import BadSamplePolicy
 from drivetrain.data.base import Data, Normalize, Splits
 from drivetrain.data.decoding import Decoding, cut_out
 
@@ -29,7 +29,7 @@ class Packed(Data):
     A sample whose bytes have changed since is found by its checksum and named.
     """
 
-    operators = ("root",)
+    machine_local_keys = ("root",)
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Packed(Data):
         self.root = os.path.expanduser(root) if root else None
         self.size, self.verify_samples, self.max_pixels, self.drop_last = size, verify, max_pixels, drop_last
 
-    def check(self, run: Run) -> Iterator[str]:
+    def validate(self, run: RunSpec) -> Iterator[str]:
         if not self.root:
             yield "data=packed needs data.root, a folder written by: drivetrain pack SOURCE FOLDER"
             return
@@ -200,7 +200,7 @@ class Jpegs(Decoding, Decoded):
     def __init__(self, path: Path, table: torch.Tensor, shape: tuple[int, ...], verify: bool, max_pixels: int) -> None:
         super().__init__(path, table, shape, verify)
         self.size, self.max_pixels = shape[-1], max_pixels
-        self.faults = Faults(self.name)
+        self.faults = BadSamplePolicy(self.name)
 
     def content(self, index: int) -> tuple[bytes, int]:
         content = bytes(self.stored(index))

@@ -9,7 +9,7 @@ import annotated_types
 
 from drivetrain.core import rng
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Count, Run
+from drivetrain.core.option import Count, RunSpec
 from drivetrain.data.base import Data, Splits, Tensors
 
 Shape = Annotated[Sequence[Count], annotated_types.MinLen(1)]  # of one input, without the batch
@@ -36,7 +36,7 @@ class Synthetic(Data):
         self._shape, self.classes, self.drop_last = tuple(shape), classes, drop_last
         self.samples, self.test_samples, self.tokens = samples, test_samples, tokens
 
-    def check(self, run: Run) -> Iterator[str]:
+    def validate(self, run: RunSpec) -> Iterator[str]:
         if self.tokens and len(self._shape) != 1:
             yield f"data.tokens=true gives sequences, and data.shape={list(self._shape)} is none: set data.shape to [length]"
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Count, Run
+from drivetrain.core.option import Count, RunSpec
 from drivetrain.data.base import IGNORED, Data, Fraction, Splits
 
 BEGIN = 256  # the token before a document's first byte
@@ -27,7 +27,7 @@ class Stdlib(Data):
     is a target once. The held-out files are chosen by the hash of their names, so they are the same in every run.
     """
 
-    operators = ("root",)
+    machine_local_keys = ("root",)
     tokens = True
 
     def __init__(
@@ -44,7 +44,7 @@ class Stdlib(Data):
         self.length, self.holdout, self.tests = length, holdout, tests
         self.max_files, self.test_samples, self.drop_last = max_files, test_samples, drop_last
 
-    def check(self, run: Run) -> Iterator[str]:
+    def validate(self, run: RunSpec) -> Iterator[str]:
         if run.choices["augment"]:
             yield f"{run.named('augment')} changes images, but data=stdlib is text: set augment=[]"
         if self.root and not Path(self.root).is_dir():

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from drivetrain.core import rng
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Count, Run
+from drivetrain.core.option import Count, RunSpec
 from drivetrain.data import bad_samples, shards
 from drivetrain.data.bad_samples import MaxSkipped, OnError
 from drivetrain.data.base import Data, Fraction, Normalize, Splits, measured
@@ -31,7 +31,7 @@ class WebDataset(Data):
     within windows of `buffer`, so that reading stays close together.
     """
 
-    operators = ("train", "test", "cache")
+    machine_local_keys = ("train", "test", "cache")
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class WebDataset(Data):
         self.buffer, self.cache, self.normalize, self.max_pixels = buffer, cache, normalize, max_pixels
         self.on_error, self.max_skipped, self.drop_last = on_error, max_skipped, drop_last
 
-    def check(self, run: Run) -> Iterator[str]:
+    def validate(self, run: RunSpec) -> Iterator[str]:
         if not self.train:
             yield "data=webdataset needs data.train, its shards, such as 'data.train=\"train-{000..009}.tar\"'"
         for knob, pattern in (("train", self.train), ("test", self.test)):

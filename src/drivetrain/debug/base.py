@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Count, Part, Run
+from drivetrain.core.option import Count, Option, RunSpec
 
 
-class Debug(Part):
+class Debug(Option):
     """debug=none: nothing is installed."""
 
     updates: int | None = None  # the run stops after so many
@@ -47,7 +47,7 @@ class Anomaly(Debug):
         self._found: list[str] = []
         self._show = warnings.showwarning
 
-    def check(self, run: Run) -> Iterator[str]:
+    def validate(self, run: RunSpec) -> Iterator[str]:
         if self.check_nan and run.choices["precision"] == "amp":
             yield (
                 f"{run.named('debug')} stops at the first NaN, and {run.named('precision')} makes some on purpose, to find its "

@@ -11,7 +11,7 @@ from typing import Any
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
-from drivetrain.core.option import Count, Positive, Run
+from drivetrain.core.option import Count, Positive, RunSpec
 from drivetrain.debug.base import Debug
 
 NUDGES = (0.1, 0.1, 0.01, 0.0)  # how far inputs are moved before a try: at a kink (ReLU's 0, a tie of maxima) no check holds
@@ -40,14 +40,14 @@ class Gradcheck(Debug):
         self.samples, self.parameters = samples, parameters
         self.eps, self.atol, self.rtol = eps, atol, rtol
 
-    def check(self, run: Run) -> Iterator[str]:
+    def validate(self, run: RunSpec) -> Iterator[str]:
         if run.choices["precision"] not in ("fp32", "tf32"):
             yield (
                 f"debug=gradcheck compares with finite differences, for which {run.named('precision')} is too coarse "
                 "(it checks a float64 copy): set precision=fp32"
             )
 
-    def advise(self, run: Run) -> Iterator[str]:
+    def advise(self, run: RunSpec) -> Iterator[str]:
         if run.choices["compile"] != "none":
             yield f"debug=gradcheck checks the plain model, not what {run.named('compile')} makes of it"
 

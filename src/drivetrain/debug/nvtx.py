@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Count, CountOrZero, Run
+from drivetrain.core.option import Count, CountOrZero, RunSpec
 from drivetrain.debug.window import Window
 
 
@@ -21,13 +21,13 @@ class Nvtx(Window):
         super().__init__(skip, window)
         self.operations, self.shapes = operations, shapes
 
-    def check(self, run: Run) -> Iterator[str]:
+    def validate(self, run: RunSpec) -> Iterator[str]:
         if run.runtime.device == "cpu":
             yield "debug=nvtx marks ranges for NVIDIA's profilers, and runtime.device=cpu has none: set debug=profile"
         if self.shapes and not self.operations:
             yield "debug.shapes=true is of operations, and debug.operations=false leaves them out: set one of them otherwise"
 
-    def verify(self, run: Run) -> Iterator[str]:
+    def validate_device(self, run: RunSpec) -> Iterator[str]:
         if run.runtime.device == "auto" and run.runtime.kind() != "cuda":
             yield "debug=nvtx needs a CUDA device, and torch finds none: set debug=profile"
 

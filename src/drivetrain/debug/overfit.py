@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from drivetrain.core.lazy import torch
-from drivetrain.core.microbatch import Micro, one_update
-from drivetrain.core.option import Count, Positive, Run
+from drivetrain.core.microbatch import MicroBatch, one_update
+from drivetrain.core.option import Count, Positive, RunSpec
 from drivetrain.core.world import World
 from drivetrain.debug.base import Debug
 
@@ -23,7 +23,7 @@ class Overfit(Debug):
         self.updates, self.target = updates, target
         self._trainer: Any = None
 
-    def advise(self, run: Run) -> Iterator[str]:
+    def advise(self, run: RunSpec) -> Iterator[str]:
         if run.choices["augment"]:
             yield f"debug=overfit leaves {run.named('augment')} out: the batch stays the same"
         if run.choices["ema"] != "none":
@@ -39,7 +39,7 @@ class Overfit(Debug):
         trainer.test_data = trainer.train_data._replace(source=_Part(trainer.train_data.source, batch))
         trainer.watch = self._repeated
 
-    def _repeated(self, stream: Any) -> Iterator[Micro]:
+    def _repeated(self, stream: Any) -> Iterator[MicroBatch]:
         trainer, samples = self._trainer, len(self._trainer.train_data.source)
         stream.close()
         requests = trainer.batch.requests(

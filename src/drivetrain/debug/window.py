@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from drivetrain.core.lazy import torch
-from drivetrain.core.microbatch import Micro, one_update
-from drivetrain.core.option import Run
+from drivetrain.core.microbatch import MicroBatch, one_update
+from drivetrain.core.option import RunSpec
 from drivetrain.debug.base import Debug
 
 Mark = Callable[[str], AbstractContextManager[Any]]
@@ -22,7 +22,7 @@ class Window(Debug):
     def __init__(self, skip: int, window: int) -> None:
         self.skip, self.window = skip, window
 
-    def advise(self, run: Run) -> Iterator[str]:
+    def advise(self, run: RunSpec) -> Iterator[str]:
         asked, updates = self.skip + self.warmup + self.window, run.values["updates"]
         if updates is not None and asked > updates:
             yield (
@@ -45,7 +45,7 @@ class Window(Debug):
         trainer.watch = lambda stream: self._watched(before(stream))
         trainer.precision = Marked(trainer.precision, self.mark)
 
-    def _watched(self, stream: Iterator[Micro]) -> Iterator[Micro]:
+    def _watched(self, stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         """The stream, whose window is looked at. A run too short for it has it end with its last update."""
         left = self._trainer.max_updates - self._trainer.progress.updates
         window = min(self.window, max(1, left - self.warmup))
@@ -58,7 +58,7 @@ class Window(Debug):
                 updated()
         yield from stream
 
-    def _marked(self, stream: Iterator[Micro]) -> Iterator[Micro]:
+    def _marked(self, stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         while True:
             with self.mark("data"):
                 micro = next(stream, None)

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Part, Share
+from drivetrain.core.option import Option, Share
 
 
-class Ema(Part):
+class Ema(Option):
     """ema=none: no average is kept."""
 
     active = False

@@ -11,16 +11,16 @@ from drivetrain import surgery
 from drivetrain.core import horizon as horizons
 from drivetrain.core.errors import UserError
 from drivetrain.core.horizon import Horizon
-from drivetrain.core.option import Run
+from drivetrain.core.option import RunSpec
 from drivetrain.core.world import World
 from drivetrain.engine import dry_run, input_checks
-from drivetrain.engine.step_timer import Clock
+from drivetrain.engine.step_timer import StepTimer
 from drivetrain.engine.trainer import Trainer
 from drivetrain.loader import Pipeline
 from drivetrain.saving.writer import Writer
 
 
-def build(run: Run, world: World, run_dir: Path, sinks: list[Any]) -> Trainer:
+def build(run: RunSpec, world: World, run_dir: Path, sinks: list[Any]) -> Trainer:
     """One rank's trainer, ready to fit or to be restored. Raises UserError where model and data do not fit the run."""
     values = run.values
     # Device and seed before anything that allocates or draws.
@@ -65,13 +65,13 @@ def build(run: Run, world: World, run_dir: Path, sinks: list[Any]) -> Trainer:
     # The model's start was shared; its dropout is each rank's own, but where ranks compute the same activations.
     run.runtime.seed_rank(data_world)
 
-    said += run.loader.settle(train_data, run.batch.micro_batch(data_world), device)
+    said += run.loader.autotune(train_data, run.batch.micro_batch(data_world), device)
 
     parameters = [p for p in model.parameters() if p.requires_grad]
     updated = [p for group in optimizer.param_groups for p in group["params"]]
     trainer = Trainer(
         model=model, forward=forward, infer=run.parallel.infer(model), loss=run.loss, optimizer=optimizer,
-        settled=run.precision.settled(run.optimizer.settled), scheduler=run.scheduler, precision=run.precision,
+        eval_weights=run.precision.eval_weights(run.optimizer.eval_weights), scheduler=run.scheduler, precision=run.precision,
         parallel=run.parallel, clip=run.clip.build(updated, run.parallel.norm), ema=run.ema,
         zero_grad=lambda: run.runtime.zero(parameters), batch=run.batch, loader=run.loader,
         train_data=train_data, test_data=Pipeline(data.test, (), data.normalize, seed),
@@ -79,7 +79,7 @@ def build(run: Run, world: World, run_dir: Path, sinks: list[Any]) -> Trainer:
         epochs=values["epochs"], max_updates=horizon.updates, log_every=values["log_every"],
         evaluate_every=values["evaluate_every"], eval_batches=run.debug.eval_batches,
         saving=run.saving, run_dir=run_dir, writer=Writer(run_dir, run.saving, run.parallel), sinks=sinks,
-        clock=Clock(run.compile.warmup),
+        timer=StepTimer(run.compile.warmup),
         said=[*said, *run.compile.said(), *run.precision.said, *checked],
     )  # fmt: skip
     run.parallel.attach(trainer)
@@ -89,15 +89,15 @@ def build(run: Run, world: World, run_dir: Path, sinks: list[Any]) -> Trainer:
 
     # Last: what watches a run wraps what is there, and sees nothing of the preparations.
     def remark(line: str) -> None:
-        trainer.tell("remark", text=line)
+        trainer.log_event("remark", text=line)
 
     helps = run.loader.faster(train_data)
-    trainer.watch = lambda stream: input_checks.on_time(input_checks.looked_at(stream, remark), trainer.clock, helps, remark)
+    trainer.watch = lambda stream: input_checks.on_time(input_checks.looked_at(stream, remark), trainer.timer, helps, remark)
     run.debug.attach(trainer)
     return trainer
 
 
-def _horizon(run: Run, samples: int, world: World, untold: bool) -> tuple[Horizon, list[str]]:
+def _horizon(run: RunSpec, samples: int, world: World, untold: bool) -> tuple[Horizon, list[str]]:
     """The run's length, and what its schedule has to say to it, where that was `untold` before the data was read."""
     if samples < world.size:
         raise UserError(f"{world.size} ranks, but only {samples} training samples: lower parallel.nproc")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from drivetrain.core.lazy import torch
-from drivetrain.core.microbatch import Micro
-from drivetrain.engine.step_timer import Clock
+from drivetrain.core.microbatch import MicroBatch
+from drivetrain.engine.step_timer import StepTimer
 
 LOOK_AT = 32  # samples: enough to tell 128 from 0
 FAR = 3.0  # a spread of 3 or 1/3 is far from 1
@@ -35,7 +35,7 @@ def remark(x: torch.Tensor) -> str | None:
     )
 
 
-def looked_at(stream: Iterator[Micro], say: Callable[[str], None]) -> Iterator[Micro]:
+def looked_at(stream: Iterator[MicroBatch], say: Callable[[str], None]) -> Iterator[MicroBatch]:
     """The stream, after a look at its first micro-batch: one read of the device, before the first step."""
     for first in stream:
         if (line := remark(first.x)) is not None:
@@ -45,7 +45,9 @@ def looked_at(stream: Iterator[Micro], say: Callable[[str], None]) -> Iterator[M
     yield from stream
 
 
-def on_time(stream: Iterator[Micro], clock: Clock, help_by: str | None, say: Callable[[str], None]) -> Iterator[Micro]:
+def on_time(
+    stream: Iterator[MicroBatch], clock: StepTimer, help_by: str | None, say: Callable[[str], None]
+) -> Iterator[MicroBatch]:
     """The stream; once there is enough to judge by, a word if the steps wait for it, and the override that helps."""
     for micro in stream:
         yield micro

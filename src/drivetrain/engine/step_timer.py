@@ -9,10 +9,10 @@ from collections import deque
 from collections.abc import Iterator
 
 from drivetrain.core import process
-from drivetrain.core.microbatch import Micro
+from drivetrain.core.microbatch import MicroBatch
 
 
-class Clock:
+class StepTimer:
     """Durations of the steps and of the waits for data; evaluation, saving and logging are left out."""
 
     def __init__(self, warmup: int = 1) -> None:
@@ -26,7 +26,7 @@ class Clock:
         self._logged = (0, 0.0, 0.0)  # steps, their seconds, wait at the last log
         self.reading = Reading()
 
-    def waits(self, stream: Iterator[Micro]) -> Iterator[Micro]:
+    def waits(self, stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         """The stream, its waits counted."""
         read = time.perf_counter
         while True:
@@ -81,7 +81,7 @@ class Reading:
         self._asked: deque[float] = deque(maxlen=1024)  # when a micro-batch was, more of them than ever lie ready
         self._batches, self._ready, self._seconds = 0, 0, 0.0
 
-    def came(self, asked: float, micro: Micro) -> None:
+    def came(self, asked: float, micro: MicroBatch) -> None:
         """A micro-batch that was asked for then has come. Every time one is asked for, it lay ready if it was by then."""
         if micro.seconds is None:
             return

@@ -13,10 +13,10 @@ import torch
 
 from drivetrain.core.device import is_out_of_memory
 from drivetrain.core.errors import Diverged, Interrupted
-from drivetrain.core.microbatch import Micro, Request
+from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.progress import Progress
 from drivetrain.core.signals import StopFlag
-from drivetrain.engine.step_timer import Clock
+from drivetrain.engine.step_timer import StepTimer
 from drivetrain.saving import checkpoint_io
 from drivetrain.saving.writer import Writer
 
@@ -34,7 +34,7 @@ class Trainer:
     infer: Callable[[torch.Tensor], torch.Tensor]  # the model as evaluation calls it
     loss: Any
     optimizer: torch.optim.Optimizer
-    settled: Callable[[], AbstractContextManager[None]]  # the weights to evaluate and to save stand in the model
+    eval_weights: Callable[[], AbstractContextManager[None]]  # the weights to evaluate and to save stand in the model
     scheduler: Any
     precision: Any
     parallel: Any
@@ -61,7 +61,7 @@ class Trainer:
     said: list[str]  # what the build has to say
     watch: Callable[[Any], Any] = iter  # what looks at the training stream on its way, as a generator
     progress: Progress = field(default_factory=Progress)
-    clock: Clock = field(default_factory=Clock)
+    timer: StepTimer = field(default_factory=StepTimer)
 
     def fit(self, stop: StopFlag | None = None) -> None:
         """Train to the end. Raises Diverged, and Interrupted when `stop` is raised."""
@@ -73,13 +73,13 @@ class Trainer:
         self._loss = torch.zeros((), device=self.device)  # summed since the last log; stays on the device
         self._logged = (self.progress.updates, self.progress.samples, self.progress.updates + self.progress.skipped)
         self._skips, self._steps = 0, self.progress.updates + self.progress.skipped
-        self.clock.first_samples = self.progress.samples + self.clock.warmup * self.batch.size(self.progress.epoch)
+        self.timer.first_samples = self.progress.samples + self.timer.warmup * self.batch.size(self.progress.epoch)
         while self.progress.updates < self.max_updates:
             stream = self.watch(self.loader.stream(self.train_data, self._requests(), self.device, self.memory_format))
-            self.clock.resume()
+            self.timer.resume()
             try:
                 with closing(stream):
-                    self._run(self.clock.waits(stream))
+                    self._run(self.timer.waits(stream))
                 break
             except RuntimeError as error:
                 self.loader.explain(error)
@@ -89,7 +89,7 @@ class Trainer:
             self._save()
         self.writer.wait()
 
-    def _run(self, stream: Iterator[Micro]) -> None:
+    def _run(self, stream: Iterator[MicroBatch]) -> None:
         for micro in stream:
             self._loss.addcmul_(self.micro(micro), micro.weight)
             if not micro.last:
@@ -105,7 +105,7 @@ class Trainer:
             if self._after_update(micro.epoch_end):
                 return
 
-    def micro(self, micro: Micro) -> torch.Tensor:
+    def micro(self, micro: MicroBatch) -> torch.Tensor:
         """Forward and backward of one micro-batch; its loss, without history."""
         with self.parallel.sync(self.forward, micro.last):
             with self.precision.autocast():
@@ -133,7 +133,7 @@ class Trainer:
         self.zero_grad()
         self._loss.zero_()
         self._logged = (self.progress.updates, self.progress.samples, self._steps)
-        self.tell("remark", text=f"out of memory: on with {self.batch.micro_batch(world)} samples at once")
+        self.log_event("remark", text=f"out of memory: on with {self.batch.micro_batch(world)} samples at once")
 
     def _skip(self) -> None:
         self.progress.skipped += 1
@@ -143,12 +143,12 @@ class Trainer:
 
     def _after_update(self, epoch_end: bool) -> bool:
         """Bookkeeping at an update's boundary; True when the run is done."""
-        self.clock.step()
+        self.timer.step()
         progress = self.progress
         progress.window += 1
         self._steps += 1
         want = STOP if self._stop.raised else SAVE if self.saving.due(progress.updates) else 0
-        agreed = self.parallel.agree(want)
+        agreed = self.parallel.all_reduce_flag(want)
         done = progress.updates >= self.max_updates
         if not (epoch_end or agreed or done or self._steps % self.log_every == 0):
             return False
@@ -163,7 +163,7 @@ class Trainer:
         if agreed == STOP and not done:
             self.writer.wait()
             raise Interrupted(f"stopped by a signal at update {progress.updates}", saved=self.saving.active)
-        self.clock.resume()
+        self.timer.resume()
         return done
 
     def _log(self) -> None:
@@ -174,30 +174,30 @@ class Trainer:
         loss = float(self.parallel.total(self._loss)) / (windows * self.parallel.data.size)
         self._loss.zero_()
         self._logged = (progress.updates, progress.samples, self._steps)
-        seconds, reading = self.clock.since_last()
+        seconds, reading = self.timer.since_last()
         reading |= self.parallel.reading(seconds)
         skipped = windows - (progress.updates - updates)
         if not math.isfinite(loss) and not skipped:
             raise Diverged(f"the loss is {loss} (updates {updates + 1} to {progress.updates})")
-        self.tell(
+        self.log_event(
             "train", loss=loss if math.isfinite(loss) else None, skipped=progress.skipped, samples=progress.samples,
             lr=self.optimizer.param_groups[0]["lr"],
             samples_per_second=(progress.samples - samples) / seconds if seconds else None, **reading,
         )  # fmt: skip
 
-    def tell(self, event: str, **numbers: Any) -> None:
+    def log_event(self, event: str, **numbers: Any) -> None:
         """One record to all sinks."""
         record = {"event": event, "update": self.progress.updates, "epoch": self.progress.epoch, **numbers}
         for sink in self.sinks:
             sink.log(record)
 
     def _evaluate_and_log(self) -> None:
-        self.parallel.share_buffers(self.model)
-        with self.settled():
+        self.parallel.broadcast_buffers(self.model)
+        with self.eval_weights():
             metrics = self.evaluate()
         if self.ema.active:
             with self.ema.swapped():
-                self.parallel.share_buffers(self.model)  # each rank averaged its own
+                self.parallel.broadcast_buffers(self.model)  # each rank averaged its own
                 metrics |= {f"ema_{name}": value for name, value in self.evaluate().items()}
         progress = self.progress
         if not all(map(math.isfinite, metrics.values())):
@@ -207,7 +207,7 @@ class Trainer:
             progress.best = {**metrics, "update": progress.updates}
         progress.evaluated, progress.final = progress.updates, metrics
         self.scheduler.evaluated(metrics)
-        self.tell("evaluate", **metrics)
+        self.log_event("evaluate", **metrics)
 
     def evaluate(self) -> dict[str, float]:
         """The metrics over the test data, every sample once on any number of ranks: sums are reduced, not means."""
@@ -240,7 +240,7 @@ class Trainer:
 
     def restore(self, weights: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
         """Go on from a checkpoint: weights and state as one process has them."""
-        weights, state = self.parallel.deal(weights, state)
+        weights, state = self.parallel.shard_state_dict(weights, state)
         self.model.load_state_dict(weights)
         self.progress = Progress(**state["progress"])
         checkpoint_io.load_optimizer(self.optimizer, state["optimizer"])

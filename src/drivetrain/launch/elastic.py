@@ -56,7 +56,7 @@ def run(job: Job, run_dir: Path, quiet: bool, end: End | None = None) -> tuple[R
     sys.stdout.flush()
     died: set[int] = set()
     with _told(run_dir, parallel.nnodes > 1) as told:
-        watch = Watch(told, parallel.silent_s, parallel.timeout_s, parallel.max_restarts > 0)
+        watch = Watch(told, parallel.heartbeat_timeout_s, parallel.timeout_s, parallel.max_restarts > 0)
         deaths = Deaths(told, watch)
 
         def abandoned() -> None:

@@ -44,15 +44,15 @@ def alive(folder: Path, rank: int) -> None:
 class Watch:
     """Looks at the ranks of this machine until it is left; `lost` says of those that it ended why.
 
-    A rank that gives no sign of life is ended after `silent_s` where it was stopped, else after `stuck_s`: it may have
+    A rank that gives no sign of life is ended after `heartbeat_timeout_s` where it was stopped, else after `stuck_s`: it may have
     one long call to make that lets nobody else in. `abandoned` is called, in another thread, when all ranks have ended, one
     of them badly, and nobody has noticed for a while: the launcher waits for a machine that cannot be reached any more.
     """
 
-    def __init__(self, folder: Path, silent_s: float, stuck_s: float, restarts: bool = False) -> None:
+    def __init__(self, folder: Path, heartbeat_timeout_s: float, stuck_s: float, restarts: bool = False) -> None:
         self.lost: dict[int, str] = {}
         self.abandoned: Callable[[], None] | None = None
-        self._folder, self._silent_s, self._stuck_s = folder, silent_s, stuck_s
+        self._folder, self._silent_s, self._stuck_s = folder, heartbeat_timeout_s, stuck_s
         self._patience = RESTARTING_S if restarts else ABANDONED_S
         self._looks: dict[Path, tuple[float, int]] = {}  # a rank's last sign, and how often it was seen: our own time
         self._over = threading.Event()

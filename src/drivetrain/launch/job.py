@@ -13,7 +13,7 @@ from drivetrain.config import compose as composing
 from drivetrain.config import validate as check
 from drivetrain.config.compose import Composed
 from drivetrain.core.errors import UserError
-from drivetrain.core.option import Run
+from drivetrain.core.option import RunSpec
 from drivetrain.core.overrides import as_word, key_of
 from drivetrain.core.paths import add_own_places
 from drivetrain.recipe import reader as recipes
@@ -26,9 +26,9 @@ class Job:
     """A run that was found good, before it has a directory."""
 
     composed: Composed
-    run: Run
+    run: RunSpec
     config_hash: str
-    operators: set[str]
+    machine_local_keys: set[str]
     run_dir: Path | None = None  # set for a run that goes on
     checkpoint: Path | None = None
     said: list[str] = field(default_factory=list)
@@ -76,9 +76,9 @@ def checked(composed: Composed, own: bool = False) -> Job:
     run = check.check(composed)
     if not own:
         check.recipe_may_not(composed, run)
-    operators = check.operators(run)
+    machine_local_keys = check.machine_local_keys(run)
     said = composed.said + [line for part in check.parts(run) for line in part.advise(run)]
-    return Job(composed, run, identity.config_hash(composed, operators), operators, said=said)
+    return Job(composed, run, identity.config_hash(composed, machine_local_keys), machine_local_keys, said=said)
 
 
 def _resumed(run_dir: Path, words: list[str], config_dirs: Sequence[str]) -> Job:
@@ -102,7 +102,7 @@ def _resumed(run_dir: Path, words: list[str], config_dirs: Sequence[str]) -> Job
     add_own_places(dirs)
     job = checked(composing.compose([*own, *words], dirs, base=base), own=base is not None)
     job.composed.overrides = words
-    different = identity.differences(check.config_file(run_dir / "config.yaml"), job.composed.plain, job.operators)
+    different = identity.differences(check.config_file(run_dir / "config.yaml"), job.composed.plain, job.machine_local_keys)
     if different and not job.run.values["resume_changed"]:
         raise UserError(
             [f"resume={run_dir}: the config differs from the run's, and only its length may: {'; '.join(different)}."

@@ -79,7 +79,7 @@ def launch(job: Job, run_dir: Path | None = None, quiet: bool = False) -> Ended:
             return Ended(*_rank(job, world, Path(os.devnull), stop, quiet=True))
     if job.checkpoint is None and world.size == 1:  # a checkpoint brings with it what was settled
         words, dirs = job.composed.overrides, job.composed.config_dirs
-        settled = job.run.batch.settle(lambda sizes, limit: batch_probe.fitting(words, dirs, sizes, limit), ranks)
+        settled = job.run.batch.autotune(lambda sizes, limit: batch_probe.fitting(words, dirs, sizes, limit), ranks)
         if settled:
             job.said.append(settled)
     run_dir = job.run_dir or run_dir
@@ -161,9 +161,9 @@ def _describe(job: Job, run_dir: Path) -> None:
     """recipe.yaml, config.yaml and environment.json; those of a run that goes on follow its new length."""
     from omegaconf import OmegaConf
 
-    (run_dir / "recipe.yaml").write_text(identity.to_recipe(job.composed, job.operators))
+    (run_dir / "recipe.yaml").write_text(identity.to_recipe(job.composed, job.machine_local_keys))
     (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(job.composed.config))
-    operator = identity.operator_values(job.composed, job.operators)
+    operator = identity.operator_values(job.composed, job.machine_local_keys)
     about = environment.describe(job.composed.overrides, job.config_hash, identity.operator_words(operator, job.composed))
     about["config_dirs"] = [str(Path(folder).resolve()) for folder in job.composed.config_dirs]
     write_json(run_dir / "environment.json", about)
@@ -180,7 +180,7 @@ def _rank(job: Job, world: World, run_dir: Path, stop: StopFlag, quiet: bool) ->
     trainer = None
     began = time.perf_counter()
     job.run.parallel.identity = job.config_hash
-    job.run.parallel.config = identity.without_operators(job.composed, job.operators)
+    job.run.parallel.config = identity.without_operators(job.composed, job.machine_local_keys)
     try:
         trainer = _build(job, world, run_dir, sinks, quiet)
         trainer.fit(stop)
@@ -272,7 +272,7 @@ def _measured(result: Result, trainer: Any, seconds: float, job: Job) -> None:
     """Fill in what the trainer knows."""
     from drivetrain.core.device import peak_memory
 
-    progress, clock = trainer.progress, trainer.clock
+    progress, clock = trainer.progress, trainer.timer
     result.metrics = {"final": progress.final, "best": progress.best}
     result.updates = progress.updates
     result.epochs = progress.epoch

@@ -10,7 +10,7 @@ from typing import Any
 
 from drivetrain.core.cpus import usable_cores
 from drivetrain.core.lazy import torch
-from drivetrain.core.microbatch import Micro, Request
+from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.option import Positive
 from drivetrain.core.tensors import Tensors
 from drivetrain.loader.base import Loader, Pipeline, quicker_reading
@@ -53,7 +53,7 @@ class Auto(Loader):
                 found |= {"loader=resident": Resident()}
         return found
 
-    def settle(self, pipeline: Pipeline, size: int, device: torch.device) -> list[str]:
+    def autotune(self, pipeline: Pipeline, size: int, device: torch.device) -> list[str]:
         began, cost = time.perf_counter(), Cost(pipeline, size, device)
         tried = self.candidates(pipeline, device)
         found: dict[str, list[float]] = {name: [] for name in tried}
@@ -72,7 +72,7 @@ class Auto(Loader):
 
     def stream(
         self, pipeline: Pipeline, requests: Iterable[Request], device: torch.device, memory_format: torch.memory_format
-    ) -> Iterator[Micro]:
+    ) -> Iterator[MicroBatch]:
         yield from self._kept.stream(pipeline, requests, device, memory_format)
 
 

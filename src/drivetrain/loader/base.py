@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from drivetrain.core.cpus import usable_cores
 from drivetrain.core.errors import Interrupted
 from drivetrain.core.lazy import torch
-from drivetrain.core.microbatch import Micro, Request
-from drivetrain.core.option import Part, Run
+from drivetrain.core.microbatch import MicroBatch, Request
+from drivetrain.core.option import Option, RunSpec
 
 Batch = tuple[Any, Any]  # inputs and targets
 
@@ -51,17 +51,17 @@ class Pipeline(NamedTuple):
         return self.finish(*self.read(request), request)
 
 
-class Loader(Part):
+class Loader(Option):
     """loader=sync: the loop fetches each batch itself, as torch's DataLoader does by default."""
 
     pin_memory = False
     non_blocking = False
 
-    def check(self, run: Run) -> Iterator[str]:
+    def validate(self, run: RunSpec) -> Iterator[str]:
         if run.data.on_device and type(self) is not Loader:
             yield f"{run.named('loader')} has nothing to do for {run.named('data')}, which is made on the device: set loader=sync"
 
-    def settle(self, pipeline: Pipeline, size: int, device: torch.device) -> list[str]:
+    def autotune(self, pipeline: Pipeline, size: int, device: torch.device) -> list[str]:
         """Decide what needs measuring, on micro-batches of `size`, before training starts; what was decided, a line each."""
         return []
 
@@ -74,7 +74,7 @@ class Loader(Part):
 
     def stream(
         self, pipeline: Pipeline, requests: Iterable[Request], device: torch.device, memory_format: torch.memory_format
-    ) -> Iterator[Micro]:
+    ) -> Iterator[MicroBatch]:
         """The micro-batches of `requests`, in their order, on the device."""
         for x, y, request in self.batches(pipeline, requests, device):
             yield self.micro(x, y, request, device, memory_format)
@@ -91,11 +91,11 @@ class Loader(Part):
             request.seconds = request.ready - began
             yield x, y, request
 
-    def micro(self, x: Any, y: Any, request: Request, device: torch.device, memory_format: torch.memory_format) -> Micro:
+    def micro(self, x: Any, y: Any, request: Request, device: torch.device, memory_format: torch.memory_format) -> MicroBatch:
         """A batch, brought to the device."""
         x = x.to(device, non_blocking=self.non_blocking, memory_format=memory_format)
         y = y.to(device, non_blocking=self.non_blocking)
-        return Micro(x, y, request.weight, request.last, request.epoch_end, request.seconds, request.ready)
+        return MicroBatch(x, y, request.weight, request.last, request.epoch_end, request.seconds, request.ready)
 
 
 def too_late(who: str, seconds: float, pipeline: Pipeline, index: int) -> Interrupted:

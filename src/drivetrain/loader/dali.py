@@ -12,7 +12,7 @@ from drivetrain.core.cpus import usable_cores
 from drivetrain.core.errors import DataError
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
-from drivetrain.core.option import Count, Run, needs_extra
+from drivetrain.core.option import Count, RunSpec, needs_extra
 from drivetrain.loader.base import Loader, Pipeline, quicker_reading
 
 
@@ -33,14 +33,14 @@ class Dali(Loader):
     ) -> None:
         self.num_threads, self.prefetch_factor, self.decoder = num_threads, prefetch_factor, decoder
 
-    def check(self, run: Run) -> Iterator[str]:
+    def validate(self, run: RunSpec) -> Iterator[str]:
         if not run.data.decodes():
             yield (
                 f"{run.named('loader')} decodes image files, and {run.named('data')} has none: "
                 "set loader=threads, or data=imagefolder, webdataset or a packed folder with --jpeg"
             )
 
-    def verify(self, run: Run) -> Iterator[str]:
+    def validate_device(self, run: RunSpec) -> Iterator[str]:
         yield from needs_extra("nvidia.dali", "dali", "loader=dali")
         if self.decoder == "mixed" and run.runtime.kind() == "cpu":
             yield "loader.decoder=mixed needs a CUDA device, which this run has not: set loader.decoder=cpu"

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 from drivetrain.core.lazy import torch
-from drivetrain.core.microbatch import Micro, Request
+from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.option import Count
 from drivetrain.loader.base import Loader, Pipeline, quicker_reading
 from drivetrain.loader.threads import Threads
@@ -46,7 +46,7 @@ class Device(Loader):
 
     def stream(
         self, pipeline: Pipeline, requests: Iterable[Request], device: torch.device, memory_format: torch.memory_format
-    ) -> Iterator[Micro]:
+    ) -> Iterator[MicroBatch]:
         read = self._reads().batches(pipeline, requests, device, finish=False)
         if device.type != "cuda":
             for x, y, request in read:
@@ -54,7 +54,7 @@ class Device(Loader):
             return
         yield from Ahead(self, pipeline, device, memory_format).run(read)
 
-    def _finished(self, pipeline: Pipeline, x: Any, y: Any, request: Request, device: Any, memory_format: Any) -> Micro:
+    def _finished(self, pipeline: Pipeline, x: Any, y: Any, request: Request, device: Any, memory_format: Any) -> MicroBatch:
         x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
         return self.micro(*pipeline.finish(x, y, request), request, device, memory_format)
 
@@ -66,9 +66,9 @@ class Ahead:
         self.loader, self.pipeline, self.device, self.memory_format = loader, pipeline, device, memory_format
         self.side = torch.cuda.Stream(device)
 
-    def run(self, read: Iterator[tuple[Any, Any, Request]]) -> Iterator[Micro]:
+    def run(self, read: Iterator[tuple[Any, Any, Request]]) -> Iterator[MicroBatch]:
         """The micro-batches, each `ahead` batches before it is wanted."""
-        waiting: list[tuple[Micro, Any, Any]] = []
+        waiting: list[tuple[MicroBatch, Any, Any]] = []
         for x, y, request in read:
             waiting.append(self._begun(x, y, request))
             if len(waiting) > self.loader.ahead:
@@ -76,14 +76,14 @@ class Ahead:
         for begun in waiting:
             yield self._ready(*begun)
 
-    def _begun(self, x: Any, y: Any, request: Request) -> tuple[Micro, Any, Any]:
+    def _begun(self, x: Any, y: Any, request: Request) -> tuple[MicroBatch, Any, Any]:
         with torch.cuda.stream(self.side):
             micro = self.loader._finished(self.pipeline, x, y, request, self.device, self.memory_format)
             event = torch.cuda.Event()
             event.record(self.side)
         return micro, event, (x, y)  # the pinned memory must live until the copy is through
 
-    def _ready(self, micro: Micro, event: Any, raw: Any) -> Micro:
+    def _ready(self, micro: MicroBatch, event: Any, raw: Any) -> MicroBatch:
         main = torch.cuda.current_stream(self.device)
         main.wait_event(event)
         for tensor in (micro.x, micro.y):  # the allocator must not give the memory away while the step reads it

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.microbatch import Micro, Request
+from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.option import Share
 from drivetrain.core.tensors import Tensors
 from drivetrain.loader.base import Loader, Pipeline
@@ -34,7 +34,7 @@ class Resident(Loader):
 
     def stream(
         self, pipeline: Pipeline, requests: Iterable[Request], device: torch.device, memory_format: torch.memory_format
-    ) -> Iterator[Micro]:
+    ) -> Iterator[MicroBatch]:
         if pipeline.source not in self._held:
             self._held[pipeline.source] = self._brought(pipeline, device)
         yield from super().stream(pipeline._replace(source=self._held[pipeline.source]), requests, device, memory_format)

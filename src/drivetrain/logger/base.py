@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from drivetrain.core.option import Part, Run, needs_extra
+from drivetrain.core.option import Option, RunSpec, needs_extra
 
 
-class Logger(Part):
+class Logger(Option):
     """The base of every logger: told each record once, on rank 0."""
 
     def start(self, run_dir: Path, update: int) -> None:
@@ -59,7 +59,7 @@ def _update_of(line: str) -> float:
 class TensorBoard(Logger):
     """Event files for `tensorboard --logdir outputs`."""
 
-    def check(self, run: Run) -> Iterator[str]:
+    def validate(self, run: RunSpec) -> Iterator[str]:
         yield from needs_extra("tensorboard", "tensorboard", "logger=tensorboard")
 
     def start(self, run_dir: Path, update: int) -> None:

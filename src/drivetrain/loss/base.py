@@ -6,17 +6,17 @@ import math
 from collections.abc import Callable, Iterator
 
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Part, Run, Share
+from drivetrain.core.option import Option, RunSpec, Share
 
 
-class Loss(Part):
+class Loss(Option):
     """The base of every loss."""
 
     metrics: tuple[str, ...]  # what an evaluation reports
     best: tuple[str, Callable[[float, float], float]]  # the metric that says which model is the best, and the better of two
     tokens = False  # targets are one for each token of a sequence
 
-    def check(self, run: Run) -> Iterator[str]:
+    def validate(self, run: RunSpec) -> Iterator[str]:
         if run.data.tokens and not self.tokens:
             yield (
                 f"{run.named('loss')} wants one target for each sample, but {run.named('data')} has one for each token: "

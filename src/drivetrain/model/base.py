@@ -8,15 +8,15 @@ from typing import Any
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Count, Momentum, Part, Run
+from drivetrain.core.option import Count, Momentum, Option, RunSpec
 
 
-class Model(Part):
+class Model(Option):
     """The base of every model option."""
 
     tokens: bool | None = False  # reads sequences of tokens; None: whatever it is given
 
-    def check(self, run: Run) -> Iterator[str]:
+    def validate(self, run: RunSpec) -> Iterator[str]:
         if run.data.tokens and self.tokens is False:
             yield f"{run.named('model')} does not read sequences of tokens, which {run.named('data')} gives: set model=gpt"
         if self.tokens and not run.data.tokens:
@@ -36,7 +36,7 @@ class Timm(Model):
     def __init__(self, name: str = "resnet18", pretrained: bool = False, kwargs: dict[str, Any] | None = None) -> None:
         self.name, self.pretrained, self.kwargs = name, pretrained, kwargs or {}
 
-    def verify(self, run: Run) -> Iterator[str]:
+    def validate_device(self, run: RunSpec) -> Iterator[str]:
         import timm
 
         base = self.name.split(".")[0]
@@ -60,7 +60,7 @@ class ResNet9(Model):
     def __init__(self, width: Count = 16, bias: bool = False) -> None:
         self.width, self.bias = width, bias
 
-    def verify(self, run: Run) -> Iterator[str]:
+    def validate_device(self, run: RunSpec) -> Iterator[str]:
         shape = run.data.shape()
         if shape is not None and (len(shape) != 3 or min(shape[1:]) < 8):
             yield f"model=resnet9 wants images of at least 8×8, but the data gives {list(shape)}: set model=mlp"
@@ -100,8 +100,8 @@ class Gpt(Model):
         self.width, self.depth, self.heads, self.dropout = width, depth, heads, dropout
         self.ngrams, self.buckets = ngrams, buckets
 
-    def check(self, run: Run) -> Iterator[str]:
-        yield from super().check(run)
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate(run)
         if self.width % (2 * self.heads):
             near = self.width // (2 * self.heads) * 2 * self.heads
             yield (
@@ -118,13 +118,13 @@ class Gpt(Model):
 class Own(Model):
     """The user's own class, `target`, of a package named in `trust`; `classes` and `shape` are passed if it takes them."""
 
-    operators = ("target",)
+    machine_local_keys = ("target",)
     tokens = None
 
     def __init__(self, target: str | None = None, kwargs: dict[str, Any] | None = None) -> None:
         self.target, self.kwargs = target, kwargs or {}
 
-    def check(self, run: Run) -> Iterator[str]:
+    def validate(self, run: RunSpec) -> Iterator[str]:
         if not self.target:
             yield "model=own needs model.target, the dotted name of your class, such as my_pkg.Net"
         elif self.target.split(".")[0] not in run.values["trust"]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Run
+from drivetrain.core.option import RunSpec
 from drivetrain.optimizer.groups import flat, parameter_groups
 from drivetrain.optimizer.knobs import Knobs
 
@@ -31,7 +31,7 @@ class Optimizer(Knobs):
     elementwise: ClassVar[bool] = False  # an element's update needs that element's gradient alone: shards do as well
     in_chunks: ClassVar[bool] = False  # its foreach form works on what a CPU's cache holds (drivetrain.optimizer.algorithms.flat)
 
-    def check(self, run: Run) -> Iterator[str]:
+    def validate(self, run: RunSpec) -> Iterator[str]:
         name = run.named("optimizer")
         if self.fused and self.foreach:
             yield "optimizer.fused=true and optimizer.foreach=true exclude each other: set one of them to null"
@@ -42,17 +42,20 @@ class Optimizer(Knobs):
         yield from self._lr_of_problems()
 
     def _lr_of_problems(self) -> Iterator[str]:
-        multiples = flat(self.lr_of)
+        multiples = flat(self.lr_multipliers)
         for pattern, multiple in multiples.items():
             if isinstance(multiple, bool) or not isinstance(multiple, int | float) or not multiple > 0:
-                yield f"optimizer.lr_of: {pattern}={multiple}: a multiple of the learning rate must be a number > 0"
+                yield f"optimizer.lr_multipliers: {pattern}={multiple}: a multiple of the learning rate must be a number > 0"
             if "[" in pattern:
-                yield f"optimizer.lr_of: {pattern!r}: patterns know * and ?, not brackets"
+                yield f"optimizer.lr_multipliers: {pattern!r}: patterns know * and ?, not brackets"
             inner = [other for other in multiples if other.startswith(f"{pattern}.")]
             if inner:  # YAML's nested keys could not say both
-                yield f"optimizer.lr_of: {pattern} and {inner[0]} are one inside the other: write '{pattern}.*' for the outer one"
+                yield (
+                    f"optimizer.lr_multipliers: {pattern} and {inner[0]} are one inside the other: "
+                    f"write '{pattern}.*' for the outer one"
+                )
 
-    def verify(self, run: Run) -> Iterator[str]:
+    def validate_device(self, run: RunSpec) -> Iterator[str]:
         kind = run.runtime.kind()
         if self.fused and self.fused_on and not self.has_fused(kind):
             yield f"optimizer.fused=true: {run.named('optimizer')} has no fused form on {kind}: set optimizer.fused=null"
@@ -98,7 +101,7 @@ class Optimizer(Knobs):
             values["betas"] = (values.pop("beta1"), values.pop("beta2"))
         return values
 
-    def settled(self) -> AbstractContextManager[None]:
+    def eval_weights(self) -> AbstractContextManager[None]:
         """While it lasts, the weights to evaluate and to save stand in the model: here those that are trained."""
         return nullcontext()
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Momentum, NonNegative, Positive, Run
+from drivetrain.core.option import Momentum, NonNegative, Positive, RunSpec
 from drivetrain.optimizer.base import Form, Optimizer
 
 
@@ -43,8 +43,8 @@ class Sgd(Builtin):
                 optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
         return optimizer
 
-    def check(self, run: Run) -> Iterator[str]:
-        yield from super().check(run)
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate(run)
         if self.nesterov and not self.momentum:
             yield "optimizer.nesterov=true needs momentum: set optimizer.momentum above 0 or optimizer.nesterov=false"
 
@@ -126,8 +126,8 @@ class Adafactor(Builtin):
     eps2: NonNegative = 1e-3
     d: Positive = 1.0
 
-    def check(self, run: Run) -> Iterator[str]:
-        yield from super().check(run)
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate(run)
         if self.beta2_decay > 0:
             yield f"optimizer.beta2_decay={self.beta2_decay} must be ≤ 0: the second moment's memory is 1 - t^beta2_decay"
         if self.d < 1:

@@ -19,19 +19,19 @@ def parameter_groups(model: torch.nn.Module, knobs: Knobs, lr: float, tags: Tags
     """The trainable parameters, those that share all settings in one group; the group with the plain `lr` comes first.
 
     Not decayed are vectors and scalars (norms and biases), what the model's own `no_weight_decay()` names and what
-    `knobs.no_decay` matches. Raises UserError for patterns that match nothing and a `layer_decay` without layers.
+    `knobs.no_weight_decay` matches. Raises UserError for patterns that match nothing and a `layer_decay` without layers.
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not named:
         raise UserError("the model has no trainable parameter: there is nothing to optimize")
-    multiples = flat(knobs.lr_of)
-    unmatched(named, {"optimizer.no_decay": knobs.no_decay, "optimizer.lr_of": list(multiples)})
+    multiples = flat(knobs.lr_multipliers)
+    unmatched(named, {"optimizer.no_weight_decay": knobs.no_weight_decay, "optimizer.lr_multipliers": list(multiples)})
     share = layer_shares(model, knobs.layer_decay) if knobs.layer_decay is not None else {}
     models_own: set[str] = getattr(model, "no_weight_decay", set)()
     groups: dict[Any, dict[str, Any]] = {}
     for name, p in named.items():
         kept = p.ndim <= 1 or any(matches(name, own) for own in models_own)
-        decayed = not any(matches(name, pattern) for pattern in knobs.no_decay) and (knobs.decay_norm_and_bias or not kept)
+        decayed = not any(matches(name, pattern) for pattern in knobs.no_weight_decay) and (knobs.decay_norm_and_bias or not kept)
         multiple = share.get(name, 1.0) * math.prod(m for pattern, m in multiples.items() if matches(name, pattern))
         settings = {"weight_decay": knobs.weight_decay if decayed else 0.0, **tags(name, decayed)}
         key = (multiple != 1.0, not decayed, multiple, *settings.values())
@@ -72,7 +72,7 @@ def layer_shares(model: torch.nn.Module, decay: float) -> dict[str, float]:
     if top == 0:
         raise UserError(
             f"optimizer.layer_decay={decay} wants a model of several layers, but finds neither timm's group_matcher nor "
-            "repeated blocks in this one: set optimizer.layer_decay=null, and optimizer.lr_of for single parts"
+            "repeated blocks in this one: set optimizer.layer_decay=null, and optimizer.lr_multipliers for single parts"
         )
     return {name: decay ** (top - d) for name, d in depth.items()}
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Momentum, NonNegative, Positive, Run
+from drivetrain.core.option import Momentum, NonNegative, Positive, RunSpec
 from drivetrain.optimizer.base import Form, Optimizer
 
 
 @dataclass(kw_only=True, eq=False)
 class Layerwise(Optimizer):
-    """Trust ratios for the parameters that decay by kind, whatever `weight_decay` is: not for norms, biases and `no_decay`."""
+    """Trust ratios for the parameters that decay, whatever `weight_decay` is: not for norms, biases and `no_weight_decay`."""
 
     in_chunks = True
 
@@ -64,7 +64,7 @@ class NvLamb(Lamb):
     def tags(self, model: torch.nn.Module) -> Any:
         return lambda name, decayed: {"adapt": True}
 
-    def advise(self, run: Run) -> Iterator[str]:
+    def advise(self, run: RunSpec) -> Iterator[str]:
         if run.choices["clip"] != "none":
             yield f"{run.named('optimizer')} bounds the gradients' norm itself: {run.named('clip')} comes before that"
 

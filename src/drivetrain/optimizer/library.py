@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from drivetrain.core.errors import UserError, did_you_mean
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Momentum, NonNegative, Positive, Run
+from drivetrain.core.option import Momentum, NonNegative, Positive, RunSpec
 from drivetrain.optimizer.base import Form, Optimizer
 
 
@@ -24,10 +24,10 @@ class Timm(Optimizer):
     name: str = "nadamw"
     kwargs: dict[str, Any] = field(default_factory=dict)
 
-    def verify(self, run: Run) -> Iterator[str]:
+    def validate_device(self, run: RunSpec) -> Iterator[str]:
         from timm.optim import list_optimizers
 
-        yield from super().verify(run)
+        yield from super().validate_device(run)
         known: list[Any] = list_optimizers(exclude_filters=["fused*", "bnb*"])
         if self.name.removeprefix("lookahead_") not in known:
             yield f"optimizer.name={self.name} is no optimizer of timm that runs here: {self._instead(known)}"
@@ -78,8 +78,8 @@ class Apex(Optimizer):
     fused_on = ("cuda",)
     has_foreach = False
 
-    def check(self, run: Run) -> Iterator[str]:
-        yield from super().check(run)
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate(run)
         name = run.named("optimizer")
         if find_spec("apex") is None:
             yield (
@@ -89,7 +89,7 @@ class Apex(Optimizer):
         if self.fused is False:
             yield f"optimizer.fused=false, but {name} is nothing else: set optimizer={self.instead} optimizer.fused=false"
 
-    def verify(self, run: Run) -> Iterator[str]:
+    def validate_device(self, run: RunSpec) -> Iterator[str]:
         name = run.named("optimizer")
         if run.runtime.kind() != "cuda":
             yield f"{name} runs on CUDA alone, and this run is on {run.runtime.kind()}: set optimizer={self.instead}"

@@ -11,7 +11,7 @@ from annotated_types import Gt, Lt
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Count, Momentum, NonNegative, Positive, Run
+from drivetrain.core.option import Count, Momentum, NonNegative, Positive, RunSpec
 from drivetrain.optimizer.base import Form, Optimizer, eager_step
 from drivetrain.optimizer.groups import matches, unmatched
 
@@ -113,15 +113,15 @@ class ScheduleFree(Optimizer):
     beta2: Momentum = 0.999
     eps: Positive = 1e-8
 
-    def check(self, run: Run) -> Iterator[str]:
-        yield from super().check(run)
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate(run)
         if run.choices["scheduler"] != "constant":
             yield (
                 f"{run.named('optimizer')} averages the weights where others lower the learning rate, and wants it to rise "
                 f"or stay, but {run.named('scheduler')} lowers it: set scheduler=constant, with scheduler.warmup as you like"
             )
 
-    def advise(self, run: Run) -> Iterator[str]:
+    def advise(self, run: RunSpec) -> Iterator[str]:
         if run.choices["ema"] != "none":
             yield f"{run.named('optimizer')} evaluates an average already: {run.named('ema')} averages what is trained"
 
@@ -130,5 +130,5 @@ class ScheduleFree(Optimizer):
 
         return ScheduleFree(groups, loop=form == "loop", **self.own())
 
-    def settled(self) -> AbstractContextManager[None]:
+    def eval_weights(self) -> AbstractContextManager[None]:
         return self.optimizer.averaged()  # type: ignore[attr-defined]

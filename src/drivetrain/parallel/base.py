@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Part, Run
+from drivetrain.core.option import Option, RunSpec
 from drivetrain.core.world import World
 from drivetrain.parallel.environment import launched
 
@@ -17,7 +17,7 @@ Weights = dict[str, Any]  # under plain names
 State = dict[str, Any]
 
 
-class Parallel(Part):
+class Parallel(Option):
     """parallel=single: one process."""
 
     world = World()
@@ -28,7 +28,7 @@ class Parallel(Part):
     identity = ""  # its hash, which must be the same on all ranks
     distributed = False  # wants a process group, also with one rank
 
-    def check(self, run: Run) -> Iterator[str]:
+    def validate(self, run: RunSpec) -> Iterator[str]:
         if (launched() or 1) > 1 and not self.distributed:
             yield (
                 f"started as one of {launched()} ranks (WORLD_SIZE), but {run.named('parallel')} is one process: set parallel=ddp"
@@ -84,7 +84,7 @@ class Parallel(Part):
         """What a log says of the ranks, since the last one, `seconds` of steps ago. Called on all of them."""
         return {}
 
-    def agree(self, flag: int) -> int:
+    def all_reduce_flag(self, flag: int) -> int:
         """The highest `flag` of all ranks, so that all of them stop or save at the same update."""
         return flag
 
@@ -92,7 +92,7 @@ class Parallel(Part):
         """The sum over the ranks that share a batch."""
         return sums
 
-    def share_buffers(self, model: torch.nn.Module) -> None:
+    def broadcast_buffers(self, model: torch.nn.Module) -> None:
         """Give every rank rank 0's buffers, so that all evaluate the model that is saved."""
 
     def gather(self, value: Any) -> list[Any]:
@@ -103,7 +103,7 @@ class Parallel(Part):
         """Rank 0's value, on every rank."""
         return value
 
-    def collect(self, model: torch.nn.Module, state: State) -> tuple[Weights, State]:
+    def full_state_dict(self, model: torch.nn.Module, state: State) -> tuple[Weights, State]:
         """Weights and training state as one process would have them, on rank 0."""
         return model.state_dict(), state
 
@@ -115,11 +115,11 @@ class Parallel(Part):
         """Where this rank's part of what belongs to a weight is read to."""
         return torch.empty(shape, dtype=dtype)
 
-    def group_of_savers(self) -> Any:
+    def saving_group(self) -> Any:
         """All ranks, for those of their threads that save."""
         return None
 
-    def deal(self, weights: Weights, state: State) -> tuple[Weights, State]:
+    def shard_state_dict(self, weights: Weights, state: State) -> tuple[Weights, State]:
         """What this rank holds of what `collect` gave, maybe under another strategy."""
         return weights, state
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Count, Positive, Run
-from drivetrain.parallel.process_group import Ranks
+from drivetrain.core.option import Count, Positive, RunSpec
+from drivetrain.parallel.process_group import ProcessGroupStrategy
 
 _NULL = nullcontext()
 
 
 @dataclass(kw_only=True, eq=False)
-class Ddp(Ranks):
+class Ddp(ProcessGroupStrategy):
     """One process per device, gradients all-reduced in buckets during the backward (Li et al. 2020).
 
     `compress` sends gradients as 16 bits (fp16, bf16), or as products of two thin matrices of rank `powersgd_rank`
@@ -29,8 +29,8 @@ class Ddp(Ranks):
     compress: Literal["none", "fp16", "bf16", "powersgd"] = "none"
     powersgd_rank: Count = 1
 
-    def check(self, run: Run) -> Iterator[str]:
-        yield from super().check(run)
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate(run)
         if self.compress == "powersgd" and run.choices["precision"] == "amp":
             yield (
                 "parallel.compress=powersgd and precision=amp exclude each other (an overflow would stay in what it carries "

@@ -8,7 +8,7 @@ from typing import Any
 
 from drivetrain.core.blocks import described, repeated_blocks
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Count, Run
+from drivetrain.core.option import Count, RunSpec
 from drivetrain.parallel.sharded import Sharded, is_sharded
 
 
@@ -29,8 +29,8 @@ class Fsdp(Sharded):
     offload: bool = False
     block: str | None = None
 
-    def check(self, run: Run) -> Iterator[str]:
-        yield from super().check(run)
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate(run)
         yield from self.divides("replicate", self.replicate, self.replicate)
         if run.choices["compile"] == "cudagraph":
             yield (
@@ -38,8 +38,8 @@ class Fsdp(Sharded):
                 "set compile=regional"
             )
 
-    def verify(self, run: Run) -> Iterator[str]:
-        yield from super().verify(run)
+    def validate_device(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate_device(run)
         if self.offload and run.runtime.kind() != "cuda":
             yield "parallel.offload=true moves shards from a CUDA device to the CPU, and the device is a CPU: set it to false"
 

@@ -10,7 +10,7 @@ from typing import Any
 from drivetrain.core.blocks import blocks_in_a_row
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Run
+from drivetrain.core.option import RunSpec
 from drivetrain.parallel import balance
 from drivetrain.parallel.base import Parallel
 from drivetrain.parallel.environment import cuda_devices
@@ -19,8 +19,8 @@ from drivetrain.parallel.environment import cuda_devices
 class Dp(Parallel):
     """torch's DataParallel: one process, a thread per device. Here to compare with."""
 
-    def check(self, run: Run) -> Iterator[str]:
-        yield from super().check(run)
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate(run)
         if run.choices["compile"] != "none":
             yield (
                 f"{run.named('compile')} and parallel=dp exclude each other (it copies the model to every device at each step, "
@@ -32,7 +32,7 @@ class Dp(Parallel):
                 "device's weights): set parallel=ddp"
             )
 
-    def advise(self, run: Run) -> Iterator[str]:
+    def advise(self, run: RunSpec) -> Iterator[str]:
         if cuda_devices() < 2:
             yield f"parallel=dp splits batches over CUDA devices, and here is {cuda_devices() or 'none'}: this is one process"
         else:
@@ -55,10 +55,10 @@ class Split(Parallel):
     devices: list[str] | None = None
     block: str | None = None
 
-    operators = ("devices",)
+    machine_local_keys = ("devices",)
 
-    def check(self, run: Run) -> Iterator[str]:
-        yield from super().check(run)
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate(run)
         if self.devices is not None and len(self.devices) < 2:
             yield f"parallel.devices={self.devices}: splitting takes two devices at least: name them, or set parallel=single"
         if run.choices["compile"] in ("step", "cudagraph", "jit"):
@@ -67,7 +67,7 @@ class Split(Parallel):
                 "forward): set compile=inductor or none"
             )
 
-    def verify(self, run: Run) -> Iterator[str]:
+    def validate_device(self, run: RunSpec) -> Iterator[str]:
         for name in self.devices or []:
             try:
                 device = torch.device(name)

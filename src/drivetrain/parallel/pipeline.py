@@ -17,8 +17,8 @@ from typing import Any, Literal
 from drivetrain.core.blocks import blocks_in_a_row
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.microbatch import Micro
-from drivetrain.core.option import Count, Run
+from drivetrain.core.microbatch import MicroBatch
+from drivetrain.core.option import Count, RunSpec
 from drivetrain.parallel import balance
 from drivetrain.parallel.base import State, Weights
 from drivetrain.parallel.fsdp import fully_shard_block
@@ -45,9 +45,9 @@ class Pipeline(Sharded):
     shard_stages: bool = False
     tensor: Count = 1
 
-    def check(self, run: Run) -> Iterator[str]:
-        yield from super().check(run)
-        ranks, stages, steps = self.ranks(), self._stage_ranks(), run.batch.steps
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate(run)
+        ranks, stages, steps = self.ranks(), self._stage_ranks(), run.batch.accumulation_steps
         yield from self._divides()
         if self.tensor > 1:
             yield from cannot_be_laid(f"parallel.tensor={self.tensor}", run)
@@ -55,7 +55,7 @@ class Pipeline(Sharded):
             yield (
                 f"parallel.schedule=interleaved wants micro-batches in multiples of the {stages} stages, but "
                 f"{run.named('batch')} makes {steps} of an update: "
-                f"set batch=accumulate batch.steps={max(stages, steps // stages * stages)}"
+                f"set batch=accumulate batch.accumulation_steps={max(stages, steps // stages * stages)}"
             )
         alike = {"schedule=interleaved": self.schedule == "interleaved", "shard_stages=true": self.shard_stages}
         for setting in (setting for setting, given in alike.items() if given):
@@ -86,13 +86,13 @@ class Pipeline(Sharded):
         if run.choices["checkpointing"] == "budget":
             yield "checkpointing=budget and parallel=pipeline exclude each other: set checkpointing=blocks"
 
-    def advise(self, run: Run) -> Iterator[str]:
-        steps, stages = run.batch.steps, self._stage_ranks()
+    def advise(self, run: RunSpec) -> Iterator[str]:
+        steps, stages = run.batch.accumulation_steps, self._stage_ranks()
         if steps < 2 * stages:
             idle = (stages - 1) / (steps + stages - 1)
             yield (
                 f"parallel=pipeline: with {steps} micro-batches in {stages} stages each rank is idle for {idle:.0%} of a step: "
-                f"batch=accumulate batch.steps={4 * stages} makes it {(stages - 1) / (5 * stages - 1):.0%}"
+                f"batch=accumulate batch.accumulation_steps={4 * stages} makes it {(stages - 1) / (5 * stages - 1):.0%}"
             ).replace("%", " %")
 
     def model_ranks(self) -> int:
@@ -164,7 +164,7 @@ class Pipeline(Sharded):
     def attach(self, trainer: Any) -> None:
         super().attach(trainer)
         self._trainer = trainer
-        self._window: list[Micro] = []
+        self._window: list[MicroBatch] = []
         self._schedules: dict[Any, Any] = {}
         self._nothing = torch.zeros((), device=self._device)
         common = [p for name, p in trainer.model.named_parameters() if name in self._common_names and p.requires_grad]
@@ -173,7 +173,7 @@ class Pipeline(Sharded):
         trainer.precision.scaled(self._nothing, self._nothing)  # a loss scale begins with the first loss, which one stage has
         trainer.micro = self._micro
 
-    def _micro(self, micro: Micro) -> torch.Tensor:
+    def _micro(self, micro: MicroBatch) -> torch.Tensor:
         """Collect an update's micro-batches; with the last one they go through the pipeline."""
         self._window.append(micro)
         if micro.last:
@@ -183,7 +183,7 @@ class Pipeline(Sharded):
             self._share_gradients()
         return self._nothing
 
-    def _through(self, micros: list[Micro]) -> None:
+    def _through(self, micros: list[MicroBatch]) -> None:
         key = (len(micros), micros[0].x.shape)
         if key not in self._schedules:
             self._schedules[key] = self._made(*key, micros[0].x)
@@ -281,7 +281,7 @@ class Pipeline(Sharded):
         dist.broadcast(sums, self._rank_of(len(self._ranges) - 1), group=self._pipe)
         return super().total(sums)
 
-    def share_buffers(self, model: torch.nn.Module) -> None:
+    def broadcast_buffers(self, model: torch.nn.Module) -> None:
         """Each stage's from the first pipeline's; what lies outside of the blocks is the last stage's."""
         import torch.distributed as dist
 
@@ -293,7 +293,7 @@ class Pipeline(Sharded):
 
     # --- saving ---
 
-    def collect(self, model: torch.nn.Module, state: State) -> tuple[Weights, State]:
+    def full_state_dict(self, model: torch.nn.Module, state: State) -> tuple[Weights, State]:
         mine = {n: self._whole(n, t).cpu() for n, t in model.state_dict().items() if not t.is_meta}
         state = self._over_state(state, self._whole)
         tensors = state["ema"].get("tensors", {})
@@ -308,9 +308,9 @@ class Pipeline(Sharded):
             state["ema"] = {**state["ema"], "tensors": {n: next(a[n] for _, _, a in parts if n in a) for n in tensors}}
         return weights, state
 
-    def deal(self, weights: Weights, state: State) -> tuple[Weights, State]:
+    def shard_state_dict(self, weights: Weights, state: State) -> tuple[Weights, State]:
         mine = self._root.state_dict()
-        held, state = super().deal({n: weights[n] for n, t in mine.items() if not t.is_meta}, state)
+        held, state = super().shard_state_dict({n: weights[n] for n, t in mine.items() if not t.is_meta}, state)
         return {n: t if t.is_meta else held[n] for n, t in mine.items()}, state
 
 

@@ -11,11 +11,11 @@ from typing import Any, Literal
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Count, CountOrZero, Positive, Run
+from drivetrain.core.option import Count, CountOrZero, Positive, RunSpec
 from drivetrain.core.world import World
 from drivetrain.parallel.base import Parallel
 from drivetrain.parallel.environment import cuda_devices, launched
-from drivetrain.parallel.rank_work import Work
+from drivetrain.parallel.rank_work import RankWork
 
 MOST_KEYS = 8  # that are named where ranks were started differently
 ENDPOINT = re.compile(r"[^\s:]+:\d{1,5}")
@@ -27,13 +27,13 @@ def _is_endpoint(given: str) -> bool:
 
 
 @dataclass(kw_only=True, eq=False)
-class Ranks(Parallel):
+class ProcessGroupStrategy(Parallel):
     """Processes that train together, on one machine or several.
 
     `nproc` is the ranks on this machine: auto is one per CUDA device, two on a CPU. With `nnodes` machines the same
-    command on each of them meets at `rendezvous`, a host:port of one of them. A rank that dies, was stopped for `silent_s`,
-    or gives no sign of life for `timeout_s`, ends the others; they all start again from the newest checkpoint,
-    `max_restarts` times. A collective that takes longer than `timeout_s` fails.
+    command on each of them meets at `rendezvous`, a host:port of one of them. A rank that dies, was stopped for
+    `heartbeat_timeout_s`, or gives no sign of life for `timeout_s`, ends the others; they all start again from the newest
+    checkpoint, `max_restarts` times. A collective that takes longer than `timeout_s` fails.
     """
 
     nproc: Count | Literal["auto"] = "auto"
@@ -42,15 +42,15 @@ class Ranks(Parallel):
     rendezvous_s: Positive = 300.0
     max_restarts: CountOrZero = 0
     timeout_s: Positive = 600.0
-    silent_s: Positive = 30.0
+    heartbeat_timeout_s: Positive = 30.0
 
     distributed = True
-    _work: Work = field(default_factory=Work, init=False)  # this rank's own
+    _work: RankWork = field(default_factory=RankWork, init=False)  # this rank's own
     _told: float = field(default=0.0, init=False)  # of its seconds, up to the last log
     _group_of_data: Any = field(default=None, init=False)  # the ranks that the samples are split among; None: all of them
-    operators = ("nnodes", "rendezvous", "rendezvous_s")
+    machine_local_keys = ("nnodes", "rendezvous", "rendezvous_s")
 
-    def check(self, run: Run) -> Iterator[str]:
+    def validate(self, run: RunSpec) -> Iterator[str]:
         size = launched()
         if size is not None and self.nproc not in ("auto", size):
             yield f"parallel.nproc={self.nproc}, but the launcher started {size} ranks (WORLD_SIZE): set parallel.nproc=auto"
@@ -79,7 +79,7 @@ class Ranks(Parallel):
                 "set saving=last"
             )
 
-    def verify(self, run: Run) -> Iterator[str]:
+    def validate_device(self, run: RunSpec) -> Iterator[str]:
         if self.nproc != "auto" and run.runtime.kind() == "cuda" and int(self.nproc) > torch.cuda.device_count():
             yield (
                 f"parallel.nproc={self.nproc}, but there are {torch.cuda.device_count()} CUDA devices, one for each rank: "
@@ -180,7 +180,7 @@ class Ranks(Parallel):
         return {"rank_work_excess": more / longest if longest else 0.0, "slowest_rank": slowest}
 
     def attach(self, trainer: Any) -> None:
-        self._clock = trainer.clock
+        self._clock = trainer.timer
 
     def _worked(self) -> float:
         """Seconds of this rank's own work since the last call: its wait for data too, for the others wait for what it gives."""
@@ -199,7 +199,7 @@ class Ranks(Parallel):
         differ = [f"{key} is {' and '.join(map(str, v))}" for key, v in values.items() if any(v[0] != other for other in v)]
         return "; " + ", ".join(differ[:MOST_KEYS]) + (" …" if len(differ) > MOST_KEYS else "") if differ else ""
 
-    def agree(self, flag: int) -> int:
+    def all_reduce_flag(self, flag: int) -> int:
         """Answers with what was asked at the update before: that all-reduce ran beside a step and costs no wait."""
         import torch.distributed as dist
 
@@ -217,7 +217,7 @@ class Ranks(Parallel):
         dist.all_reduce(sums, group=self._group_of_data)
         return sums
 
-    def share_buffers(self, model: torch.nn.Module) -> None:
+    def broadcast_buffers(self, model: torch.nn.Module) -> None:
         import torch.distributed as dist
 
         for buffer in model.buffers():
@@ -237,7 +237,7 @@ class Ranks(Parallel):
         dist.broadcast_object_list(values, src=0, group=self._control)
         return values[0]
 
-    def group_of_savers(self) -> Any:
+    def saving_group(self) -> Any:
         import torch.distributed as dist
 
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))

@@ -8,7 +8,7 @@ from typing import Any
 from drivetrain.core.lazy import torch
 
 
-class Work:
+class RankWork:
     """Seconds of the host's clock, in the parts of training's forward in which no rank waits for another.
 
     The backward, in which they all wait, is not in it, nor are parts inside compiled code, which a clock would cut in pieces.

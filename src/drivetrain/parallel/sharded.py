@@ -14,24 +14,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Run
+from drivetrain.core.option import RunSpec
 from drivetrain.parallel.base import State, Weights
-from drivetrain.parallel.process_group import Ranks
+from drivetrain.parallel.process_group import ProcessGroupStrategy
 from drivetrain.saving.sharded_checkpoint import names_of
 
 _NULL = nullcontext()
 
 
 @dataclass(kw_only=True, eq=False)
-class Sharded(Ranks):
+class Sharded(ProcessGroupStrategy):
     """The base of fsdp, tensor and pipeline."""
 
     together = True
     _mesh: Any = field(default=None, init=False)
     _once_an_update: bool = field(default=False, init=False)  # FSDP's gradients meet in an update's last micro-batch alone
 
-    def check(self, run: Run) -> Iterator[str]:
-        yield from super().check(run)
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate(run)
         name = run.named("parallel")
         if not run.optimizer.elementwise:
             yield (
@@ -159,7 +159,7 @@ class Sharded(Ranks):
 
     # --- saving: what every rank holds ↔ what one process would ---
 
-    def collect(self, model: torch.nn.Module, state: State) -> tuple[Weights, State]:
+    def full_state_dict(self, model: torch.nn.Module, state: State) -> tuple[Weights, State]:
         first = self.world.rank == 0
 
         def whole(name: str, tensor: torch.Tensor) -> Any:
@@ -179,7 +179,7 @@ class Sharded(Ranks):
             return super().room(name, shape, dtype)
         return _like(torch.empty(p.to_local().shape, dtype=dtype, device=p.device), p)
 
-    def deal(self, weights: Weights, state: State) -> tuple[Weights, State]:
+    def shard_state_dict(self, weights: Weights, state: State) -> tuple[Weights, State]:
         held = {name: self._part(name, t) for name, t in weights.items()}
         for name, p in self._sharded.items():
             if name in held and is_sharded(p):

@@ -10,9 +10,9 @@ from typing import Any, Literal
 from drivetrain.core.blocks import repeated_blocks
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Count, Run
+from drivetrain.core.option import Count, RunSpec
 from drivetrain.parallel.fsdp import fully_shard_blocks
-from drivetrain.parallel.rank_work import Work
+from drivetrain.parallel.rank_work import RankWork
 from drivetrain.parallel.sharded import Sharded
 
 
@@ -26,8 +26,8 @@ class Tensor(Sharded):
 
     size: Count | Literal["auto"] = "auto"
 
-    def check(self, run: Run) -> Iterator[str]:
-        yield from super().check(run)
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate(run)
         yield from self.divides("size", self.size, self.model_ranks())
         yield from cannot_be_laid("parallel=tensor", run)
         if run.choices["compile"] == "cudagraph":
@@ -60,10 +60,10 @@ class Tensor(Sharded):
         return [f"{plans} blocks, each over {size} ranks{groups}"]
 
 
-Plan = Callable[[Any, Work], None]  # (mesh of the tensor ranks, what counts their work): changes its block; raises UserError
+Plan = Callable[[Any, RankWork], None]  # (mesh of the tensor ranks, what counts their work): changes its block; raises UserError
 
 
-def cannot_be_laid(setting: str, run: Run) -> Iterator[str]:
+def cannot_be_laid(setting: str, run: RunSpec) -> Iterator[str]:
     """What cannot be laid over ranks, as far as the options tell: a model that is no transformer, say."""
     if run.choices["debug"] == "anomaly":
         yield f"debug=anomaly and {setting} exclude each other (torch looks for NaN in no sharded tensor): set parallel=ddp"
@@ -79,7 +79,7 @@ def cannot_be_laid(setting: str, run: Run) -> Iterator[str]:
         )
 
 
-def lay(setting: str, blocks: Sequence[torch.nn.Module], mesh: Any, work: Work) -> int:
+def lay(setting: str, blocks: Sequence[torch.nn.Module], mesh: Any, work: RankWork) -> int:
     """Lay the blocks that we know over the mesh's ranks, in place; how many. Raises UserError where it is none.
 
     `work` counts what a rank does in them before it adds up with the others.
@@ -121,7 +121,7 @@ def _is_plain(module: Any, *parts: str) -> bool:
     return all(isinstance(getattr(module, part, None), torch.nn.Identity | None) for part in parts)
 
 
-def _timm(block: Any, mesh: Any, work: Work) -> None:
+def _timm(block: Any, mesh: Any, work: RankWork) -> None:
     """timm's Block: heads of the attention, hidden units of the mlp."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -137,7 +137,7 @@ def _timm(block: Any, mesh: Any, work: Work) -> None:
     work.between(block.mlp, block.mlp.fc2)
 
 
-def _gpt(block: Any, mesh: Any, work: Work) -> None:
+def _gpt(block: Any, mesh: Any, work: RankWork) -> None:
     """models.gpt's Block."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 

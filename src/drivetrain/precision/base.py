@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Count, Part, Positive
+from drivetrain.core.option import Count, Option, Positive
 from drivetrain.precision import one_pixel_conv
 
 _NULL = nullcontext()
@@ -23,7 +23,7 @@ def backpropagate(loss: torch.Tensor, weight: torch.Tensor) -> None:
     engine.run_backward((loss,), (weight,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
-class Precision(Part):
+class Precision(Option):
     """precision=fp32: everything in float32."""
 
     dtype: str | None = None  # autocast's
@@ -45,7 +45,7 @@ class Precision(Part):
         """The option's optimizer, over the parameters in which updates add up: those that the model computes with."""
         return option.build(model, lr_factor)
 
-    def settled(self, optimizers: Callable[[], AbstractContextManager[None]]) -> Callable[[], AbstractContextManager[None]]:
+    def eval_weights(self, optimizers: Callable[[], AbstractContextManager[None]]) -> Callable[[], AbstractContextManager[None]]:
         """The optimizer's context in which the weights to evaluate and to save stand in the model."""
         return optimizers
 

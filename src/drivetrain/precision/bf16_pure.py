@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Run
+from drivetrain.core.option import RunSpec
 from drivetrain.precision import one_pixel_conv
 from drivetrain.precision.base import Precision
 
@@ -25,11 +25,11 @@ class Bf16Pure(Precision):
     def __init__(self, master: Literal["fp32", "stochastic"] = "fp32") -> None:
         self.master = master
 
-    def advise(self, run: Run) -> Iterator[str]:
-        if run.batch.steps > 1:
+    def advise(self, run: RunSpec) -> Iterator[str]:
+        if run.batch.accumulation_steps > 1:
             yield (
-                f"precision=bf16_pure adds the gradients of batch.steps={run.batch.steps} micro-batches up in bfloat16: "
-                "precision=bf16 adds them up in float32"
+                f"precision=bf16_pure adds up the gradients of {run.batch.accumulation_steps} micro-batches "
+                "(batch.accumulation_steps) in bfloat16: precision=bf16 adds them up in float32"
             )
 
     def start(self, device: torch.device) -> None:
@@ -67,7 +67,7 @@ class Bf16Pure(Precision):
         self._release()
         return optimizer
 
-    def settled(self, optimizers: Callable[[], AbstractContextManager[None]]) -> Callable[[], AbstractContextManager[None]]:
+    def eval_weights(self, optimizers: Callable[[], AbstractContextManager[None]]) -> Callable[[], AbstractContextManager[None]]:
         @contextmanager
         def shown() -> Iterator[None]:
             with self._opened(), optimizers():

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Count, Run, needs_extra
+from drivetrain.core.option import Count, RunSpec, needs_extra
 from drivetrain.precision.base import Bf16
 
 
@@ -29,16 +29,16 @@ class Fp8(Bf16):
     ) -> None:
         self.scaling, self.min_features, self.emulate = scaling, min_features, emulate
 
-    def check(self, run: Run) -> Iterator[str]:
+    def validate(self, run: RunSpec) -> Iterator[str]:
         yield from needs_extra("torchao", "torchao", "precision=fp8")
 
-    def advise(self, run: Run) -> Iterator[str]:
+    def advise(self, run: RunSpec) -> Iterator[str]:
         if self.emulate:
             yield "precision.emulate=true computes float8 products in float32: for trying out, slower than any other precision"
         elif run.choices["compile"] == "none":
             yield "precision=fp8 casts with kernels of their own that cost what it gains: compile=inductor fuses them"
 
-    def verify(self, run: Run) -> Iterator[str]:
+    def validate_device(self, run: RunSpec) -> Iterator[str]:
         needed = (8, 9) if self.scaling == "tensorwise" else (9, 0)
         if not self.emulate and (run.runtime.kind() != "cuda" or torch.cuda.get_device_capability() < needed):
             yield (

@@ -14,10 +14,10 @@ from drivetrain.config.compose import Composed
 MAY_LENGTHEN = ("epochs", "updates")  # what a resumed run may change
 
 
-def operator_values(composed: Composed, operators: set[str]) -> dict[str, Any]:
+def operator_values(composed: Composed, machine_local_keys: set[str]) -> dict[str, Any]:
     """The operator's part of the config, unresolved: paths, loggers, device, and what the environment gave."""
     given = flatten(OmegaConf.to_container(composed.config))
-    return {k: v for k, v in given.items() if _is_operators(k, operators) or _is_of_environment(v)}
+    return {k: v for k, v in given.items() if _is_operators(k, machine_local_keys) or _is_of_environment(v)}
 
 
 def _is_of_environment(value: Any) -> bool:
@@ -25,8 +25,8 @@ def _is_of_environment(value: Any) -> bool:
     return "${oc." in str(value)
 
 
-def _is_operators(key: str, operators: set[str]) -> bool:
-    return key in operators or any(key.startswith(f"{o}.") for o in operators)
+def _is_operators(key: str, machine_local_keys: set[str]) -> bool:
+    return key in machine_local_keys or any(key.startswith(f"{o}.") for o in machine_local_keys)
 
 
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
@@ -39,24 +39,24 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def without_operators(composed: Composed, operators: set[str]) -> dict[str, Any]:
+def without_operators(composed: Composed, machine_local_keys: set[str]) -> dict[str, Any]:
     """The config without the operator's part, as dotted keys."""
-    return {k: v for k, v in flatten(composed.plain).items() if not _is_operators(k, operators)}
+    return {k: v for k, v in flatten(composed.plain).items() if not _is_operators(k, machine_local_keys)}
 
 
-def config_hash(composed: Composed, operators: set[str]) -> str:
+def config_hash(composed: Composed, machine_local_keys: set[str]) -> str:
     """What makes two runs the same run: the config without the operator's part."""
-    flat = without_operators(composed, operators)
+    flat = without_operators(composed, machine_local_keys)
     return hashlib.sha256(json.dumps(flat, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def differences(old: dict[str, Any], new: dict[str, Any], operators: set[str]) -> list[str]:
+def differences(old: dict[str, Any], new: dict[str, Any], machine_local_keys: set[str]) -> list[str]:
     """Keys in which two configs differ, as 'key: old → new', without the operator's part; a run may become longer.
 
     A group of which another option was chosen is one of them, its knobs are not.
     """
     a, b = flatten(old), flatten(new)
-    skip = operators | set(MAY_LENGTHEN)
+    skip = machine_local_keys | set(MAY_LENGTHEN)
     keys = [k for k in {**a, **b} if a.get(k) != b.get(k) and not _is_operators(k, skip)]
     keys += [k for k in MAY_LENGTHEN if (b.get(k) or math.inf) < (a.get(k) or math.inf)]
     chosen = [k.removesuffix("._target_") for k in keys if k.endswith("._target_")]
@@ -66,12 +66,12 @@ def differences(old: dict[str, Any], new: dict[str, Any], operators: set[str]) -
     return [f"{key}: {was} → {now}" for key, was, now in sorted([*classes, *values], key=str)]
 
 
-def to_recipe(composed: Composed, operators: set[str]) -> str:
+def to_recipe(composed: Composed, machine_local_keys: set[str]) -> str:
     """The recipe that replays a config: every group's option, and the values that differ from the option's own."""
-    chosen = {g: o for g, o in composed.choices.items() if g not in operators}
+    chosen = {g: o for g, o in composed.choices.items() if g not in machine_local_keys}
     plain = flatten(composed.options_own)
     given = flatten(OmegaConf.to_container(composed.config))
-    differing = {k: v for k, v in given.items() if plain.get(k) != v and not _is_operators(k, operators)}
+    differing = {k: v for k, v in given.items() if plain.get(k) != v and not _is_operators(k, machine_local_keys)}
     outside = sorted(k for k, v in differing.items() if _is_of_environment(v))
     for key in outside:
         del differing[key]

@@ -10,14 +10,14 @@ from drivetrain.core import rng
 from drivetrain.core.cpus import usable_cores
 from drivetrain.core.device import keep_freed_memory
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Count, CountOrZero, Part, Run
+from drivetrain.core.option import Count, CountOrZero, Option, RunSpec
 from drivetrain.core.world import World
 
 
-class Runtime(Part):
+class Runtime(Option):
     """Where and how reproducibly a run runs."""
 
-    operators = ("device", "threads")
+    machine_local_keys = ("device", "threads")
 
     def __init__(
         self,
@@ -33,14 +33,14 @@ class Runtime(Part):
         self.cudnn_benchmark, self.deterministic = cudnn_benchmark, deterministic
         self.keep_memory = keep_memory
 
-    def check(self, run: Run) -> Iterator[str]:
+    def validate(self, run: RunSpec) -> Iterator[str]:
         if self.deterministic and self.cudnn_benchmark:
             yield (
                 "runtime.deterministic=true and runtime.cudnn_benchmark=true exclude each other "
                 "(the autotuner picks kernels by timing): set runtime.cudnn_benchmark=false"
             )
 
-    def verify(self, run: Run) -> Iterator[str]:
+    def validate_device(self, run: RunSpec) -> Iterator[str]:
         if self.device == "cuda" and not torch.cuda.is_available():
             yield "runtime.device=cuda, but torch finds no CUDA device: set runtime.device=cpu or auto"
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from drivetrain.core.option import Count, Part, Positive, Run
+from drivetrain.core.option import Count, Option, Positive, RunSpec
 
 
-class Saving(Part):
+class Saving(Option):
     """saving=none: nothing is saved."""
 
     active = False
@@ -46,7 +46,7 @@ class Last(Saving):
         self.every_updates, self.every_minutes, self.keep = every_updates, every_minutes, keep
         self.sharded, self.asynchronous = sharded, asynchronous
 
-    def check(self, run: Run) -> Iterator[str]:
+    def validate(self, run: RunSpec) -> Iterator[str]:
         if self.sharded and run.choices["parallel"] in ("tensor", "pipeline"):
             yield (
                 f"saving.sharded=true and {run.named('parallel')}: a rank's part of this strategy is no part that others can "
@@ -67,8 +67,8 @@ class Best(Last):
 
     keep_best = True
 
-    def check(self, run: Run) -> Iterator[str]:
-        yield from super().check(run)
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate(run)
         if run.values["evaluate_every"] > run.values["epochs"]:
             yield (
                 f"{run.named('saving')} picks by evaluations, but evaluate_every={run.values['evaluate_every']} is beyond "

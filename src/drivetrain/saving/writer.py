@@ -26,7 +26,7 @@ class Writer:
     def start(self) -> None:
         """Called on all ranks. Raises UserError where not all of them can write."""
         if self._saving.active and self._saving.sharded:
-            self._ranks = self._parallel.group_of_savers()
+            self._ranks = self._parallel.saving_group()
             self._run_dir = directory.of_all(self._run_dir, self._parallel)
 
     def save(self, trainer: Any) -> None:
@@ -34,11 +34,11 @@ class Writer:
         if not self._saving.active:
             return
         state = trainer.state()  # gathers from all ranks, as does collect
-        with trainer.settled():
+        with trainer.eval_weights():
             if self._saving.sharded:
                 weights, state = sharded_checkpoint.apart(trainer.model.state_dict(), state, self._parallel.piece)
             else:
-                weights, state = self._parallel.collect(trainer.model, state)
+                weights, state = self._parallel.full_state_dict(trainer.model, state)
             if self._saving.asynchronous:
                 weights, state = tree_map(_copied, (weights, state))
             self.wait()

@@ -7,10 +7,10 @@ from typing import Any
 
 from drivetrain.core.horizon import Horizon, horizon, length_problem
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Length, Part, Run, Share
+from drivetrain.core.option import Length, Option, RunSpec, Share
 
 
-class Scheduler(Part):
+class Scheduler(Option):
     """scheduler=constant: the base learning rate, after a linear warm-up if there is one.
 
     The warm-up rises from `warmup_start` × lr, as torch's LinearLR does, and never makes an update at rate 0.
@@ -22,14 +22,14 @@ class Scheduler(Part):
     def __init__(self, warmup: Length = 0.0, warmup_start: Share = 0.0) -> None:
         self.warmup, self.warmup_start = warmup, warmup_start
 
-    def check(self, run: Run) -> Iterator[str]:
+    def validate(self, run: RunSpec) -> Iterator[str]:
         wrong = [problem for knob in self.lengths for problem in self._unreadable(knob)]
         yield from wrong
         # A debugging run may be shorter than its schedule: it is there to be cut short.
         if not wrong and run.debug.updates is None and (over := horizon(run)) is not None:
             yield from self.rules(over)
 
-    def advise(self, run: Run) -> Iterator[str]:
+    def advise(self, run: RunSpec) -> Iterator[str]:
         if run.debug.updates is None and (over := horizon(run)) is not None:
             yield from self.advice(over, run)
 
@@ -42,7 +42,7 @@ class Scheduler(Part):
         """Problems of the lengths over this run."""
         return iter(())
 
-    def advice(self, over: Horizon, run: Run) -> Iterator[str]:
+    def advice(self, over: Horizon, run: RunSpec) -> Iterator[str]:
         """Lengths that work over this run and are probably not meant."""
         if round(over.of(self.warmup)) >= over.updates:
             yield (

@@ -12,7 +12,7 @@ from annotated_types import Len
 from drivetrain.core.errors import UserError
 from drivetrain.core.horizon import Horizon
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Length, Momentum, Positive, Run, Share
+from drivetrain.core.option import Length, Momentum, Positive, RunSpec, Share
 from drivetrain.scheduler.base import Scheduler, no_length, put, too_long, too_short
 
 Range = Annotated[list[Momentum], Len(2, 2)]  # [low, high]
@@ -26,8 +26,8 @@ class Cycling(Scheduler):
 
     momentum: list[float] | None
 
-    def check(self, run: Run) -> Iterator[str]:
-        yield from super().check(run)
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate(run)
         if self.momentum is None:
             return
         if self.momentum[0] > self.momentum[1]:
@@ -107,7 +107,7 @@ class OneCycle(Cycling):
                 f"{end:.0f} updates: set scheduler.warmup below half of it"
             )
 
-    def advice(self, over: Horizon, run: Run) -> Iterator[str]:
+    def advice(self, over: Horizon, run: RunSpec) -> Iterator[str]:
         yield from super().advice(over, run)
         yield from too_long(self.length, over)
 
@@ -163,8 +163,8 @@ class Cyclic(Cycling):
         super().__init__(warmup, warmup_start)
         self.low, self.up, self.down, self.mode, self.gamma, self.momentum = low, up, down, mode, gamma, momentum
 
-    def check(self, run: Run) -> Iterator[str]:
-        yield from super().check(run)
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate(run)
         if self.mode == "exp_range" and self.gamma is None:
             yield "scheduler.mode=exp_range shrinks the height by scheduler.gamma at each update: set it, such as 0.999"
         if self.mode != "exp_range" and self.gamma is not None:
@@ -175,7 +175,7 @@ class Cyclic(Cycling):
         if self.down is not None:
             yield from no_length("down", self.down, over)
 
-    def advice(self, over: Horizon, run: Run) -> Iterator[str]:
+    def advice(self, over: Horizon, run: RunSpec) -> Iterator[str]:
         yield from super().advice(over, run)
         cycle = over.of(self.up) + over.of(self.up if self.down is None else self.down)
         if cycle > over.updates:

@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Literal
 
 from drivetrain.core.horizon import Horizon
-from drivetrain.core.option import Count, Length, Positive, Run, Share
+from drivetrain.core.option import Count, Length, Positive, RunSpec, Share
 from drivetrain.scheduler.base import Scheduler, no_length, too_long, too_short
 
 
@@ -24,7 +24,7 @@ class Falling(Scheduler):
     def rules(self, over: Horizon) -> Iterator[str]:
         yield from too_short(self.length, self.warmup, over)
 
-    def advice(self, over: Horizon, run: Run) -> Iterator[str]:
+    def advice(self, over: Horizon, run: RunSpec) -> Iterator[str]:
         yield from super().advice(over, run)
         yield from too_long(self.length, over)
 
@@ -119,7 +119,7 @@ class Exponential(Scheduler):
     def rules(self, over: Horizon) -> Iterator[str]:
         yield from no_length("every", self.every, over)
 
-    def advice(self, over: Horizon, run: Run) -> Iterator[str]:
+    def advice(self, over: Horizon, run: RunSpec) -> Iterator[str]:
         yield from super().advice(over, run)
         end = self.gamma ** (over.updates / over.of(self.every))
         if end < 1e-6:
@@ -149,8 +149,8 @@ class Wsd(Scheduler):
         super().__init__(warmup, warmup_start)
         self.decay, self.shape, self.final = decay, shape, final
 
-    def check(self, run: Run) -> Iterator[str]:
-        yield from super().check(run)
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate(run)
         if self.shape == "exponential" and self.final == 0:
             yield "scheduler.shape=exponential never gets to scheduler.final=0: set scheduler.final above 0, such as 0.01"
 

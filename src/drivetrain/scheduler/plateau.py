@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from drivetrain.core.horizon import Horizon
-from drivetrain.core.option import CountOrZero, Length, Momentum, NonNegative, Run, Share
+from drivetrain.core.option import CountOrZero, Length, Momentum, NonNegative, RunSpec, Share
 from drivetrain.scheduler.base import Scheduler
 
 
@@ -36,8 +36,8 @@ class Plateau(Scheduler):
         self._best: float | None = None
         self._bad = self._cooling = 0  # evaluations
 
-    def check(self, run: Run) -> Iterator[str]:
-        yield from super().check(run)
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate(run)
         known = [*run.loss.metrics, *(f"ema_{m}" for m in run.loss.metrics if run.ema.active)]
         if self.metric not in known:
             yield f"scheduler.metric={self.metric} is not evaluated by {run.named('loss')}: set one of {', '.join(known)}"
@@ -46,7 +46,7 @@ class Plateau(Scheduler):
             name = better.__name__
             yield f"scheduler.mode={self.mode}, but of {self.metric} the {name}imum is the best: set scheduler.mode={name}"
 
-    def advice(self, over: Horizon, run: Run) -> Iterator[str]:
+    def advice(self, over: Horizon, run: RunSpec) -> Iterator[str]:
         yield from super().advice(over, run)
         evaluations = math.ceil(over.epochs / run.values["evaluate_every"])
         if evaluations < self.patience + 2:  # the first sets the mark

@@ -10,7 +10,7 @@ from typing import Annotated
 from annotated_types import MinLen
 
 from drivetrain.core.horizon import Horizon
-from drivetrain.core.option import Length, Run, Share
+from drivetrain.core.option import Length, RunSpec, Share
 from drivetrain.scheduler.base import Scheduler, no_length
 
 
@@ -34,7 +34,7 @@ class MultiStep(Scheduler):
             at = ", ".join(map(str, self._at(over)))
             yield f"scheduler.milestones={list(self.milestones)} must increase: they are updates {at} of this run"
 
-    def advice(self, over: Horizon, run: Run) -> Iterator[str]:
+    def advice(self, over: Horizon, run: RunSpec) -> Iterator[str]:
         yield from super().advice(over, run)
         for length, at in zip(self.milestones, self._at(over), strict=True):
             if at >= over.updates:
@@ -63,7 +63,7 @@ class Step(Scheduler):
     def rules(self, over: Horizon) -> Iterator[str]:
         yield from no_length("every", self.every, over)
 
-    def advice(self, over: Horizon, run: Run) -> Iterator[str]:
+    def advice(self, over: Horizon, run: RunSpec) -> Iterator[str]:
         yield from super().advice(over, run)
         if over.of(self.every) >= over.updates:
             yield (

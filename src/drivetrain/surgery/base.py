@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Part, Run
+from drivetrain.core.option import Option, RunSpec
 from drivetrain.surgery.tracing import before_norm
 
 
-class Edit(Part):
+class Edit(Option):
     """One model edit; surgery=[] is the off switch."""
 
     memory_format: str | None = None  # of the inputs that the edited model wants
@@ -27,7 +27,7 @@ class ChannelsLast(Edit):
 
     memory_format = "channels_last"
 
-    def verify(self, run: Run) -> Iterator[str]:
+    def validate_device(self, run: RunSpec) -> Iterator[str]:
         shape = run.data.shape()
         if shape is not None and len(shape) != 3:
             yield f"surgery=[channels_last] wants images, but the data gives {list(shape)}: leave it out"
@@ -67,7 +67,7 @@ class SyncBn(Edit):
     torch.nn.SyncBatchNorm on CUDA; on a CPU, where that does not run, the same in plain operations.
     """
 
-    def check(self, run: Run) -> Iterator[str]:
+    def validate(self, run: RunSpec) -> Iterator[str]:
         if run.choices["parallel"] == "dp":
             yield "surgery=[sync_bn] needs a process for each device, which parallel=dp has not: set parallel=ddp"
         if run.choices["compile"] in ("cudagraph", "jit") and run.parallel.ranks() > 1:
@@ -82,8 +82,8 @@ class SyncBn(Edit):
                 "put it first"
             )
 
-    def advise(self, run: Run) -> Iterator[str]:
-        if run.parallel.ranks() > 1 and getattr(run.batch, "steps", 1) > 1:
+    def advise(self, run: RunSpec) -> Iterator[str]:
+        if run.parallel.ranks() > 1 and run.batch.accumulation_steps > 1:
             yield (
                 "surgery=[sync_bn] joins the ranks' samples; the micro-batches of "
                 f"{run.named('batch')} still have their statistics each"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from drivetrain.core.cpus import usable_cores
 from drivetrain.core.errors import FAILED, INTERRUPTED, UserError
-from drivetrain.core.option import Run
+from drivetrain.core.option import RunSpec
 from drivetrain.core.overrides import key_of
 from drivetrain.core.paths import add_own_places
 from drivetrain.run import directory
@@ -45,7 +45,7 @@ class Plan:
     jobs: list[SweepJob] | Space  # all of them, or where they come from
 
     @property
-    def run(self) -> Run:
+    def run(self) -> RunSpec:
         """One of the runs."""
         if isinstance(self.jobs, Space):
             return self.jobs.run

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from drivetrain.core.files import write_json
-from drivetrain.core.option import Run
+from drivetrain.core.option import RunSpec
 from drivetrain.run import environment
 from drivetrain.run.result import Result
 from drivetrain.sweep.options import is_hydras
@@ -25,7 +25,7 @@ class Objective:
     more: bool
 
     @classmethod
-    def of(cls, run: Run) -> Objective:
+    def of(cls, run: RunSpec) -> Objective:
         """The loss's own."""
         metric, better = run.loss.best
         return cls(metric, better(0.0, 1.0) == 1.0)

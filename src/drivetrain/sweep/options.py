@@ -12,7 +12,7 @@ from drivetrain.core.option import Count, CountOrZero, Positive, needs_extra
 from drivetrain.core.overrides import key_of, single
 
 
-class Option:
+class SweepOption:
     """An option of hydra/launcher or of hydra/sweeper: its fields are its knobs."""
 
     def check(self) -> Iterator[str]:
@@ -21,19 +21,19 @@ class Option:
 
 
 @dataclass
-class Basic(Option):
+class Basic(SweepOption):
     """Hydra's default. Launcher: one job after another. Sweeper: every combination."""
 
 
 @dataclass
-class Joblib(Option):
+class Joblib(SweepOption):
     """Several jobs at a time on this machine; -1: one on each core."""
 
     n_jobs: Count | Literal[-1] = -1
 
 
 @dataclass
-class SubmititLocal(Option):
+class SubmititLocal(SweepOption):
     """Each job by submitit on this machine, as it would run in Slurm; `array_parallelism` of them at a time."""
 
     timeout_min: Count = 60
@@ -47,7 +47,7 @@ class SubmititLocal(Option):
 
 
 @dataclass
-class SubmititSlurm(Option):
+class SubmititSlurm(SweepOption):
     """Each job in Slurm, all of them as one array, of which at most `array_parallelism` run at a time."""
 
     timeout_min: Count = 60
@@ -75,7 +75,7 @@ class SubmititSlurm(Option):
 
 
 @dataclass
-class Optuna(Option):
+class Optuna(SweepOption):
     """A search: each trial is a job with values that follow from what the trials before it came to."""
 
     n_trials: Count = 20
@@ -88,7 +88,7 @@ class Optuna(Option):
         yield from needs_extra("optuna", "optuna", "hydra/sweeper=optuna")
 
 
-OPTIONS: dict[str, dict[str, type[Option]]] = {
+OPTIONS: dict[str, dict[str, type[SweepOption]]] = {
     "launcher": {"basic": Basic, "joblib": Joblib, "submitit_local": SubmititLocal, "submitit_slurm": SubmititSlurm},
     "sweeper": {"basic": Basic, "optuna": Optuna},
 }
@@ -98,8 +98,8 @@ OPTIONS: dict[str, dict[str, type[Option]]] = {
 class Settings:
     """The launcher and the sweeper."""
 
-    launcher: Option
-    sweeper: Option
+    launcher: SweepOption
+    sweeper: SweepOption
 
 
 def is_hydras(word: str) -> bool:
@@ -141,7 +141,7 @@ def _values(words: Sequence[str], problems: list[str]) -> dict[str, Any]:
     return single(own, "sweep", problems)
 
 
-def _option(group: str, values: dict[str, Any], problems: list[str]) -> Option | None:
+def _option(group: str, values: dict[str, Any], problems: list[str]) -> SweepOption | None:
     """The option that is chosen, with its knobs; None where something is wrong with it."""
     known = OPTIONS[group]
     name = str(values.get(f"hydra/{group}", "basic"))

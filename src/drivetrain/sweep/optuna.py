@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import UserError
-from drivetrain.core.option import Run
+from drivetrain.core.option import RunSpec
 from drivetrain.sweep import search_space
 from drivetrain.sweep.grid import SweepJob, is_sweep_recipe, prepare_one
 from drivetrain.sweep.objective import Objective
@@ -43,7 +43,7 @@ class Space:
         words = [w.word(values[w.key]) if isinstance(w, Axis) else w for w in self.words]
         return prepare_one(label, words, config_dirs=self.config_dirs)
 
-    def _probe(self) -> Run:
+    def _probe(self) -> RunSpec:
         """Every value that is named, tried once with the others' first: a wrong one is told now. Raises UserError."""
         examples = {a.key: a.examples() for a in self.axes}
         first = {key: values[0] for key, values in examples.items()}

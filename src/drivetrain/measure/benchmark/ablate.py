@@ -49,7 +49,7 @@ def techniques(baseline: Job, recipe: Job) -> list[Technique]:
     before, after = old.plain, new.plain
     found: list[Technique] = []
     for group in new.choices:
-        if group in recipe.operators | {"logger", "saving"}:
+        if group in recipe.machine_local_keys | {"logger", "saving"}:
             continue
         if group in LISTS:
             found += _items(group, old.choices[group], new.choices[group])
@@ -58,7 +58,7 @@ def techniques(baseline: Job, recipe: Job) -> list[Technique]:
             found.append(Technique(has[0], group, has, lacks))
         else:
             a, b = flatten(before[group]), flatten(after[group])
-            for key in (k for k in b if a.get(k) != b[k] and f"{group}.{k}" not in recipe.operators):
+            for key in (k for k in b if a.get(k) != b[k] and f"{group}.{k}" not in recipe.machine_local_keys):
                 new_word, old_word = (f"{group}.{key}={as_word(v)}" for v in (b[key], a.get(key)))
                 found.append(Technique(new_word, group, (new_word,), (old_word,)))
     return found

@@ -149,10 +149,10 @@ def measure(
     began = time.perf_counter()
     root = Path(first.run.values["output_dir"])
     folder = directory.create(root, "compare", "arms")
-    with Steps() as steps, ended_by_signals() as heed:
+    with Steps() as steps, ended_by_signals() as raise_if_interrupted:
 
         def say(text: str, left: float | None = None) -> None:
-            heed()
+            raise_if_interrupted()
             steps(text, left)
 
         try:

@@ -62,7 +62,7 @@ class Turn:
         )  # fmt: skip
 
 
-class Seat:
+class BenchmarkAgent:
     """An arm's own side: sits in the training stream, where control comes by between two updates."""
 
     def __init__(self, connection: Connection, compile_s: Callable[[], float | None]) -> None:
@@ -80,7 +80,7 @@ class Seat:
         if self._taken:  # the trainer begins anew, with a micro-batch half as large: that is another arm
             raise RuntimeError("out of memory")
         self._taken = True
-        warmup = trainer.clock.warmup + WARM
+        warmup = trainer.timer.warmup + WARM
         steps: list[float] = []
         began = time.perf_counter()
         yield from self._updates(stream, warmup, steps, [])
@@ -88,7 +88,7 @@ class Seat:
         self._connection.send(
             {
                 "warmup_s": time.perf_counter() - began,
-                "step_s": statistics.median(steps[trainer.clock.warmup :]),
+                "step_s": statistics.median(steps[trainer.timer.warmup :]),
                 "compile_s": self._compile_s(),
                 "device": environment.device_name(trainer.device),
                 "global_batch": trainer.batch.size(0),
@@ -208,7 +208,7 @@ def _live(job: Job, run_dir: Path, connection: Connection, theirs: Connection) -
     log = os.open(run_dir / "output.txt", os.O_WRONLY | os.O_CREAT)
     for stream in (1, 2):
         os.dup2(log, stream)
-    job.attach = Seat(connection, job.run.compile.seconds).attach
+    job.attach = BenchmarkAgent(connection, job.run.compile.seconds).attach
     code = 1
     try:
         code = launcher.launch(job, run_dir, quiet=True).code

@@ -63,7 +63,7 @@ def recipe_text(job: Job, against: dict[str, Any], row: Row, base_row: Row | Non
     The user's own code and paths are left out, and so is saving=none, which measuring sets. A difference in those cannot be
     claimed: then a comment says so.
     """
-    left_out = job.operators | own_groups(job)
+    left_out = job.machine_local_keys | own_groups(job)
     if job.composed.choices["saving"] == "none" and "saving" not in against:
         left_out = left_out | {"saving"}
     theirs = [key for key in against if key in left_out or key.split(".")[0] in left_out]

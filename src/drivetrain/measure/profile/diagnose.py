@@ -72,7 +72,7 @@ def _workers(job: Job) -> int:
 def _ranks(found: Findings, job: Job, ranks: int) -> Iterator[Problem]:
     lost, total = found.phases.get("communication", 0.0), sum(found.phases.values())
     if lost > LATE * total:
-        fewer = ["batch=accumulate batch.steps=2"] if job.run.choices["batch"] == "fixed" else []
+        fewer = ["batch=accumulate batch.accumulation_steps=2"] if job.run.choices["batch"] == "fixed" else []
         yield Problem(
             lost / total, "ranks", f"the ranks cost each other {lost / total:.0%} of the step",
             f"an update of {job.run.batch.size(0)} samples takes {total - lost:.1f} ms by itself and {lost:.1f} ms more among "

@@ -31,7 +31,7 @@ def prescribe(
     job, before = prepare_job(tuned, config_dirs), prepare_job(words, config_dirs)
     comments = [f"drivetrain {verb}: {' '.join(more)} gives {gain}, measured in turns with the run as it was", *said]
     (folder / "recipe.yaml").write_text(claim.recipe_text(job, claim.against(job, before), row, base, comments))
-    theirs = claim.own_groups(job) | job.operators - {"recipe"}
+    theirs = claim.own_groups(job) | job.machine_local_keys - {"recipe"}
     mine = [w for w in words if key_of(w).split(".")[0] in theirs or key_of(w) in theirs]
     print(f"  drivetrain train {shlex.join([*dirs, f'recipe={folder}/recipe.yaml', *mine])}")
     print(f"elsewhere, does it hold?\n  drivetrain recipe verify {shlex.join([*dirs, f'{folder}/recipe.yaml', *mine])}")

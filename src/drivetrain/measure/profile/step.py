@@ -44,7 +44,7 @@ def examine(trainer: Any, look_s: float) -> Findings:
     trainer.epochs = ENDLESS
     trainer.model.train()
     stream = Stream(trainer.loader.stream(trainer.train_data, trainer._requests(), trainer.device, trainer.memory_format))
-    for _ in range(trainer.clock.warmup + WARM):
+    for _ in range(trainer.timer.warmup + WARM):
         update(trainer, stream)
     whole = _whole(trainer, stream, look_s)
     phases, read_ms = _phases(trainer, stream, look_s)

@@ -51,7 +51,7 @@ def splits(job: Job) -> list[str]:
         return []
     ranks, size = job.run.parallel.data_ranks(), job.run.batch.size(0)
     steps = [n for n in (2**k for k in range(1, MOST_STEPS.bit_length())) if size % (n * ranks) == 0]
-    return _others(["batch=fixed", *(f"batch=accumulate batch.steps={n}" for n in steps)], job, "batch")
+    return _others(["batch=fixed", *(f"batch=accumulate batch.accumulation_steps={n}" for n in steps)], job, "batch")
 
 
 def arithmetic(job: Job) -> list[str]:

@@ -13,14 +13,14 @@ from types import FrameType
 from typing import Any
 
 from drivetrain.core.lazy import torch
-from drivetrain.core.microbatch import Micro
-from drivetrain.core.option import CountOrZero, Run
+from drivetrain.core.microbatch import MicroBatch
+from drivetrain.core.option import CountOrZero, RunSpec
 from drivetrain.debug.base import Debug
 
 _COUNTERS = os.path.join("torch", "optim", "optimizer.py")  # reads its step counters, which live on the host on any device
 
 
-class Sync(Debug):
+class HostSync(Debug):
     """Name each line within the step that makes the host wait for the device, and count it.
 
     On CUDA torch tells (torch.cuda.set_sync_debug_mode); on a CPU, which has nothing to wait for, the calls that would wait on
@@ -33,9 +33,9 @@ class Sync(Debug):
         self._steps = 0
         self._trainer: Any = None
 
-    def verify(self, run: Run) -> Iterator[str]:
+    def validate_device(self, run: RunSpec) -> Iterator[str]:
         if run.runtime.kind() == "cpu" and run.choices["compile"] != "none":
-            yield f"debug=sync watches calls on a CPU, and {run.named('compile')} makes none: set compile=none"
+            yield f"debug=host_sync watches calls on a CPU, and {run.named('compile')} makes none: set compile=none"
 
     def attach(self, trainer: Any) -> None:
         if trainer.parallel.world.rank != 0:
@@ -54,7 +54,7 @@ class Sync(Debug):
         self._between = tuple(map(str, files))  # between a call and whose it is
         trainer.watch = lambda stream: self._watched(before(stream))
 
-    def _watched(self, stream: Iterator[Micro]) -> Iterator[Micro]:
+    def _watched(self, stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         skipped = 0
         for micro in stream:
             if skipped < self.skip:
@@ -114,10 +114,12 @@ class Sync(Debug):
         if self._trainer is None:
             return []
         if not self._steps:
-            return [f"debug=sync watched no update: the run was over after debug.skip={self.skip}"]
+            return [f"debug=host_sync watched no update: the run was over after debug.skip={self.skip}"]
         if not self.found:
-            return [f"debug=sync: no hidden host synchronisation in {self._steps} updates"]
-        head = f"debug=sync: {len(self.found)} hidden host synchronisations in {self._steps} updates, the most frequent first"
+            return [f"debug=host_sync: no hidden host synchronisation in {self._steps} updates"]
+        head = (
+            f"debug=host_sync: {len(self.found)} hidden host synchronisations in {self._steps} updates, the most frequent first"
+        )
         return [head, *(f"  {place}: {call}, {n} times" for (place, call), n in self.found.most_common())]
 
 
