@@ -129,7 +129,7 @@ def test_gradients_meet_once_an_update_not_once_a_micro_batch(make, one_rank, st
     trainer.fit()
     assert sum(micros) == 4 * steps
     assert meetings == [0, 1, 2, 3]
-    trainer.parallel.stop()
+    trainer.parallel.shutdown()
 
 
 def test_ddp_is_told_its_knobs(make, one_rank):
@@ -139,7 +139,7 @@ def test_ddp_is_told_its_knobs(make, one_rank):
     assert trainer.forward.gradient_as_bucket_view
     assert not trainer.forward.static_graph
     assert trainer.forward.module is trainer.model  # evaluated and saved under its own names
-    trainer.parallel.stop()
+    trainer.parallel.shutdown()
 
 
 def test_states_are_saved_as_often_as_asked_for_on_ranks_too(make, one_rank, tmp_path):
@@ -151,7 +151,7 @@ def test_states_are_saved_as_often_as_asked_for_on_ranks_too(make, one_rank, tmp
     gaps = [b - a for a, b in zip([0, *saved], saved[:-1], strict=False)]
     assert len(gaps) >= 3
     assert all(3 <= gap <= 4 for gap in gaps), saved
-    trainer.parallel.stop()
+    trainer.parallel.shutdown()
 
 
 def test_ddp_on_one_device_trains(train):
@@ -168,10 +168,10 @@ def test_single_is_one_process_and_changes_nothing(make):
     parallel, model, sums = Parallel(), torch.nn.Linear(2, 2), torch.ones(3)
     parallel.start(World(), torch.device("cpu"))
     assert parallel.ranks() == 1
-    assert parallel.wrap(model) is model
-    assert parallel.total(sums) is sums
+    assert parallel.wrap_model(model) is model
+    assert parallel.all_reduce_sum(sums) is sums
     assert parallel.all_reduce_flag(2) == 2
-    assert parallel.gather("mine") == ["mine"]
+    assert parallel.gather_object("mine") == ["mine"]
 
 
 @pytest.mark.parametrize(

@@ -128,8 +128,8 @@ def test_evaluation_sees_each_sample_once_on_any_number_of_ranks(make, size, sam
     fetch = trainer.test_data.source.fetch
     trainer.test_data.source.fetch = lambda indices: (read.append(indices), fetch(indices))[1]
     for rank in range(size):
-        trainer.parallel.data = World(rank, size)
-        trainer.parallel.total = lambda s: (sums.append(s), s)[1]
+        trainer.parallel.data_world = World(rank, size)
+        trainer.parallel.all_reduce_sum = lambda s: (sums.append(s), s)[1]
         try:
             trainer.evaluate()
         except ZeroDivisionError:  # this rank had no batch; the others' sums are missing here
