@@ -150,7 +150,7 @@ class Reads(nn.Module):
 
 
 def test_a_step_that_cannot_be_a_graph_says_why_and_goes_on(train, recorded, eager_backend):
-    words = [*OWN, "model.target=tests.test_compile_options.Reads", "updates=5", "epochs=2"]
+    words = [*OWN, "model.target=tests.compile.test_options.Reads", "updates=5", "epochs=2"]
     plain, step = train(*words), train(*words, "compile=step")
     assert_close(weights(plain), weights(step), {k: v * 0 for k, v in weights(plain).items()})
     remarks = [line for line in (step.run_dir / "metrics.jsonl").read_text().splitlines() if '"remark"' in line]
@@ -197,7 +197,7 @@ def test_a_model_that_cannot_be_scripted_is_refused(make):
     with pytest.raises(ValueError, match=r"compile=jit cannot script .*compile.method=trace"):
         make(
             "model=own",
-            "model.target=tests.test_compile_options.Untyped",
+            "model.target=tests.compile.test_options.Untyped",
             "trust=[tests]",
             "compile=jit",
             "compile.method=script",

@@ -5,7 +5,7 @@ import torch
 
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.data import Own
-from tests.test_data_packed import CPU
+from tests.data.test_packed import CPU
 
 THEIRS = '''
 """Somebody's own data."""

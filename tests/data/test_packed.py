@@ -22,9 +22,9 @@ from drivetrain.cli import main
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.data import Cifar10, Digits, ImageFolder, Packed, packing
 from drivetrain.loader import Loader, Pipeline, Threads, Workers
-from tests.test_data_cifar10 import write as write_cifar
-from tests.test_loader import read as read_all
-from tests.test_loader import requests
+from tests.data.test_cifar10 import write as write_cifar
+from tests.loader.test_loader import read as read_all
+from tests.loader.test_loader import requests
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 CPU = torch.device("cpu")

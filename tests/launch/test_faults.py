@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from drivetrain.cli import main
-from tests.cli import command
-from tests.cli.command import TORCHRUN, Done, checkpoints, losses, only_run, result, train, weights
+from tests.support import command
+from tests.support.command import TORCHRUN, Done, checkpoints, losses, only_run, result, train, weights
 
 WORDS = (
     "data=digits", "model=own", "model.target=faulty_nets.Faulty", "trust=[faulty_nets]", "optimizer=adamw", "log_every=1",

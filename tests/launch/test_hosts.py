@@ -14,8 +14,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from tests.cli import command
-from tests.cli.command import Done, only_run, result, train
+from tests.support import command
+from tests.support.command import Done, only_run, result, train
 
 WORDS = ("data=digits", "model=mlp", "model.hidden=[16]", "log_every=1", "epochs=2", "runtime.device=cpu", "runtime.threads=1")
 

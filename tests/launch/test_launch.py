@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from .command import (
+from tests.support.command import (
     OWN,
     TINY,
     TORCHRUN,

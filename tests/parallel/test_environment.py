@@ -6,7 +6,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.world import World
 from drivetrain.parallel import Ddp, Tensor
 from drivetrain.parallel.environment import launched, world_of_environment
-from tests.cli import command
+from tests.support import command
 
 STEP = {
     "SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "6", "SLURM_PROCID": "5", "SLURM_LOCALID": "0",

@@ -11,6 +11,7 @@ import torch
 
 import drivetrain
 from drivetrain.cli import main
+from tests.support import command
 
 RUN = [
     "data=synthetic", "data.shape=[3,8,8]", "data.classes=4", "data.samples=57", "data.test_samples=7", "data.drop_last=false",
@@ -71,7 +72,7 @@ class Done:
 def _nets():
     """double_nets can be imported, here and by the ranks."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(Path(__file__).parent)
+        patch.syspath_prepend(command.HERE)
         yield
 
 

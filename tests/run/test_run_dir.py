@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from .command import (
+from tests.support.command import (
     OWN,
     TINY,
     Done,

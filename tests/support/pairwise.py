@@ -1,6 +1,6 @@
 """Every pair of options of all groups: trained together, or refused up front with a reason that names both.
 
-`python -m tests.pairwise [JOURNAL]` runs the whole cover and writes docs/pairwise.md; the suite runs a sample of it.
+`python -m tests.support.pairwise [JOURNAL]` runs the whole cover and writes docs/pairwise.md; the suite runs a sample of it.
 With a journal it can be broken off and gone on with.
 """
 
@@ -18,9 +18,9 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from drivetrain.config.compose import LISTS, options
-from tests import sets
+from tests.support import sets
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["updates=2", "epochs=2", "log_every=1", "batch.global_batch=8", "runtime.threads=1"]
 SMALL_VIT = "{img_size: 32, patch_size: 4, dynamic_img_size: true, depth: 2, embed_dim: 16, num_heads: 2}"
 OWN_NET = """
@@ -271,7 +271,8 @@ def matrix(found: Cover, outcomes: list[Outcome]) -> str:
         f"{total} pairs of options: {len(trained)} trained together, two updates and a save; {len(found.together)} refused",
         f"with a reason that names both, {alone} with an option that this machine cannot run, {rest} open.",
         f"{len(outcomes)} runs covered them.",
-        "", "Written by `python -m tests.pairwise` on a CPU.", "", "## Refused together", "", "| pair | reason |", "|---|---|",
+        "", "Written by `python -m tests.support.pairwise` on a CPU.",
+        "", "## Refused together", "", "| pair | reason |", "|---|---|",
     ]  # fmt: skip
     lines += [f"| {' · '.join(sorted(p))} | {' '.join(r.split())} |" for p, r in sorted(found.together.items(), key=str)]
     lines += ["", "## Not on this machine", "", "| option | reason |", "|---|---|"]

@@ -169,7 +169,7 @@ def test_what_only_looks_like_a_norm_stays():
 
 
 def test_a_fused_model_trains_to_the_same_weights(train):
-    words = ["model=own", "model.target=tests.test_norm_surgery.Normed", "trust=[tests]", "updates=4"]
+    words = ["model=own", "model.target=tests.surgery.test_norms.Normed", "trust=[tests]", "updates=4"]
     plain, fused = weights(train(*words)), weights(train(*words, "surgery=[fused_norm]"))
     assert plain.keys() == fused.keys()
     for name, value in plain.items():

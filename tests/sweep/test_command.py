@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from .command import (
+from tests.support.command import (
     OWN,
     ROOT,
     SRC_TRAIN,

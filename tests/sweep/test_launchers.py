@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from .command import (
+from tests.support.command import (
     TIMEOUT_S,
     TINY,
     checkpoints,
@@ -30,7 +30,7 @@ from .command import (
     train,
     with_own_nets,
 )
-from .test_sweep import OWN, SMALL, assert_whole, jobs, table
+from tests.sweep.test_command import OWN, SMALL, assert_whole, jobs, table
 
 GATED = ("-q", "-m", *OWN, "model.target=my_nets.Gated", "epochs=2", "saving.keep=9")
 
