@@ -86,11 +86,11 @@ def test_evaluation_is_not_counted(make):
 # --- the word ---
 
 
-def watched(steps: list[tuple[float, float]], help_by: str | None) -> list[str]:
+def watched(caplog, steps: list[tuple[float, float]], help_by: str | None) -> list[str]:
     """What is said of steps of (wait, work) seconds."""
-    said: list[str] = []
+    caplog.clear()
     clock = StepTimer()
-    stream = input_checks.on_time(iter([micro(0.0)] * (len(steps) + 1)), clock, help_by, said.append)
+    stream = input_checks.check_waiting(iter([micro(0.0)] * (len(steps) + 1)), clock, help_by)
     next(stream)
     for wait, work in steps:
         clock.steps.append(wait + work)
@@ -98,13 +98,13 @@ def watched(steps: list[tuple[float, float]], help_by: str | None) -> list[str]:
         if len(clock.steps) == clock.warmup:
             clock.first_wait = clock.wait
         next(stream)
-    return said
+    return list(caplog.messages)
 
 
-def test_a_device_that_waits_is_told_of_once_with_what_helps():
-    said = watched([(9.0, 0.1), *[(0.06, 0.04)] * 200], "loader=threads reads ahead")
+def test_a_device_that_waits_is_told_of_once_with_what_helps(caplog):
+    said = watched(caplog, [(9.0, 0.1), *[(0.06, 0.04)] * 200], "loader=threads reads ahead")
     assert said == ["the device waits for data 60 % of the time: loader=threads reads ahead"]
-    assert watched([(0.06, 0.04)] * 200, None) == ["the device waits for data 60 % of the time"]
+    assert watched(caplog, [(0.06, 0.04)] * 200, None) == ["the device waits for data 60 % of the time"]
 
 
 @pytest.mark.parametrize(
@@ -112,8 +112,8 @@ def test_a_device_that_waits_is_told_of_once_with_what_helps():
     [[(0.01, 0.09)] * 300, [(9.0, 0.1), *[(0.0, 0.1)] * 300], [(0.06, 0.04)] * 15, [(0.0006, 0.0004)] * 300],
     ids=["little", "the start alone", "too few", "too short"],
 )
-def test_nothing_is_said_for_little(steps):
-    assert watched(steps, "x") == []
+def test_nothing_is_said_for_little(steps, caplog):
+    assert watched(caplog, steps, "x") == []
 
 
 def test_it_says_what_helps_this_loader(monkeypatch):

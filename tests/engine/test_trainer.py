@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import drivetrain
+from drivetrain.core import process
 from drivetrain.core.errors import Diverged, Interrupted
 from drivetrain.core.signals import StopFlag
 from drivetrain.core.world import World
@@ -257,6 +257,6 @@ def test_two_runs_of_one_process_do_not_know_of_each_other(train):
 
 
 def test_a_run_of_a_process_that_is_old_already_counts_its_own_time(train, monkeypatch):
-    monkeypatch.setattr("drivetrain.STARTED", drivetrain.STARTED - 10_000)
+    monkeypatch.setattr(process, "started", process.started - 10_000)
     result = train()
     assert 0 < result.time_to_first_step_s < result.wall_s < 5_000
