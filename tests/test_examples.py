@@ -1,17 +1,25 @@
-"""The examples do what they tell: their commands are good, their losses equal, and the doctor finds what was planted."""
+"""The examples do what they say: examples/slow_loss, whose slow line the doctor finds, and examples/extending."""
 
 import re
 import shlex
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import safetensors.torch
 import torch
 
 from drivetrain import sweep
+from drivetrain.core.context import BuildContext
+from drivetrain.core.errors import UserError
 from drivetrain.core.paths import add_own_places
+from drivetrain.core.world import World
+from drivetrain.engine import build
+from drivetrain.launch import launcher
+from drivetrain.launch.job import prepare
 from drivetrain.recipe import reader as recipe
-from tests.support.command import ROOT, only_run, records, run
+from tests.support.command import ROOT, checkpoints, only_run, records, run
 
 HERE = ROOT / "examples/slow_loss"
 GIVEN = ("-cd", str(HERE / "conf"), f"recipe={HERE / 'find.yaml'}", "trust=[anomaly]", "runtime.threads=1")
@@ -91,3 +99,178 @@ def test_the_commands_of_its_readme_are_good(monkeypatch):
         for job in sweep.prepare(words, ["conf"]):
             assert job.problems == []
     assert recipe.read(Path("find.yaml")).description
+
+
+# --- examples/extending: options and a verb of one's own, which docs/extending.md goes through ---
+
+EXTENDING = ROOT / "examples/extending"
+CONF = str(EXTENDING / "conf")
+# One row for each option: what it needs beside it in a tiny run.
+OPTIONS = {
+    "optimizer=sign_sgd": [],
+    "precision=fp64": [],
+    "loader=prefetch_one": ["data=digits"],
+    "augment=[invert]": ["augment.invert.max_value=1"],
+    "loss=focal": [],
+    "loss=cross_entropy_top2": [],
+    "parallel=local_sgd": [],
+}
+
+
+@pytest.fixture
+def my_pkg(monkeypatch):
+    """The example's package can be imported, and is imported anew."""
+    monkeypatch.syspath_prepend(EXTENDING)
+    yield
+    for name in [name for name in sys.modules if name.split(".")[0] == "my_pkg"]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def job(tiny, my_pkg):
+    """`job(*overrides)`: a tiny run with the example's options, composed and validated."""
+    return lambda *overrides: prepare(tiny("trust=[my_pkg]", *overrides), [CONF])
+
+
+@pytest.fixture
+def trainer(job, tmp_path):
+    """`trainer(*overrides)`: the trainer of such a run, not started."""
+    contexts = []
+
+    def built(*overrides):
+        contexts.append(BuildContext(job(*overrides).run, World(), tmp_path / "run"))
+        return build.build(contexts[-1], [])
+
+    yield built
+    for context in contexts:
+        context.on_exit.close()
+
+
+def test_every_example_has_a_row():
+    files = sorted(file.relative_to(CONF).with_suffix("") for file in Path(CONF).glob("*/*.yaml"))
+    assert sorted(re.sub(r"[\[\]]", "", option).replace("=", "/") for option in OPTIONS) == list(map(str, files))
+
+
+@pytest.mark.parametrize("option", [option for option in OPTIONS if option != "parallel=local_sgd"])
+def test_an_option_trains_saves_and_resumes(option, job):
+    first = launcher.launch(job(option, *OPTIONS[option]), quiet=True).result
+    assert (first.status, first.updates) == ("completed", 2), first.error
+    again = launcher.launch(prepare([f"resume={first.run_dir}", "updates=3"]), quiet=True).result
+    assert (again.status, again.updates) == ("completed", 3), again.error
+
+
+def test_sign_sgd_moves_every_weight_by_the_learning_rate(trainer):
+    made = trainer("optimizer=sign_sgd", "optimizer.lr=0.25", "updates=1")
+    before = [p.detach().clone() for p in made.model.parameters()]
+    made.fit()
+    moved = torch.cat([(p.detach() - old).abs().flatten() for p, old in zip(made.model.parameters(), before, strict=True)])
+    assert set(moved[moved > 0.01].round(decimals=4).tolist()) == {0.25}  # a weight without a gradient stays
+    assert (moved > 0.01).float().mean() > 0.5
+
+
+def test_fp64_computes_in_float64_and_agrees_with_float32(trainer):
+    double, single = trainer("precision=fp64"), trainer("precision=fp32")
+    assert {p.dtype for p in double.model.parameters()} == {torch.float64}
+    x = next(iter(single.loader.stream(single.train_data, single.requests(), single.device, single.memory_format))).x
+    assert double.model(x).dtype == torch.float64
+    torch.testing.assert_close(double.model(x).float(), single.model(x), rtol=1e-5, atol=1e-5)
+
+
+def test_prefetch_one_streams_what_sync_streams(trainer):
+    streams = []
+    for loader in ("prefetch_one", "sync"):
+        made = trainer("data=digits", f"loader={loader}", "epochs=1")
+        streams.append(list(made.loader.stream(made.train_data, made.requests(), made.device, made.memory_format)))
+    assert len(streams[0]) == len(streams[1]) > 100
+    for ours, sync in zip(*streams, strict=True):
+        assert torch.equal(ours.x, sync.x)
+        assert torch.equal(ours.y, sync.y)
+        assert (ours.last, ours.epoch_end) == (sync.last, sync.epoch_end)
+
+
+def test_prefetch_one_passes_on_what_its_reader_raises(my_pkg):
+    from my_pkg.loader import PrefetchOne
+
+    pipeline = mock.Mock(side_effect=ValueError("a broken file"))
+    with pytest.raises(ValueError, match="a broken file"):
+        list(PrefetchOne().stream(pipeline, [mock.Mock()], torch.device("cpu"), torch.contiguous_format))
+
+
+def test_invert_draws_for_each_sample_by_itself(my_pkg):
+    from my_pkg.augment import Invert
+
+    x = torch.randint(0, 256, (64, 3, 4, 4), dtype=torch.uint8)
+    invert, numbers = Invert(0.5, 255.0), torch.arange(64)
+    out = invert(x, 0, 1, numbers)
+    inverted = (out == 255 - x).flatten(1).all(1)
+    assert torch.equal(out, torch.where(inverted.view(-1, 1, 1, 1), 255 - x, x))
+    assert 16 < inverted.sum() < 48
+    assert torch.equal(invert(x[5:9], 0, 1, numbers[5:9]), out[5:9])  # whoever else is in its batch
+    assert not torch.equal(invert(x, 0, 2, numbers), out)  # another epoch, another draw
+
+
+def test_focal_without_gamma_is_cross_entropy(my_pkg):
+    from my_pkg.loss import Focal
+
+    output, target = torch.randn(16, 5), torch.arange(16) % 5
+    plain = torch.nn.functional.cross_entropy(output, target)
+    torch.testing.assert_close(Focal(0.0)(output, target), plain)
+    assert Focal(2.0)(output, target) < plain
+
+
+def test_focal_is_refused_with_mixup(job):
+    with pytest.raises(UserError, match="loss=focal"):
+        job("loss=focal", "augment=[mixup]")
+
+
+def test_top2_accuracy(my_pkg):
+    from my_pkg.loss import CrossEntropyTop2
+
+    output = torch.tensor([[3.0, 2.0, 1.0], [3.0, 2.0, 1.0], [3.0, 2.0, 1.0]])
+    loss = CrossEntropyTop2()
+    sums = dict(zip((*loss.metrics, "count"), loss.sums(output, torch.tensor([0, 1, 2])).tolist(), strict=True))
+    assert (sums["accuracy"], sums["top2_accuracy"], sums["count"]) == (1, 2, 3)
+
+
+def test_averaging_every_update_is_plain_sgd_on_the_whole_batch(tiny, job, tmp_path):
+    """The mean of two weights after one step each is the weight after one step along the mean gradient."""
+    settings = ["trust=[my_pkg]", "optimizer.momentum=0", "optimizer.nesterov=false", "updates=3"]
+    local = tiny(*settings, "parallel=local_sgd", "parallel.every=1", "output_dir=local")
+    done = run("train", "-q", "--config-dir", CONF, *local, cwd=tmp_path)
+    assert done.code == 0, done
+    single = launcher.launch(job(*settings), quiet=True).result
+    weights = [
+        safetensors.torch.load_file(checkpoints(run_dir)[-1] / "model.safetensors")
+        for run_dir in (only_run(tmp_path / "local"), Path(single.run_dir))
+    ]
+    for name, averaged in weights[0].items():
+        torch.testing.assert_close(averaged, weights[1][name], rtol=1e-4, atol=1e-6)
+
+
+def test_when_local_sgd_averages(my_pkg):
+    from my_pkg.parallel import AveragingStep
+
+    inner, averaged = mock.Mock(), []
+    inner.update.side_effect = [True, True, False, True]
+    step = AveragingStep(
+        inner, is_due=lambda: inner.update.call_count == 1, average=lambda: averaged.append(inner.update.call_count)
+    )
+    for epoch_end in (False, False, True, True):  # the third update, at an epoch's end, is skipped
+        step.micro_batch(mock.Mock(epoch_end=epoch_end), torch.zeros(()))
+        step.update()
+    assert averaged == [1, 4]
+
+
+def test_local_sgd_is_refused_where_ranks_could_skip_apart(job):
+    with pytest.raises(UserError, match="precision=bf16"):
+        job("parallel=local_sgd", "precision=amp")
+
+
+def test_the_verb_counts_parameters(tiny, my_pkg, capsys):
+    from my_pkg.parameters import command
+
+    assert command(tiny("model=mlp", "model.hidden=[5]")) == 0
+    count = (3 * 8 * 8 + 1) * 5 + (5 + 1) * 4
+    assert capsys.readouterr().out == f"model=mlp: {count:,} parameters, {count:,} of them trainable\n"
+    with pytest.raises(UserError, match="did you mean"):
+        command(["model=mpl"])

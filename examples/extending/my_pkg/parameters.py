@@ -1,0 +1,24 @@
+"""drivetrain parameters: how many parameters the model has that the overrides compose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from drivetrain.launch.job import prepare
+
+HELP = "drivetrain parameters [group=option] [key=value] …      the model's parameters, counted before anything is trained"
+
+
+def command(argv: Sequence[str]) -> int:
+    """Run the verb; its exit code. Raises UserError, of which the command line prints the problems and exits with 2."""
+    if {"-h", "--help"} & set(argv):
+        print(HELP)
+        return 0
+    run = prepare(argv).run  # composed and validated; torch is not imported yet
+    import torch
+
+    data = run.data.load(torch.device("cpu"))
+    parameters = list(run.model.build(data.shape, data.classes).parameters())
+    trainable = sum(p.numel() for p in parameters if p.requires_grad)
+    print(f"{run.named('model')}: {sum(p.numel() for p in parameters):,} parameters, {trainable:,} of them trainable")
+    return 0
