@@ -274,3 +274,14 @@ def test_the_verb_counts_parameters(tiny, my_pkg, capsys):
     assert capsys.readouterr().out == f"model=mlp: {count:,} parameters, {count:,} of them trainable\n"
     with pytest.raises(UserError, match="did you mean"):
         command(["model=mpl"])
+
+
+def test_the_page_shows_the_code_that_runs():
+    """Each block of docs/extending.md with a language is part of a file of the example."""
+    page = (ROOT / "docs/extending.md").read_text()
+    blocks = re.findall(r"^```(python|yaml|toml)\n(.*?)^```", page, re.M | re.S)
+    files = {kind: [p.read_text() for p in EXTENDING.rglob(f"*.{kind}")] for kind in ("py", "yaml", "toml")}
+    assert len(blocks) > 12
+    for language, block in blocks:
+        texts = files["py" if language == "python" else language]
+        assert any(block in text for text in texts), f"no file in {EXTENDING} has this:\n{block}"
