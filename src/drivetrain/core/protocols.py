@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.world import World
-
-Norm = Callable[[Sequence[torch.Tensor], float], torch.Tensor]  # (parameters, norm type) → norm of the whole model's gradients
 
 
 class Source(Protocol):
