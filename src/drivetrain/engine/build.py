@@ -54,7 +54,7 @@ def build(run: RunSpec, world: World, run_dir: Path, sinks: list[Any]) -> Traine
     said += run.checkpointing.apply(model)
     # Sharding is in place too, and what compile traces are the shards' modules.
     said += run.parallel.shard(model, run.precision.dtype, example)
-    said += surgery.own_statistics(model, run.batch.micro_batch(data_world), run.batch.size(0), data_world.size)
+    said += surgery.partial_statistics(model, run.batch.micro_batch(data_world), run.batch.size(0), data_world.size)
     # Compile before DDP: each bucket's all-reduce still starts as its gradients appear, and evaluation keeps the plain model.
     forward = run.parallel.wrap(run.compile.apply(model, example, run.checkpointing.budget))
     # The optimizer after every edit that may replace or move parameters; the average after the weights are final.
