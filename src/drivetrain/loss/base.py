@@ -12,9 +12,7 @@ class Loss(Option):
     """A loss to train with, and the metrics of an evaluation."""
 
     metrics: tuple[str, ...]  # names of the metrics that an evaluation reports
-    best: tuple[
-        str, Callable[[float, float], float]
-    ]  # the metric that ranks models; picks the better of two values
+    best: tuple[str, Callable[[float, float], float]]  # the metric that ranks models; picks the better of two values
     tokens = False  # whether there is a target for each token of a sequence, not one for each sample
     soft_targets = False  # whether it takes probabilities of classes as targets, as mixup makes them
 
