@@ -33,7 +33,7 @@ def build(run: RunSpec, world: World, run_dir: Path, sinks: list[Any]) -> Traine
     data = run.data.load(device)
     seed = run.runtime.seed
     # How long the samples are may decide how many of them make an update, and so how many updates the run has.
-    untold = horizons.horizon(run) is None
+    untold = horizons.run_horizon(run) is None
     lengths = run.batch.start(data.train, seed, data_world)
     horizon, said = _horizon(run, len(data.train), data_world, untold)
     said += lengths
@@ -101,7 +101,7 @@ def _horizon(run: RunSpec, samples: int, world: World, untold: bool) -> tuple[Ho
     """The run's length, and what its schedule has to say to it, where that was `untold` before the data was read."""
     if samples < world.size:
         raise UserError(f"{world.size} ranks, but only {samples} training samples: lower parallel.nproc")
-    horizon = horizons.horizon(run, samples)
+    horizon = horizons.run_horizon(run, samples)
     if horizon is None:
         raise UserError(
             f"batch.global_batch={run.batch.size(run.values['epochs'] - 1)} is more than the {samples} training samples, and "
@@ -109,7 +109,7 @@ def _horizon(run: RunSpec, samples: int, world: World, untold: bool) -> tuple[Ho
         )
     said: list[str] = []
     if untold and run.debug.updates is None:
-        if problems := list(run.scheduler.rules(horizon)):
+        if problems := list(run.scheduler.horizon_problems(horizon)):
             raise UserError(problems)
-        said = list(run.scheduler.advice(horizon, run))
+        said = list(run.scheduler.horizon_advice(horizon, run))
     return horizon.at_most(run.debug.updates), said
