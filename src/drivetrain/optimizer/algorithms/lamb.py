@@ -38,8 +38,8 @@ class Lamb(FlatOptimizer):
         weight_decay: float,
         bias_correction: bool,
         max_grad_norm: float | None,
+        fused: bool,
         adapt: bool = True,
-        fused: bool = False,
         loop: bool = False,
     ) -> None:
         self.max_grad_norm = max_grad_norm
