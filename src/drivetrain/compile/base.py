@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from drivetrain.compile import kernel_cache
-from drivetrain.core.blocks import blocks_for, described
+from drivetrain.core.blocks import blocks_for, describe_blocks
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Option, RunSpec
@@ -154,7 +154,7 @@ class Regional(Inductor):
         return model
 
     def said(self) -> list[str]:
-        return [f"{described(self._blocks)} compiled"]
+        return [f"{describe_blocks(self._blocks)} compiled"]
 
 
 class CudaGraph(Compiled):
