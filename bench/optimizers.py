@@ -187,7 +187,7 @@ def matrices(model: torch.nn.Module) -> Step:
     """Our Muon over all matrices alike."""
     from drivetrain.optimizer.algorithms.muon import Muon
 
-    return Muon(model.parameters(), lr=LR, weight_decay=DECAY).step
+    return Muon(model.parameters(), lr=LR, weight_decay=DECAY, momentum=0.95, nesterov=True, scale="original", ns_steps=5).step
 
 
 def measure(algorithm: str, sizes: Sequence[tuple[int, ...]], rounds: int, compiled: bool, device: str) -> dict[str, Any]:

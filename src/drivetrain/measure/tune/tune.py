@@ -216,9 +216,9 @@ def _best(rows: Sequence[Row]) -> Row | None:
 
 def _length_s(job: Job | None, row: Row) -> float:
     """Seconds that the whole run takes at this rate."""
-    from drivetrain.core.horizon import horizon
+    from drivetrain.core.horizon import run_horizon
 
-    over = horizon(job.run, row.samples) if job is not None else None
+    over = run_horizon(job.run, row.samples) if job is not None else None
     if over is None or not row.samples_per_second or not row.global_batch:
         return float("inf")
     return over.updates * row.global_batch / row.samples_per_second + (row.compile_s or 0.0)
