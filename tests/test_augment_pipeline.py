@@ -60,7 +60,7 @@ def test_a_sample_is_the_same_however_the_update_is_split(name, split):
     seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     alone = by_hand(data, 1, Batch(12))
     for rank in range(size):
-        for request in requests(Accumulate(12, steps=steps), World(rank, size), epochs=[1]):
+        for request in requests(Accumulate(12, accumulation_steps=steps), World(rank, size), epochs=[1]):
             x, y = data(request)
             assert len(x) == len(y) == len(request.indices)
             for index, image, target in zip(request.indices.tolist(), x, y, strict=True):
@@ -144,7 +144,9 @@ def test_never_is_the_image_and_its_label(step):
 @pytest.mark.parametrize("name", LISTS)
 def test_workers_mix_what_the_loop_mixes(name):
     def read(loader):
-        return list(loader.stream(pipeline(*LISTS[name]()), requests(Accumulate(8, steps=2)), CPU, torch.contiguous_format))
+        return list(
+            loader.stream(pipeline(*LISTS[name]()), requests(Accumulate(8, accumulation_steps=2)), CPU, torch.contiguous_format)
+        )
 
     expected, got = read(Loader()), read(Workers(num_workers=2))
     assert len(expected) == len(got) == 16
@@ -272,7 +274,7 @@ def test_files_are_cut_at_decoding_and_not_again(files):
 def test_files_are_the_same_alone_in_a_worker_and_with_partners(files):
     steps = (RandomResizedCrop(), RandomErasing(), CutMix())
     data = Pipeline(files, steps, Normalize([120.0] * 3, [60.0] * 3), 0, 3)
-    batch = Accumulate(6, steps=2)
+    batch = Accumulate(6, accumulation_steps=2)
     batch.pairs = True
     wanted = list(itertools.chain(*(batch.requests(12, 0, epoch, World(), True) for epoch in range(2))))
     one, other = (

@@ -181,7 +181,7 @@ LOADERS = {
 
 def epoch(source, loader: Loader, epoch: int = 1, world: World | None = None, skip: int = 0) -> list[list[int]]:
     """The numbers in each micro-batch of an epoch in updates of 8, two micro-batches each."""
-    batch = Accumulate(global_batch=8, steps=2)
+    batch = Accumulate(global_batch=8, accumulation_steps=2)
     requests = batch.requests(len(source), 3, epoch, world or World(), False, skip=skip, order=source.order)
     return [numbers(m.x) for m in loader.stream(Pipeline(source, (), None, 3), requests, CPU, torch.contiguous_format)]
 

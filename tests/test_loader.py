@@ -43,7 +43,7 @@ def pipeline() -> Pipeline:
 
 def requests(epochs: int = 2):
     """Two epochs of 29 samples in updates of 8 and micro-batches of 4, the tail included."""
-    batch = Accumulate(global_batch=8, steps=2)
+    batch = Accumulate(global_batch=8, accumulation_steps=2)
     for epoch in range(epochs):
         yield from batch.requests(29, 0, epoch, World(), drop_last=False)
 
@@ -103,7 +103,7 @@ def test_asking_is_not_ahead_of_what_prefetching_needs():
     def endless():
         epoch = 0
         while True:
-            for request in Accumulate(global_batch=8, steps=2).requests(29, 0, epoch, World(), drop_last=False):
+            for request in Accumulate(global_batch=8, accumulation_steps=2).requests(29, 0, epoch, World(), drop_last=False):
                 asked.append(request)
                 yield request
             epoch += 1

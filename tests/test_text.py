@@ -172,7 +172,7 @@ def test_samples_alone_would_weigh_them_wrongly(float64, make, library):
 
 def test_the_weights_of_an_update_sum_to_the_ranks(library):
     source = Stdlib(root=str(library), length=16, holdout=0.3).load(CPU).train
-    batch = Accumulate(12, steps=2)
+    batch = Accumulate(12, accumulation_steps=2)
     batch.start(source, 0, World())
     ranks = [list(batch.requests(len(source), 0, 0, World(rank, 2), False)) for rank in range(2)]
     ends = [0, *(i for i, r in enumerate(ranks[0], 1) if r.last)]
