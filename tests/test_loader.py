@@ -289,10 +289,10 @@ def test_auto_takes_what_measures_best_and_says_why(monkeypatch):
     (said,) = auto.autotune(work, 8, CPU)
     assert said.startswith("loader=auto took loader=")
     assert "core-second" in said
-    assert type(auto._kept) is not Workers, "processes cost more than they bring here"
-    monkeypatch.setattr("drivetrain.loader.auto.Cost._clock", lambda self: time.perf_counter())
+    assert type(auto._chosen) is not Workers, "processes cost more than they bring here"
+    monkeypatch.setattr("drivetrain.loader.auto.CostPerBatch._clock", lambda self: time.perf_counter())
     auto.autotune(work, 8, CPU)
-    assert type(auto._kept) in (Threads, Workers), "waiting in parallel is faster"
+    assert type(auto._chosen) in (Threads, Workers), "waiting in parallel is faster"
 
 
 def test_auto_decides_before_training(make):

@@ -121,10 +121,10 @@ def test_it_says_what_helps_this_loader(monkeypatch):
         monkeypatch.setattr(f"drivetrain.loader.{module}.usable_cores", lambda: 4)
 
     class Files(Slow):
-        undecoded = True
+        decodes_files = True
 
     def helps(loader, source):
-        return loader.faster(Pipeline(source, (), None, 0))
+        return loader.advice(Pipeline(source, (), None, 0))
 
     memory, files = Slow(), Files()
     assert helps(Loader(), memory) == "loader=threads reads ahead while the device works"

@@ -166,7 +166,7 @@ class Batch(Option):
                 request = Request(epoch, indices, weights[share], last, last and update + 1 == total)
                 if partners is not None:
                     place = indices.storage_offset()  # in the order
-                    request.partners = partners[place : place + len(indices)]
+                    request.mix_with = partners[place : place + len(indices)]
                 yield request
 
     def amount(self, indices: torch.Tensor) -> int:

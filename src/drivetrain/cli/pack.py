@@ -132,7 +132,7 @@ def _listing(splits: Any) -> str:
 
 
 @contextmanager
-def _shown(verb: str) -> Iterator[packing.Step]:
+def _shown(verb: str) -> Iterator[packing.OnProgress]:
     """Progress: a bar with its rate in a terminal, a line every ten seconds elsewhere."""
     if not terminal.is_live():
         yield _Lines(verb)

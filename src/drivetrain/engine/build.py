@@ -91,7 +91,7 @@ def build(run: RunSpec, world: World, run_dir: Path, sinks: list[Any]) -> Traine
     def remark(line: str) -> None:
         trainer.log_event("remark", text=line)
 
-    helps = run.loader.faster(train_data)
+    helps = run.loader.advice(train_data)
     trainer.watch = lambda stream: input_checks.on_time(input_checks.looked_at(stream, remark), trainer.timer, helps, remark)
     run.debug.attach(trainer)
     return trainer

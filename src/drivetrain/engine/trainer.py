@@ -82,7 +82,7 @@ class Trainer:
                     self._run(self.timer.waits(stream))
                 break
             except RuntimeError as error:
-                self.loader.explain(error)
+                self.loader.raise_if_worker_died(error)
                 self._make_room(error)
         if self.progress.evaluated != self.progress.updates:
             self._evaluate_and_log()
