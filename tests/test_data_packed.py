@@ -323,7 +323,8 @@ def test_a_killed_packing_goes_on_to_the_same_bytes(images, tmp_path, form, monk
 def test_a_kill_from_outside_goes_on_too(images, tmp_path):
     root, out = images(150, (400, 400)), tmp_path / "killed"
     env = {**os.environ, "PYTHONPATH": str(SRC)}
-    code = "from drivetrain.data import packing; packing.CHUNK = 1; from drivetrain.cli import main; import sys; sys.exit(main.main())"
+    code = "import sys; from drivetrain.cli import main; from drivetrain.data import packing; packing.CHUNK = 1; "
+    code += "sys.exit(main.main())"
     command = [sys.executable, "-c", code, "pack", str(root), str(out), "--size", "64"]
     with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL) as process:
         deadline = time.monotonic() + 60
