@@ -79,7 +79,7 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter]) -> Trainer:
     if batch.preallocate:
         dry_run.preallocate(trainer)
     # Last: what watches a run sees nothing of its preparations.
-    trainer.stream_watchers = [*input_checks.watchers(timer, loader.faster(context.train_data)), *debug.stream_watchers()]
+    trainer.stream_watchers = [*input_checks.watchers(timer, loader.advice(context.train_data)), *debug.stream_watchers()]
     return trainer
 
 
