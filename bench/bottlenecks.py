@@ -79,7 +79,7 @@ CASES = {
     "workers": Case(("loader=workers", "loader.num_workers=24"), "24 loader workers share", None, True),
     "tiny batch": Case(("batch.global_batch=2",), "batch is too small", None, True),
     "saving": Case(("saving=last", "saving.every_updates=1", "model.kwargs.width=1024"), "saving takes", None, True),
-    "nothing": Case(("model.kwargs.width=2048",), "nothing is in its way"),
+    "nothing": Case(("model.kwargs.width=2048",), "no bottleneck"),
 }
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from bench.harness import RESULTS, machine, table, write
 from drivetrain.measure.benchmark import compare
-from drivetrain.measure.benchmark.compare import Row
+from drivetrain.measure.benchmark.comparison import Row
 
 MODELS = {
     "resnet9, naive": ["recipe=naive", "data=digits", "model=resnet9"],
