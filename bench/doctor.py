@@ -30,21 +30,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--proofs", type=int, default=5, help="of cases that an override mends")
-    parser.add_argument("--look-s", type=float, default=1.0)
+    parser.add_argument("--profile-s", type=float, default=1.0)
     parser.add_argument("--only", nargs="*", default=list(CASES), choices=list(CASES))
     parser.add_argument("--out", type=Path, default=RESULTS / "doctor-cpu.json")
     given = parser.parse_args()
     content: dict[str, Any] = json.loads(given.out.read_text()) if given.out.exists() else {"machine": machine()}
-    content["look_s"] = given.look_s
+    content["profile_s"] = given.profile_s
     found = content.setdefault("cases", {})
     for n in range(max(given.repeats, given.proofs)):  # case by case in turn: a bad minute of the machine hits all alike
         for name in given.only:
             left = found.setdefault(name, {"looks": [], "proofs": []})
             if len(left["looks"]) <= n < given.repeats:
-                left["looks"].append(_look(CASES[name], given.look_s))
+                left["looks"].append(_look(CASES[name], given.profile_s))
                 _tell(name, left["looks"])
             if CASES[name].mended_by_words and len(left["proofs"]) <= n < given.proofs:
-                left["proofs"].append(_proof(CASES[name], given.look_s))
+                left["proofs"].append(_proof(CASES[name], given.profile_s))
                 _tell(name, left["proofs"])
             given.out.write_text(json.dumps(content, indent=2))
     write(given.out, content)
@@ -52,19 +52,19 @@ def main() -> None:
     table("the doctor, by fresh processes", header, [_row(name, found[name]) for name in given.only])
 
 
-def _look(case: Case, look_s: float) -> dict[str, Any]:
+def _look(case: Case, profile_s: float) -> dict[str, Any]:
     """One look: the verdict, and whether it is the planted one's with its line."""
     with tempfile.TemporaryDirectory() as folder:
-        said, seconds = _drivetrain(Path(folder), "doctor", *bottlenecks.words(case), "prove=false", f"look_s={look_s}")
+        said, seconds = _drivetrain(Path(folder), "doctor", *bottlenecks.words(case), "prove=false", f"profile_s={profile_s}")
     verdict, evidence = said.partition("verdict: ")[2].splitlines()[:2]
     right = case.verdict in verdict and (case.mark is None or bottlenecks.place(case.mark) in evidence)
     return {"named": right, "verdict": verdict, "evidence": evidence.strip().replace(f"{ROOT}/", ""), "seconds": seconds}
 
 
-def _proof(case: Case, look_s: float) -> dict[str, Any]:
+def _proof(case: Case, profile_s: float) -> dict[str, Any]:
     """The override that it prescribes, its gain, and what its own verification says of it, in fresh processes."""
     with tempfile.TemporaryDirectory() as folder:
-        said, seconds = _drivetrain(Path(folder), "doctor", *bottlenecks.words(case), f"look_s={look_s}")
+        said, seconds = _drivetrain(Path(folder), "doctor", *bottlenecks.words(case), f"profile_s={profile_s}")
         gain = re.search(r"\n([\d.]+) × the samples a second \(([\d.]+) to ([\d.]+)\):\n  (.*)\n", said)
         verify = re.search(r"\n  drivetrain (recipe verify .*)", said)
         if gain is None or verify is None:

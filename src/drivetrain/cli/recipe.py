@@ -113,5 +113,6 @@ def _measured(module: str) -> Callable[[list[str]], int]:
 
 
 VERBS: dict[str, Callable[[list[str]], int]] = {
-    "list": _list, "show": _show, "check": _check, "export": _export, "verify": _measured("claims.verify"), "diff": _measured("claims.diff"),
+    "list": _list, "show": _show, "check": _check, "export": _export,
+    "verify": _measured("claims.verify"), "diff": _measured("claims.diff"),
 }  # fmt: skip
