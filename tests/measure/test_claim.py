@@ -230,7 +230,7 @@ FAILED_QUALITY = Verdict(FAIL, "accuracy worse by 0.5", "accuracy")
         (CLAIM, row((1.0, 0.9, 1.1), "another"), 1, "other hardware (another, claimed on a chip, 2 threads): not faster here"),
         (replace(CLAIM, versions={"torch": "1.13.1"}), row((1.1, 1.05, 1.2)), 0, "holds here too, on other hardware (torch "),
         (replace(CLAIM, versions={"torch": "1.13.1", "nothing": "9"}), row((1.0, 0.9, 1.2)), 1, "other hardware (torch "),
-        (replace(CLAIM, quality="PASS"), row(), 0, "quality PASS claimed, quality=true checks it again"),
+        (replace(CLAIM, quality="PASS"), row(), 0, "quality PASS claimed: quality=true checks it again"),
         (replace(CLAIM, quality="PASS"), row(verdict=Verdict(PASS, "", "accuracy")), 0, "(1.85 to 1.97); quality PASS"),
         (CLAIM, row(verdict=FAILED_QUALITY), 1, "does not hold: accuracy worse by 0.5: measured"),
         (CLAIM, replace(row(), error="out of memory", ratio=None), 1, "does not hold: it ended: out of memory"),

@@ -18,7 +18,7 @@ def doctor(tmp_path):
     """The doctor in a process of its own, on a planted case; what it said."""
 
     def run(case: str, *more: str) -> str:
-        words = [*config_dir(tmp_path), *bottlenecks.words(CASES[case]), *more]
+        words = [*config_dir(tmp_path), *bottlenecks.overrides_of(CASES[case]), *more]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         command = [sys.executable, "-m", "drivetrain", "doctor", *{w.partition("=")[0]: w for w in words}.values()]
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
@@ -63,7 +63,7 @@ def test_what_it_prescribes_is_faster_and_runs(doctor):
     assert (claim.ratio, claim.interval[0]) == pytest.approx((float(gain[1]), float(gain[2])), abs=0.006)
     assert re.search(rf"drivetrain recipe verify -cd \S+mine {recipe} .*data=own data\.target=bench\.bottlenecks\.Data", said)
     assert set(claim.against) <= {"loader", "loader.num_workers", "loader.prefetch_factor"}
-    words = ["epochs=1", "updates=2", *bottlenecks.WORDS[:5]]
+    words = ["epochs=1", "updates=2", *bottlenecks.OVERRIDES[:5]]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-m", "drivetrain", "train", f"recipe={recipe}", *words], env=env, check=True)
 
