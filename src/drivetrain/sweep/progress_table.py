@@ -6,6 +6,7 @@ No thread redraws the table, because the process forks the jobs.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections import Counter
@@ -15,6 +16,8 @@ from typing import Any
 
 from drivetrain.sweep.store import LENGTH, Entry
 from drivetrain.ui import terminal
+
+logger = logging.getLogger(__name__)
 
 TAIL = 4096  # bytes at the end of a metrics.jsonl that hold its last records
 RESERVED_LINES = 8  # of the screen, beside the table
@@ -95,7 +98,7 @@ class ProgressLines:
         took = f" in {duration(entry.seconds())}" if entry.began else ""
         print(f"{self._name(entry)} {entry.result.status}{took}{after}", flush=True)
         if entry.result.error and not (self.jobs_print and entry.began):
-            terminal.say(f"job {entry.number}: {entry.result.error}")
+            logger.error("job %d: %s", entry.number, entry.result.error)
 
     def refresh(self, entries: Sequence[Entry], running: Sequence[Entry]) -> None:
         """Show the progress of the running jobs."""
