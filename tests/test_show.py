@@ -11,7 +11,6 @@ from drivetrain.cli.main import main
 from drivetrain.core.horizon import Horizon
 from drivetrain.ui import plots
 
-
 # Unicode's Braille: the bit of each dot of a character, by row and column.
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 

@@ -129,7 +129,7 @@ def _run_in(path: Path, plan: Plan, quiet: bool) -> int:
     for module in FORKED_WITH:
         importlib.import_module(module)
     began = time.monotonic()
-    with directory.held(path):
+    with directory.locked(path):
         sweep = Sweep(path, plan.words, plan.config_dirs)
         source = Search(plan.jobs, sweep) if isinstance(plan.jobs, Space) else Grid(plan.jobs, sweep)
         # Who watches a terminal sees one table; the jobs' own lines go to their folders.

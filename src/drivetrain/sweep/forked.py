@@ -43,7 +43,7 @@ class Launcher:
 
     def attach(self, entry: Entry) -> bool:
         """Whether a job is under way already, started by a process that is gone: it is waited for, and not started again."""
-        if directory.is_held(entry.run_dir):
+        if directory.is_locked(entry.run_dir):
             self._elsewhere.append(entry)
             return True
         return False
@@ -54,7 +54,7 @@ class Launcher:
 
     def wait(self, seconds: float, stopped: bool = False) -> list[Entry]:
         """The jobs that have ended, each with its result; after so many seconds, none. `stopped`: they were asked to."""
-        ended = [e for e in self._elsewhere if not directory.is_held(e.run_dir)]
+        ended = [e for e in self._elsewhere if not directory.is_locked(e.run_dir)]
         for entry in ended:
             self._elsewhere.remove(entry)
             entry.close(None, "the job's process is gone")
@@ -135,7 +135,7 @@ def perform(entry: Entry, quiet: bool) -> int:
     except UserError as error:
         for problem in error.problems:
             terminal.say(problem)
-        if not directory.is_held(entry.run_dir):  # else it is another one's
+        if not directory.is_locked(entry.run_dir):  # else it is another one's
             Result(error=str(error), overrides=entry.job.words).write(entry.run_dir)
         return BAD_CONFIG
     if ended.result.error:

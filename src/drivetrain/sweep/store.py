@@ -132,7 +132,7 @@ def unfinished(root: Path, words: Sequence[str]) -> Iterator[Path]:
             content = read(file.parent)
         except UserError:
             continue
-        if what(content["words"]) == mine and not is_finished(file.parent) and not directory.is_held(file.parent):
+        if what(content["words"]) == mine and not is_finished(file.parent) and not directory.is_locked(file.parent):
             yield file.parent
 
 
