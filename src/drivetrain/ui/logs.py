@@ -56,11 +56,11 @@ class _ConsoleHandler(logging.Handler):
             self.handleError(record)
 
     def _print(self, text: str, style: str) -> None:
-        stream = _stderr()
-        if self.live is not None and stream.isatty():
+        real = _stderr()
+        if self.live is not None and real.isatty():
             self.live.print(text, style=style, highlight=False, markup=False)
-        else:
-            print(text, file=stream, flush=True)
+        else:  # in a terminal by rich's stream, which knows what else is being drawn, such as a sweep's table
+            print(text, file=sys.stderr if real.isatty() else real, flush=True)
 
 
 _rank = _Rank()
@@ -135,7 +135,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _stderr() -> TextIO:
-    """Standard error as it is now. While rich draws it puts another stream in its place, even where it is a file."""
+    """The real standard error: while rich draws it puts a stream of its own in its place, even where that is a file."""
     stream: TextIO = getattr(sys.stderr, "rich_proxied_file", sys.stderr)
     return stream
 
