@@ -15,7 +15,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.paths import conf_dir
 from drivetrain.launch import launcher
 from drivetrain.saving import manifest
-from tests import sets
+from tests.support import sets
 
 OPTIONS = [(group, name) for group, names in options().items() for name in names]
 FILES = {(group, name): conf_dir() / group / f"{name}.yaml" for group, name in OPTIONS}

@@ -45,6 +45,7 @@ def main() -> None:
     task = json.load(sys.stdin)
     if task["limit_gb"]:
         threading.Thread(target=_exit_above, args=(task["limit_gb"] * 2**30,), daemon=True).start()
+    from drivetrain.core.context import BuildContext
     from drivetrain.core.device import is_out_of_memory
     from drivetrain.core.overrides import key_of
     from drivetrain.core.world import World
@@ -58,7 +59,7 @@ def main() -> None:
     groups = {override.partition("=")[0] for override in off}
     overrides = [override for override in task["overrides"] if key_of(override).split(".")[0] not in groups]
     job = prepare([*overrides, *off], task["config_dirs"])
-    trainer = build.build(job.run, World(), Path(os.devnull), [])
+    trainer = build.build(BuildContext(job.run, World(), Path(os.devnull)), [])
     if trainer.device.type == "cuda":
         import torch
 
@@ -67,8 +68,8 @@ def main() -> None:
         try:
             for _ in range(2):  # at the second the optimizer's state is in memory
                 dry_run.forward_backward(trainer, size)
-                trainer.precision.step(trainer.optimizer, trainer.clip)
-                trainer.zero_grad()
+                trainer.step.update()
+                trainer.step.zero_grad()
         except RuntimeError as error:
             if is_out_of_memory(error):
                 os._exit(OUT_OF_MEMORY)

@@ -39,7 +39,7 @@ PEERS_GONE = "the ranks of another machine are gone, or cannot be reached"
 ANSWER_S = 10  # within which the rendezvous answers
 SHUTDOWN_S = 5  # for ranks that wait for one that died
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 OnAbandoned = Callable[[Result, int], int]  # writes the result, and returns the process's exit code
 RankResults = dict[int, dict[str, Any]]  # rank → the content of its result file
 
@@ -227,7 +227,7 @@ def _restart_from_newest(job: Job, run_dir: Path, reason: str, restarts: int) ->
     job.checkpoint, problems = manifest.newest_valid(run_dir)
     where = f"from {job.checkpoint}" if job.checkpoint else "from the beginning"
     for line in [*problems, f"{reason}: all start again {where} (restart {restarts})"]:
-        log.warning("%s", line)
+        logger.warning("%s", line)
 
 
 def _final_code(folder: Path) -> int:

@@ -28,7 +28,7 @@ from drivetrain.saving import manifest
 if TYPE_CHECKING:
     from drivetrain.engine.trainer import Trainer
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Job:
     def log_notices(self) -> None:
         """Log what composing found, also under `--quiet`. Composing itself is silent: sweeps and measuring compose many jobs."""
         for line in self.notices:
-            log.warning("%s", line)
+            logger.warning("%s", line)
 
     def write_files(self, run_dir: Path) -> None:
         """Write recipe.yaml, config.yaml and environment.json; a resumed run's are replaced, as its length may have changed."""

@@ -26,7 +26,7 @@ from drivetrain.ui import logs, terminal
 
 RUN_DIR_FILE = "DRIVETRAIN_RUN_DIR_FILE"  # in a child's environment: a file to which it writes its run's directory
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -85,11 +85,9 @@ def _choose_micro_batch(job: Job, world: World) -> None:
     if job.checkpoint is not None or world.size > 1:
         return
     overrides, config_dirs = job.composed.overrides, job.composed.config_dirs
-    chosen = job.run.batch.autotune(
+    job.run.parts["batch"] = job.run.batch.autotune(
         lambda sizes, limit: batch_probe.count_fitting(overrides, config_dirs, sizes, limit), job.run.parallel.ranks()
     )
-    if chosen:
-        job.notices.append(chosen)
 
 
 def _launch_in(run_dir: Path, job: Job, world: World, quiet: bool) -> Ended:
@@ -124,7 +122,7 @@ def _launch_on_several_machines(job: Job, run_dir: Path, quiet: bool) -> Ended:
     def end_process(result: Result, code: int) -> int:
         write_result(result)
         if code:
-            log.error("%s", result.error)
+            logger.error("%s", result.error)
         sys.stdout.flush()
         return code
 
@@ -135,7 +133,7 @@ def _launch_on_several_machines(job: Job, run_dir: Path, quiet: bool) -> Ended:
         raise UserError(str(result.error).splitlines())
     write_result(result)
     if result.run_dir is None and not code:
-        log.warning("this machine's ranks are done; the run's directory is where rank 0 is")
+        logger.warning("this machine's ranks are done; the run's directory is where rank 0 is")
     return Ended(result, code)
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from drivetrain.core.context import BuildContext
 from drivetrain.core.errors import (
     BAD_CONFIG,
     EXIT_OF_STATUS,
@@ -20,6 +20,7 @@ from drivetrain.core.errors import (
     UserError,
     is_peer_failure,
 )
+from drivetrain.core.protocols import LogWriter
 from drivetrain.core.signals import StopFlag
 from drivetrain.core.world import World
 from drivetrain.launch.job import Job
@@ -35,15 +36,14 @@ if TYPE_CHECKING:
 
 LAST_WRITE_S = 30.0  # for a checkpoint that is being written when the run fails
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
-class Sink(Protocol):
-    """What takes a run's records: a logger, or the terminal's progress."""
+class RunWriter(LogWriter, Protocol):
+    """A logger or the terminal's progress line, which takes a run's records until it is closed."""
 
-    def log(self, record: dict[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """The run has ended."""
 
 
 def run_rank(job: Job, world: World, run_dir: Path, stop: StopFlag, quiet: bool) -> tuple[Result, int]:
@@ -56,13 +56,12 @@ def run_rank(job: Job, world: World, run_dir: Path, stop: StopFlag, quiet: bool)
         config_hash=job.config_hash,
         world_size=world.size,
     )
-    sinks: list[Sink] = []
+    writers: list[RunWriter] = []
     trainer: Trainer | None = None
-    began = time.perf_counter()
-    job.run.parallel.identity = job.config_hash
-    job.run.parallel.config = identity.without_machine_local(job.composed, job.machine_local_keys)
+    config = identity.without_machine_local(job.composed, job.machine_local_keys)
+    context = BuildContext(job.run, world, run_dir, job.config_hash, config)
     try:
-        trainer = _build(job, world, run_dir, sinks, quiet)
+        trainer = _build(job, context, writers, quiet)
         trainer.fit(stop)
         result.status = "completed"
         code = EXIT_OF_STATUS["completed"]
@@ -70,14 +69,14 @@ def run_rank(job: Job, world: World, run_dir: Path, stop: StopFlag, quiet: bool)
         code = _record_failure(result, error, job, world, run_dir)
     if trainer is not None:
         trainer.writer.finish(LAST_WRITE_S)
-        _record_measurements(result, trainer, time.perf_counter() - began, job)
+        _record_measurements(result, trainer)
         _count_skipped(result, trainer, world, run_dir)
-    for sink in sinks:
-        sink.close()
-    job.run.precision.stop()
-    _report(job.run.debug.stop(), world, run_dir)
+    for writer in writers:
+        writer.close()
+    context.on_exit.close()
+    _report(context.findings(), world, run_dir)
     if trainer is not None and code == EXIT_OF_STATUS["completed"]:
-        job.run.parallel.stop()  # a failed rank must not wait here for the others
+        trainer.parallel.shutdown()  # a failed rank must not wait here for the others
     return result, code
 
 
@@ -102,7 +101,7 @@ def _record_failure(result: Result, error: BaseException, job: Job, world: World
             file.write("".join(traceback.format_exception(error)))
         result.error += f" (traceback in {run_dir / 'log.txt'})"
     elif is_peer_failure(result.error):
-        log.error(PEER_GONE)
+        logger.error(PEER_GONE)
     else:
         traceback.print_exception(error)
     return FAILED
@@ -113,32 +112,30 @@ def _report(lines: list[str], world: World, run_dir: Path) -> None:
     if world.rank != 0 or not lines:
         return
     for line in lines:
-        log.warning("%s", line)
+        logger.warning("%s", line)
     with contextlib.suppress(OSError):  # a full disk loses the copy, not the run
         (run_dir / "debug.txt").write_text("".join(line + "\n" for line in lines))
 
 
-def _build(job: Job, world: World, run_dir: Path, sinks: list[Sink], quiet: bool) -> Trainer:
-    """This rank's trainer, restored where the job has a checkpoint; rank 0's `sinks` are filled."""
+def _build(job: Job, context: BuildContext, writers: list[RunWriter], quiet: bool) -> Trainer:
+    """This rank's trainer, restored where the job has a checkpoint. On rank 0 the loggers start and go into `writers`."""
     from drivetrain.engine import build
     from drivetrain.logger import Files
 
-    trainer = build.build(job.run, world, run_dir, sinks)
-    if (checkpoint := job.run.parallel.same(job.checkpoint)) is not None:
-        trainer.restore(*_load(checkpoint, job.run.parallel))
+    trainer = build.build(context, writers)
+    if (checkpoint := trainer.parallel.broadcast_object(job.checkpoint)) is not None:
+        trainer.restore(*_load(checkpoint, trainer.parallel))
     if job.attach is not None:
         job.attach(trainer)
-    if world.rank == 0:
+    if context.world.rank == 0:
         loggers = job.run.logger
-        if not any(isinstance(logger, Files) for logger in loggers):
+        if not any(isinstance(each, Files) for each in loggers):
             loggers = [Files(), *loggers]  # always: resume and report read its files
-        sinks += loggers
-        for logger in loggers:
-            logger.start(run_dir, trainer.progress.updates)
-        for line in trainer.said:
-            log.info("%s", line)
+        writers += loggers
+        for each in loggers:
+            each.start(context.run_dir, trainer.progress.updates)
         if not quiet:
-            sinks.append(terminal.Progress(trainer.max_updates, trainer.epochs))
+            writers.append(terminal.Progress(trainer.max_updates, trainer.epochs))
     return trainer
 
 
@@ -146,17 +143,17 @@ def _load(checkpoint: Path, parallel: Parallel) -> tuple[dict[str, torch.Tensor]
     """A checkpoint's weights and state, on every rank. Rank 0 sends them where machines share no file system."""
     from drivetrain.saving import checkpoint_io
 
-    here = parallel.gather(checkpoint.is_dir())
-    if parallel.same(all(here)):
-        return checkpoint_io.load(checkpoint, parallel.room)
-    loaded: tuple[dict[str, torch.Tensor], dict[str, Any]] = parallel.same(
+    here = parallel.gather_object(checkpoint.is_dir())
+    if parallel.broadcast_object(all(here)):
+        return checkpoint_io.load(checkpoint, parallel.empty_shard)
+    loaded: tuple[dict[str, torch.Tensor], dict[str, Any]] = parallel.broadcast_object(
         checkpoint_io.load(checkpoint) if parallel.world.rank == 0 else None
     )
     return loaded
 
 
-def _record_measurements(result: Result, trainer: Trainer, seconds: float, job: Job) -> None:
-    """Fill in metrics, counts, times and memory; `seconds` is the time since the build began."""
+def _record_measurements(result: Result, trainer: Trainer) -> None:
+    """Fill in metrics, counts, times and memory."""
     from drivetrain.core.device import peak_memory
 
     progress, timer = trainer.progress, trainer.timer
@@ -175,7 +172,7 @@ def _record_measurements(result: Result, trainer: Trainer, seconds: float, job: 
         result.samples_per_second = (progress.samples - timer.first_samples) / seconds
     if (percentiles := timer.percentiles()) is not None:
         result.step_ms_p50, result.step_ms_p95 = percentiles
-    result.compile_s = job.run.compile.seconds()
+    result.compile_s = trainer.compile_seconds()
 
 
 def _count_skipped(result: Result, trainer: Trainer, world: World, run_dir: Path) -> None:
@@ -183,15 +180,15 @@ def _count_skipped(result: Result, trainer: Trainer, world: World, run_dir: Path
 
     A run that did not complete counts those of this rank: the others may be gone.
     """
-    sources = [pipeline.source for pipeline in (trainer.train_data, trainer.test_data)]
+    sources = [pipeline.source for pipeline in (trainer.train_data, trainer.evaluator.data)]
     if not any(hasattr(source, "skipped") for source in sources):
         return
     mine = [name for source in sources if hasattr(source, "skipped") for name in source.skipped()]
-    ranks = trainer.parallel.gather(mine) if result.status == "completed" else [mine]
+    ranks = trainer.parallel.gather_object(mine) if result.status == "completed" else [mine]
     names = sorted({name for rank in ranks for name in rank})
     result.skipped_samples = len(names)
     if world.rank == 0 and names:
         more = " …" if len(names) > 1 else ""
-        log.warning("%d samples could not be read and were skipped: %s%s", len(names), names[0], more)
+        logger.warning("%d samples could not be read and were skipped: %s%s", len(names), names[0], more)
         with contextlib.suppress(OSError), (run_dir / "log.txt").open("a") as file:
             file.writelines(f"skipped: {name}\n" for name in names)

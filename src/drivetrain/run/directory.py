@@ -9,9 +9,9 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from drivetrain.core.errors import UserError
+from drivetrain.core.protocols import Strategy
 
 _missing: dict[Path, list[Path]] = {}  # a run's directory → the folders that did not exist before, the deepest first
 
@@ -53,16 +53,16 @@ def remove(path: Path) -> None:
             folder.rmdir()
 
 
-def same_on_all_ranks(path: Path, parallel: Any) -> Path:
+def same_on_all_ranks(path: Path, parallel: Strategy) -> Path:
     """Rank 0's directory, on every rank. Raises UserError on all ranks where one of them cannot see it."""
     mark = f".seen-{secrets.token_hex(8)}"
-    path, mark = parallel.same((path, mark))
+    path, mark = parallel.broadcast_object((path, mark))
     if parallel.world.rank == 0:
         with contextlib.suppress(OSError):  # then no rank sees the file, and all raise
             (path / mark).touch()
-    parallel.same(None)  # a barrier: the file is there now
-    blind = [rank for rank, sees in enumerate(parallel.gather((path / mark).exists())) if not sees]
-    blind = parallel.same(blind)
+    parallel.broadcast_object(None)  # a barrier: the file is there now
+    blind = [rank for rank, sees in enumerate(parallel.gather_object((path / mark).exists())) if not sees]
+    blind = parallel.broadcast_object(blind)
     if parallel.world.rank == 0:
         (path / mark).unlink(missing_ok=True)
     if blind:

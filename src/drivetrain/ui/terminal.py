@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.run.result import Result
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 SLOW_RANK = 0.1  # the progress line names the slowest rank where the others wait for it longer than this part of the time
 LINE_EVERY_S = 10.0  # of training without an evaluation, where there is no terminal
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def is_live() -> bool:
@@ -59,12 +59,12 @@ def prepare_output() -> None:
         elif stream is getattr(sys, f"__{name}__"):  # not a test's or a notebook's
             line_buffering = stream.line_buffering
             setattr(sys, name, PipeSafeStream(stream.detach(), stream.encoding, "replace", line_buffering=line_buffering))
-    logs.configure()
+    logs.configure(quiet=True)  # a command that trains shows more
 
 
 def say(line: str) -> None:
     """Log one line that the user should see also under `--quiet`."""
-    log.warning("%s", line)
+    logger.warning("%s", line)
 
 
 def show_recipe(composed: Composed) -> None:
@@ -106,7 +106,7 @@ class Progress:
 
     def __init__(self, total_updates: int, epochs: int) -> None:
         self.total, self.epochs = total_updates, epochs
-        self._last: dict[str, Any] = {}
+        self._last: Mapping[str, Any] = {}
         self._printed = time.monotonic()
         self._bar: rich.progress.Progress | None = None
         self._live = contextlib.ExitStack()
@@ -115,11 +115,9 @@ class Progress:
             self._live.enter_context(self._bar)
             self._live.enter_context(logs.above(self._bar.console))  # left first: its messages need the bar
 
-    def log(self, record: dict[str, Any]) -> None:
+    def log(self, record: Mapping[str, Any]) -> None:
         """Show a training or evaluation record."""
-        if record["event"] == "remark":
-            log.info("%s", record["text"])
-        elif record["event"] == "train":
+        if record["event"] == "train":
             self._last = record
             if self._bar is not None:
                 self._bar.update(self._task, completed=record["update"], text=self._text(record))
@@ -128,7 +126,7 @@ class Progress:
         else:
             self._evaluation(record)
 
-    def _evaluation(self, record: dict[str, Any]) -> None:
+    def _evaluation(self, record: Mapping[str, Any]) -> None:
         metrics = "  ".join(f"test {k} {number(v)}" for k, v in record.items() if k not in ("event", "update", "epoch"))
         text = f"{self._text(self._last)}  {metrics}" if self._last else metrics
         if self._bar is not None:
@@ -140,7 +138,7 @@ class Progress:
         self._printed = time.monotonic()
         print(line, flush=True)
 
-    def _text(self, r: dict[str, Any]) -> str:
+    def _text(self, r: Mapping[str, Any]) -> str:
         from drivetrain.core.device import memory_now
 
         loss = "overflow" if r["loss"] is None else number(r["loss"])
