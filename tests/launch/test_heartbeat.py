@@ -179,10 +179,10 @@ class ProcessGroupStrategy:
     def __init__(self, rank: int, first: Path, sees: list[bool]) -> None:
         self.world, self._first, self._sees = World(rank, len(sees)), first, sees
 
-    def same(self, value: Any) -> Any:
+    def broadcast_object(self, value: Any) -> Any:
         return (self._first, ".seen-1") if isinstance(value, tuple) else value
 
-    def gather(self, value: bool) -> list[bool]:
+    def gather_object(self, value: bool) -> list[bool]:
         return [value, *self._sees[1:]]
 
 
