@@ -9,9 +9,12 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from drivetrain.core.errors import UserError
-from drivetrain.core.protocols import Strategy
+
+if TYPE_CHECKING:
+    from drivetrain.core.protocols import Strategy
 
 _missing: dict[Path, list[Path]] = {}  # a run's directory → the folders that did not exist before, the deepest first
 
