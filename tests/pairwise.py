@@ -187,7 +187,7 @@ def refused(words: Iterable[str], folder: Path) -> str | None:
     from drivetrain.launch.job import prepare
 
     try:
-        check.verify(prepare(complete(words, folder)).run)
+        check.validate_device(prepare(complete(words, folder)).run)
     except UserError as error:
         return str(error)
     return None

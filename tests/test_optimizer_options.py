@@ -16,7 +16,7 @@ import yaml
 
 from drivetrain import optimizer as options
 from drivetrain.config.compose import compose
-from drivetrain.config.validate import check, verify
+from drivetrain.config.validate import validate, validate_device
 from drivetrain.core.errors import UserError
 from drivetrain.core.paths import conf_dir
 from drivetrain.optimizer.knobs import Knobs
@@ -27,9 +27,9 @@ FORMLESS = ["rmsprop", "adafactor", "lars", "novograd", "lion", "schedulefree"]
 
 def problems(*words: str, needs_torch: bool = False) -> list[str]:
     try:
-        run = check(compose(words))
+        run = validate(compose(words))
         if needs_torch:
-            verify(run)
+            validate_device(run)
     except UserError as error:
         return error.problems
     return []
@@ -149,9 +149,9 @@ def test_apex_is_built_where_it_is(name: str, tmp_path: Path, monkeypatch: pytes
     assert "runs on CUDA alone" in problems(*words, needs_torch=True)[0]
     assert "is nothing else" in problems(*words, "optimizer.fused=false")[0]
     assert "has no multi-tensor form" in problems(*words, "optimizer.foreach=true")[0]
-    run = check(compose(words))
+    run = validate(compose(words))
     monkeypatch.setattr(run.runtime, "kind", lambda: "cuda")
-    assert not list(run.optimizer.verify(run))
+    assert not list(run.optimizer.validate_device(run))
     built = run.optimizer.build(torch.nn.Linear(3, 3))
     assert {g["lr"] for g in built.param_groups} == {0.5}
     assert {g["weight_decay"] for g in built.param_groups} == {run.optimizer.weight_decay, 0.0}
@@ -224,8 +224,8 @@ def test_unset_forms_take_the_fastest() -> None:
 
 def test_a_bad_optimizer_is_answered_without_torch() -> None:
     code = (
-        "import sys\nfrom drivetrain.config.validate import check\nfrom drivetrain.config.compose import compose\n"
-        "try: check(compose(['optimizer=lars', 'optimizer.fused=true', 'optimizer.lr_multipliers={head: -1}']))\n"
+        "import sys\nfrom drivetrain.config.validate import validate\nfrom drivetrain.config.compose import compose\n"
+        "try: validate(compose(['optimizer=lars', 'optimizer.fused=true', 'optimizer.lr_multipliers={head: -1}']))\n"
         "except ValueError as error: print(len(error.problems), 'torch' in sys.modules, 'timm' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -244,10 +244,10 @@ def test_of_a_recipes_values_only_those_that_hold_are_told():
     from drivetrain.launch.job import prepare
 
     line, *_ = prepare(["recipe=stdlib_gpt", "optimizer=adamw"]).said
-    assert "its optimizer.lr=0.02 still holds and its optimizer.adamw_lr has no place" in line
+    assert "the run keeps optimizer.lr=0.02 and leaves out optimizer.adamw_lr" in line
     line, *_ = prepare(["recipe=stdlib_gpt", "optimizer=adamw", "optimizer.lr=0.004"]).said
-    assert "still holds" not in line
-    assert "its optimizer.adamw_lr has no place and is left out" in line
+    assert "keeps" not in line
+    assert "the run leaves out optimizer.adamw_lr" in line
 
 
 def test_a_key_is_not_held_against_the_default_where_the_option_is_misspelt(problems):

@@ -6,15 +6,33 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from drivetrain.cli import arguments
 from drivetrain.core import horizon as horizons
-from drivetrain.core.errors import UserError
+from drivetrain.core.errors import DONE, UserError
 from drivetrain.core.horizon import Horizon
 from drivetrain.core.option import RunSpec
 from drivetrain.core.world import World
 from drivetrain.launch.job import prepare
 from drivetrain.ui import plots, terminal
 
-MOST_POINTS = 20_000  # of a curve; a longer run is looked at evenly
+MAX_POINTS = 20_000  # of a curve; of a longer run every n-th update is taken
+HELP = """\
+drivetrain show [group=option] [key=value] …      the learning rate (and momentum) over the run that these words compose
+
+  drivetrain show scheduler=cosine scheduler.cycles=3
+  drivetrain show recipe=fast epochs=90
+  drivetrain show scheduler=onecycle scheduler.momentum=[0.85,0.95] --png schedule.png
+
+  --png FILE            as an image, by matplotlib
+  -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
+"""
+
+
+def command(argv: Sequence[str]) -> int:
+    """Run `drivetrain show`; its exit code."""
+    if (given := arguments.parse("show", argv, HELP, "--png")) is not None:
+        show(given.overrides, given.config_dir, given.png)
+    return DONE
 
 
 def show(overrides: Sequence[str], config_dirs: Sequence[str], file: Path | None = None) -> None:
@@ -54,7 +72,7 @@ def _horizon(run: RunSpec) -> Horizon:
 def _curves(run: RunSpec, over: Horizon) -> list[plots.Curve]:
     run.scheduler.lay(over)
     base = run.optimizer.lr * run.batch.lr_factor()
-    updates = range(0, over.updates, -(-over.updates // MOST_POINTS))
+    updates = range(0, over.updates, -(-over.updates // MAX_POINTS))
     rates = [(u, base * run.scheduler.multiple(u)) for u in updates]
     curves = [plots.Curve("lr", rates, 0.0, max(rate for _, rate in rates) or 1.0)]
     momenta = [(u, m) for u in updates if (m := run.scheduler.momentum_at(u)) is not None]

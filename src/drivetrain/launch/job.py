@@ -14,8 +14,8 @@ from drivetrain.config import validate as check
 from drivetrain.config.compose import Composed
 from drivetrain.core.errors import UserError
 from drivetrain.core.option import RunSpec
-from drivetrain.core.overrides import as_word, key_of
-from drivetrain.core.paths import add_own_places
+from drivetrain.core.overrides import format_value, key_of
+from drivetrain.core.paths import add_import_paths
 from drivetrain.recipe import reader as recipes
 from drivetrain.run import directory, identity
 from drivetrain.run.result import Result
@@ -51,7 +51,7 @@ def prepare(
     if going_on in ("null", "", "auto"):
         composed = composing.compose(words, config_dirs, base=cell)
         composed.overrides += of_cell
-        composed.said += _given_twice(words)
+        composed.notices += _given_twice(words)
         if composed.recipe is not None and set(composed.recipe.sweep) - set(asked):
             raise UserError(
                 f"recipe {composed.recipe.name} is a sweep: run it by `python -m src.train recipe={composed.recipe.name}`"
@@ -72,12 +72,12 @@ def _given_twice(words: Sequence[str]) -> list[str]:
 def checked(composed: Composed, own: bool = False) -> Job:
     """The composed config as a job. Raises UserError. `own` is for the recipe of a run, which names its operator's choices."""
     if not own:
-        composed.problems += check.recipe_names_code(composed)
-    run = check.check(composed)
+        composed.problems += check.recipe_code_problems(composed)
+    run = check.validate(composed)
     if not own:
-        check.recipe_may_not(composed, run)
+        check.validate_recipe_keys(composed, run)
     machine_local_keys = check.machine_local_keys(run)
-    said = composed.said + [line for part in check.parts(run) for line in part.advise(run)]
+    said = composed.notices + [line for part in check.options_of(run) for line in part.advise(run)]
     return Job(composed, run, identity.config_hash(composed, machine_local_keys), machine_local_keys, said=said)
 
 
@@ -96,13 +96,13 @@ def _resumed(run_dir: Path, words: list[str], config_dirs: Sequence[str]) -> Job
     given = {key_of(w) for w in words}
     # What was said of an option goes with it where the words beside choose another.
     mine = {k: v for k, v in facts.get("operator", {}).items() if k not in given and k.partition(".")[0] not in given}
-    own = [f"{k}={as_word(v)}" for k, v in mine.items()]
+    own = [f"{k}={format_value(v)}" for k, v in mine.items()]
     base = None if "recipe" in given else recipes.read(run_dir / "recipe.yaml")
     dirs = config_dirs or facts.get("config_dirs", [])
-    add_own_places(dirs)
+    add_import_paths(dirs)
     job = checked(composing.compose([*own, *words], dirs, base=base), own=base is not None)
     job.composed.overrides = words
-    different = identity.differences(check.config_file(run_dir / "config.yaml"), job.composed.plain, job.machine_local_keys)
+    different = identity.differences(check.read_config(run_dir / "config.yaml"), job.composed.plain, job.machine_local_keys)
     if different and not job.run.values["resume_changed"]:
         raise UserError(
             [f"resume={run_dir}: the config differs from the run's, and only its length may: {'; '.join(different)}."

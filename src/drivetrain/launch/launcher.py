@@ -73,7 +73,7 @@ def launch(job: Job, run_dir: Path | None = None, quiet: bool = False) -> Ended:
     """Run a job to its end in `run_dir`, or in a new directory. Raises UserError where it cannot begin, and leaves nothing."""
     world = world_of_environment()
     ranks = job.run.parallel.ranks()
-    check.verify(job.run)
+    check.validate_device(job.run)
     if world.rank != 0:
         with StopFlag() as stop:
             return Ended(*_rank(job, world, Path(os.devnull), stop, quiet=True))

@@ -69,7 +69,7 @@ def differences(old: dict[str, Any], new: dict[str, Any], machine_local_keys: se
 def to_recipe(composed: Composed, machine_local_keys: set[str]) -> str:
     """The recipe that replays a config: every group's option, and the values that differ from the option's own."""
     chosen = {g: o for g, o in composed.choices.items() if g not in machine_local_keys}
-    plain = flatten(composed.options_own)
+    plain = flatten(composed.option_defaults)
     given = flatten(OmegaConf.to_container(composed.config))
     differing = {k: v for k, v in given.items() if plain.get(k) != v and not _is_operators(k, machine_local_keys)}
     outside = sorted(k for k, v in differing.items() if _is_of_environment(v))

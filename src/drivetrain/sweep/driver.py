@@ -14,7 +14,7 @@ from drivetrain.core.cpus import usable_cores
 from drivetrain.core.errors import FAILED, INTERRUPTED, UserError
 from drivetrain.core.option import RunSpec
 from drivetrain.core.overrides import key_of
-from drivetrain.core.paths import add_own_places
+from drivetrain.core.paths import add_import_paths
 from drivetrain.run import directory
 from drivetrain.sweep import objective, store
 from drivetrain.sweep.forked import Forked, Forward, Launcher
@@ -82,7 +82,7 @@ def run(overrides: Sequence[str], config_dirs: Sequence[str] = (), quiet: bool =
         path = Path(os.path.expanduser(asked))
         content = store.read(path)
         words, dirs = store.with_beside(path, content["words"], words), content["config_dirs"]
-        add_own_places(dirs)
+        add_import_paths(dirs)
         plan = _plan(words, dirs)
         if isinstance(plan.jobs, list) and [j.words for j in plan.jobs] != [j["overrides"] for j in content["jobs"]]:
             raise UserError(f"-m resume={path}: its words make other jobs than then: the recipe's sweep has changed")

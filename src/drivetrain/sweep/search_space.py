@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from drivetrain.core.errors import UserError
-from drivetrain.core.overrides import key_of, readable
+from drivetrain.core.overrides import key_of, parse_each
 
 
 @dataclass
@@ -59,7 +59,7 @@ def read(words: Sequence[str]) -> list[str | Axis]:
     """Each word as it is, or as an axis. Raises UserError with all that is wrong."""
     found: list[str | Axis] = []
     problems: list[str] = []
-    for word, override in readable(words, "key=value, key=a,b or key=interval(a,b)", problems):
+    for word, override in parse_each(words, "key=value, key=a,b or key=interval(a,b)", problems):
         if not override.is_sweep_override():
             found.append(word)
             continue

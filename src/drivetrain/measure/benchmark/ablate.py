@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drivetrain.config.compose import LISTS
+from drivetrain.config.catalog import LISTS
 from drivetrain.core.errors import DONE, FAILED, UserError
 from drivetrain.core.files import write_json
 from drivetrain.core.option import Count
-from drivetrain.core.overrides import as_word
+from drivetrain.core.overrides import format_value
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure import arguments
@@ -59,7 +59,7 @@ def techniques(baseline: Job, recipe: Job) -> list[Technique]:
         else:
             a, b = flatten(before[group]), flatten(after[group])
             for key in (k for k in b if a.get(k) != b[k] and f"{group}.{k}" not in recipe.machine_local_keys):
-                new_word, old_word = (f"{group}.{key}={as_word(v)}" for v in (b[key], a.get(key)))
+                new_word, old_word = (f"{group}.{key}={format_value(v)}" for v in (b[key], a.get(key)))
                 found.append(Technique(new_word, group, (new_word,), (old_word,)))
     return found
 
@@ -72,7 +72,7 @@ def _items(group: str, old: list[str], new: list[str]) -> list[Technique]:
 def _section(group: str, option: str, plain: dict[str, Any]) -> tuple[str, ...]:
     """The option and all its knobs, as words."""
     knobs = {k: v for k, v in flatten(plain[group]).items() if k and k != "_target_" and v != {}}
-    return (f"{group}={option}", *(f"{group}.{k}={as_word(v)}" for k, v in knobs.items()))
+    return (f"{group}={option}", *(f"{group}.{k}={format_value(v)}" for k, v in knobs.items()))
 
 
 def words_of(start: Job, differing: Sequence[Technique], forward: bool) -> list[str]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from drivetrain.config.compose import options
+from drivetrain.config.catalog import options
 from drivetrain.core.errors import DONE, FAILED, UserError
-from drivetrain.core.overrides import as_word, key_of
+from drivetrain.core.overrides import format_value, key_of
 from drivetrain.measure import arguments
 from drivetrain.measure.benchmark import compare, noninferiority
 from drivetrain.measure.benchmark.compare import Entry, Row
@@ -15,7 +15,7 @@ from drivetrain.measure.claims.write import Claim, times, told, words
 from drivetrain.measure.intervals import FEWEST
 from drivetrain.recipe import reader as recipes
 from drivetrain.recipe.reader import Recipe
-from drivetrain.recipe.safe_yaml import shown
+from drivetrain.recipe.safe_yaml import printable
 from drivetrain.run import environment
 
 TOLERANCE = 0.05  # of the claim's lower bound: what is measured may stay so far below it
@@ -63,7 +63,7 @@ def arms(recipe: Recipe, claim: Claim, given: Sequence[str], config_dirs: Sequen
     ]
     if problems := [problem for entry in entries for problem in entry.problems]:
         raise UserError(dict.fromkeys(problems))
-    entries[0].words[1:1] = [f"{key}={as_word(value)}" for key, value in claim.against.items()]  # for whoever reads the figures
+    entries[0].words[1:1] = [f"{key}={format_value(value)}" for key, value in claim.against.items()]  # for the record
     return entries
 
 
@@ -99,4 +99,4 @@ def differences(claim: Claim, row: Row) -> str:
         here = environment.version(name)
         if here is not None and here.split(".")[0] != claimed.split(".")[0]:
             found.append(f"{name} {here}, claimed with {claimed}")
-    return shown("; ".join(found))
+    return printable("; ".join(found))

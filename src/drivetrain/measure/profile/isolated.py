@@ -51,7 +51,7 @@ def _child(look: Callable[[Any], T], job: Job, folder: Path, connection: Connect
 
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     try:
-        check.verify(job.run)
+        check.validate_device(job.run)
         connection.send((False, look(build.build(job.run, World(), folder, []))))
     except UserError as error:
         connection.send((True, str(error)))
