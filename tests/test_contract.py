@@ -15,7 +15,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.paths import conf_dir
 from drivetrain.launch import launcher
 from drivetrain.saving import manifest
-from tests import sets
+from tests.support import sets
 
 FILES = {(group, name): file for group, files in option_files().items() for name, file in files.items()}
 OPTIONS = list(FILES)

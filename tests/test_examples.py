@@ -11,8 +11,7 @@ import torch
 from drivetrain import sweep
 from drivetrain.core.paths import add_import_paths
 from drivetrain.recipe import reader as recipe
-
-from .cli.command import ROOT, only_run, records, run
+from tests.support.command import ROOT, only_run, records, run
 
 HERE = ROOT / "examples/slow_loss"
 GIVEN = ("-cd", str(HERE / "conf"), f"recipe={HERE / 'find.yaml'}", "trust=[anomaly]", "runtime.threads=1")

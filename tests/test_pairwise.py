@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import pairwise
+from tests.support import pairwise
 
 SAMPLE = 14
 

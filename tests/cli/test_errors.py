@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from .command import OWN, ROOT, SRC_TRAIN, TINY, Done, empty, result, run, runs, train, with_own_nets
+from tests.support.command import OWN, ROOT, SRC_TRAIN, TINY, Done, empty, result, run, runs, train, with_own_nets
 
 SECRET = "sesame-open-4711"
 WITHOUT_A_MODEL: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {

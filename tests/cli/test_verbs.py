@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from .command import (
+from tests.support.command import (
     OWN,
     ROOT,
     SRC_TRAIN,

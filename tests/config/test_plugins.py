@@ -20,7 +20,7 @@ from drivetrain.core.paths import add_import_paths
 from drivetrain.core.process import PACKAGE
 from drivetrain.launch.job import prepare
 from drivetrain.sweep import prepare as prepare_sweep
-from tests import pairwise
+from tests.support import pairwise
 
 GROUPS = list(catalog.default_options())
 # The shipped option that each made-up one derives from: one that takes knobs and runs with the defaults of everything else.

@@ -31,7 +31,7 @@ class FlipCrop(Augment):
             yield "augment=flip_crop with flip=0 and pad=0 does nothing: set one of them or augment=none"
 
     def advise(self, run: RunSpec) -> Iterator[str]:
-        if run.choices["data"] == "digits" and self.flip:
+        if run.data.mirrored_changes_label and self.flip:
             yield (
                 "augment=flip_crop mirrors digits, which changes what they say: "
                 "augment.flip_crop.flip=0 augment.flip_crop.pad=1 suits 8×8 digits"
@@ -117,7 +117,7 @@ class RandomResizedCrop(Augment):
         yield from ordered("random_resized_crop", self)
         if self.scale[1] > 1:
             yield f"augment.random_resized_crop.scale={list(self.scale)}: a share of the image is at most 1"
-        chosen = run.choices["augment"]
+        chosen = run.names("augment")
         if chosen and chosen[0] != "random_resized_crop":
             right = ",".join(["random_resized_crop", *(c for c in chosen if c != "random_resized_crop")])
             yield f"{run.named('augment')}: random_resized_crop cuts images while they are decoded: write it first, [{right}]"

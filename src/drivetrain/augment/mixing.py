@@ -32,7 +32,7 @@ class Mixing(Augment):
         self.alpha, self.prob = alpha, prob
 
     def validate(self, run: RunSpec) -> Iterator[str]:
-        chosen = [c for c in run.choices["augment"] if c != "none"]
+        chosen = run.names("augment")
         mixing = [name for name, part in zip(chosen, run.augment, strict=True) if part.mixes]
         if chosen[-len(mixing) :] != mixing:
             right = ",".join([*(c for c in chosen if c not in mixing), *mixing])

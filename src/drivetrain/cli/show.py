@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,9 +60,10 @@ def _horizon(run: RunSpec) -> Horizon:
         import torch
 
         source = run.data.load(torch.device("cpu")).train
-        run.batch.start(source, run.runtime.seed, World())
+        batch = copy.deepcopy(run.batch)
+        batch.measure(source, run.runtime.seed, World())
         samples = len(source)
-        over = horizons.horizon(run, samples)
+        over = horizons.horizon(run, samples, batch)
     if over is None:
         raise UserError(
             f"batch.global_batch={run.batch.global_batch} is more than the {samples} training samples: no update is made"

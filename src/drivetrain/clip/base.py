@@ -18,6 +18,9 @@ def _nothing() -> None:
 class Clip(Option):
     """clip=none: gradients as they are."""
 
+    active = False
+    needs_whole_rows = False  # of weights, where ranks may hold parts of them
+
     def build(self, parameters: list[torch.nn.Parameter], norm: Norms) -> Callable[[], None]:
         """A function that bounds the (unscaled) gradients of a model's parameters, given in their order, in place.
 
@@ -28,6 +31,8 @@ class Clip(Option):
 
 class Norm(Clip):
     """Scale all gradients so that their global norm is at most `max_norm` (Pascanu et al. 2013)."""
+
+    active = True
 
     def __init__(self, max_norm: Positive = 1.0, norm_type: Positive = 2.0) -> None:
         self.max_norm, self.norm_type = max_norm, norm_type
@@ -41,6 +46,8 @@ class Norm(Clip):
 
 class Value(Clip):
     """Bound each element of the gradients to ± `clip_value` (torch's clip_grad_value_). It changes their direction."""
+
+    active = True
 
     def __init__(self, clip_value: Positive = 1.0) -> None:
         self.clip_value = clip_value
@@ -59,6 +66,9 @@ class Agc(Clip):
     one unit. Weights count as no smaller than `eps`, so that those that start at zero can move. The final layer is left
     alone, as in the paper: the last parameter of two or more dimensions and those after it (its bias).
     """
+
+    active = True
+    needs_whole_rows = True
 
     def __init__(self, clip_factor: Positive = 0.01, eps: Positive = 1e-3) -> None:
         self.clip_factor, self.eps = clip_factor, eps

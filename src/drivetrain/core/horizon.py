@@ -6,7 +6,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from drivetrain.core.option import Length, RunSpec
 
@@ -49,10 +49,13 @@ class Horizon(NamedTuple):
         return self if updates is None else self._replace(updates=min(updates, self.updates))
 
 
-def horizon(run: RunSpec, samples: int | None = None) -> Horizon | None:
-    """The horizon of a run over so many training samples; None where the data must be read to tell, or gives no update."""
+def horizon(run: RunSpec, samples: int | None = None, batch: Any = None) -> Horizon | None:
+    """The horizon of a run over so many training samples; None where the data must be read first, or gives no update.
+
+    `batch` is the batch option as it was built over the data, where it has been.
+    """
     samples = run.data.train_samples() if samples is None else samples
-    epochs, batch, drop_last = run.values["epochs"], run.batch, run.data.drop_last
+    epochs, batch, drop_last = run.values["epochs"], batch or run.batch, run.data.drop_last
     if not samples or not batch.total_updates(samples, epochs, drop_last):
         return None
     first, last = batch.updates(samples, 0, drop_last), batch.updates(samples, epochs - 1, drop_last)

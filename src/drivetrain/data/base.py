@@ -24,8 +24,9 @@ class Source(Protocol):
     It also says by `undecoded(index, box)` where to find a sample's file and what is wanted of it (decoding.Decoding).
     A source may also have `order(seed, epoch)`, indices (n,): each once, in the order that training takes in that epoch.
     Without it that is a permutation of them all. And `skipped()`: the names of samples that could not be read.
-    Sequences have `lengths` (n,), the tokens each one counts in the loss, known without reading it, and `pad_to`: `fetch`
-    pads a batch on the right, up to a multiple of it or to the longest sample there is, with targets of IGNORED.
+    Sequences have `lengths` (n,), the tokens each one counts in the loss, known without reading it. Their `fetch`
+    takes a second argument, `pad_to`: it pads a batch on the right, up to a multiple of that or to the longest sample there is,
+    with targets of IGNORED.
     """
 
     def __len__(self) -> int: ...
@@ -64,6 +65,7 @@ class Data(Option):
     drop_last: bool
     peak: float | None = 255.0  # the largest value of an input; None where there is no bound
     on_device = False  # samples are made where the model is
+    mirrored_changes_label = False  # a mirrored image shows another class
     tokens = False  # samples are sequences of tokens, with a target for each; they may differ in length
 
     def load(self, device: torch.device) -> Splits:

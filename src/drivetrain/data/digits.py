@@ -15,6 +15,7 @@ class Digits(Data):
     """scikit-learn's 1,797 real handwritten digits, 8×8 (Alpaydin & Kaynak 1998): on every machine, nothing to download."""
 
     peak = 16.0
+    mirrored_changes_label = True
 
     def __init__(self, holdout: Fraction = 0.2, normalize: bool = True, drop_last: bool = True) -> None:
         self.holdout, self.normalize, self.drop_last = holdout, normalize, drop_last

@@ -45,7 +45,7 @@ class Stdlib(Data):
         self.max_files, self.test_samples, self.drop_last = max_files, test_samples, drop_last
 
     def validate(self, run: RunSpec) -> Iterator[str]:
-        if run.choices["augment"]:
+        if run.augment:
             yield f"{run.named('augment')} changes images, but data=stdlib is text: set augment=[]"
         if self.root and not Path(self.root).is_dir():
             yield f"data.root={self.root} is no directory: set it to a folder of .py files, or to null for Python's own library"
@@ -77,8 +77,6 @@ class Stdlib(Data):
 class Texts:
     """Documents as a source of sequences: inputs (n, longest) and targets, the next tokens."""
 
-    pad_to = 1
-
     def __init__(self, documents: list[bytes], length: int) -> None:
         sizes = torch.tensor([len(d) for d in documents])
         pieces = -(-sizes // length)
@@ -105,9 +103,9 @@ class Texts:
         some.starts, some.lengths = self.starts[chosen], self.lengths[chosen]
         return some
 
-    def fetch(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def fetch(self, indices: torch.Tensor, pad_to: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
         lengths = self.lengths[indices].unsqueeze(1)
-        longest = -(-int(lengths.max()) // self.pad_to) * self.pad_to
+        longest = -(-int(lengths.max()) // pad_to) * pad_to
         place = torch.arange(min(longest, self.longest))
         tokens = self.starts[indices].unsqueeze(1) + place
         padding = place >= lengths

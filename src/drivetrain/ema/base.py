@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Option, Share
+
+if TYPE_CHECKING:
+    from drivetrain.core.context import BuildContext
 
 
 class Ema(Option):
     """ema=none: no average is kept."""
 
     active = False
+
+    def setup(self, context: BuildContext) -> None:
+        self.start(context.model)
 
     def start(self, model: torch.nn.Module) -> None:
         """Begin from the model's weights."""

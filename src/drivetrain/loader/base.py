@@ -23,6 +23,7 @@ class Pipeline(NamedTuple):
     normalize: Any  # None where the source's values are ready
     seed: int
     classes: int = 0
+    pad_to: int = 1  # sequences are padded to a multiple of this
 
     def read(self, request: Request) -> Batch:
         """Inputs and targets as they lie in the source: those of `request.rows()`."""
@@ -30,6 +31,8 @@ class Pipeline(NamedTuple):
 
     def read_rows(self, rows: torch.Tensor, request: Request) -> Batch:
         """Some of the request's rows alone; a source that can takes the first step's crops while it decodes."""
+        if self.pad_to > 1:
+            return self.source.fetch(rows, self.pad_to)
         boxes = self.boxes(rows, request)
         return self.source.fetch(rows) if boxes is None else self.source.fetch(rows, boxes)
 

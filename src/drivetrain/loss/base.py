@@ -16,6 +16,14 @@ class Loss(Option):
     best: tuple[str, Callable[[float, float], float]]  # the metric that says which model is the best, and the better of two
     tokens = False  # targets are one for each token of a sequence
 
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """The mean loss of a micro-batch, 0-d."""
+        raise NotImplementedError
+
+    def sums(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """Sums of `metrics` over a batch and, last, the count: float64 (metrics + 1,)."""
+        raise NotImplementedError
+
     def validate(self, run: RunSpec) -> Iterator[str]:
         if run.data.tokens and not self.tokens:
             yield (

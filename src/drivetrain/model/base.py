@@ -16,6 +16,8 @@ class Model(Option):
 
     tokens: bool | None = False  # reads sequences of tokens; None: whatever it is given
 
+    may_be_transformer = False
+
     def validate(self, run: RunSpec) -> Iterator[str]:
         if run.data.tokens and self.tokens is False:
             yield f"{run.named('model')} does not read sequences of tokens, which {run.named('data')} gives: set model=gpt"
@@ -32,6 +34,8 @@ class Model(Option):
 
 class Timm(Model):
     """Any of timm's networks, with any of its arguments in `kwargs`; input channels and classes come from the data."""
+
+    may_be_transformer = True
 
     def __init__(self, name: str = "resnet18", pretrained: bool = False, kwargs: dict[str, Any] | None = None) -> None:
         self.name, self.pretrained, self.kwargs = name, pretrained, kwargs or {}
@@ -88,6 +92,8 @@ class Gpt(Model):
 
     tokens = True
 
+    may_be_transformer = True
+
     def __init__(
         self,
         width: Count = 256,
@@ -120,6 +126,8 @@ class Own(Model):
 
     machine_local_keys = ("target",)
     tokens = None
+
+    may_be_transformer = True
 
     def __init__(self, target: str | None = None, kwargs: dict[str, Any] | None = None) -> None:
         self.target, self.kwargs = target, kwargs or {}

@@ -65,7 +65,7 @@ class NvLamb(Lamb):
         return lambda name, decayed: {"adapt": True}
 
     def advise(self, run: RunSpec) -> Iterator[str]:
-        if run.choices["clip"] != "none":
+        if run.clip.active:
             yield f"{run.named('optimizer')} bounds the gradients' norm itself: {run.named('clip')} comes before that"
 
 

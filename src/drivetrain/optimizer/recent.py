@@ -115,14 +115,14 @@ class ScheduleFree(Optimizer):
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)
-        if run.choices["scheduler"] != "constant":
+        if not run.scheduler.constant:
             yield (
                 f"{run.named('optimizer')} averages the weights where others lower the learning rate, and wants it to rise "
                 f"or stay, but {run.named('scheduler')} lowers it: set scheduler=constant, with scheduler.warmup as you like"
             )
 
     def advise(self, run: RunSpec) -> Iterator[str]:
-        if run.choices["ema"] != "none":
+        if run.ema.active:
             yield f"{run.named('optimizer')} evaluates an average already: {run.named('ema')} averages what is trained"
 
     def make(self, groups: list[dict[str, Any]], form: Form) -> torch.optim.Optimizer:

@@ -32,7 +32,7 @@ class Fsdp(Sharded):
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)
         yield from self.divides("replicate", self.replicate, self.replicate)
-        if run.choices["compile"] == "cudagraph":
+        if run.compile.cuda_graphs:
             yield (
                 "compile=cudagraph and parallel=fsdp exclude each other (weights come and go within a forward): "
                 "set compile=regional"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.horizon import Horizon, horizon, length_problem
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Length, Option, RunSpec, Share
+
+if TYPE_CHECKING:
+    from drivetrain.core.context import BuildContext
 
 
 class Scheduler(Option):
@@ -18,6 +21,11 @@ class Scheduler(Option):
 
     lengths: tuple[str, ...] = ("warmup",)  # the knobs that are lengths, or lists of them
     remark = ""  # what a drawing of the curve cannot show
+
+    @property
+    def constant(self) -> bool:
+        """Whether the learning rate stays after its warm-up."""
+        return type(self) is Scheduler
 
     def __init__(self, warmup: Length = 0.0, warmup_start: Share = 0.0) -> None:
         self.warmup, self.warmup_start = warmup, warmup_start
@@ -53,6 +61,9 @@ class Scheduler(Option):
     def lay(self, over: Horizon) -> None:
         """Lay the curve over a run."""
         self._warmup = round(over.of(self.warmup))
+
+    def setup(self, context: BuildContext) -> None:
+        self.start(context.optimizer, *context.horizon)
 
     def start(self, optimizer: torch.optim.Optimizer, updates: int, ends: Sequence[int] | None = None) -> None:
         """Bind to an optimizer for a run of `updates` updates, whose epochs end after `ends`."""

@@ -35,7 +35,7 @@ class Cycling(Scheduler):
         knobs = inspect.signature(type(run.optimizer)).parameters
         if not {"momentum", "beta1", "betas", "kwargs"} & set(knobs):  # whoever takes kwargs is asked at the start
             yield self._no_momentum(run.named("optimizer"))
-        if run.choices["compile"] == "step":
+        if run.compile.captures_step:
             yield "scheduler.momentum and compile=step exclude each other (its graph keeps the momentum): set it to null"
 
     def start(self, optimizer: torch.optim.Optimizer, updates: int, ends: Sequence[int] | None = None) -> None:

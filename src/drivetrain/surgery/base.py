@@ -16,6 +16,7 @@ class Edit(Option):
     """One model edit; surgery=[] is the off switch."""
 
     memory_format: str | None = None  # of the inputs that the edited model wants
+    ranks_meet_in_forward = False  # the edited forward waits for the other ranks
 
     def apply(self, model: torch.nn.Module, example: torch.Tensor) -> str:
         """Edit the model in place. `example` is a batch of two zeros on the model's device."""
@@ -67,16 +68,18 @@ class SyncBn(Edit):
     torch.nn.SyncBatchNorm on CUDA; on a CPU, where that does not run, the same in plain operations.
     """
 
+    ranks_meet_in_forward = True
+
     def validate(self, run: RunSpec) -> Iterator[str]:
-        if run.choices["parallel"] == "dp":
+        if run.parallel.thread_per_device:
             yield "surgery=[sync_bn] needs a process for each device, which parallel=dp has not: set parallel=ddp"
-        if run.choices["compile"] in ("cudagraph", "jit") and run.parallel.ranks() > 1:
+        if run.compile.active and not run.compile.ranks_meet_in_forward and run.parallel.ranks() > 1:
             yield (
                 f"surgery=[sync_bn] and {run.named('compile')} exclude each other (the ranks' statistics meet within the "
                 "forward): set compile=inductor or none"
             )
-        order = run.choices["surgery"]
-        if "no_bias_before_norm" in order and order.index("sync_bn") < order.index("no_bias_before_norm"):
+        edits = [type(edit) for edit in run.surgery]
+        if NoBiasBeforeNorm in edits and edits.index(type(self)) < edits.index(NoBiasBeforeNorm):
             yield (
                 "surgery=[sync_bn,no_bias_before_norm]: no_bias_before_norm no longer knows a norm that sync_bn has changed: "
                 "put it first"

@@ -108,7 +108,7 @@ class BenchmarkAgent:
             self._connection.send(self._turn(time.perf_counter() - began, steps, reads, trainer))
 
     def _turn(self, seconds: float, steps: list[float], reads: list[tuple[float, int]], trainer: Any) -> Turn:
-        samples = sum(n for _, n in reads) * trainer.parallel.data.size
+        samples = sum(n for _, n in reads) * trainer.parallel.data_world.size
         wait = sum(s for s, _ in reads)
         return Turn(seconds, len(steps), samples, wait, steps, peak_memory(trainer.device))
 

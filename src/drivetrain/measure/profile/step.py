@@ -139,7 +139,7 @@ def _larger(trainer: Any, micro: Any, look_s: float) -> float | None:
 def _evaluation(trainer: Any) -> float:
     """Seconds of one evaluation, from its first batches."""
     source = trainer.test_data.source
-    batches = len(trainer.batch.evaluation(source, trainer.parallel.data))
+    batches = len(trainer.batch.evaluation(source, trainer.parallel.data_world))
     trainer.eval_batches = min(batches, trainer.eval_batches or batches, 8)
     began = time.perf_counter()
     trainer.evaluate()

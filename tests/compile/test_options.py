@@ -1,0 +1,232 @@
+"""Compiling parts, steps and scripts: in effect, equal to the plain run, and refused where it cannot be."""
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+RESNET = ["model=resnet9", "model.width=8", "optimizer.lr=0.01", "updates=4"]
+OWN = ["model=own", "trust=[tests]"]
+MLP = ["model=mlp", "model.hidden=[16,16]", "updates=5", "epochs=2"]
+
+
+def weights(result) -> dict[str, torch.Tensor]:
+    assert result.status == "completed", result.error
+    return safetensors.torch.load_file(result.run_dir / f"checkpoints/{result.updates}/model.safetensors")
+
+
+def assert_close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], start: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys() == start.keys()
+    for name, value in a.items():
+        torch.testing.assert_close(b[name], value, rtol=1e-4, atol=1e-5)
+    assert any(not torch.equal(a[name], start[name]) for name in a)
+
+
+@pytest.fixture
+def eager_backend(monkeypatch):
+    """torch.compile that traces and runs what it traced as it is; what it was asked to compile."""
+    compiled, original = [], torch.compile
+
+    def compile_(what, **knobs):
+        compiled.append(what)
+        return original(what, backend="aot_eager", dynamic=knobs.get("dynamic"))
+
+    monkeypatch.setattr("drivetrain.core.lazy.torch.compile", compile_)
+    yield compiled
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """The step's graphs, run as they were recorded: inductor's own work is left out."""
+    import torch._inductor
+
+    graphs = []
+    monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs, options=None: graphs.append(graph) or graph)
+    yield graphs
+    torch._dynamo.reset()
+
+
+# --- regional: the repeated blocks alone ---
+
+
+def test_regional_compiles_the_blocks_alone(make, eager_backend):
+    trainer = make(*RESNET, "compile=regional", "compile.block=Residual")
+    assert trainer.forward is trainer.model
+    assert len(eager_backend) == 2
+    assert [type(m).__name__ for m in trainer.model.modules() if "forward" in vars(m)] == ["Residual", "Residual"]
+    assert any("2 Residual compiled" in line for line in trainer.said)
+
+
+def test_regional_equals_the_plain_run_and_keeps_plain_names(train, make, eager_backend):
+    plain, regional = train(*RESNET), train(*RESNET, "compile=regional")
+    assert_close(weights(plain), weights(regional), make(*RESNET).model.state_dict())
+
+
+def test_equal_blocks_share_a_compilation(make, eager_backend):
+    import torch._dynamo.utils as dynamo
+
+    vit = ["model=timm", "model.name=vit_tiny_patch16_224", "data.shape=[3,16,16]", "+model.kwargs.img_size=16"]
+    vit += ["+model.kwargs.patch_size=8", "+model.kwargs.depth=6", "+model.kwargs.embed_dim=48"]
+    dynamo.counters.clear()
+    make(*vit, "compile=regional", "updates=2", "saving=none", "data.test_samples=4").fit()
+    assert len(eager_backend) == 6
+    assert dynamo.counters["stats"]["unique_graphs"] < 3
+
+
+def test_evaluation_is_not_compiled(make, eager_backend):
+    import torch._dynamo.utils as dynamo
+
+    trainer = make(*RESNET, "compile=regional")
+    dynamo.counters.clear()
+    trainer.evaluate()
+    assert not dynamo.counters["stats"]
+
+
+# --- step: forward, backward and update as one graph ---
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["optimizer=adamw", "scheduler=cosine", "clip=norm", "clip.max_norm=0.1"],
+        ["batch=accumulate", "batch.accumulation_steps=3"],
+        ["precision=bf16", "ema=ema"],
+        ["checkpointing=blocks", "model.dropout=0.0"],
+        ["optimizer=lamb", "optimizer.lr=0.01"],
+    ],
+    ids=" ".join,
+)
+def test_a_step_as_one_graph_is_the_plain_step(train, make, recorded, words):
+    plain, step = train(*MLP, *words), train(*MLP, *words, "compile=step")
+    assert_close(weights(plain), weights(step), make(*MLP, *words).model.state_dict())
+    assert recorded, "it was recorded"
+    assert step.compile_s is not None
+
+
+def test_the_graph_holds_forward_backward_and_update(make, recorded):
+    """After the recording no operation of the model or the optimizer runs outside the graph."""
+    trainer = make(*MLP, "compile=step", "optimizer=adamw", "saving=none")
+    forwards = []
+    trainer.model.register_forward_pre_hook(lambda m, *_: forwards.append(torch.is_grad_enabled()))
+    trainer.fit()
+    assert sum(forwards) == 2, "op by op, and recorded"
+    assert len(recorded) == 1
+    names = [str(node.target) for node in recorded[0].graph.nodes]
+    assert any("addmm" in n for n in names)
+    assert any("threshold_backward" in n or "relu" in n for n in names)
+    assert any("sqrt" in n for n in names), "AdamW's update is in it"
+
+
+def test_a_steps_code_is_kept_for_the_next_run(train, tmp_path):
+    from torch._dynamo.utils import counters
+
+    found = []
+    for _ in range(2):
+        counters.clear()
+        weights(train(*MLP, "compile=step", f"compile.cache_dir={tmp_path}"))
+        found.append({name: counters["inductor"][f"fxgraph_cache_{name}"] for name in ("miss", "hit", "bypass")})
+    assert found == [{"miss": 1, "hit": 0, "bypass": 0}, {"miss": 0, "hit": 1, "bypass": 0}]
+
+
+def test_a_schedule_reaches_the_graph(train, make, recorded):
+    """The learning rate is a tensor: with a constant in its place the ends would differ."""
+    words = [*MLP, "scheduler=linear", "optimizer.lr=0.2"]
+    plain, step = weights(train(*words)), weights(train(*words, "compile=step"))
+    assert_close(plain, step, make(*words).model.state_dict())
+
+
+class Reads(nn.Module):
+    """A model that reads a value back in its forward."""
+
+    def __init__(self, shape, classes):
+        super().__init__()
+        self.head = nn.Linear(shape[0] * shape[1] * shape[2], classes)
+
+    def forward(self, x):
+        out = self.head(x.flatten(1))
+        return out if float(out.sum()) > 1e9 else out * 1.0
+
+
+def test_a_step_that_cannot_be_a_graph_says_why_and_goes_on(train, recorded, eager_backend):
+    words = [*OWN, "model.target=tests.compile.test_options.Reads", "updates=5", "epochs=2"]
+    plain, step = train(*words), train(*words, "compile=step")
+    assert_close(weights(plain), weights(step), {k: v * 0 for k, v in weights(plain).items()})
+    remarks = [line for line in (step.run_dir / "metrics.jsonl").read_text().splitlines() if '"remark"' in line]
+    assert len(remarks) == 1
+    assert "cannot be one graph" in remarks[0]
+    assert "compile=inductor" in remarks[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", ["regional", "step"])
+def test_inductor_itself_trains_the_same(train, make, option):
+    words = ["model=resnet9", "model.width=8", "optimizer.lr=0.01", "updates=6", "epochs=2"]
+    plain, compiled = train(*words), train(*words, f"compile={option}")
+    assert compiled.compile_s > 0
+    a, b = weights(plain), weights(compiled)
+    assert all(torch.allclose(b[name].float(), a[name].float(), rtol=1e-3, atol=1e-4) for name in a)
+
+
+# --- jit, cudagraph, and what is refused ---
+
+
+@pytest.mark.parametrize("method", ["trace", "script"])
+def test_jit_is_torchscript_and_trains_the_same(train, make, method):
+    words = [*MLP, "compile=jit", f"compile.method={method}"]
+    trainer = make(*words)
+    assert isinstance(trainer.forward, torch.jit.ScriptModule)
+    assert not isinstance(trainer.model, torch.jit.ScriptModule)
+    assert_close(weights(train(*MLP)), weights(train(*words)), make(*MLP).model.state_dict())
+
+
+def test_tracing_leaves_statistics_and_random_streams_alone(make):
+    plain, traced = make(*RESNET), make(*RESNET, "compile=jit")
+    for name, value in plain.model.state_dict().items():
+        assert torch.equal(value, traced.model.state_dict()[name]), name
+
+
+def test_jit_says_that_it_is_retired(make, tiny):
+    from drivetrain.launch.job import prepare
+
+    assert any("retired" in line and "compile=inductor" in line for line in prepare(tiny("compile=jit")).said)
+
+
+def test_a_model_that_cannot_be_scripted_is_refused(make):
+    with pytest.raises(ValueError, match=r"compile=jit cannot script .*compile.method=trace"):
+        make(
+            "model=own",
+            "model.target=tests.compile.test_options.Untyped",
+            "trust=[tests]",
+            "compile=jit",
+            "compile.method=script",
+        )
+
+
+class Untyped(Reads):
+    """What TorchScript cannot read."""
+
+    def forward(self, x):
+        return self.head(x.flatten(1)) + dict.fromkeys(vars(self), 0.0).get("none", 0.0)
+
+
+def test_what_cannot_be_is_refused_at_once(problems):
+    for words, names in (
+        (["compile=cudagraph"], ("compile=cudagraph", "CUDA")),
+        (["compile=cudagraph", "runtime.device=cpu"], ("runtime.device=cpu", "compile=inductor")),
+        (["compile=step", "precision=amp"], ("compile=step", "precision=amp")),
+        (["compile=step", "parallel=ddp"], ("compile=step", "parallel=ddp")),
+        (["compile=step", "optimizer=adamw", "optimizer.fused=true"], ("optimizer.fused=true", "compile=step")),
+        (["compile=inductor", "compile.mode=reduce-overhead", "runtime.device=cpu"], ("compile.mode=reduce-overhead", "CPU")),
+        (["compile=jit", "debug=anomaly"], ("compile=jit", "debug=anomaly")),
+    ):
+        said = " ".join(problems(*words))
+        assert all(name in said for name in names), said
+
+
+def test_kernels_are_kept_where_asked(make, monkeypatch, tmp_path, eager_backend):
+    import os
+
+    make("compile=inductor", f"compile.cache_dir={tmp_path / 'kernels'}")
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "kernels")

@@ -1,0 +1,263 @@
+"""The loop: what it counts, tells, evaluates and saves, in which order, and how it ends."""
+
+import signal
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import drivetrain
+from drivetrain.core.errors import Diverged, Interrupted
+from drivetrain.core.signals import StopFlag
+from drivetrain.core.world import World
+
+TAIL = ["data.samples=53", "data.drop_last=false", "updates=null", "epochs=2"]  # five updates an epoch, the last of 5
+
+
+def told(trainer, event: str) -> list[dict]:
+    return [r for r in trainer.sinks[0] if r["event"] == event]
+
+
+# --- counting ---
+
+
+def test_updates_epochs_and_samples_are_counted(make):
+    trainer = make(*TAIL, "batch=accumulate", "batch.accumulation_steps=3")
+    trainer.fit()
+    records = told(trainer, "train")
+    assert [r["update"] for r in records] == list(range(1, 11))
+    assert [r["samples"] for r in records] == [12, 24, 36, 48, 53, 65, 77, 89, 101, 106]
+    assert [r["epoch"] for r in records] == [0] * 5 + [1] * 5
+    assert (trainer.progress.epoch, trainer.progress.window, trainer.progress.updates) == (2, 0, 10)
+    assert trainer.max_updates == 10
+
+
+def test_the_dropped_tail_is_not_counted(make):
+    trainer = make("data.samples=53", "updates=null", "epochs=2")
+    trainer.fit()
+    assert [r["samples"] for r in told(trainer, "train")] == [12, 24, 36, 48, 60, 72, 84, 96]
+
+
+def test_each_epoch_reads_each_sample_once(make):
+    trainer = make(*TAIL)
+    read, fetch = [], trainer.train_data.source.fetch
+    trainer.train_data.source.fetch = lambda indices: (read.append(indices), fetch(indices))[1]
+    trainer.fit()
+    epochs = [torch.cat(read[:5]), torch.cat(read[5:])]
+    assert all(sorted(e.tolist()) == list(range(53)) for e in epochs)
+    assert not torch.equal(*epochs)
+
+
+@pytest.mark.parametrize(
+    ("words", "updates"),
+    [(["epochs=3", "updates=null"], 12), (["epochs=3", "updates=5"], 5), (["epochs=1", "updates=50"], 4)],
+    ids=["epochs", "updates", "whichever is first"],
+)
+def test_the_run_is_as_long_as_was_said(make, words, updates):
+    trainer = make(*words)
+    trainer.fit()
+    assert trainer.progress.updates == trainer.max_updates == updates
+
+
+# --- the step ---
+
+
+def test_the_order_within_an_update(make):
+    """Backward for each micro-batch; then once: clip, step, schedule, average, forget."""
+    trainer = make("batch=accumulate", "batch.accumulation_steps=2", "updates=1", "clip=norm", "ema=ema", "saving=none")
+    events = []
+
+    def spy(owner, name: str) -> None:
+        original = getattr(owner, name)
+        setattr(owner, name, lambda *a, **k: (events.append(name), original(*a, **k))[1])
+
+    for owner, name in (
+        (trainer.precision, "backward"), (trainer, "clip"), (trainer.optimizer, "step"),
+        (trainer.ema, "update"), (trainer, "zero_grad"),
+    ):  # fmt: skip
+        spy(owner, name)
+    schedule = trainer.scheduler.step
+    trainer.scheduler.step = lambda update: (events.append(f"schedule {update}"), schedule(update))
+    trainer.fit()
+    assert events == ["schedule 0", "backward", "backward", "clip", "step", "schedule 1", "update", "zero_grad"]
+
+
+class Reads(TorchDispatchMode):
+    """Counts what makes the host wait for a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["precision=bf16", "batch=accumulate", "batch.accumulation_steps=3"],
+        ["clip=norm", "ema=ema", "optimizer=adamw", "scheduler=onecycle"],
+        ["model=resnet9", "model.width=8", "checkpointing=blocks"],
+        ["optimizer.fused=false", "optimizer.foreach=true"],
+    ],
+    ids=lambda words: " ".join(words) or "plain",
+)
+def test_a_step_reads_nothing_back(make, words):
+    trainer = make(*words, "data.samples=120", "updates=8", "log_every=50", "saving=none")
+    with Reads() as reads:
+        mark, after = [], trainer._after_update
+        trainer._after_update = lambda *a: (mark.append(reads.count), after(*a))[1]
+        trainer.fit()
+    assert len(mark) == 8
+    assert mark[-1] == mark[0] == 0
+    assert reads.count > 0  # the last log and the evaluation: reads are seen
+
+
+# --- evaluation ---
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("samples", [20, 7, 1, 24])
+def test_evaluation_sees_each_sample_once_on_any_number_of_ranks(make, size, samples):
+    trainer = make(f"data.test_samples={samples}", "saving=none")
+    alone = trainer.evaluate()
+    read, sums = [], []
+    fetch = trainer.test_data.source.fetch
+    trainer.test_data.source.fetch = lambda indices: (read.append(indices), fetch(indices))[1]
+    for rank in range(size):
+        trainer.parallel.data_world = World(rank, size)
+        trainer.parallel.all_reduce_sum = lambda s: (sums.append(s), s)[1]
+        try:
+            trainer.evaluate()
+        except ZeroDivisionError:  # this rank had no batch; the others' sums are missing here
+            assert samples <= 12 // size * rank
+    assert sorted(torch.cat(read).tolist()) == list(range(samples))
+    loss, correct, count = sum(sums).tolist()
+    assert count == samples
+    assert loss / count == pytest.approx(alone["loss"], rel=1e-6)
+    assert correct / count == pytest.approx(alone["accuracy"])
+
+
+def test_evaluation_leaves_no_trace_in_the_model(make):
+    trainer = make("model=resnet9", "model.width=8", "saving=none")
+    state = {k: v.clone() for k, v in trainer.model.state_dict().items()}
+    trainer.model.train()
+    modes = []
+    trainer.model.register_forward_hook(lambda m, i, o: modes.append((m.training, torch.is_inference_mode_enabled(), o.grad_fn)))
+    before = torch.get_rng_state()
+    trainer.evaluate()
+    assert set(modes) == {(False, True, None)}
+    assert trainer.model.training
+    assert all(torch.equal(v, state[k]) for k, v in trainer.model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(("every", "at"), [(1, [4, 8, 12, 16, 20]), (2, [8, 16, 20]), (9, [20])])
+def test_evaluations_come_as_often_as_asked_for_and_at_the_end(make, every, at):
+    trainer = make("updates=null", "epochs=5", f"evaluate_every={every}")
+    trainer.fit()
+    assert [r["update"] for r in told(trainer, "evaluate")] == at
+
+
+def test_a_run_that_ends_within_an_epoch_is_evaluated_there(make):
+    trainer = make("updates=6", "epochs=5")
+    trainer.fit()
+    assert [r["update"] for r in told(trainer, "evaluate")] == [4, 6]
+    assert trainer.progress.final == {k: told(trainer, "evaluate")[-1][k] for k in ("loss", "accuracy")}
+
+
+def test_training_goes_on_as_if_there_had_been_no_evaluation(make):
+    ends = []
+    for every in (1, 5):
+        trainer = make("model.dropout=0.5", "updates=null", "epochs=3", f"evaluate_every={every}", "saving=none")
+        trainer.fit()
+        ends.append([r["loss"] for r in told(trainer, "train")])
+    assert ends[0] == ends[1]
+    assert len(ends[0]) == 12
+
+
+# --- logging ---
+
+
+def test_the_log_comes_every_n_updates_and_at_the_end_of_an_epoch(make):
+    trainer = make(*TAIL, "log_every=3")
+    trainer.fit()
+    assert [r["update"] for r in told(trainer, "train")] == [3, 5, 6, 9, 10]
+
+
+def test_the_logged_loss_is_the_mean_over_the_samples(make):
+    trainer = make(*TAIL, "optimizer.lr=1e-30", "batch=accumulate", "batch.accumulation_steps=3")  # the weights stand still
+    requests = list(trainer._requests())
+    trainer.fit()
+    by_hand, seen = [], []
+    for request in requests:
+        seen.append(request.indices)
+        if request.last:
+            x, y = trainer.train_data.source.fetch(torch.cat(seen))
+            by_hand.append(torch.nn.functional.cross_entropy(trainer.model(x), y).item())
+            seen = []
+    assert [r["loss"] for r in told(trainer, "train")] == pytest.approx(by_hand, rel=1e-5)
+
+
+# --- how it ends ---
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_as_diverged(train):
+    result = train("optimizer.lr=1e30", "updates=4")
+    assert result.status == "diverged"
+    assert "the loss is nan" in result.error or "the loss is inf" in result.error
+    assert result.updates <= 3
+
+
+def test_a_loss_that_is_not_finite_is_not_saved(make, tmp_path):
+    trainer = make("optimizer.lr=1e30", "updates=4", "saving.every_updates=1", "saving.keep=9")
+    with pytest.raises(Diverged):
+        trainer.fit()
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["1"]  # its loss was finite still
+
+
+def test_weights_that_the_last_update_ruined_are_diverged_too(train):
+    """The loss of update 1 is finite; what it made of the weights shows in the evaluation alone."""
+    result = train("optimizer.lr=1e30", "updates=1")
+    assert result.status == "diverged"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_is_answered_at_the_next_update_with_a_saved_state(make, tmp_path, number):
+    trainer = make("updates=9", "epochs=9")
+    step = trainer.optimizer.step
+    trainer.optimizer.step = lambda: (step(), signal.raise_signal(number) if trainer.progress.updates == 2 else None)
+    before = signal.getsignal(number)
+    with pytest.raises(Interrupted, match="at update 3") as stopped, StopFlag() as stop:
+        trainer.fit(stop)
+    assert stopped.value.saved
+    assert (tmp_path / "run" / "checkpoints" / "3" / "manifest.json").is_file()
+    assert signal.getsignal(number) is before
+    assert [r["update"] for r in told(trainer, "train")] == [1, 2, 3]
+
+
+def test_a_signal_at_the_last_update_does_not_spoil_the_end(make):
+    trainer = make("updates=3")
+    step = trainer.optimizer.step
+    trainer.optimizer.step = lambda: (step(), signal.raise_signal(signal.SIGTERM) if trainer.progress.updates == 2 else None)
+    with StopFlag() as stop:
+        trainer.fit(stop)
+    assert stop.raised == signal.SIGTERM
+    assert trainer.progress.updates == 3
+    assert told(trainer, "evaluate")
+
+
+def test_two_runs_of_one_process_do_not_know_of_each_other(train):
+    first, second = train(), train()
+    assert first.metrics == second.metrics
+    assert first.config_hash == second.config_hash
+    assert first.run_dir != second.run_dir
+
+
+def test_a_run_of_a_process_that_is_old_already_counts_its_own_time(train, monkeypatch):
+    monkeypatch.setattr("drivetrain.STARTED", drivetrain.STARTED - 10_000)
+    result = train()
+    assert 0 < result.time_to_first_step_s < result.wall_s < 5_000

@@ -1,0 +1,105 @@
+"""Which process this is among how many, as launchers tell it."""
+
+import pytest
+
+from drivetrain.core.errors import UserError
+from drivetrain.core.world import World
+from drivetrain.parallel import Ddp, Tensor
+from drivetrain.parallel.environment import launched, world_of_environment
+from tests.support import command
+
+STEP = {
+    "SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "6", "SLURM_PROCID": "5", "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "2", "SLURM_STEP_TASKS_PER_NODE": "3,2,1", "SLURM_STEP_NODELIST": "127.0.0.1",
+}  # fmt: skip
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """Set these variables of the environment, and no other launcher's."""
+
+    def tell(variables):
+        for name in (*STEP, "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return tell
+
+
+def test_alone(told):
+    told({})
+    assert launched() is None
+    assert world_of_environment() == World()
+
+
+def test_torchruns_words(told):
+    told({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
+    assert launched() == 8
+    assert world_of_environment() == World(3, 8, 1, 2)
+
+
+def test_slurms_words_for_a_task_of_a_step(told, monkeypatch):
+    import os
+
+    told(STEP)
+    assert launched() == 6
+    assert world_of_environment() == World(5, 6, 0, 1)
+    assert (os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["MASTER_ADDR"]) == ("5", "6", "127.0.0.1")
+    assert 20_000 <= int(os.environ["MASTER_PORT"]) < 30_000
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("per_node", "node", "tasks"), [("2(x3),1", "2", 2), ("2(x3),1", "3", 1), ("4", "0", 4), ("3,2,1", "1", 2)]
+)
+def test_tasks_of_a_node(told, per_node, node, tasks):
+    from drivetrain.parallel.environment import _tasks_of_node
+
+    assert _tasks_of_node({"SLURM_STEP_TASKS_PER_NODE": per_node, "SLURM_NODEID": node}) == tasks
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"), [("gpu[03-05,7],login", "gpu03"), ("node1", "node1"), ("a,b", "a"), ("n[7,9]", "n7"), ("x,y[1-2]", "x")]
+)
+def test_the_first_host_without_slurms_own_tool(monkeypatch, nodes, first):
+    from drivetrain.parallel import environment
+
+    monkeypatch.setattr(environment.subprocess, "run", lambda *a, **k: (_ for _ in ()).throw(OSError()))
+    assert environment._first_host(nodes) == first
+
+
+def test_a_batch_script_itself_is_no_task(told):
+    """sbatch sets the number of tasks, and nothing has started them: one process, as Lightning found out the hard way."""
+    told({"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"})
+    assert launched() is None
+    assert world_of_environment() == World()
+
+
+def test_what_is_no_number_is_refused(told):
+    told({"RANK": "first", "WORLD_SIZE": "2"})
+    with pytest.raises(UserError, match="RANK=first in the environment is no number"):
+        world_of_environment()
+
+
+def test_two_tasks_of_a_slurm_step_train_as_one(tmp_path):
+    """As srun starts them: each with its own variables, none told of the other."""
+    words = ("data=digits", "model=mlp", "model.hidden=[8]", "updates=3", "parallel=ddp", "runtime.device=cpu")
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    begun = [
+        command.start("train", "-q", *words, cwd=tmp_path, env={**step, "SLURM_PROCID": rank, "SLURM_LOCALID": rank})
+        for rank in "01"
+    ]
+    ended = [command.finish(process) for process in begun]
+    assert [done.code for done in ended] == [0, 0], ended
+    assert command.result(command.only_run(tmp_path / "outputs"))["world_size"] == 2
+
+
+@pytest.mark.parametrize(("rank", "stream"), [(0, 0), (1, 0), (2, 2), (3, 2)])
+def test_ranks_that_compute_the_same_activations_draw_the_same(rank, stream):
+    """A dropout on a tensor rank goes on with the group's first one's numbers, whoever drew them before."""
+    tensor, ddp = Tensor(nproc=4, size=2), Ddp(nproc=4)
+    tensor.world = ddp.world = World(rank, 4)
+    assert tensor.stream() == stream
+    assert ddp.stream() == rank

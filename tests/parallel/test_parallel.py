@@ -1,0 +1,216 @@
+"""One process or several: the same mathematics, the same evaluation, the same files."""
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from drivetrain.core.world import World
+from drivetrain.parallel import Ddp, Parallel
+from drivetrain.saving import checkpoint_io
+
+# What float32 sums in another order may differ by after a handful of updates.
+CLOSE = {"rtol": 1e-4, "atol": 1e-6}
+
+
+def weights(run_dir: Path, update: int) -> dict[str, torch.Tensor]:
+    return safetensors.torch.load_file(run_dir / "checkpoints" / str(update) / "model.safetensors")
+
+
+def losses(run_dir: Path) -> list[float]:
+    records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [r["loss"] for r in records if r["event"] == "train"]
+
+
+# --- real ranks: two processes of gloo ---
+
+
+@pytest.mark.parametrize("samples", [53, 25], ids=["tail of 5", "tail of 1, fewer than ranks"])
+def test_two_ranks_that_accumulate_equal_one_process(train, make, samples):
+    words = [f"data.samples={samples}", "data.test_samples=7", "data.drop_last=false", "epochs=2", "updates=null"]
+    one = train(*words)
+    two = train(*words, "parallel=ddp", "batch=accumulate", "batch.accumulation_steps=3")
+    updates = 2 * -(-samples // 12)
+    assert (one.status, two.status, one.world_size, two.world_size) == ("completed", "completed", 1, 2), two.error
+    assert one.updates == two.updates == updates
+    start = make(*words).model.state_dict()
+    a, b = weights(one.run_dir, updates), weights(two.run_dir, updates)
+    assert a.keys() == b.keys() == start.keys()
+    for name in a:
+        torch.testing.assert_close(b[name], a[name], **CLOSE)
+        assert not torch.allclose(a[name], start[name], **CLOSE)
+    assert len(losses(one.run_dir)) == updates
+    assert losses(two.run_dir) == pytest.approx(losses(one.run_dir), rel=1e-5)
+    # Seven test samples over two ranks: each once, so the sums are those of one process.
+    assert two.metrics["final"]["loss"] == pytest.approx(one.metrics["final"]["loss"], rel=1e-5)
+    assert two.metrics["final"]["accuracy"] == one.metrics["final"]["accuracy"]
+
+
+RESNET = ["model=resnet9", "model.width=8", "checkpointing=blocks", "ema=ema", "ema.decay=0.5", "updates=4"]
+
+
+@pytest.fixture(scope="module")
+def blocks_on_two_ranks(tmp_path_factory):
+    """A run of all that wraps and averages: its result."""
+    import drivetrain
+
+    return drivetrain.train([
+        "data=synthetic", "data.shape=[3,8,8]", "data.classes=4", "data.samples=48", "data.test_samples=20",
+        "optimizer=sgd", "optimizer.lr=0.05", "scheduler=constant", "batch.global_batch=12", *RESNET,
+        "parallel=ddp", f"output_dir={tmp_path_factory.mktemp('ddp')}",
+    ])  # fmt: skip
+
+
+def test_weights_of_wrapped_blocks_load_into_the_plain_model(blocks_on_two_ranks):
+    from drivetrain.model.resnet9 import ResNet9
+
+    assert blocks_on_two_ranks.status == "completed", blocks_on_two_ranks.error
+    saved = weights(blocks_on_two_ranks.run_dir, 4)
+    plain = ResNet9((3, 8, 8), 4, 8, False)
+    assert plain.load_state_dict(saved, strict=True)
+    assert set(saved) == set(plain.state_dict())
+    assert saved["features.0.1.num_batches_tracked"] == 4
+
+
+@pytest.mark.parametrize("which", ["loss", "ema_loss"])
+def test_all_ranks_evaluate_the_model_that_is_saved(blocks_on_two_ranks, make, which):
+    """BatchNorm's statistics differ from rank to rank; what is told must be of those that are saved."""
+    alone = make(*RESNET)
+    alone.restore(*checkpoint_io.load(blocks_on_two_ranks.run_dir / "checkpoints" / "4"))
+    with alone.ema.swapped() if which == "ema_loss" else torch.no_grad():
+        told = alone.evaluate()["loss"]
+    assert blocks_on_two_ranks.metrics["final"][which] == pytest.approx(told, rel=1e-6)
+
+
+def test_a_timm_model_after_ddp_loads_into_plain_timm(train):
+    import timm
+
+    result = train("model=timm", "model.name=resnet10t", "data.shape=[3,32,32]", "parallel=ddp", "checkpointing=blocks")
+    assert result.status == "completed", result.error
+    plain = timm.create_model("resnet10t", num_classes=4)
+    assert plain.load_state_dict(weights(result.run_dir, 2), strict=True)
+
+
+# --- one rank in this process: what DDP does can be counted ---
+
+
+@pytest.fixture
+def one_rank(monkeypatch):
+    """The environment of a world of one."""
+    import torch.distributed as dist
+
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    for name, value in (("RANK", 0), ("WORLD_SIZE", 1), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", port)):
+        monkeypatch.setenv(name, str(value))
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_gradients_meet_once_an_update_not_once_a_micro_batch(make, one_rank, steps):
+    trainer = make("parallel=ddp", "batch=accumulate", f"batch.accumulation_steps={steps}", "updates=4")
+    meetings = []
+
+    def hook(state, bucket):
+        meetings.append(trainer.progress.updates)
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    trainer.forward.register_comm_hook(None, hook)
+    micros = []
+    trainer.model.register_forward_hook(lambda m, *_: micros.append(m.training))
+    trainer.fit()
+    assert sum(micros) == 4 * steps
+    assert meetings == [0, 1, 2, 3]
+    trainer.parallel.shutdown()
+
+
+def test_ddp_is_told_its_knobs(make, one_rank):
+    trainer = make("parallel=ddp", "parallel.bucket_mb=0.5", "parallel.find_unused_parameters=true")
+    assert trainer.forward.bucket_bytes_cap == 0.5 * 2**20
+    assert trainer.forward.find_unused_parameters
+    assert trainer.forward.gradient_as_bucket_view
+    assert not trainer.forward.static_graph
+    assert trainer.forward.module is trainer.model  # evaluated and saved under its own names
+    trainer.parallel.shutdown()
+
+
+def test_states_are_saved_as_often_as_asked_for_on_ranks_too(make, one_rank, tmp_path):
+    """The ranks agree an update late; that must not save twice, nor shift the next save."""
+    trainer = make("parallel=ddp", "saving.every_updates=3", "saving.keep=50", "data.samples=480", "updates=13")
+    trainer.fit()
+    saved = sorted(int(p.name) for p in (tmp_path / "run" / "checkpoints").iterdir())
+    assert saved[-1] == 13
+    gaps = [b - a for a, b in zip([0, *saved], saved[:-1], strict=False)]
+    assert len(gaps) >= 3
+    assert all(3 <= gap <= 4 for gap in gaps), saved
+    trainer.parallel.shutdown()
+
+
+def test_ddp_on_one_device_trains(train):
+    """`parallel=ddp` on a machine with one GPU is one rank: that is no error."""
+    result = train("parallel=ddp", "parallel.nproc=1")
+    assert result.status == "completed", result.error
+    assert result.updates == 2
+
+
+# --- who takes part ---
+
+
+def test_single_is_one_process_and_changes_nothing(make):
+    parallel, model, sums = Parallel(), torch.nn.Linear(2, 2), torch.ones(3)
+    parallel.start(World(), torch.device("cpu"))
+    assert parallel.ranks() == 1
+    assert parallel.wrap_model(model) is model
+    assert parallel.all_reduce_sum(sums) is sums
+    assert parallel.all_reduce_flag(2) == 2
+    assert parallel.gather_object("mine") == ["mine"]
+
+
+@pytest.mark.parametrize(
+    ("devices", "ranks"), [("", 2), ("0", 1), ("0,1,2", 3), ("-1", 2)], ids=["no device", "one", "three", "hidden"]
+)
+def test_ranks_follow_the_devices_two_on_a_cpu(monkeypatch, devices, ranks):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
+    assert Ddp().ranks() == ranks
+    assert Ddp(nproc=5).ranks() == 5
+
+
+def test_the_ranks_of_a_launcher_are_honoured(monkeypatch, problems):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", "0")
+    assert Ddp().ranks() == 3
+    assert any("parallel.nproc=2, but the launcher started 3 ranks" in p for p in problems("parallel=ddp", "parallel.nproc=2"))
+    assert any("set parallel=ddp" in p for p in problems("parallel=single"))
+
+
+def test_more_ranks_than_samples_are_refused(make):
+    from drivetrain.core.errors import UserError
+
+    with pytest.raises(UserError, match=r"3 ranks, but only 2 training samples: lower parallel\.nproc"):
+        make("data.samples=2", "data.drop_last=false", world=World(0, 3))
+
+
+@pytest.mark.parametrize("word", ["parallel.nproc=0", "parallel.nproc=many", "parallel.bucket_mb=0", "parallel.timeout_s=-1"])
+def test_what_cannot_be_is_refused(problems, word):
+    assert any(p.startswith(word) for p in problems("parallel=ddp", word))
+
+
+def test_sharded_weights_are_not_compiled_for_all_lengths_at_once(problems):
+    """Beside another problem, so that there is one in any case."""
+    text = ["data=stdlib", "model=gpt", "loss=next_token", "batch=bucketed", "compile=regional", "clip=agc"]
+
+    def told(*words):
+        return any("compile.dynamic=false" in p for p in problems(*text, *words))
+
+    for strategy in (["parallel=tensor"], ["parallel=pipeline", "parallel.tensor=2"]):
+        assert told(*strategy)
+        assert not told(*strategy, "compile.dynamic=false")
+    assert not told("parallel=fsdp")

@@ -1,0 +1,265 @@
+"""What a run leaves, to the letter: a run that is done, runs that fail, and four that start at the same moment."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.command import (
+    OWN,
+    TINY,
+    Done,
+    checkpoints,
+    empty,
+    finish,
+    losses,
+    only_run,
+    records,
+    result,
+    run,
+    runs,
+    start,
+    strict_json,
+    train,
+    weights,
+    with_own_nets,
+)  # fmt: skip
+
+RESULT_KEYS = {
+    "status", "error", "metrics", "updates", "epochs", "samples_per_second", "step_ms_p50", "step_ms_p95", "data_wait_fraction",
+    "peak_memory_bytes", "time_to_first_step_s", "compile_s", "wall_s", "world_size", "device", "device_name",
+    "overrides", "config_hash",
+    "skipped_samples",
+}  # fmt: skip
+TRAIN_KEYS = {
+    "event",
+    "update",
+    "epoch",
+    "loss",
+    "lr",
+    "samples",
+    "skipped",
+    "samples_per_second",
+    "data_wait",
+    "decode_ms",
+    "queue_depth",
+}
+EVALUATE_KEYS = {"event", "update", "epoch", "loss", "accuracy", "ema_loss", "ema_accuracy"}
+FILES = {
+    ".lock", "checkpoints", "config.yaml", "environment.json", "metrics.csv", "metrics.jsonl", "recipe.yaml", "result.json",
+}  # fmt: skip
+SECRET = "sesame-open-4711"
+WORDS = (
+    "precision=bf16", "model=mlp", "model.hidden=[32,16]", "model.dropout=0.1", "optimizer=sgd", "optimizer.lr=0.05",
+    "scheduler=cosine", "scheduler.warmup=3", "batch=accumulate", "batch.accumulation_steps=2", "clip=norm", "ema=ema",
+    "loss.label_smoothing=0.1", "augment=[flip_crop]", "augment.flip_crop.flip=0.0", "augment.flip_crop.pad=1",
+    "runtime.seed=7", "epochs=2", "log_every=4", "output_dir=${oc.env:RUNS_PLACE}",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that set something in most groups, and took its output_dir from the environment."""
+    place = tmp_path_factory.mktemp("done")
+    ended = train(*WORDS, cwd=place, env={"RUNS_PLACE": str(place / SECRET)})
+    assert ended.code == 0, ended
+    return only_run(place / SECRET)
+
+
+def test_place_and_files(done: Path) -> None:
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d-[0-9a-f]{6}", f"{done.parent.name}/{done.name}")
+    assert {p.name for p in done.iterdir()} == FILES
+
+
+def test_result(done: Path) -> None:
+    left = result(done)
+    assert set(left) == RESULT_KEYS
+    assert (left["status"], left["error"], left["updates"], left["epochs"]) == ("completed", None, 22, 2.0)
+    assert (left["world_size"], left["compile_s"], left["overrides"]) == (1, None, list(WORDS))
+    assert left["device"] in ("cpu", "cuda")
+    assert re.fullmatch(r"[0-9a-f]{16}", left["config_hash"])
+    positive = ("samples_per_second", "step_ms_p50", "step_ms_p95", "peak_memory_bytes", "time_to_first_step_s", "wall_s")
+    assert all(left[key] > 0 for key in positive)
+    assert left["step_ms_p50"] <= left["step_ms_p95"]
+    assert 0 <= left["data_wait_fraction"] <= 1
+    assert left["time_to_first_step_s"] < left["wall_s"]
+
+
+def test_metrics(done: Path) -> None:
+    """A line for each log_every updates and each epoch's end, one for each evaluation, and the same as CSV."""
+    left, trained, evaluated = result(done), records(done, "train"), records(done, "evaluate")
+    assert [r["update"] for r in trained] == [4, 8, 11, 12, 16, 20, 22]
+    assert [(r["update"], r["epoch"]) for r in evaluated] == [(11, 1), (22, 2)]
+    assert all(set(r) == TRAIN_KEYS for r in trained)
+    assert all(set(r) == EVALUATE_KEYS for r in evaluated)
+    assert [r["samples"] for r in trained] == [128 * r["update"] for r in trained]
+    assert trained[-1]["loss"] < trained[0]["loss"]
+    own = {"event", "update", "epoch"}
+    assert left["metrics"]["final"] == {k: v for k, v in evaluated[-1].items() if k not in own}
+    best = max(evaluated, key=lambda r: r["accuracy"])
+    assert left["metrics"]["best"] == {k: v for k, v in best.items() if k not in ("event", "epoch")}
+    rows = list(csv.DictReader((done / "metrics.csv").open()))
+    lines = list(map(json.loads, (done / "metrics.jsonl").read_text().splitlines()))
+    assert [{k: v for k, v in row.items() if v} for row in rows] == [{k: str(v) for k, v in line.items()} for line in lines]
+
+
+def test_recipe_replays_the_run(done: Path, tmp_path: Path) -> None:
+    """The run's own recipe.yaml, elsewhere: the same config and, bit for bit, the same training."""
+    assert run("recipe", "check", str(done / "recipe.yaml"), cwd=tmp_path).code == 0
+    ended = train(f"recipe={done / 'recipe.yaml'}", "output_dir=again", cwd=tmp_path)
+    assert ended.code == 0, ended
+    again = only_run(tmp_path / "again")
+    assert result(again)["config_hash"] == result(done)["config_hash"]
+    assert result(again)["metrics"] == result(done)["metrics"]
+    assert losses(again) == losses(done)
+    assert len(losses(done)) == 7
+    assert weights(again) == weights(done)
+    assert (again / "recipe.yaml").read_text() == (done / "recipe.yaml").read_text()
+
+
+def test_recipe_holds_what_a_recipe_may_hold(done: Path) -> None:
+    text = (done / "recipe.yaml").read_text()
+    assert "override /precision: bf16" in text
+    assert "dropout: 0.1" in text
+    for machine_local_keys in ("_target_", "output_dir", "logger", "device", "trust", "resume"):
+        assert machine_local_keys not in text
+
+
+def test_config_is_whole_and_unresolved(done: Path, tmp_path: Path) -> None:
+    import yaml
+
+    config = yaml.safe_load((done / "config.yaml").read_text())
+    assert config["output_dir"] == "${oc.env:RUNS_PLACE}"
+    assert (config["epochs"], config["optimizer"]["momentum"], config["clip"]["max_norm"]) == (2, 0.9, 1.0)
+    shown = run("train", "--cfg", "job", *WORDS, cwd=tmp_path, env={"RUNS_PLACE": "elsewhere"})
+    assert shown.code == 0, shown
+    assert yaml.safe_load(shown.out) == config
+
+
+def test_no_secret_of_the_environment_is_written(done: Path) -> None:
+    """The variable's name may stand there, its value nowhere."""
+    files = [p for p in done.rglob("*") if p.is_file()]
+    assert any(b"RUNS_PLACE" in p.read_bytes() for p in files)
+    assert [p.name for p in files if SECRET.encode() in p.read_bytes()] == []
+
+
+def test_environment(done: Path) -> None:
+    import torch
+
+    about = json.loads((done / "environment.json").read_text())
+    assert about["versions"]["torch"] == torch.__version__.split("+")[0] or about["versions"]["torch"] == torch.__version__
+    assert about["config_hash"] == result(done)["config_hash"]
+    assert about["overrides"] == list(WORDS)
+    assert about["command"][-len(WORDS) :] == list(WORDS)
+    assert {"python", "platform", "processor", "git_commit", "lock_hash", "drivetrain"} <= set(about)
+
+
+def test_checkpoints(done: Path) -> None:
+    """One for each epoch's end, with plain names, checked sums, and weights that a plain torch module takes."""
+    import safetensors.torch
+    import torch
+
+    from drivetrain.model.mlp import Mlp
+
+    assert [p.name for p in checkpoints(done)] == ["11", "22"]
+    for checkpoint in checkpoints(done):
+        assert {p.name for p in checkpoint.iterdir()} == {"model.safetensors", "state.pt", "manifest.json"}
+        manifest = json.loads((checkpoint / "manifest.json").read_text())
+        assert manifest["update"] == int(checkpoint.name)
+        assert manifest["sha256"] == {
+            name: hashlib.sha256((checkpoint / name).read_bytes()).hexdigest() for name in ("model.safetensors", "state.pt")
+        }
+    Mlp((1, 8, 8), 10, [32, 16], 0.1).load_state_dict(safetensors.torch.load_file(checkpoints(done)[-1] / "model.safetensors"))
+    state = torch.load(checkpoints(done)[-1] / "state.pt", weights_only=True)
+    assert state["progress"]["updates"] == 22
+
+
+def fail(place: Path, target: str, *words: str, code: int) -> tuple[Done, Path, dict[str, Any]]:
+    """Run one of the user's networks that fails; what it left, with what all failures have in common checked."""
+    ended = train(*OWN, f"model.target=my_nets.{target}", *words, "epochs=1", cwd=with_own_nets(place))
+    run_dir = only_run(place / "outputs")
+    left = strict_json((run_dir / "result.json").read_text())
+    assert ended.code == code, ended
+    assert len(ended.err.splitlines()) == 1, "one line says why"
+    assert "Traceback" not in ended.err + ended.out
+    assert set(left) == RESULT_KEYS
+    assert left["error"].splitlines()[0] in ended.err
+    assert left["config_hash"] == json.loads((run_dir / "environment.json").read_text())["config_hash"]
+    assert FILES - {"checkpoints", "log.txt"} <= {p.name for p in run_dir.iterdir()}
+    assert run("recipe", "check", str(run_dir / "recipe.yaml"), cwd=place).code in (0, 2)
+    return ended, run_dir, left
+
+
+def test_an_error_while_training(tmp_path: Path) -> None:
+    """Exit 1; the line on stderr, the traceback in log.txt, and all that was logged before."""
+    ended, run_dir, left = fail(tmp_path / "here", "Raises", code=1)
+    assert left["status"] == "failed"
+    assert "RuntimeError: the third forward is too much" in left["error"]
+    assert "log.txt" in ended.err
+    log = (run_dir / "log.txt").read_text()
+    assert log.startswith("Traceback")
+    assert "second line of the same error" in log
+    assert "my_nets.py" in log
+    assert [r["update"] for r in records(run_dir, "train")] == [1, 2]
+    assert left["updates"] == 2
+
+
+def test_a_loss_that_is_not_finite(tmp_path: Path) -> None:
+    """Exit 3, "diverged", and the update."""
+    _, run_dir, left = fail(tmp_path / "here", "Diverges", code=3)
+    assert left["status"] == "diverged"
+    assert "nan" in left["error"]
+    assert "3" in left["error"]
+    assert [r["update"] for r in records(run_dir, "train")] == [1, 2]
+
+
+def test_code_that_exits(tmp_path: Path) -> None:
+    """sys.exit(0) in the user's own code does not pass for a finished run."""
+    _, _, left = fail(tmp_path / "here", "Exits", code=1)
+    assert left["status"] == "failed"
+
+
+def test_an_evaluation_that_is_not_finite(tmp_path: Path) -> None:
+    """Whatever it is called, the files stay JSON."""
+    cwd = with_own_nets(tmp_path / "here")
+    ended = train(*OWN, "model.target=my_nets.NanInEvaluation", "epochs=1", cwd=cwd)
+    assert "Traceback" not in ended.err
+    run_dir = only_run(cwd / "outputs")
+    assert strict_json((run_dir / "result.json").read_text())["updates"] == 11
+    assert [strict_json(line)["update"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()][-1] == 11
+
+
+def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path: Path) -> None:
+    """`drivetrain train | head -1`."""
+    process = start("train", *TINY, "epochs=2", cwd=tmp_path)
+    assert process.stdout is not None
+    process.stdout.close()
+    process.stdout = None
+    finish(process)
+    assert result(only_run(tmp_path / "outputs"))["status"] == "completed"
+
+
+def test_four_at_the_same_moment(tmp_path: Path) -> None:
+    processes = [start("train", "-q", *TINY, "updates=1", cwd=tmp_path) for _ in range(4)]
+    assert [finish(p).code for p in processes] == [0, 0, 0, 0]
+    left = runs(tmp_path / "outputs")
+    assert len(left) == 4
+    assert [result(d)["status"] for d in left] == ["completed"] * 4
+    assert len({weights(d) for d in left}) == 1, "and they did the same"
+
+
+def test_a_run_with_awkward_paths(tmp_path: Path) -> None:
+    """Spaces, commas, quotes, braces and letters beyond ASCII in the place of the runs; resuming finds it."""
+    place = empty(tmp_path / "my runs, v=1 {a} [b] (c) ü")
+    ended = train(*TINY, "updates=2", f"output_dir='{place}'", cwd=tmp_path)
+    assert ended.code == 0, ended
+    run_dir = only_run(place)
+    ended = train(f"resume={run_dir}", "updates=3", cwd=tmp_path)
+    assert ended.code == 0, ended
+    assert result(run_dir)["updates"] == 3

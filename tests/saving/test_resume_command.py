@@ -1,0 +1,408 @@
+"""A run that was stopped anywhere, by whatever, and gone on with ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.command import (
+    OWN,
+    TINY,
+    Done,
+    at_the_gate,
+    checkpoints,
+    finish,
+    kill_all,
+    losses,
+    only_run,
+    records,
+    result,
+    runs,
+    train,
+    weights,
+    with_own_nets,
+)  # fmt: skip
+
+TERM, KILL, USR1, INT = signal.SIGTERM, signal.SIGKILL, signal.SIGUSR1, signal.SIGINT
+BASE = (
+    *OWN, "model.target=my_nets.Gated", "optimizer=sgd", "optimizer.lr=0.05", "scheduler=cosine", "scheduler.warmup=4",
+    "augment=[flip_crop]", "augment.flip_crop.flip=0.0", "augment.flip_crop.pad=1", "epochs=3", "saving.every_updates=5",
+)  # fmt: skip
+PER_EPOCH = 11
+STOP_AT = 19  # the update during which the signal comes: in mid-epoch, some after a save
+ACCUMULATE = ("batch=accumulate", "batch.accumulation_steps=2")
+ARMS: dict[str, tuple[tuple[str, ...], int, int]] = {
+    # what runs: its words, micro-batches an update, ranks
+    "sync": ((), 1, 1),
+    "workers": (("loader=workers",), 1, 1),
+    "amp, ema, accumulation": (("precision=amp", "ema=ema", *ACCUMULATE), 2, 1),
+    "ddp": (("parallel=ddp",), 1, 2),
+    "onecycle, adamw, clip": (("optimizer=adamw", "optimizer.lr=0.01", "scheduler=onecycle", "clip=norm"), 1, 1),
+    "workers not persistent": (("loader=workers", "loader.persistent_workers=false", "loader.num_workers=3"), 1, 1),
+    "bf16, checkpointing, best": (("precision=bf16", "checkpointing=blocks", "checkpointing.block=Linear", "saving=best"), 1, 1),
+    "ddp, amp, ema, accumulation, workers": (
+        ("parallel=ddp", "precision=amp", "ema=ema", *ACCUMULATE, "loader=workers", "data.drop_last=false"), 2, 2,
+    ),
+}  # fmt: skip
+NORMAL = [("sync", TERM), ("sync", KILL), ("workers", KILL), ("amp, ema, accumulation", TERM), ("ddp", KILL)]
+MATRIX = [
+    *(pytest.param(arm, by, id=f"{arm} {by.name}") for arm, by in NORMAL),
+    *(
+        pytest.param(arm, by, id=f"{arm} {by.name}", marks=pytest.mark.slow)
+        for arm in ARMS for by in (TERM, KILL) if (arm, by) not in NORMAL
+    ),
+]  # fmt: skip
+
+
+def stop(place: Path, by: signal.Signals, at: str, *words: str, ranks: int = 1) -> Done:
+    """A run that is stopped at the gate: killed with all its processes, or asked to end."""
+    with at_the_gate(place, at, *words, ranks=ranks) as (process, go):
+        if by == KILL:
+            kill_all(process)
+        else:
+            process.send_signal(by)
+            if ranks > 1:
+                time.sleep(1)  # the launcher passes it on in its own time; sooner or later is the same test
+            go.touch()
+        return finish(process)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The run of an arm that nothing stopped."""
+
+    @cache
+    def run_of(arm: str) -> Path:
+        place = with_own_nets(tmp_path_factory.mktemp("whole") / "here")
+        ended = train(*BASE, *ARMS[arm][0], cwd=place)
+        assert ended.code == 0, ended
+        return only_run(place / "outputs")
+
+    return run_of
+
+
+def flat(state: Any, prefix: str = "") -> dict[str, Any]:
+    """A saved state as dotted names → numbers, texts and bytes."""
+    import torch
+
+    if isinstance(state, torch.Tensor):
+        return {prefix: (str(state.dtype), tuple(state.shape), state.contiguous().flatten().view(torch.uint8).numpy().tobytes())}
+    if isinstance(state, dict):
+        return {k: v for key, value in state.items() for k, v in flat(value, f"{prefix}.{key}").items()}
+    if isinstance(state, list | tuple):
+        return flat(dict(enumerate(state)), prefix)
+    return {prefix: state}
+
+
+def saved_state(run_dir: Path) -> dict[str, Any]:
+    import torch
+
+    return flat(torch.load(checkpoints(run_dir)[-1] / "state.pt", weights_only=True))
+
+
+def assert_same_end(resumed: Path, unbroken: Path) -> None:
+    """Bit for bit: weights, everything else that was saved, each update's loss once, evaluations, result."""
+    for run_dir in (resumed, unbroken):  # both really trained
+        assert result(run_dir)["status"] == "completed"
+        assert losses(run_dir)[-1][0] == result(run_dir)["updates"] >= 2 * PER_EPOCH
+        assert losses(run_dir)[-1][2] < losses(run_dir)[0][2]
+    assert losses(resumed) == losses(unbroken)
+    assert records(resumed, "evaluate") == records(unbroken, "evaluate")
+    assert weights(resumed) == weights(unbroken)
+    assert saved_state(resumed) == saved_state(unbroken)
+    for key in ("status", "error", "metrics", "updates", "epochs", "world_size", "config_hash"):
+        assert result(resumed)[key] == result(unbroken)[key]
+
+
+@pytest.mark.parametrize(("arm", "by"), MATRIX)
+def test_stopped_in_mid_epoch_and_resumed(arm: str, by: signal.Signals, whole: Callable[[str], Path], tmp_path: Path) -> None:
+    words, micro_batches, ranks = ARMS[arm]
+    place = with_own_nets(tmp_path / "here")
+    ended = stop(place, by, str((STOP_AT - 1) * micro_batches + 1), *BASE, *words, ranks=ranks)
+    run_dir = only_run(place / "outputs")
+    newest = checkpoints(run_dir)[-1]
+    assert int(newest.name) % PER_EPOCH, "stopped in the middle of an epoch"
+    assert int(newest.name) < 3 * PER_EPOCH
+    if by == KILL:
+        assert ended.code == -KILL
+        assert not (run_dir / "result.json").exists()
+    else:
+        assert ended.code == 75, ended
+        assert f"resume={run_dir.relative_to(place)}" in ended.err
+        left = result(run_dir)
+        assert (left["status"], left["updates"]) == ("interrupted", int(newest.name))
+    ended = train(f"resume={run_dir}", cwd=place)
+    assert ended.code == 0, ended
+    assert f"going on from {newest}" in ended.err
+    assert_same_end(run_dir, whole(arm))
+
+
+@pytest.mark.parametrize(("by", "ranks"), [(USR1, 1), (USR1, 2), (INT, 1)])
+def test_other_signals_stop_alike(by: signal.Signals, ranks: int, tmp_path: Path) -> None:
+    """Slurm's warning and Ctrl-C: the update is finished, the state saved, exit 75; alone and on two ranks."""
+    place = with_own_nets(tmp_path / "here")
+    ended = stop(place, by, "5", *BASE, f"parallel={'ddp' if ranks > 1 else 'single'}", ranks=ranks)
+    run_dir = only_run(place / "outputs")
+    assert ended.code == 75, ended
+    assert result(run_dir)["status"] == "interrupted"
+    assert checkpoints(run_dir)
+    assert "Traceback" not in ended.err
+
+
+def test_stopped_with_nothing_saved(tmp_path: Path) -> None:
+    """saving=none: it says that nothing was kept, and does not claim to be resumable."""
+    place = with_own_nets(tmp_path / "here")
+    ended = stop(place, TERM, "5", *BASE[:-1], "saving=none")
+    run_dir = only_run(place / "outputs")
+    assert ended.code == 1, ended
+    assert "saving=none kept nothing" in ended.err
+    assert "resume=" not in ended.err
+    assert result(run_dir)["status"] == "interrupted"
+    assert result(run_dir)["updates"] == 5
+    assert not checkpoints(run_dir)
+
+
+@pytest.mark.parametrize("by", [TERM, USR1])
+def test_stopped_before_the_first_update(by: signal.Signals, tmp_path: Path) -> None:
+    """While the model is built, or the data read, a signal is an interruption, too; the run's result says so."""
+    place = with_own_nets(tmp_path / "here")
+    ended = stop(place, by, "build", *BASE)
+    run_dir = only_run(place / "outputs")
+    assert ended.code in (1, 75), ended
+    assert result(run_dir)["status"] == "interrupted"
+    ended = train(f"resume={run_dir}", cwd=place)
+    assert ended.code == 0, ended
+    assert result(run_dir)["updates"] == 3 * PER_EPOCH
+
+
+# One finished run, copied and damaged.
+
+SMALL = (*TINY, "optimizer=sgd", "scheduler=constant", "epochs=2", "saving.keep=3")
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of two epochs, with a checkpoint at each one's end."""
+    place = tmp_path_factory.mktemp("small")
+    ended = train(*SMALL, cwd=place)
+    assert ended.code == 0, ended
+    return only_run(place / "outputs")
+
+
+def copy(run_dir: Path, place: Path, status: str = "interrupted", keep: int = 2) -> Path:
+    """A copy of a run, with another status and only its oldest checkpoints."""
+    target = place / "outputs" / run_dir.parent.name / f"12-00-00-{len(runs(place)):06x}"
+    shutil.copytree(run_dir, target)
+    (target / "result.json").write_text(json.dumps({**result(target), "status": status}))
+    for checkpoint in checkpoints(target)[keep:]:
+        shutil.rmtree(checkpoint)
+    return target
+
+
+def truncate(checkpoint: Path) -> None:
+    file = checkpoint / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def flip_a_bit(checkpoint: Path) -> None:
+    file = checkpoint / "state.pt"
+    raw = bytearray(file.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    file.write_bytes(raw)
+
+
+def lose_the_manifest(checkpoint: Path) -> None:
+    (checkpoint / "manifest.json").unlink()
+
+
+def lose_the_state(checkpoint: Path) -> None:
+    (checkpoint / "state.pt").unlink()
+
+
+def lead_outside(checkpoint: Path) -> None:
+    file = checkpoint / "manifest.json"
+    file.write_text(file.read_text().replace('"state.pt"', '"../11/state.pt"'))
+
+
+@pytest.mark.parametrize("damage", [truncate, flip_a_bit, lose_the_manifest, lose_the_state, lead_outside])
+def test_damaged_checkpoint_falls_back_to_the_one_before(damage: Callable[[Path], None], small: Path, tmp_path: Path) -> None:
+    run_dir = copy(small, tmp_path)
+    assert [p.name for p in checkpoints(run_dir)] == ["11", "22"]
+    damage(run_dir / "checkpoints" / "22")
+    ended = train(f"resume={run_dir}", cwd=tmp_path)
+    assert ended.code == 0, ended
+    assert re.search(r"checkpoints/22 .*passed over", ended.err)
+    assert f"going on from {run_dir / 'checkpoints' / '11'}" in ended.err
+    assert_same_end(run_dir, small)
+
+
+def test_no_checkpoint_left_starts_from_the_beginning_and_says_so(small: Path, tmp_path: Path) -> None:
+    run_dir = copy(small, tmp_path)
+    for checkpoint in checkpoints(run_dir):
+        truncate(checkpoint)
+    ended = train(f"resume={run_dir}", cwd=tmp_path)
+    assert ended.code == 0, ended
+    assert "checkpoints/11 " in ended.err
+    assert "checkpoints/22 " in ended.err
+    assert "from the beginning" in ended.err
+    assert_same_end(run_dir, small)
+
+
+def test_a_save_that_a_kill_cut_short_is_not_taken(small: Path, tmp_path: Path) -> None:
+    run_dir = copy(small, tmp_path, keep=1)
+    shutil.copytree(run_dir / "checkpoints" / "11", run_dir / "checkpoints" / ".writing-20")
+    ended = train(f"resume={run_dir}", cwd=tmp_path)
+    assert ended.code == 0, ended
+    assert "going on from" in ended.err
+    assert_same_end(run_dir, small)
+
+
+def test_metrics_that_a_kill_cut_short(small: Path, tmp_path: Path) -> None:
+    """Half a line at the end of metrics.jsonl, and updates beyond the checkpoint: each update is there once."""
+    run_dir = copy(small, tmp_path, keep=1)
+    file = run_dir / "metrics.jsonl"
+    file.write_text(file.read_text()[:-40])
+    ended = train(f"resume={run_dir}", cwd=tmp_path)
+    assert ended.code == 0, ended
+    assert_same_end(run_dir, small)
+
+
+def age(run_dir: Path, hours: float) -> Path:
+    """Make a run look older."""
+    then = time.time() - 3600 * hours
+    for path in (run_dir / "environment.json", run_dir):
+        os.utime(path, (then, then))
+    return run_dir
+
+
+@contextmanager
+def holding(run_dir: Path) -> Iterator[None]:
+    """Be the process that has this run."""
+    with (run_dir / ".lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def test_resume_auto(small: Path, tmp_path: Path) -> None:
+    """The newest unfinished run of the same config, that nobody holds; else a new one."""
+    older = age(copy(small, tmp_path, "interrupted", keep=1), 5)
+    (older / "result.json").unlink()  # killed: it never wrote one
+    age(older, 5)
+    newer = age(copy(small, tmp_path, "failed", keep=1), 4)
+    held = age(copy(small, tmp_path, "interrupted", keep=1), 3)
+    other = copy(small, tmp_path, "interrupted", keep=1)  # of another config
+    about = json.loads((other / "environment.json").read_text())
+    (other / "environment.json").write_text(json.dumps({**about, "config_hash": "0" * 16}))
+    age(other, 2)
+    age(copy(small, tmp_path, "completed"), 1)
+    with holding(held):
+        for expected in (newer, older, None):
+            ended = train(*SMALL, "resume=auto", cwd=tmp_path)
+            assert ended.code == 0, ended
+            if expected is not None:
+                assert f"going on from outputs/{expected.relative_to(tmp_path / 'outputs')}/checkpoints/11" in ended.err
+                assert_same_end(expected, small)
+    assert "no unfinished run of this config" in ended.err
+    assert len(runs(tmp_path / "outputs")) == 6, "a new one at the end, none before"
+    assert [len(checkpoints(left)) for left in (held, other)] == [1, 1], "these were left alone"
+
+
+def test_resume_auto_without_any_run(tmp_path: Path) -> None:
+    ended = train(*TINY, "updates=1", "resume=auto", "output_dir=not/yet/there", cwd=tmp_path)
+    assert ended.code == 0, ended
+    assert result(only_run(tmp_path / "not"))["updates"] == 1
+
+
+def test_a_longer_run(small: Path, tmp_path: Path) -> None:
+    """A finished run made longer equals one that was as long from the start."""
+    ended = train(*(w for w in SMALL if w != "epochs=2"), "epochs=1", cwd=tmp_path)
+    assert ended.code == 0, ended
+    run_dir = only_run(tmp_path / "outputs")
+    assert result(run_dir)["updates"] == PER_EPOCH
+    ended = train(f"resume={run_dir}", "epochs=2", cwd=tmp_path)
+    assert ended.code == 0, ended
+    assert_same_end(run_dir, small)
+    assert (run_dir / "recipe.yaml").read_text() == (small / "recipe.yaml").read_text()
+
+
+def test_a_shorter_run_is_refused(small: Path, tmp_path: Path) -> None:
+    """Overrides beside resume= may lengthen the run alone."""
+    run_dir = copy(small, tmp_path)
+    ended = train(f"resume={run_dir}", "epochs=1", cwd=tmp_path)
+    assert ended.code == 2, ended
+    assert "epochs" in ended.err
+
+
+def everything(run_dir: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(run_dir)): p.read_bytes() for p in run_dir.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (("precision=bf16",), ("precision: Precision → Bf16",)),
+        (("optimizer=adamw",), ("optimizer: Sgd → AdamW.",)),
+        (("optimizer.lr=0.05", "model.hidden=[16]"), ("optimizer.lr: 0.1 → 0.05", "model.hidden: [32] → [16]")),
+        (("epochs=3", "ema=ema"), ("ema",)),
+        (("recipe=naive",), ("model",)),
+    ],
+)
+def test_a_changed_config_is_shown_and_refused(
+    words: tuple[str, ...], shown: tuple[str, ...], small: Path, tmp_path: Path
+) -> None:
+    run_dir = copy(small, tmp_path)
+    before = everything(run_dir)
+    ended = train(f"resume={run_dir}", *words, cwd=tmp_path)
+    assert ended.code == 2, ended
+    assert all(text in ended.err for text in (*shown, "resume_changed=true"))
+    assert everything(run_dir) == before, "refused: nothing of the run has changed"
+
+
+def test_a_changed_config_goes_on_when_told_to(small: Path, tmp_path: Path) -> None:
+    run_dir = copy(small, tmp_path)
+    ended = train(f"resume={run_dir}", "optimizer.lr=0.05", "resume_changed=true", "epochs=3", cwd=tmp_path)
+    assert ended.code == 0, ended
+    assert "optimizer.lr: 0.1 → 0.05" in ended.err
+    assert losses(run_dir)[: 2 * PER_EPOCH] == losses(small)
+    assert [(u, lr) for u, _, _, lr, *_ in losses(run_dir)[2 * PER_EPOCH :]] == [(23 + i, 0.05) for i in range(PER_EPOCH)]
+
+
+def test_two_processes_in_one_run(tmp_path: Path) -> None:
+    """The second is refused and changes nothing; the first goes on."""
+    place = with_own_nets(tmp_path / "here")
+    with at_the_gate(place, "15", *BASE) as (process, go):
+        run_dir = only_run(place / "outputs")
+        before = everything(run_dir)
+        second = train(f"resume={run_dir}", cwd=place)
+        assert second.code == 2, second
+        assert "in use by another process" in second.err
+        assert everything(run_dir) == before
+        go.touch()
+        first = finish(process)
+    assert first.code == 0, first
+    assert [u for u, *_ in losses(run_dir)] == list(range(1, 3 * PER_EPOCH + 1))
+
+
+def test_a_value_of_the_environment_is_asked_for_again(tmp_path: Path) -> None:
+    """`${oc.env:…}` on the command line: a run that used it can be gone on with."""
+    place = with_own_nets(tmp_path / "here")
+    words = (*OWN, "model.target=my_nets.Noted", "model.kwargs.note=${oc.env:NOTE}")
+    ended = train(*words, "epochs=1", cwd=place, env={"NOTE": "sesame-open-4711"})
+    assert ended.code == 0, ended
+    run_dir = only_run(place / "outputs")
+    assert not [name for name, raw in everything(run_dir).items() if b"sesame-open-4711" in raw]
+    ended = train(f"resume={run_dir}", "epochs=2", cwd=place, env={"NOTE": "sesame-open-4711"})
+    assert ended.code == 0, ended
+    assert result(run_dir)["updates"] == 2 * PER_EPOCH
