@@ -8,13 +8,13 @@ from drivetrain.cli import arguments
 from drivetrain.core.errors import DONE
 
 HELP = """\
-drivetrain ablate recipe=fast baseline=naive [key=value] …      what each technique of a recipe brings, and what its loss costs
+drivetrain ablate recipe=fast baseline=naive [key=value] …   what each technique of a recipe brings, and what leaving it out costs
 
   drivetrain ablate recipe=fast baseline=naive data=digits model=resnet9
   drivetrain ablate recipe=mine.yaml quality=true          is the result still right, technique by technique?
 
-The arms follow from the recipes: the baseline with each technique, the recipe without each, and the way from one to the
-other, the best first. rounds=8, turn_s, quality, seeds: as for `drivetrain compare`.
+The arms are the baseline with each technique, the recipe without each, and the techniques added one after another to the
+baseline, the best first. rounds=8, turn_s, quality, seeds: as for `drivetrain compare`.
 
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
 """

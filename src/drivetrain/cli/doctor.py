@@ -13,8 +13,8 @@ drivetrain doctor [group=option] [key=value] …      where a step's time goes, 
   drivetrain doctor model=own model.target=my_pkg.Net data=own data.target=my_pkg.Data trust=[my_pkg]
   drivetrain doctor recipe=naive rounds=16
 
-  prove=false           only look
-  look_s=2              seconds of each look at the step
+  prove=false           only examine the step
+  look_s=2              seconds of each examination of the step
   rounds=8, turn_s=0.4  of the comparison that proves the overrides
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
 """

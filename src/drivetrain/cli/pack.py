@@ -26,14 +26,14 @@ HELP = """\
 drivetrain pack SOURCE FOLDER [data=option] [data.key=value] …      decode the images of SOURCE once, for data=packed
 
   drivetrain pack ~/imagenet packed --size 256           train data=packed data.root=packed
-  drivetrain pack ~/imagenet packed --jpeg --quality 90   keeps JPEGs, at most so large: less disk, decoded when read
+  drivetrain pack ~/imagenet packed --jpeg --quality 90   stores JPEGs of at most that size: less disk, decoded when read
   drivetrain pack ~/cifar packed data=cifar10             any data that gives images; its root is SOURCE
   drivetrain pack 'train-{000..009}.tar' packed data=webdataset
   drivetrain pack --verify packed                         every sample's checksum
 
   --size N              the square that images are resized to (with --jpeg: their shorter side); default 256
   --jpeg                store JPEGs; those at or below the size are kept byte for byte
-  --quality Q           of the JPEGs that are made smaller, 1 to 100; default 90
+  --quality Q           JPEG quality of images that are made smaller, 1 to 100; default 90
   --threads N           threads that decode; default: one for each core
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
   -h, --help            this

@@ -15,21 +15,21 @@ from drivetrain.recipe import reader as recipes
 from drivetrain.ui.terminal import table
 
 HELP = """\
-drivetrain recipe VERB …      recipes: option and value, shared as plain YAML that can hold no code
+drivetrain recipe VERB …      recipes: options and values, shared as plain YAML that cannot hold code
 
   drivetrain recipe list                               all that recipe=NAME finds
   drivetrain recipe show NAME                          its text
-  drivetrain recipe check NAME|PATH …                  is it good? All that is wrong with it, by file and line
-  drivetrain recipe export RUN [FILE]                  what replays a run, with where it comes from and what it came to
-  drivetrain recipe verify NAME|PATH [key=value] …     does what it claims hold on this machine?
-  drivetrain recipe diff A B [key=value] …             where two recipes or runs differ, and what that is worth
+  drivetrain recipe check NAME|PATH …                  is it valid? Every problem with file and line
+  drivetrain recipe export RUN [FILE]                  the recipe that replays a run, with its origin and results
+  drivetrain recipe verify NAME|PATH [key=value] …     does its claim hold on this machine?
+  drivetrain recipe diff A B [key=value] …             where two recipes or runs differ, and which is faster
 
   rounds=20, turn_s=0.4  of verify, and of diff measure=true: as for `drivetrain compare`
-  quality=true, seeds=5 train both to the end too
-  measure=true          of diff: let the two take turns now
+  quality=true, seeds=5 also train both to their ends
+  measure=true          of diff: measure both now, in turns
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
 
-exit codes of verify: 0 holds · 1 does not hold · 2 nothing claimed, or wrong words
+exit codes of verify: 0 holds · 1 does not hold · 2 no claim, or a bad command line
 """
 
 

@@ -13,7 +13,7 @@ drivetrain report [DIR …]      any runs and sweeps, finished or under way, in 
   drivetrain report outputs/multirun/2026-11-21/…      one sweep
   drivetrain report runs/a runs/b target=0.97 out=page
 
-  target=VALUE          time is taken until the metric is there; else what all completed runs reached
+  target=VALUE          the metric that times are taken to; default: what all completed runs reached
   out=DIR               where report.html and report.csv go; else a new folder under outputs/report
 """
 

@@ -1,4 +1,4 @@
-"""`drivetrain show`: the schedule that a config composes, drawn before anything is trained."""
+"""`drivetrain show`: draw the schedule of a run before it is trained."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from drivetrain.ui import plots, terminal
 
 MAX_POINTS = 20_000  # of a curve; of a longer run every n-th update is taken
 HELP = """\
-drivetrain show [group=option] [key=value] …      the learning rate (and momentum) over the run that these words compose
+drivetrain show [group=option] [key=value] …      the learning rate (and momentum) over a run with these overrides
 
   drivetrain show scheduler=cosine scheduler.cycles=3
   drivetrain show recipe=fast epochs=90

@@ -17,13 +17,13 @@ drivetrain train [group=option] [key=value] …      (the same: python -m src.tr
   drivetrain train optimizer.lr=0.01 epochs=30         so are values
   drivetrain train -m precision=fp32,bf16 optimizer=sgd,adamw   every combination, compared in a table
   drivetrain train recipe=fast                         a shared recipe, by name or path
-  drivetrain train resume=outputs/<date>/<run>         go on where a run was (resume=auto: the newest)
+  drivetrain train resume=outputs/<date>/<run>         continue a run (resume=auto: the newest unfinished one)
 
-  -m, --multirun        run every combination of a=x,y  b=range(1,4); resume=<its folder> goes on with what is left of it
+  -m, --multirun        run every combination of a=x,y  b=range(1,4); resume=<its folder> continues a sweep
        hydra/launcher=joblib hydra.launcher.n_jobs=2        several at a time (also: submitit_slurm, submitit_local)
        hydra/sweeper=optuna hydra.sweeper.n_trials=20       search: optimizer.lr=tag(log,interval(1e-4,1e-1))
   -c, --cfg job         show the composed config and stop (--resolve: with references resolved)
-  -p, --package KEY     with --cfg: that part of it
+  -p, --package KEY     with --cfg: this part only
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
   -q, --quiet           only the result
   -h, --help            this

@@ -15,13 +15,13 @@ drivetrain tune [what=all] [group=option] [key=value] …      what makes this r
   drivetrain tune what=lr optimizer=sgd                the range test, with a plot: advice, nothing is set
 
   what=all              or workers (loaders and their counts), batch (micro-batches of the same global batch), lr
-  budget_s=600          seconds that it may take, about
-  rounds=8, turn_s=0.3  of each comparison; tries that fall behind take no further rounds
+  budget_s=600          about how many seconds it may take
+  rounds=8, turn_s=0.3  of each comparison; candidates that fall behind stop early
   quality=true          is the result still right? seeds=5 trainings of each, as far as the budget goes
   lr_updates=150        updates of the range test
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
 
-Leaves a recipe with what it rests on, tune.json and a page under outputs/tune. The run itself is not touched.
+Writes a recipe with its measurements, tune.json and a page under outputs/tune. The run itself is not changed.
 """
 
 

@@ -43,34 +43,33 @@ class Verb:
             raise UserError(f"the verb {self.name} ({self.help}) cannot be imported from {module}: {error}") from None
 
 
-_HERE = "drivetrain.cli"
 _ROWS = (
-    Verb("train", f"{_HERE}.train:command", "train what the config says", takes_overrides=True),
-    Verb("list", f"{_HERE}.list:command", "every option of every group, or of one, with what it buys"),
+    Verb("train", "drivetrain.cli.train:command", "train what the config says", takes_overrides=True),
+    Verb("list", "drivetrain.cli.list:command", "every option of every group, or of one, with what it buys"),
     Verb(
-        "compare", f"{_HERE}.compare:command",
+        "compare", "drivetrain.cli.compare:command",
         "techniques side by side in turns: what each brings and costs, and whether the result is still right",
         takes_overrides=True,
     ),
     Verb(
-        "ablate", f"{_HERE}.ablate:command", "what each technique of a recipe brings by itself, and what its loss costs",
+        "ablate", "drivetrain.cli.ablate:command", "what each technique of a recipe brings by itself, and what leaving it out costs",
         takes_overrides=True,
     ),
     Verb(
-        "doctor", f"{_HERE}.doctor:command", "where a step's time goes, what is wrong, and which overrides are proven to help",
+        "doctor", "drivetrain.cli.doctor:command", "where a step's time goes, what is wrong, and which overrides are proven to help",
         takes_overrides=True,
     ),
     Verb(
-        "tune", f"{_HERE}.tune:command", "what makes a run faster on this machine: found by measuring, kept where it is proven",
+        "tune", "drivetrain.cli.tune:command", "what makes a run faster on this machine: found by measuring, kept where it is proven",
         takes_overrides=True,
     ),
-    Verb("report", f"{_HERE}.report:command", "any runs in one table, one CSV and one page with plots"),
-    Verb("show", f"{_HERE}.show:command", "draw the learning rate over a run, before it is trained", takes_overrides=True),
-    Verb("recipe", f"{_HERE}.recipe:command", "list, show, check, export, verify or compare recipes"),
-    Verb("export", f"{_HERE}.export:command", "a run's weights as one plain safetensors file"),
-    Verb("pack", f"{_HERE}.pack:command", "decode images once, for data=packed", takes_overrides=True),
-    Verb("completion", f"{_HERE}.completion:command", "TAB completion for bash, zsh or fish"),
-    Verb("complete", f"{_HERE}.completion:print_candidates", ""),
+    Verb("report", "drivetrain.cli.report:command", "any runs in one table, one CSV and one page with plots"),
+    Verb("show", "drivetrain.cli.show:command", "draw the learning rate over a run, before it is trained", takes_overrides=True),
+    Verb("recipe", "drivetrain.cli.recipe:command", "list, show, check, export, verify or compare recipes"),
+    Verb("export", "drivetrain.cli.export:command", "a run's weights as one plain safetensors file"),
+    Verb("pack", "drivetrain.cli.pack:command", "decode images once, for data=packed", takes_overrides=True),
+    Verb("completion", "drivetrain.cli.completion:command", "TAB completion for bash, zsh or fish"),
+    Verb("complete", "drivetrain.cli.completion:print_candidates", ""),
 )  # fmt: skip
 VERBS: Mapping[str, Verb] = {verb.name: verb for verb in _ROWS}
 
