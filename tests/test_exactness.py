@@ -99,7 +99,7 @@ def test_sequences_in_buckets_too(loader, ranks):
     noise = np.random.default_rng(0)
     source = Texts([noise.integers(1, 255, 5 + 3 * n, dtype=np.uint8).tobytes() for n in range(FILES)], 24)
     batch = Bucketed(global_batch=6, pad_to=4)
-    batch.start(source, 5, World())
+    batch.measure(source, 5, World())
     pipeline = Pipeline(source, (), None, 5)
 
     def taken(loader, ranks, skip=0):

@@ -307,14 +307,14 @@ def test_training_sees_it_and_evaluation_does_not(make, photos, chosen):
     trainer = make(*photos, f"augment=[{chosen}]")
     plain = make(*photos)
     assert len(trainer.train_data.steps) == len(chosen.split(","))
-    request = next(trainer._requests())
+    request = next(trainer.requests())
     (x, y), (raw, hard) = trainer.train_data(request), plain.train_data(Request(0, request.indices, ONE))
     assert x.shape == raw.shape
     assert not torch.equal(x, raw)
     soft = "cutmix" in chosen
     assert y.shape == ((len(raw), 2) if soft else hard.shape)
     test = Request(0, torch.arange(3), ONE)
-    for got, expected in zip(trainer.test_data(test), plain.test_data(test), strict=True):
+    for got, expected in zip(trainer.evaluator.data(test), plain.test_data(test), strict=True):
         assert torch.equal(got, expected)
     trainer.fit()
     assert trainer.progress.updates == 2
@@ -323,7 +323,7 @@ def test_training_sees_it_and_evaluation_does_not(make, photos, chosen):
 
 def test_the_loss_of_mixed_targets_is_the_mixture_of_losses(make):
     trainer = make(*SOFT, "loss.label_smoothing=0.2")
-    micro = next(iter(trainer.loader.stream(trainer.train_data, trainer._requests(), CPU, torch.contiguous_format)))
+    micro = next(iter(trainer.loader.stream(trainer.train_data, trainer.requests(), CPU, torch.contiguous_format)))
     assert micro.y.shape == (12, 4)
     logits = trainer.model(micro.x)
     loss = torch.nn.CrossEntropyLoss(label_smoothing=0.2, reduction="none")
@@ -338,7 +338,7 @@ def test_the_loss_of_mixed_targets_is_the_mixture_of_losses(make):
 def test_one_batch_by_heart_needs_no_partners(make):
     trainer = make(*SOFT, "debug=overfit", "batch.global_batch=5")
     assert trainer.train_data.steps == ()
-    assert next(trainer._requests()).partners is None
+    assert next(trainer.requests()).partners is None
     assert next(make(*SOFT, "batch.global_batch=5")._requests()).partners is not None
 
 

@@ -29,7 +29,7 @@ class Lengths:
 
 def bucketed(source: Lengths, size: int = 1, **knobs) -> Bucketed:
     batch = Bucketed(**{"global_batch": 12, **knobs})
-    batch.start(source, 0, World(0, size))
+    batch.measure(source, 0, World(0, size))
     return batch
 
 
@@ -269,7 +269,7 @@ def test_data_without_lengths_is_refused(problems):
         "batch=bucketed sorts by length, and all samples of data=synthetic are alike: set batch=fixed"
     ]
     with pytest.raises(UserError, match="does not tell its samples' lengths"):
-        Bucketed().start(object(), 0, World())
+        Bucketed().measure(object(), 0, World())
 
 
 def test_compiling_for_every_length_is_warned_of(tiny):

@@ -135,10 +135,10 @@ def gradients(trainer, batch, world: World, drop_last: bool = False) -> list[dic
     samples, found = len(trainer.train_data.source), []
     requests = batch.requests(samples, trainer.seed, 0, world, drop_last)
     for micro in trainer.loader.stream(trainer.train_data, requests, CPU, torch.contiguous_format):
-        trainer.micro(micro)
+        trainer.step.micro_batch(micro, torch.zeros(()))
         if micro.last:
             found.append({name: p.grad.clone() for name, p in trainer.model.named_parameters()})
-            trainer.zero_grad()
+            trainer.step.zero_grad()
     return found
 
 
@@ -149,7 +149,7 @@ def test_three_steps_on_two_ranks_equal_one_big_batch(float64, make, library, op
         for p in trainer.model.parameters():
             p.add_(torch.randn_like(p), alpha=0.1)
     big: Batch = Batch(30) if option == "accumulate" else Bucketed(30, pad_to=trainer.batch.pad_to)
-    big.start(trainer.train_data.source, 0, World())
+    big.measure(trainer.train_data.source, 0, World())
     whole = gradients(trainer, big, World())
     ranks = [gradients(trainer, trainer.batch, World(rank, 2)) for rank in range(2)]
     assert len(whole) == len(ranks[0]) == len(ranks[1]) == -(-len(trainer.train_data.source) // 30) > 2
@@ -173,7 +173,7 @@ def test_samples_alone_would_weigh_them_wrongly(float64, make, library):
 def test_the_weights_of_an_update_sum_to_the_ranks(library):
     source = Stdlib(root=str(library), length=16, holdout=0.3).load(CPU).train
     batch = Accumulate(12, steps=2)
-    batch.start(source, 0, World())
+    batch.measure(source, 0, World())
     ranks = [list(batch.requests(len(source), 0, 0, World(rank, 2), False)) for rank in range(2)]
     ends = [0, *(i for i, r in enumerate(ranks[0], 1) if r.last)]
     updates = [[r for mine in ranks for r in mine[a:b]] for a, b in itertools.pairwise(ends)]

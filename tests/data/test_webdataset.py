@@ -225,7 +225,7 @@ def test_a_run_goes_on_in_the_same_order(train, four):
 
 def test_the_trainer_takes_the_sources_order(make, four):
     trainer = make(*words(four), "epochs=2", "updates=null")
-    asked = torch.cat([request.indices for request in trainer._requests()])
+    asked = torch.cat([request.indices for request in trainer.requests()])
     source = trainer.train_data.source
     assert torch.equal(asked, torch.cat([source.order(0, 0), source.order(0, 1)]))
 

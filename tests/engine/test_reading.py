@@ -79,7 +79,7 @@ def test_metrics_have_them(train):
 
 def test_evaluation_is_not_counted(make):
     trainer = make("log_every=1")
-    trainer.evaluate()
+    trainer.evaluator.metrics()
     assert trainer.timer.reading.since_last() == {}
 
 
@@ -138,9 +138,9 @@ def test_it_says_what_helps_this_loader(monkeypatch):
     assert "data=packed" in helps(Dali(), files)
 
 
-def test_a_run_that_waits_is_told(make, monkeypatch):
+def test_a_run_that_waits_is_told(make, monkeypatch, caplog):
     trainer = make("epochs=40", "updates=60")
     monkeypatch.setattr(trainer.timer, "steady", lambda: (3.0, 0.9))
     trainer.fit()
-    said = [r["text"] for r in trainer.sinks[0] if r["event"] == "remark" and "waits for data" in r["text"]]
+    said = [line for line in caplog.messages if "waits for data" in line]
     assert said == ["the device waits for data 90 % of the time: loader=threads reads ahead while the device works"]

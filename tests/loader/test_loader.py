@@ -295,9 +295,9 @@ def test_auto_takes_what_measures_best_and_says_why(monkeypatch):
     assert type(auto._kept) in (Threads, Workers), "waiting in parallel is faster"
 
 
-def test_auto_decides_before_training(make):
+def test_auto_decides_before_training(make, caplog):
     trainer = make("loader=auto", "data=digits")
-    assert any(line.startswith("loader=auto took") for line in trainer.said)
+    assert any(line.startswith("loader=auto took") for line in caplog.messages)
     trainer.fit()
 
 

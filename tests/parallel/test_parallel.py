@@ -11,6 +11,7 @@ import torch
 from drivetrain.core.world import World
 from drivetrain.parallel import Ddp, Parallel
 from drivetrain.saving import checkpoint_io
+from tests.support.context import context
 
 # What float32 sums in another order may differ by after a handful of updates.
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}
@@ -123,7 +124,7 @@ def test_gradients_meet_once_an_update_not_once_a_micro_batch(make, one_rank, st
         future.set_result(bucket.buffer())
         return future
 
-    trainer.forward.register_comm_hook(None, hook)
+    trainer.step.inner.forward.register_comm_hook(None, hook)
     micros = []
     trainer.model.register_forward_hook(lambda m, *_: micros.append(m.training))
     trainer.fit()
@@ -134,11 +135,11 @@ def test_gradients_meet_once_an_update_not_once_a_micro_batch(make, one_rank, st
 
 def test_ddp_is_told_its_knobs(make, one_rank):
     trainer = make("parallel=ddp", "parallel.bucket_mb=0.5", "parallel.find_unused_parameters=true")
-    assert trainer.forward.bucket_bytes_cap == 0.5 * 2**20
-    assert trainer.forward.find_unused_parameters
-    assert trainer.forward.gradient_as_bucket_view
-    assert not trainer.forward.static_graph
-    assert trainer.forward.module is trainer.model  # evaluated and saved under its own names
+    assert trainer.step.inner.forward.bucket_bytes_cap == 0.5 * 2**20
+    assert trainer.step.inner.forward.find_unused_parameters
+    assert trainer.step.inner.forward.gradient_as_bucket_view
+    assert not trainer.step.inner.forward.static_graph
+    assert trainer.step.inner.forward.module is trainer.model  # evaluated and saved under its own names
     trainer.parallel.shutdown()
 
 
@@ -166,7 +167,7 @@ def test_ddp_on_one_device_trains(train):
 
 def test_single_is_one_process_and_changes_nothing(make):
     parallel, model, sums = Parallel(), torch.nn.Linear(2, 2), torch.ones(3)
-    parallel.start(World(), torch.device("cpu"))
+    parallel.setup(context())
     assert parallel.ranks() == 1
     assert parallel.wrap_model(model) is model
     assert parallel.all_reduce_sum(sums) is sums

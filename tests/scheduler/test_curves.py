@@ -311,7 +311,7 @@ def test_plateau_in_a_run_and_in_its_resumed_half(make: Any) -> None:
     rest.fit()
 
     def rates(trainer: Any) -> list[float]:
-        return [r["lr"] for r in trainer.sinks[0] if r["event"] == "train"]
+        return [r["lr"] for r in trainer.log.writers[0] if r["event"] == "train"]
 
     assert rates(whole) == pytest.approx([0.05, 0.05, 0.025, 0.0125, 0.00625])
     assert rates(half) + rates(rest) == rates(whole)

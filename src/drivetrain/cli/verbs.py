@@ -52,15 +52,18 @@ _ROWS = (
         takes_overrides=True,
     ),
     Verb(
-        "ablate", "drivetrain.cli.ablate:command", "what each technique of a recipe brings by itself, and what leaving it out costs",
+        "ablate", "drivetrain.cli.ablate:command",
+        "what each technique of a recipe brings by itself, and what leaving it out costs",
         takes_overrides=True,
     ),
     Verb(
-        "doctor", "drivetrain.cli.doctor:command", "where a step's time goes, what is wrong, and which overrides are proven to help",
+        "doctor", "drivetrain.cli.doctor:command",
+        "where a step's time goes, what is wrong, and which overrides are proven to help",
         takes_overrides=True,
     ),
     Verb(
-        "tune", "drivetrain.cli.tune:command", "what makes a run faster on this machine: found by measuring, kept where it is proven",
+        "tune", "drivetrain.cli.tune:command",
+        "what makes a run faster on this machine: found by measuring, kept where it is proven",
         takes_overrides=True,
     ),
     Verb("report", "drivetrain.cli.report:command", "any runs in one table, one CSV and one page with plots"),
