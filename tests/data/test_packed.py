@@ -346,8 +346,8 @@ def test_what_was_begun_otherwise_is_not_gone_on_with(images, tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["one"], "wants a source and a folder"),
-        (["a", "b", "c"], "wants a source and a folder"),
+        (["one"], "needs a source and a folder"),
+        (["a", "b", "c"], "needs a source and a folder"),
         (["nowhere", "out"], "is no directory"),
         (["nowhere", "out", "--quality", "0"], "--quality is from 1 to 100"),
         (["nowhere", "out", "--size", "0"], "--size and --threads from 1 on"),

@@ -30,7 +30,7 @@ SCRIPTS = {
 def command(argv: Sequence[str]) -> int:
     """Run `drivetrain completion SHELL`: print the script for the shell to evaluate: eval "$(drivetrain completion bash)"."""
     if len(argv) != 1 or argv[0] not in SCRIPTS:
-        raise UserError('drivetrain completion wants bash, zsh or fish; then: eval "$(drivetrain completion bash)"')
+        raise UserError('drivetrain completion needs bash, zsh or fish; then: eval "$(drivetrain completion bash)"')
     print(SCRIPTS[argv[0]], end="")
     return DONE
 

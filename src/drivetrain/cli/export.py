@@ -37,7 +37,7 @@ def command(argv: Sequence[str]) -> int:
         f"{k}={v}: drivetrain export knows update=N, update=best and average=true" for k, v in given.items() if not _known(k, v)
     ]
     if not 1 <= len(paths) <= 2:
-        wrong.append("drivetrain export wants a run's directory, and perhaps a file: drivetrain export RUN [FILE]")
+        wrong.append("drivetrain export needs a run's directory, and perhaps a file: drivetrain export RUN [FILE]")
     if wrong:
         raise UserError(wrong)
     run_dir, file = paths[0], paths[1] if len(paths) > 1 else paths[0] / "model.safetensors"

@@ -50,14 +50,14 @@ def command(argv: Sequence[str]) -> int:
         return DONE
     if given.verify:
         if len(given.overrides) != 1:
-            raise UserError("drivetrain pack --verify wants one folder that was packed")
+            raise UserError("drivetrain pack --verify needs one folder that was packed")
         with _progress("verified") as step:
             count = packing.verify(Path(given.overrides[0]), step)
         print(f"{given.overrides[0]}: all {count:,} samples are as they were packed")
         return DONE
     paths = [w for w in given.overrides if "=" not in w]
     if len(paths) != 2:
-        raise UserError("drivetrain pack wants a source and a folder to write: drivetrain pack ~/images packed --size 256")
+        raise UserError("drivetrain pack needs a source and a folder to write: drivetrain pack ~/images packed --size 256")
     if not 1 <= given.quality <= 100 or (given.size is not None and given.size < 1) or given.threads < 1:
         raise UserError("drivetrain pack: --quality is from 1 to 100, --size and --threads from 1 on")
     _pack(paths[0], Path(paths[1]), [w for w in given.overrides if "=" in w], given)

@@ -41,7 +41,7 @@ def command(argv: Sequence[str]) -> int:
     if not argv or argv[0] not in VERBS:
         given = f"'{argv[0]}': {did_you_mean(argv[0], VERBS)}" if argv else ""
         wanted = "list, show NAME, check NAME|PATH …, export RUN [FILE], verify NAME|PATH or diff A B"
-        raise UserError(f"drivetrain recipe wants {wanted} {given}".rstrip())
+        raise UserError(f"drivetrain recipe needs {wanted} {given}".rstrip())
     return VERBS[argv[0]](argv[1:])
 
 
@@ -56,14 +56,13 @@ def complete(words: Sequence[str], last: str) -> Sequence[str]:
 def _list(argv: Sequence[str]) -> int:
     if argv:
         raise UserError(f"drivetrain recipe list shows them all: leave out {' '.join(argv)}, or give show {argv[0]}")
-    found = [recipes.read(recipes.find(name)) for name in recipes.names()]
-    table(("recipe", "what it is"), [(recipe.name, recipe.description) for recipe in found])
+    table(("recipe", "what it is"), [(name, recipes.read(recipes.find(name)).description) for name in recipes.names()])
     return DONE
 
 
 def _show(argv: Sequence[str]) -> int:
     if len(argv) != 1:
-        raise UserError(f"drivetrain recipe show wants one name: {', '.join(recipes.names())}")
+        raise UserError(f"drivetrain recipe show needs one name: {', '.join(recipes.names())}")
     print(recipes.find(argv[0]).read_text(), end="")
     return DONE
 
@@ -71,7 +70,7 @@ def _show(argv: Sequence[str]) -> int:
 def _check(argv: Sequence[str]) -> int:
     given = arguments.parse("recipe check", argv, HELP)
     if given is None or not given.overrides:
-        raise UserError("drivetrain recipe check wants the name or path of a recipe")
+        raise UserError("drivetrain recipe check needs the name or path of a recipe")
     problems, groups = [], options(given.config_dir)
     for name in given.overrides:
         try:
@@ -90,7 +89,7 @@ def _check(argv: Sequence[str]) -> int:
 
 def _export(argv: Sequence[str]) -> int:
     if not 1 <= len(argv) <= 2:
-        raise UserError("drivetrain recipe export wants a run's directory, and the file to write unless it is to be printed")
+        raise UserError("drivetrain recipe export needs a run's directory, and the file to write unless it is to be printed")
     source = Path(argv[0]) / "recipe.yaml"
     if not source.is_file():
         raise UserError(f"{argv[0]} is no run's directory (no recipe.yaml in it): name one such as outputs/<date>/<time>-<id>")

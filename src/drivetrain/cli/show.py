@@ -56,7 +56,7 @@ def show(overrides: Sequence[str], config_dirs: Sequence[str], file: Path | None
 
 def _horizon(run: RunSpec) -> Horizon:
     over, samples = horizons.horizon(run), run.data.train_samples()
-    if over is None:  # only reading tells
+    if over is None:  # known only after the data was read
         import torch
 
         source = run.data.load(torch.device("cpu")).train

@@ -113,4 +113,4 @@ def _of_file(file: Path, files: Mapping[str, Mapping[str, Path]]) -> Iterator[st
     elif not isinstance(content, dict) or not isinstance(content.get("_target_"), str):
         yield f"{file}: an option is a mapping of its knobs, with _target_: the dotted name of its class"
     elif group in LISTS and package not in text.splitlines():
-        yield f"{file}: several options of {group} are chosen at once, so each has a place of its own: add the line '{package}'"
+        yield f"{file}: several options of {group} are chosen at once, so each needs a key of its own: add the line '{package}'"

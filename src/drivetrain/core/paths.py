@@ -41,7 +41,7 @@ def add_import_paths(config_dirs: Sequence[str]) -> None:
 
 
 def cannot_be_in(root: Path) -> Iterator[str]:
-    """Why no run can lie below `root`, as far as can be told without trying."""
+    """Why no run can be written below `root`, as far as can be known without writing."""
     above = next(p for p in (root, *root.absolute().parents) if os.path.lexists(p))
     if not above.is_dir():
         yield f"output_dir={root}: {above} is no directory: set output_dir to a directory you can write to"
