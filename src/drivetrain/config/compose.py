@@ -80,8 +80,9 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str] = (), base: Rec
     failed = {*chosen, *(recipe.choices if recipe is not None else ())}.intersection(known) - set(choices.made)
     setter = KeySetter(config, composed.choices, config_dirs)
     for key, value in values.items():
-        find = setter.unknown_in_group if key.split(".")[0] in failed else setter.set
-        problems += [composed.where(key) + problem for problem in find(key, value)]
+        problem = (setter.unknown_in_group if key.split(".")[0] in failed else setter.set)(key, value)
+        if problem is not None:
+            problems.append(composed.where(key) + problem)
     try:
         composed.plain  # noqa: B018 - resolves every interpolation
     except OmegaConfBaseException as error:

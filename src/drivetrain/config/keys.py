@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,29 +23,26 @@ class KeySetter:
     choices: dict[str, Any]  # group → option
     config_dirs: Sequence[str] = ()
 
-    def set(self, key: str, value: Any) -> Iterator[str]:
-        """Set a key that exists; keys below an open mapping may be new. Yields the problem where it cannot be set."""
+    def set(self, key: str, value: Any) -> str | None:
+        """Set a key that exists; keys below an open mapping may be new. Returns the problem if it cannot be set."""
         parts = key.split(".")
         if "_target_" in parts:
-            yield f"{key}: a target cannot be set: give your own class by model=own model.target=…, or an option by --config-dir"
-            return
+            return f"{key}: a target cannot be set: give your own class by model=own model.target=…, or an option by --config-dir"
         node: Any = self.config
         for depth, part in enumerate(parts):
             if not isinstance(node, DictConfig):
-                yield f"{key}: {'.'.join(parts[:depth])} is a value and has no '{part}'"
-                return
+                return f"{key}: {'.'.join(parts[:depth])} is a value and has no '{part}'"
             if part not in node:
                 if OPEN.intersection(parts[:depth]):
                     break
-                yield self._unknown(parts, value, depth, [str(name) for name in node if name != "_target_"])
-                return
+                return self._unknown(parts, value, depth, [str(name) for name in node if name != "_target_"])
             if depth < len(parts) - 1:
                 node = node[part]
         current = OmegaConf.select(self.config, key)
         if isinstance(current, DictConfig) and current and not isinstance(value, dict):
-            yield f"{key}={value}: {key} is a mapping of {', '.join(map(str, current))}: set one of those"
-            return
+            return f"{key}={value}: {key} is a mapping of {', '.join(map(str, current))}: set one of those"
         OmegaConf.update(self.config, key, value, force_add=True)
+        return None
 
     def _unknown(self, parts: list[str], value: Any, depth: int, names: list[str]) -> str:
         """The problem of a key whose part at `depth` is not among the `names` there."""
@@ -64,13 +61,12 @@ class KeySetter:
         place = f"{inside}={self.choices[inside]}" if inside in known else inside or "the config"
         return f"{place} has no '{part}' ({key}={value}): {hint}"
 
-    def unknown_in_group(self, key: str, value: Any) -> Iterator[str]:
-        """The problem of a knob that no option of its group has: the group's option is not known, its name was misspelt."""
+    def unknown_in_group(self, key: str, value: Any) -> str | None:
+        """The problem of a knob that no option of its group has: which option was meant is not known, its name is wrong."""
         group, knob, *_ = key.split(".")
-        known = options(self.config_dirs)[group]
-        names = {key for option in known for key in option_keys(group, option, self.config_dirs)} - {"_target_"}
-        if group in LISTS:
-            names = set(known)
-        if knob not in names:
-            hint = suggestion(f"{group}.{knob}", knob, names)
-            yield f"no option of {group} has '{knob}' ({key}={value}): {hint}"
+        names = set(options(self.config_dirs)[group])
+        if group not in LISTS:
+            names = {name for option in names for name in option_keys(group, option, self.config_dirs)} - {"_target_"}
+        if knob in names:
+            return None
+        return f"no option of {group} has '{knob}' ({key}={value}): {suggestion(f'{group}.{knob}', knob, names)}"
