@@ -89,7 +89,7 @@ def _interval(value: Any) -> str:
 def _text(value: Any) -> str:
     """A text is printed to terminals, so it may hold no control characters."""
     good = isinstance(value, str) and value.isprintable() and 0 < len(value) <= MAX_CHARACTERS
-    return "" if good else f"must be one line of text, at most {MAX_CHARACTERS} characters: quote it, if it is one"
+    return "" if good else f"must be a text in one line of at most {MAX_CHARACTERS} characters: quote it, if it is one"
 
 
 def _versions(value: Any) -> str:
