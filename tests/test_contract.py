@@ -11,7 +11,8 @@ from PIL import Image
 
 import drivetrain
 from drivetrain.config import validate as check
-from drivetrain.config.compose import LISTS, compose, options
+from drivetrain.config.catalog import LISTS, options
+from drivetrain.config.compose import compose
 from drivetrain.core.errors import UserError
 from drivetrain.core.paths import conf_dir
 from drivetrain.launch import launcher
@@ -249,4 +250,4 @@ def test_every_group_has_its_off_switch_or_a_default():
 def test_the_defaults_are_a_good_run(tmp_path):
     job = launcher.prepare([])
     assert not job.notices
-    check.verify(job.run)
+    check.validate_device(job.run)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from drivetrain import sweep
-from drivetrain.core.paths import add_own_places
+from drivetrain.core.paths import add_import_paths
 from drivetrain.recipe import reader as recipe
 from tests.support.command import ROOT, only_run, records, run
 
@@ -83,7 +83,7 @@ def test_the_doctor_names_the_line(tmp_path):
 def test_the_commands_of_its_readme_are_good(monkeypatch):
     monkeypatch.chdir(HERE)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    add_own_places(["conf"])
+    add_import_paths(["conf"])
     commands = re.findall(r"^    drivetrain (train|compare|doctor) (.*)$", (HERE / "README.md").read_text(), re.M)
     assert {verb for verb, _ in commands} == {"train", "compare", "doctor"}
     for _, text in commands:

@@ -155,7 +155,7 @@ def test_a_recipe_may_not_choose_it(tmp_path, recipe):
     from drivetrain.cli import recipe
 
     (tmp_path / "shared.yaml").write_text(f"description: shared\n{recipe}")
-    with pytest.raises(UserError, match="'data=own' is not a recipe's to choose"):
+    with pytest.raises(UserError, match="a recipe cannot choose 'data=own'"):
         recipe.command(["check", str(tmp_path / "shared.yaml")])
 
 

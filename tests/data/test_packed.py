@@ -354,8 +354,8 @@ def test_what_was_begun_otherwise_is_not_gone_on_with(images, tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["one"], "wants a source and a folder"),
-        (["a", "b", "c"], "wants a source and a folder"),
+        (["one"], "needs a source and a folder"),
+        (["a", "b", "c"], "needs a source and a folder"),
         (["nowhere", "out"], "is no directory"),
         (["nowhere", "out", "--quality", "0"], "--quality is from 1 to 100"),
         (["nowhere", "out", "--size", "0"], "--size and --threads from 1 on"),
@@ -378,7 +378,7 @@ def test_broken_images_are_named_while_packing(images, tmp_path, capsys):
     for number, form in enumerate(([], ["--jpeg"])):
         out = tmp_path / f"packed{number}"
         pack(root, out, "--size", "8", *form, "data.on_error=skip", "data.verify=0")
-        assert "another stands for it" in capsys.readouterr().err
+        assert "another sample was packed in its place" in capsys.readouterr().err
         x, y = Packed(root=str(out)).load(CPU).train.fetch(torch.tensor([24, 25]))
         assert torch.equal(x[0], x[1])
         assert y.tolist() == [1, 1]

@@ -10,7 +10,7 @@ import torch
 
 from drivetrain import optimizer as options
 from drivetrain.config.compose import compose
-from drivetrain.config.validate import check, machine_local_keys
+from drivetrain.config.validate import machine_local_keys, validate
 from drivetrain.core.errors import UserError
 from drivetrain.model.mlp import Mlp
 from drivetrain.model.resnet9 import ResNet9
@@ -133,11 +133,11 @@ WORDS = [
 def test_patterns_come_back_from_the_runs_own_recipe(tmp_path: Path) -> None:
     """A run writes recipe.yaml and is resumed from it: dots and stars in keys must survive."""
     first = compose(WORDS)
-    run = check(first)
+    run = validate(first)
     file = tmp_path / "recipe.yaml"
     file.write_text(to_recipe(first, machine_local_keys(run)))
     second = compose([], base=read(file))
-    again = check(second)
+    again = validate(second)
     assert config_hash(first, machine_local_keys(run)) == config_hash(second, machine_local_keys(again))
     model = Mlp((1, 8, 8), 10, (16, 16), 0.0)
     rates = by_name(model, again.optimizer)
@@ -161,10 +161,10 @@ def test_patterns_come_back_from_the_runs_own_recipe(tmp_path: Path) -> None:
 )
 def test_bad_values_are_refused(word: str, said: str) -> None:
     with pytest.raises(UserError, match=said.replace("[", r"\[")):
-        check(compose([word]))
+        validate(compose([word]))
 
 
 def test_brackets_are_no_patterns() -> None:
     """A YAML of one's own could have them; the dotted keys of a recipe could not."""
-    run = check(compose([]))
+    run = validate(compose([]))
     assert "no brackets" in next(options.Sgd(lr_multipliers={"head[0]": 2}).validate(run))

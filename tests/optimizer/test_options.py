@@ -16,7 +16,7 @@ import yaml
 
 from drivetrain import optimizer as options
 from drivetrain.config.compose import compose
-from drivetrain.config.validate import check, verify
+from drivetrain.config.validate import validate, validate_device
 from drivetrain.core.errors import UserError
 from drivetrain.core.paths import conf_dir
 from drivetrain.optimizer.hyperparameters import Hyperparameters
@@ -27,9 +27,9 @@ FORMLESS = ["rmsprop", "adafactor", "lars", "novograd", "lion", "schedulefree"]
 
 def problems(*words: str, needs_torch: bool = False) -> list[str]:
     try:
-        run = check(compose(words))
+        run = validate(compose(words))
         if needs_torch:
-            verify(run)
+            validate_device(run)
     except UserError as error:
         return error.problems
     return []
@@ -149,7 +149,7 @@ def test_apex_is_built_where_it_is(name: str, tmp_path: Path, monkeypatch: pytes
     assert "runs on CUDA only" in problems(*words, needs_torch=True)[0]
     assert "has a fused implementation only" in problems(*words, "optimizer.fused=false")[0]
     assert "has no multi-tensor implementation" in problems(*words, "optimizer.foreach=true")[0]
-    run = check(compose(words))
+    run = validate(compose(words))
     monkeypatch.setattr(run.runtime, "kind", lambda: "cuda")
     assert not list(run.optimizer.validate_device(run))
     built = run.optimizer.build(torch.nn.Linear(3, 3))
@@ -225,7 +225,7 @@ def test_unset_forms_take_the_fastest() -> None:
 def test_a_bad_optimizer_is_answered_without_torch() -> None:
     code = (
         "import sys\nfrom drivetrain.config.validate import check\nfrom drivetrain.config.compose import compose\n"
-        "try: check(compose(['optimizer=lars', 'optimizer.fused=true', 'optimizer.lr_multipliers={head: -1}']))\n"
+        "try: validate(compose(['optimizer=lars', 'optimizer.fused=true', 'optimizer.lr_multipliers={head: -1}']))\n"
         "except ValueError as error: print(len(error.problems), 'torch' in sys.modules, 'timm' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

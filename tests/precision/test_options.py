@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import drivetrain
-from drivetrain.config.compose import options
+from drivetrain.config.catalog import options
 from drivetrain.core.errors import UserError
 from drivetrain.core.world import World
 from drivetrain.precision import Amp

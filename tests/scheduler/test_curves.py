@@ -14,7 +14,7 @@ from timm.scheduler import CosineLRScheduler, PolyLRScheduler
 from torch.optim import lr_scheduler as theirs
 
 from drivetrain import scheduler as ours
-from drivetrain.config.compose import options
+from drivetrain.config.catalog import options
 from drivetrain.core.errors import UserError
 from drivetrain.core.horizon import Horizon, length_problem, run_horizon
 from drivetrain.core.option import Option

@@ -1,4 +1,4 @@
-"""`drivetrain show`: the schedule that a config composes, drawn before anything is trained."""
+"""`drivetrain show`: draw the schedule of a run before it is trained."""
 
 from __future__ import annotations
 
@@ -7,15 +7,33 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from drivetrain.cli import arguments
 from drivetrain.core import horizon as horizons
-from drivetrain.core.errors import UserError
+from drivetrain.core.errors import DONE, UserError
 from drivetrain.core.horizon import Horizon
 from drivetrain.core.option import RunSpec
 from drivetrain.core.world import World
 from drivetrain.launch.job import prepare
 from drivetrain.ui import plots
 
-MOST_POINTS = 20_000  # of a curve; a longer run is looked at evenly
+MAX_POINTS = 20_000  # of a curve; of a longer run every n-th update is taken
+HELP = """\
+drivetrain show [group=option] [key=value] …      the learning rate (and momentum) over a run with these overrides
+
+  drivetrain show scheduler=cosine scheduler.cycles=3
+  drivetrain show recipe=fast epochs=90
+  drivetrain show scheduler=onecycle scheduler.momentum=[0.85,0.95] --png schedule.png
+
+  --png FILE            as an image, by matplotlib
+  -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
+"""
+
+
+def command(argv: Sequence[str]) -> int:
+    """Run `drivetrain show`; its exit code."""
+    if (given := arguments.parse("show", argv, HELP, "--png")) is not None:
+        show(given.overrides, given.config_dir, given.png)
+    return DONE
 
 
 def show(overrides: Sequence[str], config_dirs: Sequence[str], file: Path | None = None) -> None:
@@ -37,7 +55,7 @@ def show(overrides: Sequence[str], config_dirs: Sequence[str], file: Path | None
 
 def _horizon(run: RunSpec) -> Horizon:
     over, samples = horizons.run_horizon(run), run.data.train_samples()
-    if over is None:  # only reading tells
+    if over is None:  # known only after the data was read
         import torch
 
         source = run.data.load(torch.device("cpu")).train
@@ -53,12 +71,13 @@ def _horizon(run: RunSpec) -> Horizon:
 
 
 def _curves(run: RunSpec, over: Horizon) -> list[plots.Curve]:
-    run.scheduler.set_horizon(over)
+    schedule = copy.deepcopy(run.scheduler)
+    schedule.set_horizon(over)
     base = run.optimizer.lr * run.batch.lr_factor()
-    updates = range(0, over.updates, -(-over.updates // MOST_POINTS))
-    rates = [(u, base * run.scheduler.lr_factor(u)) for u in updates]
+    updates = range(0, over.updates, -(-over.updates // MAX_POINTS))
+    rates = [(u, base * schedule.lr_factor(u)) for u in updates]
     curves = [plots.Curve("lr", rates, 0.0, max(rate for _, rate in rates) or 1.0)]
-    momenta = [(u, m) for u in updates if (m := run.scheduler.momentum_at(u)) is not None]
+    momenta = [(u, m) for u in updates if (m := schedule.momentum_at(u)) is not None]
     if momenta:
         low, high = min(m for _, m in momenta), max(m for _, m in momenta)
         curves.append(plots.Curve("momentum", momenta, low, high if high > low else low + 1))

@@ -48,7 +48,7 @@ def peak_memory_of_process() -> int:
 
 def memory_now() -> int:
     """The bytes in use now: CUDA's reserved memory if CUDA runs, else this process's resident set."""
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return torch.cuda.memory_reserved()
     try:
         with open("/proc/self/statm") as file:

@@ -18,8 +18,8 @@ from drivetrain.config.compose import Composed
 from drivetrain.core.errors import UserError
 from drivetrain.core.files import write_json
 from drivetrain.core.option import RunSpec
-from drivetrain.core.overrides import as_word, key_of
-from drivetrain.core.paths import add_own_places
+from drivetrain.core.overrides import format_value, key_of
+from drivetrain.core.paths import add_import_paths
 from drivetrain.recipe import reader as recipes
 from drivetrain.run import directory, environment, identity
 from drivetrain.run.result import Result
@@ -96,12 +96,12 @@ def _given_twice(words: Sequence[str]) -> list[str]:
 def checked(composed: Composed, own: bool = False) -> Job:
     """Validate a composed config as a job. Raises UserError. With `own` its recipe is a run's, with machine-local choices."""
     if not own:
-        composed.problems += check.recipe_names_code(composed)
-    run = check.check(composed)
+        composed.problems += check.recipe_code_problems(composed)
+    run = check.validate(composed)
     if not own:
-        check.recipe_may_not(composed, run)
+        check.validate_recipe_keys(composed, run)
     local = check.machine_local_keys(run)
-    notices = composed.notices + [line for part in check.parts(run) for line in part.advise(run)]
+    notices = composed.notices + [line for part in check.options_of(run) for line in part.advise(run)]
     return Job(composed, run, identity.config_hash(composed, local), local, notices=notices)
 
 
@@ -112,13 +112,13 @@ def _resumed(run_dir: Path, words: list[str], config_dirs: Sequence[str]) -> Job
     # A setting of a group's option is dropped where an override chooses another option.
     local = recorded.get("machine_local", {})
     mine = {k: v for k, v in local.items() if k not in given and k.partition(".")[0] not in given}
-    own = [f"{k}={as_word(v)}" for k, v in mine.items()]
+    own = [f"{k}={format_value(v)}" for k, v in mine.items()]
     base = None if "recipe" in given else recipes.read(run_dir / "recipe.yaml")
     dirs = config_dirs or recorded.get("config_dirs", [])
-    add_own_places(dirs)
+    add_import_paths(dirs)
     job = checked(composing.compose([*own, *words], dirs, base=base), own=base is not None)
     job.composed.overrides = words
-    different = identity.differences(check.config_file(run_dir / "config.yaml"), job.composed.plain, job.machine_local_keys)
+    different = identity.differences(check.read_config(run_dir / "config.yaml"), job.composed.plain, job.machine_local_keys)
     if different and not job.run.values["resume_changed"]:
         raise UserError(
             [f"resume={run_dir}: the config differs from the run's, and only its length may: {'; '.join(different)}."

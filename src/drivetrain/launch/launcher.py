@@ -62,7 +62,7 @@ def launch(job: Job, run_dir: Path | None = None, quiet: bool = False) -> Ended:
     """Run a job to its end, in `run_dir` or a new directory. Raises UserError where it cannot begin; then it leaves no files."""
     world = world_of_environment()
     logs.configure(quiet, world.rank)
-    check.verify(job.run)
+    check.validate_device(job.run)
     if world.rank != 0:  # another launcher started it beside rank 0, which has the run's directory
         with StopFlag() as stop:
             return Ended(*run_rank(job, world, Path(os.devnull), stop, quiet=True))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar, get_type_hints
 
-from drivetrain.config.validate import typed
+from drivetrain.config.validate import type_problems
 from drivetrain.core.errors import UserError
-from drivetrain.core.overrides import key_of, single
+from drivetrain.core.overrides import key_of, single_values
 
 T = TypeVar("T")
 
@@ -20,8 +20,8 @@ def split(arguments: Sequence[str], kind: type[T]) -> tuple[T, list[str]]:
     hints = get_type_hints(kind, include_extras=True)
     problems: list[str] = []
     own = [argument for argument in arguments if key_of(argument) in hints and "=" in argument]
-    values = single(own, "command", problems)
-    problems += typed("", {name: (hints[name], value) for name, value in values.items()})
+    values = single_values(own, "command", problems)
+    problems += type_problems("", {name: (hints[name], value) for name, value in values.items()})
     if problems:
         raise UserError(problems)
     return kind(**values), [argument for argument in arguments if argument not in own]

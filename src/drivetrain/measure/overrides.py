@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from drivetrain.config.compose import LISTS, option_keys, options
+from drivetrain.config.catalog import LISTS, option_keys, options
 from drivetrain.core.option import RunSpec
 from drivetrain.core.overrides import key_of
 

@@ -72,7 +72,7 @@ def differences(old: dict[str, Any], new: dict[str, Any], machine_local_keys: se
 def to_recipe(composed: Composed, machine_local_keys: set[str]) -> str:
     """The YAML of a recipe that repeats a run: the option of every group, and the values that differ from the option's own."""
     chosen = {g: o for g, o in composed.choices.items() if g not in machine_local_keys}
-    plain = flatten(composed.options_own)
+    plain = flatten(composed.option_defaults)
     given = flatten(OmegaConf.to_container(composed.config))
     differing = {k: v for k, v in given.items() if plain.get(k) != v and not _is_machine_local(k, machine_local_keys)}
     outside = sorted(k for k, v in differing.items() if _reads_environment(v))
@@ -91,4 +91,4 @@ def machine_local_overrides(composed: Composed, machine_local_keys: set[str]) ->
     """The machine-local settings as keys and values of overrides, for the resume of a run."""
     values = machine_local_values(composed, machine_local_keys)
     values = {k: v for k, v in values.items() if k.split(".")[0] not in ("logger", "resume", "resume_changed", "recipe")}
-    return {**values, "logger": composed.choices["logger"]}
+    return {**values, "logger": composed.choice("logger")}

@@ -15,7 +15,7 @@ from drivetrain.core.cpus import usable_cores
 from drivetrain.core.errors import FAILED, INTERRUPTED, UserError
 from drivetrain.core.option import RunSpec
 from drivetrain.core.overrides import key_of
-from drivetrain.core.paths import add_own_places
+from drivetrain.core.paths import add_import_paths
 from drivetrain.run import directory
 from drivetrain.sweep import objective, store
 from drivetrain.sweep.forked import Forked, Launcher, SignalForwarder
@@ -98,7 +98,7 @@ def _resume(path: Path, given: Sequence[str], quiet: bool) -> int:
     """Resume the sweep in `path`; `given` may only change how it is launched."""
     content = store.read(path)
     overrides, dirs = store.merge_overrides(path, content["overrides"], given), content["config_dirs"]
-    add_own_places(dirs)
+    add_import_paths(dirs)
     plan = _plan(overrides, dirs)
     if isinstance(plan.jobs, list) and [j.overrides for j in plan.jobs] != [j["overrides"] for j in content["jobs"]]:
         raise UserError(f"-m resume={path}: its overrides make other jobs now: the grid of its recipe has changed")

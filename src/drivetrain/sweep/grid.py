@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from drivetrain.config.compose import options
+from drivetrain.config.catalog import options
 from drivetrain.core.errors import UserError
-from drivetrain.core.overrides import as_word, key_of, readable
+from drivetrain.core.overrides import format_value, key_of, parse_each
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.recipe import reader as recipes
@@ -43,7 +43,7 @@ def prepare_one(
     cell = cell or {}
     recipe = _recipe_of(overrides)
     of_cell = recipe.cell(cell, options(config_dirs)) if recipe is not None and recipe.sweep else None
-    extra = [f"{k}={as_word(v)}" for k, v in cell.items()]
+    extra = [f"{k}={format_value(v)}" for k, v in cell.items()]
     made = SweepJob(" ".join([*label, *extra]), [*overrides, *extra], None, [], cell)
     try:
         made.job = prepare_job(overrides, config_dirs, of_cell, extra)
@@ -59,7 +59,7 @@ def _axes(overrides: Sequence[str]) -> tuple[list[list[str]], list[bool]]:
     axes: list[list[str]] = []
     sweeps: list[bool] = []
     problems: list[str] = []
-    for text, override in readable(overrides, "key=value, group=option or key=value,value", problems):
+    for text, override in parse_each(overrides, "key=value, group=option or key=value,value", problems):
         sweeps.append(override.is_sweep_override())
         if not override.is_sweep_override():
             axes.append([text])

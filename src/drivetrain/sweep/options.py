@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_type_hints
 
-from drivetrain.config.validate import typed
+from drivetrain.config.validate import type_problems
 from drivetrain.core.errors import UserError, did_you_mean
 from drivetrain.core.option import Count, CountOrZero, Positive, needs_extra
-from drivetrain.core.overrides import key_of, single
+from drivetrain.core.overrides import key_of, single_values
 
 
 class SweepOption:
@@ -138,7 +138,7 @@ def _values(overrides: Sequence[str], problems: list[str]) -> dict[str, Any]:
                 f"'{override}': of Hydra's config drivetrain has hydra/launcher and hydra/sweeper alone: "
                 "set output_dir=… for the folder of runs"
             )
-    return single(own, "sweep", problems)
+    return single_values(own, "sweep", problems)
 
 
 def _option(group: str, values: dict[str, Any], problems: list[str]) -> SweepOption | None:
@@ -152,7 +152,7 @@ def _option(group: str, values: dict[str, Any], problems: list[str]) -> SweepOpt
     given = {key.removeprefix(f"{place}."): value for key, value in values.items() if key.startswith(f"{place}.")}
     hints = get_type_hints(kind, include_extras=True)
     wrong = [_unknown_key(group, name, key, list(hints)) for key in given if key not in hints]
-    wrong += typed(place, {k: (hints[k], v) for k, v in given.items() if k in hints})
+    wrong += type_problems(place, {k: (hints[k], v) for k, v in given.items() if k in hints})
     problems += wrong
     if wrong:
         return None

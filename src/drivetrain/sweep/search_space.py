@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from drivetrain.core.errors import UserError
-from drivetrain.core.overrides import key_of, readable
+from drivetrain.core.overrides import key_of, parse_each
 
 
 @dataclass
@@ -59,7 +59,7 @@ def read(overrides: Sequence[str]) -> list[str | Axis]:
     """Each override as it is, or as an axis if it has several values. Raises UserError with every problem."""
     found: list[str | Axis] = []
     problems: list[str] = []
-    for text, override in readable(overrides, "key=value, key=a,b or key=interval(a,b)", problems):
+    for text, override in parse_each(overrides, "key=value, key=a,b or key=interval(a,b)", problems):
         if not override.is_sweep_override():
             found.append(text)
             continue

@@ -12,7 +12,7 @@ from typing import Any
 
 from drivetrain.core.errors import BAD_CONFIG, EXIT_OF_STATUS, FAILED, UserError
 from drivetrain.core.files import write_json
-from drivetrain.core.overrides import as_word, key_of
+from drivetrain.core.overrides import format_value, key_of
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.run import directory
@@ -59,7 +59,7 @@ class Entry:
             raise UserError(self.job.problems)
         if not manifest.checkpoints(self.run_dir):
             return self.job.job
-        job = prepare_job([f"resume={as_word(str(self.run_dir))}"], self.job.job.composed.config_dirs)
+        job = prepare_job([f"resume={format_value(str(self.run_dir))}"], self.job.job.composed.config_dirs)
         job.composed.overrides = self.job.overrides
         return job
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from drivetrain.core import cpus, process
 from drivetrain.core.errors import UserError
-from drivetrain.core.paths import add_own_places
+from drivetrain.core.paths import add_import_paths
 from drivetrain.sweep.forked import Launcher, run_job
 from drivetrain.sweep.options import SubmititLocal, SubmititSlurm
 from drivetrain.sweep.store import Entry, one_job, read
@@ -46,7 +46,7 @@ class Task:
             os.environ[cpus.JOBS] = str(self.jobs_per_machine)
         if submitit.JobEnvironment().num_tasks > 1:  # submitit's tasks are the ranks
             submitit.helpers.TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
-        add_own_places(read(self.sweep)["config_dirs"])
+        add_import_paths(read(self.sweep)["config_dirs"])
         return run_job(one_job(self.sweep, self.number), self.quiet)
 
     def checkpoint(self) -> Any:

@@ -9,7 +9,8 @@ import pytest
 
 from drivetrain.cli import main
 from drivetrain.config import validate as check
-from drivetrain.config.compose import compose, options
+from drivetrain.config.catalog import options
+from drivetrain.config.compose import compose
 from drivetrain.core.cpus import usable_cores
 from drivetrain.core.errors import UserError
 from drivetrain.launch.job import checked, prepare
@@ -80,12 +81,12 @@ def test_a_run_does_not_copy_it(train):
         ("device", '"\\e[2J"', "a text"),
         ("device", '"a\\nb"', "a text"),
         ("device", "x" * 300, "at most 200"),
-        ("versions", "{torch: 2.15}", "quote what reads as a number"),
+        ("versions", "{torch: 2.15}", "quote what YAML reads as a number"),
         ("versions", "2.15.0", "name → text"),
-        ("against", "{}", "wants a mapping"),
-        ("against", "fp32", "wants a mapping"),
-        ("against", "{trust: [posix]}", "'trust' is not a recipe's to set"),
-        ("against", "{hydra.run.dir: x}", "not a recipe's to set"),
+        ("against", "{}", "must be a mapping"),
+        ("against", "fp32", "must be a mapping"),
+        ("against", "{trust: [posix]}", "a recipe cannot set 'trust'"),
+        ("against", "{hydra.run.dir: x}", "a recipe cannot set"),
         ("against", "{model._target_: posix.system}", "never a target"),
         ("against", "{optimizer.lr: '${oc.env:HOME}'}", "never to the environment"),
         ("measured", "2026-11-21", "quote it"),
@@ -107,19 +108,19 @@ def test_all_that_is_wrong_is_told_at_once():
     told = " ".join(problems_of(file))
     for part in ("claim.ratio=-1", "'interval'?", "claim.device=1", "'trust'", "'logger'", "no interval", "no versions"):
         assert part in told
-    assert "wants a mapping of ratio" in problems_of(written({}, HEAD + "claim: 2\n#"))[0]
+    assert "must be a mapping of ratio" in problems_of(written({}, HEAD + "claim: 2\n#"))[0]
 
 
 def test_a_sweep_claims_nothing():
-    assert "a sweep claims nothing" in problems_of(written(head="sweep:\n  precision: [fp32, bf16]\n"))[0]
+    assert "a recipe with sweep: cannot have claim:" in problems_of(written(head="sweep:\n  precision: [fp32, bf16]\n"))[0]
 
 
 @pytest.mark.parametrize(
     ("against", "told"),
     [
         ("{precision: fp33}", "claimed.yaml:9: precision=fp33 is no option of precision"),
-        ("{runtime.device: cpu}", "claimed.yaml:9: 'runtime.device' is not a recipe's to set"),
-        ("{model: own}", "claimed.yaml:9: 'model=own' is not a recipe's to choose"),
+        ("{runtime.device: cpu}", "claimed.yaml:9: a recipe cannot set 'runtime.device'"),
+        ("{model: own}", "claimed.yaml:9: a recipe cannot choose 'model=own'"),
         ("{optimizer.lrr: 1}", "claimed.yaml:9: optimizer=adamw has no 'lrr'"),
     ],
 )
@@ -281,6 +282,6 @@ def test_a_claim_of_nothing_does_not_hold(command, tiny):
 
 
 def test_shipped_recipes_claims_are_good():
-    for name in recipe.shipped():
+    for name in recipe.names():
         found = recipe.read(recipe.find(name))
-        assert found.claim is None or check.check(compose([], base=found.baseline(options())))
+        assert found.claim is None or check.validate(compose([], base=found.baseline(options())))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from drivetrain.cli import main
-from drivetrain.config.compose import options
+from drivetrain.config.catalog import options
 from drivetrain.launch.job import prepare
 from drivetrain.measure import overrides
 from drivetrain.measure.benchmark import stopping

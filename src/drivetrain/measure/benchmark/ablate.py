@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drivetrain.config.compose import LISTS
+from drivetrain.config.catalog import LISTS
 from drivetrain.core.errors import DONE, FAILED, UserError
 from drivetrain.core.files import write_json
 from drivetrain.core.option import Count
-from drivetrain.core.overrides import as_word
+from drivetrain.core.overrides import format_value
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure import arguments
@@ -68,7 +68,7 @@ def _items(group: str, old: list[str], new: list[str]) -> list[Technique]:
 def _keys(group: str, old: dict[str, Any], new: dict[str, Any], machine_local_keys: set[str]) -> list[Technique]:
     found = []
     for key in (k for k in new if old.get(k) != new[k] and f"{group}.{k}" not in machine_local_keys):
-        enable, disable = (f"{group}.{key}={as_word(value)}" for value in (new[key], old.get(key)))
+        enable, disable = (f"{group}.{key}={format_value(value)}" for value in (new[key], old.get(key)))
         found.append(Technique(enable, group, (enable,), (disable,)))
     return found
 
@@ -76,7 +76,7 @@ def _keys(group: str, old: dict[str, Any], new: dict[str, Any], machine_local_ke
 def _section(group: str, option: str, plain: dict[str, Any]) -> tuple[str, ...]:
     """The overrides that set a group's option and all its keys."""
     keys = {k: v for k, v in flatten(plain[group]).items() if k and k != "_target_" and v != {}}
-    return (f"{group}={option}", *(f"{group}.{k}={as_word(v)}" for k, v in keys.items()))
+    return (f"{group}={option}", *(f"{group}.{k}={format_value(v)}" for k, v in keys.items()))
 
 
 def overrides_of(start: Job, differences: Sequence[Technique], enable: bool) -> list[str]:

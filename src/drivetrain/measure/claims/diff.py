@@ -20,7 +20,7 @@ from drivetrain.measure.benchmark.arms import ArmSpec
 from drivetrain.measure.claims.write import describe, times
 from drivetrain.recipe import reader as recipes
 from drivetrain.recipe.reader import Recipe
-from drivetrain.recipe.safe_yaml import shown
+from drivetrain.recipe.safe_yaml import printable
 from drivetrain.run import reader
 from drivetrain.run.reader import Points, RunFiles, compared, differing
 from drivetrain.ui import terminal
@@ -104,7 +104,7 @@ def _show(sides: Sequence[Side]) -> None:
     keys = differing(both)
     groups = [key.split(".")[0] for key in keys]
     keys.sort(key=lambda key: (groups.index(key.split(".")[0]), "." in key))  # a group's option before its keys
-    rows = [(key, *(shown(_setting(run.config.get(key))) for run in both)) for key in keys]
+    rows = [(key, *(printable(_setting(run.config.get(key))) for run in both)) for key in keys]
     header = ("", *(side.name for side in sides))
     if rows:
         terminal.table(header, rows)
@@ -147,7 +147,7 @@ def _results(both: Sequence[RunFiles]) -> list[tuple[str, ...]]:
     for name in dict.fromkeys(name for found in versions for name in found):
         if len({found.get(name) for found in versions if len(found) > 1}) > 1:
             rows.append((name, *(str(found.get(name) or "–") for found in versions)))
-    return [tuple(map(shown, texts)) for texts in rows if set(texts[1:]) != {"–"}]
+    return [tuple(map(printable, texts)) for texts in rows if set(texts[1:]) != {"–"}]
 
 
 def _measure(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from drivetrain.config.compose import options
+from drivetrain.config.catalog import options
 from drivetrain.core.errors import DONE, FAILED, UserError
-from drivetrain.core.overrides import as_word, key_of
+from drivetrain.core.overrides import format_value, key_of
 from drivetrain.measure import arguments
 from drivetrain.measure.benchmark import arms, compare, comparison, noninferiority
 from drivetrain.measure.benchmark.arms import ArmSpec
@@ -16,7 +16,7 @@ from drivetrain.measure.claims.write import Claim, as_overrides, describe, times
 from drivetrain.measure.intervals import MIN_PAIRS
 from drivetrain.recipe import reader as recipes
 from drivetrain.recipe.reader import Recipe
-from drivetrain.recipe.safe_yaml import shown
+from drivetrain.recipe.safe_yaml import printable
 from drivetrain.run import environment
 
 TOLERANCE = 0.05  # the measured interval may end so far below the claimed one
@@ -61,7 +61,7 @@ def baseline_and_recipe(recipe: Recipe, claim: Claim, overrides: Sequence[str], 
     ]
     if problems := [problem for spec in specs for problem in spec.problems]:
         raise UserError(dict.fromkeys(problems))
-    specs[0].overrides[1:1] = [f"{key}={as_word(value)}" for key, value in claim.against.items()]  # recorded in compare.json
+    specs[0].overrides[1:1] = [f"{key}={format_value(value)}" for key, value in claim.against.items()]  # recorded in compare.json
     return specs
 
 
@@ -97,4 +97,4 @@ def differences(claim: Claim, row: Row) -> str:
         here = environment.version(name)
         if here is not None and here.split(".")[0] != claimed.split(".")[0]:
             found.append(f"{name} {here}, claimed with {claimed}")
-    return shown("; ".join(found))
+    return printable("; ".join(found))

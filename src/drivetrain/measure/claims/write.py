@@ -9,11 +9,11 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-from drivetrain.core.overrides import as_word
+from drivetrain.core.overrides import format_value
 from drivetrain.launch.job import Job
 from drivetrain.measure.benchmark.comparison import Row
 from drivetrain.recipe.claim import Claim as Claim
-from drivetrain.recipe.safe_yaml import shown
+from drivetrain.recipe.safe_yaml import printable
 from drivetrain.run import environment, identity
 from drivetrain.run.identity import flatten
 
@@ -32,7 +32,7 @@ def against(job: Job, base: Job) -> dict[str, Any]:
     found = {group: option for group, option in options.items() if job.composed.choice(group) != option}
     removed = {key.split(".")[0] for key in ours.keys() - theirs.keys()} & options.keys()
     found |= {group: options[group] for group in removed}  # only a group's option can remove a key
-    shipped = flatten(base.composed.options_own)
+    shipped = flatten(base.composed.option_defaults)
     for key, value in theirs.items():
         before = shipped if key.split(".")[0] in found else ours
         if before.get(key, _ABSENT) != value and not key.endswith("_target_"):
@@ -77,7 +77,7 @@ def recipe_text(job: Job, against: dict[str, Any], row: Row, base_row: Row | Non
 
 def as_comments(lines: Sequence[str]) -> str:
     """The lines as YAML comments, with control characters and line breaks removed."""
-    return "".join(f"# {shown(line)}\n" for line in lines)
+    return "".join(f"# {printable(line)}\n" for line in lines)
 
 
 def to_yaml(claim: Claim) -> str:
@@ -120,4 +120,4 @@ def times(middle: float, low: float, high: float) -> str:
 
 def as_overrides(against: dict[str, Any]) -> str:
     """A claim's baseline as overrides, as a user would type them."""
-    return shown(" ".join(f"{key}={as_word(value)}" for key, value in against.items()))
+    return printable(" ".join(f"{key}={format_value(value)}" for key, value in against.items()))

@@ -53,7 +53,7 @@ def _child(probe: Callable[[Any], T], job: Job, folder: Path, connection: Connec
 
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     try:
-        validate.verify(job.run)
+        validate.validate_device(job.run)
         connection.send((None, probe(build.build(BuildContext(job.run, World(), folder), []))))
     except UserError as error:
         connection.send((str(error), None))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from drivetrain.compile import op_by_op
-from drivetrain.config.compose import option_keys, options
+from drivetrain.config.catalog import option_keys, options
 from drivetrain.core.cpus import usable_cores
 from drivetrain.launch.job import Job
 from drivetrain.measure.overrides import with_channels_last
