@@ -71,7 +71,7 @@ def make(tiny: Callable[..., list[str]], tmp_path: Path) -> Iterator[Callable[..
 
     def built(*words: str, world: World | None = None, run_dir: Path = tmp_path / "run") -> Any:
         job = launcher.prepare(tiny(*words))
-        check.verify(job.run)
+        check.validate_device(job.run)
         context = BuildContext(job.run, world or World(), run_dir)
         contexts.append(context)
         return build.build(context, [Sink()])
@@ -92,7 +92,7 @@ def problems(tiny: Callable[..., list[str]]) -> Callable[..., list[str]]:
 
     def told(*words: str) -> list[str]:
         with pytest.raises(UserError) as refused:
-            check.verify(launcher.prepare(tiny(*words)).run)
+            check.validate_device(launcher.prepare(tiny(*words)).run)
         return refused.value.problems
 
     return told

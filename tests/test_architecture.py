@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 import drivetrain
-from drivetrain.config.compose import options
-from drivetrain.config.validate import shipped_targets
+from drivetrain.config.catalog import options, shipped_targets
 from drivetrain.core.paths import conf_dir
 
 PACKAGE = Path(drivetrain.__file__).parent

@@ -2,7 +2,9 @@
 
 import re
 import shlex
+import shutil
 import sys
+import tomllib
 from pathlib import Path
 from unittest import mock
 
@@ -11,9 +13,11 @@ import safetensors.torch
 import torch
 
 from drivetrain import sweep
+from drivetrain.cli.main import main
+from drivetrain.config.contract import contract_problems
 from drivetrain.core.context import BuildContext
 from drivetrain.core.errors import UserError
-from drivetrain.core.paths import add_own_places
+from drivetrain.core.paths import add_import_paths
 from drivetrain.core.world import World
 from drivetrain.engine import build
 from drivetrain.launch import launcher
@@ -79,7 +83,7 @@ def test_both_train_through_the_command_and_come_to_the_same(tmp_path):
 
 
 def test_the_doctor_names_the_line(tmp_path):
-    done = run("doctor", *GIVEN, *SHORT, "loss=slow", "prove=false", "look_s=0.3", "evaluate_every=1000", cwd=tmp_path)
+    done = run("doctor", *GIVEN, *SHORT, "loss=slow", "prove=false", "profile_s=0.3", "evaluate_every=1000", cwd=tmp_path)
     assert done.code == 0, done
     verdict, evidence = done.out.split("verdict: ")[1].splitlines()[:2]
     lines = (HERE / "anomaly.py").read_text().splitlines()
@@ -91,7 +95,7 @@ def test_the_doctor_names_the_line(tmp_path):
 def test_the_commands_of_its_readme_are_good(monkeypatch):
     monkeypatch.chdir(HERE)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    add_own_places(["conf"])
+    add_import_paths(["conf"])
     commands = re.findall(r"^    drivetrain (train|compare|doctor) (.*)$", (HERE / "README.md").read_text(), re.M)
     assert {verb for verb, _ in commands} == {"train", "compare", "doctor"}
     for _, text in commands:
@@ -149,6 +153,12 @@ def trainer(job, tmp_path):
 def test_every_example_has_a_row():
     files = sorted(file.relative_to(CONF).with_suffix("") for file in Path(CONF).glob("*/*.yaml"))
     assert sorted(re.sub(r"[\[\]]", "", option).replace("=", "/") for option in OPTIONS) == list(map(str, files))
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_options_file_is_its_classs_signature(option, my_pkg):
+    group, _, name = option.partition("=")
+    assert contract_problems(group, name.strip("[]"), [CONF]) == []
 
 
 @pytest.mark.parametrize("option", [option for option in OPTIONS if option != "parallel=local_sgd"])
@@ -274,6 +284,36 @@ def test_the_verb_counts_parameters(tiny, my_pkg, capsys):
     assert capsys.readouterr().out == f"model=mlp: {count:,} parameters, {count:,} of them trainable\n"
     with pytest.raises(UserError, match="did you mean"):
         command(["model=mpl"])
+
+
+@pytest.fixture
+def plugin(tmp_path, my_pkg, monkeypatch):
+    """What `pip install examples/extending` leaves in site-packages."""
+    project = tomllib.loads((EXTENDING / "pyproject.toml").read_text())["project"]
+    site, name = tmp_path / "site", project["name"].replace("-", "_")
+    shutil.copytree(EXTENDING / "my_pkg", site / "my_pkg")
+    info = site / f"{name}-{project['version']}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    lines = []
+    for group, entries in project["entry-points"].items():
+        lines += [f"[{group}]", *(f"{key} = {value}" for key, value in entries.items())]
+    (info / "entry_points.txt").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(site)
+
+
+def test_an_installed_plugin_needs_no_config_dir_and_no_trust(plugin, tiny, capsys):
+    assert main(["train", "-q", *tiny("optimizer=sign_sgd", "precision=fp64", "loss=focal")]) == 0
+    capsys.readouterr()
+    assert main(["list", "parallel"]) == 0
+    assert "parallel=local_sgd: ranks train by themselves" in capsys.readouterr().out
+
+
+def test_an_installed_plugins_verb(plugin, tiny, capsys):
+    assert main(["parameters", *tiny("model=mlp", "model.hidden=[5]")]) == 0
+    assert "model=mlp: " in capsys.readouterr().out
+    assert main(["help"]) == 0
+    assert "drivetrain parameters" in capsys.readouterr().out
 
 
 def test_the_page_shows_the_code_that_runs():

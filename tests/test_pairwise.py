@@ -30,7 +30,7 @@ def test_a_pair_trains_or_is_refused_for_both(pair: tuple[str, str], tmp_path: P
 
 
 def test_every_option_is_in_the_cover() -> None:
-    from drivetrain.config.compose import options
+    from drivetrain.config.catalog import options
 
     words = set(itertools.chain(*pairwise.factors().values()))
     alone = {group for group, names in options().items() if len(names) == 1}

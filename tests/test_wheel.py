@@ -74,7 +74,7 @@ def test_it_finds_its_config_from_anywhere(wheel, tmp_path):
 import drivetrain
 from drivetrain import launch, paths, recipe
 print(drivetrain.__file__)
-print(paths.conf_dir(), recipe.shipped(), launch.prepare(["recipe=fast"]).run.choices["precision"])
+print(paths.conf_dir(), recipe.names(), launch.prepare(["recipe=fast"]).run.choices["precision"])
 """
     env = {"PYTHONPATH": str(tmp_path / "site")}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False, env=env)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from drivetrain.cli.verbs import VERBS, Verb
 from tests.support.command import (
     OWN,
     ROOT,
@@ -47,6 +49,17 @@ def test_help(words: tuple[str, ...], tmp_path: Path) -> None:
     said = good(run(*words, cwd=tmp_path))
     for verb in ("train", "list", "recipe", "completion"):
         assert f"drivetrain {verb}" in said
+
+
+@pytest.mark.parametrize("verb", VERBS.values(), ids=lambda verb: verb.name)
+def test_every_row_of_the_table_names_a_function(verb: Verb) -> None:
+    module, _, function = verb.target.partition(":")
+    assert callable(getattr(importlib.import_module(module), function))
+
+
+@pytest.mark.parametrize("verb", [name for name, verb in VERBS.items() if verb.help and name != "completion"])
+def test_every_verb_has_help(verb: str, tmp_path: Path) -> None:
+    assert f"drivetrain {verb}" in good(run(verb, "--help", cwd=tmp_path))
 
 
 def test_version(tmp_path: Path) -> None:

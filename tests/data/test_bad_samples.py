@@ -120,7 +120,7 @@ def read(loader: Loader, root: Path, world: World | None = None, skip: int = 0):
     data = ImageFolder(root=str(root), size=8, on_error="skip", max_skipped=5, verify=0)
     source = data.load(CPU).train
     pipeline = Pipeline(source, (FlipCrop(pad=1),), Normalize([100.0] * 3, [50.0] * 3), 0)
-    requests = Accumulate(global_batch=8, steps=2).requests(30, 0, 1, world or World(), drop_last=False, skip=skip)
+    requests = Accumulate(global_batch=8, accumulation_steps=2).requests(30, 0, 1, world or World(), drop_last=False, skip=skip)
     micros = list(loader.stream(pipeline, requests, CPU, torch.contiguous_format))
     return [(m.x, m.y) for m in micros], source.skipped()
 
@@ -149,7 +149,8 @@ def test_the_number_is_in_the_result_and_the_names_in_the_log(train, images, mor
     assert (result.status, result.skipped_samples) == ("completed", 6), result.error
     assert json.loads((result.run_dir / "result.json").read_text())["skipped_samples"] == 6
     log = (result.run_dir / "log.txt").read_text()
-    assert [line for line in log.splitlines() if line] == [f"skipped: {files(root)[i]}" for i in broken]
+    assert [line for line in log.splitlines() if line.startswith("skipped: ")] == [f"skipped: {files(root)[i]}" for i in broken]
+    assert "WARNING rank 0 drivetrain.launch.worker: 6 samples could not be read and were skipped" in log
 
 
 def test_a_run_without_broken_files_says_none_and_data_that_cannot_skip_says_nothing(train, images):

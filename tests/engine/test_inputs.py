@@ -100,7 +100,7 @@ def pointer(tensor: torch.Tensor) -> int:
 
 def test_a_batch_on_its_device_reaches_the_step_as_it_is():
     x, y = images(0, 1), torch.zeros(16, dtype=torch.long)
-    micro = Loader().micro(x, y, Request(0, torch.arange(16), torch.ones(())), torch.device("cpu"), torch.contiguous_format)
+    micro = Loader().to_device(x, y, Request(0, torch.arange(16), torch.ones(())), torch.device("cpu"), torch.contiguous_format)
     assert (pointer(micro.x), pointer(micro.y)) == (pointer(x), pointer(y))
 
 

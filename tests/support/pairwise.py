@@ -10,14 +10,14 @@ import itertools
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 
-from drivetrain.config.compose import LISTS, options
+from drivetrain.config.catalog import LISTS, options
 from tests.support import sets
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -140,10 +140,10 @@ def prepare_folder(folder: Path) -> None:
     sets.write(folder, 32)
 
 
-def factors() -> dict[str, list[str]]:
+def factors(config_dirs: Sequence[str] = ()) -> dict[str, list[str]]:
     """group → its options as words; a list group is off or has one of its options."""
     found = {}
-    for group, names in options().items():
+    for group, names in options(config_dirs).items():
         if group in LISTS:
             found[group] = [f"{group}=[]", *(f"{group}=[{n}]" for n in names if n != "none")]
         else:
@@ -180,14 +180,14 @@ def try_one(words: tuple[str, ...], folder: str) -> Outcome:
     return Outcome(words, "broken", f"{result.status}, {result.updates} updates: {result.error}")
 
 
-def refused(words: Iterable[str], folder: Path) -> str | None:
+def refused(words: Iterable[str], folder: Path, config_dirs: Sequence[str] = ()) -> str | None:
     """The reason why these options cannot be, told before anything is built; None if they can."""
     from drivetrain.config import validate as check
     from drivetrain.core.errors import UserError
     from drivetrain.launch.job import prepare
 
     try:
-        check.verify(prepare(complete(words, folder)).run)
+        check.validate_device(prepare(complete(words, folder), config_dirs).run)
     except UserError as error:
         return str(error)
     return None

@@ -18,7 +18,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
 from drivetrain.core.option import Count, Option, Positive, RunSpec
-from drivetrain.core.protocols import Source
+from drivetrain.core.source import Source
 from drivetrain.core.world import World
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ class Batch(Option):
                 request = Request(epoch, indices, weights[share], last, last and update + 1 == total)
                 if partners is not None:
                     place = indices.storage_offset()  # in the order
-                    request.partners = partners[place : place + len(indices)]
+                    request.mix_with = partners[place : place + len(indices)]
                 yield request
 
     def amount(self, indices: torch.Tensor) -> int:

@@ -15,7 +15,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
 from drivetrain.core.option import Count, RunSpec
-from drivetrain.core.protocols import Source
+from drivetrain.core.source import Source
 from drivetrain.core.world import World
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
 
-from drivetrain.core.blocks import blocks_for, described
+from drivetrain.core.blocks import blocks_for, describe_blocks
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, Option, RunSpec, Share
 
@@ -51,7 +51,7 @@ class Blocks(Checkpointing):
         blocks = self.chosen(blocks_for(f"checkpointing={self.name}", "checkpointing.block", model, self.block))
         for block in blocks:
             checkpoint_forward(block, self.rule())
-        logger.info("%s recomputed in the backward%s", described(blocks), self.kept())
+        logger.info("%s recomputed in the backward%s", describe_blocks(blocks), self.kept())
 
     def chosen(self, blocks: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Those of the model's blocks that are recomputed."""

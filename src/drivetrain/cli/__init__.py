@@ -1,1 +1,1 @@
-"""The command line: one module for each verb."""
+"""The command line: one module for each verb, and the table of verbs."""

@@ -1,13 +1,13 @@
-"""TAB completion of the console script: verbs, groups, options, knobs, recipes."""
+"""TAB completion of the command: verbs, groups, options, keys and recipes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from drivetrain.config.compose import options
+from drivetrain.cli import verbs
+from drivetrain.config import catalog
 from drivetrain.core.errors import DONE, UserError
-from drivetrain.core.paths import conf_dir
-from drivetrain.recipe import reader as recipe
+from drivetrain.recipe import reader as recipes
 
 BASH = """\
 _drivetrain() {
@@ -27,11 +27,22 @@ SCRIPTS = {
 }
 
 
-def install(argv: Sequence[str]) -> int:
-    """Print the script that a shell is to evaluate: eval "$(drivetrain completion bash)"."""
+def command(argv: Sequence[str]) -> int:
+    """Run `drivetrain completion SHELL`: print the script for the shell to evaluate: eval "$(drivetrain completion bash)"."""
     if len(argv) != 1 or argv[0] not in SCRIPTS:
-        raise UserError('drivetrain completion wants bash, zsh or fish; then: eval "$(drivetrain completion bash)"')
+        raise UserError('drivetrain completion needs bash, zsh or fish; then: eval "$(drivetrain completion bash)"')
     print(SCRIPTS[argv[0]], end="")
+    return DONE
+
+
+def complete(words: Sequence[str], last: str) -> Sequence[str]:
+    """What TAB offers after `drivetrain completion`: the shells."""
+    return [*SCRIPTS]
+
+
+def print_candidates(argv: Sequence[str]) -> int:
+    """Run `drivetrain complete LINE`, which the scripts call: print what the last word of the line may become."""
+    print("\n".join(candidates(argv)))
     return DONE
 
 
@@ -41,48 +52,43 @@ def candidates(argv: Sequence[str]) -> list[str]:
     words = line.split()[1:]
     last = "" if line.endswith(" ") or not words else words.pop()
     if not words:
-        from drivetrain.cli.main import VERBS
-
-        offered = [verb for verb, (_, text) in VERBS.items() if text]
-    elif words[0] in ("train", "show", "pack", "compare", "ablate", "doctor", "tune"):
-        offered = _overrides(last)
-    elif words[0] == "list":
-        offered = list(options())
-    elif words[0] == "recipe":
-        offered = _of_recipe(words[1:], last)
-    elif words[0] == "completion":
-        offered = list(SCRIPTS)
+        offered = [verb.name for verb in verbs.all_verbs().values() if verb.help]
     else:
-        offered = []
+        verb = verbs.find(words[0])
+        offered = overrides(words[1:], last) if verb.takes_overrides else verb.complete(words[1:], last)
     return [word for word in offered if word.startswith(last)]
 
 
-def _of_recipe(words: Sequence[str], last: str) -> list[str]:
-    """A verb, then the names it takes, then the overrides where it takes any."""
-    from drivetrain.cli.recipe import VERBS
-
-    if not words:
-        return list(VERBS)
-    names = {"verify": 1, "diff": 2}.get(words[0])
-    return recipe.shipped() if names is None or len(words) <= names else _overrides(last)
-
-
-def _overrides(last: str) -> list[str]:
-    from omegaconf import OmegaConf
-
+def overrides(words: Sequence[str], last: str) -> list[str]:
+    """What an override that begins with `last` may become, after the words before it."""
     if last.startswith("hy"):
-        from drivetrain.sweep.options import words
+        from drivetrain.sweep.options import completions
 
-        return words()
-    groups = options()
+        return completions()
+    config_dirs = list(_config_dirs(words))
+    groups = catalog.options(config_dirs)
     key, equals, value = last.partition("=")
     if equals:
-        names = groups.get(key, []) if key != "recipe" else recipe.shipped()
-        head = value[: value.rfind(",") + 1]  # a sweep: precision=fp32,b…
+        names = groups.get(key, []) if key != "recipe" else recipes.names()
+        head = value[: value.rfind(",") + 1]  # of a sweep: precision=fp32,b…
         return [f"{key}={head}{name}" for name in names]
-    if "." in key and key.split(".")[0] in groups:
-        group = key.split(".")[0]
-        knobs = {str(k) for o in groups[group] for k in OmegaConf.load(conf_dir() / group / f"{o}.yaml")}
-        return sorted(f"{group}.{knob}=" for knob in knobs if knob != "_target_")
-    values = [str(k) for k in OmegaConf.load(conf_dir() / "config.yaml") if k != "defaults"]
+    group = key.split(".")[0]
+    if "." in key and group in groups:
+        return sorted(f"{group}.{knob}=" for knob in _knobs(group, groups[group], config_dirs))
+    values = [name for name in catalog.root_config() if name != "defaults"]
     return [f"{name}=" for name in [*groups, *values]] + [f"{group}." for group in groups]
+
+
+def _knobs(group: str, options: Sequence[str], config_dirs: Sequence[str]) -> set[str]:
+    """The knobs of all options of a group; where several are chosen at once, each below its option's name."""
+    keys = {option: catalog.option_keys(group, option, config_dirs) - {"_target_"} for option in options}
+    return {f"{option}.{key}" if group in catalog.LISTS else key for option, names in keys.items() for key in names}
+
+
+def _config_dirs(words: Sequence[str]) -> Iterator[str]:
+    """The folders that the words before give by -cd DIR or --config-dir[=]DIR."""
+    for i, word in enumerate(words):
+        if word in ("-cd", "--config-dir"):
+            yield from words[i + 1 : i + 2]
+        elif word.startswith("--config-dir="):
+            yield word.partition("=")[2]

@@ -1,4 +1,4 @@
-"""`drivetrain export`: a run's weights as one plain file, however many ranks wrote them."""
+"""`drivetrain export`: the weights of a run as one plain file, however many ranks wrote them."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ drivetrain export RUN [FILE] [key=value]      a run's weights in one plain safet
   drivetrain export outputs/2026-11-21/07-37-57-4262f6
   drivetrain export outputs/2026-11-21/07-37-57-4262f6 best.safetensors update=best
 
-  FILE                  where to; else RUN/model.safetensors
-  update=N              of the state saved at this update; best: of the best evaluation; else the newest that is whole
-  average=true          the averaged weights (ema=ema) in place of the trained ones
+  FILE                  the file to write; default: RUN/model.safetensors
+  update=N              the checkpoint of this update, or best: that of the best evaluation; default: the newest valid one
+  average=true          the averaged weights (ema=ema) instead of the trained ones
 
-Whole states and those that every rank wrote a part of (saving.sharded=true) give the same file.
+A checkpoint that each rank wrote its part of (saving.sharded=true) gives the same file as a whole one.
 """
 
 
 def command(argv: Sequence[str]) -> int:
-    """`drivetrain export`; its exit code."""
+    """Run `drivetrain export`; its exit code."""
     if not argv or {"-h", "--help"}.intersection(argv):
         print(HELP)
         return DONE
-    given = [word for word in argv if "=" in word and "/" not in word.partition("=")[0]]
-    places = [Path(word).expanduser() for word in argv if word not in given]
-    words = {key_of(word): word.partition("=")[2] for word in given}
+    settings = [word for word in argv if "=" in word and "/" not in word.partition("=")[0]]
+    paths = [Path(word).expanduser() for word in argv if word not in settings]
+    given = {key_of(word): word.partition("=")[2] for word in settings}
     wrong = [
-        f"{k}={v}: drivetrain export knows update=N, update=best and average=true" for k, v in words.items() if not _known(k, v)
+        f"{k}={v}: drivetrain export knows update=N, update=best and average=true" for k, v in given.items() if not _known(k, v)
     ]
-    if not 1 <= len(places) <= 2:
-        wrong.append("drivetrain export wants a run's directory, and perhaps a file: drivetrain export RUN [FILE]")
+    if not 1 <= len(paths) <= 2:
+        wrong.append("drivetrain export needs a run's directory, and perhaps a file: drivetrain export RUN [FILE]")
     if wrong:
         raise UserError(wrong)
-    run_dir, to = places[0], places[1] if len(places) > 1 else places[0] / "model.safetensors"
-    checkpoint = _checkpoint(run_dir, words.get("update"))
-    weights = _weights(checkpoint, words.get("average") == "true")
+    run_dir, file = paths[0], paths[1] if len(paths) > 1 else paths[0] / "model.safetensors"
+    checkpoint = _checkpoint(run_dir, given.get("update"))
+    weights = _weights(checkpoint, given.get("average") == "true")
     import safetensors.torch
 
-    to.parent.mkdir(parents=True, exist_ok=True)
-    temporary = to.with_name(f".{to.name}.writing")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(f".{file.name}.writing")
     safetensors.torch.save_file(weights, temporary, metadata={"update": checkpoint.name})
-    temporary.rename(to)
-    print(f"{len(weights)} tensors of update {checkpoint.name}: {to}")
+    temporary.rename(file)
+    print(f"{len(weights)} tensors of update {checkpoint.name}: {file}")
     return DONE
 
 
@@ -58,7 +58,7 @@ def _known(key: str, value: str) -> bool:
 
 
 def _checkpoint(run_dir: Path, update: str | None) -> Path:
-    """The whole checkpoint that is meant. Raises UserError."""
+    """The checkpoint of an update, of the best evaluation, or the newest valid one. Raises UserError."""
     saved = sorted(int(p.name) for p in manifest.checkpoints(run_dir))
     if not saved:
         raise UserError(f"{run_dir} has no checkpoint: name a run's directory, such as outputs/<date>/<time>-<id>")
@@ -73,7 +73,7 @@ def _checkpoint(run_dir: Path, update: str | None) -> Path:
         update = str(int(best.get("update", -1)))
     chosen = run_dir / "checkpoints" / update
     if int(update) not in saved:
-        raise UserError(f"{run_dir} has no state of update {update}: it has {', '.join(map(str, saved))}")
+        raise UserError(f"{run_dir} has no checkpoint of update {update}: it has those of {', '.join(map(str, saved))}")
     if (wrong := manifest.verify(chosen)) is not None:
         raise UserError(f"checkpoint {chosen} {wrong}")
     return chosen
@@ -85,6 +85,6 @@ def _weights(checkpoint: Path, average: bool) -> dict[str, Any]:
     weights, state = checkpoint_io.load(checkpoint)
     if average:
         if not state["ema"]:
-            raise UserError(f"{checkpoint} has no averaged weights: the run was one with ema=none")
+            raise UserError(f"{checkpoint} has no averaged weights: the run had ema=none")
         weights = {**weights, **{n: t.to(weights[n].dtype) for n, t in state["ema"]["tensors"].items()}}
     return {name: t.contiguous() for name, t in weights.items()}

@@ -1,34 +1,53 @@
-"""`drivetrain list`: what there is, with what it buys."""
+"""`drivetrain list`: the options there are, and what each buys."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Sequence
 
-from drivetrain.config.compose import options
-from drivetrain.core.errors import UserError, did_you_mean
-from drivetrain.core.paths import conf_dir
+from drivetrain.cli import arguments
+from drivetrain.config import catalog
+from drivetrain.core.errors import DONE, UserError, did_you_mean
 from drivetrain.ui.terminal import table
 
+HELP = """\
+drivetrain list [GROUP]      every option of every group with what it buys; of one group, every knob too
 
-def line_of(file: Path) -> str:
-    """The first comment of an option's YAML: what the option buys."""
-    comments = (line[1:].strip() for line in file.read_text().splitlines() if line.startswith("#"))
-    return next((c for c in comments if not c.startswith("@package")), "")
+  -cd, --config-dir DIR your own options too: DIR/<group>/<option>.yaml
+
+Options of installed plugins are among them: see drivetrain/config/plugins.py.
+"""
 
 
-def show(group: str | None = None) -> None:
-    """Every option with its line; of one group, every knob too. Raises UserError for a group there is not."""
-    groups = options()
+def command(argv: Sequence[str]) -> int:
+    """Run `drivetrain list`; its exit code."""
+    if (given := arguments.parse("list", argv, HELP)) is None:
+        return DONE
+    if len(given.overrides) > 1:
+        raise UserError(f"drivetrain list shows one group at a time: leave out {' '.join(given.overrides[1:])}")
+    show(given.overrides[0] if given.overrides else None, given.config_dir)
+    return DONE
+
+
+def complete(words: Sequence[str], last: str) -> Sequence[str]:
+    """What TAB offers after `drivetrain list`: the groups."""
+    return [*catalog.options()]
+
+
+def show(group: str | None = None, config_dirs: Sequence[str] = ()) -> None:
+    """Print every option with its line; of one group, every knob too. Raises UserError for an unknown group or a wrong file."""
+    if problems := catalog.problems(config_dirs):
+        raise UserError(problems)
+    groups = catalog.option_files(config_dirs)
     if group is None:
         table(("group", "option", "what it buys"), [
-            (g if first else "", name, line_of(conf_dir() / g / f"{name}.yaml"))
-            for g, names in groups.items() for first, name in zip([True] + [False] * len(names), names, strict=False)
+            (name if first else "", option, catalog.summary(file))
+            for name, files in groups.items()
+            for first, (option, file) in zip([True] + [False] * len(files), files.items(), strict=False)
         ])  # fmt: skip
         return
     if group not in groups:
         raise UserError(f"there is no group '{group}': {did_you_mean(group, groups)}")
-    for name in groups[group]:
-        text = (conf_dir() / group / f"{name}.yaml").read_text()
-        knobs = [line for line in text.splitlines() if not line.startswith(("#", "_target_"))]
-        print(f"{group}={name}: {line_of(conf_dir() / group / f'{name}.yaml')}")
+    for option, file in groups[group].items():
+        knobs = [line for line in file.read_text().splitlines() if not line.startswith(("#", "_target_"))]
+        print(f"{group}={option}: {catalog.summary(file)}")
         print("".join(f"    {group}.{knob}\n" for knob in knobs))

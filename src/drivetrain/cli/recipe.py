@@ -1,75 +1,84 @@
-"""`drivetrain recipe`: what there is, whether it is good, what it is worth, and the one that a run leaves."""
+"""`drivetrain recipe`: list, show, check, export, verify and compare recipes."""
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 
-from drivetrain.config.compose import compose, options
+from drivetrain.cli import arguments, completion
+from drivetrain.config.catalog import options
+from drivetrain.config.compose import compose
 from drivetrain.core.errors import DONE, UserError, did_you_mean
-from drivetrain.core.paths import add_own_places
 from drivetrain.launch.job import checked
-from drivetrain.recipe import reader as recipe
+from drivetrain.recipe import reader as recipes
 from drivetrain.ui.terminal import table
 
 HELP = """\
-drivetrain recipe VERB …      recipes: option and value, shared as plain YAML that can hold no code
+drivetrain recipe VERB …      recipes: options and values, shared as plain YAML that cannot hold code
 
   drivetrain recipe list                               all that recipe=NAME finds
   drivetrain recipe show NAME                          its text
-  drivetrain recipe check NAME|PATH …                  is it good? All that is wrong with it, by file and line
-  drivetrain recipe export RUN [FILE]                  what replays a run, with where it comes from and what it came to
-  drivetrain recipe verify NAME|PATH [key=value] …     does what it claims hold on this machine?
-  drivetrain recipe diff A B [key=value] …             where two recipes or runs differ, and what that is worth
+  drivetrain recipe check NAME|PATH …                  is it valid? Every problem with file and line
+  drivetrain recipe export RUN [FILE]                  the recipe that replays a run, with its origin and results
+  drivetrain recipe verify NAME|PATH [key=value] …     does its claim hold on this machine?
+  drivetrain recipe diff A B [key=value] …             where two recipes or runs differ, and which is faster
 
   rounds=20, turn_s=0.4  of verify, and of diff measure=true: as for `drivetrain compare`
-  quality=true, seeds=5 train both to the end too
-  measure=true          of diff: let the two take turns now
+  quality=true, seeds=5 also train both to their ends
+  measure=true          of diff: measure both now, in turns
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
 
-exit codes of verify: 0 holds · 1 does not hold · 2 nothing claimed, or wrong words
+exit codes of verify: 0 holds · 1 does not hold · 2 no claim, or a bad command line
 """
 
 
-def command(argv: list[str]) -> int:
-    """`drivetrain recipe`; its exit code."""
+def command(argv: Sequence[str]) -> int:
+    """Run `drivetrain recipe`; its exit code."""
     if {"-h", "--help"}.intersection(argv):
         print(HELP)
         return DONE
     if not argv or argv[0] not in VERBS:
         given = f"'{argv[0]}': {did_you_mean(argv[0], VERBS)}" if argv else ""
         wanted = "list, show NAME, check NAME|PATH …, export RUN [FILE], verify NAME|PATH or diff A B"
-        raise UserError(f"drivetrain recipe wants {wanted} {given}".rstrip())
+        raise UserError(f"drivetrain recipe needs {wanted} {given}".rstrip())
     return VERBS[argv[0]](argv[1:])
 
 
-def _list(argv: list[str]) -> int:
+def complete(words: Sequence[str], last: str) -> Sequence[str]:
+    """What TAB offers: a verb, then as many names of recipes as it takes, then overrides where it takes any."""
+    if not words:
+        return [*VERBS]
+    names = {"verify": 1, "diff": 2}.get(words[0])
+    return recipes.names() if names is None or len(words) <= names else completion.overrides(words, last)
+
+
+def _list(argv: Sequence[str]) -> int:
     if argv:
-        raise UserError(f"drivetrain recipe list shows them all: leave out {' '.join(argv)}, or say show {argv[0]}")
-    table(("recipe", "what it is"), [(name, recipe.read(recipe.find(name)).description) for name in recipe.shipped()])
+        raise UserError(f"drivetrain recipe list shows them all: leave out {' '.join(argv)}, or give show {argv[0]}")
+    table(("recipe", "what it is"), [(name, recipes.read(recipes.find(name)).description) for name in recipes.names()])
     return DONE
 
 
-def _show(argv: list[str]) -> int:
+def _show(argv: Sequence[str]) -> int:
     if len(argv) != 1:
-        raise UserError(f"drivetrain recipe show wants one name: {', '.join(recipe.shipped())}")
-    print(recipe.find(argv[0]).read_text(), end="")
+        raise UserError(f"drivetrain recipe show needs one name: {', '.join(recipes.names())}")
+    print(recipes.find(argv[0]).read_text(), end="")
     return DONE
 
 
-def _check(argv: list[str]) -> int:
-    if not argv:
-        raise UserError("drivetrain recipe check wants the name or path of a recipe")
-    problems, groups = [], options()
-    for name in argv:
+def _check(argv: Sequence[str]) -> int:
+    given = arguments.parse("recipe check", argv, HELP)
+    if given is None or not given.overrides:
+        raise UserError("drivetrain recipe check needs the name or path of a recipe")
+    problems, groups = [], options(given.config_dir)
+    for name in given.overrides:
         try:
-            found = recipe.read(recipe.find(name))
-            for _, cell in found.cells(groups):
-                checked(compose([], base=cell))
-            if found.claim is not None:
-                checked(compose([], base=found.baseline(groups)))
+            recipe = recipes.read(recipes.find(name))
+            for _, cell in recipe.cells(groups):
+                checked(compose([], given.config_dir, base=cell))
+            if recipe.claim is not None:
+                checked(compose([], given.config_dir, base=recipe.baseline(groups)))
             print(f"{name}: good")
         except UserError as error:
             problems += error.problems
@@ -78,13 +87,13 @@ def _check(argv: list[str]) -> int:
     return DONE
 
 
-def _export(argv: list[str]) -> int:
+def _export(argv: Sequence[str]) -> int:
     if not 1 <= len(argv) <= 2:
-        raise UserError("drivetrain recipe export wants a run's directory, and a file if it is not for the screen")
+        raise UserError("drivetrain recipe export needs a run's directory, and the file to write unless it is to be printed")
     source = Path(argv[0]) / "recipe.yaml"
     if not source.is_file():
         raise UserError(f"{argv[0]} is no run's directory (no recipe.yaml in it): name one such as outputs/<date>/<time>-<id>")
-    recipe.read(source)
+    recipes.read(source)
     from drivetrain.measure.claims import provenance
 
     text = provenance.of(Path(argv[0])) + source.read_text()
@@ -98,20 +107,18 @@ def _export(argv: list[str]) -> int:
     return DONE
 
 
-def _measured(module: str) -> Callable[[list[str]], int]:
-    """A verb that is a module of its own, with the words and the config dirs that it is given."""
+def _measured(module: str) -> Callable[[Sequence[str]], int]:
+    """A verb that measures, in a module of its own."""
 
-    def run(argv: list[str]) -> int:
-        parser = argparse.ArgumentParser(prog="drivetrain recipe", add_help=False)
-        parser.add_argument("words", nargs="*")
-        parser.add_argument("-cd", "--config-dir", action="append", default=[])
-        given = parser.parse_intermixed_args(argv)
-        add_own_places(given.config_dir)
-        return int(import_module(f"drivetrain.measure.{module}").command(given.words, given.config_dir))
+    def run(argv: Sequence[str]) -> int:
+        given = arguments.parse("recipe", argv, HELP)
+        assert given is not None  # --help was answered before
+        return int(import_module(module).command(given.overrides, given.config_dir))
 
     return run
 
 
-VERBS: dict[str, Callable[[list[str]], int]] = {
-    "list": _list, "show": _show, "check": _check, "export": _export, "verify": _measured("verify"), "diff": _measured("diff"),
+VERBS: dict[str, Callable[[Sequence[str]], int]] = {
+    "list": _list, "show": _show, "check": _check, "export": _export,
+    "verify": _measured("drivetrain.measure.claims.verify"), "diff": _measured("drivetrain.measure.claims.diff"),
 }  # fmt: skip

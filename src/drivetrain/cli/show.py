@@ -1,4 +1,4 @@
-"""`drivetrain show`: the schedule that a config composes, drawn before anything is trained."""
+"""`drivetrain show`: draw the schedule of a run before it is trained."""
 
 from __future__ import annotations
 
@@ -7,22 +7,39 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from drivetrain.cli import arguments
 from drivetrain.core import horizon as horizons
-from drivetrain.core.errors import UserError
+from drivetrain.core.errors import DONE, UserError
 from drivetrain.core.horizon import Horizon
 from drivetrain.core.option import RunSpec
 from drivetrain.core.world import World
 from drivetrain.launch.job import prepare
-from drivetrain.ui import plots, terminal
+from drivetrain.ui import plots
 
-MOST_POINTS = 20_000  # of a curve; a longer run is looked at evenly
+MAX_POINTS = 20_000  # of a curve; of a longer run every n-th update is taken
+HELP = """\
+drivetrain show [group=option] [key=value] …      the learning rate (and momentum) over a run with these overrides
+
+  drivetrain show scheduler=cosine scheduler.cycles=3
+  drivetrain show recipe=fast epochs=90
+  drivetrain show scheduler=onecycle scheduler.momentum=[0.85,0.95] --png schedule.png
+
+  --png FILE            as an image, by matplotlib
+  -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
+"""
+
+
+def command(argv: Sequence[str]) -> int:
+    """Run `drivetrain show`; its exit code."""
+    if (given := arguments.parse("show", argv, HELP, "--png")) is not None:
+        show(given.overrides, given.config_dir, given.png)
+    return DONE
 
 
 def show(overrides: Sequence[str], config_dirs: Sequence[str], file: Path | None = None) -> None:
     """Draw what `drivetrain train` with these overrides would follow; into `file` as a PNG if one is given."""
     job = prepare(overrides, config_dirs)
-    for line in job.said:
-        terminal.say(line)
+    job.log_notices()
     over = _horizon(job.run)
     curves = _curves(job.run, over)
     if file is None:
@@ -32,20 +49,20 @@ def show(overrides: Sequence[str], config_dirs: Sequence[str], file: Path | None
     else:
         plots.png(curves, over, _title(job.run, over), file)
         print(f"written to {file}")
-    if job.run.scheduler.remark:
-        print(f"{job.run.named('scheduler')}: {job.run.scheduler.remark}")
+    if job.run.scheduler.plot_note:
+        print(f"{job.run.named('scheduler')}: {job.run.scheduler.plot_note}")
 
 
 def _horizon(run: RunSpec) -> Horizon:
-    over, samples = horizons.horizon(run), run.data.train_samples()
-    if over is None:  # only reading tells
+    over, samples = horizons.run_horizon(run), run.data.train_samples()
+    if over is None:  # known only after the data was read
         import torch
 
         source = run.data.load(torch.device("cpu")).train
         batch = copy.deepcopy(run.batch)
         batch.measure(source, run.runtime.seed, World())
         samples = len(source)
-        over = horizons.horizon(run, samples, batch)
+        over = horizons.run_horizon(run, samples, batch)
     if over is None:
         raise UserError(
             f"batch.global_batch={run.batch.global_batch} is more than the {samples} training samples: no update is made"
@@ -54,12 +71,13 @@ def _horizon(run: RunSpec) -> Horizon:
 
 
 def _curves(run: RunSpec, over: Horizon) -> list[plots.Curve]:
-    run.scheduler.lay(over)
+    schedule = copy.deepcopy(run.scheduler)
+    schedule.set_horizon(over)
     base = run.optimizer.lr * run.batch.lr_factor()
-    updates = range(0, over.updates, -(-over.updates // MOST_POINTS))
-    rates = [(u, base * run.scheduler.multiple(u)) for u in updates]
+    updates = range(0, over.updates, -(-over.updates // MAX_POINTS))
+    rates = [(u, base * schedule.lr_factor(u)) for u in updates]
     curves = [plots.Curve("lr", rates, 0.0, max(rate for _, rate in rates) or 1.0)]
-    momenta = [(u, m) for u in updates if (m := run.scheduler.momentum_at(u)) is not None]
+    momenta = [(u, m) for u in updates if (m := schedule.momentum_at(u)) is not None]
     if momenta:
         low, high = min(m for _, m in momenta), max(m for _, m in momenta)
         curves.append(plots.Curve("momentum", momenta, low, high if high > low else low + 1))

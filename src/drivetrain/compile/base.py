@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from drivetrain.compile import kernel_cache
-from drivetrain.core.blocks import blocks_for, described
+from drivetrain.core.blocks import blocks_for, describe_blocks
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Option, RunSpec
@@ -172,7 +172,7 @@ class Regional(Inductor):
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * len(self._blocks))
         for block in self._blocks:
             block.forward = _in_training(self._compiled(block.forward), block.forward)  # type: ignore[method-assign]
-        logger.info("%s compiled", described(self._blocks))
+        logger.info("%s compiled", describe_blocks(self._blocks))
         return model
 
 

@@ -1,25 +1,24 @@
-"""Every error of a composed config, all at once, before anything is built."""
+"""Checking a composed config: every problem at once, before anything is built."""
 
 from __future__ import annotations
 
 import inspect
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import is_dataclass
-from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from omegaconf import OmegaConf
 
-from drivetrain.config.compose import LISTS, Composed, options
+from drivetrain.config.catalog import LISTS, options, shipped_targets
+from drivetrain.config.compose import Composed
+from drivetrain.config.plugins import trusted_packages
 from drivetrain.core import paths
 from drivetrain.core.errors import UserError
-from drivetrain.core.option import Option, RunSpec
-from drivetrain.core.paths import conf_dir
+from drivetrain.core.option import Count, Option, RunSpec
 
-_KINDS = {  # pydantic's error types in our words
+_REASONS = {  # pydantic's error types
     "float_type": "must be a number",
     "int_type": "must be a whole number",
     "int_from_float": "must be a whole number",
@@ -34,55 +33,47 @@ _KINDS = {  # pydantic's error types in our words
 }
 _LIMITS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 
-
-Where = Callable[[str], str]  # a key → "file:line: " of the recipe that set it, or nothing
+Where = Callable[[str], str]  # key → "file:line: " of the recipe that set it, or ""
 
 
 def _nowhere(key: str) -> str:
     return ""
 
 
-@cache
-def shipped_targets(group: str = "*") -> frozenset[str]:
-    """The exact dotted names of the classes that conf/ names: the registry of what a config may make."""
-    pattern = re.compile(r"^(?:  )?_target_: (\S+)", re.M)
-    return frozenset(t for f in conf_dir().glob(f"{group}/*.yaml") for t in pattern.findall(f.read_text()))
-
-
-def check(composed: Composed) -> RunSpec:
-    """The config's options as objects, every rule asked. Raises UserError with all problems; imports no torch."""
+def validate(composed: Composed) -> RunSpec:
+    """The config's options as objects, after their rules have passed. Raises UserError with all problems; imports no torch."""
     plain = composed.plain
     groups = options(composed.config_dirs)
     run = RunSpec(composed.choices, {k: v for k, v in plain.items() if k not in groups})
-    problems = [*composed.problems, *_values(run.values, composed.where)]
+    problems = [*composed.problems, *_value_problems(run.values, composed.where)]
     for group in groups:
-        made: list[Any] = []
-        for place, section in _sections(group, plain.get(group), composed):
-            part = _make(place, section, run.values.get("trust") or [], composed, problems)
-            made += [part] if part is not None else []
+        made = []
+        for prefix, section in _sections(group, plain.get(group), composed):
+            option = _make(prefix, section, run.values.get("trust") or [], composed, problems)
+            made += [option] if option is not None else []
         run.parts[group] = made if group in LISTS else made[0] if made else None
-    if not problems:  # rules look at whole options
-        for part in parts(run):
-            problems += part.validate(run)
+    if not problems:  # rules look at several options: all of them must be there
+        problems += [problem for option in options_of(run) for problem in option.validate(run)]
     if problems:
         raise UserError(dict.fromkeys(problems))
     return run
 
 
-def verify(run: RunSpec) -> None:
-    """The rules that need torch, the device, or a library's list of names. Raises UserError with all problems."""
-    problems = [problem for part in parts(run) for problem in part.validate_device(run)]
+def validate_device(run: RunSpec) -> None:
+    """Check the rules that need torch, the device, or a library's list of names. Raises UserError with all problems."""
+    problems = [problem for option in options_of(run) for problem in option.validate_device(run)]
     if problems:
         raise UserError(dict.fromkeys(problems))
 
 
-def parts(run: RunSpec) -> Iterator[Option]:
+def options_of(run: RunSpec) -> Iterator[Option]:
     """All options of a run."""
-    for part in run.parts.values():
-        yield from part if isinstance(part, list) else [part]
+    for made in run.parts.values():
+        yield from made if isinstance(made, list) else [made]
 
 
 def _sections(group: str, section: Any, composed: Composed) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The key of each of the group's options in the config, and its knobs."""
     if group in LISTS:
         for name in composed.choices[group]:
             if name != "none":
@@ -91,70 +82,71 @@ def _sections(group: str, section: Any, composed: Composed) -> Iterator[tuple[st
         yield group, section
 
 
-def _make(place: str, section: dict[str, Any], trust: list[str], composed: Composed, problems: list[str]) -> Option | None:
-    """One option, its knobs checked against its constructor's signature."""
+def _make(prefix: str, section: dict[str, Any], trust: list[str], composed: Composed, problems: list[str]) -> Option | None:
+    """One option as an object, or None with its `problems`. No code is imported that is neither shipped nor trusted."""
     knobs = {k: v for k, v in section.items() if k != "_target_"}
     target = str(section.get("_target_"))
-    if target not in shipped_targets() and target.split(".")[0] not in trust:
+    package = target.split(".")[0]
+    if target not in shipped_targets() and package not in trusted_packages().union(trust):
         problems.append(
-            f"{place}._target_={target} is code that drivetrain does not ship: "
-            f"if you trust it, say trust=[{target.split('.')[0]}] on the command line"
+            f"{prefix}._target_={target} is code that drivetrain does not ship: "
+            f"if you trust it, set trust=[{package}] on the command line"
         )
         return None
-    module, _, name = target.rpartition(".")
     try:
-        cls = getattr(import_module(module), name)
+        cls = import_target(target)
     except (ImportError, AttributeError, ValueError) as error:
-        problems.append(f"{place}._target_={target} cannot be imported: {error}")
+        problems.append(f"{prefix}._target_={target} cannot be imported: {error}")
         return None
-    wrong = list(_no_option(place.split(".")[0], cls, target)) or list(_knobs(place, cls, knobs, composed.where))
+    wrong = list(_class_problems(prefix.split(".")[0], cls, target)) or list(knob_problems(prefix, cls, knobs, composed.where))
     problems += wrong
     return None if wrong else cls(**knobs)
 
 
-def _no_option(group: str, cls: Any, target: str) -> Iterator[str]:
-    """The problem of a class of the user's that is no option of this group."""
-    if target in shipped_targets(group):
-        return
-    if not isinstance(cls, type) or not issubclass(cls, Option):
-        own = " An own network goes in by model=own model.target=…" if group == "model" else ""
-        yield f"{group}._target_={target} is no class of drivetrain's options: derive yours from the group's base class.{own}"
-    elif _kind(cls) not in {_kind(_imported(shipped)) for shipped in shipped_targets(group)}:
-        yield f"{group}._target_={target} is an option, but none of {group}: its class derives from {_kind(cls).__name__}"
-
-
-def _imported(target: str) -> Any:
+def import_target(target: str) -> Any:
+    """The class of a dotted name. Raises ImportError, AttributeError or ValueError."""
     module, _, name = target.rpartition(".")
     return getattr(import_module(module), name)
 
 
-def _kind(cls: type) -> type:
+def _class_problems(group: str, cls: Any, target: str) -> Iterator[str]:
+    """The problem of a class from outside that is not an option of this group."""
+    if target in shipped_targets(group):
+        return
+    if not isinstance(cls, type) or not issubclass(cls, Option):
+        hint = " To train your own network, set model=own model.target=…" if group == "model" else ""
+        yield f"{group}._target_={target} is not an option of drivetrain: derive your class from the group's base class.{hint}"
+    elif _base_of(cls) not in {_base_of(import_target(shipped)) for shipped in shipped_targets(group)}:
+        yield f"{group}._target_={target} is an option, but not one of {group}: its class derives from {_base_of(cls).__name__}"
+
+
+def _base_of(cls: type) -> type:
     """The base class of an option's group."""
     return cls.__mro__[cls.__mro__.index(Option) - 1]
 
 
-def _knobs(place: str, cls: type, knobs: dict[str, Any], where: Where = _nowhere) -> Iterator[str]:
+def knob_problems(prefix: str, cls: type, knobs: dict[str, Any], where: Where = _nowhere) -> Iterator[str]:
+    """Each knob that the constructor of `cls` does not take, and each value that its annotation excludes."""
     parameters = inspect.signature(cls).parameters
     unknown = [k for k in knobs if k not in parameters]
-    yield from (f"{where(f'{place}.{k}')}{place}.{k}: {cls.__name__} takes no such argument" for k in unknown)
-    # A dataclass's fields are told in the words of the modules that name them, its bases' among them.
+    yield from (f"{where(f'{prefix}.{k}')}{prefix}.{k}: {cls.__name__} takes no such argument" for k in unknown)
+    # The fields of a dataclass are annotated in its own module and in those of its base classes.
     hints = get_type_hints(cls if is_dataclass(cls) else cls.__init__, include_extras=True)  # type: ignore[misc]
-    yield from typed(place, {k: (hints.get(k, Any), knobs[k]) for k in knobs if k in parameters}, where)
+    yield from type_problems(prefix, {k: (hints.get(k, Any), knobs[k]) for k in knobs if k in parameters}, where)
 
 
-def _values(values: dict[str, Any], where: Where) -> Iterator[str]:
-    from drivetrain.core.option import Count
-
+def _value_problems(values: dict[str, Any], where: Where) -> Iterator[str]:
+    """What is wrong with the keys of conf/config.yaml that are not groups."""
     kinds: dict[str, Any] = {
         "epochs": Count, "updates": Count | None, "log_every": Count, "evaluate_every": Count, "output_dir": str,
         "resume": str | None, "resume_changed": bool, "trust": list[str], "recipe": str | None,
     }  # fmt: skip
-    wrong = list(typed("", {k: (kinds.get(k, Any), v) for k, v in values.items()}, where))
+    wrong = list(type_problems("", {k: (kinds.get(k, Any), v) for k, v in values.items()}, where))
     yield from wrong or paths.cannot_be_in(Path(values["output_dir"]))
 
 
-def typed(place: str, given: dict[str, tuple[Any, Any]], where: Where = _nowhere) -> Iterator[str]:
-    """Each value against its annotation, by pydantic, strictly: "1" is no number and 1.5 no count."""
+def type_problems(prefix: str, given: dict[str, tuple[Any, Any]], where: Where = _nowhere) -> Iterator[str]:
+    """Key → (annotation, value): each value that its annotation excludes. Checked by pydantic, strictly: "1" is no number."""
     from pydantic import ConfigDict, TypeAdapter, ValidationError
 
     config = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
@@ -164,54 +156,54 @@ def typed(place: str, given: dict[str, tuple[Any, Any]], where: Where = _nowhere
         try:
             TypeAdapter(hint, config=config).validate_python(value)
         except ValidationError as error:
-            name = f"{place}.{key}" if place else key
-            shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
-            yield f"{where(name)}{name}={shown}: {_reason(error)}"
+            name = f"{prefix}.{key}" if prefix else key
+            text = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
+            yield f"{where(name)}{name}={text}: {_reason(error.errors())}"
 
 
-def _reason(error: Any) -> str:
-    said = []
-    for e in error.errors():
-        limit = next((f"must be {_LIMITS[k]} {v}" for k, v in e.get("ctx", {}).items() if k in _LIMITS), None)
-        kind = _KINDS.get(e["type"])
-        if e["type"] == "literal_error":
-            kind = f"must be one of {e['ctx']['expected']}"
-        said.append(limit or kind or e["msg"])
-    return " or ".join(dict.fromkeys(said))
+def _reason(errors: Iterable[Any]) -> str:
+    """What a value must be, as one phrase."""
+    reasons = []
+    for error in errors:
+        limit = next((f"must be {_LIMITS[k]} {v}" for k, v in error.get("ctx", {}).items() if k in _LIMITS), None)
+        reason = _REASONS.get(error["type"])
+        if error["type"] == "literal_error":
+            reason = f"must be one of {error['ctx']['expected']}"
+        reasons.append(limit or reason or error["msg"])
+    return " or ".join(dict.fromkeys(reasons))
 
 
 def machine_local_keys(run: RunSpec) -> set[str]:
-    """The dotted keys that are the operator's: not in recipes, not in the config's hash."""
-    own = {"output_dir", "resume", "resume_changed", "trust", "recipe", "logger"}
+    """The dotted keys that depend on the machine or its operator: no recipe sets them, and the config's hash leaves them out."""
+    keys = {"output_dir", "resume", "resume_changed", "trust", "recipe", "logger"}
     for group, made in run.parts.items():
-        for part in made if isinstance(made, list) else [made]:
-            own |= {f"{group}.{knob}" for knob in part.machine_local_keys}
-    return own
+        for option in made if isinstance(made, list) else [made]:
+            keys |= {f"{group}.{knob}" for knob in option.machine_local_keys}
+    return keys
 
 
-def recipe_names_code(composed: Composed) -> Iterator[str]:
-    """The problems of a recipe that chooses the operator's own class."""
+def recipe_code_problems(composed: Composed) -> Iterator[str]:
+    """The problems of a recipe that chooses model=own or data=own, which name a class."""
     for group in ("model", "data"):
         if composed.recipe is not None and composed.recipe.choices.get(group) == "own":
             yield (
-                f"{composed.recipe.where(group)}: '{group}=own' is not a recipe's to choose (code is the operator's): "
-                "give it on the command line"
+                f"{composed.recipe.where(group)}: a recipe cannot choose '{group}=own' (it names code): "
+                "choose it on the command line"
             )
 
 
-def recipe_may_not(composed: Composed, run: RunSpec) -> None:
-    """Raise UserError where a recipe sets what is the operator's."""
+def validate_recipe_keys(composed: Composed, run: RunSpec) -> None:
+    """Check that the recipe sets no machine-local key, whether or not the command line overrides it. Raises UserError."""
     if composed.recipe is None:
         return
-    theirs = [k for k in composed.recipe.values if k in machine_local_keys(run)]  # also what the command line sets over it
-    if theirs:
+    keys = [key for key in composed.recipe.values if key in machine_local_keys(run)]
+    if keys:
         raise UserError(
-            f"{composed.recipe.where(k)}: '{k}' is not a recipe's to set (paths, devices and code are the operator's): "
-            "give it on the command line"
-            for k in theirs
+            f"{composed.recipe.where(key)}: a recipe cannot set '{key}' (it depends on the machine): set it on the command line"
+            for key in keys
         )
 
 
-def config_file(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
     """A run's config.yaml, resolved."""
     return OmegaConf.to_container(OmegaConf.load(path), resolve=True)  # type: ignore[return-value]

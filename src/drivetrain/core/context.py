@@ -13,6 +13,7 @@ from drivetrain.core.horizon import Horizon
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
 from drivetrain.core.progress import Progress
+from drivetrain.core.source import Source
 from drivetrain.core.world import World
 
 
@@ -36,7 +37,7 @@ class BuildContext:
     seed: int = field(init=False)
     parallel: Any = field(init=False)  # parallel.base.Parallel; other groups know it as protocols.Strategy
     data: Any = field(init=False)  # data.base.Splits
-    train_source: protocols.Source = field(init=False)
+    train_source: Source = field(init=False)
     batch: protocols.Batch = field(init=False)
     horizon: Horizon = field(init=False)
     precision: Any = field(init=False)

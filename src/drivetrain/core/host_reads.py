@@ -14,5 +14,5 @@ ON_PURPOSE: set[CodeType] = set()
 
 def reads_device_on_purpose(function: Callable[P, R]) -> Callable[P, R]:
     """Mark a function of the loop, such as the one that logs: what it and its callees read back is meant."""
-    ON_PURPOSE.add(function.__code__)  # type: ignore[attr-defined]
+    ON_PURPOSE.add(function.__code__)
     return function

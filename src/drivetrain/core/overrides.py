@@ -1,4 +1,4 @@
-"""The grammar of overrides: one word, read and written."""
+"""The grammar of overrides: reading and writing one `key=value`."""
 
 from __future__ import annotations
 
@@ -8,57 +8,58 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 
-def key_of(word: str) -> str:
+def key_of(override: str) -> str:
     """The key or group that an override sets."""
-    return word.partition("=")[0].lstrip("+")
+    return override.partition("=")[0].lstrip("+")
 
 
 def parse(text: str) -> Any:
-    """One override as Hydra reads it; `~/` in front of a path is the user's home, as in a shell. Raises HydraException."""
+    """Parse one override with Hydra; `~/` in front of a path becomes the user's home, as in a shell. Raises HydraException."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     key, equals, value = text.partition("=")
     if equals and value.startswith("~/"):
-        text = f"{key}={as_word(os.path.expanduser(value))}"
+        text = f"{key}={format_value(os.path.expanduser(value))}"
     return OverridesParser.create().parse_override(text)
 
 
-def readable(words: Iterable[str], form: str, problems: list[str]) -> Iterator[tuple[str, Any]]:
-    """The words with what Hydra reads in each; of one that it cannot read, `problems` is told the form it should have."""
+def parse_each(overrides: Iterable[str], form: str, problems: list[str]) -> Iterator[tuple[str, Any]]:
+    """Each override and what Hydra parses it to. One that cannot be parsed is added to `problems` with the right `form`."""
     from hydra.errors import HydraException
 
-    for word in words:
+    for text in overrides:
         try:
-            read = parse(word)
+            parsed = parse(text)
         except HydraException:
-            problems.append(f"{word!r} is not of the form {form}")
+            problems.append(f"{text!r} is not of the form {form}")
             continue
-        yield word, read
+        yield text, parsed
 
 
-def single(words: Iterable[str], whose: str, problems: list[str]) -> dict[str, Any]:
-    """Key → value of the words that are a command's own; one of several values is a problem."""
+def single_values(overrides: Iterable[str], owner: str, problems: list[str]) -> dict[str, Any]:
+    """Key → value of overrides that take one value each: settings of the `owner`, such as the command, and not of the run."""
     values: dict[str, Any] = {}
-    for word, read in readable(words, "key=value", problems):
-        if read.is_sweep_override():
-            problems.append(f"'{word}': {key_of(word)} is the {whose}'s own and has one value")
-        elif key_of(word) in values:
-            problems.append(f"'{word}': {key_of(word)} is given twice: leave one of them out")
+    for text, parsed in parse_each(overrides, "key=value", problems):
+        key = key_of(text)
+        if parsed.is_sweep_override():
+            problems.append(f"'{text}': {key} is a setting of the {owner} and takes one value")
+        elif key in values:
+            problems.append(f"'{text}': {key} is given twice: leave one of them out")
         else:
-            values[key_of(word)] = read.value()
+            values[key] = parsed.value()
     return values
 
 
-def as_word(value: Any) -> str:
-    """A plain value in Hydra's grammar."""
+def format_value(value: Any) -> str:
+    """A plain value as Hydra's grammar writes it."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):
-        return "[" + ",".join(map(as_word, value)) + "]"
+        return "[" + ",".join(map(format_value, value)) + "]"
     if isinstance(value, dict):
-        return "{" + ",".join(f"{k}:{as_word(v)}" for k, v in value.items()) + "}"
+        return "{" + ",".join(f"{k}:{format_value(v)}" for k, v in value.items()) + "}"
     if isinstance(value, str) and not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", value):
         return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
     return str(value)

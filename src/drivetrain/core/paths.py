@@ -26,18 +26,22 @@ def recipes_dir() -> Path:
     return _shipped("recipes")
 
 
-def add_own_places(config_dirs: Sequence[str]) -> None:
-    """Let the user's own classes be imported: from beside their options, and from here. Raises UserError."""
+added: set[str] = set()  # what `add_import_paths` put on sys.path: the user's folders, where no package is installed
+
+
+def add_import_paths(config_dirs: Sequence[str]) -> None:
+    """Make the user's own classes importable: from the working directory and from beside their options. Raises UserError."""
     missing = [d for d in config_dirs if not Path(d).is_dir()]
     if missing:
         raise UserError(f"--config-dir {d} is no directory" for d in missing)
-    for place in (os.getcwd(), *(str(Path(folder).resolve().parent) for folder in config_dirs)):
-        if place not in sys.path:
-            sys.path.insert(0, place)
+    for folder in (os.getcwd(), *(str(Path(config_dir).resolve().parent) for config_dir in config_dirs)):
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+            added.add(folder)
 
 
 def cannot_be_in(root: Path) -> Iterator[str]:
-    """Why no run can lie below `root`, as far as can be told without trying."""
+    """Why no run can be written below `root`, as far as can be known without writing."""
     above = next(p for p in (root, *root.absolute().parents) if os.path.lexists(p))
     if not above.is_dir():
         yield f"output_dir={root}: {above} is no directory: set output_dir to a directory you can write to"

@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch, Request
+from drivetrain.core.source import Source
 from drivetrain.core.world import World
-
-Norm = Callable[[Sequence[torch.Tensor], float], torch.Tensor]  # (parameters, norm type) → norm of the whole model's gradients
-
-
-class Source(Protocol):
-    """A data set that is read by the numbers of its samples.
-
-    A source of sequences has `lengths` (n,), the tokens that each sample counts in the loss, and pads what it fetches; a
-    source with an order of its own has `order(seed, epoch)`.
-    """
-
-    def __len__(self) -> int: ...
-
-    def fetch(self, indices: torch.Tensor, /) -> tuple[Any, Any]:
-        """Inputs and targets of the samples `indices` (n,)."""
 
 
 class Pipeline(Protocol):
-    """A source with what is done to its samples: augmentation, mixing, normalisation."""
+    """A source, and what is done to its samples: augmentation, mixing, normalisation."""
 
     @property
-    def source(self) -> Any: ...
+    def source(self) -> Source: ...
 
     def __call__(self, request: Request) -> tuple[Any, Any]:
         """Inputs and targets of a request, ready for the model."""

@@ -88,5 +88,5 @@ class _Part:
     def __len__(self) -> int:
         return len(self.indices)
 
-    def fetch(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.source.fetch(self.indices[indices])
+    def fetch(self, indices: torch.Tensor, *how: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.source.fetch(self.indices[indices], *how)

@@ -79,7 +79,7 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter]) -> Trainer:
     if batch.preallocate:
         dry_run.preallocate(trainer)
     # Last: what watches a run sees nothing of its preparations.
-    trainer.stream_watchers = [*input_checks.watchers(timer, loader.faster(context.train_data)), *debug.stream_watchers()]
+    trainer.stream_watchers = [*input_checks.watchers(timer, loader.advice(context.train_data)), *debug.stream_watchers()]
     return trainer
 
 
@@ -87,7 +87,7 @@ def _load_data(context: BuildContext, debug: Any) -> Batch:
     """Read the data. How long its samples are may decide how many make an update, and so how many updates the run has."""
     run, data = context.run, context.run.data.load(context.device)
     context.data, context.train_source = data, data.train
-    known_before = horizons.horizon(run) is not None
+    known_before = horizons.run_horizon(run) is not None
     batch: Batch = run.batch.build(context)
     context.batch, context.horizon = batch, _horizon(context, batch, known_before)
     steps = tuple(run.augment) if run.debug.augments else ()
@@ -114,7 +114,7 @@ def _build_model(context: BuildContext, debug: Any) -> torch.nn.Module:
     run.checkpointing.apply(model)
     # Sharding is in place too, and what compile traces are the shards' modules.
     context.parallel.shard(model, run.precision.dtype, example)
-    _log(surgery.own_statistics(model, context.batch.micro_batch(world), context.batch.size(0), world.size))
+    _log(surgery.partial_statistics(model, context.batch.micro_batch(world), context.batch.size(0), world.size))
     context.model, context.loss = model, run.loss
     return model
 
@@ -124,16 +124,16 @@ def _horizon(context: BuildContext, batch: Batch, known_before: bool) -> Horizon
     run, samples = context.run, len(context.train_source)
     if samples < context.parallel.data_world.size:
         raise UserError(f"{context.parallel.data_world.size} ranks, but only {samples} training samples: lower parallel.nproc")
-    horizon = horizons.horizon(run, samples, batch)
+    horizon = horizons.run_horizon(run, samples, batch)
     if horizon is None:
         raise UserError(
             f"batch.global_batch={batch.size(run.values['epochs'] - 1)} is more than the {samples} training samples, and "
             f"data.drop_last drops the short batch: set batch.global_batch to {samples} or less, or data.drop_last=false"
         )
     if not known_before and run.debug.updates is None:
-        if problems := list(run.scheduler.rules(horizon)):
+        if problems := list(run.scheduler.horizon_problems(horizon)):
             raise UserError(problems)
-        _log(run.scheduler.advice(horizon, run))
+        _log(run.scheduler.horizon_advice(horizon, run))
     return horizon.at_most(run.debug.updates)
 
 

@@ -93,7 +93,7 @@ class Trainer:
                     self._train(self.timer.waits(stream))
                 break
             except RuntimeError as error:
-                self.loader.explain(error)
+                self.loader.raise_if_worker_died(error)
                 self._halve_micro_batch(error)
         if self.progress.evaluated != self.progress.updates:
             self._evaluate()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from drivetrain.core.blocks import blocks_in_a_row
+from drivetrain.core.blocks import sequential_blocks
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
@@ -93,7 +93,7 @@ class Split(Parallel):
     def shard(self, model: torch.nn.Module, dtype: str | None, example: torch.Tensor) -> None:
         names = self.devices or [f"cuda:{i}" for i in range(torch.cuda.device_count())]
         devices = [torch.device(name) for name in names]
-        row = blocks_in_a_row("parallel=split", model, self.block)
+        row = sequential_blocks("parallel=split", model, self.block)
         if len(row) < len(devices):
             raise UserError(
                 f"parallel=split: the model is a row of {len(row)} blocks, too few for {len(devices)} devices: name at most "

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from drivetrain.core.blocks import blocks_in_a_row
+from drivetrain.core.blocks import sequential_blocks
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec
@@ -126,7 +126,7 @@ class Pipeline(Sharded):
         self.stage_group, self.data_group = mesh.get_group("pipe"), mesh.get_group("data")
         self._place, self._slice = mesh.get_local_rank("pipe"), mesh.get_local_rank("tensor")
         self._peers = mesh.mesh[self.data_world.rank, :, self._slice].tolist()  # this pipeline's ranks in the world
-        row = blocks_in_a_row("parallel=pipeline", model, self.block)
+        row = sequential_blocks("parallel=pipeline", model, self.block)
         count = ranks * (self.per_rank if self.schedule == "interleaved" else 1)
         if count > len(row):
             raise UserError(

@@ -1,1 +1,1 @@
-"""Recipes as files: read safely, whoever wrote them."""
+"""Reading recipe files safely, whoever wrote them."""

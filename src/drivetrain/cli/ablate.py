@@ -1,0 +1,29 @@
+"""`drivetrain ablate`: what each technique of a recipe brings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from drivetrain.cli import arguments
+from drivetrain.core.errors import DONE
+
+HELP = """\
+drivetrain ablate recipe=fast baseline=naive [key=value] …   what each technique of a recipe brings, and what leaving it out costs
+
+  drivetrain ablate recipe=fast baseline=naive data=digits model=resnet9
+  drivetrain ablate recipe=mine.yaml quality=true          is the result still right, technique by technique?
+
+The arms are the baseline with each technique, the recipe without each, and the techniques added one after another to the
+baseline, the best first. rounds=8, turn_s, quality, seeds: as for `drivetrain compare`.
+
+  -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
+"""
+
+
+def command(argv: Sequence[str]) -> int:
+    """Run `drivetrain ablate`; its exit code."""
+    if (given := arguments.parse("ablate", argv, HELP)) is None:
+        return DONE
+    from drivetrain.measure.benchmark import ablate
+
+    return ablate.command(given.overrides, given.config_dir)

@@ -1,0 +1,33 @@
+"""`drivetrain compare`: techniques side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from drivetrain.cli import arguments
+from drivetrain.core.errors import DONE
+
+HELP = """\
+drivetrain compare key=a,b [group=x,y] [key=value] …      techniques side by side, relative to the first
+
+  drivetrain compare precision=fp32,bf16 surgery=[],[channels_last]
+  drivetrain compare recipe=naive,fast data=digits
+  drivetrain compare optimizer=adamw,lamb quality=true      is the result still right? seeds=5 trainings of each arm
+
+  rounds=20             at most; each starts fresh processes of all arms, and an arm that is known to 2 % stops early
+  turn_s=0.4            seconds of timed updates in a turn; each arm has two turns a round
+  quality=true          also train each arm to its end: PASS, FAIL or INCONCLUSIVE against the first arm's own spread
+  seeds=5               trainings of each arm for quality=true
+  -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
+
+Each arm is a process of its own, and only one runs at a time: they take turns, A B B A, so that the machine's drift cancels.
+"""
+
+
+def command(argv: Sequence[str]) -> int:
+    """Run `drivetrain compare`; its exit code."""
+    if (given := arguments.parse("compare", argv, HELP)) is None:
+        return DONE
+    from drivetrain.measure.benchmark import compare
+
+    return compare.command(given.overrides, given.config_dir)

@@ -1,0 +1,34 @@
+"""`drivetrain tune`: the settings that make a run faster on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from drivetrain.cli import arguments
+from drivetrain.core.errors import DONE
+
+HELP = """\
+drivetrain tune [what=all] [group=option] [key=value] …      what makes this run faster on this machine, kept where proven
+
+  drivetrain tune model=resnet9                        loaders, precision, layout, optimizer, micro-batch, compiling; then lr
+  drivetrain tune what=workers data=imagefolder data.root=photos
+  drivetrain tune what=lr optimizer=sgd                the range test, with a plot: advice, nothing is set
+
+  what=all              or workers (loaders and their counts), batch (micro-batches of the same global batch), lr
+  budget_s=600          about how many seconds it may take
+  rounds=8, turn_s=0.3  of each comparison; candidates that fall behind stop early
+  quality=true          is the result still right? seeds=5 trainings of each, as far as the budget goes
+  lr_updates=150        updates of the range test
+  -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
+
+Writes a recipe with its measurements, tune.json and a page under outputs/tune. The run itself is not changed.
+"""
+
+
+def command(argv: Sequence[str]) -> int:
+    """Run `drivetrain tune`; its exit code."""
+    if (given := arguments.parse("tune", argv, HELP)) is None:
+        return DONE
+    from drivetrain.measure.tune import tune
+
+    return tune.command(given.overrides, given.config_dir)

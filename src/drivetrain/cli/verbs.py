@@ -1,0 +1,97 @@
+"""The verbs of the command line. A verb's module is imported when the verb is run, not before.
+
+A new verb costs one module with `command(argv) -> int` and one row below. Another package adds a verb by an entry point in
+the group `drivetrain.verbs`, such as `hello = "my_pkg.hello:command"`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from drivetrain.config import plugins
+from drivetrain.core.errors import UserError, did_you_mean
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One verb and where its function is."""
+
+    name: str
+    target: str  # "module:function"; the function takes the arguments after the verb and returns the exit code
+    help: str  # one line of `drivetrain help`; "" keeps the verb out of it
+    takes_overrides: bool = False  # TAB completes groups, options, keys and recipes
+
+    def run(self, argv: list[str]) -> int:
+        """Run the verb; its exit code. Raises UserError where a plugin's verb cannot be imported."""
+        module, _, function = self.target.partition(":")
+        return int(getattr(self._import(module), function or "command")(argv))
+
+    def complete(self, words: list[str], last: str) -> list[str]:
+        """The words that `last` may become, by the module's function `complete(words, last)`, if it has one."""
+        function = getattr(self._import(self.target.partition(":")[0]), "complete", None)
+        return list(function(words, last)) if function is not None else []
+
+    def _import(self, module: str) -> Any:
+        try:
+            return import_module(module)
+        except ImportError as error:
+            if self.name in VERBS:  # our own: a bug
+                raise
+            raise UserError(f"the verb {self.name} ({self.help}) cannot be imported from {module}: {error}") from None
+
+
+_ROWS = (
+    Verb("train", "drivetrain.cli.train:command", "train what the config says", takes_overrides=True),
+    Verb("list", "drivetrain.cli.list:command", "every option of every group, or of one, with what it buys"),
+    Verb(
+        "compare", "drivetrain.cli.compare:command",
+        "techniques side by side in turns: what each brings and costs, and whether the result is still right",
+        takes_overrides=True,
+    ),
+    Verb(
+        "ablate", "drivetrain.cli.ablate:command",
+        "what each technique of a recipe brings by itself, and what leaving it out costs",
+        takes_overrides=True,
+    ),
+    Verb(
+        "doctor", "drivetrain.cli.doctor:command",
+        "where a step's time goes, what is wrong, and which overrides are proven to help",
+        takes_overrides=True,
+    ),
+    Verb(
+        "tune", "drivetrain.cli.tune:command",
+        "what makes a run faster on this machine: found by measuring, kept where it is proven",
+        takes_overrides=True,
+    ),
+    Verb("report", "drivetrain.cli.report:command", "any runs in one table, one CSV and one page with plots"),
+    Verb("show", "drivetrain.cli.show:command", "draw the learning rate over a run, before it is trained", takes_overrides=True),
+    Verb("recipe", "drivetrain.cli.recipe:command", "list, show, check, export, verify or compare recipes"),
+    Verb("export", "drivetrain.cli.export:command", "a run's weights as one plain safetensors file"),
+    Verb("pack", "drivetrain.cli.pack:command", "decode images once, for data=packed", takes_overrides=True),
+    Verb("completion", "drivetrain.cli.completion:command", "TAB completion for bash, zsh or fish"),
+    Verb("complete", "drivetrain.cli.completion:print_candidates", ""),
+)  # fmt: skip
+VERBS: Mapping[str, Verb] = {verb.name: verb for verb in _ROWS}
+
+
+def all_verbs() -> dict[str, Verb]:
+    """Name → verb: drivetrain's own, then those of plugins. No module is imported."""
+    found = dict(VERBS)
+    for entry in plugins.entry_points(plugins.VERBS):
+        owner = entry.dist.name if entry.dist is not None else entry.module
+        found.setdefault(entry.name, Verb(entry.name, entry.value, f"from the package {owner}"))
+    return found
+
+
+def find(name: str) -> Verb:
+    """The verb of this name. Raises UserError with the names that are near."""
+    if name in VERBS:  # without a look for plugins
+        return VERBS[name]
+    known = all_verbs()
+    if name in known:
+        return known[name]
+    hint = f"drivetrain train {name} …" if "=" in name else did_you_mean(name, known)
+    raise UserError(f"there is no command '{name}': {hint}")

@@ -1,0 +1,116 @@
+"""The options there are: those that ship in conf/, those of installed plugins, and those of --config-dir."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+
+from drivetrain.config import plugins
+from drivetrain.core.errors import did_you_mean
+from drivetrain.core.paths import conf_dir
+
+LISTS = ("surgery", "augment", "logger")  # groups of which several options are chosen at once
+
+_TARGET = re.compile(r"^(?:  )?_target_: (\S+)", re.M)
+
+
+@cache
+def root_config() -> Mapping[str, Any]:
+    """conf/config.yaml: the values that belong to no group, and the defaults."""
+    config: Any = OmegaConf.to_container(OmegaConf.load(conf_dir() / "config.yaml"))
+    return dict(config)
+
+
+@cache
+def default_options() -> Mapping[str, Any]:
+    """Group → its default option (a list for LISTS), in the order of conf/config.yaml."""
+    return {group: option for entry in root_config()["defaults"] if isinstance(entry, dict) for group, option in entry.items()}
+
+
+def other_folders(config_dirs: Sequence[str] = ()) -> tuple[Path, ...]:
+    """The folders beside conf/ that hold options: the plugins', then the user's."""
+    folders = (*(plugin.conf for plugin in plugins.plugins()), *map(Path, config_dirs))
+    return tuple(dict.fromkeys(folder.resolve() for folder in folders))
+
+
+def option_files(config_dirs: Sequence[str] = ()) -> Mapping[str, Mapping[str, Path]]:
+    """Group → option → its file; groups in the order of conf/config.yaml, drivetrain's own options first."""
+    return _option_files(other_folders(config_dirs))
+
+
+@lru_cache(maxsize=16)
+def _option_files(others: tuple[Path, ...]) -> Mapping[str, Mapping[str, Path]]:
+    found: dict[str, dict[str, Path]] = {group: {} for group in default_options()}
+    for folder in (conf_dir(), *others):
+        for file in sorted(folder.glob("*/*.yaml")):
+            if file.parent.name in found:
+                found[file.parent.name].setdefault(file.stem, file)
+    return found
+
+
+def options(config_dirs: Sequence[str] = ()) -> dict[str, list[str]]:
+    """Group → the names of its options, in the order of `option_files`."""
+    return {group: list(files) for group, files in option_files(config_dirs).items()}
+
+
+def option_keys(group: str, option: Any, config_dirs: Sequence[str] = ()) -> set[str]:
+    """The keys of an option's file; none where there is no such option."""
+    file = option_files(config_dirs).get(group, {}).get(str(option))
+    return set(_keys(file)) if file is not None else set()
+
+
+@lru_cache(maxsize=512)
+def _keys(file: Path) -> frozenset[str]:
+    return frozenset(map(str, OmegaConf.load(file)))
+
+
+def summary(file: Path) -> str:
+    """The first comment of an option's file: what the option buys."""
+    comments = (line[1:].strip() for line in file.read_text().splitlines() if line.startswith("#"))
+    return next((comment for comment in comments if not comment.startswith("@package")), "")
+
+
+@cache
+def shipped_targets(group: str = "*") -> frozenset[str]:
+    """The dotted names of the classes that conf/ names, of one group or of all: a config may make these without trust."""
+    files = _option_files(())
+    chosen = files.values() if group == "*" else [files[group]]
+    return frozenset(target for of_group in chosen for file in of_group.values() for target in _TARGET.findall(file.read_text()))
+
+
+def problems(config_dirs: Sequence[str] = ()) -> list[str]:
+    """What is wrong with the options of plugins and of the user's own folders, all of it."""
+    return [*plugins.problems(), *_problems(other_folders(config_dirs))]
+
+
+@lru_cache(maxsize=16)
+def _problems(folders: tuple[Path, ...]) -> tuple[str, ...]:
+    files = _option_files(folders)
+    return tuple(problem for folder in folders for file in sorted(folder.glob("*/*.yaml")) for problem in _of_file(file, files))
+
+
+def _of_file(file: Path, files: Mapping[str, Mapping[str, Path]]) -> Iterator[str]:
+    """Why a file is no option, or none that can be chosen."""
+    group, text = file.parent.name, ""
+    try:
+        text = file.read_text()
+        content = yaml.safe_load(text)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        yield f"{file}: not valid YAML: {str(error).splitlines()[0]}"
+        return
+    package = f"# @package {group}.{file.stem}"
+    if group not in files:
+        yield f"{file}: there is no group '{group}': {did_you_mean(group, files)}"
+    elif (chosen := files[group][file.stem]) != file:
+        owner = "ships with drivetrain" if chosen.is_relative_to(conf_dir()) else f"is also in {chosen}"
+        yield f"{file}: {group}={file.stem} {owner}: give yours another name"
+    elif not isinstance(content, dict) or not isinstance(content.get("_target_"), str):
+        yield f"{file}: an option is a mapping of its knobs, with _target_: the dotted name of its class"
+    elif group in LISTS and package not in text.splitlines():
+        yield f"{file}: several options of {group} are chosen at once, so each needs a key of its own: add the line '{package}'"

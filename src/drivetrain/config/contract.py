@@ -1,0 +1,52 @@
+"""What every option owes, as a check that a plugin's own tests can call:
+
+from drivetrain.config.contract import contract_problems
+def test_options(): assert not contract_problems("optimizer", "my_optimizer")
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+
+from drivetrain.config.catalog import LISTS, option_files, summary
+from drivetrain.config.compose import compose
+from drivetrain.config.validate import import_target, knob_problems
+from drivetrain.core.option import Option
+
+
+def contract_problems(group: str, option: str, config_dirs: Sequence[str] = ()) -> list[str]:
+    """How an option's file and class disagree: its knobs are the constructor's arguments, typed, with the same defaults."""
+    return list(_problems(group, option, config_dirs))
+
+
+def _problems(group: str, option: str, config_dirs: Sequence[str]) -> Iterator[str]:
+    file = option_files(config_dirs)[group][option]
+    if not summary(file):
+        yield f"{file}: its first comment must say what {option} does for a run"
+    section = compose([f"{group}=[{option}]" if group in LISTS else f"{group}={option}"], config_dirs).plain[group]
+    knobs = dict(section[option] if group in LISTS else section)
+    cls = import_target(knobs.pop("_target_"))
+    if not issubclass(cls, Option):
+        yield f"{file}: {cls.__name__} does not derive from Option"
+        return
+    yield from (f"{file}: {problem}" for problem in knob_problems(group, cls, knobs))
+    missing = [name for name in inspect.signature(cls).parameters if name not in knobs]
+    yield from (f"{file}: {name} is missing, which is an argument of {cls.__name__}" for name in missing)
+    annotated = inspect.get_annotations(cls.__init__) if knobs else {}
+    yield from (f"{file}: {cls.__name__} has no annotation for {name}" for name in knobs if name not in annotated)
+    try:
+        from_python, from_yaml = vars(cls()), vars(cls(**knobs))
+    except TypeError as error:
+        yield f"{file}: {cls.__name__} must be possible without arguments: {error}"
+        return
+    for name in knobs:
+        if name in from_python and not _equal(from_python[name], from_yaml[name]):
+            yield f"{file}: {name} is {from_yaml[name]!r}, but the default of {cls.__name__} is {from_python[name]!r}"
+
+
+def _equal(default: object, value: object) -> bool:
+    """Whether a default of Python equals a value of YAML, which has no tuples and may write null for an empty list."""
+    if isinstance(default, list | tuple | dict | None) and isinstance(value, list | tuple | dict | None):
+        return list(default or ()) == list(value or ())
+    return default == value

@@ -1,0 +1,72 @@
+"""Setting one key of a composed config, or the reason why it cannot be set."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from drivetrain.config.catalog import LISTS, option_keys, options
+from drivetrain.config.renamed import RENAMED, suggestion
+from drivetrain.core.errors import did_you_mean
+
+OPEN = {"kwargs", "lr_multipliers"}  # mappings whose keys are the user's: arguments of a class, patterns of parameters' names
+
+
+@dataclass
+class KeySetter:
+    """A composed config whose keys are set one by one."""
+
+    config: DictConfig
+    choices: dict[str, Any]  # group → option
+    config_dirs: Sequence[str] = ()
+
+    def set(self, key: str, value: Any) -> str | None:
+        """Set a key that exists; keys below an open mapping may be new. Returns the problem if it cannot be set."""
+        parts = key.split(".")
+        if "_target_" in parts:
+            return f"{key}: a target cannot be set: give your own class by model=own model.target=…, or an option by --config-dir"
+        node: Any = self.config
+        for depth, part in enumerate(parts):
+            if not isinstance(node, DictConfig):
+                return f"{key}: {'.'.join(parts[:depth])} is a value and has no '{part}'"
+            if part not in node:
+                if OPEN.intersection(parts[:depth]):
+                    break
+                return self._unknown(parts, value, depth, [str(name) for name in node if name != "_target_"])
+            if depth < len(parts) - 1:
+                node = node[part]
+        current = OmegaConf.select(self.config, key)
+        if isinstance(current, DictConfig) and current and not isinstance(value, dict):
+            return f"{key}={value}: {key} is a mapping of {', '.join(map(str, current))}: set one of those"
+        OmegaConf.update(self.config, key, value, force_add=True)
+        return None
+
+    def _unknown(self, parts: list[str], value: Any, depth: int, names: list[str]) -> str:
+        """The problem of a key whose part at `depth` is not among the `names` there."""
+        key, part, inside = ".".join(parts), parts[depth], ".".join(parts[:depth])
+        known = options(self.config_dirs)
+        if parts[0] in LISTS and depth < 2 < len(parts):  # a knob of an option that was not chosen
+            group, option = parts[:2]
+            hint = f"set {group}=[{option}] too" if option in known[group] else did_you_mean(option, known[group])
+            return f"{key}={value}: {option} is not among the options of {group}: {hint}"
+        hint = suggestion(f"{inside}.{part}", part, [*names, *known] if not depth else names)
+        present = RENAMED.get(f"{inside}.{part}", part).rpartition(".")[2]
+        owners = [name for name in known.get(inside, []) if present in option_keys(inside, name, self.config_dirs)]
+        if owners and present not in names:
+            has_it = " or ".join(f"{inside}={name}" for name in owners) + " has it"
+            hint = has_it if present == part else f"{hint}, and {has_it}"
+        place = f"{inside}={self.choices[inside]}" if inside in known else inside or "the config"
+        return f"{place} has no '{part}' ({key}={value}): {hint}"
+
+    def unknown_in_group(self, key: str, value: Any) -> str | None:
+        """The problem of a knob that no option of its group has: which option was meant is not known, its name is wrong."""
+        group, knob, *_ = key.split(".")
+        names = set(options(self.config_dirs)[group])
+        if group not in LISTS:
+            names = {name for option in names for name in option_keys(group, option, self.config_dirs)} - {"_target_"}
+        if knob in names:
+            return None
+        return f"no option of {group} has '{knob}' ({key}={value}): {suggestion(f'{group}.{knob}', knob, names)}"

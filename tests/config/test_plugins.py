@@ -1,0 +1,321 @@
+"""Options from outside, one for each group: from a folder by --config-dir, and from an installed package by its entry point."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from drivetrain.cli import completion
+from drivetrain.cli.main import main
+from drivetrain.config import catalog, plugins
+from drivetrain.config.contract import contract_problems
+from drivetrain.core.errors import UserError
+from drivetrain.core.paths import add_import_paths
+from drivetrain.core.process import PACKAGE
+from drivetrain.launch.job import prepare
+from drivetrain.sweep import prepare as prepare_sweep
+from tests.support import pairwise
+
+GROUPS = list(catalog.default_options())
+# The shipped option that each made-up one derives from: one that takes knobs and runs with the defaults of everything else.
+BASE = {
+    "augment": "flip_crop", "surgery": "channels_last", "checkpointing": "every_k", "compile": "none", "clip": "norm",
+    "ema": "ema", "debug": "fast", "logger": "files",
+}  # fmt: skip
+RULE = """
+    def validate(self, run):
+        yield from super().validate(run)
+        if run.named("clip") == "clip=norm":
+            yield f"{run.named('optimizer')} bounds gradients by itself: set clip=none"
+"""
+ENTRY_POINTS = """
+[drivetrain.options]
+made_up = made_up
+
+[drivetrain.verbs]
+hello = made_up.verbs:command
+missing = made_up.nowhere:command
+train = made_up.verbs:command
+"""
+
+
+def word(group: str, option: str = "mine") -> str:
+    return f"{group}=[{option}]" if group in catalog.LISTS else f"{group}={option}"
+
+
+def write_package(site: Path) -> Path:
+    """The package `made_up` in `site`, with an option `mine` for every group; its conf/."""
+    package = site / "made_up"
+    (package / "conf").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "verbs.py").write_text("def command(argv):\n    print('hello', *argv)\n    return 3\n")
+    classes = []
+    for group, default in catalog.default_options().items():
+        text = catalog.option_files()[group][BASE.get(group, default)].read_text()
+        module, _, name = yaml.safe_load(text)["_target_"].rpartition(".")
+        rule = RULE if group == "optimizer" else "    pass\n"
+        classes.append(f"import {module}\n\nclass {group.title()}({module}.{name}):\n{rule}\n")
+        knobs = [line for line in text.splitlines() if not line.startswith(("#", "_target_"))]
+        place = [f"# @package {group}.mine"] if group in catalog.LISTS else []
+        lines = [*place, f"# {group} of a made-up package", f"_target_: made_up.options.{group.title()}", *knobs]
+        (package / "conf" / group).mkdir()
+        (package / "conf" / group / "mine.yaml").write_text("\n".join(lines) + "\n")
+    (package / "options.py").write_text("\n".join(classes))
+    return package / "conf"
+
+
+def install(site: Path, entry_points: str = ENTRY_POINTS) -> None:
+    """What `pip install` leaves of a package beside its modules."""
+    info = site / "made_up-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: made-up\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(entry_points)
+
+
+@dataclass
+class Outside:
+    """Where the options come from, and what a command line needs besides their names."""
+
+    config_dirs: list[str]
+    trust: list[str]
+
+    @property
+    def arguments(self) -> list[str]:
+        return [part for folder in self.config_dirs for part in ("--config-dir", folder)]
+
+    def problems(self, *overrides: str) -> list[str]:
+        with pytest.raises(UserError) as refused:
+            prepare([*overrides, *self.trust], self.config_dirs)
+        return refused.value.problems
+
+
+@pytest.fixture(autouse=True)
+def _not_imported_yet() -> Iterator[None]:
+    """Each test writes a package `made_up` of its own."""
+    yield
+    for name in [name for name in sys.modules if name.split(".")[0] == "made_up"]:
+        del sys.modules[name]
+
+
+@pytest.fixture(params=["config_dir", "entry_point"])
+def outside(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Outside:
+    site = tmp_path / "site"
+    conf = write_package(site)
+    monkeypatch.syspath_prepend(site)
+    if request.param == "entry_point":
+        install(site)
+        return Outside([], [])
+    return Outside([str(conf)], ["trust=[made_up]"])
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The package, installed; its site."""
+    site = tmp_path / "site"
+    write_package(site)
+    install(site)
+    monkeypatch.syspath_prepend(site)
+    return site
+
+
+# Every group's made-up option is where the shipped ones are.
+
+
+def test_it_is_in_the_lists(outside: Outside, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", *outside.arguments]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert len([row for row in rows if "mine" in row[:2] and row[-3:] == ["a", "made-up", "package"]]) == len(GROUPS)
+    assert main(["list", "clip", *outside.arguments]) == 0
+    said = capsys.readouterr().out
+    assert "clip=mine: clip of a made-up package\n    clip.max_norm: 1.0" in said
+    assert main(["train", "--help", *outside.arguments]) == 0
+    assert "optimizer of a made-up package" in capsys.readouterr().out
+
+
+def test_it_is_completed(outside: Outside) -> None:
+    line = " ".join(["drivetrain train", *outside.arguments])
+    assert completion.candidates([f"{line} optimizer=mi"]) == ["optimizer=mine"]
+    assert "surgery=mine" in completion.candidates([f"{line} surgery="])
+    knobs = completion.candidates([f"{line} augment.flip_crop."])
+    assert knobs
+    assert completion.candidates([f"{line} augment.mine."]) == [knob.replace("flip_crop", "mine") for knob in knobs]
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_it_is_shown(group: str, outside: Outside, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", word(group), *outside.trust, *outside.arguments]) == 0, capsys.readouterr().err
+    shown = capsys.readouterr().out
+    assert word(group) in shown if group in ("optimizer", "scheduler") else "updates" in shown
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_it_keeps_the_contract(group: str, outside: Outside) -> None:
+    assert contract_problems(group, "mine", outside.config_dirs) == []
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_it_is_an_arm_of_a_comparison(group: str, outside: Outside) -> None:
+    first = BASE.get(group, catalog.default_options()[group])
+    arms = f"{word(group, first)},{word(group).partition('=')[2]}"
+    jobs = prepare_sweep([arms, *outside.trust], outside.config_dirs)
+    assert [job.problems for job in jobs] == [[], []]
+    made = jobs[1].job.run.parts[group]
+    assert type(made[0] if group in catalog.LISTS else made).__module__ == "made_up.options"
+    assert jobs[0].job.config_hash != jobs[1].job.config_hash or group == "logger"
+
+
+def test_it_is_among_the_pairs(outside: Outside, tmp_path: Path) -> None:
+    factors = pairwise.factors(outside.config_dirs)
+    assert set(factors) == set(GROUPS)  # even those of which drivetrain has one option
+    assert all(word(group) in words for group, words in factors.items())
+    pair = ("optimizer=mine", "clip=norm")
+    reason = pairwise.refused([*pair, *outside.trust], tmp_path, outside.config_dirs)
+    assert reason == "optimizer=mine bounds gradients by itself: set clip=none"
+    assert pairwise.names_both(frozenset(pair), reason)
+    assert pairwise.refused(["optimizer=mine", "clip=mine", *outside.trust], tmp_path, outside.config_dirs) is None
+
+
+def test_its_knobs_are_overrides_like_any_other(outside: Outside) -> None:
+    job = prepare(["optimizer=mine", "optimizer.lr=0.5", *outside.trust], outside.config_dirs)
+    assert job.run.optimizer.lr == 0.5
+    wrong = outside.problems("optimizer=mine", "optimizer.lrr=1", "clip=mine", "clip.max_norm=-1", "ema=mien")
+    for text in ("optimizer=mine has no 'lrr'", "clip.max_norm=-1: must be > 0", "did you mean 'mine'?"):
+        assert any(text in problem for problem in wrong), wrong
+    assert "ema=mine has it" in " ".join(outside.problems("ema=none", "ema.decay=0.9"))
+
+
+def test_it_trains(outside: Outside, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = ["data=synthetic", "data.shape=[3,8,8]", "model=mlp", "updates=2", "-q"]
+    assert main(["train", *outside.arguments, *outside.trust, *tiny, "optimizer=mine", "scheduler=mine", "batch=mine"]) == 0
+    assert "completed" in capsys.readouterr().out
+
+
+def test_a_recipe_may_choose_it(outside: Outside, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An installed package's without further ado; that of a folder needs the operator's trust."""
+    recipe = tmp_path / "shared.yaml"
+    recipe.write_text("defaults:\n  - override /optimizer: mine\noptimizer:\n  lr: 0.25\n")
+    assert prepare([f"recipe={recipe}", *outside.trust], outside.config_dirs).run.optimizer.lr == 0.25
+    assert main(["recipe", "check", str(recipe), *outside.arguments]) == (2 if outside.trust else 0)
+    said = capsys.readouterr()
+    assert "trust=[made_up]" in said.err if outside.trust else said.out == f"{recipe}: good\n"
+
+
+# Without the package, and with a wrong one.
+
+
+def test_a_recipe_with_an_option_that_is_not_installed(tmp_path: Path) -> None:
+    recipe = tmp_path / "shared.yaml"
+    recipe.write_text("epochs: 1\ndefaults:\n  - override /optimizer: mine\n")
+    with pytest.raises(UserError) as refused:
+        prepare([f"recipe={recipe}"])
+    (problem,) = refused.value.problems
+    assert problem.startswith(f"{recipe}:3: optimizer=mine is no option of optimizer")
+    assert "an option of a plugin needs its package installed" in problem
+
+
+def test_the_contract_finds_what_is_wrong(installed: Path) -> None:
+    file = installed / "made_up" / "conf" / "clip" / "mine.yaml"
+    file.write_text("_target_: made_up.options.Clip\nmax_norm: 2.0\n")
+    found = contract_problems("clip", "mine")
+    assert len(found) == 3
+    for text in ("first comment", "norm_type is missing, which is an argument of Clip", "max_norm is 2.0, but the default"):
+        assert any(text in problem for problem in found), found
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("optimizer/sgd.yaml", "_target_: made_up.options.Optimizer\n", "optimizer=sgd ships with drivetrain"),
+        ("optimiser/mine.yaml", "_target_: made_up.options.Optimizer\n", "no group 'optimiser': did you mean 'optimizer'?"),
+        ("optimizer/other.yaml", "lr: 0.1\n", "_target_: the dotted name of its class"),
+        ("optimizer/other.yaml", "lr: [\n", "not valid YAML"),
+        ("surgery/other.yaml", "_target_: made_up.options.Surgery\n", "add the line '# @package surgery.other'"),
+    ],
+)
+def test_a_wrong_file_is_named(name: str, text: str, says: str, installed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = installed / "made_up" / "conf" / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(text)
+    for argv in (["list"], ["train", "epochs=1"]):
+        assert main(argv) == 2
+        said = capsys.readouterr().err
+        assert str(file) in said
+        assert says in said
+
+
+@pytest.mark.parametrize(("module", "says"), [("not_there", "no package not_there"), ("email", "email has no folder conf/")])
+def test_an_entry_point_without_options(module: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path / "site", f"[drivetrain.options]\nx = {module}\n")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    with pytest.raises(UserError, match=says):
+        prepare([])
+    assert module not in plugins.trusted_packages()
+
+
+def test_two_options_of_one_name(installed: Path, tmp_path: Path) -> None:
+    conf = write_package(tmp_path / "other")
+    with pytest.raises(UserError, match=rf"optimizer=mine is also in {installed}"):
+        prepare([], [str(conf)])
+
+
+def test_only_what_is_installed_is_a_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The working directory becomes importable for the user's own classes, and installs nothing."""
+    here = tmp_path / "here"
+    write_package(here)
+    install(here)
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    add_import_paths([])
+    assert sys.path[0] == str(here)
+    assert "made_up" not in plugins.trusted_packages()
+    assert plugins.entry_points(plugins.VERBS) == []
+
+
+def test_trust_reaches_the_plugins_own_package_only(installed: Path) -> None:
+    file = installed / "made_up" / "conf" / "clip" / "mine.yaml"
+    file.write_text("# not its own\n_target_: posix.system\n")
+    with pytest.raises(UserError, match=r"clip\._target_=posix.system is code that drivetrain does not ship"):
+        prepare(["clip=mine"])
+
+
+# Verbs.
+
+
+def test_a_plugins_verb(installed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help"]) == 0
+    said = capsys.readouterr().out
+    assert "drivetrain hello        from the package made-up" in said
+    assert "not available: train from made_up.verbs:command, because another verb has this name" in said
+    assert completion.candidates(["drivetrain hel"]) == ["hello"]
+    assert main(["hello", "you"]) == 3
+    assert capsys.readouterr().out == "hello you\n"
+    assert main(["helo"]) == 2
+    assert "'hello'" in capsys.readouterr().err
+    assert main(["missing"]) == 2
+    assert "the verb missing (from the package made-up) cannot be imported from made_up.nowhere" in capsys.readouterr().err
+    assert main(["train", "epochs=0"]) == 2
+    assert "epochs=0" in capsys.readouterr().err
+
+
+def python(code: str, path: Sequence[Path]) -> str:
+    env = {"PYTHONPATH": ":".join(map(str, path))}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env).stdout
+
+
+def test_finding_options_and_verbs_imports_no_plugin(installed: Path) -> None:
+    code = """
+import sys
+from drivetrain.cli import completion
+from drivetrain.cli.main import main
+assert main(["help"]) == main(["list"]) == main(["complete", "drivetrain train optimizer=mi"]) == 0
+print(sorted({name.split(".")[0] for name in sys.modules} & {"made_up", "torch"}))
+"""
+    said = python(code, [PACKAGE.parent, installed])
+    assert "drivetrain hello" in said
+    assert said.endswith("optimizer=mine\n[]\n")
