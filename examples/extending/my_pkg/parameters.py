@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from drivetrain.cli import arguments
 from drivetrain.launch.job import prepare
 
 HELP = "drivetrain parameters [group=option] [key=value] …      the model's parameters, counted before anything is trained"
@@ -11,10 +12,9 @@ HELP = "drivetrain parameters [group=option] [key=value] …      the model's pa
 
 def command(argv: Sequence[str]) -> int:
     """Run the verb; its exit code. Raises UserError, of which the command line prints the problems and exits with 2."""
-    if {"-h", "--help"} & set(argv):
-        print(HELP)
+    if (given := arguments.parse("parameters", argv, HELP)) is None:  # --help has been printed
         return 0
-    run = prepare(argv).run  # composed and validated; torch is not imported yet
+    run = prepare(given.overrides, given.config_dir).run  # composed and validated; torch is not imported yet
     import torch
 
     data = run.data.load(torch.device("cpu"))
