@@ -67,6 +67,9 @@ class Batch(Protocol):
 
     accumulation_steps: int
 
+    def lr_factor(self) -> float:
+        """The multiple of the learning rate that goes with the batch."""
+
     def micro_batch(self, world: World) -> int:
         """The most samples that one rank's forward takes."""
 

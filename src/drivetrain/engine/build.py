@@ -46,7 +46,7 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter]) -> Trainer:
     forward = parallel.wrap_model(compiler.apply(model, context.example, run.checkpointing.budget))
     # The optimizer comes after every edit that may replace or move parameters; the average after the weights are final.
     with parallel.plain_parameters(model):
-        optimizer = context.optimizer = precision.optimizer(run.optimizer, model, batch.lr_factor())
+        optimizer = context.optimizer = precision.build_optimizer(run.optimizer, context)
         ema = run.ema.build(context)
     scheduler = run.scheduler.build(context)
     # The ranks have made the same model; from here on each draws its own dropout, but where they share activations.
@@ -56,11 +56,10 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter]) -> Trainer:
 
     # From the inside out: the step of one process, the ranks' shared gradients, one graph of both, and whoever watches.
     parameters = [p for p in model.parameters() if p.requires_grad]
-    clip = run.clip.build([p for group in optimizer.param_groups for p in group["params"]], parallel.norm)
-    plain = PlainStep(forward, run.loss, precision, optimizer, clip, lambda: run.runtime.zero(parameters))
+    plain = PlainStep(forward, run.loss, precision, optimizer, run.clip.build(context), lambda: run.runtime.zero(parameters))
     step = debug.wrap_step(compiler.wrap_step(parallel.wrap_step(plain, context), context))
 
-    eval_weights = precision.eval_weights(run.optimizer.eval_weights)
+    eval_weights = precision.eval_weights(run.optimizer, optimizer)
     timer, saving = StepTimer(compiler.warmup), run.saving.build(context)
     evaluator = Evaluator(
         model=model, forward=parallel.inference_model(model), eval_weights=eval_weights, ema=ema, loss=run.loss,
@@ -100,7 +99,7 @@ def _load_data(context: BuildContext, debug: Any) -> Batch:
 def _build_model(context: BuildContext, debug: Any) -> torch.nn.Module:
     """The model on its device, edited, in the run's precision, recomputing and sharded as the run asks for."""
     run, data, world = context.run, context.data, context.parallel.data_world
-    model = run.model.build(data.shape, data.classes).to(context.device)
+    model = run.model.build(context)
     # Edits of the module tree first: every later step works on the modules that remain. The memory format is one of
     # them, and precedes compiling, which specialises on strides.
     formats = [e.memory_format for e in run.surgery if e.memory_format is not None]
