@@ -150,7 +150,7 @@ def test_apex_is_built_where_it_is(name: str, tmp_path: Path, monkeypatch: pytes
     assert "has a fused implementation only" in problems(*words, "optimizer.fused=false")[0]
     assert "has no multi-tensor implementation" in problems(*words, "optimizer.foreach=true")[0]
     run = validate(compose(words))
-    monkeypatch.setattr(run.runtime, "kind", lambda: "cuda")
+    monkeypatch.setattr(run.runtime, "device_type", lambda: "cuda")
     assert not list(run.optimizer.validate_device(run))
     built = run.optimizer.create(torch.nn.Linear(3, 3))
     assert {g["lr"] for g in built.param_groups} == {0.5}

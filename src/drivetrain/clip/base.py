@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Option, Positive
 
 GlobalNorm = Callable[[Sequence[Any], float], Any]  # (parameters, type of the norm) → norm of their gradients, 0-d
+
+if TYPE_CHECKING:
+    from drivetrain.core.context import BuildContext
 
 
 def _nothing() -> None:

@@ -61,7 +61,7 @@ class Optimizer(Hyperparameters):
                 )
 
     def validate_device(self, run: RunSpec) -> Iterator[str]:
-        kind = run.runtime.kind()
+        kind = run.runtime.device_type()
         if self.fused and self.fused_on and not self.has_fused(kind):
             name = run.named("optimizer")
             yield f"optimizer.fused=true: {name} has no fused implementation on {kind}: set optimizer.fused=null"
