@@ -143,13 +143,25 @@ def test_a_stuck_read_is_an_error_not_a_hang():
         list(loader.stream(Pipeline(Stuck(), (), None, 0), requests(), CPU, torch.contiguous_format))
 
 
+class Held(Pid):
+    """A read that lasts until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go, self.ended = threading.Event(), threading.Event()
+
+    def fetch(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.go.wait(60)
+        self.ended.set()
+        return super().fetch(indices)
+
+
 def test_a_stuck_thread_is_an_error_and_holds_nothing_up():
-    began = time.monotonic()
+    source, loader = Held(), Threads(num_threads=1, timeout_s=0.2)
     with pytest.raises(Interrupted, match=r"thread 1 of 1 .*loader\.timeout_s.* begins with sample \d+:"):
-        list(
-            Threads(num_threads=1, timeout_s=0.2).stream(Pipeline(Stuck(), (), None, 0), requests(), CPU, torch.contiguous_format)
-        )
-    assert time.monotonic() - began < 2.5, "it did not wait for the read"
+        list(loader.stream(Pipeline(source, (), None, 0), requests(), CPU, torch.contiguous_format))
+    assert not source.ended.is_set(), "it did not wait for the read"
+    source.go.set()
 
 
 @pytest.mark.parametrize("saving", ["last", "none"])
