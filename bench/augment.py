@@ -2,7 +2,7 @@
 
 `python -m bench.augment [--quick] [--rows flip_crop,…] [--rounds N] [--threads N] [--out FILE]`
 
-uint8 in memory, 32×32 and 224×224. Both arms of a row take turns, A B B A; ratios are of one round. torchvision's mixup and
+uint8 in memory, 32×32 and 224×224. Both arms of a row are interleaved, A B B A; ratios are of one round. torchvision's mixup and
 cutmix take a batch, with one share for all of it. `read` is the path of small images: fetched by index, cropped, flipped.
 """
 
@@ -34,7 +34,7 @@ OPTIONS: dict[str, Callable[[], Any]] = {
     "mixup": augment.Mixup,
     "cutmix": augment.CutMix,
 }
-Turn = Callable[[], torch.Tensor]
+BlockSync = Callable[[], torch.Tensor]
 
 
 def theirs(name: str, size: int) -> Callable[[torch.Tensor], Any]:
@@ -58,7 +58,7 @@ def part(batch: int) -> int:
     return min(batch, max(8, batch // 8))
 
 
-def arms(name: str, size: int, batch: int) -> dict[str, Turn]:
+def arms(name: str, size: int, batch: int) -> dict[str, BlockSync]:
     """Both arms of a row, each a function that works on one batch."""
     x = torch.randint(256, (batch, 3, size, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     y = torch.arange(batch) % CLASSES
@@ -72,28 +72,28 @@ def arms(name: str, size: int, batch: int) -> dict[str, Turn]:
     return {"ours": lambda: step(x, 0, 0, indices), "torchvision": lambda: torch.stack([transform(i) for i in x[: part(batch)]])}
 
 
-def _pipeline(source: Tensors, step: Any, batch: int) -> Turn:
-    words = Batch(batch)
-    words.pairs = step.mixes
-    (request,) = words.requests(len(source), 0, 0, World(), True)
+def _pipeline(source: Tensors, step: Any, batch: int) -> BlockSync:
+    requests = Batch(batch)
+    requests.pairs = step.mixes
+    (request,) = requests.requests(len(source), 0, 0, World(), True)
     pipeline = Pipeline(source, (step,), None, 0, CLASSES)
     return lambda: pipeline(request)[0]
 
 
-def _read(x: torch.Tensor, transform: Any) -> Turn:
+def _read(x: torch.Tensor, transform: Any) -> BlockSync:
     order = torch.randperm(len(x))[: part(len(x))].tolist()
     return lambda: torch.stack([transform(x[i]) for i in order])
 
 
 def measure(name: str, size: int, batch: int, rounds: int) -> dict[str, Any]:
     """Images per second of both arms, and how many times faster ours is."""
-    turns = arms(name, size, batch)
-    images = {arm: len(turn()) for arm, turn in turns.items()}
-    seconds: dict[str, list[float]] = {arm: [] for arm in turns}  # of one image
+    blocks = arms(name, size, batch)
+    images = {arm: len(block()) for arm, block in blocks.items()}
+    seconds: dict[str, list[float]] = {arm: [] for arm in blocks}  # of one image
     for round_ in range(rounds):
-        for arm in turns if round_ % 2 == 0 else reversed(turns):
+        for arm in blocks if round_ % 2 == 0 else reversed(blocks):
             begin = time.perf_counter()
-            turns[arm]()
+            blocks[arm]()
             seconds[arm].append((time.perf_counter() - begin) / images[arm])
     found: dict[str, Any] = {
         "batch": batch,

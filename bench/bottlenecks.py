@@ -61,13 +61,13 @@ class Shuffled(CrossEntropy):
 class Case(NamedTuple):
     """What is planted, the verdict that is right, the mark of the guilty line, and whether an override helps."""
 
-    words: tuple[str, ...]
+    overrides: tuple[str, ...]
     verdict: str
     mark: str | None = None
-    mended_by_words: bool = False
+    fixed_by_overrides: bool = False
 
 
-WORDS = (
+OVERRIDES = (
     "data=own", "data.target=bench.bottlenecks.Data", "model=own", "model.target=bench.bottlenecks.Net", "trust=[bench]",
     "saving=none", "evaluate_every=1000", "epochs=1000", "batch.global_batch=128", "log_every=100", "runtime.device=cpu",
 )  # fmt: skip
@@ -79,20 +79,20 @@ CASES = {
     "workers": Case(("loader=workers", "loader.num_workers=24"), "24 loader workers share", None, True),
     "tiny batch": Case(("batch.global_batch=2",), "batch is too small", None, True),
     "saving": Case(("saving=last", "saving.every_updates=1", "model.kwargs.width=1024"), "saving takes", None, True),
-    "nothing": Case(("model.kwargs.width=2048",), "nothing is in its way"),
+    "nothing": Case(("model.kwargs.width=2048",), "no bottleneck"),
 }
 
 
 def config_dir(folder: Path) -> list[str]:
-    """The words that name a config directory, made in `folder`, with the planted loss in it."""
+    """Make a config directory with the planted loss in `folder`; return the arguments that name it."""
     (folder / "mine/loss").mkdir(parents=True, exist_ok=True)
     (folder / "mine/loss/shuffled.yaml").write_text("_target_: bench.bottlenecks.Shuffled\n")
     return ["-cd", str(folder / "mine")]
 
 
-def words(case: Case) -> list[str]:
-    """All words of a case: of one key the case's own."""
-    return list({word.partition("=")[0]: word for word in (*WORDS, *case.words)}.values())
+def overrides_of(case: Case) -> list[str]:
+    """All overrides of a case; its own ones replace the common ones."""
+    return list({override.partition("=")[0]: override for override in (*OVERRIDES, *case.overrides)}.values())
 
 
 def place(mark: str) -> str:

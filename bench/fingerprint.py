@@ -1,4 +1,4 @@
-"""Hashes of the weights that fixed seeds train: the same before and after a change that should change no result.
+"""Hashes of the weights trained from fixed seeds: equal before and after a change that should change no result.
 
     python -m bench.fingerprint --out before.json          # on the code before
     python -m bench.fingerprint --against before.json      # on the code after: exit code 1 where a hash differs
@@ -49,12 +49,15 @@ CONFIGURATIONS: dict[str, list[str]] = {
 
 
 def main() -> int:
+    """Hash every configuration; write or compare the hashes; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--against", type=Path)
-    parser.add_argument("--steps-key", default="accumulation_steps", help="what the knob of batch=accumulate is called")
+    parser.add_argument("--steps-key", default="accumulation_steps", help="name of the key of batch=accumulate")
     given = parser.parse_args()
-    found = {name: hash_of(name, [w.replace("STEPS", given.steps_key) for w in words]) for name, words in CONFIGURATIONS.items()}
+    found = {}
+    for name, overrides in CONFIGURATIONS.items():
+        found[name] = hash_of(name, [override.replace("STEPS", given.steps_key) for override in overrides])
     if given.out:
         about = {"machine": _processor(), "python": platform.python_version()}
         given.out.write_text(json.dumps({"environment": about, "hashes": found}, indent=1) + "\n")
@@ -66,10 +69,10 @@ def main() -> int:
     return 1 if different else 0
 
 
-def hash_of(name: str, words: list[str]) -> str:
-    """Train one configuration in a process of its own; the hash of its weights by name. Raises RuntimeError if it fails."""
+def hash_of(name: str, overrides: list[str]) -> str:
+    """Train one configuration in a process of its own; return the hash of its weights. Raises RuntimeError if it fails."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "drivetrain", "train", *SMALL, *words, f"output_dir={folder}", "runtime.threads=1"]
+        command = [sys.executable, "-m", "drivetrain", "train", *SMALL, *overrides, f"output_dir={folder}", "runtime.threads=1"]
         done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})
         weights = sorted(Path(folder).rglob("model.safetensors"))
         if done.returncode or not weights:
@@ -80,12 +83,13 @@ def hash_of(name: str, words: list[str]) -> str:
 
 
 def _hash(file: Path) -> str:
+    import torch
     from safetensors.torch import load_file
 
     digest = hashlib.sha256()
     for name, tensor in sorted(load_file(file).items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.contiguous().flatten().view(dtype=__import__("torch").uint8).numpy().tobytes())
+        digest.update(tensor.contiguous().flatten().view(dtype=torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
 
 

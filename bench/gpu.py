@@ -2,7 +2,7 @@
 
 `python -m bench.gpu [--smoke] [--minutes 9] [--rows resnet50,…] [--out FILE]`
 
-Rows are networks; the arms of a row are live processes on the same device that take short turns, so that what drifts
+Rows are networks; the arms of a row are live processes on the same device that run short blocks in turn, so that what drifts
 cancels: a naive torch loop, a hand-tuned one, ours, Lightning and accelerate (those at the hand-tuned settings). The
 ladder is our own loop from the naive recipe to the fast one, a technique at a time. Each figure stands beside the
 ceilings of this device, measured here: matrix products in bfloat16 and copies of memory.
@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from bench import harness
-from bench.harness import Turn
+from bench.harness import BlockSync
 
-EPOCHS = 1_000_000  # arms end by their last turn
+EPOCHS = 1_000_000  # arms end after their last block
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ ROWS = {
     "launch_bound": Work("resnet9", ("model=resnet9", "model.width=16"), (3, 32, 32), 10, 64, 60),
 }
 SMOKE = {"launch_bound": Work("resnet9", ("model=resnet9", "model.width=4"), (3, 16, 16), 10, 8, 2, "cpu", compile=False)}
-LADDER = (  # each rung adds its words to those before it
+LADDER = (  # each rung adds its overrides to those before it
     ("naive", ("recipe=naive",)),
     ("fused update", ("optimizer.fused=true", "runtime.zero_grad=none")),
     ("cudnn autotuner", ("runtime.cudnn_benchmark=true",)),
@@ -72,7 +72,7 @@ LADDER = (  # each rung adds its words to those before it
 )
 
 
-def base_words(work: Work) -> list[str]:
+def base_overrides(work: Work) -> list[str]:
     """What all our arms of a row share."""
     shape = ",".join(map(str, work.shape))
     return [
@@ -83,40 +83,39 @@ def base_words(work: Work) -> list[str]:
     ]  # fmt: skip
 
 
-def tuned_words(work: Work) -> list[str]:
+def tuned_overrides(work: Work) -> list[str]:
     """The settings of the hand-tuned loop, as overrides."""
-    words = ["precision=bf16", "compile=inductor" if work.compile else "compile=none"]
-    return [*words, "surgery=[channels_last]"] if work.conv else words
+    overrides = ["precision=bf16", "compile=inductor" if work.compile else "compile=none"]
+    return [*overrides, "surgery=[channels_last]"] if work.conv else overrides
 
 
-def ours(work: Work, words: Sequence[str], turn: Turn) -> None:
-    """drivetrain's own `fit`; the turn is taken where the last update of a block is logged."""
+def ours(work: Work, overrides: Sequence[str], sync: BlockSync) -> None:
+    """drivetrain's own `fit`; a block ends where its last update is logged."""
     from drivetrain.core.world import World
     from drivetrain.engine import build
     from drivetrain.launch import launcher
 
-    overrides = dict.fromkeys([*base_words(work), *words])
-    job = launcher.prepare(_last_of_each_key(overrides))
+    job = launcher.prepare(_last_of_each_key([*base_overrides(work), *overrides]))
     sinks: list[Any] = []
     with tempfile.TemporaryDirectory() as folder:
         trainer = build.build(job.run, World(), Path(folder), sinks)
-        turn.watch(peak_memory)
-        sinks.append(_TurnSink(turn))
-        turn(0)
+        sync.watch(peak_memory)
+        sinks.append(_BlockSink(sync))
+        sync(0)
         trainer.fit()
 
 
-def _last_of_each_key(words: Sequence[str] | dict[str, None]) -> list[str]:
-    return list({word.partition("=")[0]: word for word in words}.values())
+def _last_of_each_key(overrides: Sequence[str]) -> list[str]:
+    return list({override.partition("=")[0]: override for override in overrides}.values())
 
 
-class _TurnSink:
-    def __init__(self, turn: Turn) -> None:
-        self.turn = turn
+class _BlockSink:
+    def __init__(self, sync: BlockSync) -> None:
+        self.sync = sync
 
     def log(self, record: dict[str, Any]) -> None:
         _synchronize()
-        self.turn(record["update"])
+        self.sync(record["update"])
 
 
 def peak_memory() -> float:
@@ -142,7 +141,7 @@ def start(work: Work, channels_last: bool, fused: bool | None) -> tuple[Any, Any
     from drivetrain.launch import launcher
 
     device = torch.device(work.device)
-    job = launcher.prepare(base_words(work))
+    job = launcher.prepare(base_overrides(work))
     model = job.run.model.build(work.shape, work.classes).to(device)
     x = torch.randn(work.samples, *work.shape, device=device)
     y = torch.randint(work.classes, (work.samples,), device=device)
@@ -151,13 +150,13 @@ def start(work: Work, channels_last: bool, fused: bool | None) -> tuple[Any, Any
     return x, y, model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, nesterov=True, weight_decay=5e-4, fused=fused)
 
 
-def naive(work: Work, turn: Turn) -> None:
+def naive(work: Work, sync: BlockSync) -> None:
     """float32, NCHW, eager: the loop of a first tutorial."""
     import torch
 
     x, y, model, optimizer = start(work, False, False)
-    turn.watch(peak_memory)
-    turn(0)
+    sync.watch(peak_memory)
+    sync(0)
     for block in range(1, EPOCHS):
         for picked in torch.randperm(work.samples).to(x.device).split(work.batch):
             optimizer.zero_grad(set_to_none=False)
@@ -165,18 +164,18 @@ def naive(work: Work, turn: Turn) -> None:
             loss.backward()
             optimizer.step()
         _synchronize()
-        turn(block * work.steps)
+        sync(block * work.steps)
 
 
-def tuned(work: Work, turn: Turn) -> None:
+def tuned(work: Work, sync: BlockSync) -> None:
     """What a good engineer writes by hand: bfloat16, channels-last, compiled, fused."""
     import torch
 
     torch.backends.cudnn.benchmark = True
     x, y, model, optimizer = start(work, work.conv, True)
     forward = torch.compile(model) if work.compile else model
-    turn.watch(peak_memory)
-    turn(0)
+    sync.watch(peak_memory)
+    sync(0)
     for block in range(1, EPOCHS):
         for picked in torch.randperm(work.samples).to(x.device).split(work.batch):
             with torch.autocast(work.device, torch.bfloat16):
@@ -185,10 +184,10 @@ def tuned(work: Work, turn: Turn) -> None:
             optimizer.step()
             optimizer.zero_grad()
         _synchronize()
-        turn(block * work.steps)
+        sync(block * work.steps)
 
 
-def accelerate(work: Work, turn: Turn) -> None:
+def accelerate(work: Work, sync: BlockSync) -> None:
     """accelerate at the tuned settings."""
     import torch
     from accelerate import Accelerator
@@ -197,8 +196,8 @@ def accelerate(work: Work, turn: Turn) -> None:
     accelerator = Accelerator(mixed_precision="bf16", cpu=work.device == "cpu")
     x, y, model, optimizer = start(work, work.conv, True)
     forward, optimizer = accelerator.prepare(torch.compile(model) if work.compile else model, optimizer)
-    turn.watch(peak_memory)
-    turn(0)
+    sync.watch(peak_memory)
+    sync(0)
     for block in range(1, EPOCHS):
         for picked in torch.randperm(work.samples).to(x.device).split(work.batch):
             with accelerator.accumulate(forward):
@@ -208,10 +207,10 @@ def accelerate(work: Work, turn: Turn) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
         _synchronize()
-        turn(block * work.steps)
+        sync(block * work.steps)
 
 
-def lightning(work: Work, turn: Turn) -> None:
+def lightning(work: Work, sync: BlockSync) -> None:
     """Lightning's Trainer at the tuned settings, its extras off."""
     import torch
     from lightning.pytorch import LightningModule, Trainer
@@ -240,10 +239,10 @@ def lightning(work: Work, turn: Turn) -> None:
 
         def on_train_epoch_end(self) -> None:
             _synchronize()
-            turn(self.trainer.global_step)
+            sync(self.trainer.global_step)
 
-    turn.watch(peak_memory)
-    turn(0)
+    sync.watch(peak_memory)
+    sync(0)
     Trainer(
         accelerator="gpu" if work.device == "cuda" else "cpu", devices=1, precision="bf16-mixed", max_epochs=EPOCHS, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
@@ -281,7 +280,7 @@ def flops_per_sample(work: Work) -> float:
 
     from drivetrain.launch import launcher
 
-    model = launcher.prepare(base_words(work)).run.model.build(work.shape, work.classes).eval()
+    model = launcher.prepare(base_overrides(work)).run.model.build(work.shape, work.classes).eval()
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.zeros(1, *work.shape))
     return 3.0 * counter.get_total_flops()
@@ -317,7 +316,7 @@ def measure(work: Work, arms: dict[str, Any], rounds: int, limits: dict[str, flo
     alive, failed = dict(arms), {}
     while alive:
         try:
-            seconds, markers = harness.take_turns(alive, rounds, warmup=2)
+            seconds, markers = harness.run_rounds(alive, rounds, warmup=2)
             break
         except RuntimeError as error:
             broken = next((name for name in alive if f"arm {name}:" in str(error)), None)
@@ -346,7 +345,7 @@ def row_arms(work: Work) -> dict[str, Any]:
     arms: dict[str, Any] = {
         "naive": (naive, (work,)),
         "tuned": (tuned, (work,)),
-        "ours": (ours, (work, tuple(tuned_words(work)))),
+        "ours": (ours, (work, tuple(tuned_overrides(work)))),
     }
     for name, run in (("lightning", lightning), ("accelerate", accelerate)):
         if find_spec(name) is not None:
@@ -356,12 +355,12 @@ def row_arms(work: Work) -> dict[str, Any]:
 
 def ladder_arms(work: Work) -> dict[str, Any]:
     """Our loop with one technique more on each rung."""
-    arms, words = {}, []
+    arms, overrides = {}, []
     for name, added in LADDER:
         if name == "compiled" and not work.compile:
             continue
-        words += added
-        arms[name] = (ours, (work, tuple(words)))
+        overrides += added
+        arms[name] = (ours, (work, tuple(overrides)))
     return arms
 
 

@@ -1,8 +1,8 @@
-"""What the benchmarks share: arms that take turns in live processes, paired statistics, the machine, a table.
+"""Shared by the benchmarks: interleaved arms in live processes, paired statistics, facts of the machine, a table.
 
-A machine's speed wanders by more than what is measured here, so no arm runs alone: each lives in a process of its own
-(nothing that one library imports or patches touches another), and all take short turns, A B C … C B A. Ratios are
-taken between turns of the same round.
+A machine's speed drifts by more than what is measured here, so no arm runs alone: each lives in a process of its own
+(so that one library's imports and patches do not affect another), and all run short blocks in the order A B C … C B A.
+Ratios are taken between blocks of the same round.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ RESULTS = ROOT / "bench" / "results"
 
 
 class Done(BaseException):
-    """No more turns. No Exception, so that no loop under test takes it for an error of training."""
+    """There are no more blocks. Not an Exception, so that no loop under test handles it as an error of training."""
 
 
-class Turn:
-    """An arm's side of the turns: called at the end of every block, it returns when the next one is to run."""
+class BlockSync:
+    """An arm's side of the interleaving: called at the end of every block, it returns when the next one may run."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -67,7 +67,7 @@ def _serve(arm: Callable[..., None], args: tuple[Any, ...], connection: Connecti
     os.dup2(screen, 1)
     os.dup2(screen, 2)
     try:
-        arm(*args, Turn(connection))
+        arm(*args, BlockSync(connection))
     except Done:
         pass
     except BaseException as error:
@@ -109,28 +109,28 @@ class Arm:
 
     def _receive(self) -> Any:
         try:
-            told = self._connection.recv()
+            message = self._connection.recv()
         except EOFError:
-            told = f"died with exit code {self._process.exitcode}"
-        if isinstance(told, str):
-            raise RuntimeError(f"arm {self.name}: {told}")
-        return told
+            message = f"died with exit code {self._process.exitcode}"
+        if isinstance(message, str):
+            raise RuntimeError(f"arm {self.name}: {message}")
+        return message
 
 
-def take_turns(
+def run_rounds(
     arms: dict[str, tuple[Callable[..., None], tuple[Any, ...]]], rounds: int, warmup: int
 ) -> tuple[dict[str, list[tuple[float, float]]], dict[str, dict[str, Any]]]:
-    """Seconds (wall, CPU) of each arm's blocks, one a round, and each arm's marker. The order turns about each round."""
+    """Seconds (wall, CPU) of each arm's blocks, one a round, and each arm's marker. The order alternates between rounds."""
     with _screen() as terminal:
         live = [Arm(name, run, args, terminal) for name, (run, args) in arms.items()]
         try:
             for arm in live:
                 arm.ready()
             seconds: dict[str, list[tuple[float, float]]] = {arm.name: [] for arm in live}
-            for turn in range(warmup + rounds):
-                for arm in live if turn % 2 == 0 else reversed(live):
+            for number in range(warmup + rounds):
+                for arm in live if number % 2 == 0 else reversed(live):
                     taken = arm.block()
-                    if turn >= warmup:
+                    if number >= warmup:
                         seconds[arm.name].append(taken)
             return seconds, {arm.name: arm.stop() for arm in live}
         finally:
@@ -140,7 +140,7 @@ def take_turns(
 
 @contextmanager
 def _screen() -> Iterator[str]:
-    """A terminal that nobody looks at, by name; what is written to it is read and forgotten."""
+    """The name of a pseudo-terminal, whose output is read and discarded."""
     ours, theirs = pty.openpty()
 
     def forget() -> None:

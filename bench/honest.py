@@ -2,7 +2,7 @@
 
     python -m bench.honest --repeats 40
 
-Each repeat compares an arm with the same again, and with about 5 % and 3 % planted, in fresh processes for each round.
+Each repeat compares an arm with the same again, and with slowdowns of about 5 % and 3 %, in fresh processes for each round.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness import RESULTS, machine, table, write
-from drivetrain.measure.benchmark import compare
-from drivetrain.measure.benchmark.interleave import Arm, take_turns
+from drivetrain.measure.benchmark import arms, comparison
+from drivetrain.measure.benchmark.interleave import Arm, run_rounds
 
-WORDS = [
+OVERRIDES = [
     "data=digits", "model=own", "model.target=bench.planted.Slowed", "trust=[bench]", "runtime.device=cpu",
     "scheduler=constant", "optimizer=sgd",
 ]  # fmt: skip
@@ -28,23 +28,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--turn-s", type=float, default=0.3)
+    parser.add_argument("--block-s", type=float, default=0.3)
     parser.add_argument("--out", type=Path, default=RESULTS / "honest-cpu.json")
     given = parser.parse_args()
     step_ms = _step_ms()
     found: dict[str, list[Any]] = {name: [] for name in SHARES}
     for repeat in range(given.repeats):
-        entries = [compare.entry("base", [*WORDS, "model.kwargs.extra_ms=0.0"])]
-        for name, share in SHARES.items():  # of the slowed arm's own step, so that its rate is 1 - share
-            entries.append(compare.entry(name, [*WORDS, f"model.kwargs.extra_ms={step_ms * share / (1 - share):.5f}"]))
-        done = compare.measure(entries, compare.Settings(rounds=given.rounds, turn_s=given.turn_s), WORDS)
+        specs = [arms.compose("base", [*OVERRIDES, "model.kwargs.extra_ms=0.0"])]
+        for name, share in SHARES.items():  # relative to the slowed arm's own step, so that its rate is 1 - share
+            specs.append(arms.compose(name, [*OVERRIDES, f"model.kwargs.extra_ms={step_ms * share / (1 - share):.5f}"]))
+        done = comparison.measure(specs, comparison.Settings(rounds=given.rounds, block_s=given.block_s), OVERRIDES)
         for row in done.rows[1:]:
             found[row.label].append(row.ratio)
             print(f"{repeat + 1:3d}/{given.repeats} {row.label:12s} {row.ratio}", flush=True)
-    arms = {name: _summary(ratios) for name, ratios in found.items()}
-    write(given.out, {"machine": machine(), "rounds": given.rounds, "turn_s": given.turn_s, "step_ms": step_ms, "arms": arms})
+    summaries = {name: _summary(ratios) for name, ratios in found.items()}
+    write(
+        given.out, {"machine": machine(), "rounds": given.rounds, "block_s": given.block_s, "step_ms": step_ms, "arms": summaries}
+    )
     header = ("planted", "median ratio", "called different", "of", "median width")
-    rows = [(n, f"{a['median']:.3f}", str(a["different"]), str(a["repeats"]), f"{a['width']:.3f}") for n, a in arms.items()]
+    rows = [(n, f"{a['median']:.3f}", str(a["different"]), str(a["repeats"]), f"{a['width']:.3f}") for n, a in summaries.items()]
     table("compare, over fresh processes", header, rows)
 
 
@@ -57,17 +59,17 @@ def _summary(ratios: list[Any]) -> dict[str, Any]:
 
 
 def _step_ms() -> float:
-    """What a step takes without anything planted."""
+    """Milliseconds of a step without a planted slowdown."""
     import tempfile
 
     import torch  # noqa: F401 - before the fork
 
     with tempfile.TemporaryDirectory() as folder:
-        job = compare.entry("base", [*WORDS, "model.kwargs.extra_ms=0.0"]).job
+        job = arms.compose("base", [*OVERRIDES, "model.kwargs.extra_ms=0.0"]).job
         assert job is not None
         arm = Arm("base", job, Path(folder) / "arm")
-        take_turns([arm], 6, 0.5)
-        return 1e3 * statistics.median(s for turn in arm.turns for s in turn.steps)
+        run_rounds([arm], 6, 0.5)
+        return 1e3 * statistics.median(s for block in arm.blocks for s in block.step_s)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What `runtime.keep_memory` brings on a CPU, and what it holds: each model with and without, in turns.
+"""What `runtime.keep_memory` gains on a CPU, and the memory it keeps: each model with and without, interleaved.
 
 python -m bench.kept_memory
 """
@@ -10,8 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from bench.harness import RESULTS, machine, table, write
-from drivetrain.measure.benchmark import compare
-from drivetrain.measure.benchmark.compare import Row
+from drivetrain.measure.benchmark import arms, comparison
+from drivetrain.measure.benchmark.comparison import Row
 
 MODELS = {
     "resnet9, naive": ["recipe=naive", "data=digits", "model=resnet9"],
@@ -29,20 +29,20 @@ def main() -> None:
     """Measure and write bench/results/kept_memory-cpu.json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--turn-s", type=float, default=0.5)
+    parser.add_argument("--block-s", type=float, default=0.5)
     parser.add_argument("--only", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--out", type=Path, default=RESULTS / "kept_memory-cpu.json")
     given = parser.parse_args()
     found, rows = {}, []
     for name in given.only:
-        words = [*MODELS[name], "runtime.device=cpu"]
-        arms = [compare.entry(kept, [*words, f"runtime.keep_memory={kept}"]) for kept in ("false", "true")]
-        done = compare.measure(arms, compare.Settings(rounds=given.rounds, turn_s=given.turn_s), words)
+        overrides = [*MODELS[name], "runtime.device=cpu"]
+        specs = [arms.compose(kept, [*overrides, f"runtime.keep_memory={kept}"]) for kept in ("false", "true")]
+        done = comparison.measure(specs, comparison.Settings(rounds=given.rounds, block_s=given.block_s), overrides)
         found[name] = {row.label: asdict(row) for row in done.rows}
         without, kept = done.rows
         rows.append((name, *_rates(without, kept), f"{_gib(without):.2f} → {_gib(kept):.2f}"))
         print(rows[-1], flush=True)
-    write(given.out, {"machine": machine(), "rounds": given.rounds, "turn_s": given.turn_s, "models": found})
+    write(given.out, {"machine": machine(), "rounds": given.rounds, "block_s": given.block_s, "models": found})
     table("runtime.keep_memory=false and true", ("model", "samples/s", "kept", "times as fast", "peak GiB"), rows)
 
 

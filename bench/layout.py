@@ -2,8 +2,8 @@
 
 `python -m bench.layout [--quick] [--rows resnet9,…] [--precisions fp32,…] [--rounds N] [--out FILE]`
 
-Every arm is our own loop in a process of its own, on the same network and batch; arms take short turns. The seconds that
-compiling took stand apart, with the number of updates after which they have paid.
+Every arm is our own loop in a process of its own, on the same network and batch; arms run short blocks in turn. The seconds that
+compiling took are listed separately, with the number of updates after which they have paid.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def combinations(work: Work, quick: bool, precisions: Sequence[str] = PRECISIONS
 
 def measure(work: Work, arms: dict[str, list[str]], rounds: int) -> dict[str, Any]:
     """Per arm: samples/s, ratio to the first, seconds of the first blocks, and the updates until those have paid."""
-    seconds, _ = harness.take_turns({name: (gpu.ours, (work, words)) for name, words in arms.items()}, rounds + 2, warmup=0)
+    seconds, _ = harness.run_rounds(
+        {name: (gpu.ours, (work, overrides)) for name, overrides in arms.items()}, rounds + 2, warmup=0
+    )
     walls = {name: [wall for wall, _ in taken] for name, taken in seconds.items()}
     base = next(iter(arms))
     found = {}
@@ -59,9 +61,9 @@ def measure(work: Work, arms: dict[str, list[str]], rounds: int) -> dict[str, An
         steady, plain = walls[name][2:], walls[base][2:]
         ratio = harness.against(plain, steady)["ratio"]  # times faster
         step, plain_step = (harness.spread(w)["median"] / work.steps for w in (steady, plain))
-        first = sum(walls[name][:2]) - 2 * step * work.steps  # what the first two turns took besides their steps
+        first = sum(walls[name][:2]) - 2 * step * work.steps  # seconds of the first two blocks besides their steps
         found[name] = {
-            "words": arms[name],
+            "overrides": arms[name],
             "samples_per_second": work.batch / step,
             "times_faster": ratio,
             "first_s": first,

@@ -4,7 +4,8 @@
 
 The JPEG files are crops of the two photographs that scikit-learn ships, about 500×400, quality 90. Every arm gives
 random-resized, mirrored 224×224 uint8 in batches of 64 (`memory`: 32×32, cropped and mirrored, 256), is a live process,
-and takes short turns. `packed` and `webdataset` read what was made of the same files. First batch: from asking to having it.
+and runs short blocks in turn. `packed` and `webdataset` read shards of the same files. First batch: from the request until
+it is there.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import harness
-from bench.harness import Turn
+from bench.harness import BlockSync
 
 BATCH, MEMORY_BATCH = 64, 256
 JPEG_WORDS = ("augment=[random_resized_crop,flip_crop]", "augment.flip_crop.pad=0")
@@ -59,21 +60,21 @@ def write_shard(images: Path, file: Path) -> None:
                 tar.addfile(member, io.BytesIO(content))
 
 
-def take(turn: Turn, epoch: Callable[[], Iterator[Any]]) -> None:
-    """A turn is an epoch, begun and drained within it: what reads ahead must not do so in the others' turns."""
+def take(sync: BlockSync, epoch: Callable[[], Iterator[Any]]) -> None:
+    """A block is an epoch, begun and drained within it, so that nothing reads ahead during the other arms' blocks."""
     multiprocessing.set_start_method("fork", force=True)  # this process was spawned; a user's is not
-    turn.watch(peak_bytes)
+    sync.watch(peak_bytes)
     images = 0
-    turn(images)
+    sync(images)
     while True:
         began = time.perf_counter()
         stream = epoch()
         first = next(stream)
         if not images:
-            turn.mark(time.perf_counter() - began)
+            sync.mark(time.perf_counter() - began)
         assert first.ndim == 4, first.shape
         images += len(first) + sum(map(len, stream))
-        turn(images)
+        sync(images)
 
 
 def peak_bytes() -> float:
@@ -93,7 +94,7 @@ def inputs(loader: Any) -> Iterator[Any]:
         yield x
 
 
-def usual(folder: Path, workers: int, turn: Turn) -> None:
+def usual(folder: Path, workers: int, sync: BlockSync) -> None:
     """torchvision's ImageFolder and transforms in torch's DataLoader: the code that everybody writes."""
     import torch
     from torch.utils.data import DataLoader
@@ -105,10 +106,10 @@ def usual(folder: Path, workers: int, turn: Turn) -> None:
     torch.set_num_threads(1)
     more: dict[str, Any] = {"persistent_workers": True} if workers else {}
     loader = DataLoader(dataset, BATCH, shuffle=True, num_workers=workers, drop_last=True, **more)
-    take(turn, lambda: inputs(loader))
+    take(sync, lambda: inputs(loader))
 
 
-def timms(folder: Path, workers: int, turn: Turn) -> None:
+def timms(folder: Path, workers: int, sync: BlockSync) -> None:
     """timm's create_loader, its training transforms cut down to the same two."""
     import torch
     from timm.data import create_dataset, create_loader
@@ -118,10 +119,10 @@ def timms(folder: Path, workers: int, turn: Turn) -> None:
         dataset, (3, 224, 224), BATCH, is_training=True, use_prefetcher=True, num_workers=workers,
         device=torch.device("cpu"), color_jitter=0.0, persistent_workers=True, pin_memory=False,
     )  # fmt: skip
-    take(turn, lambda: inputs(loader))
+    take(sync, lambda: inputs(loader))
 
 
-def ours(words: Sequence[str], epochs: int, turn: Turn) -> None:
+def ours(overrides: Sequence[str], epochs: int, sync: BlockSync) -> None:
     """A loader of ours over a data option of ours, as a run builds them: one stream for many epochs.
 
     Bytes, not yet normalised, as the others give.
@@ -132,7 +133,7 @@ def ours(words: Sequence[str], epochs: int, turn: Turn) -> None:
     from drivetrain.launch.job import prepare
     from drivetrain.loader import Pipeline
 
-    run, cpu = prepare(words).run, torch.device("cpu")
+    run, cpu = prepare(overrides).run, torch.device("cpu")
     data = run.data.load(cpu)
     pipeline = Pipeline(data.train, tuple(run.augment), None, 0, data.classes)
     order, numbers = getattr(data.train, "order", None), count()
@@ -143,10 +144,10 @@ def ours(words: Sequence[str], epochs: int, turn: Turn) -> None:
         for micro in run.loader.stream(pipeline, requests, cpu, torch.contiguous_format):
             yield micro.x
 
-    take(turn, several)
+    take(sync, several)
 
 
-def in_memory(workers: int, turn: Turn) -> None:
+def in_memory(workers: int, sync: BlockSync) -> None:
     """Small images in memory in torch's DataLoader, transformed one at a time."""
     import torch
     from torch.utils.data import DataLoader, Dataset
@@ -165,7 +166,7 @@ def in_memory(workers: int, turn: Turn) -> None:
     torch.set_num_threads(1)
     more: dict[str, Any] = {"persistent_workers": True} if workers else {}
     loader = DataLoader(Images(), MEMORY_BATCH, shuffle=True, num_workers=workers, drop_last=True, **more)
-    take(turn, lambda: inputs(loader))
+    take(sync, lambda: inputs(loader))
 
 
 def jpeg_arms(folder: Path, quick: bool) -> dict[str, tuple[Callable[..., None], tuple[Any, ...]]]:
@@ -210,12 +211,12 @@ def jpeg_arms(folder: Path, quick: bool) -> dict[str, tuple[Callable[..., None],
 def memory_arms(folder: Path, quick: bool) -> dict[str, tuple[Callable[..., None], tuple[Any, ...]]]:
     """32×32 in memory."""
     write_cifar(folder, 1000 if quick else 10_000)
-    words = ("data=cifar10", f"data.root={folder}", "augment=[flip_crop]", f"batch.global_batch={MEMORY_BATCH}", "model=mlp")
+    overrides = ("data=cifar10", f"data.root={folder}", "augment=[flip_crop]", f"batch.global_batch={MEMORY_BATCH}", "model=mlp")
     return {
         "DataLoader, 2 workers": (in_memory, (2,)),
         "DataLoader, in the loop": (in_memory, (0,)),
-        "ours, sync": (ours, ((*words, "loader=sync"), 4)),
-        "ours, threads": (ours, ((*words, "loader=threads"), 4)),
+        "ours, sync": (ours, ((*overrides, "loader=sync"), 4)),
+        "ours, threads": (ours, ((*overrides, "loader=threads"), 4)),
     }
 
 
@@ -234,8 +235,8 @@ def write_cifar(folder: Path, number: int) -> None:
 
 def measure(arms: dict[str, Any], rounds: int) -> dict[str, Any]:
     """Per arm: images/s, ratio to the best DataLoader arm, seconds to the first batch, peak memory of all its processes."""
-    seconds, markers = harness.take_turns(arms, rounds, warmup=2)
-    images = {name: markers[name]["updates"] / (2 + rounds) for name in arms}  # of a turn
+    seconds, markers = harness.run_rounds(arms, rounds, warmup=2)
+    images = {name: markers[name]["updates"] / (2 + rounds) for name in arms}  # of a block
     rates = {name: [images[name] / wall for wall, _ in taken] for name, taken in seconds.items()}
     usual_ones = [name for name in arms if name.startswith("DataLoader")]
     best = max(usual_ones, key=lambda name: harness.spread(rates[name])["median"])

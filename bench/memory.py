@@ -2,7 +2,7 @@
 
 `python -m bench.memory [--quick] [--rows vit,…] [--rounds N] [--out FILE]`
 
-Every arm is our own loop in a process of its own, on the same network and batch; arms take short turns. Memory is the
+Every arm is our own loop in a process of its own, on the same network and batch; arms run short blocks in turn. Memory is the
 process's peak over training, above its peak when the network stood and nothing had been trained.
 """
 
@@ -29,12 +29,12 @@ ARMS: dict[str, tuple[str, ...]] = {
 
 
 def network(name: str, batch: int, device: str) -> Work:
-    """A network of timm's at 224 × 224, two updates a turn."""
+    """A network of timm's at 224 × 224, two updates a block."""
     return Work(name, ("model=timm", f"model.name={name}"), (3, 224, 224), 100, batch, 2, device)
 
 
 def rows(device: str, quick: bool) -> dict[str, Work]:
-    """What is trained: small enough for the device to take a turn in seconds."""
+    """What is trained: small enough for the device to run a block in seconds."""
     if quick:
         return {"resnet9": Work("resnet9", ("model=resnet9", "model.width=8"), (3, 32, 32), 10, 32, 2, "cpu")}
     if device == "cuda":
@@ -44,12 +44,14 @@ def rows(device: str, quick: bool) -> dict[str, Work]:
 
 def measure(work: Work, arms: dict[str, tuple[str, ...]], rounds: int) -> dict[str, Any]:
     """Per arm: peak memory above the start, milliseconds an update, and both against the first arm."""
-    seconds, markers = harness.take_turns({name: (gpu.ours, (work, words)) for name, words in arms.items()}, rounds, warmup=2)
+    seconds, markers = harness.run_rounds(
+        {name: (gpu.ours, (work, overrides)) for name, overrides in arms.items()}, rounds, warmup=2
+    )
     grown = {name: markers[name]["loss_last"] - markers[name]["loss_first"] for name in arms}
     base = next(iter(arms))
     return {
         name: {
-            "words": list(arms[name]),
+            "overrides": list(arms[name]),
             "peak_bytes": grown[name],
             "memory_ratio": grown[name] / grown[base],
             "ms": harness.spread([1e3 * wall / work.steps for wall, _ in seconds[name]]),
@@ -74,7 +76,7 @@ def main() -> None:
     for name, work in rows(device, given.quick).items():
         if given.rows and name not in given.rows.split(","):
             continue
-        arms = {arm: words for arm, words in ARMS.items() if not given.quick or not arm.startswith("compiled")}
+        arms = {arm: overrides for arm, overrides in ARMS.items() if not given.quick or not arm.startswith("compiled")}
         if not name.startswith("vit"):
             del arms["selective, attention"]
         found[name] = {"work": gpu.asdict(work), "arms": measure(work, arms, given.rounds or (2 if given.quick else 8))}

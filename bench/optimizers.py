@@ -4,9 +4,9 @@
 
 Two lists of about 150 tensors, those of a vision transformer: `small` is 64 wide (0.6 M parameters: the calls cost), `vit_s`
 is ViT-S (22 M: memory's bandwidth does). The loop is each paper's rule in plain torch operations, one parameter after the
-other. All arms of an algorithm take turns on equal weights and gradients, A B C … C B A, and must end at equal weights: `apart`
-is the largest difference to the loop's, relative to how far that moved. The wall's time and the CPU's are kept; ratios are
-of the CPU's on a CPU, where other processes disturb them less.
+other. All arms of an algorithm are interleaved, A B C … C B A, on equal weights and gradients, and must end at equal weights:
+`difference` is the largest one to the loop's, relative to how far that moved. Wall and CPU time are recorded; on a CPU the
+ratios are those of CPU time, which other processes disturb less.
 """
 
 from __future__ import annotations
@@ -187,11 +187,11 @@ def matrices(model: torch.nn.Module) -> Step:
     """Our Muon over all matrices alike."""
     from drivetrain.optimizer.algorithms.muon import Muon
 
-    return Muon(model.parameters(), lr=LR, weight_decay=DECAY).step
+    return Muon(model.parameters(), lr=LR, weight_decay=DECAY, momentum=0.95, nesterov=True, scale="original", ns_steps=5).step
 
 
 def measure(algorithm: str, sizes: Sequence[tuple[int, ...]], rounds: int, compiled: bool, device: str) -> dict[str, Any]:
-    """Milliseconds of every arm, their ratio to the first, and how far apart the weights end."""
+    """Milliseconds of every arm, their ratio to the first, and the difference of the final weights."""
     make = Linears if algorithm == "muon" else Weights
     start = [p.detach().clone() for p in make(sizes, device).parameters()]
     models: dict[str, torch.nn.Module] = {}
@@ -208,8 +208,8 @@ def measure(algorithm: str, sizes: Sequence[tuple[int, ...]], rounds: int, compi
             continue
         models[name], steps[name] = model, step
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
-    for turn in range(rounds):
-        for name in steps if turn % 2 else reversed(list(steps)):
+    for number in range(rounds):
+        for name in steps if number % 2 else reversed(list(steps)):
             seconds[name].append(timed(steps[name], device))
     clock = 1 if device == "cpu" else 0
     base = next(iter(steps))
@@ -218,7 +218,7 @@ def measure(algorithm: str, sizes: Sequence[tuple[int, ...]], rounds: int, compi
         wall, cpu = ([1e3 * pair[n] for pair in seconds[name]] for n in (0, 1))
         ratio = harness.interval([b[clock] / a[clock] for a, b in zip(seconds[name], seconds[base], strict=True)])
         found[name] = {"ms": harness.spread(wall), "cpu_ms": harness.spread(cpu), "times_faster": ratio,
-                       "first_s": first[name], "apart": apart(models[base], models[name], start)}  # fmt: skip
+                       "first_s": first[name], "difference": difference(models[base], models[name], start)}  # fmt: skip
     return found
 
 
@@ -231,7 +231,7 @@ def timed(step: Step, device: str) -> tuple[float, float]:
     return time.perf_counter() - began[0], time.process_time() - began[1]
 
 
-def apart(base: torch.nn.Module, model: torch.nn.Module, start: list[Tensor]) -> float:
+def difference(base: torch.nn.Module, model: torch.nn.Module, start: list[Tensor]) -> float:
     """The largest difference of two models' weights, relative to the largest move from the start."""
     pairs = [(p.detach(), q.detach(), w) for p, q, w in zip(base.parameters(), model.parameters(), start, strict=True)]
     return max(float((p - q).abs().max()) for p, q, _ in pairs) / max(float((p - w).abs().max()) for p, _, w in pairs)
@@ -244,7 +244,7 @@ def main() -> None:
     parser.add_argument("--only", help="algorithms, such as lamb,lars", default=",".join(OURS))
     parser.add_argument("--no-compile", action="store_true", help="without the compiled loop, a minute for each list")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, help="turns of every arm")
+    parser.add_argument("--rounds", type=int, help="blocks of every arm")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
@@ -272,8 +272,8 @@ def show(title: str, found: dict[str, Any]) -> None:
         ratio = r["times_faster"]
         rows.append([arm, f"{r['ms']['median']:.2f}", f"{r['cpu_ms']['median']:.2f}",
                      f"{ratio['median']:.2f} ({ratio['low']:.2f} … {ratio['high']:.2f})", f"{r['first_s']:.1f}",
-                     f"{r['apart']:.0e}"])  # fmt: skip
-    harness.table(title, ["arm", "ms", "CPU ms", "times faster", "first step s", "apart"], rows)
+                     f"{r['difference']:.0e}"])  # fmt: skip
+    harness.table(title, ["arm", "ms", "CPU ms", "times faster", "first step s", "difference"], rows)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ holds the same amount of data in memory and picks each batch by a shuffled index
   progress in the terminal.
 
 Ours is driven through `Trainer.fit()` itself, the trainer being built by `build` from a checked config: the arm only adds
-a sink, whose `log` is called at each epoch's end and takes the turn there. Nothing is added to a step.
+a sink, whose `log` is called at each epoch's end and ends the block there. Nothing is added to a step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import harness
-from bench.harness import Turn
+from bench.harness import BlockSync
 
 LR = 0.05
 LOG_EVERY = 20
@@ -48,7 +48,7 @@ class Work:
         return self.updates * self.steps * self.batch
 
 
-def start(work: Work, turn: Turn, fused: bool | None = None) -> tuple[Any, Any, Any, Any]:
+def start(work: Work, sync: BlockSync, fused: bool | None = None) -> tuple[Any, Any, Any, Any]:
     """One thread; data (n, 32) and (n,); the model; its optimizer, with torch's own defaults where `fused` is None."""
     import torch
     from torch import nn
@@ -57,7 +57,7 @@ def start(work: Work, turn: Turn, fused: bool | None = None) -> tuple[Any, Any, 
     torch.manual_seed(0)
     x, y = torch.randn(work.samples, 32), torch.randint(10, (work.samples,))
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-    turn.watch(lambda: mean_loss(model, x, y))
+    sync.watch(lambda: mean_loss(model, x, y))
     return x, y, model, torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9, fused=fused)
 
 
@@ -69,22 +69,22 @@ def mean_loss(model: Any, x: Any, y: Any) -> float:
         return float(torch.nn.functional.cross_entropy(model(x), y))
 
 
-def epochs(work: Work, turn: Turn, x: Any) -> Iterator[Any]:
-    """A shuffled index for each epoch, for ever; the turn is taken between blocks."""
+def epochs(work: Work, sync: BlockSync, x: Any) -> Iterator[Any]:
+    """A shuffled index for each epoch, without end; `sync` is called between blocks."""
     import torch
 
     for epoch in itertools.count():
         if epoch % work.epochs == 0:
-            turn(epoch * work.updates)
+            sync(epoch * work.updates)
         yield torch.randperm(len(x))
 
 
-def hand(work: Work, turn: Turn, fused: bool | None = None) -> None:
+def hand(work: Work, sync: BlockSync, fused: bool | None = None) -> None:
     """The loop that everyone writes."""
     from torch.nn.functional import cross_entropy
 
-    x, y, model, optimizer = start(work, turn, fused)
-    for order in epochs(work, turn, x):
+    x, y, model, optimizer = start(work, sync, fused)
+    for order in epochs(work, sync, x):
         for begin in range(0, len(x), work.batch):
             optimizer.zero_grad()
             picked = order[begin : begin + work.batch]
@@ -93,21 +93,21 @@ def hand(work: Work, turn: Turn, fused: bool | None = None) -> None:
             optimizer.step()
 
 
-def hand_fused(work: Work, turn: Turn) -> None:
+def hand_fused(work: Work, sync: BlockSync) -> None:
     """The same with the fused optimizer."""
-    hand(work, turn, fused=True)
+    hand(work, sync, fused=True)
 
 
-def fabric(work: Work, turn: Turn) -> None:
+def fabric(work: Work, sync: BlockSync) -> None:
     """Lightning Fabric as its guide says."""
     from lightning.fabric import Fabric
     from torch.nn.functional import cross_entropy
 
-    x, y, module, sgd = start(work, turn)
+    x, y, module, sgd = start(work, sync)
     runner = Fabric(accelerator="cpu", devices=1)
     runner.launch()
     model, optimizer = runner.setup(module, sgd)
-    for order in epochs(work, turn, x):
+    for order in epochs(work, sync, x):
         for begin in range(0, len(x), work.batch):
             optimizer.zero_grad()
             picked = order[begin : begin + work.batch]
@@ -116,15 +116,15 @@ def fabric(work: Work, turn: Turn) -> None:
             optimizer.step()
 
 
-def accelerate(work: Work, turn: Turn) -> None:
+def accelerate(work: Work, sync: BlockSync) -> None:
     """accelerate as its guide says."""
     from accelerate import Accelerator
     from torch.nn.functional import cross_entropy
 
-    x, y, module, sgd = start(work, turn)
+    x, y, module, sgd = start(work, sync)
     accelerator = Accelerator(cpu=True)
     model, optimizer = accelerator.prepare(module, sgd)
-    for order in epochs(work, turn, x):
+    for order in epochs(work, sync, x):
         for begin in range(0, len(x), work.batch):
             optimizer.zero_grad()
             picked = order[begin : begin + work.batch]
@@ -133,22 +133,22 @@ def accelerate(work: Work, turn: Turn) -> None:
             optimizer.step()
 
 
-def lightning(work: Work, turn: Turn) -> None:
+def lightning(work: Work, sync: BlockSync) -> None:
     """Lightning's Trainer with all it can leave out left out (`barebones`)."""
-    _lightning(work, turn, log=False, barebones=True)
+    _lightning(work, sync, log=False, barebones=True)
 
 
-def lightning_default(work: Work, turn: Turn) -> None:
+def lightning_default(work: Work, sync: BlockSync) -> None:
     """Lightning's Trainer as it comes: logger, checkpoints at an epoch's end, progress bar, and a loss to show."""
     with tempfile.TemporaryDirectory() as folder:
-        _lightning(work, turn, log=True, default_root_dir=folder)
+        _lightning(work, sync, log=True, default_root_dir=folder)
 
 
-def _lightning(work: Work, turn: Turn, log: bool, **options: Any) -> None:
+def _lightning(work: Work, sync: BlockSync, log: bool, **options: Any) -> None:
     from lightning.pytorch import LightningModule, Trainer
     from torch.nn.functional import cross_entropy
 
-    x, y, model, sgd = start(work, turn)
+    x, y, model, sgd = start(work, sync)
 
     class Module(LightningModule):
         def __init__(self) -> None:
@@ -174,27 +174,27 @@ def _lightning(work: Work, turn: Turn, log: bool, **options: Any) -> None:
                 picked = order[begin : begin + work.batch]
                 yield x[picked], y[picked]
 
-    orders = epochs(work, turn, x)
+    orders = epochs(work, sync, x)
     Trainer(accelerator="cpu", devices=1, max_epochs=-1, **options).fit(Module(), Batches())
 
 
-def ours(work: Work, turn: Turn) -> None:
+def ours(work: Work, sync: BlockSync) -> None:
     """drivetrain's loop, nothing logged but each epoch's mean loss."""
-    _ours(work, turn, (f"log_every={work.updates}",), told=False)
+    _ours(work, sync, (f"log_every={work.updates}",), default_logging=False)
 
 
-def ours_default(work: Work, turn: Turn) -> None:
+def ours_default(work: Work, sync: BlockSync) -> None:
     """drivetrain's loop as it comes: the loss to files every 20 updates, the live line."""
-    _ours(work, turn, (f"log_every={LOG_EVERY}",), told=True)
+    _ours(work, sync, (f"log_every={LOG_EVERY}",), default_logging=True)
 
 
-def ours_everyday(work: Work, turn: Turn) -> None:
+def ours_everyday(work: Work, sync: BlockSync) -> None:
     """drivetrain's loop with accumulation and clipping, and as it comes otherwise."""
-    words = ("batch=accumulate", f"batch.accumulation_steps={work.steps}", "clip=norm", f"log_every={LOG_EVERY}")
-    _ours(work, turn, words, told=True)
+    overrides = ("batch=accumulate", f"batch.accumulation_steps={work.steps}", "clip=norm", f"log_every={LOG_EVERY}")
+    _ours(work, sync, overrides, default_logging=True)
 
 
-def _ours(work: Work, turn: Turn, words: Sequence[str], told: bool) -> None:
+def _ours(work: Work, sync: BlockSync, overrides: Sequence[str], default_logging: bool) -> None:
     from drivetrain.core.world import World
     from drivetrain.engine import build
     from drivetrain.launch import launcher
@@ -204,43 +204,43 @@ def _ours(work: Work, turn: Turn, words: Sequence[str], told: bool) -> None:
         "data=synthetic", "data.shape=[32]", f"data.samples={work.samples}", "model=mlp", "model.hidden=[64,64]",
         "optimizer=sgd", f"optimizer.lr={LR}", "optimizer.nesterov=false", "optimizer.weight_decay=0", "scheduler=constant",
         "saving=none", "runtime.device=cpu", "runtime.threads=1", f"batch.global_batch={work.batch * work.steps}",
-        "epochs=10000", "evaluate_every=10000", *words,
+        "epochs=10000", "evaluate_every=10000", *overrides,
     ])  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         sinks: list[Any] = []
         trainer = build.build(job.run, World(), Path(folder), sinks)
-        if told:
+        if default_logging:
             for logger in job.run.logger:
                 logger.start(Path(folder), 0)
             sinks += [*job.run.logger, terminal.Progress(trainer.max_updates, trainer.epochs)]
         source = trainer.train_data.source
-        turn.watch(lambda: mean_loss(trainer.model, source.x, source.y))
-        sinks.append(_TurnSink(turn, work.updates * work.epochs))
-        turn(0)
+        sync.watch(lambda: mean_loss(trainer.model, source.x, source.y))
+        sinks.append(_BlockSink(sync, work.updates * work.epochs))
+        sync(0)
         trainer.fit()
 
 
-class _TurnSink:
-    """Takes the turn when the last update of a block is logged."""
+class _BlockSink:
+    """Ends a block when its last update is logged."""
 
-    def __init__(self, turn: Turn, updates: int) -> None:
-        self.turn, self.updates = turn, updates
+    def __init__(self, sync: BlockSync, updates: int) -> None:
+        self.sync, self.updates = sync, updates
 
     def log(self, record: dict[str, Any]) -> None:
         if record["update"] % self.updates == 0:
-            self.turn(record["update"])
+            self.sync(record["update"])
 
 
-def hand_everyday(work: Work, turn: Turn, fused: bool | None = None) -> None:
+def hand_everyday(work: Work, sync: BlockSync, fused: bool | None = None) -> None:
     """What an everyday run needs, by hand."""
     import torch
     from torch.nn.functional import cross_entropy
 
-    x, y, model, optimizer = start(work, turn, fused)
+    x, y, model, optimizer = start(work, sync, fused)
     parameters = list(model.parameters())
     window, updates, total = work.steps * work.batch, 0, torch.zeros(())
     with Report(work) as report:
-        for order in epochs(work, turn, x):
+        for order in epochs(work, sync, x):
             for begin in range(0, len(x), window):
                 for at in range(begin, begin + window, work.batch):
                     picked = order[at : at + work.batch]
@@ -256,23 +256,23 @@ def hand_everyday(work: Work, turn: Turn, fused: bool | None = None) -> None:
                     total.zero_()
 
 
-def hand_everyday_fused(work: Work, turn: Turn) -> None:
+def hand_everyday_fused(work: Work, sync: BlockSync) -> None:
     """The same with the fused optimizer."""
-    hand_everyday(work, turn, fused=True)
+    hand_everyday(work, sync, fused=True)
 
 
-def accelerate_everyday(work: Work, turn: Turn) -> None:
+def accelerate_everyday(work: Work, sync: BlockSync) -> None:
     """accelerate's own accumulation and clipping; logging and progress by hand."""
     import torch
     from accelerate import Accelerator
     from torch.nn.functional import cross_entropy
 
-    x, y, module, sgd = start(work, turn)
+    x, y, module, sgd = start(work, sync)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=work.steps)
     model, optimizer = accelerator.prepare(module, sgd)
     updates, total = 0, torch.zeros(())
     with Report(work) as report:
-        for order in epochs(work, turn, x):
+        for order in epochs(work, sync, x):
             for begin in range(0, len(x), work.batch):
                 with accelerator.accumulate(model):
                     picked = order[begin : begin + work.batch]
@@ -290,7 +290,7 @@ def accelerate_everyday(work: Work, turn: Turn) -> None:
                         total.zero_()
 
 
-def lightning_everyday(work: Work, turn: Turn) -> None:
+def lightning_everyday(work: Work, sync: BlockSync) -> None:
     """Lightning's accumulation, clipping, logging and progress bar; its logger writes our JSONL."""
     from lightning.pytorch.loggers.logger import Logger
 
@@ -306,7 +306,7 @@ def lightning_everyday(work: Work, turn: Turn) -> None:
                 pass
 
         _lightning(
-            work, turn, log=True, logger=Jsonl(), enable_checkpointing=False, enable_model_summary=False,
+            work, sync, log=True, logger=Jsonl(), enable_checkpointing=False, enable_model_summary=False,
             accumulate_grad_batches=work.steps, gradient_clip_val=1.0, log_every_n_steps=LOG_EVERY,
         )  # fmt: skip
 
@@ -331,7 +331,7 @@ class Report:
         self._file.close()
 
 
-Loop = Callable[[Work, Turn], None]
+Loop = Callable[[Work, BlockSync], None]
 GROUPS: dict[str, dict[str, Loop]] = {
     "bare": {
         "hand": hand, "hand_fused": hand_fused, "ours": ours, "ours_default": ours_default, "fabric": fabric,
@@ -348,7 +348,7 @@ NEEDS = {"fabric": "lightning", "accelerate": "accelerate", "lightning": "lightn
 def measure(group: str, work: Work, names: Sequence[str], rounds: int, warmup: int) -> dict[str, Any]:
     """One group's figures, in microseconds an update."""
     loops = {name: loop for name, loop in GROUPS[group].items() if name in names}
-    seconds, markers = harness.take_turns({n: (loop, (work,)) for n, loop in loops.items()}, rounds, warmup)
+    seconds, markers = harness.run_rounds({n: (loop, (work,)) for n, loop in loops.items()}, rounds, warmup)
     per_block = work.updates * work.epochs
     wall, cpu = ({n: [1e6 * s[i] / per_block for s in taken] for n, taken in seconds.items()} for i in (0, 1))
     arms = {}
@@ -395,15 +395,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:  # an everyday block spans several refreshes of a live progress line
         works, rounds, warmup = {"bare": Work(500, 1), "everyday": Work(240, 2, steps=4)}, given.rounds or 30, 3
     everyone = list(dict.fromkeys(name for loops in GROUPS.values() for name in loops))
-    asked = ["hand", *given.arms.split(",")] if given.arms else everyone
-    if unknown := set(asked) - set(everyone) | set(given.groups.split(",")) - set(GROUPS):
+    requested = ["hand", *given.arms.split(",")] if given.arms else everyone
+    if unknown := set(requested) - set(everyone) | set(given.groups.split(",")) - set(GROUPS):
         parser.error(f"there is no {', '.join(sorted(unknown))}: arms are {', '.join(everyone)}; groups {', '.join(GROUPS)}")
-    skipped = {name: f"{NEEDS[name]} is not installed" for name in asked if name in NEEDS and find_spec(NEEDS[name]) is None}
+    skipped = {name: f"{NEEDS[name]} is not installed" for name in requested if name in NEEDS and find_spec(NEEDS[name]) is None}
     for name, why in skipped.items():
         print(f"skipped {name}: {why}")
     content: dict[str, Any] = {"machine": harness.machine(), "unit": "µs per update", "skipped": skipped, "groups": {}}
     for group in given.groups.split(","):
-        figures = measure(group, works[group], [n for n in asked if n not in skipped], rounds, warmup)
+        figures = measure(group, works[group], [n for n in requested if n not in skipped], rounds, warmup)
         content["groups"][group] = figures
         show(group, figures)
     harness.write(given.out, content)

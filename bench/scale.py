@@ -3,7 +3,7 @@
     python -m bench.scale
 
 Bytes are the kernel's count of what went through the loopback of a network namespace in which the ranks alone live (they
-are left out where namespaces are not allowed). Speeds are ratios of whole runs that take turns, A B B A.
+are left out where namespaces are not allowed). Speeds are ratios of whole runs in the order A B B A.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ STRATEGIES = {
 }  # fmt: skip
 
 
-def trained(words: Sequence[str], updates: int, inside: Sequence[str] = ()) -> dict[str, Any]:
+def trained(overrides: Sequence[str], updates: int, inside: Sequence[str] = ()) -> dict[str, Any]:
     """result.json of a run in a process of its own, and the bytes that the loopback carried for it."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "drivetrain", "train", "-q", *words, f"updates={updates}", f"output_dir={folder}"]
+        command = [sys.executable, "-m", "drivetrain", "train", "-q", *overrides, f"updates={updates}", f"output_dir={folder}"]
         done = subprocess.run([*inside, *command], capture_output=True, text=True, check=False, env=_environment())
         if done.returncode:
-            raise SystemExit(f"{' '.join(words)}: {done.stderr[-800:]}")
+            raise SystemExit(f"{' '.join(overrides)}: {done.stderr[-800:]}")
         found: dict[str, Any] = json.loads(next(Path(folder).glob("*/*/result.json")).read_text())
         peaks = [json.loads(f.read_text())["peak_memory_bytes"] for f in Path(folder).glob("*/*/ranks/*.json")]
         found["peak_bytes_of_ranks"] = peaks or [found["peak_memory_bytes"]]
@@ -98,8 +98,8 @@ def traffic() -> dict[str, Any]:
     inside = own_network()
     weights = 4 * (192 * WIDTH + WIDTH + 2 * (WIDTH * WIDTH + WIDTH) + WIDTH * 10 + 10)
     found: dict[str, Any] = {"bytes_of_weights": weights}
-    for name, words in STRATEGIES.items() if inside else ():
-        short, long = (trained([*MLP, *words], updates, inside) for updates in (10, 40))
+    for name, overrides in STRATEGIES.items() if inside else ():
+        short, long = (trained([*MLP, *overrides], updates, inside) for updates in (10, 40))
         update = (long["loopback_bytes"] - short["loopback_bytes"]) / 30
         found[name] = {"bytes_per_update": update, "of_the_weights": update / weights}
         print(f"traffic of {name}: {update / 1e6:.2f} MB an update, {update / weights:.2f} × the weights", flush=True)
@@ -111,12 +111,12 @@ def memory() -> dict[str, Any]:
     idle = trained([*MLP, "model.hidden=[8]", "parallel=ddp"], 2)
     base = max(idle["peak_bytes_of_ranks"])
     found: dict[str, Any] = {"idle_rank_bytes": base}
-    for name, words in {
+    for name, overrides in {
         "one process": ["parallel=single"], "ddp": ["parallel=ddp"], "fsdp": ["parallel=fsdp"],
         "fsdp, bf16": ["parallel=fsdp", "precision=bf16"], "tensor": ["parallel=tensor"],
         "pipeline": ["parallel=pipeline", "batch=accumulate", "batch.accumulation_steps=4"],
     }.items():  # fmt: skip
-        peaks = trained([*GPT, *words], 4)["peak_bytes_of_ranks"]
+        peaks = trained([*GPT, *overrides], 4)["peak_bytes_of_ranks"]
         found[name] = {"rank_bytes": [peak - base for peak in peaks]}
         print(f"memory of {name}: {' and '.join(f'{(p - base) / 2**20:.0f} MiB' for p in peaks)} a rank", flush=True)
     return found
@@ -128,13 +128,13 @@ def start() -> dict[str, float]:
     arms = {"one process": [], **{f"{n} ranks": ["parallel=ddp", f"parallel.nproc={n}"] for n in (1, 2, 4)}}
     times: dict[str, list[float]] = {name: [] for name in arms}
     for _ in range(3):
-        for name, words in arms.items():
-            times[name].append(trained([*small, *words], 2)["time_to_first_step_s"])
+        for name, overrides in arms.items():
+            times[name].append(trained([*small, *overrides], 2)["time_to_first_step_s"])
     return {name: statistics.median(seconds) for name, seconds in times.items()}
 
 
 def prediction(rounds: int) -> dict[str, Any]:
-    """Step times of 2 ranks from parts measured apart: one rank's share of the work, and collectives of the same bytes.
+    """Step times of 2 ranks from parts measured separately: one rank's share of the work, and collectives of the same bytes.
 
     ddp: work + an all-reduce of the gradients. fsdp: work + two gatherings and a scattering, layer by layer. Nothing
     overlaps: on a CPU the ranks compute and communicate with the same cores.

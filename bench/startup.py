@@ -2,7 +2,7 @@
 
 `python -m bench.startup [--quick] [--out FILE]`
 
-Against `python -c "import torch"`, in turns A B B A, each a fresh process. Times are the wall's, from before the process
+Against `python -c "import torch"`, in the order A B B A, each a fresh process. Times are the wall's, from before the process
 is started. The first update's moment is read from outside: result.json is written when the run has lasted its `wall_s`,
 so its file time, less `wall_s`, plus `time_to_first_step_s`, is when the first update ended (to a few milliseconds).
 """
@@ -24,7 +24,7 @@ from typing import Any
 from bench import harness
 
 TRAIN = ["-m", "src.train"]
-WORDS = [
+OVERRIDES = [
     "model=mlp", "data=synthetic", "data.shape=[32]", "batch.global_batch=64", "scheduler=constant", "saving=none",
     "updates=1", "runtime.device=cpu", "runtime.threads=1",
 ]  # fmt: skip
@@ -32,10 +32,10 @@ BAD = {"precision=ampp": ["precision=ampp"], "optimizer.lr=-1": ["optimizer.lr=-
 IMPORT_TORCH = "import torch, time; print(time.time())"
 
 
-def python(*words: str) -> tuple[float, float, subprocess.CompletedProcess[str]]:
-    """Run an interpreter in the checkout: when it was started, how long it ran, what it said."""
+def python(*overrides: str) -> tuple[float, float, subprocess.CompletedProcess[str]]:
+    """Run an interpreter in the checkout: its start time, its seconds, and the finished process."""
     began = time.time()
-    done = subprocess.run([sys.executable, *words], cwd=harness.ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, *overrides], cwd=harness.ROOT, capture_output=True, text=True, check=False)
     return began, time.time() - began, done
 
 
@@ -48,7 +48,7 @@ def import_torch() -> dict[str, float]:
 def first_update() -> dict[str, float]:
     """Seconds until the first update has ended, as seen from outside and as the run itself says, and until the end."""
     with tempfile.TemporaryDirectory() as folder:
-        began, wall, done = python(*TRAIN, *WORDS, f"output_dir={folder}")
+        began, wall, done = python(*TRAIN, *OVERRIDES, f"output_dir={folder}")
         files = list(Path(folder).rglob("result.json"))
         result = json.loads(files[0].read_text()) if files else {"status": done.stderr}
         if result["status"] != "completed" or result["updates"] != 1:
@@ -58,18 +58,18 @@ def first_update() -> dict[str, float]:
     return {"ready": imported + own - began, "time_to_first_step_s": own, "wall": wall}
 
 
-def refusal(words: Sequence[str]) -> dict[str, float]:
+def refusal(overrides: Sequence[str]) -> dict[str, float]:
     """Seconds until a bad option is answered."""
-    _, wall, done = python(*TRAIN, *WORDS, *words)
+    _, wall, done = python(*TRAIN, *OVERRIDES, *overrides)
     if done.returncode != 2 or "error:" not in done.stderr:
-        raise RuntimeError(f"{' '.join(words)} was not refused: {done.returncode} {done.stderr[-200:]}")
+        raise RuntimeError(f"{' '.join(overrides)} was not refused: {done.returncode} {done.stderr[-200:]}")
     return {"wall": wall}
 
 
 def imports() -> dict[str, Any]:
     """What a run imports beyond `import torch`: own milliseconds by package (torch's by subpackage), the ten largest."""
     with tempfile.TemporaryDirectory() as folder:
-        ours, torch_alone = _import_times(*TRAIN, *WORDS, f"output_dir={folder}"), _import_times("-c", "import torch")
+        ours, torch_alone = _import_times(*TRAIN, *OVERRIDES, f"output_dir={folder}"), _import_times("-c", "import torch")
     extra = {name: ms for name, ms in ours.items() if name not in torch_alone}
     packages: dict[str, float] = defaultdict(float)
     for name, ms in extra.items():
@@ -81,10 +81,10 @@ def _largest(values: dict[str, float]) -> dict[str, float]:
     return dict(sorted(values.items(), key=lambda item: -item[1])[:10])
 
 
-def _import_times(*words: str) -> dict[str, float]:
+def _import_times(*overrides: str) -> dict[str, float]:
     """Each imported module's own milliseconds, by `-X importtime` (which slows all of them)."""
-    said = python("-X", "importtime", *words)[2].stderr
-    return {m[2]: int(m[1]) / 1e3 for m in re.finditer(r"^import time:\s*(\d+) \|\s*\d+ \|\s*(\S+)$", said, re.M)}
+    output = python("-X", "importtime", *overrides)[2].stderr
+    return {m[2]: int(m[1]) / 1e3 for m in re.finditer(r"^import time:\s*(\d+) \|\s*\d+ \|\s*(\S+)$", output, re.M)}
 
 
 def measure(pairs: int, warmup: bool) -> dict[str, Any]:
@@ -95,11 +95,11 @@ def measure(pairs: int, warmup: bool) -> dict[str, Any]:
     our_runs: list[dict[str, float]] = []
     bad_runs: dict[str, list[dict[str, float]]] = {name: [] for name in BAD}
     for pair in range(pairs):
-        turns = [lambda: torch_runs.append(import_torch()), lambda: our_runs.append(first_update())]
-        for turn in turns if pair % 2 == 0 else reversed(turns):
-            turn()
-        for name, words in BAD.items():
-            bad_runs[name].append(refusal(words))
+        arms = [lambda: torch_runs.append(import_torch()), lambda: our_runs.append(first_update())]
+        for run in arms if pair % 2 == 0 else reversed(arms):
+            run()
+        for name, overrides in BAD.items():
+            bad_runs[name].append(refusal(overrides))
     ready, base = ([run["ready"] for run in runs] for runs in (our_runs, torch_runs))
     return {
         "pairs": pairs,

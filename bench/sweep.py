@@ -2,7 +2,7 @@
 
 `python -m bench.sweep [--quick] [--jobs N] [--out FILE]`
 
-Tiny jobs of a few updates, which differ in their seed alone. In turns A B B A: a sweep of one job, a sweep of N, and N
+Tiny jobs of a few updates, which differ in their seed alone. In the order A B B A: a sweep of one job, a sweep of N, and N
 processes one after another. A job's cost in a sweep is the difference of the two sweeps' wall times over N - 1 (so what
 is paid once for a sweep, the import of torch, drops out); what it costs beyond the job itself is that, less the median
 `wall_s` of the jobs' own result.json, which count from the moment when a job's process begins until its result is known.
@@ -24,17 +24,17 @@ from typing import Any
 from bench import harness
 
 TARGET_S = 0.25  # a job beyond the job itself
-WORDS = [
+OVERRIDES = [
     "model=mlp", "data=synthetic", "data.shape=[32]", "batch.global_batch=64", "scheduler=constant", "updates=5",
     "runtime.device=cpu", "runtime.threads=1",
 ]  # fmt: skip
 
 
-def train(*words: str) -> tuple[float, list[float]]:
+def train(*overrides: str) -> tuple[float, list[float]]:
     """Seconds of one command, and those that each of its jobs took by itself."""
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
-        command = [sys.executable, "-m", "src.train", "-q", *words, *WORDS, f"output_dir={folder}"]
+        command = [sys.executable, "-m", "src.train", "-q", *overrides, *OVERRIDES, f"output_dir={folder}"]
         done = subprocess.run(command, cwd=harness.ROOT, capture_output=True, text=True, check=False)
         wall = time.perf_counter() - began
         results = [json.loads(file.read_text()) for file in Path(folder).rglob("result.json")]
@@ -57,12 +57,12 @@ def measure(jobs: int, pairs: int) -> dict[str, Any]:
     """All figures, in seconds a job."""
     rows: list[dict[str, float]] = []
     for pair in range(pairs):
-        apart = processes(jobs) if pair % 2 else 0.0
+        separate = processes(jobs) if pair % 2 else 0.0
         one, _ = sweep(1)
         many, own = sweep(jobs)
-        apart = apart or processes(jobs)
+        separate = separate or processes(jobs)
         job = (many - one) / (jobs - 1)
-        rows.append({"sweep": many / jobs, "processes": apart / jobs, "job": job, "beyond": job - statistics.median(own)})
+        rows.append({"sweep": many / jobs, "processes": separate / jobs, "job": job, "beyond": job - statistics.median(own)})
     spreads = {name: harness.spread([row[name] for row in rows]) for name in rows[0]}
     ratio = harness.against([row["processes"] for row in rows], [row["sweep"] for row in rows])["ratio"]
     met = spreads["beyond"]["median"] <= TARGET_S if pairs > 1 else None

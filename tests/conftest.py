@@ -73,9 +73,10 @@ def train(tiny: Callable[..., list[str]]) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def make(tiny: Callable[..., list[str]], tmp_path: Path) -> Callable[..., Any]:
-    """The trainer of a tiny run with these words, built and not started; its one sink keeps the records."""
+def make(tiny: Callable[..., list[str]], tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Build the trainer of a tiny run with these overrides, without starting it; its one log writer keeps the records."""
     from drivetrain.config import validate as check
+    from drivetrain.core.context import BuildContext
     from drivetrain.core.world import World
     from drivetrain.engine import build
     from drivetrain.launch import launcher
@@ -83,9 +84,15 @@ def make(tiny: Callable[..., list[str]], tmp_path: Path) -> Callable[..., Any]:
     def built(*words: str, world: World | None = None, run_dir: Path = tmp_path / "run") -> Any:
         job = launcher.prepare(tiny(*words))
         check.verify(job.run)
-        return build.build(job.run, world or World(), run_dir, [Sink()])
+        context = BuildContext(job.run, world or World(), run_dir)
+        contexts.append(context)
+        return build.build(context, [Sink()])
 
-    return built
+    contexts: list[Any] = []
+    built.contexts = contexts  # type: ignore[attr-defined]
+    yield built
+    for context in contexts:
+        context.on_exit.close()
 
 
 @pytest.fixture
@@ -109,13 +116,16 @@ def each_update() -> Callable[..., list[Any]]:
 
     def watch(trainer: Any, look: Callable[[], Any]) -> list[Any]:
         seen: list[Any] = []
-        forget = trainer.zero_grad
+        inner = trainer.step
 
-        def zero_grad() -> None:
-            seen.append(look())
-            forget()
+        class Watched:
+            micro_batch, update = inner.micro_batch, inner.update
 
-        trainer.zero_grad = zero_grad
+            def zero_grad(self) -> None:
+                seen.append(look())
+                inner.zero_grad()
+
+        trainer.step = Watched()
         return seen
 
     return watch

@@ -81,14 +81,14 @@ def test_an_arm_that_did_not_train_is_found_out() -> None:
 def test_a_turn_times_only_its_block() -> None:
     ours, theirs = Pipe()
     losses = iter([2.0, 1.0])
-    turn = harness.Turn(theirs)
-    turn.watch(lambda: next(losses))
+    sync = harness.BlockSync(theirs)
+    sync.watch(lambda: next(losses))
     ours.send("go")
-    turn(0)
+    sync(0)
     assert ours.recv() is None  # ready; no block has run
     ours.send("stop")
     with pytest.raises(harness.Done):
-        turn(5)
+        sync(5)
     wall, cpu = ours.recv()
     assert 0 <= cpu < 1
     assert 0 < wall < 60

@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import json
+import pkgutil
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from drivetrain.config.compose import LISTS, compose, options
 from drivetrain.core.errors import UserError
 from drivetrain.core.paths import conf_dir
 from drivetrain.launch import launcher
+from drivetrain.optimizer import algorithms
 from drivetrain.saving import manifest
 from tests.support import sets
 
@@ -230,10 +232,26 @@ def test_its_yaml_is_its_constructors_signature(group, option):
     assert list(check._knobs(group, cls, section)) == []  # the YAML's own values pass its checks
     hints = inspect.get_annotations(cls.__init__) if section else {}
     assert all(knob in hints for knob in section), f"a knob of {target} has no type: {text}"
-    made, plain = vars(cls()), vars(cls(**section))  # from Python as from the command line
-    knobs = [k for k in plain if k in section and made[k] != plain[k]]
-    differing = {k: (made[k], plain[k]) for k in knobs if list(made[k] or ()) != list(plain[k] or ())}
-    assert not differing, f"defaults that differ: {differing}"
+    made, parameters = vars(cls()), inspect.signature(cls).parameters  # from Python as from the command line
+    defaults = {k: made.get(k, parameters[k].default) for k in section}
+    assert {k: list(v) if isinstance(v, tuple) else v for k, v in defaults.items()} == section
+
+
+IMPLEMENTATIONS = {
+    "optimizer": [f"drivetrain.optimizer.algorithms.{m.name}" for m in pkgutil.iter_modules(algorithms.__path__)],
+    "model": ["drivetrain.model.gpt", "drivetrain.model.mlp", "drivetrain.model.resnet9"],
+}
+
+
+@pytest.mark.parametrize(("group", "module"), [(g, m) for g, modules in IMPLEMENTATIONS.items() for m in modules])
+def test_what_an_option_builds_has_no_second_default(group, module):
+    """The option gives every hyperparameter, so that its default is the only one."""
+    knobs = {"betas"} | {key for g, name in OPTIONS if g == group for key in compose([word(g, name)]).plain[group]}
+    classes = [c for _, c in inspect.getmembers(importlib.import_module(module), inspect.isclass) if c.__module__ == module]
+    assert classes
+    for cls in classes:
+        parameters = inspect.signature(cls).parameters.values()
+        assert [p.name for p in parameters if p.name in knobs and p.default is not p.empty] == []
 
 
 def test_the_checks_of_knobs_do_find_what_is_wrong():

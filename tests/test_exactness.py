@@ -28,7 +28,7 @@ LOADERS = {
     "device": lambda: Device(num_readers=2),
     "auto": Auto,
 }
-BATCHES = {"fixed": lambda: Batch(global_batch=6), "accumulate": lambda: Accumulate(global_batch=6, steps=3)}
+BATCHES = {"fixed": lambda: Batch(global_batch=6), "accumulate": lambda: Accumulate(global_batch=6, accumulation_steps=3)}
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def test_loaders_ranks_and_resuming_change_nothing(pictures, loader, batch):
 def test_the_set_on_the_device_is_sampled_alike(pictures):
     """loader=resident cuts what has been decoded at its size: its own reference, for any ranks and wherever it goes on."""
     reference = updates(Resident(), Batch(global_batch=6), pictures)
-    assert same(updates(Resident(), Accumulate(global_batch=6, steps=2), pictures, 2), reference)
+    assert same(updates(Resident(), Accumulate(global_batch=6, accumulation_steps=2), pictures, 2), reference)
     assert same(updates(Resident(), Batch(global_batch=6), pictures, 1, skip=2, first=1)[6:], reference[6:])
     other = updates(Loader(), Batch(global_batch=6), pictures)
     assert [sorted(u) for u in other] == [sorted(u) for u in reference], "the same samples"
@@ -99,7 +99,7 @@ def test_sequences_in_buckets_too(loader, ranks):
     noise = np.random.default_rng(0)
     source = Texts([noise.integers(1, 255, 5 + 3 * n, dtype=np.uint8).tobytes() for n in range(FILES)], 24)
     batch = Bucketed(global_batch=6, pad_to=4)
-    batch.start(source, 5, World())
+    batch.measure(source, 5, World())
     pipeline = Pipeline(source, (), None, 5)
 
     def taken(loader, ranks, skip=0):

@@ -71,7 +71,7 @@ def test_both_train_through_the_command_and_come_to_the_same(tmp_path):
 
 
 def test_the_doctor_names_the_line(tmp_path):
-    done = run("doctor", *GIVEN, *SHORT, "loss=slow", "prove=false", "look_s=0.3", "evaluate_every=1000", cwd=tmp_path)
+    done = run("doctor", *GIVEN, *SHORT, "loss=slow", "prove=false", "profile_s=0.3", "evaluate_every=1000", cwd=tmp_path)
     assert done.code == 0, done
     verdict, evidence = done.out.split("verdict: ")[1].splitlines()[:2]
     lines = (HERE / "anomaly.py").read_text().splitlines()

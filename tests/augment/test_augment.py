@@ -66,13 +66,15 @@ def test_uint8_stays_uint8_and_the_input_is_not_written():
 def test_training_is_augmented_and_evaluation_is_not(make):
     trainer = make("augment=[flip_crop]")
     assert len(trainer.train_data.steps) == 1
-    assert trainer.test_data.steps == ()
+    assert trainer.evaluator.data.steps == ()
     indices = torch.arange(6)
     raw, _ = trainer.train_data.source.fetch(indices)
     x, _ = trainer.train_data(Request(0, indices, torch.ones(())))
     assert not torch.equal(x, raw)
     assert torch.equal(x, FlipCrop()(raw, 0, 0, indices))
-    assert torch.equal(trainer.test_data(Request(0, indices, torch.ones(())))[0], trainer.test_data.source.fetch(indices)[0])
+    assert torch.equal(
+        trainer.evaluator.data(Request(0, indices, torch.ones(())))[0], trainer.evaluator.data.source.fetch(indices)[0]
+    )
 
 
 def test_none_is_nothing(make):

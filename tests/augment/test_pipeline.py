@@ -46,8 +46,8 @@ def by_hand(data: Pipeline, epoch: int, batch: Batch) -> dict[int, tuple[torch.T
     """Sample → what it becomes in an epoch, each read by itself."""
     found = {}
     for request in requests(batch, epochs=[epoch]):
-        for index, partner in zip(request.indices, request.partners, strict=True):
-            x, y = data(Request(epoch, index.view(1), ONE, partners=partner.view(1)))
+        for index, partner in zip(request.indices, request.mix_with, strict=True):
+            x, y = data(Request(epoch, index.view(1), ONE, mix_with=partner.view(1)))
             found[int(index)] = (x[0], y[0])
     return found
 
@@ -60,7 +60,7 @@ def test_a_sample_is_the_same_however_the_update_is_split(name, split):
     seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     alone = by_hand(data, 1, Batch(12))
     for rank in range(size):
-        for request in requests(Accumulate(12, steps=steps), World(rank, size), epochs=[1]):
+        for request in requests(Accumulate(12, accumulation_steps=steps), World(rank, size), epochs=[1]):
             x, y = data(request)
             assert len(x) == len(y) == len(request.indices)
             for index, image, target in zip(request.indices.tolist(), x, y, strict=True):
@@ -78,11 +78,11 @@ def test_more_ranks_than_samples_leave_a_partner_for_everyone():
     data, batch = pipeline(CutMix()), Batch(6)
     for rank in range(6):
         *_, tail = requests(batch, World(rank, 6), epochs=[0])  # 29 = 4·6 + 5
-        assert len(tail.partners) == len(tail.indices) == 1
+        assert len(tail.mix_with) == len(tail.indices) == 1
         assert len(data(tail)[0]) == 1
         if not float(tail.weight):
             first = next(r for r in requests(Batch(6), World(0, 6), epochs=[0]) if torch.equal(r.indices, tail.indices))
-            assert torch.equal(first.partners, tail.partners)
+            assert torch.equal(first.mix_with, tail.mix_with)
 
 
 def test_targets_follow_the_pixels():
@@ -100,7 +100,7 @@ def test_targets_follow_the_pixels():
         expected = (targets * torch.tensor([40.0, 80, 120, 160])).sum(1)
         assert torch.allclose(images.float().mean((1, 2, 3)), expected, atol=0.01)
         assert torch.allclose(targets.sum(1), torch.ones(n))
-        own, partner = labels[request.indices], labels[request.partners]
+        own, partner = labels[request.indices], labels[request.mix_with]
         mixed = own != partner
         shares = targets[torch.arange(n), own]
         assert shares[mixed].mean().item() == pytest.approx(
@@ -120,7 +120,7 @@ def test_each_sample_takes_one_of_several_mixing_options():
         return Pipeline(Tensors(x, torch.zeros(n, dtype=torch.long)), steps, None, 0, 2)(request)[0]
 
     images = mixed(CutMix(), Mixup(alpha=1.0))
-    blended = ((images != x[request.indices]) & (images != x[request.partners])).flatten(1).any(1)
+    blended = ((images != x[request.indices]) & (images != x[request.mix_with])).flatten(1).any(1)
     assert blended.float().mean().item() == pytest.approx(0.5, abs=0.03)
     boxed = ~blended & (images != x[request.indices]).flatten(1).any(1)
     assert boxed.float().mean().item() > 0.3
@@ -144,7 +144,9 @@ def test_never_is_the_image_and_its_label(step):
 @pytest.mark.parametrize("name", LISTS)
 def test_workers_mix_what_the_loop_mixes(name):
     def read(loader):
-        return list(loader.stream(pipeline(*LISTS[name]()), requests(Accumulate(8, steps=2)), CPU, torch.contiguous_format))
+        return list(
+            loader.stream(pipeline(*LISTS[name]()), requests(Accumulate(8, accumulation_steps=2)), CPU, torch.contiguous_format)
+        )
 
     expected, got = read(Loader()), read(Workers(num_workers=2))
     assert len(expected) == len(got) == 16
@@ -259,20 +261,20 @@ def test_files_are_cut_at_decoding_and_not_again(files):
     data = Pipeline(files, (step, FlipCrop(pad=0)), None, 4, 3)
     indices = torch.tensor([3, 8, 1])
     x, y = data(Request(2, indices, ONE))
-    boxes = step.boxes(4, 2, indices)
+    boxes = step.crop_boxes(4, 2, indices)
     cut = torch.stack([files.decoded(i, box)[0] for i, box in zip(indices.tolist(), boxes, strict=True)])
     assert torch.equal(x, FlipCrop(pad=0)(cut, 4, 2, indices))
     assert y.tolist() == [0, 2, 1]
     assert not torch.equal(cut, files.fetch(indices)[0])
     whole = RandomResizedCrop(scale=(1.0, 1.0), ratio=(0.01, 100.0))  # nothing but the whole of it fits
-    boxes = [box(50, 50) for box in whole.boxes(0, 0, torch.arange(50))]
+    boxes = [box(50, 50) for box in whole.crop_boxes(0, 0, torch.arange(50))]
     assert all(w * h > 2000 for _, _, w, h in boxes)
 
 
 def test_files_are_the_same_alone_in_a_worker_and_with_partners(files):
     steps = (RandomResizedCrop(), RandomErasing(), CutMix())
     data = Pipeline(files, steps, Normalize([120.0] * 3, [60.0] * 3), 0, 3)
-    batch = Accumulate(6, steps=2)
+    batch = Accumulate(6, accumulation_steps=2)
     batch.pairs = True
     wanted = list(itertools.chain(*(batch.requests(12, 0, epoch, World(), True) for epoch in range(2))))
     one, other = (
@@ -283,7 +285,7 @@ def test_files_are_the_same_alone_in_a_worker_and_with_partners(files):
         assert torch.equal(a.x, b.x)
         assert torch.equal(a.y, b.y)
         for k in range(len(request.indices)):
-            single = Request(request.epoch, request.indices[k : k + 1], ONE, partners=request.partners[k : k + 1])
+            single = Request(request.epoch, request.indices[k : k + 1], ONE, mix_with=request.mix_with[k : k + 1])
             assert torch.equal(data(single)[0][0], a.x[k])
 
 
@@ -307,14 +309,14 @@ def test_training_sees_it_and_evaluation_does_not(make, photos, chosen):
     trainer = make(*photos, f"augment=[{chosen}]")
     plain = make(*photos)
     assert len(trainer.train_data.steps) == len(chosen.split(","))
-    request = next(trainer._requests())
+    request = next(trainer.requests())
     (x, y), (raw, hard) = trainer.train_data(request), plain.train_data(Request(0, request.indices, ONE))
     assert x.shape == raw.shape
     assert not torch.equal(x, raw)
     soft = "cutmix" in chosen
     assert y.shape == ((len(raw), 2) if soft else hard.shape)
     test = Request(0, torch.arange(3), ONE)
-    for got, expected in zip(trainer.test_data(test), plain.test_data(test), strict=True):
+    for got, expected in zip(trainer.evaluator.data(test), plain.test_data(test), strict=True):
         assert torch.equal(got, expected)
     trainer.fit()
     assert trainer.progress.updates == 2
@@ -323,7 +325,7 @@ def test_training_sees_it_and_evaluation_does_not(make, photos, chosen):
 
 def test_the_loss_of_mixed_targets_is_the_mixture_of_losses(make):
     trainer = make(*SOFT, "loss.label_smoothing=0.2")
-    micro = next(iter(trainer.loader.stream(trainer.train_data, trainer._requests(), CPU, torch.contiguous_format)))
+    micro = next(iter(trainer.loader.stream(trainer.train_data, trainer.requests(), CPU, torch.contiguous_format)))
     assert micro.y.shape == (12, 4)
     logits = trainer.model(micro.x)
     loss = torch.nn.CrossEntropyLoss(label_smoothing=0.2, reduction="none")
@@ -338,8 +340,8 @@ def test_the_loss_of_mixed_targets_is_the_mixture_of_losses(make):
 def test_one_batch_by_heart_needs_no_partners(make):
     trainer = make(*SOFT, "debug=overfit", "batch.global_batch=5")
     assert trainer.train_data.steps == ()
-    assert next(trainer._requests()).partners is None
-    assert next(make(*SOFT, "batch.global_batch=5")._requests()).partners is not None
+    assert next(trainer.requests()).mix_with is None
+    assert next(make(*SOFT, "batch.global_batch=5").requests()).mix_with is not None
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def by_update(mine: list[Request]) -> list[list[Request]]:
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("samples", [60, 61, 65, 71], ids=["no tail", "tail of 1", "tail of 5", "tail of 11"])
 def test_ranks_and_micro_batches_split_each_update_and_cover_it(size, steps, samples):
-    batch = Accumulate(global_batch=12, steps=steps)
+    batch = Accumulate(global_batch=12, accumulation_steps=steps)
     ranks = [by_update(mine) for mine in requests(batch, samples, size, drop_last=False)]
     order = rng.permutation(0, 0, samples)
     assert {len(updates) for updates in ranks} == {math.ceil(samples / 12)}
@@ -55,7 +55,9 @@ def test_a_rank_without_a_share_of_the_tail_joins_in_with_weight_zero(size):
 @pytest.mark.parametrize("samples", range(25, 48))
 def test_every_rank_makes_as_many_micro_batches_of_any_tail(size, samples):
     """Where forwards wait for each other, a rank with one more would wait for ever."""
-    ranks = [by_update(mine) for mine in requests(Accumulate(global_batch=24, steps=3), samples, size, drop_last=False)]
+    ranks = [
+        by_update(mine) for mine in requests(Accumulate(global_batch=24, accumulation_steps=3), samples, size, drop_last=False)
+    ]
     for updates in zip(*ranks, strict=True):
         assert len({len(micros) for micros in updates}) == 1
         assert all(len(micro.indices) <= math.ceil(24 / (3 * size)) for micros in updates for micro in micros)
@@ -63,7 +65,7 @@ def test_every_rank_makes_as_many_micro_batches_of_any_tail(size, samples):
 
 @pytest.mark.parametrize("drop_last", [True, False])
 def test_only_the_last_micro_batch_ends_the_epoch(drop_last):
-    for mine in requests(Accumulate(global_batch=12, steps=2), 53, 2, drop_last):
+    for mine in requests(Accumulate(global_batch=12, accumulation_steps=2), 53, 2, drop_last):
         assert [request.epoch_end for request in mine] == [False] * (len(mine) - 1) + [True]
         assert mine[-1].last
 
@@ -76,7 +78,7 @@ def test_the_tail_is_left_out_where_asked_for():
 @pytest.mark.parametrize("size", WORLDS)
 @pytest.mark.parametrize("k", [0, 1, 4, 5])
 def test_going_on_at_update_k_gives_what_the_whole_epoch_gives_from_there(size, k):
-    batch = Accumulate(global_batch=12, steps=2)
+    batch = Accumulate(global_batch=12, accumulation_steps=2)
     whole = requests(batch, 53, size, drop_last=False)
     rest = requests(batch, 53, size, drop_last=False, skip=k)
 

@@ -17,8 +17,6 @@ BUDGETS = ("samples", "tokens")
 class Lengths:
     """Samples that are nothing but lengths: many short ones, a few long."""
 
-    pad_to = 1
-
     def __init__(self, n: int = 533) -> None:
         generator = torch.Generator().manual_seed(0)
         self.lengths = 1 + (255 * torch.rand(n, generator=generator) ** 3).long()
@@ -29,7 +27,7 @@ class Lengths:
 
 def bucketed(source: Lengths, size: int = 1, **knobs) -> Bucketed:
     batch = Bucketed(**{"global_batch": 12, **knobs})
-    batch.start(source, 0, World(0, size))
+    batch.measure(source, 0, World(0, size))
     return batch
 
 
@@ -56,7 +54,7 @@ def updates(ranks: list[list[list[Request]]]) -> list[list[int]]:
 def test_every_sample_once_and_the_same_updates_on_any_ranks(budget, size, steps):
     source = Lengths()
     one = updates(epoch(bucketed(source, budget=budget), len(source)))
-    of_ranks = epoch(bucketed(source, size, budget=budget, steps=steps), len(source), size)
+    of_ranks = epoch(bucketed(source, size, budget=budget, accumulation_steps=steps), len(source), size)
     assert updates(of_ranks) == one
     assert all(len({len(mine) for mine in u}) == 1 for u in zip(*of_ranks, strict=True)), "forwards may wait for each other"
     assert sorted(itertools.chain(*one)) == list(range(len(source)))
@@ -65,7 +63,7 @@ def test_every_sample_once_and_the_same_updates_on_any_ranks(budget, size, steps
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_only_the_last_micro_batch_ends_an_update_and_the_epoch(budget):
     source = Lengths()
-    for mine in epoch(bucketed(source, 2, budget=budget, steps=2), len(source), 2):
+    for mine in epoch(bucketed(source, 2, budget=budget, accumulation_steps=2), len(source), 2):
         flat = list(itertools.chain(*mine))
         assert [r.epoch_end for r in flat] == [False] * (len(flat) - 1) + [True]
         assert all([r.last for r in update] == [False] * (len(update) - 1) + [True] for update in mine)
@@ -92,7 +90,7 @@ def test_counts_are_known_beforehand_and_alike_in_every_epoch(budget, drop_last)
 @pytest.mark.parametrize("k", [0, 1, 9])
 def test_going_on_at_update_k_gives_what_the_whole_epoch_gives_from_there(budget, k):
     source = Lengths()
-    batch = bucketed(source, 2, budget=budget, steps=2)
+    batch = bucketed(source, 2, budget=budget, accumulation_steps=2)
 
     def plain(ranks: list[list[list[Request]]], begin: int) -> list:
         return [[[(r.indices.tolist(), float(r.weight), r.last, r.epoch_end) for r in u] for u in mine[begin:]] for mine in ranks]
@@ -143,7 +141,6 @@ def test_there_is_less_padding_and_ranks_work_alike(budget):
 def test_a_compiler_sees_few_shapes(budget):
     source = Lengths(2000)
     batch = bucketed(source, budget=budget, pad_to=64)
-    assert source.pad_to == 64  # what the source pads to
     shapes = {
         (len(r.indices), -(-int(source.lengths[r.indices].max()) // 64))
         for u in epoch(batch, len(source), drop_last=True)[0]
@@ -206,7 +203,7 @@ def test_ranks_without_a_share_join_in_with_weight_zero():
 
 def test_the_batch_grows():
     source = Lengths()
-    batch = bucketed(source, grow_every=1, steps=2)
+    batch = bucketed(source, grow_every=1, accumulation_steps=2)
     small, large = (epoch(batch, len(source), epoch=e) for e in (0, 1))
     assert (len(small[0]), len(large[0])) == (45, 23)
     assert {len(r.indices) for u in large[0][:3] for r in u} <= {5, 6}
@@ -219,11 +216,14 @@ TEXT = ["data=stdlib", "data.max_files=10", "data.length=64", "data.test_samples
 GPT = [*TEXT, "model=gpt", "model.width=16", "model.heads=2", "model.depth=1", "batch=bucketed", "runtime.device=cpu"]
 
 
-def test_what_it_saves_is_said_at_the_start(make):
-    (line,) = [s for s in make(*GPT, world=World(0, 2)).said if s.startswith("batch=bucketed")]
+def test_what_it_saves_is_said_at_the_start(make, caplog):
+    make(*GPT, world=World(0, 2))
+    (line,) = [s for s in caplog.messages if s.startswith("batch=bucketed")]
     assert "padding" in line
     assert "ranks wait for the busiest" in line
-    assert "ranks" not in next(s for s in make(*GPT).said if s.startswith("batch=bucketed"))
+    caplog.clear()
+    make(*GPT)
+    assert "ranks" not in next(s for s in caplog.messages if s.startswith("batch=bucketed"))
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
@@ -269,7 +269,7 @@ def test_data_without_lengths_is_refused(problems):
         "batch=bucketed sorts by length, and all samples of data=synthetic are alike: set batch=fixed"
     ]
     with pytest.raises(UserError, match="does not tell its samples' lengths"):
-        Bucketed().start(object(), 0, World())
+        Bucketed().measure(object(), 0, World())
 
 
 def test_compiling_for_every_length_is_warned_of(tiny):

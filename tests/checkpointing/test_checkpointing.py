@@ -62,7 +62,7 @@ def test_less_is_kept_for_the_backward(make):
 
         x = torch.randn(256, 3, 8, 8)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            trainer.forward(x)
+            trainer.step.forward(x)
         return total
 
     assert 0 < saved_bytes("blocks") < 0.75 * saved_bytes("none")
@@ -74,7 +74,7 @@ def test_evaluation_is_not_checkpointed(make, monkeypatch):
     trainer = make(*MODELS["resnet9"], "checkpointing=blocks")
     called, original = [], checkpointing.checkpoint
     monkeypatch.setattr(checkpointing, "checkpoint", lambda *a, **k: called.append(1) or original(*a, **k))
-    trainer.evaluate()
+    trainer.evaluator.metrics()
     assert not called
 
 

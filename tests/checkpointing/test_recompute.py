@@ -41,7 +41,7 @@ def counted_step(trainer) -> dict[str, int]:
     """The operations of a forward and a backward."""
     images = torch.randn(4, *trainer.train_data.source.fetch(torch.arange(1))[0].shape[1:])
     with Counted() as counted:
-        trainer.forward(images).square().mean().backward()
+        trainer.step.forward(images).square().mean().backward()
     return counted.counts
 
 
@@ -60,7 +60,7 @@ def saved_bytes(trainer) -> int:
     held: list[torch.Tensor] = []
     images = torch.randn(32, *trainer.train_data.source.fetch(torch.arange(1))[0].shape[1:])
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        trainer.forward(images)
+        trainer.step.forward(images)
     return sum(kept.values())
 
 
@@ -192,8 +192,8 @@ def test_what_the_compiler_recomputes_in_bfloat16_gives_the_same_gradients(make,
             "data=digits", "model=resnet9", "model.width=4", f"precision={precision}", "compile=inductor",
             f"checkpointing={recomputed}", *(["checkpointing.budget=0.2"] if recomputed == "budget" else []),
         )  # fmt: skip
-        for micro in trainer.loader.stream(trainer.train_data, trainer._requests(), trainer.device, trainer.memory_format):
-            trainer.micro(micro)
+        for micro in trainer.loader.stream(trainer.train_data, trainer.requests(), trainer.device, trainer.memory_format):
+            trainer.step.micro_batch(micro, torch.zeros(()))
             break
         found.append(torch.cat([p.grad.flatten().float() for p in trainer.model.parameters()]))
     assert torch.isfinite(found[1]).all()

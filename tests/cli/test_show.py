@@ -82,12 +82,12 @@ def test_what_is_drawn_is_what_is_trained(make, each_update, tiny, capsys):
 
 def test_what_no_drawing_can_know_is_said(capsys, tiny):
     assert main(["show", *tiny("scheduler=plateau", "scheduler.patience=0")]) == 0
-    assert "evaluations stop getting better" in capsys.readouterr().out
+    assert "evaluations stop improving" in capsys.readouterr().out
 
 
 def test_remarks_are_made_and_problems_refused(capsys, tiny):
     assert main(["show", *tiny("scheduler=constant", "scheduler.warmup=50")]) == 0
-    assert "never gets to optimizer.lr" in capsys.readouterr().err
+    assert "never reaches optimizer.lr" in capsys.readouterr().err
     assert main(["show", *tiny("scheduler=cosine", "scheduler.warmup=x")]) == 2
     assert "is no length" in capsys.readouterr().err
 

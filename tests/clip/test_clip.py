@@ -1,5 +1,7 @@
 """Gradients are bounded once an update, after unscaling, as by hand."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,7 +15,7 @@ def flat(tensors) -> torch.Tensor:
 def gradient_of_the_first_update(make, *words: str) -> torch.Tensor:
     """By hand: the mean loss over the samples of update 0, in one backward."""
     trainer = make(*words)
-    request = next(trainer._requests())
+    request = next(trainer.requests())
     x, y = trainer.train_data.source.fetch(request.indices)
     with trainer.precision.autocast():
         loss = torch.nn.functional.cross_entropy(trainer.model(x), y)
@@ -51,8 +53,9 @@ def test_the_norm_is_that_of_the_unscaled_gradients(make, each_update, fused, sc
     amp = [*SGD, "precision=amp", f"precision.init_scale={scale}", f"optimizer.fused={fused}"]
     trainer = make(*amp, "clip=norm", "clip.max_norm=0.1")
     before = []
-    clip = trainer.clip
-    trainer.clip = lambda: (before.append(flat(p.grad for p in trainer.model.parameters())), clip())
+    clip = trainer.step.clip
+    seen = lambda: (before.append(flat(p.grad for p in trainer.model.parameters())), clip())  # noqa: E731
+    trainer.step = replace(trainer.step, clip=seen)
     gradients = each_update(trainer, lambda: flat(p.grad for p in trainer.model.parameters()))
     start = flat(trainer.model.parameters())
     trainer.fit()
@@ -65,8 +68,8 @@ def test_the_norm_is_that_of_the_unscaled_gradients(make, each_update, fused, sc
 
 def test_clipping_happens_once_an_update_not_once_a_micro_batch(make):
     trainer = make("clip=norm", "batch=accumulate", "batch.accumulation_steps=3", "updates=2")
-    calls, clip = [], trainer.clip
-    trainer.clip = lambda: (calls.append(1), clip())
+    calls, clip = [], trainer.step.clip
+    trainer.step = replace(trainer.step, clip=lambda: (calls.append(1), clip()))
     trainer.fit()
     assert len(calls) == trainer.progress.updates == 2
 

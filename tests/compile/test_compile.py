@@ -70,7 +70,7 @@ def test_inductor_compiles_and_trains_the_same(train):
 
 def test_none_is_the_model_itself(make):
     trainer = make()
-    assert trainer.forward is trainer.model
+    assert trainer.step.forward is trainer.model
 
 
 def test_what_cannot_be_is_refused(problems, monkeypatch):

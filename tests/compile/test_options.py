@@ -50,12 +50,12 @@ def recorded(monkeypatch):
 # --- regional: the repeated blocks alone ---
 
 
-def test_regional_compiles_the_blocks_alone(make, eager_backend):
+def test_regional_compiles_the_blocks_alone(make, eager_backend, caplog):
     trainer = make(*RESNET, "compile=regional", "compile.block=Residual")
-    assert trainer.forward is trainer.model
+    assert trainer.step.forward is trainer.model
     assert len(eager_backend) == 2
     assert [type(m).__name__ for m in trainer.model.modules() if "forward" in vars(m)] == ["Residual", "Residual"]
-    assert any("2 Residual compiled" in line for line in trainer.said)
+    assert any("2 Residual compiled" in line for line in caplog.messages)
 
 
 def test_regional_equals_the_plain_run_and_keeps_plain_names(train, make, eager_backend):
@@ -79,7 +79,7 @@ def test_evaluation_is_not_compiled(make, eager_backend):
 
     trainer = make(*RESNET, "compile=regional")
     dynamo.counters.clear()
-    trainer.evaluate()
+    trainer.evaluator.metrics()
     assert not dynamo.counters["stats"]
 
 
@@ -176,7 +176,7 @@ def test_inductor_itself_trains_the_same(train, make, option):
 def test_jit_is_torchscript_and_trains_the_same(train, make, method):
     words = [*MLP, "compile=jit", f"compile.method={method}"]
     trainer = make(*words)
-    assert isinstance(trainer.forward, torch.jit.ScriptModule)
+    assert isinstance(trainer.step.forward, torch.jit.ScriptModule)
     assert not isinstance(trainer.model, torch.jit.ScriptModule)
     assert_close(weights(train(*MLP)), weights(train(*words)), make(*MLP).model.state_dict())
 

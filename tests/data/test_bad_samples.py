@@ -120,7 +120,7 @@ def read(loader: Loader, root: Path, world: World | None = None, skip: int = 0):
     data = ImageFolder(root=str(root), size=8, on_error="skip", max_skipped=5, verify=0)
     source = data.load(CPU).train
     pipeline = Pipeline(source, (FlipCrop(pad=1),), Normalize([100.0] * 3, [50.0] * 3), 0)
-    requests = Accumulate(global_batch=8, steps=2).requests(30, 0, 1, world or World(), drop_last=False, skip=skip)
+    requests = Accumulate(global_batch=8, accumulation_steps=2).requests(30, 0, 1, world or World(), drop_last=False, skip=skip)
     micros = list(loader.stream(pipeline, requests, CPU, torch.contiguous_format))
     return [(m.x, m.y) for m in micros], source.skipped()
 

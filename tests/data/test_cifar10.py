@@ -176,7 +176,7 @@ def test_a_hostile_archive_is_refused(tmp_path, how, monkeypatch):
     if how == "truncated":
         archive.write_bytes(archive.read_bytes()[:5000])
     elif how == "bomb":
-        monkeypatch.setattr(cifar10, "MOST", 10_000)
+        monkeypatch.setattr(cifar10, "MAX_BYTES", 10_000)
     else:
         with tarfile.open(archive, "w:gz") as tar:
             tar.addfile(member)

@@ -120,7 +120,7 @@ def test_a_batch_is_asked_for_at_once_where_that_can_be():
         (lambda: Own("theirs_data.NO_CLASS"), "is int: name a class"),
         (lambda: Own("theirs_data.Base"), "takes neither split nor train"),
         (lambda: Own("theirs_data.Split", {"depth": 3}), r"cannot be built with \['depth', 'split'\]"),
-        (lambda: Own("theirs_data.Stream", train={}, test={}), "has to be a map-style Dataset"),
+        (lambda: Own("theirs_data.Stream", train={}, test={}), "must be a map-style Dataset"),
         (lambda: Own("theirs_data.made", train={}, test={"count": 0}), "has no test samples"),
         (lambda: Own("theirs_data.Silent", train={}, test={}), r"set data\.classes"),
     ],
@@ -138,7 +138,7 @@ def test_samples_that_make_no_batch_are_said():
 
 def test_code_is_named_and_trusted_by_the_operator(problems):
     assert any("data=own needs data.target" in p for p in problems("data=own"))
-    assert any("say trust=[theirs_data]" in p for p in problems("data=own", "data.target=theirs_data.Split"))
+    assert any("set trust=[theirs_data]" in p for p in problems("data=own", "data.target=theirs_data.Split"))
     words = ["data=own", "data.target=theirs_data.Split", "trust=[theirs_data]"]
     assert any("belong together" in p for p in problems(*words, "data.train={split: train}"))
 

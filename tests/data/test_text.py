@@ -12,7 +12,7 @@ from drivetrain.batch import Accumulate, Batch, Bucketed
 from drivetrain.core.errors import UserError
 from drivetrain.core.world import World
 from drivetrain.data import Stdlib, Texts
-from drivetrain.data.base import IGNORED
+from drivetrain.data.base import IGNORE_INDEX
 from drivetrain.data.text import BEGIN, VOCABULARY
 from drivetrain.loss import NextToken
 
@@ -106,7 +106,7 @@ def test_a_batch_is_padded_on_the_right_with_targets_that_count_nothing():
     source = Texts([b"abc", b"0123456789"], 16)
     x, y = source.fetch(torch.tensor([0, 1]))
     assert x.shape == y.shape == (2, 10)
-    assert y[0].tolist() == [*b"abc", *[IGNORED] * 7]
+    assert y[0].tolist() == [*b"abc", *[IGNORE_INDEX] * 7]
     assert x[0, 3:].tolist() == [0] * 7
     source.pad_to = 4
     assert [source.fetch(torch.tensor([i]))[0].shape[1] for i in (0, 1)] == [4, 10]  # no more than the longest there is
@@ -117,7 +117,7 @@ def test_a_batch_is_padded_on_the_right_with_targets_that_count_nothing():
 
 def test_the_loss_is_the_mean_over_the_tokens_that_count():
     logits = torch.tensor([[[2.0, 0, 0], [0, 0, 0]], [[0, 1.0, 0], [9.0, 9, 0]]])
-    target = torch.tensor([[0, 2], [0, IGNORED]])
+    target = torch.tensor([[0, 2], [0, IGNORE_INDEX]])
     by_hand = [math.log(math.exp(2) + 2) - 2, math.log(3), math.log(math.e + 2)]
     loss = NextToken()
     assert loss(logits, target).item() == pytest.approx(sum(by_hand) / 3, rel=1e-6)
@@ -135,10 +135,10 @@ def gradients(trainer, batch, world: World, drop_last: bool = False) -> list[dic
     samples, found = len(trainer.train_data.source), []
     requests = batch.requests(samples, trainer.seed, 0, world, drop_last)
     for micro in trainer.loader.stream(trainer.train_data, requests, CPU, torch.contiguous_format):
-        trainer.micro(micro)
+        trainer.step.micro_batch(micro, torch.zeros(()))
         if micro.last:
             found.append({name: p.grad.clone() for name, p in trainer.model.named_parameters()})
-            trainer.zero_grad()
+            trainer.step.zero_grad()
     return found
 
 
@@ -149,7 +149,7 @@ def test_three_steps_on_two_ranks_equal_one_big_batch(float64, make, library, op
         for p in trainer.model.parameters():
             p.add_(torch.randn_like(p), alpha=0.1)
     big: Batch = Batch(30) if option == "accumulate" else Bucketed(30, pad_to=trainer.batch.pad_to)
-    big.start(trainer.train_data.source, 0, World())
+    big.measure(trainer.train_data.source, 0, World())
     whole = gradients(trainer, big, World())
     ranks = [gradients(trainer, trainer.batch, World(rank, 2)) for rank in range(2)]
     assert len(whole) == len(ranks[0]) == len(ranks[1]) == -(-len(trainer.train_data.source) // 30) > 2
@@ -172,8 +172,8 @@ def test_samples_alone_would_weigh_them_wrongly(float64, make, library):
 
 def test_the_weights_of_an_update_sum_to_the_ranks(library):
     source = Stdlib(root=str(library), length=16, holdout=0.3).load(CPU).train
-    batch = Accumulate(12, steps=2)
-    batch.start(source, 0, World())
+    batch = Accumulate(12, accumulation_steps=2)
+    batch.measure(source, 0, World())
     ranks = [list(batch.requests(len(source), 0, 0, World(rank, 2), False)) for rank in range(2)]
     ends = [0, *(i for i, r in enumerate(ranks[0], 1) if r.last)]
     updates = [[r for mine in ranks for r in mine[a:b]] for a, b in itertools.pairwise(ends)]

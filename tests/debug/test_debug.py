@@ -89,7 +89,7 @@ def test_fast_walks_the_whole_path_in_a_few_updates(make):
     trainer.fit()
     assert trainer.progress.updates == 3
     assert seen == [12]
-    assert [r["event"] for r in trainer.sinks[0]] == ["train"] * 3 + ["evaluate"]
+    assert [r["event"] for r in trainer.log.writers[0]] == ["train"] * 3 + ["evaluate"]
 
 
 def test_what_cannot_be_is_refused(problems):

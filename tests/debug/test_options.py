@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -156,7 +157,7 @@ def line_of(text: str) -> int:
 
 def losses(result_or_trainer) -> list[float]:
     if hasattr(result_or_trainer, "sinks"):
-        records = result_or_trainer.sinks[0]
+        records = result_or_trainer.log.writers[0]
     else:
         records = [json.loads(line) for line in (Path(result_or_trainer.run_dir) / "metrics.jsonl").read_text().splitlines()]
     return [r["loss"] for r in records if r["event"] == "train"]
@@ -196,12 +197,14 @@ print("done", result.status, ours, left, torch.is_anomaly_enabled(), torch.autog
 
 
 def test_none_wraps_nothing_and_reports_nothing(train, make):
+    from drivetrain.engine.step import PlainStep
     from drivetrain.precision import Precision
 
     trainer = make()
     assert type(trainer.precision) is Precision
-    stream = trainer.watch(iter(()))
-    assert stream.gi_code.co_filename.endswith("inputs.py")  # the look at the inputs alone
+    assert type(trainer.step) is PlainStep
+    names = [watch(iter(())).gi_code.co_name for watch in trainer.stream_watchers]
+    assert names == ["check_normalisation", "check_waiting"]
     assert not (Path(train().run_dir) / "debug.txt").exists()
 
 
@@ -361,11 +364,20 @@ def cuda_calls(monkeypatch):
     return calls
 
 
+def mark(make, trainer, option) -> None:
+    """Put a debugging option into a trainer that was built without one, for a device that is not here."""
+    built = option.build(make.contexts[-1])
+    precision = built.wrap_precision(trainer.precision)
+    trainer.step = replace(trainer.step, precision=precision)
+    trainer.evaluator.precision = precision
+    trainer.stream_watchers += built.stream_watchers()
+
+
 def test_nvtx_marks_phases_and_captures_its_window(make, cuda_calls):
     trainer = make("updates=3", "saving=none")
-    trainer.eval_batches = 0
+    trainer.evaluator.max_batches = 0
     trainer.progress.evaluated = 3
-    Nvtx(skip=1, window=1, shapes=True).attach(trainer)
+    mark(make, trainer, Nvtx(skip=1, window=1, shapes=True))
     trainer.fit()
     step = [word for phase in ("forward", "backward", "update") for word in (f"<{phase}", f"{phase}>")]
     window = ["synchronize", "start", "<operations True", "<data", "data>", *step, "operations True>", "synchronize", "stop"]
@@ -374,7 +386,7 @@ def test_nvtx_marks_phases_and_captures_its_window(make, cuda_calls):
 
 def test_nvtx_without_operations_marks_the_phases_alone(make, cuda_calls):
     trainer = make("updates=1", "saving=none")
-    Nvtx(skip=0, window=1, operations=False).attach(trainer)
+    mark(make, trainer, Nvtx(skip=0, window=1, operations=False))
     trainer.fit()
     assert "<forward" in cuda_calls
     assert not any("operations" in call for call in cuda_calls)
@@ -393,9 +405,9 @@ def test_nvtx_is_refused_where_there_is_no_cuda(problems, monkeypatch):
 
 
 @pytest.mark.parametrize("model", [["model=mlp", "model.dropout=0.3"], ["model=resnet9", "model.width=4"], "right"])
-def test_gradcheck_finds_nothing_where_all_is_right(make, planted, model):
+def test_gradcheck_finds_nothing_where_all_is_right(make, planted, model, caplog):
     trainer = make("debug=gradcheck", *(planted(model) if isinstance(model, str) else model))
-    (line,) = [line for line in trainer.said if "gradcheck" in line]
+    (line,) = [line for line in caplog.messages if "gradcheck" in line]
     assert re.fullmatch(r"debug=gradcheck: the gradients of \d+ modules and of the loss are right", line)
     assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
     assert torch.get_default_dtype() == torch.float32
@@ -535,8 +547,8 @@ def test_sync_on_cuda_listens_to_torchs_warnings(make, planted, monkeypatch):
 
     monkeypatch.setattr(middle, "forward", waits)
     monkeypatch.setattr("drivetrain.debug.host_sync.HostSync._watching", lambda self: self._told_by_cuda())
-    option = HostSync(skip=1)
-    option.attach(trainer)
+    option = HostSync(skip=1).build(make.contexts[-1])
+    trainer.stream_watchers += option.stream_watchers()
     with pytest.warns(UserWarning, match="operation|mode|else") as heard:
         trainer.fit()
     line = waits.__code__.co_firstlineno + 2
@@ -548,9 +560,9 @@ def test_sync_on_cuda_listens_to_torchs_warnings(make, planted, monkeypatch):
         "something",
         "something",
     ]
-    head, place = option.stop()
+    head, place = option.report()
     assert head.startswith("debug=host_sync: 1 hidden host synchronisations in 2 updates")
-    assert place.endswith(f"test_debug_more.py:{line} in waits: waits for the device, 4 times")
+    assert place.endswith(f"test_options.py:{line} in waits: waits for the device, 4 times")
     assert modes == ["warn", "default"] * 2
 
 

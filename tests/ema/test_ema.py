@@ -50,7 +50,7 @@ def test_it_stands_in_the_model_only_while_swapped_also_on_an_exception(make):
 def test_it_is_evaluated_beside_the_weights(make):
     trainer = make(*RESNET)
     trainer.fit()
-    (record,) = [r for r in trainer.sinks[0] if r["event"] == "evaluate"]
+    (record,) = [r for r in trainer.log.writers[0] if r["event"] == "evaluate"]
     average = trainer.ema.state_dict()["tensors"]
     other = make(*RESNET)
     other.model.load_state_dict(average)

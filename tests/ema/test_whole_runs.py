@@ -35,7 +35,7 @@ def test_a_skipped_update_does_not_move_it(make, each_update):
 
 def test_the_raw_weights_come_back_when_the_evaluation_of_the_average_fails(make):
     trainer = make(*RESNET, "updates=3")
-    evaluate, calls = trainer.evaluate, []
+    evaluate, calls = trainer.evaluator.metrics, []
 
     def fails_second() -> dict[str, float]:
         calls.append({n: t.clone() for n, t in trainer.model.state_dict().items()})
@@ -43,7 +43,7 @@ def test_the_raw_weights_come_back_when_the_evaluation_of_the_average_fails(make
             raise KeyboardInterrupt
         return evaluate()
 
-    trainer.evaluate = fails_second
+    trainer.evaluator.metrics = fails_second
     with pytest.raises(KeyboardInterrupt):
         trainer.fit()
     raw, averaged = calls

@@ -1,12 +1,13 @@
 """The loop: what it counts, tells, evaluates and saves, in which order, and how it ends."""
 
 import signal
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import drivetrain
+from drivetrain.core import process
 from drivetrain.core.errors import Diverged, Interrupted
 from drivetrain.core.signals import StopFlag
 from drivetrain.core.world import World
@@ -15,7 +16,7 @@ TAIL = ["data.samples=53", "data.drop_last=false", "updates=null", "epochs=2"]  
 
 
 def told(trainer, event: str) -> list[dict]:
-    return [r for r in trainer.sinks[0] if r["event"] == event]
+    return [r for r in trainer.log.writers[0] if r["event"] == event]
 
 
 # --- counting ---
@@ -67,15 +68,13 @@ def test_the_order_within_an_update(make):
     trainer = make("batch=accumulate", "batch.accumulation_steps=2", "updates=1", "clip=norm", "ema=ema", "saving=none")
     events = []
 
-    def spy(owner, name: str) -> None:
-        original = getattr(owner, name)
-        setattr(owner, name, lambda *a, **k: (events.append(name), original(*a, **k))[1])
+    def spied(name, original):
+        return lambda *a, **k: (events.append(name), original(*a, **k))[1]
 
-    for owner, name in (
-        (trainer.precision, "backward"), (trainer, "clip"), (trainer.optimizer, "step"),
-        (trainer.ema, "update"), (trainer, "zero_grad"),
-    ):  # fmt: skip
-        spy(owner, name)
+    for owner, name in ((trainer.precision, "backward"), (trainer.optimizer, "step"), (trainer.ema, "update")):
+        setattr(owner, name, spied(name, getattr(owner, name)))
+    step = trainer.step
+    trainer.step = replace(step, clip=spied("clip", step.clip), forget=spied("zero_grad", step.forget))
     schedule = trainer.scheduler.step
     trainer.scheduler.step = lambda update: (events.append(f"schedule {update}"), schedule(update))
     trainer.fit()
@@ -123,15 +122,15 @@ def test_a_step_reads_nothing_back(make, words):
 @pytest.mark.parametrize("samples", [20, 7, 1, 24])
 def test_evaluation_sees_each_sample_once_on_any_number_of_ranks(make, size, samples):
     trainer = make(f"data.test_samples={samples}", "saving=none")
-    alone = trainer.evaluate()
+    alone = trainer.evaluator.metrics()
     read, sums = [], []
-    fetch = trainer.test_data.source.fetch
-    trainer.test_data.source.fetch = lambda indices: (read.append(indices), fetch(indices))[1]
+    fetch = trainer.evaluator.data.source.fetch
+    trainer.evaluator.data.source.fetch = lambda indices: (read.append(indices), fetch(indices))[1]
     for rank in range(size):
-        trainer.parallel.data = World(rank, size)
-        trainer.parallel.total = lambda s: (sums.append(s), s)[1]
+        trainer.parallel.data_world = World(rank, size)
+        trainer.parallel.all_reduce_sum = lambda s: (sums.append(s), s)[1]
         try:
-            trainer.evaluate()
+            trainer.evaluator.metrics()
         except ZeroDivisionError:  # this rank had no batch; the others' sums are missing here
             assert samples <= 12 // size * rank
     assert sorted(torch.cat(read).tolist()) == list(range(samples))
@@ -148,7 +147,7 @@ def test_evaluation_leaves_no_trace_in_the_model(make):
     modes = []
     trainer.model.register_forward_hook(lambda m, i, o: modes.append((m.training, torch.is_inference_mode_enabled(), o.grad_fn)))
     before = torch.get_rng_state()
-    trainer.evaluate()
+    trainer.evaluator.metrics()
     assert set(modes) == {(False, True, None)}
     assert trainer.model.training
     assert all(torch.equal(v, state[k]) for k, v in trainer.model.state_dict().items())
@@ -190,7 +189,7 @@ def test_the_log_comes_every_n_updates_and_at_the_end_of_an_epoch(make):
 
 def test_the_logged_loss_is_the_mean_over_the_samples(make):
     trainer = make(*TAIL, "optimizer.lr=1e-30", "batch=accumulate", "batch.accumulation_steps=3")  # the weights stand still
-    requests = list(trainer._requests())
+    requests = list(trainer.requests())
     trainer.fit()
     by_hand, seen = [], []
     for request in requests:
@@ -258,6 +257,6 @@ def test_two_runs_of_one_process_do_not_know_of_each_other(train):
 
 
 def test_a_run_of_a_process_that_is_old_already_counts_its_own_time(train, monkeypatch):
-    monkeypatch.setattr("drivetrain.STARTED", drivetrain.STARTED - 10_000)
+    monkeypatch.setattr(process, "started", process.started - 10_000)
     result = train()
     assert 0 < result.time_to_first_step_s < result.wall_s < 5_000

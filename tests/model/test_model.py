@@ -95,8 +95,8 @@ def test_an_own_class_is_told_shape_and_classes_if_it_takes_them(own):
 
 def test_own_code_needs_a_target_and_trust(problems, own):
     assert any("model=own needs model.target" in p for p in problems("model=own"))
-    assert any("say trust=[theirs] on the command line" in p for p in problems("model=own", "model.target=theirs.Net"))
-    assert any("say trust=[theirs_too]" in p for p in problems(*own, "model.target=theirs_too.Net"))
+    assert any("set trust=[theirs] on the command line" in p for p in problems("model=own", "model.target=theirs.Net"))
+    assert any("set trust=[theirs_too]" in p for p in problems(*own, "model.target=theirs_too.Net"))
 
 
 @pytest.mark.parametrize(

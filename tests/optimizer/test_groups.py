@@ -14,7 +14,7 @@ from drivetrain.config.validate import check, machine_local_keys
 from drivetrain.core.errors import UserError
 from drivetrain.model.mlp import Mlp
 from drivetrain.model.resnet9 import ResNet9
-from drivetrain.optimizer.groups import layer_shares
+from drivetrain.optimizer.groups import layer_decay_factors
 from drivetrain.recipe.reader import read
 from drivetrain.run.identity import config_hash, to_recipe
 
@@ -74,10 +74,10 @@ def test_lr_of_multiplies_and_the_first_group_has_the_plain_rate() -> None:
 
 
 def test_layer_decay_by_repeated_blocks() -> None:
-    shares = layer_shares(mlp(), 0.5)
+    shares = layer_decay_factors(mlp(), 0.5)
     assert [shares[f"layers.{i}.linear.weight"] for i in range(3)] == [0.125, 0.25, 0.5]
     assert shares["head.bias"] == 1.0
-    resnet = layer_shares(ResNet9((1, 8, 8), 10, 4, bias=False), 0.5)
+    resnet = layer_decay_factors(ResNet9((1, 8, 8), 10, 4, bias=False), 0.5)
     assert resnet["head.weight"] == 1.0
     assert sorted(set(resnet.values())) == [0.125, 0.25, 0.5, 1.0]  # stem, two residuals, head
     assert resnet["features.0.0.weight"] == 0.125
@@ -149,10 +149,10 @@ def test_patterns_come_back_from_the_runs_own_recipe(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("optimizer.lr_multipliers={head: fast}", "head=fast: a multiple of the learning rate must be a number > 0"),
+        ("optimizer.lr_multipliers={head: fast}", "head=fast: a multiplier of the learning rate must be a number > 0"),
         ("optimizer.lr_multipliers={head: 0}", "must be a number > 0"),
         ("optimizer.lr_multipliers={head: true}", "must be a number > 0"),
-        ("optimizer.lr_multipliers={head: 2, head.bias: 3}", "head and head.bias are one inside the other"),
+        ("optimizer.lr_multipliers={head: 2, head.bias: 3}", "head contains head.bias"),
         ("optimizer.layer_decay=1.5", "must be ≤ 1"),
         ("optimizer.layer_decay=0", "must be > 0"),
         ("optimizer.no_weight_decay=head", "must be a list"),
@@ -165,6 +165,6 @@ def test_bad_values_are_refused(word: str, said: str) -> None:
 
 
 def test_brackets_are_no_patterns() -> None:
-    """A YAML of one's own could say them; the dotted keys of a recipe could not."""
+    """A YAML of one's own could have them; the dotted keys of a recipe could not."""
     run = check(compose([]))
-    assert "not brackets" in next(options.Sgd(lr_multipliers={"head[0]": 2}).validate(run))
+    assert "no brackets" in next(options.Sgd(lr_multipliers={"head[0]": 2}).validate(run))

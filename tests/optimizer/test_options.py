@@ -19,7 +19,7 @@ from drivetrain.config.compose import compose
 from drivetrain.config.validate import check, verify
 from drivetrain.core.errors import UserError
 from drivetrain.core.paths import conf_dir
-from drivetrain.optimizer.knobs import Knobs
+from drivetrain.optimizer.hyperparameters import Hyperparameters
 
 FILES = sorted((conf_dir() / "optimizer").glob("*.yaml"))
 FORMLESS = ["rmsprop", "adafactor", "lars", "novograd", "lion", "schedulefree"]
@@ -44,7 +44,7 @@ def test_yaml_and_constructor_say_the_same(file: Path) -> None:
 
 def test_the_common_knobs_read_the_same_everywhere() -> None:
     """The lines repeat in every file so that each is whole; this keeps the repetition honest."""
-    common = [f.name for f in fields(Knobs) if f.name not in ("lr", "weight_decay")]
+    common = [f.name for f in fields(Hyperparameters) if f.name not in ("lr", "weight_decay")]
     tails = {f.stem: [line for line in f.read_text().splitlines() if line.split(":")[0] in common] for f in FILES}
     assert len(tails["sgd"]) == len(common)
     assert all(tail == tails["sgd"] for tail in tails.values())
@@ -60,7 +60,7 @@ def test_every_option_is_there() -> None:
 def test_fused_is_refused_where_there_is_no_such_form(name: str) -> None:
     said = problems(f"optimizer={name}", "optimizer.fused=true", "scheduler=constant")
     assert said == [
-        f"optimizer.fused=true, but optimizer={name} has no fused form: set optimizer.fused=null, it takes the fastest there is"
+        f"optimizer.fused=true, but optimizer={name} has no fused implementation: set optimizer.fused=null to use the fastest"
     ]
     assert not problems(f"optimizer={name}", "optimizer.fused=false", "optimizer.foreach=true", "scheduler=constant")
 
@@ -101,8 +101,8 @@ def test_values_that_cannot_be(words: list[str], said: str) -> None:
         (["optimizer.name=adahessian"], "needs second derivatives"),
         (["optimizer.name=fusedadam"], "set optimizer=apex_adam"),
         (["optimizer.name=lamb", "optimizer.kwargs.trust_clp=true"], "did you mean 'trust_clip'?"),
-        (["optimizer.name=adan", "optimizer.fused=true"], "timm's adan has no such form: set optimizer.fused=null"),
-        (["optimizer.name=novograd", "optimizer.foreach=true"], "timm's novograd has no such form"),
+        (["optimizer.name=adan", "optimizer.fused=true"], "timm's adan has no such implementation: set optimizer.fused=null"),
+        (["optimizer.name=novograd", "optimizer.foreach=true"], "timm's novograd has no such implementation"),
     ],
 )
 def test_timm_says_what_it_has(words: list[str], said: str) -> None:
@@ -146,12 +146,12 @@ def test_apex_is_built_where_it_is(name: str, tmp_path: Path, monkeypatch: pytes
         monkeypatch.delitem(sys.modules, module, raising=False)
     words = [f"optimizer={name}", "optimizer.lr=0.5"]
     assert not problems(*words)
-    assert "runs on CUDA alone" in problems(*words, needs_torch=True)[0]
-    assert "is nothing else" in problems(*words, "optimizer.fused=false")[0]
-    assert "has no multi-tensor form" in problems(*words, "optimizer.foreach=true")[0]
+    assert "runs on CUDA only" in problems(*words, needs_torch=True)[0]
+    assert "has a fused implementation only" in problems(*words, "optimizer.fused=false")[0]
+    assert "has no multi-tensor implementation" in problems(*words, "optimizer.foreach=true")[0]
     run = check(compose(words))
     monkeypatch.setattr(run.runtime, "kind", lambda: "cuda")
-    assert not list(run.optimizer.verify(run))
+    assert not list(run.optimizer.validate_device(run))
     built = run.optimizer.build(torch.nn.Linear(3, 3))
     assert {g["lr"] for g in built.param_groups} == {0.5}
     assert {g["weight_decay"] for g in built.param_groups} == {run.optimizer.weight_decay, 0.0}
@@ -200,7 +200,7 @@ def test_what_is_hidden_in_a_transformer() -> None:
     pytest.importorskip("timm")
     import timm
 
-    from drivetrain.optimizer.recent import hidden_matrices
+    from drivetrain.optimizer.muon import hidden_matrices
 
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, embed_dim=24, num_heads=2, num_classes=5)
     assert hidden_matrices(model) == {f"blocks.0.{n}.weight" for n in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")}
@@ -212,14 +212,14 @@ def test_what_is_hidden_in_a_transformer() -> None:
 
 
 def test_unset_forms_take_the_fastest() -> None:
-    assert options.AdamW().form("cpu", 10**9) == "fused"
-    assert options.AdamW(foreach=True).form("cuda", 10) == "foreach"
-    assert options.AdamW(fused=False, foreach=False).form("cuda", 10) == "loop"
-    assert options.RmsProp().form("cuda", 10**9) == "foreach"
-    assert options.RmsProp().form("cpu", 10**4) == "foreach"
-    assert options.RmsProp().form("cpu", 10**9) == "loop"  # measured: on a CPU multi-tensor operations leave the cache
+    assert options.AdamW().implementation("cpu", 10**9) == "fused"
+    assert options.AdamW(foreach=True).implementation("cuda", 10) == "foreach"
+    assert options.AdamW(fused=False, foreach=False).implementation("cuda", 10) == "loop"
+    assert options.RmsProp().implementation("cuda", 10**9) == "foreach"
+    assert options.RmsProp().implementation("cpu", 10**4) == "foreach"
+    assert options.RmsProp().implementation("cpu", 10**9) == "loop"  # measured: on a CPU multi-tensor operations leave the cache
     for option in (options.Lars, options.NovoGrad, options.Lion, options.ScheduleFree):
-        assert option().form("cpu", 10**9) == "foreach"  # in chunks
+        assert option().implementation("cpu", 10**9) == "foreach"  # in chunks
 
 
 def test_a_bad_optimizer_is_answered_without_torch() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from drivetrain.core.blocks import blocks_in_a_row
+from drivetrain.core.blocks import sequential_blocks
 from drivetrain.core.errors import UserError
 from drivetrain.parallel import balance
 from drivetrain.parallel.cuttable import refuse, same_as_whole
@@ -191,7 +191,7 @@ def test_a_block_that_is_not_called_is_named():
 def test_what_holds_numbers_is_not_copied_to_its_other_places():
     """A pooling that stands in a row twice may be two; a BatchNorm without weights counts, and is one."""
     pool, norm = torch.nn.MaxPool1d(1), torch.nn.BatchNorm1d(WIDTH, affine=False)
-    row = blocks_in_a_row("parallel=pipeline", torch.nn.Sequential(pool, norm, pool, norm), None)
+    row = sequential_blocks("parallel=pipeline", torch.nn.Sequential(pool, norm, pool, norm), None)
     assert row[0] is not row[2]
     assert row[1] is row[3]
 

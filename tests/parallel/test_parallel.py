@@ -11,6 +11,7 @@ import torch
 from drivetrain.core.world import World
 from drivetrain.parallel import Ddp, Parallel
 from drivetrain.saving import checkpoint_io
+from tests.support.context import context
 
 # What float32 sums in another order may differ by after a handful of updates.
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}
@@ -123,23 +124,23 @@ def test_gradients_meet_once_an_update_not_once_a_micro_batch(make, one_rank, st
         future.set_result(bucket.buffer())
         return future
 
-    trainer.forward.register_comm_hook(None, hook)
+    trainer.step.inner.forward.register_comm_hook(None, hook)
     micros = []
     trainer.model.register_forward_hook(lambda m, *_: micros.append(m.training))
     trainer.fit()
     assert sum(micros) == 4 * steps
     assert meetings == [0, 1, 2, 3]
-    trainer.parallel.stop()
+    trainer.parallel.shutdown()
 
 
 def test_ddp_is_told_its_knobs(make, one_rank):
     trainer = make("parallel=ddp", "parallel.bucket_mb=0.5", "parallel.find_unused_parameters=true")
-    assert trainer.forward.bucket_bytes_cap == 0.5 * 2**20
-    assert trainer.forward.find_unused_parameters
-    assert trainer.forward.gradient_as_bucket_view
-    assert not trainer.forward.static_graph
-    assert trainer.forward.module is trainer.model  # evaluated and saved under its own names
-    trainer.parallel.stop()
+    assert trainer.step.inner.forward.bucket_bytes_cap == 0.5 * 2**20
+    assert trainer.step.inner.forward.find_unused_parameters
+    assert trainer.step.inner.forward.gradient_as_bucket_view
+    assert not trainer.step.inner.forward.static_graph
+    assert trainer.step.inner.forward.module is trainer.model  # evaluated and saved under its own names
+    trainer.parallel.shutdown()
 
 
 def test_states_are_saved_as_often_as_asked_for_on_ranks_too(make, one_rank, tmp_path):
@@ -151,7 +152,7 @@ def test_states_are_saved_as_often_as_asked_for_on_ranks_too(make, one_rank, tmp
     gaps = [b - a for a, b in zip([0, *saved], saved[:-1], strict=False)]
     assert len(gaps) >= 3
     assert all(3 <= gap <= 4 for gap in gaps), saved
-    trainer.parallel.stop()
+    trainer.parallel.shutdown()
 
 
 def test_ddp_on_one_device_trains(train):
@@ -166,12 +167,12 @@ def test_ddp_on_one_device_trains(train):
 
 def test_single_is_one_process_and_changes_nothing(make):
     parallel, model, sums = Parallel(), torch.nn.Linear(2, 2), torch.ones(3)
-    parallel.start(World(), torch.device("cpu"))
+    parallel.setup(context())
     assert parallel.ranks() == 1
-    assert parallel.wrap(model) is model
-    assert parallel.total(sums) is sums
+    assert parallel.wrap_model(model) is model
+    assert parallel.all_reduce_sum(sums) is sums
     assert parallel.all_reduce_flag(2) == 2
-    assert parallel.gather("mine") == ["mine"]
+    assert parallel.gather_object("mine") == ["mine"]
 
 
 @pytest.mark.parametrize(

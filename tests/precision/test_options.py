@@ -1,6 +1,7 @@
 """TF32, bfloat16 throughout, float8, and what AMP costs: in effect, undone afterwards, exact after a resume."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from drivetrain.core.world import World
 from drivetrain.precision import Amp
 from drivetrain.precision.bf16_pure import Bf16Pure
 from drivetrain.saving import checkpoint_io
+from tests.support.context import context
 
 PURE = {"fp32 masters": "precision.master=fp32", "stochastic": "precision.master=stochastic"}
 masters = pytest.mark.parametrize("master", PURE.values(), ids=PURE)
@@ -36,12 +38,12 @@ def every(**leave_out: str) -> pytest.MarkDecorator:
 
 
 def losses(trainer) -> list[float]:
-    return [r["loss"] for r in trainer.sinks[0] if r["event"] == "train"]
+    return [r["loss"] for r in trainer.log.writers[0] if r["event"] == "train"]
 
 
 def traced_types(trainer, tmp_path, names=("aten::addmm", "aten::mm", "aten::mkldnn_convolution", "aten::convolution_backward")):
     """The element types that these operations work on while the trainer fits, without its evaluation."""
-    trainer.eval_batches = 0
+    trainer.evaluator.max_batches = 0
     trainer.progress.evaluated = trainer.max_updates
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
         trainer.fit()
@@ -103,24 +105,23 @@ def test_a_run_may_go_on_in_another_precision(tiny, words):
 
 
 def test_tf32_sets_what_torch_looks_at(make):
-    trainer = make("precision=tf32", "precision.cudnn=false")
+    make("precision=tf32", "precision.cudnn=false")
     assert torch.get_float32_matmul_precision() == "high"
     assert torch.backends.cudnn.allow_tf32 is False
-    trainer.precision.stop()
+    make.contexts[-1].on_exit.close()
     assert torch.get_float32_matmul_precision() == "highest"
     assert torch.backends.cudnn.allow_tf32 is True
-    other = make("precision=tf32", "precision.matmul=medium")
+    make("precision=tf32", "precision.matmul=medium")
     assert torch.get_float32_matmul_precision() == "medium"
     assert torch.backends.cudnn.allow_tf32 is True
-    other.precision.stop()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says it where there is no CUDA device")
-def test_tf32_says_that_it_does_nothing_here_and_does_nothing(make):
+def test_tf32_says_that_it_does_nothing_here_and_does_nothing(make, caplog):
     trainer, plain = make("precision=tf32"), make()
-    assert any("precision=tf32 rounds nothing here" in line for line in trainer.said)
+    assert any("precision=tf32 rounds nothing here" in line for line in caplog.messages)
     trainer.fit()
-    trainer.precision.stop()
+    make.contexts[0].on_exit.close()
     plain.fit()
     assert losses(trainer) == losses(plain)
 
@@ -128,10 +129,10 @@ def test_tf32_says_that_it_does_nothing_here_and_does_nothing(make):
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_tf32_rounds_matrix_products_on_cuda(make):
-    trainer = make("precision=tf32")
+    make("precision=tf32")
     a = torch.randn(256, 256, device="cuda")
     rounded = a @ a
-    trainer.precision.stop()
+    make.contexts[0].on_exit.close()
     exact = a @ a
     assert not torch.equal(rounded, exact)
     torch.testing.assert_close(rounded, exact, rtol=1e-2, atol=0.1)
@@ -166,7 +167,7 @@ def test_amp_is_torchs_own_sequence_with_one_read_of_the_device():
 
     ours, optimizer = setting()
     precision = Amp(init_scale=256.0, growth_interval=3)
-    precision.start(torch.device("cpu"))
+    precision.setup(context())
     reads, stepped = [], []
     for x, scale in zip(inputs, scales, strict=True):
         precision.backward(ours(x).square().mean(), torch.ones(()))
@@ -231,7 +232,7 @@ class Sgd:
 
 def after_updates(master: str, updates: int):
     precision = Bf16Pure(master)
-    precision.start(torch.device("cpu"))
+    precision.setup(context())
     model = precision.convert(OneWeight(), torch.ones(()))
     optimizer = precision.optimizer(Sgd(), model, 1.0)
     for _ in range(updates):
@@ -256,7 +257,7 @@ def test_updates_below_bfloat16s_resolution_add_up():
 
 def test_stochastic_rounding_goes_to_a_neighbour_and_is_right_in_the_mean():
     precision = Bf16Pure("stochastic")
-    precision.start(torch.device("cpu"))
+    precision.setup(context())
     values = torch.tensor([1.001, -1.001, 3.14159, 1e-30, -7e20, 0.0, 1.0, 65280.5])
     model = torch.nn.ParameterList([values.repeat_interleave(20_000)])
     precision.convert(model, torch.ones(()))
@@ -327,7 +328,7 @@ def test_weights_to_evaluate_stand_in_the_model_and_those_to_train_come_back(mak
     trainer.fit()
     trained = [p.detach().clone() for p in trainer.model.parameters()]
     y = [t.clone() for t in trainer.optimizer.state_dict()["y"]]
-    with trainer.eval_weights():
+    with trainer.evaluator.eval_weights():
         averaged = [p.detach().clone() for p in trainer.model.parameters()]
     assert any(not torch.equal(a, b) for a, b in zip(trained, averaged, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(trained, trainer.model.parameters(), strict=True))
@@ -340,14 +341,14 @@ def test_weights_to_evaluate_stand_in_the_model_and_those_to_train_come_back(mak
 @masters
 def test_gradients_are_clipped_in_float32(make, monkeypatch, master):
     trainer = make("precision=bf16_pure", master, "clip=norm", "clip.max_norm=0.01")
-    clip, seen = trainer.clip, []
+    clip, seen = trainer.step.clip, []
 
     def watched():
         clip()
         grads = [p.grad for group in trainer.optimizer.param_groups for p in group["params"]]
         seen.append(({g.dtype for g in grads}, float(torch.cat([g.flatten() for g in grads]).norm())))
 
-    trainer.clip = watched
+    trainer.step = replace(trainer.step, clip=watched)
     trainer.fit()
     assert [kinds for kinds, _ in seen] == [{torch.float32}] * 2
     assert [norm for _, norm in seen] == pytest.approx([0.01] * 2, rel=1e-4)
@@ -442,13 +443,13 @@ def test_what_bfloat16_does_to_accumulation_is_said(tiny):
 
 
 @fp8
-def test_fp8_converts_the_layers_that_gain_and_says_so(make):
+def test_fp8_converts_the_layers_that_gain_and_says_so(make, caplog):
     trainer = make(*FP8, "model.hidden=[128,128,100]")
     from torchao.float8.float8_linear import Float8Linear
 
     converted = [name for name, m in trainer.model.named_modules() if isinstance(m, Float8Linear)]
     assert converted == ["layers.0.linear", "layers.1.linear"]  # 192→128, 128→128; not 128→100, nor the head
-    assert any("2 of 4 Linear layers compute in float8" in line for line in trainer.said)
+    assert any("2 of 4 Linear layers compute in float8" in line for line in caplog.messages)
     plain = make("model.hidden=[128,128,100]")
     plain.model.load_state_dict(trainer.model.state_dict())  # plain names and types
     assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}

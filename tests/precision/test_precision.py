@@ -21,7 +21,7 @@ def matmul_types(trainer, tmp_path) -> set[str]:
 )
 def test_the_matrix_products_are_in_this_format_forward_and_backward(make, tmp_path, precision, kind):
     trainer = make(f"precision={precision}", "saving=none")
-    trainer.eval_batches = 0  # the products of the training step alone
+    trainer.evaluator.max_batches = 0  # the products of the training step alone
     trainer.progress.evaluated = 2
     assert matmul_types(trainer, tmp_path) == {kind}
     assert all(p.dtype == torch.float32 for p in trainer.model.parameters())
@@ -44,7 +44,7 @@ def test_evaluation_runs_in_the_same_format(make):
     trainer = make("precision=bf16")
     kinds = set()
     trainer.model.head.register_forward_hook(lambda m, i, output: kinds.add(output.dtype))
-    trainer.evaluate()
+    trainer.evaluator.metrics()
     assert kinds == {torch.bfloat16}
 
 
@@ -96,7 +96,7 @@ def test_an_overflow_moves_nothing_but_the_scale(make, each_update, steps, optim
     assert skips == trainer.progress.skipped > 0
     assert trainer.progress.updates == 3
     assert len(seen) == 3 + skips
-    records = [r for r in trainer.sinks[0] if r["event"] == "train"]
+    records = [r for r in trainer.log.writers[0] if r["event"] == "train"]
     assert [r["skipped"] for r in records] == counted
     assert trainer.progress.samples == 12 * len(seen)  # a skipped update has consumed its samples
 

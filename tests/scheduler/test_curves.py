@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler as theirs
 from drivetrain import scheduler as ours
 from drivetrain.config.compose import options
 from drivetrain.core.errors import UserError
-from drivetrain.core.horizon import Horizon, horizon, length_problem
+from drivetrain.core.horizon import Horizon, length_problem, run_horizon
 from drivetrain.core.option import Option
 from drivetrain.launch.launcher import prepare
 
@@ -189,15 +189,15 @@ def test_equals_timm(scheduler: ours.Scheduler, make: Callable[[Optimizer], Any]
 )
 def test_wsd_shapes(shape: Any, height: Callable[[float], float]) -> None:
     scheduler = ours.Wsd(warmup=0, decay=60, shape=shape, final=0.1)
-    scheduler.lay(OVER)
-    assert {scheduler.multiple(u) for u in range(180)} == {1.0}
-    assert [scheduler.multiple(180 + u) for u in range(60)] == pytest.approx([0.1 + 0.9 * height(u / 60) for u in range(60)])
+    scheduler.set_horizon(OVER)
+    assert {scheduler.lr_factor(u) for u in range(180)} == {1.0}
+    assert [scheduler.lr_factor(180 + u) for u in range(60)] == pytest.approx([0.1 + 0.9 * height(u / 60) for u in range(60)])
 
 
 def test_wsd_exponential() -> None:
     scheduler = ours.Wsd(warmup=0, decay=60, shape="exponential", final=0.01)
-    scheduler.lay(OVER)
-    assert [scheduler.multiple(u) for u in (179, 180, 210, 240)] == pytest.approx([1.0, 1.0, 0.1, 0.01])
+    scheduler.set_horizon(OVER)
+    assert [scheduler.lr_factor(u) for u in (179, 180, 210, 240)] == pytest.approx([1.0, 1.0, 0.1, 0.01])
 
 
 @pytest.mark.parametrize(
@@ -211,13 +211,13 @@ def test_wsd_exponential() -> None:
     ids=lambda v: type(v).__name__,
 )  # fmt: skip
 def test_the_last_value_holds_after_the_end(scheduler: ours.Scheduler, last: float) -> None:
-    scheduler.lay(OVER)
-    assert [scheduler.multiple(UPDATES + n) for n in (0, 1, 1000)] == pytest.approx([last] * 3)
+    scheduler.set_horizon(OVER)
+    assert [scheduler.lr_factor(UPDATES + n) for n in (0, 1, 1000)] == pytest.approx([last] * 3)
 
 
 def test_momentum_holds_after_the_end() -> None:
     scheduler = ours.OneCycle(momentum=RANGE, length=100)
-    scheduler.lay(OVER)
+    scheduler.set_horizon(OVER)
     assert [scheduler.momentum_at(u) for u in (99, 150, 300)] == pytest.approx([0.95] * 3)
     assert scheduler.momentum_at(29) == pytest.approx(0.922, abs=0.2)
 
@@ -292,12 +292,12 @@ class TestPlateau:
                 one.evaluated({"loss": loss})
                 two.evaluated({"loss": loss})
             assert two.state_dict() == one.state_dict()
-            assert two.multiple(5) == one.multiple(5) < 1
+            assert two.lr_factor(5) == one.lr_factor(5) < 1
 
     def test_warms_up_to_where_it_stands(self) -> None:
         scheduler = ours.Plateau(warmup=9)
         scheduler.start(adam(), *OVER)
-        assert [scheduler.multiple(u) for u in (0, 4, 9)] == [0.1, 0.5, 1.0]
+        assert [scheduler.lr_factor(u) for u in (0, 4, 9)] == [0.1, 0.5, 1.0]
 
 
 def test_plateau_in_a_run_and_in_its_resumed_half(make: Any) -> None:
@@ -311,7 +311,7 @@ def test_plateau_in_a_run_and_in_its_resumed_half(make: Any) -> None:
     rest.fit()
 
     def rates(trainer: Any) -> list[float]:
-        return [r["lr"] for r in trainer.sinks[0] if r["event"] == "train"]
+        return [r["lr"] for r in trainer.log.writers[0] if r["event"] == "train"]
 
     assert rates(whole) == pytest.approx([0.05, 0.05, 0.025, 0.0125, 0.00625])
     assert rates(half) + rates(rest) == rates(whole)
@@ -331,24 +331,26 @@ def test_the_base_class_hears_evaluations_and_has_no_state() -> None:
 @pytest.mark.parametrize(("length", "updates"), [(0, 0), (0.1, 24), (1, 1), (500, 500), ("5ep", 60), ("0.5ep", 6), (30.0, 30)])
 def test_one_notation_for_lengths(length: Any, updates: float) -> None:
     assert list(length_problem("scheduler.warmup", length)) == []
-    assert OVER.of(length) == pytest.approx(updates)
+    assert OVER.in_updates(length) == pytest.approx(updates)
 
 
 def test_epochs_are_counted_where_they_lie_when_the_batch_grows() -> None:
     """Digits: 11, 11, 5, 5, 2 and 2 updates; by epochs from the start, or to the end."""
     words = ["model=mlp", "epochs=6", "batch.grow_every=2", "scheduler=wsd", "scheduler.warmup=1ep", "scheduler.decay=3ep"]
     run = prepare(words).run
-    over = horizon(run)
+    over = run_horizon(run)
     assert over is not None
     assert over == Horizon(36, [11, 22, 27, 32, 34, 36])
-    assert [over.of(n) for n in ("1ep", "2.2ep", "3ep", "6ep", "8ep", 0.5)] == pytest.approx([11, 23, 27, 36, 40, 18])
-    assert [over.of_end(n) for n in ("1ep", "2ep", "3.4ep", "6ep", "9ep", 0.5, 7)] == pytest.approx([2, 4, 11, 36, 36, 18, 7])
-    run.scheduler.lay(over)
-    assert [run.scheduler.multiple(u) for u in (10, 11, 27, 28, 35)] == pytest.approx([11 / 12, 1, 1, 8 / 9, 1 / 9])
+    assert [over.in_updates(n) for n in ("1ep", "2.2ep", "3ep", "6ep", "8ep", 0.5)] == pytest.approx([11, 23, 27, 36, 40, 18])
+    assert [over.in_updates_at_end(n) for n in ("1ep", "2ep", "3.4ep", "6ep", "9ep", 0.5, 7)] == pytest.approx(
+        [2, 4, 11, 36, 36, 18, 7]
+    )
+    run.scheduler.set_horizon(over)
+    assert [run.scheduler.lr_factor(u) for u in (10, 11, 27, 28, 35)] == pytest.approx([11 / 12, 1, 1, 8 / 9, 1 / 9])
 
 
 def test_past_the_end_epochs_are_as_long_as_the_last() -> None:
-    assert [Horizon(20, [11, 18, 20]).of(n) for n in ("2ep", "3ep", "4ep", "5.5ep")] == [18, 20, 22, 25]
+    assert [Horizon(20, [11, 18, 20]).in_updates(n) for n in ("2ep", "3ep", "4ep", "5.5ep")] == [18, 20, 22, 25]
 
 
 @pytest.mark.parametrize(("updates", "epochs"), [(1, 1 / 12), (12, 1), (30, 2.5), (240, 20)])
@@ -389,17 +391,17 @@ REFUSED = {
     "scheduler=multistep scheduler.milestones=[]": "scheduler.milestones",
     "scheduler=wsd scheduler.decay=200": "are 8 + 200 updates, more than the run's 165",
     "scheduler=wsd scheduler.shape=exponential": "set scheduler.final above 0",
-    "scheduler=step scheduler.every=0": "scheduler.every=0 is no length of time",
-    "scheduler=exponential scheduler.every=0ep": "scheduler.every=0ep is no length of time",
-    "scheduler=cyclic scheduler.up=0": "scheduler.up=0 is no length of time",
-    "scheduler=cyclic scheduler.down=0": "scheduler.down=0 is no length of time",
-    "scheduler=cyclic scheduler.mode=exp_range": "scheduler.mode=exp_range shrinks",
+    "scheduler=step scheduler.every=0": "scheduler.every=0 is zero updates",
+    "scheduler=exponential scheduler.every=0ep": "scheduler.every=0ep is zero updates",
+    "scheduler=cyclic scheduler.up=0": "scheduler.up=0 is zero updates",
+    "scheduler=cyclic scheduler.down=0": "scheduler.down=0 is zero updates",
+    "scheduler=cyclic scheduler.mode=exp_range": "scheduler.mode=exp_range multiplies",
     "scheduler=cyclic scheduler.gamma=0.9": "scheduler.gamma=0.9 is exp_range's",
     "scheduler=cosine scheduler.length=10 scheduler.warmup=10": "scheduler.length=10 ends within scheduler.warmup=10",
     "scheduler=onecycle scheduler.length=40": "scheduler.length=40 ends within scheduler.warmup=0.3",
-    "scheduler=cosine scheduler.cycles=200": "less than one update to a cycle",
+    "scheduler=cosine scheduler.cycles=200": "makes a cycle shorter than one update",
     "scheduler=onecycle scheduler.three_phase=true scheduler.warmup=0.6": "twice scheduler.warmup=0.6",
-    "scheduler=onecycle scheduler.momentum=[0.95,0.85]": "[low, high]: turn it round",
+    "scheduler=onecycle scheduler.momentum=[0.95,0.85]": "must be [low, high]",
     "scheduler=onecycle scheduler.momentum=[0.9]": "scheduler.momentum=[0.9]",
     "scheduler=onecycle scheduler.momentum=[0.9,1.0]": "must be < 1",
     "scheduler=onecycle epochs=null": "epochs=null: must be a whole number",
@@ -417,7 +419,7 @@ def test_refused(words: str) -> None:
 
 
 ADVISED = {
-    "scheduler=constant scheduler.warmup=500": "the learning rate never gets to optimizer.lr",
+    "scheduler=constant scheduler.warmup=500": "the learning rate never reaches optimizer.lr",
     "scheduler=step scheduler.every=30ep": "is 330 updates and the run has 165: the learning rate never falls",
     "scheduler=multistep scheduler.milestones=[0.5,30ep]": "30ep is update 330 and the run ends at 165",
     "scheduler=cosine scheduler.length=20ep": "scheduler.length=20ep is 220 updates and the run has 165",
@@ -444,8 +446,8 @@ def test_the_options_as_they_come_have_nothing_said_against_them(name: str) -> N
 def test_a_debugging_run_may_be_shorter_than_its_schedule() -> None:
     words = ["model=mlp", "scheduler=wsd", "scheduler.decay=2000", "debug=fast", "debug.updates=3"]
     scheduler = prepare(words).run.scheduler
-    scheduler.lay(Horizon(3, [11]))
-    assert [scheduler.multiple(u) for u in range(4)] == pytest.approx([1.0, 2 / 3, 1 / 3, 0.0])
+    scheduler.set_horizon(Horizon(3, [11]))
+    assert [scheduler.lr_factor(u) for u in range(4)] == pytest.approx([1.0, 2 / 3, 1 / 3, 0.0])
 
 
 def test_momentum_that_cannot_cycle_is_refused_where_it_is_known_and_at_the_start_elsewhere() -> None:
@@ -454,7 +456,7 @@ def test_momentum_that_cannot_cycle_is_refused_where_it_is_known_and_at_the_star
 
     job = prepare(["model=mlp", "scheduler=onecycle", "scheduler.momentum=[0.85,0.95]"])
     job.run.parts["optimizer"] = Plain()
-    assert [p for p in job.run.scheduler.check(job.run) if "neither momentum nor beta1" in p]
+    assert [p for p in job.run.scheduler.validate(job.run) if "neither momentum nor beta1" in p]
     adagrad = torch.optim.Adagrad([torch.zeros(1, requires_grad=True)])
     with pytest.raises(UserError, match="but Adagrad has neither momentum nor beta1"):
         job.run.scheduler.start(adagrad, *OVER)
@@ -477,9 +479,9 @@ def test_rules_are_asked_when_the_data_is_read_where_only_that_tells_the_length(
 
 def test_schedules_need_no_torch() -> None:
     code = (
-        "import sys; from drivetrain.launch.launcher import prepare; from drivetrain.core.plan import horizon\n"
+        "import sys; from drivetrain.launch.launcher import prepare; from drivetrain.core.horizon import run_horizon\n"
         "run = prepare(['scheduler=onecycle', 'scheduler.momentum=[0.85,0.95]']).run\n"
-        "run.scheduler.lay(horizon(run)); print(run.scheduler.multiple(49), 'torch' in sys.modules)"
+        "run.scheduler.set_horizon(run_horizon(run)); print(run.scheduler.lr_factor(49), 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     value, torch_there = done.stdout.split()

@@ -121,7 +121,7 @@ def test_a_run_makes_each_update_with_its_rate(make, each_update):
     trainer.fit()
     scheduler = Cosine(warmup=2)
     scheduler.start(trainer.optimizer, 6)
-    assert used == pytest.approx([0.05 * scheduler.multiple(u) for u in range(6)])
+    assert used == pytest.approx([0.05 * scheduler.lr_factor(u) for u in range(6)])
     assert len(set(used)) > 3
 
 

@@ -7,7 +7,8 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from drivetrain.surgery import FusedNorm, apply_all, own_statistics
+from drivetrain.surgery import FusedNorm, apply_all, partial_statistics
+from drivetrain.surgery.fused_norm import fuse, recognise
 from drivetrain.surgery.sync_batchnorm import synchronise
 
 RESNET = ["model=resnet9", "model.width=8", "updates=3", "epochs=2", "data.test_samples=6"]
@@ -33,9 +34,9 @@ def test_two_ranks_with_sync_bn_see_the_whole_batch(train):
     )
 
 
-def test_one_process_needs_no_synchronising(make):
-    trainer = make(*RESNET, "surgery=[sync_bn]")
-    assert any("left as they are" in line for line in trainer.said)
+def test_one_process_needs_no_synchronising(make, caplog):
+    make(*RESNET, "surgery=[sync_bn]")
+    assert any("left as they are" in line for line in caplog.messages)
 
 
 def test_batch_norms_that_see_a_part_of_the_update_are_told_of(make):
@@ -46,11 +47,11 @@ def test_batch_norms_that_see_a_part_of_the_update_are_told_of(make):
     assert lines(*net) == []
     assert lines("model=mlp", "batch=accumulate", "batch.accumulation_steps=2") == []
     (line,) = lines(*net, "batch=accumulate", "batch.accumulation_steps=2", "batch.global_batch=24")
-    assert line == "8 BatchNorms have their statistics of 12 samples at a time, not of an update's 24"
+    assert line == "8 BatchNorms compute their statistics from 12 samples at a time, not from an update's 24"
     norm = nn.Sequential(nn.BatchNorm1d(2))
-    assert own_statistics(norm, 12, 24, 2)[0].endswith("24; surgery=[sync_bn] joins those of the ranks")
+    assert partial_statistics(norm, 12, 24, 2)[0].endswith("24; surgery=[sync_bn] joins those of the ranks")
     synchronise(norm[0], on_cuda=False)
-    assert own_statistics(norm, 12, 24, 2) == []
+    assert partial_statistics(norm, 12, 24, 2) == []
 
 
 def test_a_model_without_batch_norm_is_refused():
@@ -88,12 +89,12 @@ class HandChannelNorm(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.rand(width)), nn.Parameter(torch.rand(width))
+        self.weight, self.bias, self.eps = nn.Parameter(torch.rand(width)), nn.Parameter(torch.rand(width)), 1e-6
 
     def forward(self, x):
         u = x.mean(1, keepdim=True)
         s = (x - u).pow(2).mean(1, keepdim=True)
-        x = (x - u) / torch.sqrt(s + 1e-6)
+        x = (x - u) / torch.sqrt(s + self.eps)
         return self.weight[:, None, None] * x + self.bias[:, None, None]
 
 
@@ -102,18 +103,55 @@ class HandRmsNorm(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.rand(width))
+        self.weight, self.variance_epsilon = nn.Parameter(torch.rand(width)), 1e-6
 
     def forward(self, x):
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon) * self.weight
 
 
-class Almost(HandLayerNorm):
+class GemmaRmsNorm(HandRmsNorm):
+    """RMSNorm with its weight kept around 0."""
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon) * (1.0 + self.weight)
+
+
+class MeanDeviation(HandLayerNorm):
     """Looks like a norm and divides by the mean deviation."""
 
     def forward(self, x):
         centred = x - x.mean(-1, keepdim=True)
         return centred / (centred.abs().mean(-1, keepdim=True) + self.eps) * self.scale + self.shift
+
+
+class OtherEps(HandLayerNorm):
+    """LayerNorm with another epsilon than its attribute."""
+
+    def forward(self, x):
+        variance, mean = torch.var_mean(x, -1, correction=0, keepdim=True)
+        return (x - mean) / torch.sqrt(variance + 2 * self.eps) * self.scale + self.shift
+
+
+class NoisyInTraining(HandLayerNorm):
+    """LayerNorm in evaluation only."""
+
+    def forward(self, x):
+        out = super().forward(x)
+        return out + torch.randn_like(out) if self.training else out
+
+
+class Kernel(HandLayerNorm):
+    """torch's kernel already."""
+
+    def forward(self, x):
+        return nn.functional.layer_norm(x, self.scale.shape, self.scale, self.shift, self.eps)
+
+
+class TwoInputs(HandLayerNorm):
+    """LayerNorm with a second argument."""
+
+    def forward(self, x, more=0.0):
+        return super().forward(x) + more
 
 
 def calls(model: nn.Module, x: torch.Tensor) -> int:
@@ -161,11 +199,30 @@ def test_on_a_cpu_rms_norm_stays_and_it_is_said():
     assert "1 hand-written norms fused" in said
 
 
-def test_what_only_looks_like_a_norm_stays():
+@pytest.mark.parametrize("norm", [HandRmsNorm, GemmaRmsNorm])
+def test_rms_norms_are_recognised_and_computed_by_the_kernel(norm):
+    module, x = norm(8), torch.randn(4, 3, 8)
+    form = recognise(module)
+    assert (form.kernel, form.eps, form.offset) == ("rms_norm", 1e-6, float(norm is GemmaRmsNorm))
+    expected = module(x)
+    fuse(module, form)
+    torch.testing.assert_close(copy.deepcopy(module)(x), expected)
+
+
+@pytest.mark.parametrize("norm", [MeanDeviation, OtherEps, NoisyInTraining, Kernel, TwoInputs])
+def test_what_is_no_norm_written_out_by_hand_stays(norm):
     from drivetrain.core.errors import UserError
 
     with pytest.raises(UserError, match="surgery=fused_norm has no effect"):
-        apply_all([FusedNorm()], nn.Sequential(Almost(8)), torch.zeros(2, 8))
+        apply_all([FusedNorm()], nn.Sequential(norm(8)), torch.zeros(2, 8))
+
+
+def test_torchs_and_timms_own_norms_stay():
+    import timm.layers as timm
+
+    norms = [nn.LayerNorm(8), nn.LayerNorm(8, elementwise_affine=False), nn.RMSNorm(8), nn.GroupNorm(2, 8), nn.BatchNorm1d(8),
+             nn.BatchNorm1d(8, track_running_stats=False), timm.LayerNorm2d(8), timm.RmsNorm(8), timm.SimpleNorm(8)]  # fmt: skip
+    assert [type(n).__name__ for n in norms if recognise(n) is not None] == []
 
 
 def test_a_fused_model_trains_to_the_same_weights(train):

@@ -178,7 +178,7 @@ def test_training_without_them_equals_training_with_them(make):
     for surgery in ("[]", "[no_bias_before_norm]"):
         trainer = make(*RESNET, f"surgery={surgery}", "optimizer.lr=0.001", "updates=3")
         trainer.fit()
-        losses.append([r["loss"] for r in trainer.sinks[0] if r["event"] == "train"])
+        losses.append([r["loss"] for r in trainer.log.writers[0] if r["event"] == "train"])
     assert len(losses[0]) == 3
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
 
@@ -215,13 +215,13 @@ def test_channels_last_computes_the_same(make):
         trainer = make("model=resnet9", "model.width=8", f"surgery={surgery}", "optimizer.lr=0.001", "updates=3")
         trainer.fit()
         assert trainer.progress.updates == 3
-        ends.append(trainer.sinks[0][-1]["loss"])
+        ends.append(trainer.log.writers[0][-1]["loss"])
     assert ends[1] == pytest.approx(ends[0], rel=1e-3)
 
 
-def test_both_edits_together(make):
+def test_both_edits_together(make, caplog):
     trainer = make(*RESNET, "surgery=[channels_last,no_bias_before_norm]")
-    assert len(trainer.said) == 2
+    assert len(caplog.messages) == 2
     assert trainer.memory_format == torch.channels_last
     trainer.fit()
     assert trainer.progress.updates == 2

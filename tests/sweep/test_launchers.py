@@ -114,7 +114,7 @@ def test_several_at_a_time_and_the_signal_that_stops_them(tmp_path: Path) -> Non
     assert done.code == 75, done
     assert [(result(sweep / n)["status"], result(sweep / n)["updates"]) for n in "01"] == [("interrupted", 5)] * 2
     assert not (sweep / "2").exists()
-    assert f"go on by drivetrain train -m resume=outputs/{sweep.relative_to(cwd / 'outputs')}" in done.err
+    assert f"resume by drivetrain train -m resume=outputs/{sweep.relative_to(cwd / 'outputs')}" in done.err
     assert told(sweep)["finished"] is False
     words = ("runtime.seed=0,1,2", "resume=auto", "hydra/launcher=joblib", "hydra.launcher.n_jobs=3")
     done = train(*GATED[1:], *words, cwd=cwd, env={"GATE": str(gate)})

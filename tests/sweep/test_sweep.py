@@ -21,11 +21,11 @@ from drivetrain.sweep.forked import own_device
 from drivetrain.sweep.grid import SweepJob
 from drivetrain.sweep.objective import Objective, common, write
 from drivetrain.sweep.options import Basic, Joblib, Optuna, SubmititLocal, SubmititSlurm, split
-from drivetrain.sweep.optuna import Search, Space
-from drivetrain.sweep.progress_table import Board, LiveBoard, progress
+from drivetrain.sweep.optuna import Search, SearchSpace
+from drivetrain.sweep.progress_table import LiveTable, ProgressLines, progress
 from drivetrain.sweep.search_space import Axis
 from drivetrain.sweep.search_space import read as read_space
-from drivetrain.sweep.store import LENGTH, Entry, Sweep, one_job, read, unfinished, with_beside
+from drivetrain.sweep.store import LENGTH, Entry, Sweep, merge_overrides, one_job, read, unfinished
 from drivetrain.sweep.submitit import _parameters
 
 OPTUNA = "hydra/sweeper=optuna"
@@ -181,8 +181,8 @@ def test_only_what_has_ended_well_or_for_good_is_kept(tmp_path: Path) -> None:
     assert not grid.is_finished()
     again = a_sweep(tmp_path / "s", words)[1]
     assert [e.number for e in again.kept] == [0, 1]
-    assert [e.number for e in again.take(10)] == [2, 3, 4, 5]
-    assert again.take(1) == []
+    assert [e.number for e in again.ask(10)] == [2, 3, 4, 5]
+    assert again.ask(1) == []
 
 
 def test_a_folder_without_a_checkpoint_starts_anew(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_a_folder_without_a_checkpoint_starts_anew(tmp_path: Path) -> None:
         (entry.run_dir / "metrics.jsonl").touch()
     (sweep.entries[1].run_dir / "checkpoints" / "3").mkdir(parents=True)
     for entry in sweep.entries:
-        entry.make_ready()
+        entry.prepare_folder()
     assert [p.name for p in sweep.entries[0].run_dir.iterdir()] == [".lock"]
     assert (sweep.entries[1].run_dir / "metrics.jsonl").exists()
     assert Result.read(sweep.entries[1].run_dir) is None  # that of the part before is not taken for the next one's
@@ -203,7 +203,7 @@ def test_jobs_json_holds_all_that_a_job_needs(tmp_path: Path) -> None:
     sweep, _ = a_sweep(tmp_path / "s", ["recipe=speed_ladder", "updates=2,3"])
     last = sweep.entries[-1]
     alone = one_job(sweep.path, last.number)
-    assert alone.job.words == last.job.words
+    assert alone.job.overrides == last.job.overrides
     assert alone.job.job is not None
     assert last.job.job is not None
     assert alone.job.job.config_hash == last.job.job.config_hash
@@ -226,12 +226,12 @@ def test_the_newest_unfinished_sweep_of_the_same_words(tmp_path: Path) -> None:
 def test_beside_a_sweeps_folder_only_how_it_runs_may_be_said() -> None:
     words = ["epochs=1,2", SLURM, "hydra.launcher.partition=a", "hydra.launcher.qos=b"]
     place = Path("there")
-    assert with_beside(place, words, ["hydra.launcher.partition=c"])[-2:] == [
+    assert merge_overrides(place, words, ["hydra.launcher.partition=c"])[-2:] == [
         "hydra.launcher.qos=b",
         "hydra.launcher.partition=c",
     ]
-    assert with_beside(place, words, ["hydra/launcher=joblib"]) == ["epochs=1,2", "hydra/launcher=joblib"]
-    (told,) = problems(lambda: with_beside(place, words, ["epochs=3", "hydra.sweeper.n_trials=4"]))
+    assert merge_overrides(place, words, ["hydra/launcher=joblib"]) == ["epochs=1,2", "hydra/launcher=joblib"]
+    (told,) = problems(lambda: merge_overrides(place, words, ["epochs=3", "hydra.sweeper.n_trials=4"]))
     assert told.endswith("leave out epochs=3")
 
 
@@ -257,7 +257,7 @@ def test_the_best_job_by_the_losss_metric(tmp_path: Path) -> None:
     ):
         ended(entry, status, value)
     objective = common(sweep.entries)
-    assert objective == Objective("accuracy", more=True)
+    assert objective == Objective("accuracy", maximize=True)
     write(sweep, objective, 7.0, grid.is_finished())
     told = json.loads((sweep.path / "sweep.json").read_text())
     assert (told["best"], told["finished"], told["wall_s"]) == (1, True, 7.0)
@@ -265,12 +265,12 @@ def test_the_best_job_by_the_losss_metric(tmp_path: Path) -> None:
     assert [(j["status"], j["objective"]) for j in told["jobs"]] == [
         ("completed", 0.5), ("completed", 0.7), ("diverged", None), ("completed", None),
     ]  # fmt: skip
-    assert Objective("loss", more=False).best(sweep.entries) is None
+    assert Objective("loss", maximize=False).best(sweep.entries) is None
 
 
 def test_jobs_with_different_metrics_have_no_best(tmp_path: Path) -> None:
     sweep, _ = a_sweep(tmp_path / "s", ["recipe=default,stdlib_gpt"])
-    assert [Objective.of(e.job.job.run).more for e in sweep.entries if e.job.job] == [True, False]
+    assert [Objective.of(e.job.job.run).maximize for e in sweep.entries if e.job.job] == [True, False]
     assert common(sweep.entries) is None
 
 
@@ -301,43 +301,43 @@ def test_the_time_left_follows_from_what_was_done_here(tmp_path: Path, monkeypat
     clock = [5.0]
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
     all_of_them = entries(tmp_path, 4)
-    board = Board(4)
-    board.keep(all_of_them[:1])
+    display = ProgressLines(4)
+    display.keep(all_of_them[:1])
     told_progress(all_of_them[1], 200, 400)  # half of it was made before the sweep was gone on with
     for entry in all_of_them[1:3]:
-        board.begin(entry)
-    assert board.left(all_of_them[1:3]) is None
+        display.begin(entry)
+    assert display.seconds_left(all_of_them[1:3]) is None
     clock[0] = 15.0
     told_progress(all_of_them[1], 300, 400)
-    assert board.left(all_of_them[1:3]) == pytest.approx(10 / 0.25 * (3 - 0.25))
+    assert display.seconds_left(all_of_them[1:3]) == pytest.approx(10 / 0.25 * (3 - 0.25))
     ended(all_of_them[1])
-    board.end(all_of_them[1], all_of_them[2:3])
-    assert board.left(all_of_them[2:3]) == pytest.approx(10 / 0.5 * 2)
+    display.end(all_of_them[1], all_of_them[2:3])
+    assert display.seconds_left(all_of_them[2:3]) == pytest.approx(10 / 0.5 * 2)
 
 
-def drawn(board: LiveBoard, jobs: list[Entry], running: list[Entry], room: int) -> str:
+def drawn(display: LiveTable, jobs: list[Entry], running: list[Entry], max_rows: int) -> str:
     from rich.console import Console
 
     console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(board.table(jobs, running, room))
+    console.print(display.table(jobs, running, max_rows))
     return console.export_text()
 
 
 def test_the_live_table(tmp_path: Path) -> None:
     jobs = entries(tmp_path, 40)
-    board = LiveBoard(40)
+    display = LiveTable(40)
     for entry in jobs[:2]:
-        board.begin(entry)
+        display.begin(entry)
     ended(jobs[0], "failed")
-    board._count(jobs[0])
+    display._count(jobs[0])
     told_progress(jobs[1], 300, 1400)
-    text = drawn(board, jobs, jobs[1:2], 50)
+    text = drawn(display, jobs, jobs[1:2], 50)
     assert "1 of 40 done · 1 failed" in text
     assert "left" in text.splitlines()[0]
     (row,) = (line for line in text.splitlines() if "seed=1 " in line)
     assert [cell.strip() for cell in row.split("│")[1:-2]] == ["1", "seed=1", "running", "300/1,400", "0.2500", "1,234"]
     assert text.count("waiting") == 38
-    text = drawn(board, jobs, jobs[1:2], 10)  # they do not fit: those that run
+    text = drawn(display, jobs, jobs[1:2], 10)  # they do not fit: those that run
     assert "seed=1 " in text
     assert "seed=2 " not in text
 
@@ -365,7 +365,7 @@ def test_hydras_grammar_is_the_space(word: str, axis: Axis) -> None:
     distribution = axis.distribution()
     if values is not None and "interval" not in word:
         grid = prepare(["updates=3", word])  # what a sweep makes of the same word
-        assert [axis.word(v) for v in values] == [job.words[1] for job in grid]
+        assert [axis.override(v) for v in values] == [job.overrides[1] for job in grid]
         assert all(distribution._contains(distribution.to_internal_repr(v)) for v in values)
     elif values is None:
         assert (distribution.low, distribution.high, distribution.log) == (axis.low, axis.high, axis.log)
@@ -378,7 +378,8 @@ def test_what_is_no_space() -> None:
              "f=interval(1,2)", "f=3"]
         )
     )  # fmt: skip
-    for line, part in zip(told, ("lower number", "above 0", "tag often", "has no listed", "twice", "f is searched"), strict=True):
+    parts = ("lower number", "above 0", "tag often", "not for listed", "twice", "f is searched")
+    for line, part in zip(told, parts, strict=True):
         assert part in line
 
 
@@ -387,7 +388,7 @@ def a_search(path: Path, *words: str) -> tuple[Sweep, Search]:
     assert isinstance(settings.sweeper, Optuna)
     sweep = Sweep(path, [OPTUNA, *words], [])
     path.mkdir(exist_ok=True)
-    return sweep, Search(Space(settings.sweeper, own, []), sweep)
+    return sweep, Search(SearchSpace(settings.sweeper, own, []), sweep)
 
 
 LR = "optimizer.lr=tag(log,interval(1e-4,1e-1))"
@@ -399,22 +400,22 @@ def test_a_search_goes_on_where_it_was(tmp_path: Path) -> None:
 
     words = ("model=mlp", LR, "hydra.sweeper.n_trials=6", "hydra.sweeper.seed=3")
     sweep, search = a_search(tmp_path / "s", *words)
-    first = search.take(5)
+    first = search.ask(5)
     for entry, status, value in ((first[0], "completed", 0.5), (first[1], "failed", None), (first[2], "diverged", None)):
         ended(entry, status, value)
-        search.told(entry)
+        search.tell(entry)
     ended(first[3], "completed", 0.75)  # killed before optuna was told
     assert not search.is_finished()
     sweep, search = a_search(tmp_path / "s", *words)
     assert [e.number for e in search.kept] == [0, 1, 2, 3]
-    rest = search.take(9)
+    rest = search.ask(9)
     assert [e.number for e in rest] == [4, 5]
-    assert rest[0].job.words == first[4].job.words
+    assert rest[0].job.overrides == first[4].job.overrides
     assert len({e.job.label for e in sweep.entries}) == 6
-    assert [j["overrides"] for j in read(sweep.path)["jobs"]] == [e.job.words for e in sweep.entries]
+    assert [j["overrides"] for j in read(sweep.path)["jobs"]] == [e.job.overrides for e in sweep.entries]
     for entry in rest:
         ended(entry, "completed", 0.25)
-        search.told(entry)
+        search.tell(entry)
     assert search.is_finished()
     study = optuna.load_study(study_name="search", storage=f"sqlite:///{sweep.path / 'study.db'}")
     assert [t.state.name for t in study.trials] == ["COMPLETE", "FAIL", "PRUNED", "COMPLETE", "COMPLETE", "COMPLETE"]
@@ -425,7 +426,7 @@ def test_a_search_draws_from_the_space_and_repeats_by_its_seed(tmp_path: Path) -
     labels = []
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         _, search = a_search(tmp_path / name, "model=mlp", LR, "epochs=1,2", f"hydra.sweeper.seed={seed}")
-        labels.append([e.job.label for e in search.take(3)])
+        labels.append([e.job.label for e in search.ask(3)])
     assert labels[0] == labels[1] != labels[2]
     for label in labels[0]:
         lr, epochs = (word.partition("=")[2] for word in label.split())
@@ -443,12 +444,12 @@ def test_a_grid_has_each_combination_once(tmp_path: Path) -> None:
     )
     sweep, search = a_search(tmp_path / "s", *words)
     assert search.total == 6
-    for entry in search.take(4):
+    for entry in search.ask(4):
         ended(entry, "completed", 0.5)
-        search.told(entry)
+        search.tell(entry)
     sweep, search = a_search(tmp_path / "s", *words)
-    search.take(9)
+    search.ask(9)
     assert len(sweep.entries) == len({e.job.label for e in sweep.entries}) == 6
-    assert not search.space.objective.more
+    assert not search.space.objective.maximize
     (told,) = problems(lambda: a_search(tmp_path / "t", LR, "hydra.sweeper.sampler=grid"))
     assert "optimizer.lr has an interval" in told

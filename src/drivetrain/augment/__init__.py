@@ -1,6 +1,6 @@
-"""What is done to training images."""
+"""Augmentation: random changes of training images."""
 
-from drivetrain.augment.base import Augment, Box
+from drivetrain.augment.base import Augment
 from drivetrain.augment.color import ColorJitter
 from drivetrain.augment.erasing import RandomErasing
 from drivetrain.augment.geometry import FlipCrop, RandomResizedCrop, batch_crop, batch_flip
@@ -8,6 +8,6 @@ from drivetrain.augment.mixing import CutMix, Mixup
 from drivetrain.augment.randaugment import RandAugment
 
 __all__ = [
-    "Augment", "Box", "ColorJitter", "CutMix", "FlipCrop", "Mixup", "RandAugment", "RandomErasing", "RandomResizedCrop",
+    "Augment", "ColorJitter", "CutMix", "FlipCrop", "Mixup", "RandAugment", "RandomErasing", "RandomResizedCrop",
     "batch_crop", "batch_flip",
 ]  # fmt: skip

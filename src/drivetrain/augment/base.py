@@ -1,79 +1,73 @@
-"""Augmentation: functions of a whole batch, on any device, whose randomness belongs to the sample and the epoch."""
+"""The interface of augmentations: functions of a whole batch, on any device, that draw for each sample and epoch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
 from drivetrain.core.option import Option, RunSpec
+from drivetrain.core.source import CropBox, SamplePipeline
 
-PIECE = 2**18  # values that are worked on at a time on a CPU: with their float copies they stay in its cache
-
-
-class Box(Protocol):
-    """What to cut out of one image file before it is resized."""
-
-    interpolation: str  # bilinear or bicubic
-
-    def __call__(self, width: int, height: int) -> tuple[int, int, int, int]:
-        """Left, top, width and height of the box, in pixels of an upright image of this size."""
-        ...
+CHUNK = 2**18  # values that a CPU works on at a time: they and their float copies stay in its cache
 
 
 class Augment(Option):
     """augment=none: samples as they are."""
 
-    mixes = False  # wants each sample's partner: its neighbour in the epoch's order
-    on_host = False  # groups samples by their draws: those are made where their sizes are known without asking the device
+    mixes = False  # mixes each sample with the next one in the epoch's order
+    draws_on_cpu = False  # groups samples by their draws: on the CPU the groups' sizes are known without waiting for the device
 
     def __call__(self, x: torch.Tensor, seed: int, epoch: int, indices: torch.Tensor) -> torch.Tensor:
-        """The batch (n, c, h, w) augmented; sample i draws from (seed, epoch, indices[i]) alone."""
+        """Augment a batch (n, c, h, w). Sample i draws from (seed, epoch, indices[i]) alone."""
         return x
 
     def apply(
-        self, x: torch.Tensor, y: torch.Tensor, rows: torch.Tensor, pipeline: Any, request: Request
+        self, x: torch.Tensor, y: torch.Tensor, indices: torch.Tensor, pipeline: SamplePipeline, request: Request
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """One step of a pipeline: inputs, targets and the sample numbers `rows` (n,) of a batch that is its own."""
-        return self(x, pipeline.seed, request.epoch, request.rows() if self.on_host else rows), y, rows
+        """Change a batch as one step of a pipeline; return its inputs, targets and sample indices (n,).
 
-    def boxes(self, seed: int, epoch: int, indices: torch.Tensor) -> Sequence[Box] | None:
-        """What a source that `crops` is to cut out of each sample while it decodes it; None: nothing."""
+        x may be changed in place: it belongs to the pipeline. `indices` is on the device of x.
+        """
+        own = request.indices_to_read() if self.draws_on_cpu else indices
+        return self(x, pipeline.seed, request.epoch, own), y, indices
+
+    def crop_boxes(self, seed: int, epoch: int, indices: torch.Tensor) -> Sequence[CropBox] | None:
+        """Return the crops that a source takes of the samples `indices` (n,) while it decodes them; None: whole images."""
         return None
 
 
-def wants_images(run: RunSpec, option: str, colour: bool = False) -> Iterator[str]:
-    """The problem of an option with the run's data, if it works on images, or on RGB images with values 0 … 255."""
-    shape, peak = run.data.shape(), run.data.peak
+def require_images(run: RunSpec, option: str, rgb: bool = False) -> Iterator[str]:
+    """Yield a problem if the run's data is not images, or, with `rgb`, not RGB images with values 0 … 255."""
+    shape, max_value = run.data.shape(), run.data.max_value
     if shape is None:
         return
     setting, data = f"augment=[{option}]", run.named("data")
     if len(shape) != 3:
         yield f"{setting} works on images (channels, height, width); {data} gives {list(shape)}: leave {option} out"
-    elif colour and (shape[0] != 3 or peak != 255):
-        values = f"values up to {peak:g}" if peak is not None else "values without a bound"
+    elif rgb and (shape[0] != 3 or max_value != 255):
+        values = f"values up to {max_value:g}" if max_value is not None else "values without a bound"
         yield (
             f"{setting} works on RGB images with values 0 … 255; {data} gives {shape[0]} channels and {values}: "
             f"set data to photographs (data=imagefolder), or leave {option} out"
         )
 
 
-def in_pieces(function: Callable[..., torch.Tensor], x: torch.Tensor, *each: torch.Tensor) -> torch.Tensor:
-    """function(x, *each), all split along their samples; in one go where a device has the batch."""
-    size = max(1, PIECE // max(1, x[0].numel()))
+def in_chunks(function: Callable[..., torch.Tensor], x: torch.Tensor, *each: torch.Tensor) -> torch.Tensor:
+    """Return function(x, *each), computed on a CPU for chunks of the samples: all arguments have n rows."""
+    size = max(1, CHUNK // max(1, x[0].numel()))
     if x.device.type != "cpu" or len(x) <= size:
         return function(x, *each)
-    return torch.cat([function(*piece) for piece in zip(*(t.split(size) for t in (x, *each)), strict=True)])
+    return torch.cat([function(*chunk) for chunk in zip(*(t.split(size) for t in (x, *each)), strict=True)])
 
 
 def per_sample(values: torch.Tensor) -> torch.Tensor:
-    """Values (n,) in the shape (n, 1, 1, 1)."""
+    """Reshape values (n,) to (n, 1, 1, 1)."""
     return values.view(-1, 1, 1, 1)
 
 
 def where(mask: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """torch.where, which takes 50 times as long on a CPU's bytes as choosing them by their bits."""
+    """Return torch.where(mask, a, b). For uint8 it selects by bits, which takes a fiftieth of torch.where's time on a CPU."""
     if a.dtype != torch.uint8 or b.dtype != torch.uint8:
         return torch.where(mask, a, b)
     bits = mask.view(torch.uint8).neg()  # 0 or 255

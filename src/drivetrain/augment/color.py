@@ -1,7 +1,7 @@
-"""What the pixels say: colour operations on batches of RGB images, a strength for each sample.
+"""Colour jitter and colour operations on batches of RGB images, with a strength for each sample.
 
-As torchvision.transforms.v2.functional has them, which takes one strength for a whole batch. Bytes are computed in float
-and cut off, not rounded, as there and in Pillow. Where images are float their values are 0 … 1.
+The operations are those of torchvision.transforms.v2.functional, which takes one strength for a whole batch. uint8 images are
+computed in float and truncated, not rounded, as there and in Pillow. Float images have values 0 … 1.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Annotated
 
 import annotated_types
 
-from drivetrain.augment import streams
-from drivetrain.augment.base import Augment, in_pieces, per_sample, wants_images, where
+from drivetrain.augment import random_streams
+from drivetrain.augment.base import Augment, in_chunks, per_sample, require_images, where
 from drivetrain.core import rng
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import NonNegative, RunSpec
@@ -21,7 +21,7 @@ Half = Annotated[float, annotated_types.Ge(0), annotated_types.Le(0.5)]
 
 
 class ColorJitter(Augment):
-    """Random brightness, contrast, saturation and hue, in this order always (torchvision's ColorJitter shuffles it)."""
+    """Random brightness, contrast, saturation and hue, always in this order (torchvision's ColorJitter shuffles them)."""
 
     def __init__(
         self, brightness: NonNegative = 0.4, contrast: NonNegative = 0.4, saturation: NonNegative = 0.4, hue: Half = 0.1
@@ -33,84 +33,80 @@ class ColorJitter(Augment):
             yield "augment=color_jitter with all its strengths 0 does nothing: set one of them or leave color_jitter out"
 
     def validate_device(self, run: RunSpec) -> Iterator[str]:
-        yield from wants_images(run, "color_jitter", colour=True)
+        yield from require_images(run, "color_jitter", rgb=True)
 
     def __call__(self, x: torch.Tensor, seed: int, epoch: int, indices: torch.Tensor) -> torch.Tensor:
-        draws = [rng.uniform(seed, epoch, indices, stream) for stream in streams.JITTER]
+        draws = [rng.uniform(seed, epoch, indices, stream) for stream in random_streams.JITTER]
         spreads = (self.brightness, self.contrast, self.saturation)
         factors = [
             max(0.0, 1 - spread) + draw * (1 + spread - max(0.0, 1 - spread))
             for spread, draw in zip(spreads, draws, strict=False)
         ]
-        return in_pieces(self.jitter, x, *factors, (2 * draws[3] - 1) * self.hue)
+        return in_chunks(self.jitter, x, *factors, (2 * draws[3] - 1) * self.hue)
 
     def jitter(
         self, x: torch.Tensor, bright: torch.Tensor, contrasts: torch.Tensor, colour: torch.Tensor, turn: torch.Tensor
     ) -> torch.Tensor:
-        """The four with these strengths (n,): factors, and the turn of the hue in turns."""
+        """Apply the four operations: three factors (n,), and the rotation of the hue (n,) in turns."""
         out = x.float() if x.dtype == torch.uint8 else x
-        peak = _peak(x)
+        max_value = 255.0 if x.dtype == torch.uint8 else 1.0
         for spread, operation, strength in (
             (self.brightness, brightness, bright),
             (self.contrast, contrast, contrasts),
             (self.saturation, saturation, colour),
         ):
-            out = operation(out, strength, peak) if spread else out
+            out = operation(out, strength, max_value) if spread else out
         return (hue(out, turn) if self.hue else out).to(x.dtype)
 
 
-def _peak(x: torch.Tensor) -> float:
-    return 255.0 if x.dtype == torch.uint8 else 1.0
-
-
 def gray(x: torch.Tensor) -> torch.Tensor:
-    """The luma (n, 1, h, w) of images in float (ITU-R 601)."""
+    """Return the luma (n, 1, h, w) of float images (ITU-R 601)."""
     r, g, b = x.split(1, 1)
     return (r * 0.2989).add_(g, alpha=0.587).add_(b, alpha=0.114)
 
 
-def brightness(x: torch.Tensor, factor: torch.Tensor, peak: float) -> torch.Tensor:
-    """Images in float times a factor (n,), at most `peak`."""
-    return (x * per_sample(factor)).clamp_(0, peak)
+def brightness(x: torch.Tensor, factor: torch.Tensor, max_value: float) -> torch.Tensor:
+    """Multiply float images by a factor (n,) and clip them at `max_value`."""
+    return (x * per_sample(factor)).clamp_(0, max_value)
 
 
-def contrast(x: torch.Tensor, factor: torch.Tensor, peak: float) -> torch.Tensor:
-    """Images in float away from, or towards, their mean luma."""
+def contrast(x: torch.Tensor, factor: torch.Tensor, max_value: float) -> torch.Tensor:
+    """Blend float images with their mean luma by a factor (n,): 0 gives the mean, 1 the image, more exaggerates."""
     luma = gray(x)
-    mean = (luma.floor_() if peak == 255 else luma).mean((1, 2, 3), keepdim=True)
-    return _blend(x, mean, factor, peak)
+    mean = (luma.floor_() if max_value == 255 else luma).mean((1, 2, 3), keepdim=True)
+    return _blend(x, mean, factor, max_value)
 
 
-def saturation(x: torch.Tensor, factor: torch.Tensor, peak: float) -> torch.Tensor:
-    """Images in float away from, or towards, their own grey."""
+def saturation(x: torch.Tensor, factor: torch.Tensor, max_value: float) -> torch.Tensor:
+    """Blend float images with their own grey by a factor (n,)."""
     luma = gray(x)
-    return _blend(x, luma.floor_() if peak == 255 else luma, factor, peak)
+    return _blend(x, luma.floor_() if max_value == 255 else luma, factor, max_value)
 
 
-def sharpness(x: torch.Tensor, factor: torch.Tensor, peak: float) -> torch.Tensor:
-    """Images in float away from, or towards, themselves smoothed; the outermost pixels stay."""
+def sharpness(x: torch.Tensor, factor: torch.Tensor, max_value: float) -> torch.Tensor:
+    """Blend float images with a smoothed copy by a factor (n,). Pixels at the border stay as they are."""
     if min(x.shape[2:]) < 3:
         return x
     inner = x[:, :, 1:-1, 1:-1]
-    # Three by three pixels and the middle four times more. Sums of shifted images: a pooling kernel took 6 times as long.
+    # A 3×3 sum with the middle counted five times. Adding shifted images takes a sixth of a pooling kernel's time.
     smooth = x[:, :, :-2] + x[:, :, 1:-1] + x[:, :, 2:]
     smooth = (smooth[..., :-2] + smooth[..., 1:-1]).add_(smooth[..., 2:]).add_(inner, alpha=4).div_(13)
     out = x.clone()
-    out[:, :, 1:-1, 1:-1] = _blend(inner, smooth.round_() if peak == 255 else smooth, factor, peak)
+    out[:, :, 1:-1, 1:-1] = _blend(inner, smooth.round_() if max_value == 255 else smooth, factor, max_value)
     return out
 
 
-def _blend(x: torch.Tensor, other: torch.Tensor, factor: torch.Tensor, peak: float) -> torch.Tensor:
+def _blend(x: torch.Tensor, other: torch.Tensor, factor: torch.Tensor, max_value: float) -> torch.Tensor:
     factor = per_sample(factor)
-    return (x * factor).add_(other * (1 - factor)).clamp_(0, peak)
+    return (x * factor).add_(other * (1 - factor)).clamp_(0, max_value)
 
 
 def hue(x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
-    """Images in float with their hues turned by `turn` (n,) turns: value and chroma stay (HSV)."""
+    """Rotate the hue of float images by `turn` (n,) turns; value and chroma stay (HSV)."""
     r, g, b = x.split(1, 1)
     high, low = torch.maximum(torch.maximum(r, g), b), torch.minimum(torch.minimum(r, g), b)
     chroma = high - low
-    share = chroma.clamp(min=1e-12).reciprocal_()  # grey has no hue: its differences are 0
+    share = chroma.clamp(min=1e-12).reciprocal_()  # for grey, whose chroma is 0, all differences are 0
     place = torch.where(high == g, (b - r).mul_(share).add_(2), (r - g).mul_(share).add_(4))
     place = torch.where(high == r, (g - b).mul_(share), place).add_(6 * per_sample(turn))  # sixths of the circle from red
     place.sub_((place / 6).floor_().mul_(6))
@@ -119,22 +115,22 @@ def hue(x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
 
 
 def on_bytes(operation: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """An operation on floats as one on uint8."""
+    """Turn an operation on float images into one on uint8 images."""
     return lambda x, factor: operation(x.float(), factor, 255.0).to(torch.uint8)
 
 
 def posterize(x: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    """uint8 images with only their first `bits` (n,) bits."""
+    """Keep only the first `bits` (n,) bits of uint8 images."""
     return x & per_sample((256 - torch.exp2(8 - bits)).to(torch.uint8))
 
 
 def solarize(x: torch.Tensor, threshold: torch.Tensor) -> torch.Tensor:
-    """uint8 images with values from a threshold (n,) on inverted."""
+    """Invert the values of uint8 images from a threshold (n,) on."""
     return where(x >= per_sample(threshold.ceil().to(torch.uint8)), 255 - x, x)
 
 
 def autocontrast(x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-    """uint8 images, each channel stretched to 0 … 255."""
+    """Stretch each channel of uint8 images to 0 … 255."""
     low, high = (t.float() for t in (x.amin((2, 3), keepdim=True), x.amax((2, 3), keepdim=True)))
     flat = high == low
     scale = torch.where(flat, 1.0, (high - low) * (1.0 / 255.0))
@@ -142,12 +138,12 @@ def autocontrast(x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
 
 
 def equalize(x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-    """uint8 images, each channel's values spread evenly over 0 … 255, as Pillow does it."""
+    """Equalize the histogram of each channel of uint8 images, as Pillow does it."""
     flat = x.flatten(2).long()
     counts = torch.zeros(*x.shape[:2], 256, dtype=torch.long, device=x.device)
     counts.scatter_add_(2, flat, torch.ones((), dtype=torch.long, device=x.device).expand_as(flat))
     below = counts.cumsum(2)
-    top = counts.gather(2, below.argmax(2, keepdim=True))  # how often the largest value stands there
+    top = counts.gather(2, below.argmax(2, keepdim=True))  # the count of the largest value
     step = (flat.shape[2] - top) // 255
     table = (below - counts + step // 2) // step.clamp(min=1)
     table = torch.where(step == 0, torch.arange(256, device=x.device), table.clamp_(max=255))

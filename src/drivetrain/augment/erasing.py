@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Literal
 
-from drivetrain.augment import streams
-from drivetrain.augment.base import Augment, per_sample, wants_images, where
-from drivetrain.augment.geometry import Interval, ordered, random_boxes
+from drivetrain.augment import random_streams
+from drivetrain.augment.base import Augment, per_sample, require_images, where
+from drivetrain.augment.geometry import Interval, check_intervals, random_boxes
 from drivetrain.core import rng
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
 from drivetrain.core.option import RunSpec, Share
+from drivetrain.core.source import SamplePipeline
 
-LARGE = 2**15  # values of an image from which on, on a CPU, its pixels cost more than the calls for one image
+LARGE = 2**15  # values of an image: on a CPU, larger images are erased one by one, which touches fewer pixels
 
 
 class RandomErasing(Augment):
-    """A random box of some images is filled with noise or the mean (Zhong et al. 2020): no part alone decides.
+    """Fills a random box of some images with noise or the mean (Zhong et al. 2020), so that no part alone decides.
 
-    Noise is uniform over the values of bytes, of deviation 1 where images are float. As in the paper, images for which no
-    box fits stay whole.
+    Noise is uniform: over 0 … 255 for uint8 images, with standard deviation 1 for float images. As in the paper, images
+    for which no box fits stay as they are.
     """
 
-    on_host = True
+    draws_on_cpu = True
 
     def __init__(
         self,
@@ -35,38 +36,38 @@ class RandomErasing(Augment):
         self.prob, self.scale, self.ratio, self.fill = prob, tuple(scale), tuple(ratio), fill
 
     def validate(self, run: RunSpec) -> Iterator[str]:
-        yield from ordered("random_erasing", self)
+        yield from check_intervals("random_erasing", self.scale, self.ratio)
         if self.scale[1] > 1:
             yield f"augment.random_erasing.scale={list(self.scale)}: a share of the image is at most 1"
         if not self.prob:
             yield "augment.random_erasing.prob=0 does nothing: raise it or leave random_erasing out"
 
     def validate_device(self, run: RunSpec) -> Iterator[str]:
-        yield from wants_images(run, "random_erasing")
-        if self.fill == "noise" and run.data.peak not in (255, None):
+        yield from require_images(run, "random_erasing")
+        if self.fill == "noise" and run.data.max_value not in (255, None):
             yield (
                 f"augment.random_erasing.fill=noise is noise of 0 … 255; {run.named('data')} has values up to "
-                f"{run.data.peak:g}: set augment.random_erasing.fill=mean"
+                f"{run.data.max_value:g}: set augment.random_erasing.fill=mean"
             )
 
     def apply(
-        self, x: torch.Tensor, y: torch.Tensor, rows: torch.Tensor, pipeline: Any, request: Request
+        self, x: torch.Tensor, y: torch.Tensor, indices: torch.Tensor, pipeline: SamplePipeline, request: Request
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         mean = None if pipeline.normalize is None else pipeline.normalize.mean
-        return self(x, pipeline.seed, request.epoch, request.rows(), mean), y, rows
+        return self(x, pipeline.seed, request.epoch, request.indices_to_read(), mean), y, indices
 
     def __call__(
         self, x: torch.Tensor, seed: int, epoch: int, indices: torch.Tensor, mean: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Some of the images erased. `mean` (c, 1, 1) is what fill=mean fills with, else 0."""
-        *boxed, whether, noise = streams.ERASE
-        which = (rng.uniform(seed, epoch, indices, whether) < self.prob).nonzero()[:, 0]
+        """Erase some of the images. `mean` (c, 1, 1) is what fill=mean fills with, else 0."""
+        *box_streams, whether_stream, noise_stream = random_streams.ERASE
+        which = (rng.uniform(seed, epoch, indices, whether_stream) < self.prob).nonzero()[:, 0]
         if not len(which):
             return x
         indices = indices[which]
-        draws = torch.stack([rng.uniform(seed, epoch, indices, stream) for stream in boxed])
+        draws = torch.stack([rng.uniform(seed, epoch, indices, stream) for stream in box_streams])
         boxes = torch.stack(random_boxes(draws, x.shape[2], x.shape[3], self.scale, self.ratio, fall_back=False), 1)
-        keys = (rng.uniform(seed, epoch, indices, noise) * 2**24).int()
+        keys = (rng.uniform(seed, epoch, indices, noise_stream) * 2**24).int()
         value = torch.zeros(()) if mean is None else mean
         value = value if x.is_floating_point() else value.round().clamp(0, 255)
         erase = _one_by_one if x.device.type == "cpu" and x[0].numel() >= LARGE else _at_once
@@ -76,19 +77,21 @@ class RandomErasing(Augment):
 def _one_by_one(
     x: torch.Tensor, which: torch.Tensor, boxes: torch.Tensor, keys: torch.Tensor, value: torch.Tensor | None
 ) -> torch.Tensor:
-    """Images (n, c, h, w), those in `which` (m,) erased in boxes (m, 4) of top, left, height, width: only what is erased is
-    touched. A `value` (c, 1, 1), or noise by keys (m,)."""
-    out, place = x.clone(), _places(x)[0]
+    """Erase the images `which` (m,) of x (n, c, h, w) in boxes (m, 4) of top, left, height, width.
+
+    They are filled with `value` (c, 1, 1), or with noise by keys (m,).
+    """
+    out, places = x.clone(), _places(x)[0]
     for image, (top, left, height, width), key in zip(which.tolist(), boxes.tolist(), keys, strict=True):
         rows, cols = slice(top, top + height), slice(left, left + width)
-        out[image, :, rows, cols] = noise(place[:, rows, cols], key, x.dtype) if value is None else value
+        out[image, :, rows, cols] = noise(places[:, rows, cols], key, x.dtype) if value is None else value
     return out
 
 
 def _at_once(
     x: torch.Tensor, which: torch.Tensor, boxes: torch.Tensor, keys: torch.Tensor, value: torch.Tensor | None
 ) -> torch.Tensor:
-    """The same in a few launches, where each costs more than the pixels."""
+    """Do the same in a few kernels for all images: on a device a launch costs more than the pixels."""
     which, boxes, keys = (t.to(x.device, non_blocking=True) for t in (which, boxes, keys))
     filled = noise(_places(x), per_sample(keys), x.dtype) if value is None else value.to(x.device, non_blocking=True)
     top, left, height, width = boxes.unbind(1)
@@ -97,7 +100,7 @@ def _at_once(
 
 
 def box_mask(top: torch.Tensor, left: torch.Tensor, height: torch.Tensor, width: torch.Tensor, h: int, w: int) -> torch.Tensor:
-    """Which pixels (n, 1, h, w) lie in boxes (n,)."""
+    """Return a mask (n, 1, h, w) of the pixels that lie in boxes (n,)."""
     row, col = torch.arange(h, device=top.device), torch.arange(w, device=top.device)
     top, left, height, width = (v.view(-1, 1) for v in (top, left, height, width))
     rows, cols = (row >= top) & (row < top + height), (col >= left) & (col < left + width)
@@ -105,12 +108,13 @@ def box_mask(top: torch.Tensor, left: torch.Tensor, height: torch.Tensor, width:
 
 
 def _places(x: torch.Tensor) -> torch.Tensor:
+    """Number the values of an image: (1, c, h, w) int32."""
     return torch.arange(x[0].numel(), dtype=torch.int32, device=x.device).view(1, *x.shape[1:])
 
 
-def noise(place: torch.Tensor, key: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Noise for places in an image, int32, out of the image's key, int32: murmur3's finaliser (Appleby 2008)."""
-    bits = place * 0x27D4EB2F + key * 0x5BD1E995
+def noise(places: torch.Tensor, key: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return noise for `places` in an image, int32, from the image's key, int32: murmur3's finaliser (Appleby 2008)."""
+    bits = places * 0x27D4EB2F + key * 0x5BD1E995
     for shift, factor in ((16, -0x7A143595), (13, -0x3D4D51CB)):
         bits = ((bits >> shift) & ((1 << (32 - shift)) - 1)).bitwise_xor_(bits).mul_(factor)
     bits = (bits >> 8) & 0xFFFFFF

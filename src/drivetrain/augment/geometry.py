@@ -1,27 +1,28 @@
-"""Where the pixels go."""
+"""Flips, crops and affine maps of batches of images."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import annotated_types
 
-from drivetrain.augment import streams
-from drivetrain.augment.base import Augment, Box, wants_images, where
+from drivetrain.augment import random_streams
+from drivetrain.augment.base import Augment, require_images, where
 from drivetrain.core import rng
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
 from drivetrain.core.option import CountOrZero, Positive, RunSpec, Share
+from drivetrain.core.source import CropBox, SamplePipeline
 
-LARGE = 2**15  # values of an image from which on it is quicker to mirror them one by one: 224×224 in 0.4 of the time
-Interval = Annotated[Sequence[Positive], annotated_types.Len(2, 2)]  # from, to
+LARGE = 2**15  # values of an image: a CPU mirrors larger ones faster one by one (224×224: in 0.4 of the time)
+Interval = Annotated[Sequence[Positive], annotated_types.Len(2, 2)]  # lowest, highest
 
 
 class FlipCrop(Augment):
-    """Random horizontal flips and shifts: crops of the image padded by its own mirror."""
+    """Random horizontal flips, and random crops of the image padded by reflection."""
 
     def __init__(self, flip: Share = 0.5, pad: CountOrZero = 4) -> None:
         self.flip, self.pad = flip, pad
@@ -31,9 +32,9 @@ class FlipCrop(Augment):
             yield "augment=flip_crop with flip=0 and pad=0 does nothing: set one of them or augment=none"
 
     def advise(self, run: RunSpec) -> Iterator[str]:
-        if run.choices["data"] == "digits" and self.flip:
+        if run.data.mirrored_changes_label and self.flip:
             yield (
-                "augment=flip_crop mirrors digits, which changes what they say: "
+                "augment=flip_crop mirrors digits, and a mirrored digit is another or none: "
                 "augment.flip_crop.flip=0 augment.flip_crop.pad=1 suits 8×8 digits"
             )
 
@@ -43,38 +44,38 @@ class FlipCrop(Augment):
             yield f"augment.flip_crop.pad={self.pad} needs images larger than that, not {list(shape)}: lower it"
 
     def _flips(self, seed: int, epoch: int, indices: torch.Tensor) -> torch.Tensor:
-        return rng.uniform(seed, epoch, indices, streams.FLIP[0]) < self.flip
+        return rng.uniform(seed, epoch, indices, random_streams.FLIP[0]) < self.flip
 
     def apply(
-        self, x: torch.Tensor, y: torch.Tensor, rows: torch.Tensor, pipeline: Any, request: Request
+        self, x: torch.Tensor, y: torch.Tensor, indices: torch.Tensor, pipeline: SamplePipeline, request: Request
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        if self.pad or not one_by_one(x):
-            return super().apply(x, y, rows, pipeline, request)
-        return mirrored_(x, self._flips(pipeline.seed, request.epoch, rows)), y, rows
+        if self.pad or not flips_one_by_one(x):
+            return super().apply(x, y, indices, pipeline, request)
+        return flip_(x, self._flips(pipeline.seed, request.epoch, indices)), y, indices
 
     def __call__(self, x: torch.Tensor, seed: int, epoch: int, indices: torch.Tensor) -> torch.Tensor:
         flip = self._flips(seed, epoch, indices)
         if not self.pad:
             return batch_flip(x, flip)
         span = 2 * self.pad + 1
-        dy, dx = ((rng.uniform(seed, epoch, indices, stream) * span).long() for stream in streams.SHIFT)
+        dy, dx = ((rng.uniform(seed, epoch, indices, stream) * span).long() for stream in random_streams.SHIFT)
         return batch_crop(x, dy, dx, self.pad, flip if self.flip else None)
 
 
 def batch_flip(x: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
     """Mirror the images (n, c, h, w) where `which` (n,) is true."""
-    if one_by_one(x):
-        return mirrored_(x.clone(), which)
+    if flips_one_by_one(x):
+        return flip_(x.clone(), which)
     return where(which.view(-1, 1, 1, 1), x.flip(-1), x)
 
 
-def one_by_one(x: torch.Tensor) -> bool:
-    """Whether images (n, c, h, w) are mirrored quicker one by one than all at once."""
+def flips_one_by_one(x: torch.Tensor) -> bool:
+    """Whether images (n, c, h, w) are mirrored faster one by one than all at once."""
     return x.device.type == "cpu" and x[0].numel() >= LARGE
 
 
-def mirrored_(x: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
-    """The same images (n, c, h, w), mirrored in place where `which` (n,) is true."""
+def flip_(x: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
+    """Mirror the images (n, c, h, w) in place where `which` (n,) is true; return them."""
     for n in which.nonzero().flatten().tolist():
         x[n] = x[n].flip(-1)
     return x
@@ -83,7 +84,7 @@ def mirrored_(x: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
 def batch_crop(x: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor, pad: int, flip: torch.Tensor | None = None) -> torch.Tensor:
     """Crop images (n, c, h, w), padded by reflection, to their size at offsets dy, dx (n,) in 0 … 2·pad.
 
-    Those with `flip` (n,) are mirrored first, which only turns their columns' numbers about: one gather does both.
+    Images where `flip` (n,) is true are mirrored first. Both happen in one gather.
     """
     n, c, h, w = x.shape
     rows = _reflect(torch.arange(h, device=x.device) - pad + dy.view(-1, 1), h)  # (n, h)
@@ -95,14 +96,15 @@ def batch_crop(x: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor, pad: int, fl
 
 
 def _reflect(index: torch.Tensor, size: int) -> torch.Tensor:
+    """Reflect positions outside 0 … size − 1 at the border."""
     index = index.abs()
     return torch.where(index >= size, 2 * (size - 1) - index, index)
 
 
 class RandomResizedCrop(Augment):
-    """A random part of the image, resized to the whole (Szegedy et al. 2015), boxes drawn as torchvision's RandomResizedCrop.
+    """A random crop, resized to the image's size (Szegedy et al. 2015). Crops are drawn as torchvision's RandomResizedCrop does.
 
-    Image files are cut while they are decoded, in their own pixels; images in memory are cut and stretched to their size.
+    Image files are cropped while they are decoded, at their full resolution; images in memory are cropped as they are.
     """
 
     def __init__(
@@ -114,51 +116,50 @@ class RandomResizedCrop(Augment):
         self.scale, self.ratio, self.interpolation = tuple(scale), tuple(ratio), interpolation
 
     def validate(self, run: RunSpec) -> Iterator[str]:
-        yield from ordered("random_resized_crop", self)
+        yield from check_intervals("random_resized_crop", self.scale, self.ratio)
         if self.scale[1] > 1:
             yield f"augment.random_resized_crop.scale={list(self.scale)}: a share of the image is at most 1"
-        chosen = run.choices["augment"]
+        chosen = run.names("augment")
         if chosen and chosen[0] != "random_resized_crop":
             right = ",".join(["random_resized_crop", *(c for c in chosen if c != "random_resized_crop")])
-            yield f"{run.named('augment')}: random_resized_crop cuts images while they are decoded: write it first, [{right}]"
+            yield f"{run.named('augment')}: random_resized_crop crops images while they are decoded: write it first, [{right}]"
 
     def validate_device(self, run: RunSpec) -> Iterator[str]:
-        yield from wants_images(run, "random_resized_crop")
+        yield from require_images(run, "random_resized_crop")
 
-    def boxes(self, seed: int, epoch: int, indices: torch.Tensor) -> Sequence[Box]:
-        draws = torch.stack([rng.uniform(seed, epoch, indices, stream) for stream in streams.CROP], 1)
-        return [_Boxed(row, self.scale, self.ratio, self.interpolation) for row in draws.tolist()]
+    def crop_boxes(self, seed: int, epoch: int, indices: torch.Tensor) -> Sequence[CropBox]:
+        draws = torch.stack([rng.uniform(seed, epoch, indices, stream) for stream in random_streams.CROP], 1)
+        return [RandomCropBox(row, self.scale, self.ratio, self.interpolation) for row in draws.tolist()]
 
     def apply(
-        self, x: torch.Tensor, y: torch.Tensor, rows: torch.Tensor, pipeline: Any, request: Request
+        self, x: torch.Tensor, y: torch.Tensor, indices: torch.Tensor, pipeline: SamplePipeline, request: Request
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        cut = getattr(pipeline.source, "crops", False)  # while decoding
-        return (x if cut else self(x, pipeline.seed, request.epoch, rows)), y, rows
+        cropped = getattr(pipeline.source, "crops", False)  # by the source already, while decoding
+        return (x if cropped else self(x, pipeline.seed, request.epoch, indices)), y, indices
 
     def __call__(self, x: torch.Tensor, seed: int, epoch: int, indices: torch.Tensor) -> torch.Tensor:
-        draws = torch.stack([rng.uniform(seed, epoch, indices, stream) for stream in streams.CROP])
+        draws = torch.stack([rng.uniform(seed, epoch, indices, stream) for stream in random_streams.CROP])
         return resized_crop(x, *random_boxes(draws, x.shape[2], x.shape[3], self.scale, self.ratio), self.interpolation)
 
 
-def ordered(option: str, part: Any) -> Iterator[str]:
-    """The problem of a scale or ratio that runs backwards."""
-    for knob in ("scale", "ratio"):
-        low, high = getattr(part, knob)
+def check_intervals(option: str, scale: Sequence[float], ratio: Sequence[float]) -> Iterator[str]:
+    """Yield a problem for a scale or ratio whose lower end is above its upper end."""
+    for knob, (low, high) in (("scale", scale), ("ratio", ratio)):
         if low > high:
             yield f"augment.{option}.{knob}={[low, high]} begins above its end: give the smaller number first"
 
 
 @dataclass(slots=True)
-class _Boxed:
-    """One sample's random box, for whatever size its file turns out to have."""
+class RandomCropBox:
+    """One sample's random crop, computed when the size of its image is known."""
 
-    draws: list[float]  # as in streams.CROP
+    draws: list[float]  # as in random_streams.CROP
     scale: Sequence[float]
     ratio: Sequence[float]
     interpolation: str
 
     def __call__(self, width: int, height: int) -> tuple[int, int, int, int]:
-        """Left, top, width, height."""
+        """Return left, top, width and height."""
         w, h = self._size(width, height)
         down, right = self.draws[-2:]
         return int(right * (width - w + 1)), int(down * (height - h + 1)), w, h
@@ -175,7 +176,7 @@ class _Boxed:
 
 
 def _largest(width: int, height: int, ratio: Sequence[float]) -> tuple[int, int]:
-    """Width and height of the largest box in an image whose ratio is allowed."""
+    """Return width and height of the largest box in an image that has an allowed ratio."""
     if width < height * ratio[0]:
         return width, round(width / ratio[0])
     return min(width, round(height * ratio[1])), height
@@ -184,9 +185,9 @@ def _largest(width: int, height: int, ratio: Sequence[float]) -> tuple[int, int]
 def random_boxes(
     draws: torch.Tensor, height: int, width: int, scale: Sequence[float], ratio: Sequence[float], fall_back: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Top, left, height and width (n,) int64 of boxes in images of one size, from draws (2·tries + 2, n).
+    """Return top, left, height and width (n,) int64 of boxes in images of one size, from draws (2·tries + 2, n).
 
-    The first try that fits counts. Without one: the largest box of an allowed ratio, or, without `fall_back`, none (0×0).
+    The first try that fits is taken. If none fits: the largest box of an allowed ratio, or, without `fall_back`, none (0×0).
     """
     area, aspect = draws[0:-2:2].double(), draws[1:-2:2].double()
     pixels = (scale[0] + area * (scale[1] - scale[0])) * width * height
@@ -204,10 +205,10 @@ def random_boxes(
 def resized_crop(
     x: torch.Tensor, top: torch.Tensor, left: torch.Tensor, height: torch.Tensor, width: torch.Tensor, interpolation: str
 ) -> torch.Tensor:
-    """Boxes (n,) of images (n, c, h, w) stretched to h×w. uint8 on a CPU and elsewhere agree to two levels of 255.
+    """Resize a box of each image (n, c, h, w) to h×w. For uint8, CPU and device agree to two levels of 255.
 
-    torch's own kernel for bytes takes one size at a time and is still 2 to 5 times as fast on a CPU (measured, 224×224) as
-    anything batched; on a device a product with one small matrix for each image and axis is one launch.
+    On a CPU torch's kernel for uint8, which takes one box at a time, is 2 to 5 times as fast as anything batched (measured at
+    224×224). On a device all images are resized by two batched matrix products.
     """
     if x.dtype == torch.uint8 and x.device.type == "cpu":
         out = torch.empty_like(x)
@@ -222,7 +223,7 @@ def resized_crop(
 
 
 def _stretched(x: torch.Tensor, rows: torch.Tensor, cols: torch.Tensor) -> torch.Tensor:
-    """rows (n, h, h) · x (n, c, h, w) · colsᵀ (n, w, w); bytes are rounded between the two, as torch's own kernel does."""
+    """Return rows (n, h, h) · x (n, c, h, w) · colsᵀ (n, w, w). uint8 is rounded between the two, as in torch's kernel."""
     values = x if x.is_floating_point() else x.float()
     values = torch.matmul(values, cols.to(values.dtype).transpose(1, 2).unsqueeze(1))
     if not x.is_floating_point():
@@ -232,21 +233,21 @@ def _stretched(x: torch.Tensor, rows: torch.Tensor, cols: torch.Tensor) -> torch
 
 
 def _resize_matrix(begin: torch.Tensor, size: torch.Tensor, out: int, interpolation: str) -> torch.Tensor:
-    """Weights (n, out, out) that stretch positions begin … begin + size of an axis of length `out` over the whole of it."""
+    """Return weights (n, out, out) that resize positions begin … begin + size of an axis of length `out` to its whole length."""
     n, size, begin = len(begin), size.view(-1, 1), begin.view(-1, 1)
-    place = (torch.arange(out, device=begin.device) + 0.5) * (size / out) - 0.5
-    low = place.floor()
+    position = (torch.arange(out, device=begin.device) + 0.5) * (size / out) - 0.5
+    low = position.floor()
     offsets, a = ((0, 1), 0.0) if interpolation == "bilinear" else ((-1, 0, 1, 2), -0.5)  # a: Keys 1981, as Pillow
     matrix = torch.zeros(n, out, out, device=begin.device)
     total = torch.zeros(n, out, device=begin.device)
     for offset in offsets:
         at = low + offset
-        d = (place - at).abs()
+        d = (position - at).abs()
         if interpolation == "bilinear":
             weight = 1 - d
         else:
             weight = torch.where(d < 1, ((a + 2) * d - (a + 3)) * d * d + 1, (((d - 5) * d + 8) * d - 4) * a)
-        weight = weight * ((at >= 0) & (at < size))  # beyond the box's border there is nothing: the rest weighs more
+        weight = weight * ((at >= 0) & (at < size))  # pixels beyond the box do not count; the others are rescaled below
         total += weight
         index = (at.long().clamp(min=0).minimum(size - 1) + begin).unsqueeze(2)
         matrix.scatter_add_(2, index, weight.unsqueeze(2))
@@ -254,9 +255,9 @@ def _resize_matrix(begin: torch.Tensor, size: torch.Tensor, out: int, interpolat
 
 
 def warp(x: torch.Tensor, matrix: torch.Tensor, fill: float) -> torch.Tensor:
-    """Images (n, c, h, w) moved: output pixel p is input pixel matrix (n, 2, 3) · (p, 1), the nearest; `fill` from outside.
+    """Map images (n, c, h, w) affinely: output pixel p is the input pixel nearest to matrix (n, 2, 3) · (p, 1), else `fill`.
 
-    Positions are pixels (x, y) from the image's middle. A gather of bytes: no copy in float, as grid_sample would want.
+    Positions are (x, y) in pixels from the image's middle. It gathers uint8 directly; grid_sample would need a float copy.
     """
     n, c, h, w = x.shape
     m = matrix.view(n, 6, 1, 1).unbind(1)

@@ -1,42 +1,43 @@
-"""Two samples in one, and their labels with them."""
+"""Mixup and CutMix: two samples are mixed into one, and so are their labels."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from typing import Any, ClassVar
+from typing import ClassVar, cast
 
-from drivetrain.augment import streams
-from drivetrain.augment.base import Augment, in_pieces, per_sample, wants_images, where
+from drivetrain.augment import random_streams
+from drivetrain.augment.base import Augment, in_chunks, per_sample, require_images, where
 from drivetrain.augment.erasing import box_mask
 from drivetrain.core import rng
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
 from drivetrain.core.option import Positive, RunSpec, Share
+from drivetrain.core.source import SamplePipeline
 
-KNOTS = 4096
+KNOTS = 4096  # of the table of a Beta distribution
 
 
 class Mixing(Augment):
-    """Mixes each sample with its neighbour in the epoch's order: share λ is its own, from Beta(alpha, alpha).
+    """Mixes each sample with the next one in the epoch's order. Its own share λ is drawn from Beta(alpha, alpha).
 
-    λ is drawn for each sample, not for the batch: the papers' distribution, and a sample's result does not hang on who
-    else is in its micro-batch. Of several mixing options each sample takes one, by a draw of equal chances.
+    λ is drawn for each sample, not once for the batch: the distribution is the papers', and a sample's result does not depend
+    on its micro-batch. Of several mixing options, each sample draws one with equal chances.
     """
 
     mixes = True
     name: ClassVar[str]
-    draws: ClassVar[range]  # whether at all, share, …
+    draws: ClassVar[range]  # random streams: whether to mix, the share, …
 
     def __init__(self, alpha: Positive = 1.0, prob: Share = 1.0) -> None:
         self.alpha, self.prob = alpha, prob
 
     def validate(self, run: RunSpec) -> Iterator[str]:
-        chosen = [c for c in run.choices["augment"] if c != "none"]
+        chosen = run.names("augment")
         mixing = [name for name, part in zip(chosen, run.augment, strict=True) if part.mixes]
         if chosen[-len(mixing) :] != mixing:
             right = ",".join([*(c for c in chosen if c not in mixing), *mixing])
-            yield f"{run.named('augment')}: {self.name} mixes images that are done: write it last, [{right}]"
+            yield f"{run.named('augment')}: {self.name} mixes images that are augmented already: write it last, [{right}]"
         if not self.prob:
             yield f"augment.{self.name}.prob=0 does nothing: raise it or leave {self.name} out"
         if not getattr(run.loss, "soft_targets", False):
@@ -46,40 +47,40 @@ class Mixing(Augment):
             )
 
     def validate_device(self, run: RunSpec) -> Iterator[str]:
-        yield from wants_images(run, self.name)
+        yield from require_images(run, self.name)
 
     def apply(
-        self, x: torch.Tensor, y: torch.Tensor, rows: torch.Tensor, pipeline: Any, request: Request
+        self, x: torch.Tensor, y: torch.Tensor, indices: torch.Tensor, pipeline: SamplePipeline, request: Request
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The request's samples mixed, (n, …); targets are probabilities (n, classes) float32."""
-        mixers = [step for step in pipeline.steps if step.mixes]
+        """Mix the request's samples (n, …); targets become probabilities (n, classes) float32."""
+        mixers = [cast(Mixing, step) for step in pipeline.steps if step.mixes]
         if self is not mixers[0]:
-            return x, y, rows  # the first has done it for all
+            return x, y, indices  # the first mixing option has mixed for all
         n = len(request.indices)
-        place = _partners(request).to(x.device, non_blocking=True)
-        other, rows = x.index_select(0, place), rows[:n]
+        partner = _partner_rows(request).to(x.device, non_blocking=True)
+        other, indices = x.index_select(0, partner), indices[:n]
         x, share = x[:n], torch.ones(n, device=x.device)
-        turn = (rng.uniform(pipeline.seed, request.epoch, rows, streams.TURN[0]) * len(mixers)).long()
+        drawn = (rng.uniform(pipeline.seed, request.epoch, indices, random_streams.MIXER[0]) * len(mixers)).long()
         for number, mixer in enumerate(mixers):
-            whether, beta, *place_draws = (rng.uniform(pipeline.seed, request.epoch, rows, stream) for stream in mixer.draws)
-            mine = (turn == number) & (whether < mixer.prob)
-            x, own = mixer.mix(x, other, torch.where(mine, quantile(beta, mixer.alpha), 1.0), *place_draws)
+            whether, beta, *box_draws = (rng.uniform(pipeline.seed, request.epoch, indices, stream) for stream in mixer.draws)
+            mine = (drawn == number) & (whether < mixer.prob)
+            x, own = mixer.mix(x, other, torch.where(mine, quantile(beta, mixer.alpha), 1.0), *box_draws)
             share = share * own
         classes = torch.arange(pipeline.classes, device=y.device)
-        first, second = (labels.view(-1, 1) == classes for labels in (y[:n], y[place]))
-        return x, first * share.view(-1, 1) + second * (1 - share).view(-1, 1), rows
+        first, second = (labels.view(-1, 1) == classes for labels in (y[:n], y[partner]))
+        return x, first * share.view(-1, 1) + second * (1 - share).view(-1, 1), indices
 
     def mix(
         self, x: torch.Tensor, other: torch.Tensor, share: torch.Tensor, *draws: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Images (n, c, h, w), `share` (n,) of them their own, and the share that it came to; 1 leaves them as they are."""
+        """Mix images (n, c, h, w), of which `share` (n,) stays; return them and the exact shares. 1 changes nothing."""
         raise NotImplementedError
 
 
 class Mixup(Mixing):
-    """Each image a weighted mean with another, the labels likewise (Zhang et al. 2018). Images come out in float."""
+    """The weighted mean of two images, and of their labels (Zhang et al. 2018). Images become float."""
 
-    name, draws = "mixup", streams.MIXUP
+    name, draws = "mixup", random_streams.MIXUP
 
     def __init__(self, alpha: Positive = 0.2, prob: Share = 1.0) -> None:
         super().__init__(alpha, prob)
@@ -88,13 +89,13 @@ class Mixup(Mixing):
         self, x: torch.Tensor, other: torch.Tensor, share: torch.Tensor, *draws: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         kind = x.dtype if x.is_floating_point() else torch.float32
-        return in_pieces(lambda a, b, by: torch.lerp(b.to(kind), a.to(kind), per_sample(by).to(kind)), x, other, share), share
+        return in_chunks(lambda a, b, by: torch.lerp(b.to(kind), a.to(kind), per_sample(by).to(kind)), x, other, share), share
 
 
 class CutMix(Mixing):
-    """A box of another image in each, the labels by area (Yun et al. 2019)."""
+    """Pastes a box of another image into each; labels are mixed by area (Yun et al. 2019)."""
 
-    name, draws = "cutmix", streams.CUTMIX
+    name, draws = "cutmix", random_streams.CUTMIX
 
     def mix(
         self, x: torch.Tensor, other: torch.Tensor, share: torch.Tensor, *draws: torch.Tensor
@@ -111,16 +112,16 @@ class CutMix(Mixing):
         return where(mask, other, x), 1 - (height * width).to(share.dtype) / (h * w)
 
 
-def _partners(request: Request) -> torch.Tensor:
-    """Where in `request.rows()` the partners (n,) stand; each sample its own in a request without them (a dry run)."""
-    if request.partners is None:
+def _partner_rows(request: Request) -> torch.Tensor:
+    """Return the rows (n,) of the batch that hold `request.mix_with`; without it (a dry run), each sample's own row."""
+    if request.mix_with is None:
         return torch.arange(len(request.indices))
-    ordered, order = request.rows().sort()
-    return order[torch.searchsorted(ordered, request.partners)]
+    ordered, order = request.indices_to_read().sort()
+    return order[torch.searchsorted(ordered, request.mix_with)]
 
 
 def quantile(u: torch.Tensor, alpha: float) -> torch.Tensor:
-    """Beta(alpha, alpha)'s quantiles of u (n,) in [0, 1): the inverse of a table, by lines between its knots."""
+    """Return the quantiles of Beta(alpha, alpha) at u (n,) in [0, 1), interpolated in a table."""
     below, values = _beta(alpha, u.device)
     right = torch.searchsorted(below, u, right=True).clamp_(max=len(below) - 1)
     left = right - 1
@@ -130,9 +131,9 @@ def quantile(u: torch.Tensor, alpha: float) -> torch.Tensor:
 
 @cache
 def _beta(alpha: float, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The distribution function of Beta(alpha, alpha) at KNOTS values that lie closer towards 0 and 1.
+    """Tabulate the distribution function of Beta(alpha, alpha) at KNOTS values, which are denser towards 0 and 1.
 
-    Integrated over s = t^alpha, in which the density t^(alpha−1)·(1−t)^(alpha−1) has no pole; the upper half mirrors the lower.
+    It is integrated over s = t^alpha, where the density t^(alpha−1)·(1−t)^(alpha−1) has no pole, up to the middle, and mirrored.
     """
     t = torch.linspace(0, 1, KNOTS // 2, dtype=torch.float64).pow(2) / 2
     area = torch.cumulative_trapezoid((1 - t) ** (alpha - 1), t**alpha)

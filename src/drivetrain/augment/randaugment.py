@@ -3,44 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any
+from typing import Annotated
 
 import annotated_types
 
-from drivetrain.augment import color, streams
-from drivetrain.augment.base import Augment, in_pieces, wants_images
+from drivetrain.augment import color, random_streams
+from drivetrain.augment.base import Augment, in_chunks, require_images
 from drivetrain.augment.geometry import warp
 from drivetrain.core import rng
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
 
-Operations = Annotated[int, annotated_types.Ge(1), annotated_types.Le(len(streams.OPERATION))]
+Operations = Annotated[int, annotated_types.Ge(1), annotated_types.Le(len(random_streams.OPERATION))]
 Magnitude = Annotated[float, annotated_types.Ge(0), annotated_types.Le(30)]
 Byte = Annotated[int, annotated_types.Ge(0), annotated_types.Le(255)]
-Operation = Callable[..., Any]  # images uint8, their levels −1 … 1 (n,), fill → images
+Operation = Callable[["torch.Tensor", "torch.Tensor", int], "torch.Tensor"]  # uint8 images, levels −1 … 1 (n,), fill → images
 
 
 class RandAugment(Augment):
-    """`n` of 14 operations for each sample, one after the other, all with one magnitude (Cubuk et al. 2020).
+    """Applies `n` random operations of 14 to each sample, one after the other, all of one magnitude (Cubuk et al. 2020).
 
-    Operations and strengths are torchvision's RandAugment. Samples with the same operation are worked on together.
+    Operations and strengths are those of torchvision's RandAugment. Samples that drew the same operation are processed together.
     """
 
-    on_host = True
+    draws_on_cpu = True
 
     def __init__(self, n: Operations = 2, magnitude: Magnitude = 9.0, fill: Byte = 128) -> None:
         self.n, self.magnitude, self.fill = n, magnitude, fill
 
     def validate_device(self, run: RunSpec) -> Iterator[str]:
-        yield from wants_images(run, "randaugment", colour=True)
+        yield from require_images(run, "randaugment", rgb=True)
 
     def __call__(self, x: torch.Tensor, seed: int, epoch: int, indices: torch.Tensor) -> torch.Tensor:
         out = x.mul(255).round_().to(torch.uint8) if x.is_floating_point() else x
         for slot in range(self.n):
-            chosen = (rng.uniform(seed, epoch, indices, streams.OPERATION[slot]) * len(OPERATIONS)).long()
-            minus = rng.uniform(seed, epoch, indices, streams.SIGN[slot]) < 0.5
+            chosen = (rng.uniform(seed, epoch, indices, random_streams.OPERATION[slot]) * len(OPERATIONS)).long()
+            minus = rng.uniform(seed, epoch, indices, random_streams.SIGN[slot]) < 0.5
             level = torch.where(minus, -self.magnitude / 30, self.magnitude / 30)
-            order = chosen.argsort(stable=True)  # the same operations side by side: views, and one copy there and back
+            order = chosen.argsort(stable=True)  # groups of one operation are views; one copy there and back
             levels = level[order].to(x.device, non_blocking=True)
             counts = chosen.bincount(minlength=len(OPERATIONS)).tolist()
             out = out.index_select(0, order.to(x.device, non_blocking=True))
@@ -52,11 +52,11 @@ class RandAugment(Augment):
     def _operate(self, operation: Operation | None, x: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
         if operation is None or not len(x):
             return x
-        return in_pieces(lambda part, by: operation(part, by, self.fill), x, levels)
+        return in_chunks(lambda part, by: operation(part, by, self.fill), x, levels)
 
 
 def _affine(x: torch.Tensor, fill: int, *entries: torch.Tensor | float) -> torch.Tensor:
-    """Warp by a matrix of six entries, row by row, numbers or (n,)."""
+    """Map images by an affine matrix whose six entries, row by row, are numbers or tensors (n,)."""
     columns = [torch.as_tensor(e, dtype=torch.float32, device=x.device).expand(len(x)) for e in entries]
     return warp(x, torch.stack(columns, 1).view(-1, 2, 3), fill)
 
@@ -69,7 +69,7 @@ def _rotate(x: torch.Tensor, level: torch.Tensor, fill: int) -> torch.Tensor:
 
 def _shear_x(x: torch.Tensor, level: torch.Tensor, fill: int) -> torch.Tensor:
     slope = 0.3 * level
-    return _affine(x, fill, 1.0, slope, slope * (x.shape[2] / 2), 0.0, 1.0, 0.0)  # from the top left corner
+    return _affine(x, fill, 1.0, slope, slope * (x.shape[2] / 2), 0.0, 1.0, 0.0)  # about the top left corner
 
 
 def _shear_y(x: torch.Tensor, level: torch.Tensor, fill: int) -> torch.Tensor:

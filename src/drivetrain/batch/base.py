@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge
 
@@ -16,7 +18,13 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
 from drivetrain.core.option import Count, Option, Positive, RunSpec
+from drivetrain.core.source import Source
 from drivetrain.core.world import World
+
+if TYPE_CHECKING:
+    from drivetrain.core.context import BuildContext
+
+logger = logging.getLogger(__name__)
 
 Scaling = Literal["none", "linear", "sqrt"]
 Factor = Annotated[int, Ge(2)]
@@ -33,6 +41,9 @@ class Batch(Option):
 
     accumulation_steps = 1  # micro-batches of one update, before any growth
     pairs = False  # each sample comes with a partner to be mixed with
+    pad_to = 1  # lengths of training sequences are padded to multiples of this
+    buckets_lengths = False  # micro-batches of sequences come in a few lengths
+    fixed_micro_batches = True  # every update is split into as many micro-batches of as many samples
     lengths: torch.Tensor | None = None  # (n,) tokens of each training sample, where samples are sequences
 
     def __init__(
@@ -69,23 +80,26 @@ class Batch(Option):
             )
 
     def advise(self, run: RunSpec) -> Iterator[str]:
-        if run.data.tokens and run.choices["compile"] not in ("none", "jit"):
+        if run.data.tokens and run.compile.specializes_on_shapes:
             yield (
                 f"{run.named('batch')} pads {run.named('data')} to other lengths in every batch, and {run.named('compile')} "
                 "compiles for each anew, or for any: batch=bucketed keeps to a few"
             )
 
-    def autotune(self, fitting: Callable[[Sequence[int], Any], int], ranks: int) -> str | None:
-        """Decide what needs trying out, before any rank starts. What was decided, for the user.
+    def autotune(self, fitting: Callable[[Sequence[int], Any], int], ranks: int) -> Batch:
+        """This option with what had to be found by trying, before any rank starts.
 
         `fitting(sizes, limit_gb)` is the number of these ascending micro-batch sizes that fit, from the first.
         """
-        return None
+        return self
 
-    def start(self, source: Any, seed: int, world: World) -> list[str]:
-        """Learn how long the training samples are, before anything is asked about updates; what there is to say, a line each."""
+    def setup(self, context: BuildContext) -> None:
+        self.pairs = any(step.mixes for step in context.run.augment) and context.run.debug.augments
+        self.measure(context.train_source, context.seed, context.parallel.data_world)
+
+    def measure(self, source: Source, seed: int, world: World) -> None:
+        """Look at how long the training samples are: nothing can be asked about updates before."""
         self.lengths = getattr(source, "lengths", None)
-        return []
 
     def lr_factor(self) -> float:
         """What the learning rate is multiplied with (linear: Goyal et al. 2017; sqrt: Krizhevsky 2014)."""
@@ -166,7 +180,7 @@ class Batch(Option):
                 request = Request(epoch, indices, weights[share], last, last and update + 1 == total)
                 if partners is not None:
                     place = indices.storage_offset()  # in the order
-                    request.partners = partners[place : place + len(indices)]
+                    request.mix_with = partners[place : place + len(indices)]
                 yield request
 
     def amount(self, indices: torch.Tensor) -> int:
@@ -237,6 +251,8 @@ class Auto(Batch):
     Each try is a process that may die of it. A CPU has no limit of its own: give `memory_gb`.
     """
 
+    fixed_micro_batches = False
+
     def __init__(
         self,
         global_batch: Count = 128,
@@ -255,7 +271,7 @@ class Auto(Batch):
         if run.runtime.kind() == "cpu" and self.memory_gb is None:
             yield "batch=auto on a CPU needs a limit: set batch.memory_gb to what a rank may use, or batch=fixed"
 
-    def autotune(self, fitting: Callable[[Sequence[int], Any], int], ranks: int) -> str | None:
+    def autotune(self, fitting: Callable[[Sequence[int], Any], int], ranks: int) -> Batch:
         most = self.global_batch // ranks
         # From 2: BatchNorm refuses a single sample in training, and no one wants it.
         sizes = sorted({*(2**k for k in range(1, most.bit_length())), most})
@@ -269,10 +285,12 @@ class Auto(Batch):
                 f"batch=auto: not even {sizes[0]} samples fit: raise batch.memory_gb, or save memory "
                 "(precision=bf16, checkpointing=blocks, a smaller model)"
             )
-        self.accumulation_steps = math.ceil(most / limit)
-        micro = math.ceil(most / self.accumulation_steps)
-        found = f"{limit} samples fit" if limit < most else f"all {most} samples fit"
-        return f"batch=auto: {found} at once: {self.accumulation_steps} steps of {micro} samples on each rank"
+        found = copy.deepcopy(self)
+        found.accumulation_steps = math.ceil(most / limit)
+        fits = f"{limit} samples fit" if limit < most else f"all {most} samples fit"
+        micro = math.ceil(most / found.accumulation_steps)
+        logger.info(f"batch=auto: {fits} at once: {found.accumulation_steps} steps of {micro} samples on each rank")
+        return found
 
 
 def _geometric(low: int, high: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
@@ -14,7 +15,10 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
 from drivetrain.core.option import Count, RunSpec
+from drivetrain.core.source import Source
 from drivetrain.core.world import World
+
+logger = logging.getLogger(__name__)
 
 LOOKED_AT = 100  # updates that the report at the start is made of
 
@@ -34,6 +38,9 @@ class Bucketed(Batch):
     about the same length. `budget=samples` puts `global_batch` samples into each; `budget=tokens` as many as have together,
     padded, the tokens of `global_batch` of the longest, so that short ones come in larger batches.
     """
+
+    buckets_lengths = True
+    fixed_micro_batches = False
 
     def __init__(
         self,
@@ -63,14 +70,14 @@ class Bucketed(Batch):
                 "set runtime.cudnn_benchmark=false"
             )
 
-    def start(self, source: Any, seed: int, world: World) -> list[str]:
-        super().start(source, seed, world)
+    def measure(self, source: Source, seed: int, world: World) -> None:
+        super().measure(source, seed, world)
         if self.lengths is None:
             raise UserError("batch=bucketed sorts by length, but this data does not tell its samples' lengths: set batch=fixed")
-        source.pad_to, self._seed = self.pad_to, seed
+        self._seed = seed
         self.padded = padded(self.lengths, self.pad_to, int(self.lengths.max()))
         self._cuts = lru_cache(self._cut)  # by the size of an update, which may grow
-        return [self._report(world)]
+        logger.info(self._report(world))
 
     def _cut(self, size: int) -> Cuts:
         return cut(self.padded.sort().values, size, self.budget == "tokens")

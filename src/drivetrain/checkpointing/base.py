@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
 
-from drivetrain.core.blocks import blocks_for, described
+from drivetrain.core.blocks import blocks_for, describe_blocks
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, Option, RunSpec, Share
+
+logger = logging.getLogger(__name__)
 
 
 class Checkpointing(Option):
     """checkpointing=none: every activation is kept."""
 
+    active = False
+    chosen_by_compiler = False
     budget = 1.0  # of the activations that a compiler would keep
 
-    def apply(self, model: torch.nn.Module) -> list[str]:
-        """Change the model's forward in place (its parameters keep their names); what was changed, a line each."""
-        return []
+    def apply(self, model: torch.nn.Module) -> None:
+        """Change the model's forward in place; its parameters keep their names."""
 
 
 class Blocks(Checkpointing):
@@ -28,25 +32,26 @@ class Blocks(Checkpointing):
     `block` names the block's class where the model's own repetition is not the one wanted.
     """
 
+    active = True
     name = "blocks"
 
     def __init__(self, block: str | None = None) -> None:
         self.block = block
 
     def validate(self, run: RunSpec) -> Iterator[str]:
-        if run.choices["compile"] == "jit":
+        if run.compile.torchscript:
             yield (
                 f"{run.named('checkpointing')} and compile=jit exclude each other (TorchScript keeps every activation): "
                 "set compile=inductor or checkpointing=none"
             )
 
-    def apply(self, model: torch.nn.Module) -> list[str]:
+    def apply(self, model: torch.nn.Module) -> None:
         from drivetrain.checkpointing.recompute import checkpoint_forward
 
         blocks = self.chosen(blocks_for(f"checkpointing={self.name}", "checkpointing.block", model, self.block))
         for block in blocks:
             checkpoint_forward(block, self.rule())
-        return [f"{described(blocks)} recomputed in the backward{self.kept()}"]
+        logger.info("%s recomputed in the backward%s", describe_blocks(blocks), self.kept())
 
     def chosen(self, blocks: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Those of the model's blocks that are recomputed."""
@@ -98,7 +103,7 @@ class Selective(Blocks):
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)
-        if run.choices["compile"] == "step":
+        if run.compile.captures_step:
             yield (
                 "checkpointing=selective has nothing to select in compile=step, whose graph is recorded with the backward: "
                 "set checkpointing=blocks, or compile=inductor"
@@ -120,15 +125,18 @@ class Budget(Checkpointing):
     1 is what the compiler would keep anyway, 0 what `blocks` keeps (torch._functorch.config.activation_memory_budget).
     """
 
+    active = True
+    chosen_by_compiler = True
+
     def __init__(self, budget: Share = 0.5) -> None:
         self.budget = budget
 
     def validate(self, run: RunSpec) -> Iterator[str]:
-        if run.choices["compile"] not in ("inductor", "regional"):
+        if not run.compile.partitions_activations:
             yield (
                 f"checkpointing=budget is the compiler's to keep, and {run.named('compile')} has none that splits the forward "
                 "from the backward: set compile=inductor or regional, or checkpointing=selective"
             )
 
-    def apply(self, model: torch.nn.Module) -> list[str]:
-        return [f"the compiler keeps about {self.budget:g} of the activations that it would keep"]
+    def apply(self, model: torch.nn.Module) -> None:
+        logger.info("the compiler keeps about %g of the activations that it would keep", self.budget)

@@ -71,9 +71,9 @@ def _overrides(last: str) -> list[str]:
     from omegaconf import OmegaConf
 
     if last.startswith("hy"):
-        from drivetrain.sweep.options import words
+        from drivetrain.sweep.options import completions
 
-        return words()
+        return completions()
     groups = options()
     key, equals, value = last.partition("=")
     if equals:

@@ -41,12 +41,12 @@ drivetrain compare key=a,b [group=x,y] [key=value] …      techniques side by s
   drivetrain compare optimizer=adamw,lamb quality=true      is the result still right? seeds=5 trainings of each arm
 
   rounds=20             at most, each with fresh processes of all arms; an arm that is known to 2 % takes no more
-  turn_s=0.4            seconds of timed updates a turn, two for each round and arm
+  block_s=0.4           seconds of a block of timed updates, two blocks for each round and arm
   quality=true          train each arm to its end too: PASS, FAIL or INCONCLUSIVE against the first arm's own spread
   seeds=5               trainings of each arm for that
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
 
-Each arm is a live process, and only one moves at a time: they take turns, A B B A, so that the machine's drift cancels.
+Each arm is a live process, and only one runs at a time, in the order A B B A, so that the machine's drift cancels.
 """
 
 ABLATE = """\
@@ -56,7 +56,7 @@ drivetrain ablate recipe=fast baseline=naive [key=value] …      what each tech
   drivetrain ablate recipe=mine.yaml quality=true          is the result still right, technique by technique?
 
 The arms follow from the recipes: the baseline with each technique, the recipe without each, and the way from one to the
-other, the best first. rounds=8, turn_s, quality, seeds: as for `drivetrain compare`.
+other, the best first. rounds=8, block_s, quality, seeds: as for `drivetrain compare`.
 
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
 """
@@ -70,7 +70,7 @@ drivetrain tune [what=all] [group=option] [key=value] …      what makes this r
 
   what=all              or workers (loaders and their counts), batch (micro-batches of the same global batch), lr
   budget_s=600          seconds that it may take, about
-  rounds=8, turn_s=0.3  of each comparison; tries that fall behind take no further rounds
+  rounds=8, block_s=0.3 of each comparison; candidates that fall behind run no further rounds
   quality=true          is the result still right? seeds=5 trainings of each, as far as the budget goes
   lr_updates=150        updates of the range test
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
@@ -95,8 +95,8 @@ drivetrain doctor [group=option] [key=value] …      where a step's time goes, 
   drivetrain doctor model=own model.target=my_pkg.Net data=own data.target=my_pkg.Data trust=[my_pkg]
   drivetrain doctor recipe=naive rounds=16
 
-  prove=false           only look
-  look_s=2              seconds of each look at the step
-  rounds=8, turn_s=0.4  of the comparison that proves the overrides
+  prove=false           only profile
+  profile_s=2           seconds of each kind of profile of the step
+  rounds=8, block_s=0.4 of the comparison that proves the overrides
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
 """

@@ -125,25 +125,25 @@ def _show(argv: list[str]) -> int:
 
 
 def _compare(argv: list[str]) -> int:
-    return _measured("compare", argv, help.COMPARE)
+    return _measured("benchmark.compare", argv, help.COMPARE)
 
 
 def _ablate(argv: list[str]) -> int:
-    return _measured("ablate", argv, help.ABLATE)
+    return _measured("benchmark.ablate", argv, help.ABLATE)
 
 
 def _doctor(argv: list[str]) -> int:
-    return _measured("doctor", argv, help.DOCTOR)
+    return _measured("profile.doctor", argv, help.DOCTOR)
 
 
 def _tune(argv: list[str]) -> int:
-    return _measured("tune", argv, help.TUNE)
+    return _measured("tune.tune", argv, help.TUNE)
 
 
-def _measured(verb: str, argv: list[str], text: str) -> int:
-    if (given := _given(verb, argv, text)) is None:
+def _measured(module: str, argv: list[str], text: str) -> int:
+    if (given := _given(module.rpartition(".")[2], argv, text)) is None:
         return DONE
-    return int(import_module(f"drivetrain.measure.{verb}").command(given.overrides, given.config_dir))
+    return int(import_module(f"drivetrain.measure.{module}").command(given.overrides, given.config_dir))
 
 
 def _report(argv: list[str]) -> int:

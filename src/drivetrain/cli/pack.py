@@ -77,7 +77,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def _pack(source: str, out: Path, words: list[str], given: argparse.Namespace) -> None:
     job = _job(source, words, given.size, given.jpeg)
-    if problems := list(job.run.data.verify(job.run)):
+    if problems := list(job.run.data.validate(job.run)):
         raise UserError(problems)
     if (out / "index.json").exists():
         raise UserError(f"{out} is packed already: remove it, or give another folder")
@@ -132,7 +132,7 @@ def _listing(splits: Any) -> str:
 
 
 @contextmanager
-def _shown(verb: str) -> Iterator[packing.Step]:
+def _shown(verb: str) -> Iterator[packing.OnProgress]:
     """Progress: a bar with its rate in a terminal, a line every ten seconds elsewhere."""
     if not terminal.is_live():
         yield _Lines(verb)

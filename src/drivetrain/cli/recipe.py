@@ -24,9 +24,9 @@ drivetrain recipe VERB …      recipes: option and value, shared as plain YAML 
   drivetrain recipe verify NAME|PATH [key=value] …     does what it claims hold on this machine?
   drivetrain recipe diff A B [key=value] …             where two recipes or runs differ, and what that is worth
 
-  rounds=20, turn_s=0.4  of verify, and of diff measure=true: as for `drivetrain compare`
+  rounds=20, block_s=0.4 of verify, and of diff measure=true: as for `drivetrain compare`
   quality=true, seeds=5 train both to the end too
-  measure=true          of diff: let the two take turns now
+  measure=true          of diff: run an interleaved benchmark of the two now
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
 
 exit codes of verify: 0 holds · 1 does not hold · 2 nothing claimed, or wrong words
@@ -113,5 +113,6 @@ def _measured(module: str) -> Callable[[list[str]], int]:
 
 
 VERBS: dict[str, Callable[[list[str]], int]] = {
-    "list": _list, "show": _show, "check": _check, "export": _export, "verify": _measured("verify"), "diff": _measured("diff"),
+    "list": _list, "show": _show, "check": _check, "export": _export,
+    "verify": _measured("claims.verify"), "diff": _measured("claims.diff"),
 }  # fmt: skip

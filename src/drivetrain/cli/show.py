@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,19 +32,20 @@ def show(overrides: Sequence[str], config_dirs: Sequence[str], file: Path | None
     else:
         plots.png(curves, over, _title(job.run, over), file)
         print(f"written to {file}")
-    if job.run.scheduler.remark:
-        print(f"{job.run.named('scheduler')}: {job.run.scheduler.remark}")
+    if job.run.scheduler.plot_note:
+        print(f"{job.run.named('scheduler')}: {job.run.scheduler.plot_note}")
 
 
 def _horizon(run: RunSpec) -> Horizon:
-    over, samples = horizons.horizon(run), run.data.train_samples()
+    over, samples = horizons.run_horizon(run), run.data.train_samples()
     if over is None:  # only reading tells
         import torch
 
         source = run.data.load(torch.device("cpu")).train
-        run.batch.start(source, run.runtime.seed, World())
+        batch = copy.deepcopy(run.batch)
+        batch.measure(source, run.runtime.seed, World())
         samples = len(source)
-        over = horizons.horizon(run, samples)
+        over = horizons.run_horizon(run, samples, batch)
     if over is None:
         raise UserError(
             f"batch.global_batch={run.batch.global_batch} is more than the {samples} training samples: no update is made"
@@ -52,10 +54,10 @@ def _horizon(run: RunSpec) -> Horizon:
 
 
 def _curves(run: RunSpec, over: Horizon) -> list[plots.Curve]:
-    run.scheduler.lay(over)
+    run.scheduler.set_horizon(over)
     base = run.optimizer.lr * run.batch.lr_factor()
     updates = range(0, over.updates, -(-over.updates // MOST_POINTS))
-    rates = [(u, base * run.scheduler.multiple(u)) for u in updates]
+    rates = [(u, base * run.scheduler.lr_factor(u)) for u in updates]
     curves = [plots.Curve("lr", rates, 0.0, max(rate for _, rate in rates) or 1.0)]
     momenta = [(u, m) for u in updates if (m := run.scheduler.momentum_at(u)) is not None]
     if momenta:

@@ -1,4 +1,4 @@
-"""Bounds on the gradients of an update."""
+"""Gradient clipping: config group `clip`."""
 
 from drivetrain.clip.base import Agc, Clip, Norm, Value
 

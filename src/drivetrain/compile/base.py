@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from drivetrain.compile import kernel_cache
-from drivetrain.core.blocks import blocks_for, described
+from drivetrain.core.blocks import blocks_for, describe_blocks
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Option, RunSpec
+from drivetrain.core.step import Step
 
+if TYPE_CHECKING:
+    from drivetrain.core.context import BuildContext
+
+logger = logging.getLogger(__name__)
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 _USERS_CACHE = os.environ.get(CACHE)
 _GRAPH_MEMORY = "CUDA graphs reuse the memory that gradients lie in"
@@ -25,6 +31,15 @@ _GRAPH_MEMORY = "CUDA graphs reuse the memory that gradients lie in"
 class Compile(Option):
     """compile=none: the model runs op by op."""
 
+    active = False
+    captures_step = False  # the whole step is one graph
+    cuda_graphs = False
+    torchscript = False
+    partitions_activations = False  # splits a graph into forward and backward, and chooses what to keep between them
+    specializes_on_shapes = False  # compiles anew, or slower code, where shapes change
+    ranks_meet_in_forward = False  # collectives may stand in the compiled forward
+    crosses_devices = True  # activations may move between devices within the forward
+    whole_forward = False  # the model's forward is compiled as a whole, not block by block
     warmup = 1  # steps after which all of them are alike
     dynamic: bool | None = False  # whether code is made for shapes in general; None: where the compiler sees that they change
 
@@ -32,16 +47,13 @@ class Compile(Option):
         """The callable that training calls. `example` is a batch of two zeros; `budget` the share of activations to keep."""
         return model
 
-    def attach(self, trainer: Any) -> None:
-        """Take over parts of the finished trainer."""
+    def wrap_step(self, step: Step, context: BuildContext) -> Step:
+        """The step, or one graph in its place."""
+        return step
 
     def seconds(self) -> float | None:
         """What compiling has taken so far."""
         return None
-
-    def said(self) -> list[str]:
-        """What was done, a line each."""
-        return []
 
     def advice(self, error: BaseException) -> str:
         """What to set where this error is the compiler's own."""
@@ -51,10 +63,15 @@ class Compile(Option):
 class Compiled(Compile):
     """What all that compile have in common."""
 
+    active = True
+    specializes_on_shapes = True
+    ranks_meet_in_forward = True
+    whole_forward = True
+
     def validate(self, run: RunSpec) -> Iterator[str]:
-        if run.choices["debug"] == "anomaly":
+        if run.debug.names_backward_lines:
             yield (
-                f"{run.named('compile')} and debug=anomaly exclude each other (a compiled backward has no lines to name): "
+                f"{run.named('compile')} and {run.named('debug')} exclude each other (a compiled backward has no lines to name): "
                 "set compile=none"
             )
 
@@ -80,7 +97,7 @@ class Dynamo(Compiled):
         fixed = "" if self.dynamic is False else "compile.dynamic=false, which gives it fixed shapes, or "
         return f": torch's compiler has no code for this model: set {fixed}compile=none"
 
-    def start(self, budget: float) -> None:
+    def prepare(self, budget: float) -> None:
         """Forget what this process compiled for another run, whose settings the compiler does not compare."""
         import torch._dynamo
         import torch._functorch.config
@@ -97,6 +114,8 @@ class Dynamo(Compiled):
 
 class Inductor(Dynamo):
     """torch.compile of the model: fused kernels, at the cost of a compilation that `compile_s` reports."""
+
+    partitions_activations = True
 
     def __init__(
         self,
@@ -117,7 +136,7 @@ class Inductor(Dynamo):
             yield "compile.mode=reduce-overhead is CUDA graphs, and the device is a CPU: set compile.mode=default"
 
     def apply(self, model: torch.nn.Module, example: torch.Tensor, budget: float) -> Any:
-        self.start(budget)
+        self.prepare(budget)
         return self._compiled(model)
 
     def _compiled(self, what: Any) -> Any:
@@ -129,6 +148,8 @@ class Regional(Inductor):
 
     `block` names the block's class where the model's own repetition is not the one wanted.
     """
+
+    whole_forward = False
 
     def __init__(
         self,
@@ -142,7 +163,7 @@ class Regional(Inductor):
         self.block = block
 
     def apply(self, model: torch.nn.Module, example: torch.Tensor, budget: float) -> Any:
-        self.start(budget)
+        self.prepare(budget)
         blocks = blocks_for("compile=regional", "compile.block", model, self.block)
         self._blocks = [b for b in blocks if not any(p.is_meta for p in b.parameters())]  # others are another rank's
         import torch._dynamo
@@ -151,14 +172,16 @@ class Regional(Inductor):
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * len(self._blocks))
         for block in self._blocks:
             block.forward = _in_training(self._compiled(block.forward), block.forward)  # type: ignore[method-assign]
+        logger.info("%s compiled", describe_blocks(self._blocks))
         return model
-
-    def said(self) -> list[str]:
-        return [f"{described(self._blocks)} compiled"]
 
 
 class CudaGraph(Compiled):
     """torch.compile's cudagraphs backend: the model's kernels as they are, launched all at once. CUDA only."""
+
+    cuda_graphs = True
+    ranks_meet_in_forward = False
+    crosses_devices = False
 
     def __init__(self, fullgraph: bool = False) -> None:
         self.fullgraph = fullgraph
@@ -199,6 +222,8 @@ class StepGraph(Dynamo):
     while recording: what it decides from then on holds for the run.
     """
 
+    captures_step = True
+    crosses_devices = False
     warmup = 4  # op by op, recorded, and on CUDA a first call and the capture
 
     def __init__(self, cudagraph: bool = True, cache_dir: str | None = None) -> None:
@@ -206,27 +231,29 @@ class StepGraph(Dynamo):
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)
-        if run.choices["parallel"] != "single":
+        if not run.parallel.one_process:
             yield (
                 f"compile=step and {run.named('parallel')} exclude each other (gradients meet in hooks, which a graph of the "
                 "whole step does not call): set compile=inductor or parallel=single"
             )
-        if run.choices["precision"] == "amp":
+        if run.precision.scales_loss:
             yield (
-                "compile=step and precision=amp exclude each other (the loss scaler decides in Python whether to update): "
-                "set precision=bf16 or compile=inductor"
+                f"compile=step and {run.named('precision')} exclude each other (the loss scaler decides in Python whether to "
+                "update): set precision=bf16 or compile=inductor"
             )
         for key, (given, free) in op_by_op(run).items():
             yield f"{key}={given} has no effect in compile=step, which makes the update in its own way: set it to {free}"
 
     def apply(self, model: torch.nn.Module, example: torch.Tensor, budget: float) -> Any:
-        self.start(budget)
+        self.prepare(budget)
         return model
 
-    def attach(self, trainer: Any) -> None:
+    def wrap_step(self, step: Step, context: BuildContext) -> Step:
         from drivetrain.compile.whole_step import WholeStep
 
-        self._step = WholeStep(trainer, lambda: torch.compile(trainer.model), self.cudagraph)
+        model = context.model
+        self._step = WholeStep(step, model, context.optimizer, lambda: torch.compile(model), self.cudagraph)
+        return self._step
 
     def seconds(self) -> float | None:
         return self._step.seconds + (super().seconds() or 0.0)
@@ -234,6 +261,11 @@ class StepGraph(Dynamo):
 
 class Jit(Compiled):
     """TorchScript, torch's compiler before torch.compile: retired upstream, here to compare with."""
+
+    torchscript = True
+    specializes_on_shapes = False
+    ranks_meet_in_forward = False
+    crosses_devices = False
 
     def __init__(self, method: Literal["trace", "script"] = "trace") -> None:
         self.method = method

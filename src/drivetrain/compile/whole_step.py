@@ -8,6 +8,7 @@ hold (a value read back to Python, a count kept in Python) is noticed, and train
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,13 +22,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from drivetrain.core.microbatch import MicroBatch
+from drivetrain.core.step import Step
+
+logger = logging.getLogger(__name__)
 
 # Recomputed activations (activation checkpointing) stay where the backward wants them: sorting by locality moves them up.
 INDUCTOR = {"reorder_for_locality": False}
 # torch.optim's own switches for an update without Python numbers in it; the compiler fuses it.
 TRACEABLE = {"fused": False, "foreach": True, "capturable": True}
 
-Graph = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # inputs, targets, weight → loss
+Graph = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # inputs, targets, weight → weighted loss
 
 
 class CannotRecordError(Exception):
@@ -35,47 +39,55 @@ class CannotRecordError(Exception):
 
 
 class WholeStep:
-    """Takes the place of a trainer's `micro` and `update`: one graph for each shape of a micro-batch.
+    """A step that is one graph for each shape of a micro-batch.
 
-    Where a step cannot be recorded, `otherwise` makes the forward to go on with.
+    Where `inner` cannot be recorded, training goes on with `inner` and the forward that `fallback` makes.
     """
 
-    def __init__(self, trainer: Any, otherwise: Callable[[], Any], cudagraph: bool) -> None:
-        self.trainer, self._otherwise, self._cudagraph = trainer, otherwise, cudagraph
-        self._micro, self._update, self._zero_grad = trainer.micro, trainer.update, trainer.zero_grad
-        trainer.micro, trainer.update, trainer.zero_grad = self.micro, self.update, self.zero_grad
+    def __init__(
+        self,
+        inner: Step,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        fallback: Callable[[], Callable[..., torch.Tensor]],
+        cudagraph: bool,
+    ) -> None:
+        self.inner, self._model, self._optimizer = inner, model, optimizer
+        self._fallback, self._cudagraph = fallback, cudagraph
         self.seconds = 0.0  # recording and compiling
         self._op_by_op, self._begun = True, False
-        self._updated = False  # the window's last micro-batch has updated already
+        self._updated = False  # the update's last micro-batch has updated already
         self._graphs: dict[tuple[Any, ...], Graph] = {}
-        self._trained: list[torch.nn.Parameter] = []  # what gets gradients
+        self._trained: list[torch.nn.Parameter] = []  # parameters that get gradients
         self._sums: list[torch.Tensor] = []  # their gradients, where an update has several micro-batches
         self._rates: list[torch.Tensor] = []
 
-    def micro(self, micro: MicroBatch) -> torch.Tensor:
-        """Forward and backward of one micro-batch, after the last of an update the update too; its loss."""
-        if not self._op_by_op and micro.last:
+    def micro_batch(self, batch: MicroBatch, loss_sum: torch.Tensor) -> None:
+        """Forward and backward of one micro-batch; after an update's last one the update too."""
+        if not self._op_by_op and batch.last:
             self._set_rates()
             if self._numbers() != self._recorded:
                 self._give_up("a schedule moves a number of the optimizer other than its learning rate (momentum, weight decay)")
         if self._op_by_op:
-            return self._micro(micro)
-        if not micro.last and not self._sums:
+            self.inner.micro_batch(batch, loss_sum)
+            return
+        if not batch.last and not self._sums:
             self._sums = [torch.zeros_like(p) for p in self._trained]
-        key = (micro.last, bool(self._sums), *(f for t in (micro.x, micro.y) for f in (t.shape, t.dtype, t.stride())))
+        key = (batch.last, bool(self._sums), *(f for t in (batch.x, batch.y) for f in (t.shape, t.dtype, t.stride())))
         graph = self._graphs.get(key)
         if graph is None:
-            return self._record(key, micro)
-        self._updated = micro.last
-        return self._called(graph, micro)
+            self._record(key, batch, loss_sum)
+            return
+        self._updated = batch.last
+        loss_sum += self._called(graph, batch)
 
     def update(self) -> bool:
         """The update, unless the graph has made it."""
         if self._updated:
             self._updated = False
             return True
-        trained = [p for p in self.trainer.model.parameters() if p.grad is not None]
-        done = self._update()
+        trained = [p for p in self._model.parameters() if p.grad is not None]
+        done = self.inner.update()
         if done and not self._begun:
             self._begin(trained)
         return done
@@ -83,13 +95,17 @@ class WholeStep:
     def zero_grad(self) -> None:
         """Forget the gradients; graphs forget theirs themselves, unless an update is begun anew."""
         if self._op_by_op:
-            self._zero_grad()
+            self.inner.zero_grad()
         elif self._sums:
             torch._foreach_zero_(self._sums)
 
-    def _called(self, graph: Graph, micro: MicroBatch) -> torch.Tensor:
+    def with_forward(self, forward: Callable[..., torch.Tensor]) -> Step:
+        """The inner step with another forward: a graph has none."""
+        return self.inner.with_forward(forward)
+
+    def _called(self, graph: Graph, batch: MicroBatch) -> torch.Tensor:
         try:
-            return graph(micro.x, micro.y, micro.weight)
+            return graph(batch.x, batch.y, batch.weight)
         except Exception as error:  # weights may be new, others old: no one may take this for an update to repeat
             raise RuntimeError(f"compile=step: the graph of an update failed half-way: {_first_line(error)}") from None
 
@@ -100,14 +116,14 @@ class WholeStep:
         self._rates_set = [float(group["lr"]) for group in self._groups]
         self._rates = [torch.tensor(lr, device=device) for lr in self._rates_set]
         self._recorded = self._numbers()
-        for state in self.trainer.optimizer.state.values():  # counters that torch keeps on the CPU would not reach the graph
+        for state in self._optimizer.state.values():  # counters that torch keeps on the CPU would not reach the graph
             for name, value in state.items():
                 if isinstance(value, torch.Tensor) and value.device != device:
                     state[name] = value.to(device)
 
     @property
     def _groups(self) -> list[dict[str, Any]]:
-        return self.trainer.optimizer.param_groups
+        return self._optimizer.param_groups
 
     def _set_rates(self) -> None:
         for i, group in enumerate(self._groups):
@@ -119,55 +135,58 @@ class WholeStep:
         """What a recording holds as constants and a schedule could move."""
         return [{k: v for k, v in g.items() if isinstance(v, float | tuple) and k != "lr"} for g in self._groups]
 
-    def _record(self, key: tuple[Any, ...], micro: MicroBatch) -> torch.Tensor:
+    def _record(self, key: tuple[Any, ...], batch: MicroBatch, loss_sum: torch.Tensor) -> None:
         """Run one micro-batch and keep it as a graph; where it cannot be one, run it all the same."""
         start = time.perf_counter()
         static, numbers = self._state()
         held = [t.detach().to("cpu", copy=True) for t in static]
         self._bind(self._sums or [None] * len(self._trained))
         try:
-            recording, loss = self._trace(static, micro)
+            recording, loss = self._trace(static, batch)
         except Exception as error:  # whatever user code does with a tensor that is being recorded
             with torch.no_grad():
                 for tensor, value in zip(static, held, strict=True):
                     tensor.copy_(value)
             self._give_up(_reason(error))
-            return self._micro(micro)
-        self._updated = micro.last
+            self.inner.micro_batch(batch, loss_sum)
+            return
+        loss_sum += loss
+        self._updated = batch.last
         try:
             self._check(recording, static, numbers)
-            self._graphs[key] = self._compile(recording, static, micro)
+            self._graphs[key] = self._compile(recording, static, batch)
         except Exception as error:
             self._give_up(_reason(error))
         self.seconds += time.perf_counter() - start
-        return loss
 
     def _state(self) -> tuple[list[torch.Tensor], list[Any]]:
         """Every tensor that lives from update to update, and what the optimizer keeps in Python."""
-        trainer = self.trainer
-        tensors = {id(t): t for t in (*trainer.model.parameters(), *trainer.model.buffers(), *self._rates, *self._sums)}
+        model, optimizer = self._model, self._optimizer
+        tensors = {id(t): t for t in (*model.parameters(), *model.buffers(), *self._rates, *self._sums)}
         numbers: list[Any] = []
-        _walk([trainer.optimizer.state, vars(trainer.optimizer)], tensors, numbers, set())
+        _walk([optimizer.state, vars(optimizer)], tensors, numbers, set())
         return list(tensors.values()), numbers
 
     def _bind(self, gradients: list[Any]) -> None:
         for p, gradient in zip(self._trained, gradients, strict=True):
             p.grad = gradient
 
-    def _trace(self, static: list[torch.Tensor], micro: MicroBatch) -> tuple[torch.fx.GraphModule, torch.Tensor]:
+    def _trace(self, static: list[torch.Tensor], batch: MicroBatch) -> tuple[torch.fx.GraphModule, torch.Tensor]:
         losses = []
 
         def run(*tensors: torch.Tensor) -> torch.Tensor:
             x, y, weight = tensors[-3:]
-            losses.append(self._micro(MicroBatch(x, y, weight, micro.last, micro.epoch_end)))
-            if micro.last:
-                if not self._update():
+            loss = torch.zeros_like(weight)
+            self.inner.micro_batch(MicroBatch(x, y, weight, batch.last, batch.epoch_end), loss)
+            losses.append(loss)
+            if batch.last:
+                if not self.inner.update():
                     raise CannotRecordError("the precision decides in Python whether to update")
                 torch._foreach_zero_(self._sums) if self._sums else self._bind([None] * len(self._trained))
-            return losses[0]
+            return loss
 
         with self._traceable():
-            recording = make_fx(run)(*static, micro.x, micro.y, micro.weight)
+            recording = make_fx(run)(*static, batch.x, batch.y, batch.weight)
         return recording, losses[0]
 
     @contextmanager
@@ -198,10 +217,10 @@ class WholeStep:
                 if written and any(getattr(v, "op", None) == "get_attr" for v in (value if isinstance(value, list) else [value])):
                     raise CannotRecordError("the model writes into a tensor that is neither a parameter nor a buffer")
 
-    def _compile(self, recording: torch.fx.GraphModule, static: list[torch.Tensor], micro: MicroBatch) -> Graph:
+    def _compile(self, recording: torch.fx.GraphModule, static: list[torch.Tensor], batch: MicroBatch) -> Graph:
         # Shapes in a context (all of them fixed): without one inductor would not keep the code for the next run.
         fake = FakeTensorMode(shape_env=ShapeEnv())
-        inputs: list[Any] = [fake.from_tensor(t, static_shapes=True) for t in (*static, micro.x, micro.y, micro.weight)]
+        inputs: list[Any] = [fake.from_tensor(t, static_shapes=True) for t in (*static, batch.x, batch.y, batch.weight)]
         with torch.no_grad(), tracing(TracingContext(fake)):  # no gradients: the backward is in the graph
             compiled = torch._inductor.compile(recording, inputs, options=INDUCTOR)
 
@@ -209,14 +228,13 @@ class WholeStep:
         def run(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             return compiled(*static, x, y, weight)
 
-        return Replayed(run) if self._cudagraph and micro.x.is_cuda else run
+        return Replayed(run) if self._cudagraph and batch.x.is_cuda else run
 
     def _give_up(self, reason: str) -> None:
         self._op_by_op = True
         self._bind(self._sums or [None] * len(self._trained))
-        self.trainer.forward = self._otherwise()
-        text = f"compile=step: this step cannot be one graph: {reason}. Going on with compile=inductor"
-        self.trainer.log_event("remark", text=text)
+        self.inner = self.inner.with_forward(self._fallback())
+        logger.warning("compile=step: this step cannot be one graph: %s. Going on with compile=inductor", reason)
 
 
 class Replayed:

@@ -1,4 +1,4 @@
-"""A model's repeated blocks: what activation checkpointing, regional compilation and sharding work on."""
+"""Finds a model's repeated blocks, the units of activation checkpointing, regional compilation, sharding and pipelines."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from drivetrain.core.lazy import torch
 def repeated_blocks(model: torch.nn.Module, class_name: str | None = None) -> list[torch.nn.Module]:
     """The outermost modules of class `class_name`; without a name, the model's own repeated blocks.
 
-    A class repeats if it has submodules and stands at least twice in the model's Sequentials and ModuleLists. A stage,
-    which is itself a row of repeated blocks (ConvNeXt's, Swin's), is gone into.
+    A class is repeated if it has submodules and the model's Sequentials and ModuleLists have at least two members of it. For
+    a stage that consists of repeated blocks itself (in ConvNeXt and Swin), its blocks are returned.
     """
     if class_name is not None:
         return _found(model, {type(m) for m in model.modules() if type(m).__name__ == class_name}, stages=False)
@@ -22,25 +22,25 @@ def repeated_blocks(model: torch.nn.Module, class_name: str | None = None) -> li
     return _found(model, {cls for cls, n in counts.items() if n > 1}, stages=True)
 
 
-def blocks_for(setting: str, knob: str, model: torch.nn.Module, class_name: str | None) -> list[torch.nn.Module]:
-    """The blocks that the option `setting` works on; raises UserError where there are none, with the names to set `knob` to."""
+def blocks_for(setting: str, key: str, model: torch.nn.Module, class_name: str | None) -> list[torch.nn.Module]:
+    """The blocks for the option `setting`. Raises UserError if there are none, with the class names that `key` can be set to."""
     blocks = repeated_blocks(model, class_name)
     if not blocks:
         classes = sorted({type(m).__name__ for m in model.modules() if list(m.children())})
         what = f"no module of class {class_name!r}: {did_you_mean(class_name, classes)}" if class_name else "no repeated block"
-        raise UserError(f"{setting} found {what} in the model: set {knob} to one of {', '.join(classes)}, or leave {setting} out")
+        raise UserError(f"{setting} found {what} in the model: set {key} to one of {', '.join(classes)}, or leave {setting} out")
     return blocks
 
 
-def blocks_in_a_row(setting: str, model: torch.nn.Module, class_name: str | None) -> list[torch.nn.Module]:
-    """The modules that a forward goes through one after the other, each taking what the one before it gave.
+def sequential_blocks(setting: str, model: torch.nn.Module, class_name: str | None) -> list[torch.nn.Module]:
+    """The modules that a forward calls in a row, each with the output of the one before.
 
-    Those are the members of the longest Sequential or ModuleList that is in no other, or those of class `class_name`.
+    They are the members of the longest Sequential or ModuleList that is in no other one, or the modules of `class_name`.
     """
     if class_name is not None:
         return blocks_for(setting, "parallel.block", model, class_name)
     holder = max(_outermost_rows(model), key=len, default=None)
-    row = _each_of_its_own(holder) if holder is not None else []
+    row = _without_repetition(holder) if holder is not None else []
     if len(row) < 2:
         raise UserError(
             f"{setting} found no row of blocks (a Sequential or ModuleList of two or more) in the model, so it cannot be cut: "
@@ -49,8 +49,8 @@ def blocks_in_a_row(setting: str, model: torch.nn.Module, class_name: str | None
     return row
 
 
-def _each_of_its_own(row: Any) -> list[torch.nn.Module]:
-    """A row's members; one that stands in it several times (a pooling, say, without weights) is copied to its other places."""
+def _without_repetition(row: Any) -> list[torch.nn.Module]:
+    """The members of a row. A module without weights (a pooling) that is in the row several times is replaced by copies."""
     seen: set[int] = set()
     for i, block in enumerate(row):
         if id(block) in seen and not any(True for _ in (*block.parameters(), *block.buffers())):
@@ -65,13 +65,13 @@ def _outermost_rows(module: torch.nn.Module) -> list[Any]:
     return [row for child in module.children() for row in _outermost_rows(child)]
 
 
-def described(blocks: list[torch.nn.Module]) -> str:
-    """How many blocks of which class, as "12 Block, 4 Stage"."""
+def describe_blocks(blocks: list[torch.nn.Module]) -> str:
+    """The number of blocks of each class, such as "12 Block, 4 Stage"."""
     return ", ".join(f"{n} {name}" for name, n in Counter(type(b).__name__ for b in blocks).items())
 
 
 def _row(parent: torch.nn.Module) -> list[torch.nn.Module]:
-    """The candidates among the members of a Sequential or ModuleList: those that have submodules and are no plain container."""
+    """The members of a Sequential or ModuleList that can be blocks: those with submodules that are no plain containers."""
     containers = (torch.nn.Sequential, torch.nn.ModuleList)
     if not isinstance(parent, containers):
         return []

@@ -1,4 +1,4 @@
-"""How many updates make the run, and lengths such as 500 updates, 5ep or a share of the run."""
+"""The number of updates of a run, and lengths such as 500 updates, 5 epochs ("5ep") or a share of the run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from drivetrain.core.option import Length, RunSpec
 
@@ -14,45 +14,48 @@ _EPOCHS = re.compile(r"(\d+(?:\.\d+)?)ep")
 
 
 class Horizon(NamedTuple):
-    """How long a run is, in updates. Epochs get shorter where the batch grows."""
+    """The length of a run in updates. Its epochs have fewer updates where the batch grows."""
 
     updates: int  # of the whole run
-    ends: Sequence[int]  # updates made when each epoch ends
+    ends: Sequence[int]  # the number of updates made when each epoch ends
 
-    def of(self, length: Length) -> float:
-        """A length that `length_problem` has nothing against, in updates from the start of the run, not rounded."""
+    def in_updates(self, length: Length) -> float:
+        """A length in updates, counted from the start of the run and not rounded. `length_problem` must accept it."""
         if isinstance(length, str):
-            return self._after(float(length.removesuffix("ep")))
+            return self._updates_after(float(length.removesuffix("ep")))
         return length * self.updates if length < 1 else length
 
-    def of_end(self, length: Length) -> float:
-        """A length that ends with the run, in updates."""
+    def in_updates_at_end(self, length: Length) -> float:
+        """A length in updates, counted back from the end of the run: its last epochs may have fewer updates."""
         if not isinstance(length, str):
-            return self.of(length)
-        return self.updates - self._after(max(0.0, self.epochs - float(length.removesuffix("ep"))))
+            return self.in_updates(length)
+        return self.updates - self._updates_after(max(0.0, self.epochs - float(length.removesuffix("ep"))))
 
     @property
     def epochs(self) -> float:
-        """How many epochs the run's updates are."""
+        """The number of epochs that the run's updates make."""
         last = min(bisect_left(self.ends, self.updates), len(self.ends) - 1)
         begin = self.ends[last - 1] if last else 0
         return last + (self.updates - begin) / (self.ends[last] - begin)
 
-    def _after(self, epochs: float) -> float:
-        """Updates made after so many epochs; past the end all are as long as the last."""
+    def _updates_after(self, epochs: float) -> float:
+        """The number of updates made after so many epochs. Epochs after the end of the run are as long as the last one."""
         whole = min(int(epochs), len(self.ends) - 1)
         begin = self.ends[whole - 1] if whole else 0
         return begin + (epochs - whole) * (self.ends[whole] - begin)
 
     def at_most(self, updates: int | None) -> Horizon:
-        """The horizon of a run that is stopped after so many updates."""
+        """The horizon of a run that stops after so many updates, if it has not ended before; None: no limit."""
         return self if updates is None else self._replace(updates=min(updates, self.updates))
 
 
-def horizon(run: RunSpec, samples: int | None = None) -> Horizon | None:
-    """The horizon of a run over so many training samples; None where the data must be read to tell, or gives no update."""
+def run_horizon(run: RunSpec, samples: int | None = None, batch: Any = None) -> Horizon | None:
+    """The horizon of a run over so many training samples; None where the data must be read first, or gives no update.
+
+    `batch` is the batch option as it was built over the data, where it has been.
+    """
     samples = run.data.train_samples() if samples is None else samples
-    epochs, batch, drop_last = run.values["epochs"], run.batch, run.data.drop_last
+    epochs, batch, drop_last = run.values["epochs"], batch or run.batch, run.data.drop_last
     if not samples or not batch.total_updates(samples, epochs, drop_last):
         return None
     first, last = batch.updates(samples, 0, drop_last), batch.updates(samples, epochs - 1, drop_last)
@@ -62,11 +65,11 @@ def horizon(run: RunSpec, samples: int | None = None) -> Horizon | None:
     return Horizon(ends[-1], ends).at_most(run.values["updates"])
 
 
-def length_problem(knob: str, length: Length) -> Iterator[str]:
-    """What is wrong with a length, if anything."""
+def length_problem(key: str, length: Length) -> Iterator[str]:
+    """A problem if the value of `key` is not a length."""
     if isinstance(length, str):
         good = _EPOCHS.fullmatch(length) is not None
     else:
         good = 0 <= length < 1 or (length >= 1 and length == int(length))
     if not good:
-        yield f"{knob}={length} is no length: give a share of the run below 1 (0.1), updates (500) or epochs (5ep)"
+        yield f"{key}={length} is no length: give a share of the run below 1 (0.1), updates (500) or epochs (5ep)"

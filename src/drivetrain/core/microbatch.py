@@ -18,16 +18,16 @@ class Request:
     weight: torch.Tensor  # 0-d; 1 in evaluation
     last: bool = True  # the update's last micro-batch
     epoch_end: bool = False  # the epoch's last micro-batch
-    partners: torch.Tensor | None = None  # (n,) samples to mix with, where an augmentation mixes
-    # Known once it has been read, by a reader that can tell:
+    mix_with: torch.Tensor | None = None  # (n,) the sample that each one is mixed with, where an augmentation mixes
+    # Set by the loader once the batch has been read:
     seconds: float | None = None  # of reading, decoding and augmenting
-    ready: float = 0.0  # time.perf_counter() when that was done, which all processes share
+    ready: float = 0.0  # time.perf_counter() when that was done; all processes share this clock
 
-    def rows(self) -> torch.Tensor:
-        """The samples to read: `indices`, then those partners that are not among them."""
-        if self.partners is None:
+    def indices_to_read(self) -> torch.Tensor:
+        """Return the samples to read: `indices`, then those of `mix_with` that are not among them."""
+        if self.mix_with is None:
             return self.indices
-        return torch.cat([self.indices, self.partners[~torch.isin(self.partners, self.indices)]])
+        return torch.cat([self.indices, self.mix_with[~torch.isin(self.mix_with, self.indices)]])
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Files that came from elsewhere: tar members that stay in their archive, downloads that are what they should be."""
+"""Tar archives that are read without unpacking them, and downloads that are checked against a digest."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from pathlib import Path, PurePosixPath
 from drivetrain.core.errors import DataError, UserError
 
 
-def refuse_member(archive: object, member: tarfile.TarInfo) -> None:
-    """Raise DataError for a tar member that is a link or a device, or that points out of its archive."""
+def check_member(archive: object, member: tarfile.TarInfo) -> None:
+    """Raise DataError for a tar member that is a link or a device, or whose path leads out of the archive."""
     path = PurePosixPath(member.name)
     if member.issym() or member.islnk():
-        what = "is a link"
+        problem = "is a link"
     elif path.is_absolute() or ".." in path.parts:
-        what = "points out of the archive"
+        problem = "points out of the archive"
     elif not (member.isfile() or member.isdir()):
-        what = "is neither a file nor a folder"
+        problem = "is neither a file nor a folder"
     else:
         return
-    raise DataError(f"{archive}: its member {member.name!r} {what}, which no data set needs: refused")
+    raise DataError(f"{archive}: its member {member.name!r} {problem}, which no data set needs: refused")
 
 
-def tar_files(archive: Path, wanted: set[str], most: int) -> dict[str, bytes]:
-    """The files of a tar archive whose last name is wanted. At most `most` bytes are unpacked. Raises DataError."""
+def read_members(archive: Path, names: set[str], max_bytes: int) -> dict[str, bytes]:
+    """Read the files called `names`, in any folder of a tar archive. Raises DataError if it unpacks to over `max_bytes`."""
     found: dict[str, bytes] = {}
     total = 0
     try:
         with tarfile.open(archive) as tar:
             for member in tar:
-                refuse_member(archive, member)
-                total += member.size  # also of what is skipped: it is decompressed on the way
-                if total > most:
-                    raise DataError(f"{archive} unpacks to more than {most:,} bytes: it is not the archive it should be")
+                check_member(archive, member)
+                total += member.size  # members that are skipped count too: they are decompressed on the way
+                if total > max_bytes:
+                    raise DataError(f"{archive} unpacks to more than {max_bytes:,} bytes: it is not the archive it should be")
                 name = PurePosixPath(member.name).name
-                if member.isfile() and name in wanted:
+                if member.isfile() and name in names:
                     file = tar.extractfile(member)
                     found[name] = file.read() if file is not None else b""
     except (OSError, tarfile.TarError, EOFError, ValueError) as error:
@@ -49,14 +49,17 @@ def tar_files(archive: Path, wanted: set[str], most: int) -> dict[str, bytes]:
 
 
 def download(url: str, path: Path, md5: str) -> None:
-    """Fetch `url` to `path`, whole and with this digest, or not at all. One process of a machine fetches, the others wait."""
+    """Download `url` to `path`, unless it is there. The file is complete and has this digest, or it is not kept.
+
+    One process of a machine downloads; the others wait for it. Raises UserError.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _alone(path.with_name(f".{path.name}.lock")):
+    with _file_lock(path.with_name(f".{path.name}.lock")):
         if not path.exists():
-            _fetch(url, path, md5)
+            _download(url, path, md5)
 
 
-def _fetch(url: str, path: Path, md5: str) -> None:
+def _download(url: str, path: Path, md5: str) -> None:
     from urllib.request import urlopen
 
     partial = path.with_name(f".{path.name}.{os.getpid()}")
@@ -78,11 +81,11 @@ def _fetch(url: str, path: Path, md5: str) -> None:
 
 
 @contextlib.contextmanager
-def _alone(lock: Path) -> Iterator[None]:
-    """One process of this machine at a time."""
+def _file_lock(path: Path) -> Iterator[None]:
+    """Let one process of this machine in at a time."""
     import fcntl
 
-    with lock.open("w") as file:
+    with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-    lock.unlink(missing_ok=True)
+    path.unlink(missing_ok=True)

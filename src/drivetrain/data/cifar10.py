@@ -1,4 +1,8 @@
-"""CIFAR-10, from its own archives."""
+"""CIFAR-10, read from its own archives or from their files.
+
+Not by torchvision.datasets.CIFAR10: it takes no archive and no binary version, reads only files whose MD5 is the original's,
+and runs pickle.load on them. This reader imports nothing that a pickle names.
+"""
 
 from __future__ import annotations
 
@@ -13,29 +17,29 @@ from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
 from drivetrain.data import archive
-from drivetrain.data.base import Data, Normalize, Splits, Tensors, measured
+from drivetrain.data.base import Data, Normalize, Splits, Tensors, measure_normalization
 
 PIXELS = 3 * 32 * 32
 TRAIN = [f"data_batch_{i}" for i in range(1, 6)]
 NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-MOST = 512 << 20  # bytes that an archive may unpack to; the real ones come to 186 million
+MAX_BYTES = 512 << 20  # that an archive may unpack to; the real ones come to 186 million
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
 
 
-class Form(NamedTuple):
-    """One of the two forms in which the set is given out."""
+class Version(NamedTuple):
+    """One of the two versions in which CIFAR-10 is published."""
 
     folder: str
     archive: str
     ending: str  # of its files
-    read: Callable[[str, bytes], tuple[torch.Tensor, torch.Tensor]]  # name for messages, content → images, labels
+    read: Callable[[str, bytes], tuple[torch.Tensor, torch.Tensor]]  # file name for messages, content → images, labels
 
 
 class Cifar10(Data):
     """CIFAR-10 (Krizhevsky 2009): 50,000 training and 10,000 test images of 32×32 in ten classes, held in memory.
 
-    `root` is the binary or the Python version, as .tar.gz or unpacked, or the folder that holds one of them.
+    `root` is the binary or the Python version, as .tar.gz or unpacked, or a folder that holds one of them.
     """
 
     machine_local_keys = ("root", "download")
@@ -46,10 +50,10 @@ class Cifar10(Data):
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if not self.root:
-            yield f"data=cifar10 needs data.root, the folder that holds {' or '.join(f.archive for f in FORMS)}"
+            yield f"data=cifar10 needs data.root, the folder that holds {' or '.join(v.archive for v in VERSIONS)}"
         elif not self.download and _find(Path(self.root)) is None:
             yield (
-                f"data.root={self.root} holds no CIFAR-10 ({', '.join(n for f in FORMS for n in (f.folder, f.archive))}): "
+                f"data.root={self.root} holds no CIFAR-10 ({', '.join(n for v in VERSIONS for n in (v.folder, v.archive))}): "
                 "put one there or set data.download=true"
             )
 
@@ -60,46 +64,48 @@ class Cifar10(Data):
         root = Path(str(self.root))
         found = _find(root)
         if found is None:
-            archive.download(URL, root / FORMS[0].archive, MD5)
-            found = FORMS[0], root / FORMS[0].archive
-        files = _files(*found)
-        train, test = (_joined(found[0], files, names) for names in (TRAIN, ["test_batch"]))
-        normalize = measured(train.x) if self.normalize else Normalize([0.0] * 3, [1.0] * 3)
+            archive.download(URL, root / VERSIONS[0].archive, MD5)
+            found = VERSIONS[0], root / VERSIONS[0].archive
+        version, path = found
+        files = _read_files(version, path)
+        train, test = (_decode_files(version, files, names) for names in (TRAIN, ["test_batch"]))
+        normalize = measure_normalization(train.x) if self.normalize else Normalize([0.0] * 3, [1.0] * 3)
         return Splits(train, test, self.shape(), len(NAMES), normalize, NAMES)
 
 
-def _find(root: Path) -> tuple[Form, Path] | None:
-    """The form of what lies at `root` or in it, and where that is; unpacked before packed."""
-    for form in FORMS:
-        for place in (root, root / form.folder):
-            if (place / (TRAIN[0] + form.ending)).is_file():
-                return form, place
-    for form in FORMS:
-        for place in (root, root / form.archive):
-            if place.name == form.archive and place.is_file():
-                return form, place
+def _find(root: Path) -> tuple[Version, Path] | None:
+    """Return the version that `root` is or holds, and its path: a folder of files before an archive."""
+    for version in VERSIONS:
+        for path in (root, root / version.folder):
+            if (path / (TRAIN[0] + version.ending)).is_file():
+                return version, path
+    for version in VERSIONS:
+        for path in (root, root / version.archive):
+            if path.name == version.archive and path.is_file():
+                return version, path
     return None
 
 
-def _files(form: Form, place: Path) -> dict[str, bytes]:
-    """The six files' contents by name, without their ending. Raises DataError naming what is missing."""
-    wanted = {name + form.ending: name for name in [*TRAIN, "test_batch"]}
-    if place.is_dir():
-        files = {file: (place / file).read_bytes() for file in wanted if (place / file).is_file()}
+def _read_files(version: Version, path: Path) -> dict[str, bytes]:
+    """Read the six files; return their contents by name, without the ending. Raises DataError naming what is missing."""
+    names = {name + version.ending: name for name in [*TRAIN, "test_batch"]}
+    if path.is_dir():
+        files = {file: (path / file).read_bytes() for file in names if (path / file).is_file()}
     else:
-        files = archive.tar_files(place, set(wanted), MOST)
-    if missing := sorted(set(wanted) - set(files)):
-        raise DataError(f"{place} lacks {', '.join(missing)}: fetch {form.archive} again")
-    return {wanted[file]: content for file, content in files.items()}
+        files = archive.read_members(path, set(names), MAX_BYTES)
+    if missing := sorted(set(names) - set(files)):
+        raise DataError(f"{path} lacks {', '.join(missing)}: fetch {version.archive} again")
+    return {names[file]: content for file, content in files.items()}
 
 
-def _joined(form: Form, files: dict[str, bytes], names: list[str]) -> Tensors:
-    read = [form.read(name + form.ending, files.pop(name)) for name in names]
-    return Tensors(torch.cat([x for x, _ in read]), torch.cat([y for _, y in read]))
+def _decode_files(version: Version, files: dict[str, bytes], names: list[str]) -> Tensors:
+    """Decode the files `names` and remove them from `files`, which frees their memory."""
+    batches = [version.read(name + version.ending, files.pop(name)) for name in names]
+    return Tensors(torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches]))
 
 
-def _checked(name: str, x: Any, y: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Images (n, 3, 32, 32) uint8 and labels (n,) int64, of arrays."""
+def _to_tensors(name: str, x: Any, y: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Turn arrays into images (n, 3, 32, 32) uint8 and labels (n,) int64. Raises DataError for labels that do not exist."""
     if not len(y):
         raise DataError(f"{name} holds no images: fetch the archive again")
     if not 0 <= y.min() <= y.max() < len(NAMES):
@@ -108,52 +114,52 @@ def _checked(name: str, x: Any, y: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _read_binary(name: str, content: bytes) -> tuple[torch.Tensor, torch.Tensor]:
-    """Records of one byte label and 3072 bytes red, green, blue."""
+    """Decode records of one byte for the label and 3072 bytes for the image (red, green, blue)."""
     import numpy as np
 
     if len(content) % (1 + PIXELS):
         raise DataError(f"{name} has {len(content):,} bytes, no whole number of records of {1 + PIXELS}: fetch the archive again")
     records = np.frombuffer(content, np.uint8).reshape(-1, 1 + PIXELS)
-    return _checked(name, records[:, 1:], records[:, 0])
+    return _to_tensors(name, records[:, 1:], records[:, 0])
 
 
 def _read_pickle(name: str, content: bytes) -> tuple[torch.Tensor, torch.Tensor]:
-    """A pickled mapping of `data`, an array (n, 3072), and `labels`, a list. Raises DataError for anything else."""
+    """Decode a pickled mapping of `data`, an array (n, 3072), and `labels`, a list. Raises DataError for anything else."""
     import numpy as np
 
-    batch: Any = _unpickled(name, content)
-    named = batch.items() if isinstance(batch, dict) else ()
-    batch = {k.decode("latin-1") if isinstance(k, bytes) else k: v for k, v in named}
+    batch: Any = _unpickle(name, content)
+    items = batch.items() if isinstance(batch, dict) else ()
+    batch = {k.decode("latin-1") if isinstance(k, bytes) else k: v for k, v in items}
     data, labels = batch.get("data"), batch.get("labels")
-    whole = isinstance(data, _Array) and isinstance(labels, list) and data.shape == (len(labels), PIXELS)
-    if not whole or not all(type(label) is int for label in labels):
+    valid = isinstance(data, _Array) and isinstance(labels, list) and data.shape == (len(labels), PIXELS)
+    if not valid or not all(type(label) is int for label in labels):
         raise DataError(f"{name} holds no 'data' of {PIXELS} bytes with as many 'labels': it is no batch of CIFAR-10")
-    return _checked(name, np.frombuffer(data.bytes, np.uint8).reshape(data.shape), np.array(labels))
+    return _to_tensors(name, np.frombuffer(data.bytes, np.uint8).reshape(data.shape), np.array(labels))
 
 
 class _Array:
-    """What stands for a numpy array in a pickle: bytes and a shape. numpy itself never sees what the pickle says."""
+    """Replaces a numpy array in a pickle: bytes and a shape. numpy itself never sees the pickle's content."""
 
     def __setstate__(self, state: Any) -> None:
         _, shape, kind, fortran, content = state
-        whole = isinstance(kind, _Kind) and kind.name == "u1" and not fortran and isinstance(content, bytes)
-        if not whole or len(shape) != 2 or shape[0] * shape[1] != len(content):
+        valid = isinstance(kind, _DType) and kind.name == "u1" and not fortran and isinstance(content, bytes)
+        if not valid or len(shape) != 2 or shape[0] * shape[1] != len(content):
             raise pickle.UnpicklingError("an array that is not uint8 (n, m)")
         self.shape, self.bytes = tuple(shape), content
 
 
-class _Kind:
-    """What stands for a numpy dtype."""
+class _DType:
+    """Replaces a numpy dtype in a pickle."""
 
     def __init__(self, name: str | bytes, *_: Any) -> None:
         self.name = name.decode("latin-1") if isinstance(name, bytes) else name
 
     def __setstate__(self, state: Any) -> None:
-        pass  # byte order: one byte has none
+        pass  # the byte order, which a single byte does not have
 
 
-def _unpickled(name: str, content: bytes) -> Any:
-    """A pickle's content, where it needs nothing but arrays of bytes. Nothing that it names is imported."""
+def _unpickle(name: str, content: bytes) -> Any:
+    """Load a pickle that needs nothing but arrays of bytes. Raises DataError for any other; imports nothing that it names."""
 
     def encode(text: str, encoding: str) -> bytes:
         return text.encode({"latin1": "latin-1"}[encoding])
@@ -161,26 +167,26 @@ def _unpickled(name: str, content: bytes) -> Any:
     def reconstruct(*_: Any) -> _Array:
         return _Array()
 
-    admitted = {
+    allowed = {
         "numpy.core.multiarray._reconstruct": reconstruct, "numpy._core.multiarray._reconstruct": reconstruct,
-        "numpy.ndarray": "ndarray", "numpy.dtype": _Kind, "_codecs.encode": encode,
+        "numpy.ndarray": "ndarray", "numpy.dtype": _DType, "_codecs.encode": encode,
     }  # fmt: skip
 
-    class Reader(pickle._Unpickler):  # type: ignore[name-defined,misc] # the one in Python: its memo is a dict, no array a pickle can size
+    class Reader(pickle._Unpickler):  # type: ignore[name-defined,misc] # Python's own: a pickle cannot make its memo, a dict, allocate
         def find_class(self, module: str, attribute: str) -> Any:
-            if f"{module}.{attribute}" not in admitted:
+            if f"{module}.{attribute}" not in allowed:
                 raise DataError(f"{name} is a pickle that asks for {module}.{attribute}, which no image needs: refused")
-            return admitted[f"{module}.{attribute}"]
+            return allowed[f"{module}.{attribute}"]
 
     try:
         return Reader(io.BytesIO(content), encoding="bytes").load()
     except UserError:
         raise
-    except Exception as error:  # a pickle's machine can fail in any way
+    except Exception as error:  # a damaged pickle can fail in any way
         raise DataError(f"{name} cannot be read as a batch of CIFAR-10 ({error}): fetch the archive again") from None
 
 
-FORMS = (
-    Form("cifar-10-batches-bin", "cifar-10-binary.tar.gz", ".bin", _read_binary),
-    Form("cifar-10-batches-py", "cifar-10-python.tar.gz", "", _read_pickle),
+VERSIONS = (
+    Version("cifar-10-batches-bin", "cifar-10-binary.tar.gz", ".bin", _read_binary),
+    Version("cifar-10-batches-py", "cifar-10-python.tar.gz", "", _read_pickle),
 )

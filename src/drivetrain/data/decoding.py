@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from drivetrain.core.errors import DataError
 from drivetrain.core.lazy import torch
+from drivetrain.core.source import CropBox
 from drivetrain.data.bad_samples import BadSamplePolicy
 
 ORIENTATION = 0x0112  # the EXIF tag
@@ -17,89 +18,98 @@ EXIF_WITHIN = 2**16  # bytes: a JPEG's EXIF stands before its pixels
 DAMAGED = "cannot be read as an image ({}): mend or remove it"
 
 
-class Decoding:
-    """A source that decodes an image file for each sample: uint8 (n, 3, size, size). What is its own is where files lie."""
+class ImageFileSource:
+    """A source that decodes an image file for each sample: uint8 (n, 3, size, size). Subclasses say where the files are."""
 
-    parallel_read = True  # decoding is work
-    crops = True  # it takes boxes: crops at decoding
-    faults: BadSamplePolicy
+    parallel_read = True  # decoding is work that threads share
+    crops = True  # fetch takes crop boxes
+    decodes_files = True  # a loader may decode the files itself (image_file_and_layout)
+    policy: BadSamplePolicy
     size: int
     max_pixels: int
 
     def content(self, index: int) -> tuple[bytes, int]:
-        """Sample `index`'s image file and its label. Raises DataError naming it."""
+        """Return a sample's image file and its label. Raises DataError naming the sample."""
         raise NotImplementedError
 
     def name(self, index: int) -> str:
-        """What messages call a sample."""
+        """Return what messages call a sample."""
         raise NotImplementedError
 
-    def decoded(self, index: int, box: Any = None) -> tuple[torch.Tensor, int]:
-        """Sample `index`, uint8 (3, size, size), and its label. Raises DataError naming it."""
+    def fetch(self, indices: torch.Tensor, boxes: Sequence[CropBox] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the images, cropped to `boxes` where they are given, and their labels."""
+        crops = [None] * len(indices) if boxes is None else boxes
+        x = torch.empty(len(indices), 3, self.size, self.size, dtype=torch.uint8)
+        y = torch.empty(len(indices), dtype=torch.int64)
+        for row, (image, label) in enumerate(self.samples(indices.tolist(), crops)):
+            x[row], y[row] = image, label
+        return x, y
+
+    def samples(self, indices: list[int], boxes: Sequence[CropBox | None]) -> Iterable[tuple[torch.Tensor, int]]:
+        """Return the samples in the order of `indices`."""
+        return map(self.sample, indices, boxes)
+
+    def sample(self, index: int, box: CropBox | None = None) -> tuple[torch.Tensor, int]:
+        """Return one sample, or the one that replaces it: uint8 (3, size, size) and its label."""
+        return self.policy.read(index, lambda candidate: self.decoded(candidate, box))
+
+    def decoded(self, index: int, box: CropBox | None = None) -> tuple[torch.Tensor, int]:
+        """Return one sample itself: uint8 (3, size, size) and its label. Raises DataError naming it."""
         content, label = self.content(index)
         return decode(content, self.name(index), self.size, self.max_pixels, box), label
 
-    def fetch(self, indices: torch.Tensor, boxes: Sequence[Any] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The images, or what `boxes` cuts out of each, and their labels."""
-        cut = [None] * len(indices) if boxes is None else boxes
-        x = torch.empty(len(indices), 3, self.size, self.size, dtype=torch.uint8)
-        y = torch.empty(len(indices), dtype=torch.int64)
-        for place, (image, label) in enumerate(self.samples(indices.tolist(), cut)):
-            x[place], y[place] = image, label
-        return x, y
+    def image_file(self, index: int) -> tuple[bytes, int]:
+        """Return a sample's file, unchanged, and its label; those of its replacement if the file cannot be decoded."""
 
-    def samples(self, indices: list[int], boxes: Sequence[Any]) -> Iterable[tuple[torch.Tensor, int]]:
-        """Each sample, in order."""
-        return map(self.sample, indices, boxes)
+        def decodable(candidate: int) -> int:
+            self.decoded(candidate)
+            return candidate
 
-    def sample(self, index: int, box: Any = None) -> tuple[torch.Tensor, int]:
-        """One sample, or what stands for it: uint8 (3, size, size) and its label."""
-        return self.faults.read(index, lambda found: self.decoded(found, box))
+        return self.content(self.policy.read(index, decodable))
 
-    def encoded(self, index: int) -> tuple[bytes, int]:
-        """The file as it is, of the sample or, where that cannot be decoded, of what stands for it; and its label."""
-        return self.content(self.faults.read(index, lambda found: (self.decoded(found), found)[1]))
+    def image_file_and_layout(self, index: int, box: CropBox | None = None) -> tuple[bytes, int, Layout, int]:
+        """Return a sample's file, label, layout and index for a loader that decodes files itself.
 
-    def undecoded(self, index: int, box: Any = None) -> tuple[bytes, int, Layout, int]:
-        """For whoever decodes elsewhere: the file, the label, what is wanted of it, and which sample it is, whose head reads."""
+        A file whose header cannot be read is replaced; the index is then the replacement's.
+        """
 
-        def head(found: int) -> tuple[bytes, int, Layout, int]:
-            content, label = self.content(found)
-            return content, label, seen(content, self.name(found), self.max_pixels, box), found
+        def read(candidate: int) -> tuple[bytes, int, Layout, int]:
+            content, label = self.content(candidate)
+            return content, label, read_layout(content, self.name(candidate), self.max_pixels, box), candidate
 
-        return self.faults.read(index, head)
+        return self.policy.read(index, read)
 
     def skipped(self) -> list[str]:
-        """The names of the samples that others stood for."""
-        return self.faults.skipped()
+        """Return the names of the samples that were replaced."""
+        return self.policy.skipped()
 
 
 class Layout(NamedTuple):
-    """What an image file's head says, and what is to be made of it."""
+    """What an image file's header says, and which part of the image is wanted."""
 
-    full: tuple[int, int]  # width and height of the upright image
-    area: tuple[int, int, int, int]  # left, top, width and height in it that are wanted
-    orientation: int  # EXIF's: 1 lies as it is meant, from 5 on it is on its side
-    plain: bool  # a JPEG in RGB or grey that lies as it is meant
+    size: tuple[int, int]  # width and height of the upright image
+    crop: tuple[int, int, int, int]  # left, top, width and height of the wanted part, in the upright image
+    orientation: int  # EXIF's: 1 is upright, from 5 on width and height are swapped
+    plain_jpeg: bool  # an upright JPEG in RGB or grey
 
 
-def seen(content: bytes, name: str, max_pixels: int, box: Any = None) -> Layout:
-    """The layout of an image file: the largest square at its centre, or what `box` cuts out. DataError if it is too large."""
-    if (size := _plain_size(content)) is not None:
+def read_layout(content: bytes, name: str, max_pixels: int, box: CropBox | None = None) -> Layout:
+    """Read an image file's layout; without `box` the crop is the largest square in the middle. DataError if it is too large."""
+    if (size := _plain_jpeg_size(content)) is not None:
         orientation, plain = 1, True
     else:
-        with opened(content, name) as image:
+        with open_image(content, name) as image:
             size = image.size
             orientation = 1 if image.width * image.height > max_pixels else image.getexif().get(ORIENTATION, 1)
             plain = image.format == "JPEG" and image.mode in ("RGB", "L") and orientation == 1
     if size[0] * size[1] > max_pixels:
         raise DataError(f"{name} has {size[0]}×{size[1]} pixels, over data.max_pixels={max_pixels}")
-    full = size[::-1] if orientation >= 5 else size
-    return Layout(full, centre(*full) if box is None else box(*full), orientation, plain)
+    upright = size[::-1] if orientation >= 5 else size
+    return Layout(upright, center_square(*upright) if box is None else box(*upright), orientation, plain)
 
 
-def _plain_size(content: bytes) -> tuple[int, int] | None:
-    """Width and height of a JPEG in colour or grey without EXIF; None: not one, or Pillow is to judge it (ten times as slow)."""
+def _plain_jpeg_size(content: bytes) -> tuple[int, int] | None:
+    """Return width and height of a JPEG in colour or grey without EXIF; None for other files, which Pillow reads (10× slower)."""
     import simplejpeg
 
     if content[:2] != b"\xff\xd8" or b"Exif" in content[:EXIF_WITHIN]:
@@ -112,8 +122,8 @@ def _plain_size(content: bytes) -> tuple[int, int] | None:
 
 
 @contextmanager
-def opened(content: bytes, name: str) -> Iterator[Any]:
-    """An image file by Pillow; whatever fails with it becomes a DataError with its name."""
+def open_image(content: bytes, name: str) -> Iterator[Any]:
+    """Open an image file with Pillow. Whatever fails while it is open becomes a DataError with the file's name."""
     from PIL import Image
 
     try:
@@ -125,66 +135,71 @@ def opened(content: bytes, name: str) -> Iterator[Any]:
         raise DataError(f"{name} {DAMAGED.format(error)}") from None
 
 
-def decode(content: bytes, name: str, size: int, max_pixels: int, box: Any = None) -> torch.Tensor:
-    """An image file as uint8 (3, size, size): the largest square at its centre, or what `box` (augment.Box) cuts out, resized.
+def decode(content: bytes, name: str, size: int, max_pixels: int, box: CropBox | None = None) -> torch.Tensor:
+    """Decode an image file, crop it to `box` or to the largest square in its middle, and resize it: uint8 (3, size, size).
 
     Memory is channels last. Raises DataError with the file's name.
     """
-    full, area, orientation, plain = seen(content, name, max_pixels, box)
-    enough = [math.ceil(size * f / c) for f, c in zip(full, area[2:], strict=True)]
-    pixels = _turbo(content, enough) if plain else None
+    upright, crop, orientation, plain = read_layout(content, name, max_pixels, box)
+    # The smallest width and height to decode at that still gives the crop `size` pixels a side.
+    needed = [math.ceil(size * whole / part) for whole, part in zip(upright, crop[2:], strict=True)]
+    pixels = _decode_jpeg(content, needed) if plain else None
     if pixels is None:
-        with opened(content, name) as image:
-            pixels = _pillow(image, enough[::-1] if orientation >= 5 else enough)
-    return cut_out(pixels, full, area, (size, size), "bilinear" if box is None else box.interpolation)
+        with open_image(content, name) as image:
+            pixels = _decode_with_pillow(image, needed[::-1] if orientation >= 5 else needed)
+    return crop_and_resize(pixels, upright, crop, (size, size), "bilinear" if box is None else box.interpolation)
 
 
-def centre(width: int, height: int) -> tuple[int, int, int, int]:
-    """Left, top, width and height of the largest square in the middle."""
+def center_square(width: int, height: int) -> tuple[int, int, int, int]:
+    """Return left, top, width and height of the largest square in the middle."""
     side = min(width, height)
     return (width - side) // 2, (height - side) // 2, side, side
 
 
-def _turbo(content: bytes, enough: Sequence[int]) -> Any:
-    """A JPEG (h, w, 3), of half the size, a quarter or an eighth where that is `enough`. None: Pillow is to judge it.
+def _decode_jpeg(content: bytes, needed: Sequence[int]) -> Any:
+    """Decode a JPEG (h, w, 3) at half, a quarter or an eighth of its size where that is at least `needed` (width, height).
 
-    Measured against Pillow on photographs of 500×400: 1.0 ms for 1.4 ms.
+    Returns None for a file that libjpeg-turbo refuses; Pillow decides about it. Measured on photographs of 500×400 pixels:
+    1.0 ms, where Pillow takes 1.4 ms.
     """
     import simplejpeg
 
     try:
-        width, height = enough
+        width, height = needed
         return simplejpeg.decode_jpeg(content, "RGB", min_height=height, min_width=width, min_factor=2)
     except ValueError:
         return None
 
 
-def _pillow(image: Any, enough: Sequence[int]) -> Any:
-    """An opened image (h, w, 3), upright; `enough` is the width and height that will do, as it lies."""
+def _decode_with_pillow(image: Any, needed: Sequence[int]) -> Any:
+    """Decode an opened image (h, w, 3) and turn it upright; `needed` is width and height before turning."""
     import numpy as np
     from PIL import ImageOps
 
-    image.draft("RGB", tuple(enough))  # JPEG: half, a quarter or an eighth of the size
-    return np.asarray(in_rgb(ImageOps.exif_transpose(image)))
+    image.draft("RGB", tuple(needed))  # JPEG: half, a quarter or an eighth of the size
+    return np.asarray(to_rgb(ImageOps.exif_transpose(image)))
 
 
-def cut_out(pixels: Any, full: tuple[int, int], area: Sequence[int], size: tuple[int, int], interpolation: str) -> torch.Tensor:
-    """`area` (left, top, width, height in an image of `full` size) of pixels (h, w, c), stretched to uint8 (c, *size).
+def crop_and_resize(
+    pixels: Any, full: tuple[int, int], crop: Sequence[int], size: tuple[int, int], interpolation: str
+) -> torch.Tensor:
+    """Crop pixels (h, w, c) and resize the crop to uint8 (c, *size).
 
-    Memory is channels last: torch's kernel for bytes takes half the time of Pillow's on it, and double the time on planes.
+    `crop` is left, top, width and height in an image of `full` (width, height) pixels, of which `pixels` may be a smaller
+    copy. Memory is channels last: torch's kernel for bytes takes half of Pillow's time on it, but twice on planes.
     """
     import numpy as np
 
     height, width = pixels.shape[:2]
-    left, right = (round(x * width / full[0]) for x in (area[0], area[0] + area[2]))
-    top, bottom = (round(y * height / full[1]) for y in (area[1], area[1] + area[3]))
+    left, right = (round(x * width / full[0]) for x in (crop[0], crop[0] + crop[2]))
+    top, bottom = (round(y * height / full[1]) for y in (crop[1], crop[1] + crop[3]))
     part = torch.from_numpy(np.array(pixels[top : max(bottom, top + 1), left : max(right, left + 1)])).permute(2, 0, 1)
     resize = torch.nn.functional.interpolate
     return resize(part.unsqueeze(0), size, mode=interpolation, antialias=True).squeeze(0)
 
 
-def in_rgb(image: Any) -> Any:
-    """Any kind of image in RGB. Sixteen bits are scaled to eight: PIL's conversion would cut them off at 255."""
+def to_rgb(image: Any) -> Any:
+    """Convert a Pillow image of any mode to RGB. 16 bits are scaled to 8: Pillow's conversion would clip them at 255."""
     import numpy as np
     from PIL import Image
 

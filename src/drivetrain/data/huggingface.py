@@ -1,27 +1,26 @@
-"""Data sets that Hugging Face's `datasets` has saved to disk."""
+"""Data sets that Hugging Face's `datasets` library has saved to disk."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from drivetrain.core import rng
 from drivetrain.core.errors import DataError, UserError, did_you_mean
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec, needs_extra
-from drivetrain.data import bad_samples
-from drivetrain.data.bad_samples import MaxSkipped, OnError
-from drivetrain.data.base import Data, Fraction, Normalize, Splits, measured
-from drivetrain.data.decoding import DAMAGED, Decoding
-from drivetrain.data.images import IMAGENET
+from drivetrain.data.bad_samples import MaxSkipped, OnError, bad_sample_policy
+from drivetrain.data.base import Data, Fraction, Splits
+from drivetrain.data.decoding import DAMAGED, ImageFileSource
+from drivetrain.data.images import Normalization, image_normalization
 
 
 class HuggingFace(Data):
-    """A data set of Hugging Face's `datasets`, from disk: images, or texts as bytes, with a label each.
+    """A data set that Hugging Face's `datasets` saved to disk: images or texts, each with a label.
 
-    A text comes out as int64 (length,): its bytes plus one, and zeros after its end.
+    A text becomes int64 (length,): its bytes plus one, and zeros after its end.
     """
 
     machine_local_keys = ("root",)
@@ -37,7 +36,7 @@ class HuggingFace(Data):
         holdout: Fraction = 0.1,
         size: Count = 224,
         length: Count = 256,
-        normalize: Literal["imagenet", "measured"] = "imagenet",
+        normalize: Normalization = "imagenet",
         max_pixels: Count = 100_000_000,
         on_error: OnError = "raise",
         max_skipped: MaxSkipped = 0.01,
@@ -62,21 +61,22 @@ class HuggingFace(Data):
     def shape(self) -> tuple[int, ...]:
         return (3, self.size, self.size) if self.image else (self.length,)
 
-    def decodes(self) -> bool:
+    def decodes_images(self) -> bool:
         return self.image is not None
 
     def load(self, device: torch.device) -> Splits:
         train, test = self._splits()
-        sources = [self._source(rows) for rows in (train, test)]
+        sources = [self._source(split) for split in (train, test)]
         names = getattr(train.features[self.label], "names", None)
         classes = len(names) if names else 1 + max(max(source.labels()) for source in sources)
         lowest = min(min(source.labels()) for source in sources)
         if lowest < 0:
             raise DataError(f"{self.root}: column '{self.label}' has labels from {lowest}: leave samples without a label out")
-        return Splits(sources[0], sources[1], self.shape(), classes, self._normalize(sources[0]), names)
+        normalize = image_normalization(self.normalize, sources[0]) if self.image else None
+        return Splits(sources[0], sources[1], self.shape(), classes, normalize, names)
 
     def _splits(self) -> tuple[Any, Any]:
-        """The training and the test rows. Raises UserError."""
+        """Open the data set; return the rows of the training and of the test split. Raises UserError."""
         import datasets
 
         try:
@@ -86,19 +86,20 @@ class HuggingFace(Data):
             raise UserError(
                 f"data.root={self.root} cannot be read as a data set ({text[0]}): save it with save_to_disk"
             ) from None
-        named = found if isinstance(found, dict) else {self.train: found}
+        splits = found if isinstance(found, dict) else {self.train: found}
         for knob, split in (("train", self.train), ("test", self.test)):
-            if split is not None and split not in named:
-                raise UserError(f"data.{knob}={split}: {self.root} has no such split: {did_you_mean(split, named)}")
-        train = named[self.train]
-        held = self.test or next((n for n in ("test", "validation") if n in named), None)
-        if held is not None:
-            return train, named[held]
-        order = rng.permutation(0, 0, len(train))  # one split for ever, whatever the run's seed
+            if split is not None and split not in splits:
+                raise UserError(f"data.{knob}={split}: {self.root} has no such split: {did_you_mean(split, splits)}")
+        train = splits[self.train]
+        test = self.test or next((name for name in ("test", "validation") if name in splits), None)
+        if test is not None:
+            return train, splits[test]
+        order = rng.permutation(0, 0, len(train))  # the same split in every run, whatever its seed
         count = round(len(train) * self.holdout)
         return train.select(order[count:].sort().values.tolist()), train.select(order[:count].sort().values.tolist())
 
     def _source(self, rows: Any) -> Images | Texts:
+        """Return the rows of a split as a source. Raises UserError where a column is missing or of the wrong kind."""
         import datasets
 
         column = str(self.image or self.text)
@@ -116,20 +117,12 @@ class HuggingFace(Data):
         if self.text is not None:
             return Texts(rows, column, self.label, self.length)
         if not isinstance(rows.features[column], datasets.Image):
-            raise UserError(f"data.image={column} is no column of images: say data.image=null data.text={column} for texts")
+            raise UserError(f"data.image={column} is no column of images: set data.image=null data.text={column} for texts")
         return Images(self, rows.cast_column(column, datasets.Image(decode=False)))
-
-    def _normalize(self, source: Any) -> Normalize | None:
-        if self.image is None:
-            return None
-        if self.normalize == "measured":
-            sample = torch.arange(min(len(source), 500)) * (len(source) // min(len(source), 500))
-            return measured(source.fetch(sample)[0])
-        return Normalize(*IMAGENET)
 
 
 class Rows:
-    """Rows of a data set with a label column, as a source."""
+    """The rows of a data set with a column of labels."""
 
     def __init__(self, rows: Any, column: str, label: str) -> None:
         self.rows, self.column, self.label = rows, column, label
@@ -138,7 +131,7 @@ class Rows:
         return len(self.rows)
 
     def labels(self) -> list[int]:
-        """All labels. Raises DataError where one is missing."""
+        """Return all labels. Raises DataError where one is missing."""
         labels = self.rows.select_columns([self.label])[:][self.label]
         if None in labels:
             raise DataError(f"column '{self.label}' has no label in row {labels.index(None)}: leave it out or mend it")
@@ -146,7 +139,7 @@ class Rows:
 
 
 class Texts(Rows):
-    """Texts as bytes: int64 (n, length), a byte plus one, zeros after the end."""
+    """Texts as a source: int64 (n, length), each byte plus one, zeros after the end."""
 
     def __init__(self, rows: Any, column: str, label: str, length: int) -> None:
         super().__init__(rows, column, label)
@@ -162,13 +155,13 @@ class Texts(Rows):
         return x, torch.tensor(found[self.label])
 
 
-class Images(Decoding, Rows):
-    """Images: uint8 (n, 3, size, size)."""
+class Images(ImageFileSource, Rows):
+    """Images as a source: uint8 (n, 3, size, size)."""
 
     def __init__(self, data: HuggingFace, rows: Any) -> None:
         super().__init__(rows, str(data.image), data.label)
         self.root, self.size, self.max_pixels = data.root, data.size, data.max_pixels
-        self.faults = bad_samples.policy(data.on_error, data.max_skipped, len(rows), self.name)
+        self.policy = bad_sample_policy(data.on_error, data.max_skipped, len(rows), self.name)
 
     def content(self, index: int) -> tuple[bytes, int]:
         row = self.rows[index]

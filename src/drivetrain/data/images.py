@@ -10,21 +10,27 @@ from typing import Literal
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, CountOrZero, RunSpec
-from drivetrain.data import bad_samples
-from drivetrain.data.bad_samples import MaxSkipped, OnError
-from drivetrain.data.base import Data, Fraction, Normalize, Splits, measured
-from drivetrain.data.decoding import DAMAGED, Decoding
+from drivetrain.data.bad_samples import MaxSkipped, OnError, bad_sample_policy
+from drivetrain.data.base import Data, Fraction, Normalize, Source, Splits, hash_fraction, measure_on_some
+from drivetrain.data.decoding import DAMAGED, ImageFileSource
 
 IMAGES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".gif", ".tif", ".tiff")
-IMAGENET = [255 * m for m in (0.485, 0.456, 0.406)], [255 * s for s in (0.229, 0.224, 0.225)]  # mean, deviation
+IMAGENET = [255 * m for m in (0.485, 0.456, 0.406)], [255 * s for s in (0.229, 0.224, 0.225)]  # mean, standard deviation
+Normalization = Literal["imagenet", "measured"]
+File = tuple[Path, int]  # and its class
+
+
+def image_normalization(kind: Normalization, source: Source) -> Normalize:
+    """Return ImageNet's normalisation, or the one measured on 500 of a source's images."""
+    return measure_on_some(source) if kind == "measured" else Normalize(*IMAGENET)
 
 
 class ImageFolder(Data):
-    """A folder per class, or train/ and val/ (test/) folders of them. Images come out as RGB, right side up, `size` square.
+    """A folder per class, or train/ and val/ (test/) folders of them. Images come out as RGB, upright, `size` square.
 
-    Without a validation folder, `holdout` of the files are held out, chosen by their names' hash.
-    Up to `verify` files are decoded before training starts; beyond that a broken one is named when it is reached.
-    With on_error=skip the next file that reads stands for a broken one; `max_skipped` is how many may be (below 1: which share).
+    Without a validation folder, the share `holdout` of the files is held out, chosen by the hash of their names.
+    Up to `verify` files are decoded before training starts, so that a broken one is found at once.
+    With on_error=skip the next readable file replaces a broken one, up to `max_skipped` times (below 1: a share of the files).
     """
 
     machine_local_keys = ("root",)
@@ -34,7 +40,7 @@ class ImageFolder(Data):
         root: str | None = None,
         size: Count = 224,
         holdout: Fraction = 0.1,
-        normalize: Literal["imagenet", "measured"] = "imagenet",
+        normalize: Normalization = "imagenet",
         verify: CountOrZero = 1000,
         max_pixels: Count = 100_000_000,
         on_error: OnError = "raise",
@@ -55,40 +61,46 @@ class ImageFolder(Data):
     def shape(self) -> tuple[int, ...]:
         return (3, self.size, self.size)
 
-    def decodes(self) -> bool:
+    def decodes_images(self) -> bool:
         return True
 
     def load(self, device: torch.device) -> Splits:
-        root = Path(str(self.root))
-        named = {name: root / name for name in ("train", "val", "valid", "test") if (root / name).is_dir()}
-        train_dir = named.get("train", root)
-        held_dir = next((named[n] for n in ("val", "valid", "test") if n in named), None) if "train" in named else None
-        classes = sorted(entry.name for entry in os.scandir(train_dir) if entry.is_dir() and entry.name[0] != ".")
-        train = self._list(train_dir, classes)
-        if held_dir is not None:
-            unknown = {e.name for e in os.scandir(held_dir) if e.is_dir() and e.name[0] != "."} - set(classes)
-            if unknown:
-                raise UserError(f"{held_dir} has classes that {train_dir} has not: {', '.join(sorted(unknown))}")
-            test = self._list(held_dir, classes)
-        else:
-            test = [f for f in train if self._held_out(f[0].relative_to(train_dir))]
-            train = [f for f in train if not self._held_out(f[0].relative_to(train_dir))]
-        if not train or not test:
-            raise UserError(
-                f"{root} gives {len(train)} training and {len(test)} test images: "
-                "add images, a val/ folder, or raise data.holdout"
-            )
+        train, test, classes = self._files(Path(str(self.root)))
         sources = [Images(f, self.size, self.max_pixels, self.on_error, self.max_skipped) for f in (train, test)]
         left = self.verify_files
         for source in sources:
             for index in range(min(left, len(source))):
                 source.sample(index)
             left -= min(left, len(source))
-        return Splits(sources[0], sources[1], self.shape(), len(classes), self._normalize(sources[0]), classes)
+        normalize = image_normalization(self.normalize, sources[0])
+        return Splits(sources[0], sources[1], self.shape(), len(classes), normalize, classes)
 
-    def _list(self, folder: Path, classes: list[str]) -> list[tuple[Path, int]]:
+    def _files(self, root: Path) -> tuple[list[File], list[File], list[str]]:
+        """Return the training files, the test files and the classes' names. Raises UserError."""
+        folders = {name: root / name for name in ("train", "val", "valid", "test") if (root / name).is_dir()}
+        train_dir = folders.get("train", root)
+        test_dir = next((folders[n] for n in ("val", "valid", "test") if n in folders), None) if "train" in folders else None
+        classes = _class_folders(train_dir)
+        train = self._list(train_dir, classes)
+        if test_dir is not None:
+            unknown = set(_class_folders(test_dir)) - set(classes)
+            if unknown:
+                raise UserError(f"{test_dir} has classes that {train_dir} has not: {', '.join(sorted(unknown))}")
+            test = self._list(test_dir, classes)
+        else:
+            held_out = {path for path, _ in train if hash_fraction(path.relative_to(train_dir).as_posix()) < self.holdout}
+            test = [file for file in train if file[0] in held_out]
+            train = [file for file in train if file[0] not in held_out]
+        if not train or not test:
+            raise UserError(
+                f"{root} gives {len(train)} training and {len(test)} test images: "
+                "add images, a val/ folder, or raise data.holdout"
+            )
+        return train, test, classes
+
+    def _list(self, folder: Path, classes: list[str]) -> list[File]:
         if not classes:
-            raise UserError(f"{folder} holds no class folders: data.root wants one folder of images per class")
+            raise UserError(f"{folder} holds no class folders: data.root must hold one folder of images per class")
         files, empty = [], []
         for label, name in enumerate(classes):
             paths = sorted(p for p in (folder / name).rglob("*") if p.suffix.lower() in IMAGES)
@@ -99,32 +111,19 @@ class ImageFolder(Data):
             raise UserError(f"no image in {', '.join(empty)}: remove the empty class or add images ({' '.join(IMAGES)})")
         return files
 
-    def _held_out(self, path: Path) -> bool:
-        import hashlib
 
-        word = int.from_bytes(hashlib.sha256(path.as_posix().encode()).digest()[:8], "big")
-        return word / 2**64 < self.holdout
-
-    def _normalize(self, source: Images) -> Normalize:
-        if self.normalize == "measured":
-            sample = torch.arange(min(len(source), 500)) * (len(source) // min(len(source), 500))
-            return measured(source.fetch(sample)[0])
-        return Normalize(*IMAGENET)
+def _class_folders(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != ".")
 
 
-class Images(Decoding):
+class Images(ImageFileSource):
     """Image files as a source."""
 
     def __init__(
-        self,
-        files: list[tuple[Path, int]],
-        size: int,
-        max_pixels: int,
-        on_error: OnError = "raise",
-        max_skipped: MaxSkipped = 0.0,
+        self, files: list[File], size: int, max_pixels: int, on_error: OnError = "raise", max_skipped: MaxSkipped = 0.0
     ) -> None:
         self.files, self.size, self.max_pixels = files, size, max_pixels
-        self.faults = bad_samples.policy(on_error, max_skipped, len(files), self.name)
+        self.policy = bad_sample_policy(on_error, max_skipped, len(files), self.name)
 
     def __len__(self) -> int:
         return len(self.files)

@@ -1,4 +1,4 @@
-"""Images that `drivetrain pack` has decoded already, mapped into memory."""
+"""Images that `drivetrain pack` wrote: decoded already, or as JPEGs, in one file that is mapped into memory."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from typing import Any
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec
+from drivetrain.core.source import CropBox
 from drivetrain.data.bad_samples import BadSamplePolicy
 from drivetrain.data.base import Data, Normalize, Splits
-from drivetrain.data.decoding import Decoding, cut_out
+from drivetrain.data.decoding import ImageFileSource, crop_and_resize
 
-FORMAT, VERSION = "drivetrain-packed", 2
-END, CRC, LABEL = range(3)  # the columns of a split's table: where a sample ends, its CRC-32, its class
-AHEAD = 1 << 14  # bytes of a sample from which on it pays to ask for it before it is copied
+FORMAT, VERSION = "drivetrain-packed", 3
+END, CRC, LABEL = COLUMNS = range(3)  # of a split's table: where a sample ends, its CRC-32, its class
+READ_AHEAD_FROM = 1 << 14  # bytes: for larger samples, asking the disk for a whole batch first is faster
 
 
 class Packed(Data):
     """What `drivetrain pack` wrote: uint8 images of one size, read without decoding, or JPEGs, decoded when read.
 
-    A sample whose bytes have changed since is found by its checksum and named.
+    With `verify`, each sample's checksum is checked the first time it is read; a sample that has changed is named.
     """
 
     machine_local_keys = ("root",)
@@ -58,7 +59,7 @@ class Packed(Data):
             )
 
     def _index(self) -> dict[str, Any] | None:
-        """The index, where there is one to be asked before `check` has spoken."""
+        """Return the index; None where there is no valid one, which `validate` reports."""
         try:
             return read_index(Path(str(self.root)))
         except UserError:
@@ -66,38 +67,38 @@ class Packed(Data):
 
     def shape(self) -> tuple[int, ...] | None:
         index = self._index()
-        return self._out(index) if index else None
+        return self._read_shape(index) if index else None
 
-    def _out(self, index: dict[str, Any]) -> tuple[int, ...]:
-        """The shape of what is read, in place of what is stored."""
+    def _read_shape(self, index: dict[str, Any]) -> tuple[int, ...]:
+        """Return the shape of an image as it is read, which `size` may make another than the stored one."""
         return tuple(index["shape"]) if self.size is None else (index["shape"][0], self.size, self.size)
 
     def train_samples(self) -> int | None:
         index = self._index()
         return int(index["splits"]["train"]["samples"]) if index else None
 
-    def decodes(self) -> bool:
+    def decodes_images(self) -> bool:
         return (index := self._index()) is not None and index["kind"] == "jpeg"
 
     def load(self, device: torch.device) -> Splits:
         root = Path(str(self.root))
         index = read_index(root)
-        shape, verify = self._out(index), self.verify_samples
+        shape, verify = self._read_shape(index), self.verify_samples
         sources = [open_split(root, index, split, shape, self.max_pixels, verify) for split in ("train", "test")]
         normalize = Normalize(**index["normalize"]) if index["normalize"] else None
         return Splits(sources[0], sources[1], shape, index["classes"], normalize, index["names"])
 
 
 def read_index(root: Path) -> dict[str, Any]:
-    """index.json of a packed folder. Raises UserError where there is none, or none of ours."""
+    """Read index.json of a packed folder. Raises UserError where it is missing, or not written by `drivetrain pack`."""
     try:
         index = json.loads((root / "index.json").read_text())
         known = index["format"] == FORMAT
         version = index["version"]
     except FileNotFoundError:
-        begun = any(root.glob("*.journal"))
-        todo = "its packing was not finished: run the same drivetrain pack again" if begun else "write one by drivetrain pack"
-        raise UserError(f"data.root={root} is no packed folder (no index.json in it): {todo}") from None
+        started = any(root.glob("*.journal"))
+        fix = "its packing was not finished: run the same drivetrain pack again" if started else "write one by drivetrain pack"
+        raise UserError(f"data.root={root} is no packed folder (no index.json in it): {fix}") from None
     except (OSError, ValueError, KeyError, TypeError):
         known, version = False, None
     if not known:
@@ -107,40 +108,43 @@ def read_index(root: Path) -> dict[str, Any]:
     return index
 
 
-def open_split(root: Path, index: dict[str, Any], split: str, shape: tuple[int, ...], max_pixels: int, verify: bool) -> Decoded:
-    """A split as a source. Raises DataError where its files are not what the index says."""
+def open_split(root: Path, index: dict[str, Any], split: str, shape: tuple[int, ...], max_pixels: int, verify: bool) -> RawImages:
+    """Open a split as a source. Raises DataError where its files are not what the index describes."""
     import hashlib
-    import io
 
     import numpy as np
 
-    said = index["splits"][split]
+    entry = index["splits"][split]
     try:
         content = (root / f"{split}.table").read_bytes()
         size = (root / f"{split}.data").stat().st_size
     except OSError as error:
         raise DataError(f"{root}: {error.filename} cannot be read ({error.strerror}): pack again") from None
-    if hashlib.blake2b(content).hexdigest() != said["table"]:
+    if hashlib.blake2b(content).hexdigest() != entry["table"]:
         raise DataError(f"{root / f'{split}.table'} is not what was packed (its checksum differs): pack again")
-    if size != said["bytes"]:
-        raise DataError(f"{root / f'{split}.data'} has {size:,} bytes, not {said['bytes']:,}: it was cut or copied in part")
-    table = torch.from_numpy(np.load(io.BytesIO(content), allow_pickle=False))
+    if size != entry["bytes"]:
+        raise DataError(f"{root / f'{split}.data'} has {size:,} bytes, not {entry['bytes']:,}: it was cut or copied in part")
+    try:
+        rows = np.frombuffer(content, "<i8").reshape(entry["samples"], len(COLUMNS))
+    except ValueError:
+        raise DataError(f"{root / f'{split}.table'} is no table of {entry['samples']:,} samples: pack again") from None
+    table = torch.from_numpy(rows.astype(np.int64))
     if index["kind"] == "jpeg":
-        return Jpegs(root / f"{split}.data", table, shape, verify, max_pixels)
-    return Decoded(root / f"{split}.data", table, shape, verify)
+        return JpegImages(root / f"{split}.data", table, shape, verify, max_pixels)
+    return RawImages(root / f"{split}.data", table, shape, verify)
 
 
-class Decoded:
-    """Samples of one size, one after the other in a file, channels last: uint8 (n, c, h, w), gathered in one go.
+class RawImages:
+    """Decoded images of one size as a source: uint8 (n, c, h, w), stored one after the other in a file, channels last.
 
-    What `boxes` cut out is resized straight from the file's pages.
+    Crops are resized straight from the mapped file.
     """
 
     crops = True
 
     def __init__(self, path: Path, table: torch.Tensor, shape: tuple[int, ...], verify: bool) -> None:
         self.path, self.table, self.shape = path, table, shape
-        # Marked in memory that worker processes share: each sample is verified once, whoever reads it.
+        # In memory that worker processes share: each sample is verified once, whichever process reads it.
         self.unverified = torch.ones(len(table), dtype=torch.bool).share_memory_() if verify else None
         self._open: tuple[mmap.mmap, torch.Tensor] | None = None
 
@@ -148,13 +152,13 @@ class Decoded:
         return len(self.table)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open": None}  # a process maps the file itself
+        return {**self.__dict__, "_open": None}  # each process maps the file itself
 
     @property
     def mapped(self) -> tuple[mmap.mmap, torch.Tensor]:
-        """The file as mapped memory, and as bytes (n,) in a tensor."""
+        """The file as mapped memory, and as a tensor (bytes,) uint8."""
         if self._open is None:
-            # Read-only and shared: a private mapping of a set larger than the memory would be refused as too much.
+            # Read-only and shared: the system refuses a private mapping that is larger than the memory.
             with self.path.open("rb") as file:
                 memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             with warnings.catch_warnings():
@@ -162,11 +166,11 @@ class Decoded:
                 self._open = memory, torch.frombuffer(memory, dtype=torch.uint8)
         return self._open
 
-    def fetch(self, indices: torch.Tensor, boxes: Sequence[Any] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def fetch(self, indices: torch.Tensor, boxes: Sequence[CropBox] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         memory, content = self.mapped
         rows = content.view(len(self.table), -1)
-        if rows.shape[1] >= AHEAD:
-            _ask_for(memory, indices, rows.shape[1])
+        if rows.shape[1] >= READ_AHEAD_FROM:
+            _read_ahead(memory, indices, rows.shape[1])
         channels, height, width = self.shape
         if self.unverified is not None:
             for index in indices[self.unverified[indices]].tolist():
@@ -177,8 +181,8 @@ class Decoded:
             x = torch.empty(len(indices), *self.shape, dtype=torch.uint8)
             pixels = rows.view(-1, height, width, channels).numpy()
             for target, index, box in zip(x, indices.tolist(), boxes, strict=True):
-                area = box(width, height)
-                target.copy_(cut_out(pixels[index], (width, height), area, (height, width), box.interpolation))
+                crop = box(width, height)
+                target.copy_(crop_and_resize(pixels[index], (width, height), crop, (height, width), box.interpolation))
         return x, self.table[:, LABEL][indices]
 
     def verify(self, index: int, content: Any) -> None:
@@ -189,18 +193,18 @@ class Decoded:
             self.unverified[index] = False
 
     def stored(self, index: int) -> memoryview:
-        """The bytes of a sample as they lie in the file."""
+        """Return the bytes of a sample as they are stored."""
         start = int(self.table[index - 1, END]) if index else 0
         return memoryview(self.mapped[0])[start : int(self.table[index, END])]
 
 
-class Jpegs(Decoding, Decoded):
-    """Samples kept as JPEG, decoded when read: uint8 (n, 3, size, size)."""
+class JpegImages(ImageFileSource, RawImages):
+    """Images stored as JPEGs and decoded when read: uint8 (n, 3, size, size)."""
 
     def __init__(self, path: Path, table: torch.Tensor, shape: tuple[int, ...], verify: bool, max_pixels: int) -> None:
         super().__init__(path, table, shape, verify)
         self.size, self.max_pixels = shape[-1], max_pixels
-        self.faults = BadSamplePolicy(self.name)
+        self.policy = BadSamplePolicy(self.name)
 
     def content(self, index: int) -> tuple[bytes, int]:
         content = bytes(self.stored(index))
@@ -212,8 +216,8 @@ class Jpegs(Decoding, Decoded):
         return f"{self.path}: sample {index}"
 
 
-def _ask_for(memory: mmap.mmap, indices: torch.Tensor, size: int) -> None:
-    """Have the disk read all samples of a batch at once, in the order of the file, while the first is copied."""
+def _read_ahead(memory: mmap.mmap, indices: torch.Tensor, size: int) -> None:
+    """Ask the system to read all samples of a batch from the disk, in the file's order, while the first one is copied."""
     if not hasattr(mmap, "MADV_WILLNEED"):
         return
     for start in (indices.sort().values * size).tolist():

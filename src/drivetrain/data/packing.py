@@ -1,4 +1,4 @@
-"""Writing what data=packed reads: samples one after the other, going on where a killed packing was."""
+"""Writes what data=packed reads: samples one after the other. A packing that was killed can be continued."""
 
 from __future__ import annotations
 
@@ -11,28 +11,38 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.files import write_json
 from drivetrain.core.lazy import torch
 from drivetrain.data.base import Source, Splits
-from drivetrain.data.decoding import in_rgb
+from drivetrain.data.decoding import ImageFileSource, to_rgb
 from drivetrain.data.packed import CRC, END, FORMAT, LABEL, VERSION, open_split, read_index
 
-CHUNK = 32 << 20  # bytes decoded between two entries of the journal, about
-PORTION = 16  # samples that a thread decodes at once
+CHUNK = 32 << 20  # bytes written between two entries of the journal, about
+TASK = 16  # samples that a thread decodes at a time
 
-Sample = tuple[bytes, int]  # as it is stored, and its class
-Step = Callable[[str, int, int], None]  # split, samples done, samples in all
+Sample = tuple[bytes, int]  # its stored bytes and its class
+OnProgress = Callable[[str, int, int], None]  # called with a split's name, the samples done, and the samples in all
+
+
+class Encoder(Protocol):
+    """How samples are stored."""
+
+    kind: str  # in index.json
+
+    def __call__(self, source: Source, indices: list[int]) -> list[Sample]:
+        """Return the stored form of some of a source's samples."""
+        ...
 
 
 class Raw:
-    """Samples stored as decoded: uint8, all of one shape, channels last."""
+    """Stores decoded images: uint8, all of one shape, channels last."""
 
     kind = "uint8"
 
-    def __call__(self, source: Any, indices: list[int]) -> list[Sample]:
+    def __call__(self, source: Source, indices: list[int]) -> list[Sample]:
         x, y = source.fetch(torch.tensor(indices))
         if x.dtype != torch.uint8:
             raise UserError(f"drivetrain pack stores images of whole numbers from 0 to 255, and this data gives {x.dtype}")
@@ -41,27 +51,27 @@ class Raw:
 
 
 class Jpeg:
-    """Samples stored as JPEG: the file itself where its shorter side is at most `size`, else shrunk to that."""
+    """Stores JPEGs: a JPEG file itself where its shorter side is at most `size`, else the image shrunk to that size."""
 
     kind = "jpeg"
 
     def __init__(self, size: int, quality: int) -> None:
         self.size, self.quality = size, quality
 
-    def __call__(self, source: Any, indices: list[int]) -> list[Sample]:
-        if not hasattr(source, "encoded"):
+    def __call__(self, source: Source, indices: list[int]) -> list[Sample]:
+        if not isinstance(source, ImageFileSource):
             raise UserError("drivetrain pack --jpeg keeps image files, and this data has none: leave --jpeg out")
-        return [(self.shrunk(content), label) for content, label in map(source.encoded, indices)]
+        return [(self.encode(content), label) for content, label in map(source.image_file, indices)]
 
-    def shrunk(self, content: bytes) -> bytes:
-        """An image file as a JPEG whose shorter side is at most `size`."""
+    def encode(self, content: bytes) -> bytes:
+        """Return an image file as a JPEG whose shorter side is at most `size`."""
         from PIL import Image, ImageOps
 
         with Image.open(io.BytesIO(content)) as image:
             if min(image.size) <= self.size and image.format == "JPEG":
                 return content
             image.draft("RGB", (self.size, self.size))
-            upright = in_rgb(ImageOps.exif_transpose(image))
+            upright = to_rgb(ImageOps.exif_transpose(image))
         factor = min(1.0, self.size / min(upright.size))
         small = upright.resize([max(1, round(side * factor)) for side in upright.size], Image.Resampling.BILINEAR)
         out = io.BytesIO()
@@ -69,65 +79,68 @@ class Jpeg:
         return out.getvalue()
 
 
-def pack(splits: Splits, out: Path, store: Any, shape: tuple[int, ...], about: str, threads: int, step: Step) -> None:
-    """Write both splits and then index.json, without which a folder is not packed. The bytes are the same, killed or not.
+def pack(
+    splits: Splits, out: Path, encode: Encoder, shape: tuple[int, ...], about: str, threads: int, on_progress: OnProgress
+) -> None:
+    """Write both splits, then index.json, which marks the folder as complete. A continued packing writes the same bytes.
 
-    `about` says what is packed and how: a folder begun with another one is refused (UserError).
+    `about` describes what is packed and how. A folder that was begun with another `about` is refused (UserError).
     """
-    said = {}
+    entries = {}
     for name, source in (("train", splits.train), ("test", splits.test)):
-        said[name] = _split(name, source, out, store, about, threads, step)
+        entries[name] = _pack_split(name, source, out, encode, about, threads, on_progress)
     normalize = splits.normalize
     write_json(out / "index.json", {
-        "format": FORMAT, "version": VERSION, "kind": store.kind, "shape": list(shape), "classes": splits.classes,
-        "names": None if splits.names is None else list(splits.names), "about": about, "splits": said,
+        "format": FORMAT, "version": VERSION, "kind": encode.kind, "shape": list(shape), "classes": splits.classes,
+        "names": None if splits.names is None else list(splits.names), "about": about, "splits": entries,
         "normalize": normalize and {"mean": normalize.mean.flatten().tolist(), "std": normalize.std.flatten().tolist()},
     })  # fmt: skip
-    for name in said:
+    for name in entries:
         (out / f"{name}.journal").unlink()
 
 
-def _split(name: str, source: Source, out: Path, store: Any, about: str, threads: int, step: Step) -> dict[str, Any]:
-    """One split's data and table; what the index says of it."""
+def _pack_split(
+    name: str, source: Source, out: Path, encode: Encoder, about: str, threads: int, on_progress: OnProgress
+) -> dict[str, Any]:
+    """Write a split's data and table; return its entry in the index."""
     import numpy as np
 
     journal = out / f"{name}.journal"
-    rows = _begun(journal, about)
+    rows = _read_journal(journal, about)
     with (out / f"{name}.data").open("r+b" if rows else "wb") as data, journal.open("a" if rows else "w") as log:
         if not rows:
             _write(log, json.dumps(about))
         end = rows[-1][END] if rows else 0
         data.truncate(end)  # what was written after the journal's last entry
         data.seek(end)
-        step(name, len(rows), len(source))
-        for chunk in _chunks(source, store, len(rows), threads):
+        on_progress(name, len(rows), len(source))
+        for chunk in _chunks(source, encode, len(rows), threads):
             more = []
             for content, label in chunk:
                 end += len(content)
                 data.write(content)
                 more.append([end, zlib.crc32(content), label])
-            _sync(data)  # the bytes first: what the journal names is there
+            _sync(data)  # before the journal: the samples it lists are on the disk
             _write(log, json.dumps(more))
             rows += more
-            step(name, len(rows), len(source))
-    table = io.BytesIO()
-    np.save(table, np.array(rows, np.int64))
+            on_progress(name, len(rows), len(source))
+    table = np.array(rows, "<i8").tobytes()  # no header to parse: numpy parses those of .npy files as Python, unsafe in threads
     with (out / f"{name}.table").open("wb") as file:
-        file.write(table.getvalue())
+        file.write(table)
         _sync(file)
-    return {"samples": len(rows), "bytes": end, "table": hashlib.blake2b(table.getvalue()).hexdigest()}
+    return {"samples": len(rows), "bytes": end, "table": hashlib.blake2b(table).hexdigest()}
 
 
-def _chunks(source: Source, store: Any, start: int, threads: int) -> Iterator[list[Sample]]:
-    """The samples from `start` on, stored, in pieces of about CHUNK bytes; decoded by threads, in order."""
-    portions = (list(range(i, min(i + PORTION, len(source)))) for i in range(start, len(source), PORTION))
+def _chunks(source: Source, encode: Encoder, start: int, threads: int) -> Iterator[list[Sample]]:
+    """Yield the samples from `start` on, in order, in lists of about CHUNK bytes. Threads encode them."""
+    tasks = (list(range(i, min(i + TASK, len(source)))) for i in range(start, len(source), TASK))
     chunk: list[Sample] = []
     with ThreadPoolExecutor(threads) as pool:
         running: deque[Any] = deque()
         more = True
         while more or running:
-            while len(running) < 2 * threads and (more := (portion := next(portions, None)) is not None):
-                running.append(pool.submit(store, source, portion))
+            while len(running) < 2 * threads and (more := (task := next(tasks, None)) is not None):
+                running.append(pool.submit(encode, source, task))
             if running:
                 chunk += running.popleft().result()
             if sum(len(content) for content, _ in chunk) >= CHUNK:
@@ -137,8 +150,8 @@ def _chunks(source: Source, store: Any, start: int, threads: int) -> Iterator[li
         yield chunk
 
 
-def _begun(journal: Path, about: str) -> list[list[int]]:
-    """The table's rows that a packing before this one has written. Raises UserError where it packed something else."""
+def _read_journal(journal: Path, about: str) -> list[list[int]]:
+    """Return the table's rows that an earlier packing wrote. Raises UserError where it packed something else."""
     try:
         whole = journal.read_text().rpartition("\n")[0]
     except FileNotFoundError:
@@ -146,7 +159,7 @@ def _begun(journal: Path, about: str) -> list[list[int]]:
     lines = whole.splitlines()
     if lines and json.loads(lines[0]) != about:
         raise UserError(f"{journal.parent} was begun with something else ({lines[0][:300]}): give another folder or remove it")
-    os.truncate(journal, len(whole) + bool(whole))  # a last line without its end was cut
+    os.truncate(journal, len(whole) + bool(whole))  # drop a last line that was not written to its end
     return [row for line in lines[1:] for row in json.loads(line)]
 
 
@@ -160,8 +173,8 @@ def _sync(file: BinaryIO | Any) -> None:
     os.fsync(file.fileno())
 
 
-def verify(out: Path, step: Step) -> int:
-    """Check every sample's checksum; how many there are. Raises DataError naming all that differ."""
+def verify(out: Path, on_progress: OnProgress) -> int:
+    """Check every sample's checksum; return the number of samples. Raises DataError naming all that differ."""
     index = read_index(out)
     broken, count = [], 0
     for name in index["splits"]:
@@ -170,7 +183,7 @@ def verify(out: Path, step: Step) -> int:
             if zlib.crc32(split.stored(i)) != split.table[i, CRC]:
                 broken.append(f"{split.path}: sample {i} (class {int(split.table[i, LABEL])}) is not what was packed: pack again")
             if i % 1000 == 999 or i + 1 == len(split):
-                step(name, i + 1, len(split))
+                on_progress(name, i + 1, len(split))
         count += len(split)
     if broken:
         raise DataError(broken)

@@ -1,7 +1,8 @@
-"""Tar shards: their names spelled out, an index of what lies where in each, and reading a sample by its place."""
+"""Tar shards: expand their names, index the samples in each, and read a sample's bytes by its offset."""
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import hashlib
 import io
@@ -10,41 +11,42 @@ import json
 import os
 import re
 import tarfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from drivetrain.core.errors import DataError, UserError
-from drivetrain.data.archive import refuse_member
-from drivetrain.data.bad_samples import Unreachable
+from drivetrain.data.archive import check_member
+from drivetrain.data.bad_samples import NetworkError
 from drivetrain.data.images import IMAGES
 
-MOST_SHARDS = 100_000
-MOST_LABEL = 1 << 20  # bytes of a label's file
-BLOCK = 4 << 20  # bytes of one request while a remote shard is scanned
+MAX_SHARDS = 100_000
+MAX_LABEL_BYTES = 1 << 20
+REQUEST_BYTES = 4 << 20  # of one request while a remote shard is scanned
 TRIES = 3
-VERSION = 1
+FORMAT = 2  # of a cached index
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}|\{([^{}]*,[^{}]*)\}")
 
 
 class Index(NamedTuple):
-    """What lies in a shard."""
+    """The samples of a shard."""
 
-    names: Any  # (n,) array of text: what a sample's files have in common
-    places: Any  # (n, 2) int64: offset and size of the image
-    labels: Any  # (n,) int64
+    names: list[str]  # n, the path that a sample's files share
+    spans: Any  # (n, 2) int64 array: offset and size of the image
+    labels: Any  # (n,) int64 array
 
 
 def expand(pattern: str) -> list[str]:
-    """The shards that a pattern names: {000..009}, {a,b}, and, on local disks, * and ?. Raises UserError if there are none."""
-    spelled = list(itertools.islice(_expanded(os.path.expanduser(pattern)), MOST_SHARDS + 1))
-    if len(spelled) > MOST_SHARDS:
-        raise UserError(f"{pattern} names more than {MOST_SHARDS:,} shards: that is a slip of the pen")
+    """List the shards that a pattern names: {000..009}, {a,b}, and, on local disks, * and ?. Raises UserError for none."""
+    spelled = list(itertools.islice(_expanded(os.path.expanduser(pattern)), MAX_SHARDS + 1))
+    if len(spelled) > MAX_SHARDS:
+        raise UserError(f"{pattern} names more than {MAX_SHARDS:,} shards: correct its range")
     shards = []
     for name in spelled:
         shards += sorted(glob.glob(name)) if not is_remote(name) and glob.has_magic(name) else [name]
     if not shards:
-        raise UserError(f"{pattern} names no shard that there is")
+        raise UserError(f"{pattern} names no shard that exists")
     return shards
 
 
@@ -64,10 +66,10 @@ def is_remote(shard: str) -> bool:
     return shard.startswith(("http://", "https://"))
 
 
-def read(shard: str, start: int, size: int) -> bytes:
-    """`size` bytes of a shard from `start`. Raises DataError; Unreachable where the network is to blame."""
+def read_range(shard: str, start: int, size: int) -> bytes:
+    """Read `size` bytes of a shard from offset `start`. Raises DataError; NetworkError where the server does not deliver."""
     if is_remote(shard):
-        return _requested(shard, start, size)[0]
+        return _http_range(shard, start, size)[0]
     try:
         with open(shard, "rb", buffering=0) as file:
             content = os.pread(file.fileno(), size, start)
@@ -78,39 +80,43 @@ def read(shard: str, start: int, size: int) -> bytes:
     return content
 
 
-def _requested(url: str, start: int, size: int) -> tuple[bytes, int, str]:
-    """A range of a remote file, the file's size, and what changes when it does. Raises Unreachable."""
+def _http_range(url: str, start: int, size: int) -> tuple[bytes, int, str]:
+    """Fetch a range of a remote file; return the bytes, the file's size and its version (ETag or date). Raises NetworkError.
+
+    Not fsspec: its HTTP file system takes a whole file for a range from a server without ranges, does not check how much
+    came, does not try again, and refuses to run in forked loader workers.
+    """
     from http.client import HTTPException
     from urllib.error import HTTPError
     from urllib.request import Request, urlopen
 
-    said = ""
+    reason = ""
     for _ in range(TRIES):
         try:
             request = Request(url, headers={"Range": f"bytes={start}-{start + size - 1}"})
             with urlopen(request, timeout=60) as response:
                 if response.status != 206:
-                    raise Unreachable(f"{url} knows no ranges: put it on a server that does, or copy it here")
+                    raise NetworkError(f"{url}: the server does not support ranges: use one that does, or copy the shard here")
                 total = int(response.headers["Content-Range"].rpartition("/")[2])
-                stamp = response.headers["ETag"] or response.headers["Last-Modified"] or ""
-                content = response.read(size + 1)  # and no more, whatever the server sends
+                version = response.headers["ETag"] or response.headers["Last-Modified"] or ""
+                content = response.read(size + 1)  # no more than that, whatever the server sends
             if len(content) == min(size, total - start):
-                return content, total, stamp
-            said = f"{len(content)} of {size} bytes came"
+                return content, total, version
+            reason = f"{len(content)} of {size} bytes came"
         except (OSError, HTTPException, ValueError, TypeError) as error:
-            if isinstance(error, Unreachable):
+            if isinstance(error, NetworkError):
                 raise
-            said = str(error)
+            reason = str(error)
             if isinstance(error, HTTPError) and error.code < 500:
                 break
-    raise Unreachable(f"{url} cannot be fetched ({said})")
+    raise NetworkError(f"{url} cannot be fetched ({reason})")
 
 
-class _Remote(io.RawIOBase):
-    """A remote file to seek in, read a block at a time."""
+class _RemoteFile(io.RawIOBase):
+    """A remote file to seek in, read in requests of REQUEST_BYTES."""
 
     def __init__(self, url: str, size: int) -> None:
-        self.url, self.size, self.at = url, size, 0
+        self.url, self.size, self.position = url, size, 0
         self._block, self._start = b"", 0
 
     def seekable(self) -> bool:
@@ -120,92 +126,98 @@ class _Remote(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        return self.at
+        return self.position
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        self.at = offset + (0, self.at, self.size)[whence]
-        return self.at
+        self.position = offset + (0, self.position, self.size)[whence]
+        return self.position
 
     def readinto(self, buffer: Any) -> int:
-        if self.at >= self.size:
+        if self.position >= self.size:
             return 0
-        if not self._start <= self.at < self._start + len(self._block):
-            self._block, self._start = read(self.url, self.at, min(BLOCK, self.size - self.at)), self.at
-        piece = self._block[self.at - self._start :][: len(buffer)]
+        if not self._start <= self.position < self._start + len(self._block):
+            self._start = self.position
+            self._block = read_range(self.url, self._start, min(REQUEST_BYTES, self.size - self._start))
+        piece = self._block[self.position - self._start :][: len(buffer)]
         buffer[: len(piece)] = piece
-        self.at += len(piece)
+        self.position += len(piece)
         return len(piece)
 
 
-def indexed(shard: str, cache: Path) -> Index:
-    """A shard's index: the one kept in `cache`, else scanned and kept. Raises DataError naming the shard and the member."""
-    import numpy as np
+def load_index(shard: str, cache: Path) -> Index:
+    """Read a shard's index from `cache`, or scan the shard and write the index there. Raises DataError.
 
-    size, stamp = _stamp(shard)
-    known = json.dumps([VERSION, shard if is_remote(shard) else os.path.abspath(shard), size, stamp])
-    kept = cache / f"{hashlib.sha256(known.encode()).hexdigest()[:32]}.npz"
+    An index is a safetensors file. Shards are indexed in threads, and numpy parses the header of an .npy file as Python,
+    which is not safe in threads on CPython 3.11.
+    """
+    import safetensors.numpy
+    from safetensors import SafetensorError
+
+    size, version = _size_and_version(shard)
+    key = json.dumps([FORMAT, shard if is_remote(shard) else os.path.abspath(shard), size, version])
+    path = cache / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.safetensors"
     try:
-        with np.load(kept, allow_pickle=False) as arrays:
-            index = Index(arrays["names"], arrays["places"], arrays["labels"])
-        if _is_whole(index, size):
+        arrays = safetensors.numpy.load(path.read_bytes())
+        names = arrays["names"].tobytes().decode(errors="surrogateescape").split("\0")
+        index = Index(names, arrays["spans"], arrays["labels"])
+        if _is_valid(index, size):
             return index
-    except (OSError, ValueError, KeyError, EOFError):
-        pass
-    except Exception as error:  # a zip of numpy's that is damaged can fail in its own ways
-        if type(error).__module__ not in ("zipfile", "zlib"):
-            raise
+    except (OSError, ValueError, KeyError, SafetensorError):
+        pass  # there is none, or it is damaged: scan
     index = scan(shard, size)
-    _keep(kept, index)
+    _write_index(path, index)
     return index
 
 
-def _is_whole(index: Index, size: int) -> bool:
+def _is_valid(index: Index, size: int) -> bool:
     n = len(index.names)
-    whole = index.places.shape == (n, 2) and index.labels.shape == (n,) and n > 0
-    return bool(whole and index.places.min() >= 0 and index.places.sum(1).max() <= size)
+    if index.spans.shape != (n, 2) or index.labels.shape != (n,) or {index.spans.dtype.str, index.labels.dtype.str} != {"<i8"}:
+        return False
+    return bool(index.spans.min() >= 0 and index.spans.sum(1).max() <= size)
 
 
-def _keep(kept: Path, index: Index) -> None:
-    """Keep an index; where that cannot be, the next run scans again."""
-    import contextlib
-
+def _write_index(path: Path, index: Index) -> None:
+    """Write an index to the cache. Where that fails, the next run scans again."""
     import numpy as np
+    import safetensors.numpy
 
-    temporary = kept.with_name(f".{kept.stem}.{os.getpid()}.npz")
+    names = "\0".join(index.names).encode(errors="surrogateescape")  # no name in a tar archive has a zero byte
+    arrays = {"names": np.frombuffer(names, np.uint8), "spans": index.spans, "labels": index.labels}
+    temporary = path.with_name(f".{path.stem}.{os.getpid()}.{threading.get_ident()}")
     with contextlib.suppress(OSError):
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        np.savez(temporary, names=index.names, places=index.places, labels=index.labels)
-        temporary.replace(kept)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(safetensors.numpy.save(arrays))
+        temporary.replace(path)
 
 
-def _stamp(shard: str) -> tuple[int, str]:
-    """A shard's size in bytes, and what changes when it does."""
+def _size_and_version(shard: str) -> tuple[int, str]:
+    """A shard's size in bytes, and a text that changes when the shard does."""
     if is_remote(shard):
-        return _requested(shard, 0, 1)[1:]
+        return _http_range(shard, 0, 1)[1:]
     try:
-        about = os.stat(shard)
+        status = os.stat(shard)
     except OSError as error:
         raise DataError(f"{shard} cannot be read ({error.strerror}): correct data.train or data.test") from None
-    return about.st_size, str(about.st_mtime_ns)
+    return status.st_size, str(status.st_mtime_ns)
 
 
 def scan(shard: str, size: int) -> Index:
-    """A shard read header by header. Raises DataError naming the member that a data set should not have."""
+    """Index a shard of `size` bytes by its members' headers. Raises DataError naming a member that a data set cannot have."""
     import numpy as np
 
     images: dict[str, tuple[int, int]] = {}
-    given: dict[str, dict[str, int]] = {".json": {}, ".cls": {}}
+    labels: dict[str, dict[str, int]] = {".json": {}, ".cls": {}}
     end = 0
     try:
-        with _opened(shard, size) as file, tarfile.open(fileobj=file, mode="r:") as tar:
+        with _open(shard, size) as file, tarfile.open(fileobj=file, mode="r:") as tar:
             for member in tar:
-                refuse_member(shard, member)
+                check_member(shard, member)
                 if member.issparse():
                     raise DataError(f"{shard}: its member {member.name!r} is sparse: refused")
                 end = member.offset_data + -(-member.size // 512) * 512
                 if member.isfile():
-                    _sort_in(shard, tar, member, images, given)
-                tar.members = []  # type: ignore[attr-defined] # it would keep them all
+                    _add_member(shard, tar, member, images, labels)
+                tar.members = []  # type: ignore[attr-defined] # it would keep them all in memory
             file.seek(end)
             if file.read(512) != bytes(512):
                 raise tarfile.ReadError("it has no end")
@@ -214,42 +226,41 @@ def scan(shard: str, size: int) -> Index:
             raise
         why = "it is compressed" if shard.endswith(("gz", "bz2", "xz", "zst")) else str(error)
         raise DataError(f"{shard} is cut short or no plain tar archive ({why}): mend or remove it") from None
-    labels = given[".json"] | given[".cls"]
+    label_of = labels[".json"] | labels[".cls"]
     if not images:
         raise DataError(f"{shard} holds no image ({' '.join(IMAGES)}): mend or remove it")
-    if alone := sorted(set(images) ^ set(labels)):
-        lacks = "label (.cls or .json)" if alone[0] in images else "image"
-        raise DataError(f"{shard}: sample {alone[0]!r} has no {lacks}: mend the shard")
-    return Index(
-        np.array(list(images)), np.array(list(images.values()), np.int64), np.array([labels[n] for n in images], np.int64)
-    )
+    if incomplete := sorted(set(images) ^ set(label_of)):
+        lacks = "label (.cls or .json)" if incomplete[0] in images else "image"
+        raise DataError(f"{shard}: sample {incomplete[0]!r} has no {lacks}: mend the shard")
+    spans, numbers = list(images.values()), [label_of[name] for name in images]
+    return Index(list(images), np.array(spans, np.int64), np.array(numbers, np.int64))
 
 
-def _opened(shard: str, size: int) -> Any:
-    return io.BufferedReader(_Remote(shard, size), 1 << 16) if is_remote(shard) else open(shard, "rb")
+def _open(shard: str, size: int) -> Any:
+    return io.BufferedReader(_RemoteFile(shard, size), 1 << 16) if is_remote(shard) else open(shard, "rb")
 
 
-def _sort_in(shard: str, tar: Any, member: Any, images: dict[str, tuple[int, int]], given: dict[str, dict[str, int]]) -> None:
-    """A member to the images or the labels by its ending; others are no concern of ours."""
+def _add_member(shard: str, tar: Any, member: Any, images: dict[str, tuple[int, int]], labels: dict[str, dict[str, int]]) -> None:
+    """Add a member to `images` (name → offset, size) or `labels` (ending → name → class) by its ending; ignore other files."""
     path = PurePosixPath(member.name)
     stem, _, ending = path.name.partition(".")
     name, ending = str(path.with_name(stem or path.name)), f".{ending.lower()}"
-    if (ending in IMAGES and name in images) or name in given.get(ending, ()):
+    if (ending in IMAGES and name in images) or name in labels.get(ending, ()):
         raise DataError(f"{shard}: sample {name!r} is there twice ({member.name!r}): mend the shard")
     if ending in IMAGES:
         images[name] = member.offset_data, member.size
-    elif ending in given:
-        if member.size > MOST_LABEL:
+    elif ending in labels:
+        if member.size > MAX_LABEL_BYTES:
             raise DataError(f"{shard}: {member.name!r} has {member.size:,} bytes, which is no label")
         label = _label(tar.extractfile(member).read(), ending)
         if label is not None:
-            given[ending][name] = label
+            labels[ending][name] = label
         elif ending == ".cls":
-            raise DataError(f"{shard}: {member.name!r} is no label: it wants a whole number from 0 on")
+            raise DataError(f"{shard}: {member.name!r} is no label: it must hold a whole number from 0 on")
 
 
 def _label(content: bytes, ending: str) -> int | None:
-    """A class number, of .cls: the number; of .json: the number itself or that under label, cls or class."""
+    """The class number in a .cls file, or in a .json file: a number, or that under the key label, cls or class. None: none."""
     try:
         value = json.loads(content)
     except (ValueError, RecursionError):

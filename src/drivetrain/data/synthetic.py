@@ -1,4 +1,4 @@
-"""Random inputs."""
+"""Random inputs, to measure the speed of everything but the data."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Shape = Annotated[Sequence[Count], annotated_types.MinLen(1)]  # of one input, w
 
 
 class Synthetic(Data):
-    """Random inputs on the device: the speed of everything but the data. With `tokens`, sequences of shape [length].
+    """Random inputs, made on the device; with `tokens`, sequences of shape [length].
 
-    A sequence's tokens are among `classes`, and the target of each is the next one.
+    A sequence's tokens are numbers below `classes`, and the target of each is the next one.
     """
 
-    peak = None
+    max_value = None
     on_device = True
 
     def __init__(

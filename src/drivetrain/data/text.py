@@ -1,30 +1,29 @@
-"""Byte-level text: documents of many lengths, read as sequences of tokens."""
+"""Byte-level text: documents of different lengths, read as sequences of tokens."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sysconfig
 from collections.abc import Iterator
+from copy import copy
 from pathlib import Path
-from typing import Any
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec
-from drivetrain.data.base import IGNORED, Data, Fraction, Splits
+from drivetrain.data.base import IGNORE_INDEX, Data, Fraction, Splits, hash_fraction
 
 BEGIN = 256  # the token before a document's first byte
-VOCABULARY = 257  # 256 values of a byte, and BEGIN
-OTHERS = {"site-packages", "dist-packages", "__pycache__"}  # folders in the library's that are not it
+VOCABULARY = 257  # the 256 values of a byte, and BEGIN
+NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__"}  # folders within the library's that do not belong to it
 TESTS = {"test", "tests", "idle_test"}
 
 
 class Stdlib(Data):
-    """The source of Python's own standard library as bytes: real text of variable length, on every machine.
+    """The source code of Python's standard library as bytes: real text of variable length, on every machine.
 
-    A document is a file; longer ones are cut into pieces of `length` bytes, each read after the byte before it. Every byte
-    is a target once. The held-out files are chosen by the hash of their names, so they are the same in every run.
+    A document is a file. Longer files are cut into pieces of `length` bytes, and a piece's first input is the byte before it,
+    so every byte is a target once. Files are held out by the hash of their names: the same in every run.
     """
 
     machine_local_keys = ("root",)
@@ -45,7 +44,7 @@ class Stdlib(Data):
         self.max_files, self.test_samples, self.drop_last = max_files, test_samples, drop_last
 
     def validate(self, run: RunSpec) -> Iterator[str]:
-        if run.choices["augment"]:
+        if run.augment:
             yield f"{run.named('augment')} changes images, but data=stdlib is text: set augment=[]"
         if self.root and not Path(self.root).is_dir():
             yield f"data.root={self.root} is no directory: set it to a folder of .py files, or to null for Python's own library"
@@ -56,28 +55,26 @@ class Stdlib(Data):
     def load(self, device: torch.device) -> Splits:
         root = Path(self.root or sysconfig.get_paths()["stdlib"])
         files = self._files(root)
-        train, test = ([name for name, place in files if (place < self.holdout) is held] for held in (False, True))
+        train, test = ([name for name, value in files if (value < self.holdout) is held] for held in (False, True))
         if not train or not test:
             raise UserError(
-                f"{root} gives {len(train)} training and {len(test)} held-out .py files: data.root wants a folder of more of "
+                f"{root} gives {len(train)} training and {len(test)} held-out .py files: set data.root to a folder with more of "
                 "them; see data.max_files and data.holdout"
             )
         sources = [Texts([_read(root / name) for name in names], self.length) for names in (train, test)]
-        return Splits(sources[0], sources[1].spread(self.test_samples), self.shape(), VOCABULARY, None, dtype=torch.int64)
+        return Splits(sources[0], sources[1].subset(self.test_samples), self.shape(), VOCABULARY, None, dtype=torch.int64)
 
     def _files(self, root: Path) -> list[tuple[Path, float]]:
-        """Names below `root` in the order of their hashes, which lie in [0, 1); without empty files."""
-        unwanted = OTHERS if self.tests else OTHERS | TESTS
+        """Return the names of files below `root` and their hashes in [0, 1), in the order of the hashes; no empty files."""
+        unwanted = NOT_LIBRARY if self.tests else NOT_LIBRARY | TESTS
         names = (p.relative_to(root) for p in root.rglob("*.py") if p.stat().st_size)
-        hashed = sorted((_place(name), name) for name in names if not unwanted.intersection(name.parts[:-1]))
-        step = max(1, len(hashed) // self.max_files) if self.max_files else 1  # the held-out ones come first: take of all
-        return [(name, place) for place, name in hashed[::step][: self.max_files]]
+        hashed = sorted((hash_fraction(name.as_posix()), name) for name in names if not unwanted.intersection(name.parts[:-1]))
+        step = max(1, len(hashed) // self.max_files) if self.max_files else 1  # held-out files come first: skip through all
+        return [(name, value) for value, name in hashed[::step][: self.max_files]]
 
 
 class Texts:
-    """Documents as a source of sequences: inputs (n, longest) and targets, the next tokens."""
-
-    pad_to = 1
+    """Pieces of documents as a source: inputs (n, longest of the batch) and targets, the next tokens."""
 
     def __init__(self, documents: list[bytes], length: int) -> None:
         sizes = torch.tensor([len(d) for d in documents])
@@ -95,30 +92,24 @@ class Texts:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def spread(self, most: int | None) -> Texts:
-        """At most so many of the pieces, spread evenly over the documents."""
-        if most is None or most >= len(self):
+    def subset(self, max_pieces: int | None) -> Texts:
+        """Return a source of at most so many of the pieces, spread evenly over the documents."""
+        if max_pieces is None or max_pieces >= len(self):
             return self
-        some: Any = object.__new__(Texts)
-        chosen = torch.arange(most) * len(self) // most
-        some.text, some.longest = self.text, self.longest
-        some.starts, some.lengths = self.starts[chosen], self.lengths[chosen]
-        return some
+        subset = copy(self)
+        chosen = torch.arange(max_pieces) * len(self) // max_pieces
+        subset.starts, subset.lengths = self.starts[chosen], self.lengths[chosen]
+        return subset
 
-    def fetch(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def fetch(self, indices: torch.Tensor, pad_to: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
         lengths = self.lengths[indices].unsqueeze(1)
-        longest = -(-int(lengths.max()) // self.pad_to) * self.pad_to
-        place = torch.arange(min(longest, self.longest))
-        tokens = self.starts[indices].unsqueeze(1) + place
-        padding = place >= lengths
+        longest = -(-int(lengths.max()) // pad_to) * pad_to
+        position = torch.arange(min(longest, self.longest))
+        tokens = self.starts[indices].unsqueeze(1) + position
+        padding = position >= lengths
         tokens.masked_fill_(padding, 0)
         x, y = self.text[tokens].long(), self.text[tokens + 1].long()
-        return x.masked_fill_(padding, 0), y.masked_fill_(padding, IGNORED)
-
-
-def _place(name: Path) -> float:
-    """A file's place in [0, 1), by the hash of its name."""
-    return int.from_bytes(hashlib.sha256(name.as_posix().encode()).digest()[:8], "big") / 2**64
+        return x.masked_fill_(padding, 0), y.masked_fill_(padding, IGNORE_INDEX)
 
 
 def _read(path: Path) -> bytes:

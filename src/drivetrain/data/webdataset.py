@@ -1,34 +1,34 @@
-"""Images in tar shards, here or on a web server."""
+"""Images in tar shards, on local disks or on a web server."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 from drivetrain.core import rng
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec
-from drivetrain.data import bad_samples, shards
-from drivetrain.data.bad_samples import MaxSkipped, OnError
-from drivetrain.data.base import Data, Fraction, Normalize, Splits, measured
-from drivetrain.data.decoding import Decoding
-from drivetrain.data.images import IMAGENET
+from drivetrain.core.source import CropBox
+from drivetrain.data import shards
+from drivetrain.data.bad_samples import MaxSkipped, OnError, bad_sample_policy
+from drivetrain.data.base import Data, Fraction, Splits, hash_fraction
+from drivetrain.data.decoding import ImageFileSource
+from drivetrain.data.images import Normalization, image_normalization
 
-AT_ONCE = 16  # requests to a web server
-WINDOW = 1000  # the stream of the draws within windows; augmentation's lie below
+MAX_CONCURRENT = 16  # shards that are scanned, or samples that are fetched from a web server, at once
+SHUFFLE_STREAM = 1000  # the random stream of the shuffle within windows; augmentations' streams lie below
 
 
 class WebDataset(Data):
     """Tar shards in WebDataset's layout (Aizman et al. 2019): files that share a name up to its first dot are a sample.
 
-    Each shard is indexed once, so that samples are read by their place: the order is a function of seed and epoch alone,
-    split over ranks and workers without loss, and a resumed run begins where it was. Shards are shuffled, then the samples
-    within windows of `buffer`, so that reading stays close together.
+    Each shard is indexed once, and samples are read by their offsets. So the order is a function of seed and epoch alone,
+    ranks and workers share it exactly, and a resumed run continues it. Shards are shuffled, then the samples within windows
+    of `buffer`, so that samples near each other in a shard are read near each other in time.
     """
 
     machine_local_keys = ("train", "test", "cache")
@@ -42,7 +42,7 @@ class WebDataset(Data):
         classes: Count | None = None,
         buffer: Count = 10_000,
         cache: str | None = None,
-        normalize: Literal["imagenet", "measured"] = "imagenet",
+        normalize: Normalization = "imagenet",
         max_pixels: Count = 100_000_000,
         on_error: OnError = "raise",
         max_skipped: MaxSkipped = 0.01,
@@ -68,97 +68,98 @@ class WebDataset(Data):
     def shape(self) -> tuple[int, ...]:
         return (3, self.size, self.size)
 
-    def decodes(self) -> bool:
+    def decodes_images(self) -> bool:
         return True
 
     def load(self, device: torch.device) -> Splits:
-        cache = Path(os.path.expanduser(self.cache)) if self.cache else _users_cache() / "drivetrain" / "shards"
-        train = _Table.of(shards.expand(str(self.train)), cache)
+        cache = Path(os.path.expanduser(self.cache)) if self.cache else _user_cache() / "drivetrain" / "shards"
+        train = SampleTable.load(shards.expand(str(self.train)), cache)
         if self.test:
-            test = _Table.of(shards.expand(self.test), cache)
+            test = SampleTable.load(shards.expand(self.test), cache)
         else:
-            held = torch.tensor([self._held_out(name) for name in train.names])
-            train, test = train.part(~held), train.part(held)
+            held_out = torch.tensor([hash_fraction(name) < self.holdout for name in train.names])
+            train, test = train.select(~held_out), train.select(held_out)
         if not len(train.names) or not len(test.names):
             raise UserError(
                 f"data.train={self.train} gives {len(train.names)} training and {len(test.names)} test images: "
                 "give data.test, more samples, or another data.holdout"
             )
-        found = 1 + int(max(train.label.max(), test.label.max()))
+        found = 1 + int(max(train.labels.max(), test.labels.max()))
         if self.classes is not None and found > self.classes:
             raise DataError(f"data.classes={self.classes}, but there are labels up to {found - 1}: raise it to {found} or more")
-        sources = [Shards(t, self.size, self.buffer, self.max_pixels, self.on_error, self.max_skipped) for t in (train, test)]
-        return Splits(sources[0], sources[1], self.shape(), self.classes or found, self._normalize(sources[0]))
-
-    def _held_out(self, name: str) -> bool:
-        word = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
-        return word / 2**64 < self.holdout
-
-    def _normalize(self, source: Shards) -> Normalize:
-        if self.normalize == "measured":
-            sample = torch.arange(min(len(source), 500)) * (len(source) // min(len(source), 500))
-            return measured(source.fetch(sample)[0])
-        return Normalize(*IMAGENET)
+        sources = [
+            ShardImages(table, self.size, self.buffer, self.max_pixels, self.on_error, self.max_skipped)
+            for table in (train, test)
+        ]
+        normalize = image_normalization(self.normalize, sources[0])
+        return Splits(sources[0], sources[1], self.shape(), self.classes or found, normalize)
 
 
-def _users_cache() -> Path:
+def _user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
 
 
-class _Table:
-    """All samples of some shards: where each lies, and its label."""
+class SampleTable(NamedTuple):
+    """The n samples of some shards, in their order."""
 
-    def __init__(self, files: list[str], names: Any, shard: Any, places: Any, label: torch.Tensor) -> None:
-        self.files, self.names, self.shard, self.places, self.label = files, names, shard, places, label
+    files: list[str]  # the shards
+    names: Any  # (n,) array of text
+    shard: torch.Tensor  # (n,) int64: each sample's shard, as a position in `files`
+    spans: torch.Tensor  # (n, 2) int64: offset and size of its image
+    labels: torch.Tensor  # (n,) int64
 
     @classmethod
-    def of(cls, files: list[str], cache: Path) -> _Table:
-        """The samples of these shards, in their order. Raises DataError naming the first bad shard."""
+    def load(cls, files: list[str], cache: Path) -> SampleTable:
+        """Load the indices of these shards. Raises DataError naming the first bad shard."""
         import numpy as np
 
-        with ThreadPoolExecutor(AT_ONCE) as pool:  # scanning waits for the disk or the network
-            indices = list(pool.map(lambda shard: shards.indexed(shard, cache), files))
-        shard = np.repeat(np.arange(len(files)), [len(index.names) for index in indices])
-        names, places, labels = (np.concatenate([index[i] for index in indices]) for i in range(3))
-        return cls(files, names, torch.from_numpy(shard), torch.from_numpy(places), torch.from_numpy(labels))
+        with ThreadPoolExecutor(MAX_CONCURRENT) as pool:  # scanning waits for the disk or the network
+            indices = list(pool.map(lambda shard: shards.load_index(shard, cache), files))
+        names = np.array([name for index in indices for name in index.names])
+        shard = torch.arange(len(files)).repeat_interleave(torch.tensor([len(index.names) for index in indices]))
+        spans, labels = (torch.from_numpy(np.concatenate([index[i] for index in indices])) for i in (1, 2))
+        return cls(files, names, shard, spans, labels)
 
-    def part(self, chosen: torch.Tensor) -> _Table:
-        """Those samples where `chosen` (n,) is true."""
-        return _Table(self.files, self.names[chosen.numpy()], self.shard[chosen], self.places[chosen], self.label[chosen])
+    def select(self, chosen: torch.Tensor) -> SampleTable:
+        """Return the table of those samples where `chosen` (n,) is true."""
+        return SampleTable(self.files, self.names[chosen.numpy()], self.shard[chosen], self.spans[chosen], self.labels[chosen])
 
 
-class Shards(Decoding):
-    """Samples of tar shards as a source."""
+class ShardImages(ImageFileSource):
+    """Images in tar shards as a source."""
 
     def __init__(
-        self, table: _Table, size: int, buffer: int, max_pixels: int, on_error: OnError, max_skipped: MaxSkipped
+        self, table: SampleTable, size: int, buffer: int, max_pixels: int, on_error: OnError, max_skipped: MaxSkipped
     ) -> None:
         self.table, self.size, self.buffer, self.max_pixels = table, size, buffer, max_pixels
-        self.faults = bad_samples.policy(on_error, max_skipped, len(self), self.name)
+        self.policy = bad_sample_policy(on_error, max_skipped, len(self), self.name)
         self.remote = any(map(shards.is_remote, table.files))
 
     def __len__(self) -> int:
-        return len(self.table.label)
+        return len(self.table.labels)
 
     def order(self, seed: int, epoch: int) -> torch.Tensor:
-        """The epoch's order (n,): shards shuffled, then samples within windows of `buffer` that lie differently each time."""
+        """Return the epoch's order (n,): shards shuffled, then samples within windows of `buffer`, which shift every epoch."""
         n = len(self)
         rank = rng.permutation(rng.mix(seed, 6), epoch, len(self.table.files)).argsort()
         by_shard = rank[self.table.shard].argsort(stable=True)
-        begin = rng.mix(seed, epoch, 7) % self.buffer
-        window = (torch.arange(n) + begin) // self.buffer
-        draws = rng.uniform(seed, epoch, torch.arange(n), WINDOW).double()
+        shift = rng.mix(seed, epoch, 7) % self.buffer
+        window = (torch.arange(n) + shift) // self.buffer
+        draws = rng.uniform(seed, epoch, torch.arange(n), SHUFFLE_STREAM).double()
         return by_shard[(window + draws).argsort(stable=True)]
 
-    def samples(self, indices: list[int], boxes: Sequence[Any]) -> Iterable[tuple[torch.Tensor, int]]:
+    def samples(self, indices: list[int], boxes: Sequence[CropBox | None]) -> Iterable[tuple[torch.Tensor, int]]:
         if not self.remote:
             return super().samples(indices, boxes)
-        with ThreadPoolExecutor(min(AT_ONCE, len(indices))) as pool:
+        with ThreadPoolExecutor(min(MAX_CONCURRENT, len(indices))) as pool:
             return list(pool.map(self.sample, indices, boxes))
 
     def content(self, index: int) -> tuple[bytes, int]:
-        start, size = self.table.places[index].tolist()
-        return shards.read(self.table.files[int(self.table.shard[index])], start, size), int(self.table.label[index])
+        start, size = self.table.spans[index].tolist()
+        return shards.read_range(self._file(index), start, size), int(self.table.labels[index])
 
     def name(self, index: int) -> str:
-        return f"{self.table.files[int(self.table.shard[index])]}: {self.table.names[index]}"
+        return f"{self._file(index)}: {self.table.names[index]}"
+
+    def _file(self, index: int) -> str:
+        return self.table.files[int(self.table.shard[index])]

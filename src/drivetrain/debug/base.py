@@ -5,10 +5,15 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, Option, RunSpec
+from drivetrain.core.protocols import Loss, Pipeline
+from drivetrain.core.step import Step, StreamWatcher
+
+if TYPE_CHECKING:
+    from drivetrain.core.context import BuildContext
 
 
 class Debug(Option):
@@ -16,19 +21,30 @@ class Debug(Option):
 
     updates: int | None = None  # the run stops after so many
     eval_batches: int | None = None
+    augments = True  # samples are augmented as the run says
+    names_backward_lines = False  # follows the backward line by line
 
-    def start(self) -> None:
-        """Install what the option needs, before anything is built."""
+    def check_model(self, model: torch.nn.Module, loss: Loss, data: Pipeline) -> None:
+        """Check the model before it is trained, patched or wrapped; `data` gives (x, y) for a request."""
 
-    def examine(self, model: torch.nn.Module, loss: Any, data: Any) -> list[str]:
-        """Look at the model before it is trained, patched or wrapped; `data` is the training pipeline: (x, y) for a request."""
+    def choose_data(self, train: Any, test: Any) -> tuple[Any, Any]:
+        """The pipelines to train on and to evaluate on, given those of the run."""
+        return train, test
+
+    def wrap_precision(self, precision: Any) -> Any:
+        """The precision, whose hooks are the phases of a step, or one that watches them."""
+        return precision
+
+    def wrap_step(self, step: Step) -> Step:
+        """The step, or one that watches it."""
+        return step
+
+    def stream_watchers(self) -> list[StreamWatcher]:
+        """Functions that the training stream passes through."""
         return []
 
-    def attach(self, trainer: Any) -> None:
-        """Wrap parts of the finished trainer."""
-
-    def stop(self) -> list[str]:
-        """Take it away again, for the process may train another run, and say what was found."""
+    def report(self) -> list[str]:
+        """The findings, one line each, when the run has ended."""
         return []
 
 
@@ -42,38 +58,38 @@ class Fast(Debug):
 class Anomaly(Debug):
     """torch's anomaly detection: a NaN in the backward stops the run and names the forward line that made it. Slow."""
 
+    names_backward_lines = True
+
     def __init__(self, check_nan: bool = True) -> None:
         self.check_nan = check_nan
-        self._found: list[str] = []
-        self._show = warnings.showwarning
 
     def validate(self, run: RunSpec) -> Iterator[str]:
-        if self.check_nan and run.choices["precision"] == "amp":
+        if self.check_nan and run.precision.scales_loss:
             yield (
                 f"{run.named('debug')} stops at the first NaN, and {run.named('precision')} makes some on purpose, to find its "
                 "scale, and skips them: set precision=bf16 or fp32, or debug.check_nan=false to see forward lines only"
             )
 
-    def start(self) -> None:
+    def setup(self, context: BuildContext) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that it is slow; whoever asked for it knows
             torch.autograd.set_detect_anomaly(True, check_nan=self.check_nan)
+        context.on_exit.callback(torch.autograd.set_detect_anomaly, False)
+        self._found: list[str] = []
         self._show = warnings.showwarning
+        context.on_exit.callback(setattr, warnings, "showwarning", self._show)
         warnings.showwarning = self._warned
 
     def _warned(self, message: Warning | str, *rest: Any, **more: Any) -> None:
-        """Keep what torch tells of the forward; it does so by a warning, which no file of the run would have."""
+        """Keep torch's traceback of the forward, which it gives as a warning."""
         if str(message).startswith("Error detected in"):
             self._found += str(message).strip().splitlines()
             if os.environ.get("RANK", "0") == "0":  # others are not asked what they found
                 return
         self._show(message, *rest, **more)
 
-    def stop(self) -> list[str]:
-        torch.autograd.set_detect_anomaly(False)
-        warnings.showwarning = self._show
-        found, self._found = self._found, []
-        return [*found, *(f"debug=anomaly: {line}" for line in _last_place(found))]
+    def report(self) -> list[str]:
+        return [*self._found, *(f"debug=anomaly: {line}" for line in _last_place(self._found))]
 
 
 def _last_place(traceback: list[str]) -> list[str]:

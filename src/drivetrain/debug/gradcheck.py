@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,8 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
 from drivetrain.core.option import Count, Positive, RunSpec
 from drivetrain.debug.base import Debug
+
+logger = logging.getLogger(__name__)
 
 NUDGES = (0.1, 0.1, 0.01, 0.0)  # how far inputs are moved before a try: at a kink (ReLU's 0, a tie of maxima) no check holds
 
@@ -41,17 +44,17 @@ class Gradcheck(Debug):
         self.eps, self.atol, self.rtol = eps, atol, rtol
 
     def validate(self, run: RunSpec) -> Iterator[str]:
-        if run.choices["precision"] not in ("fp32", "tf32"):
+        if not run.precision.full_float32:
             yield (
                 f"debug=gradcheck compares with finite differences, for which {run.named('precision')} is too coarse "
                 "(it checks a float64 copy): set precision=fp32"
             )
 
     def advise(self, run: RunSpec) -> Iterator[str]:
-        if run.choices["compile"] != "none":
+        if run.compile.active:
             yield f"debug=gradcheck checks the plain model, not what {run.named('compile')} makes of it"
 
-    def examine(self, model: torch.nn.Module, loss: Any, data: Any) -> list[str]:
+    def check_model(self, model: torch.nn.Module, loss: Any, data: Any) -> None:
         device = next(model.parameters()).device
         request = Request(0, torch.arange(min(self.samples, len(data.source))), torch.ones(()))
         x, y = (t.to(device) for t in data(request))
@@ -67,8 +70,9 @@ class Gradcheck(Debug):
         if wrong:
             raise WrongGradient("a backward is not its forward's derivative: " + "; ".join(wrong.values()))
         checked = sum(not _within(name, left_out) for name in calls)
-        found = f"debug=gradcheck: the gradients of {checked} modules{'' if left_out else ' and of the loss'} are right"
-        return [found, *(f"debug=gradcheck leaves out {_title(copy, n)}: {why}" for n, why in left_out.items())]
+        logger.info(f"debug=gradcheck: the gradients of {checked} modules{'' if left_out else ' and of the loss'} are right")
+        for name, why in left_out.items():
+            logger.info(f"debug=gradcheck leaves out {_title(copy, name)}: {why}")
 
     def _through_the_loss(self, model: torch.nn.Module, loss: Any, x: torch.Tensor, y: torch.Tensor) -> str | None:
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]

@@ -10,12 +10,17 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from drivetrain.core.host_reads import ON_PURPOSE
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.option import CountOrZero, RunSpec
+from drivetrain.core.step import StreamWatcher
 from drivetrain.debug.base import Debug
+
+if TYPE_CHECKING:
+    from drivetrain.core.context import BuildContext
 
 _COUNTERS = os.path.join("torch", "optim", "optimizer.py")  # reads its step counters, which live on the host on any device
 
@@ -31,28 +36,20 @@ class HostSync(Debug):
         self.skip = skip
         self.found: Counter[tuple[str, str]] = Counter()  # (place, call) → times
         self._steps = 0
-        self._trainer: Any = None
 
     def validate_device(self, run: RunSpec) -> Iterator[str]:
-        if run.runtime.kind() == "cpu" and run.choices["compile"] != "none":
+        if run.runtime.kind() == "cpu" and run.compile.active:
             yield f"debug=host_sync watches calls on a CPU, and {run.named('compile')} makes none: set compile=none"
 
-    def attach(self, trainer: Any) -> None:
-        if trainer.parallel.world.rank != 0:
-            return
+    def setup(self, context: BuildContext) -> None:
         from drivetrain.debug import torch_modes
 
-        self._trainer, before = trainer, trainer.watch
-        self._on_purpose = type(trainer)._after_update.__code__
-        files = (
-            os.path.dirname(str(torch.__file__)) + os.sep,
-            torch_modes.__file__,
-            __file__,
-            warnings.__file__,
-            contextlib.__file__,
-        )
-        self._between = tuple(map(str, files))  # between a call and whose it is
-        trainer.watch = lambda stream: self._watched(before(stream))
+        self._context = context
+        torch_folder = os.path.dirname(str(torch.__file__)) + os.sep
+        self._between = (torch_folder, *map(str, (torch_modes.__file__, __file__, warnings.__file__, contextlib.__file__)))
+
+    def stream_watchers(self) -> list[StreamWatcher]:
+        return [self._watched] if self._context.world.rank == 0 else []
 
     def _watched(self, stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         skipped = 0
@@ -66,7 +63,7 @@ class HostSync(Debug):
                 yield micro
 
     def _watching(self) -> AbstractContextManager[Any]:
-        if self._trainer.device.type == "cuda":
+        if self._context.device.type == "cuda":
             return self._told_by_cuda()
         from drivetrain.debug.torch_modes import Calls
 
@@ -101,7 +98,7 @@ class HostSync(Debug):
         place = None
         while frame is not None:
             code = frame.f_code
-            if code is self._on_purpose:
+            if code in ON_PURPOSE:
                 return None
             if code.co_name == "_get_value" and code.co_filename.endswith(_COUNTERS):
                 return None
@@ -110,8 +107,8 @@ class HostSync(Debug):
             frame = frame.f_back
         return place or "a thread of torch's own"
 
-    def stop(self) -> list[str]:
-        if self._trainer is None:
+    def report(self) -> list[str]:
+        if self._context.world.rank != 0:
             return []
         if not self._steps:
             return [f"debug=host_sync watched no update: the run was over after debug.skip={self.skip}"]

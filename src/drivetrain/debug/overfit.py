@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch, one_update
 from drivetrain.core.option import Count, Positive, RunSpec
+from drivetrain.core.step import StreamWatcher
 from drivetrain.core.world import World
 from drivetrain.debug.base import Debug
+
+if TYPE_CHECKING:
+    from drivetrain.core.context import BuildContext
 
 
 class Overfit(Debug):
@@ -19,49 +23,54 @@ class Overfit(Debug):
     A model that cannot learn one batch by heart is broken, or its loss, its learning rate or its labels are.
     """
 
+    augments = False
+
     def __init__(self, updates: Count = 200, target: Positive = 0.1) -> None:
         self.updates, self.target = updates, target
-        self._trainer: Any = None
 
     def advise(self, run: RunSpec) -> Iterator[str]:
-        if run.choices["augment"]:
+        if run.augment:
             yield f"debug=overfit leaves {run.named('augment')} out: the batch stays the same"
-        if run.choices["ema"] != "none":
+        if run.ema.active:
             yield f"debug=overfit judges the raw weights, not those of {run.named('ema')}"
 
-    def attach(self, trainer: Any) -> None:
-        self._trainer = trainer
-        trainer.train_data = trainer.train_data._replace(steps=())
-        trainer.batch.pairs = False
-        order = getattr(trainer.train_data.source, "order", None)
-        whole = trainer.batch.requests(len(trainer.train_data.source), trainer.seed, 0, World(), trainer.drop_last, order=order)
+    def setup(self, context: BuildContext) -> None:
+        self._context = context
+
+    def choose_data(self, train: Any, test: Any) -> tuple[Any, Any]:
+        context = self._context
+        whole = context.batch.requests(
+            len(train.source), context.seed, 0, World(), context.run.data.drop_last, order=getattr(train.source, "order", None)
+        )
         batch = torch.cat([request.indices for request in one_update(whole)])
-        trainer.test_data = trainer.train_data._replace(source=_Part(trainer.train_data.source, batch))
-        trainer.watch = self._repeated
+        return train, train._replace(source=_Part(train.source, batch))
+
+    def stream_watchers(self) -> list[StreamWatcher]:
+        return [self._repeated]
 
     def _repeated(self, stream: Any) -> Iterator[MicroBatch]:
-        trainer, samples = self._trainer, len(self._trainer.train_data.source)
+        """The first update's micro-batches again and again, in place of the stream."""
         stream.close()
-        requests = trainer.batch.requests(
-            samples, trainer.seed, 0, trainer.parallel.data, trainer.drop_last, device=trainer.device,
-            order=getattr(trainer.train_data.source, "order", None),
+        context = self._context
+        samples, drop_last = len(context.train_data.source), context.run.data.drop_last
+        requests = context.batch.requests(
+            samples, context.seed, 0, context.parallel.data_world, drop_last, device=context.device,
+            order=getattr(context.train_data.source, "order", None),
         )  # fmt: skip
         first = one_update(requests)  # of the run's start, wherever it goes on
-        batch = list(trainer.loader.stream(trainer.train_data, first, trainer.device, trainer.memory_format))
-        start, skip = trainer.progress.epoch, trainer.progress.window
-        for epoch in range(start, trainer.epochs):
-            updates = trainer.batch.updates(samples, epoch, trainer.drop_last)
+        batch = list(context.loader.stream(context.train_data, first, context.device, context.memory_format))
+        start, skip = context.progress.epoch, context.progress.window
+        for epoch in range(start, context.run.values["epochs"]):
+            updates = context.batch.updates(samples, epoch, drop_last)
             for window in range(skip if epoch == start else 0, updates):
                 for micro in batch:
                     yield replace(micro, epoch_end=micro.last and window + 1 == updates)
 
-    def stop(self) -> list[str]:
-        loss = self._trainer.progress.final.get("loss") if self._trainer is not None else None
-        if loss is None:
+    def report(self) -> list[str]:
+        progress = self._context.progress
+        if (loss := progress.final.get("loss")) is None:
             return []
-        after = (
-            f"after {self._trainer.progress.updates} updates on one batch of {len(self._trainer.test_data.source)} the loss is"
-        )
+        after = f"after {progress.updates} updates on one batch of {len(self._context.test_data.source)} the loss is"
         if loss < self.target:
             return [f"debug=overfit: {after} {loss:.4g}, below {self.target:g}: model, loss and optimizer can learn"]
         return [
@@ -79,5 +88,5 @@ class _Part:
     def __len__(self) -> int:
         return len(self.indices)
 
-    def fetch(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.source.fetch(self.indices[indices])
+    def fetch(self, indices: torch.Tensor, *how: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.source.fetch(self.indices[indices], *how)

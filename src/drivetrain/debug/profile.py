@@ -38,7 +38,7 @@ class Profile(Window):
     ) -> None:
         super().__init__(skip, window)
         self.warmup, self.top, self.memory, self.shapes, self.stacks = warmup, top, memory, shapes, stacks
-        self._said: list[str] = []
+        self._findings: list[str] = []
 
     def mark(self, name: str) -> AbstractContextManager[Any]:
         return torch.profiler.record_function(name)
@@ -46,7 +46,7 @@ class Profile(Window):
     @contextmanager
     def looking(self, warmup: int, window: int) -> Iterator[Callable[[], None]]:
         silence_profiler()
-        first = self._trainer.progress.updates + warmup + 1
+        first = self._context.progress.updates + warmup + 1
         self._where = f"update {first}" if window == 1 else f"updates {first} to {first + window - 1}"
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is no warm-up: in a run of one update there cannot be
@@ -58,25 +58,25 @@ class Profile(Window):
         with profiler:
             yield profiler.step
 
-    def stop(self) -> list[str]:
-        return self._said
+    def report(self) -> list[str]:
+        return self._findings
 
     def _write(self, profiler: Any) -> None:
-        folder = self._trainer.run_dir / "profile"
+        folder = self._context.run_dir / "profile"
         folder.mkdir(exist_ok=True)
         averages = profiler.key_averages()
-        order = "self_device_time_total" if self._trainer.device.type == "cuda" else "self_cpu_time_total"
+        order = "self_device_time_total" if self._context.device.type == "cuda" else "self_cpu_time_total"
         (folder / "operations.txt").write_text(averages.table(sort_by=order, row_limit=-1, max_name_column_width=80))
         raw = folder / "trace.json"
         profiler.export_chrome_trace(str(raw))
         trace = json.loads(raw.read_text())
         raw.unlink()
-        self._said += [self._shares(averages), *self._operations(averages, order)]
+        self._findings += [self._shares(averages), *self._operations(averages, order)]
         if self.memory:
-            self._said += _memory(trace["traceEvents"], folder / "memory.csv")
+            self._findings += _memory(trace["traceEvents"], folder / "memory.csv")
         with gzip.open(folder / "trace.json.gz", "wt") as file:
             json.dump(trace, file)
-        self._said.append(f"{folder}: open trace.json.gz in https://ui.perfetto.dev; operations.txt has every operation")
+        self._findings.append(f"{folder}: open trace.json.gz in https://ui.perfetto.dev; operations.txt has every operation")
 
     def _shares(self, averages: Any) -> str:
         """A line: the time of an update, and the phases' shares of it. The host's: kernels may run on behind it."""

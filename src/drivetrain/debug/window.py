@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch, one_update
 from drivetrain.core.option import RunSpec
+from drivetrain.core.step import StreamWatcher
 from drivetrain.debug.base import Debug
+
+if TYPE_CHECKING:
+    from drivetrain.core.context import BuildContext
 
 Mark = Callable[[str], AbstractContextManager[Any]]
 
@@ -38,16 +42,18 @@ class Window(Debug):
         """The context of warm-up and window, in updates; what it gives is called after each of them."""
         raise NotImplementedError
 
-    def attach(self, trainer: Any) -> None:
-        if trainer.parallel.world.rank != 0:
-            return
-        self._trainer, before = trainer, trainer.watch
-        trainer.watch = lambda stream: self._watched(before(stream))
-        trainer.precision = Marked(trainer.precision, self.mark)
+    def setup(self, context: BuildContext) -> None:
+        self._context = context
+
+    def wrap_precision(self, precision: Any) -> Any:
+        return Marked(precision, self.mark) if self._context.world.rank == 0 else precision
+
+    def stream_watchers(self) -> list[StreamWatcher]:
+        return [self._watched] if self._context.world.rank == 0 else []
 
     def _watched(self, stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         """The stream, whose window is looked at. A run too short for it has it end with its last update."""
-        left = self._trainer.max_updates - self._trainer.progress.updates
+        left = self._context.horizon.updates - self._context.progress.updates
         window = min(self.window, max(1, left - self.warmup))
         warmup = min(self.warmup, left - window)
         for _ in range(min(self.skip, left - window - warmup)):

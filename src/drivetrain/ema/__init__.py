@@ -1,4 +1,4 @@
-"""An average of the weights over the updates."""
+"""A moving average of the weights: config group `ema`."""
 
 from drivetrain.ema.base import Average, Ema
 

@@ -1,13 +1,16 @@
-"""An average of the weights over the updates, evaluated beside them."""
+"""A moving average of the weights, which is evaluated in addition to the weights themselves."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Option, Share
+
+if TYPE_CHECKING:
+    from drivetrain.core.context import BuildContext
 
 
 class Ema(Option):
@@ -15,31 +18,34 @@ class Ema(Option):
 
     active = False
 
+    def setup(self, context: BuildContext) -> None:
+        self.start(context.model)
+
     def start(self, model: torch.nn.Module) -> None:
-        """Begin from the model's weights."""
+        """Start the average from the model's weights."""
 
     def update(self) -> None:
-        """Take in the weights after a real update."""
+        """Add the current weights to the average, after an update that was not skipped."""
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """The averaged weights stand in the model; the raw ones come back, on an exception too."""
+        """Set the model to the averaged weights. On exit, also after an exception, it has its own weights again."""
         yield
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs."""
+        """The state for a resumed run."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take `state_dict()` back."""
+        """Load `state_dict()`."""
 
 
 class Average(Ema):
-    """Exponential moving average: avg ← decay·avg + (1−decay)·weights, after each real update.
+    """Exponential moving average: average ← decay · average + (1 - decay) · weights, after each update that was not skipped.
 
-    Float buffers (BatchNorm's statistics) are averaged too or copied, integer ones copied. With `warmup` the decay
-    is min(decay, (1+n)/(10+n)), as in TensorFlow's ExponentialMovingAverage, so that early weights are soon forgotten.
-    The average of 16-bit weights is float32: in 16 bits it would not move.
+    Floating-point buffers (BatchNorm's statistics) are averaged too, or copied; other buffers are copied. With `warmup` the
+    decay after n updates is min(decay, (1 + n) / (10 + n)), as in TensorFlow's ExponentialMovingAverage, so that early
+    weights are soon forgotten. The average of 16-bit weights is float32, since in 16 bits small changes would be rounded away.
     """
 
     active = True
@@ -65,7 +71,7 @@ class Average(Ema):
         self._updates += 1
         n = self._updates
         decay = min(self.decay, (1 + n) / (10 + n)) if self.warmup else self.decay
-        live = self._live  # detached: no graph is kept
+        live = self._live  # detached, so that no graph is kept
         if self._widened:
             live = [t.to(mean.dtype) for t, mean in zip(live, self._mean, strict=True)]
         torch._foreach_lerp_(self._mean, live, 1.0 - decay)

@@ -1,115 +1,142 @@
-"""Config → Trainer: the only owner of the build order."""
+"""A run's options become a Trainer. The build order is written here and nowhere else, each line with its reason."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from drivetrain import surgery
+from drivetrain.batch.base import Batch
 from drivetrain.core import horizon as horizons
+from drivetrain.core.context import BuildContext
 from drivetrain.core.errors import UserError
 from drivetrain.core.horizon import Horizon
-from drivetrain.core.option import RunSpec
-from drivetrain.core.world import World
+from drivetrain.core.protocols import LogWriter
 from drivetrain.engine import dry_run, input_checks
+from drivetrain.engine.evaluator import Evaluator
+from drivetrain.engine.step import PlainStep
 from drivetrain.engine.step_timer import StepTimer
 from drivetrain.engine.trainer import Trainer
+from drivetrain.engine.training_log import TrainingLog
 from drivetrain.loader import Pipeline
 from drivetrain.saving.writer import Writer
 
+logger = logging.getLogger(__name__)
 
-def build(run: RunSpec, world: World, run_dir: Path, sinks: list[Any]) -> Trainer:
+
+def build(context: BuildContext, log_writers: Sequence[LogWriter]) -> Trainer:
     """One rank's trainer, ready to fit or to be restored. Raises UserError where model and data do not fit the run."""
-    values = run.values
-    # Device and seed before anything that allocates or draws.
-    device = run.runtime.start(world)
-    run.parallel.start(world, device)
-    data_world = run.parallel.data
-    run.precision.start(device)
-    run.debug.start()
+    run = context.run
+    # The device and the seed come before anything that allocates memory or draws random numbers.
+    context.device, context.seed = run.runtime.start(context.world), run.runtime.seed
+    # The ranks meet before they build, so that a difference between them ends the run here.
+    parallel = context.parallel = run.parallel.build(context)
+    debug = run.debug.build(context)
+    context.findings = debug.report
+    precision = context.precision = debug.wrap_precision(run.precision.build(context))
+    batch = _load_data(context, debug)
+    world = parallel.data_world
 
-    data = run.data.load(device)
-    seed = run.runtime.seed
-    # How long the samples are may decide how many of them make an update, and so how many updates the run has.
-    untold = horizons.horizon(run) is None
-    lengths = run.batch.start(data.train, seed, data_world)
-    horizon, said = _horizon(run, len(data.train), data_world, untold)
-    said += lengths
-    train_data = Pipeline(data.train, tuple(run.augment), data.normalize, seed, data.classes)
-    run.batch.pairs = any(step.mixes for step in run.augment)
-
-    model = run.model.build(data.shape, data.classes).to(device)
-    # Edits of the module tree first: every later step works on the modules that remain. The memory format is one of
-    # them, and precedes compiling, which specialises on strides.
-    formats = [e.memory_format for e in run.surgery if e.memory_format is not None]
-    memory_format = getattr(torch, formats[-1] if formats else "contiguous_format")
-    example = torch.zeros(2, *data.shape, device=device, dtype=data.dtype)
-    said += surgery.apply_all(run.surgery, model, example)
-    model = run.precision.convert(model, example)
-    # Gradients are checked on a copy of the modules, before anything patches their forwards.
-    checked = run.debug.examine(model, run.loss, train_data)
-    # Recomputation changes forwards in place, inside what compile traces and DDP wraps; names stay plain.
-    said += run.checkpointing.apply(model)
-    # Sharding is in place too, and what compile traces are the shards' modules.
-    said += run.parallel.shard(model, run.precision.dtype, example)
-    said += surgery.own_statistics(model, run.batch.micro_batch(data_world), run.batch.size(0), data_world.size)
+    model = _build_model(context, debug)
     # Compile before DDP: each bucket's all-reduce still starts as its gradients appear, and evaluation keeps the plain model.
-    forward = run.parallel.wrap(run.compile.apply(model, example, run.checkpointing.budget))
-    # The optimizer after every edit that may replace or move parameters; the average after the weights are final.
-    with run.parallel.local(model):
-        optimizer = run.precision.optimizer(run.optimizer, model, run.batch.lr_factor())
-        run.ema.start(model)
-    run.scheduler.start(optimizer, *horizon)
-    # The model's start was shared; its dropout is each rank's own, but where ranks compute the same activations.
-    run.runtime.seed_rank(data_world)
+    compiler = run.compile.build(context)
+    forward = parallel.wrap_model(compiler.apply(model, context.example, run.checkpointing.budget))
+    # The optimizer comes after every edit that may replace or move parameters; the average after the weights are final.
+    with parallel.plain_parameters(model):
+        optimizer = context.optimizer = precision.optimizer(run.optimizer, model, batch.lr_factor())
+        ema = run.ema.build(context)
+    scheduler = run.scheduler.build(context)
+    # The ranks have made the same model; from here on each draws its own dropout, but where they share activations.
+    run.runtime.seed_rank(world)
+    loader = context.loader = run.loader.build(context)
+    _log(loader.autotune(context.train_data, batch.micro_batch(world), context.device))
 
-    said += run.loader.autotune(train_data, run.batch.micro_batch(data_world), device)
-
+    # From the inside out: the step of one process, the ranks' shared gradients, one graph of both, and whoever watches.
     parameters = [p for p in model.parameters() if p.requires_grad]
-    updated = [p for group in optimizer.param_groups for p in group["params"]]
-    trainer = Trainer(
-        model=model, forward=forward, infer=run.parallel.infer(model), loss=run.loss, optimizer=optimizer,
-        eval_weights=run.precision.eval_weights(run.optimizer.eval_weights), scheduler=run.scheduler, precision=run.precision,
-        parallel=run.parallel, clip=run.clip.build(updated, run.parallel.norm), ema=run.ema,
-        zero_grad=lambda: run.runtime.zero(parameters), batch=run.batch, loader=run.loader,
-        train_data=train_data, test_data=Pipeline(data.test, (), data.normalize, seed),
-        device=device, memory_format=memory_format, seed=seed, drop_last=run.data.drop_last,
-        epochs=values["epochs"], max_updates=horizon.updates, log_every=values["log_every"],
-        evaluate_every=values["evaluate_every"], eval_batches=run.debug.eval_batches,
-        saving=run.saving, run_dir=run_dir, writer=Writer(run_dir, run.saving, run.parallel), sinks=sinks,
-        timer=StepTimer(run.compile.warmup),
-        said=[*said, *run.compile.said(), *run.precision.said, *checked],
+    clip = run.clip.build([p for group in optimizer.param_groups for p in group["params"]], parallel.norm)
+    plain = PlainStep(forward, run.loss, precision, optimizer, clip, lambda: run.runtime.zero(parameters))
+    step = debug.wrap_step(compiler.wrap_step(parallel.wrap_step(plain, context), context))
+
+    eval_weights = precision.eval_weights(run.optimizer.eval_weights)
+    timer, saving = StepTimer(compiler.warmup), run.saving.build(context)
+    evaluator = Evaluator(
+        model=model, forward=parallel.inference_model(model), eval_weights=eval_weights, ema=ema, loss=run.loss,
+        precision=precision, parallel=parallel, batch=batch, loader=loader, data=context.test_data, device=context.device,
+        memory_format=context.memory_format, max_batches=run.debug.eval_batches,
     )  # fmt: skip
-    run.parallel.attach(trainer)
-    run.compile.attach(trainer)  # it may take the whole step over
-    if run.batch.preallocate:
+    trainer = Trainer(
+        model=model, step=step, loss=run.loss, optimizer=optimizer, scheduler=scheduler, precision=precision,
+        parallel=parallel, ema=ema, batch=batch, loader=loader, train_data=context.train_data, evaluator=evaluator,
+        device=context.device, memory_format=context.memory_format, seed=context.seed, drop_last=run.data.drop_last,
+        epochs=run.values["epochs"], max_updates=context.horizon.updates, log_every=run.values["log_every"],
+        evaluate_every=run.values["evaluate_every"], saving=saving, run_dir=context.run_dir,
+        writer=Writer(context.run_dir, saving, parallel, eval_weights), progress=context.progress, timer=timer,
+        log=TrainingLog(log_writers, context.progress, parallel, timer, context.device), compile_seconds=compiler.seconds,
+    )  # fmt: skip
+    if batch.preallocate:
         dry_run.preallocate(trainer)
-
-    # Last: what watches a run wraps what is there, and sees nothing of the preparations.
-    def remark(line: str) -> None:
-        trainer.log_event("remark", text=line)
-
-    helps = run.loader.faster(train_data)
-    trainer.watch = lambda stream: input_checks.on_time(input_checks.looked_at(stream, remark), trainer.timer, helps, remark)
-    run.debug.attach(trainer)
+    # Last: what watches a run sees nothing of its preparations.
+    trainer.stream_watchers = [*input_checks.watchers(timer, loader.advice(context.train_data)), *debug.stream_watchers()]
     return trainer
 
 
-def _horizon(run: RunSpec, samples: int, world: World, untold: bool) -> tuple[Horizon, list[str]]:
-    """The run's length, and what its schedule has to say to it, where that was `untold` before the data was read."""
-    if samples < world.size:
-        raise UserError(f"{world.size} ranks, but only {samples} training samples: lower parallel.nproc")
-    horizon = horizons.horizon(run, samples)
+def _load_data(context: BuildContext, debug: Any) -> Batch:
+    """Read the data. How long its samples are may decide how many make an update, and so how many updates the run has."""
+    run, data = context.run, context.run.data.load(context.device)
+    context.data, context.train_source = data, data.train
+    known_before = horizons.run_horizon(run) is not None
+    batch: Batch = run.batch.build(context)
+    context.batch, context.horizon = batch, _horizon(context, batch, known_before)
+    steps = tuple(run.augment) if run.debug.augments else ()
+    train = Pipeline(data.train, steps, data.normalize, context.seed, data.classes, batch.pad_to)
+    test = Pipeline(data.test, (), data.normalize, context.seed)
+    context.train_data, context.test_data = debug.choose_data(train, test)
+    return batch
+
+
+def _build_model(context: BuildContext, debug: Any) -> torch.nn.Module:
+    """The model on its device, edited, in the run's precision, recomputing and sharded as the run asks for."""
+    run, data, world = context.run, context.data, context.parallel.data_world
+    model = run.model.build(data.shape, data.classes).to(context.device)
+    # Edits of the module tree first: every later step works on the modules that remain. The memory format is one of
+    # them, and precedes compiling, which specialises on strides.
+    formats = [e.memory_format for e in run.surgery if e.memory_format is not None]
+    context.memory_format = getattr(torch, formats[-1] if formats else "contiguous_format")
+    example = context.example = torch.zeros(2, *data.shape, device=context.device, dtype=data.dtype)
+    _log(surgery.apply_all(run.surgery, model, example))
+    model = context.precision.convert(model, example)
+    # Gradients are checked on a copy of the modules, before anything patches their forwards.
+    debug.check_model(model, run.loss, context.train_data)
+    # Recomputation changes forwards in place, inside what compile traces and DDP wraps; names stay plain.
+    run.checkpointing.apply(model)
+    # Sharding is in place too, and what compile traces are the shards' modules.
+    context.parallel.shard(model, run.precision.dtype, example)
+    _log(surgery.partial_statistics(model, context.batch.micro_batch(world), context.batch.size(0), world.size))
+    context.model, context.loss = model, run.loss
+    return model
+
+
+def _horizon(context: BuildContext, batch: Batch, known_before: bool) -> Horizon:
+    """The run's length. Checks its schedule where the length was not known before the data was read. Raises UserError."""
+    run, samples = context.run, len(context.train_source)
+    if samples < context.parallel.data_world.size:
+        raise UserError(f"{context.parallel.data_world.size} ranks, but only {samples} training samples: lower parallel.nproc")
+    horizon = horizons.run_horizon(run, samples, batch)
     if horizon is None:
         raise UserError(
-            f"batch.global_batch={run.batch.size(run.values['epochs'] - 1)} is more than the {samples} training samples, and "
+            f"batch.global_batch={batch.size(run.values['epochs'] - 1)} is more than the {samples} training samples, and "
             f"data.drop_last drops the short batch: set batch.global_batch to {samples} or less, or data.drop_last=false"
         )
-    said: list[str] = []
-    if untold and run.debug.updates is None:
-        if problems := list(run.scheduler.rules(horizon)):
+    if not known_before and run.debug.updates is None:
+        if problems := list(run.scheduler.horizon_problems(horizon)):
             raise UserError(problems)
-        said = list(run.scheduler.advice(horizon, run))
-    return horizon.at_most(run.debug.updates), said
+        _log(run.scheduler.horizon_advice(horizon, run))
+    return horizon.at_most(run.debug.updates)
+
+
+def _log(lines: Any) -> None:
+    for line in lines:
+        logger.info(line)

@@ -1,12 +1,16 @@
-"""A look at what the model gets, and when: inputs that nobody normalised, or that come late, and nothing else says so."""
+"""Checks of the training stream: inputs that are not normalised, and inputs that come late."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Iterator
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
+from drivetrain.core.step import StreamWatcher
 from drivetrain.engine.step_timer import StepTimer
+
+logger = logging.getLogger(__name__)
 
 LOOK_AT = 32  # samples: enough to tell 128 from 0
 FAR = 3.0  # a spread of 3 or 1/3 is far from 1
@@ -35,26 +39,28 @@ def remark(x: torch.Tensor) -> str | None:
     )
 
 
-def looked_at(stream: Iterator[MicroBatch], say: Callable[[str], None]) -> Iterator[MicroBatch]:
-    """The stream, after a look at its first micro-batch: one read of the device, before the first step."""
+def watchers(timer: StepTimer, advice: str | None) -> list[StreamWatcher]:
+    """The checks, as functions that the training stream passes through; `advice` is what helps where data comes late."""
+    return [check_normalisation, lambda stream: check_waiting(stream, timer, advice)]
+
+
+def check_normalisation(stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+    """Look at the first micro-batch: one read of the device, before the first step."""
     for first in stream:
         if (line := remark(first.x)) is not None:
-            say(line)
+            logger.warning(line)
         yield first
         break
     yield from stream
 
 
-def on_time(
-    stream: Iterator[MicroBatch], clock: StepTimer, help_by: str | None, say: Callable[[str], None]
-) -> Iterator[MicroBatch]:
-    """The stream; once there is enough to judge by, a word if the steps wait for it, and the override that helps."""
-    for micro in stream:
-        yield micro
-        if len(clock.steps) % STEPS or not (steady := clock.steady()) or steady[0] < SECONDS:
+def check_waiting(stream: Iterator[MicroBatch], timer: StepTimer, advice: str | None) -> Iterator[MicroBatch]:
+    """Warn once if the steps wait for their data, as soon as there are enough of them to judge by."""
+    for batch in stream:
+        yield batch
+        if len(timer.steps) % STEPS or not (steady := timer.steady()) or steady[0] < SECONDS:
             continue
         if steady[1] > LATE:
-            helps = f": {help_by}" if help_by else ""
-            say(f"the device waits for data {100 * steady[1]:.0f} % of the time{helps}")
+            logger.warning(f"the device waits for data {100 * steady[1]:.0f} % of the time{f': {advice}' if advice else ''}")
         break
     yield from stream

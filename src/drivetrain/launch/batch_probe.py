@@ -45,6 +45,7 @@ def main() -> None:
     task = json.load(sys.stdin)
     if task["limit_gb"]:
         threading.Thread(target=_die_above, args=(task["limit_gb"] * 2**30,), daemon=True).start()
+    from drivetrain.core.context import BuildContext
     from drivetrain.core.device import is_out_of_memory
     from drivetrain.core.overrides import key_of
     from drivetrain.core.world import World
@@ -58,7 +59,7 @@ def main() -> None:
     groups = {word.partition("=")[0] for word in off}
     words = [word for word in task["words"] if key_of(word).split(".")[0] not in groups]
     job = prepare([*words, *off], task["config_dirs"])
-    trainer = build.build(job.run, World(), Path(os.devnull), [])
+    trainer = build.build(BuildContext(job.run, World(), Path(os.devnull)), [])
     if trainer.device.type == "cuda":
         import torch
 
@@ -67,8 +68,8 @@ def main() -> None:
         try:
             for _ in range(2):  # the second has the optimizer's state in memory
                 dry_run.forward_backward(trainer, size)
-                trainer.precision.step(trainer.optimizer, trainer.clip)
-                trainer.zero_grad()
+                trainer.step.update()
+                trainer.step.zero_grad()
         except RuntimeError as error:
             if is_out_of_memory(error):
                 os._exit(OUT_OF_MEMORY)

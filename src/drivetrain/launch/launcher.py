@@ -15,6 +15,7 @@ from typing import Any
 
 from drivetrain.config import validate as check
 from drivetrain.core import process
+from drivetrain.core.context import BuildContext
 from drivetrain.core.errors import (
     BAD_CONFIG,
     EXIT_OF_STATUS,
@@ -79,9 +80,8 @@ def launch(job: Job, run_dir: Path | None = None, quiet: bool = False) -> Ended:
             return Ended(*_rank(job, world, Path(os.devnull), stop, quiet=True))
     if job.checkpoint is None and world.size == 1:  # a checkpoint brings with it what was settled
         words, dirs = job.composed.overrides, job.composed.config_dirs
-        settled = job.run.batch.autotune(lambda sizes, limit: batch_probe.fitting(words, dirs, sizes, limit), ranks)
-        if settled:
-            job.said.append(settled)
+        fitting = lambda sizes, limit: batch_probe.fitting(words, dirs, sizes, limit)  # noqa: E731
+        job.run.parts["batch"] = job.run.batch.autotune(fitting, ranks)
     run_dir = job.run_dir or run_dir
     if job.run.parallel.nnodes > 1 and launched() is None:
         return _on_several(job, run_dir or directory.new(Path(job.run.values["output_dir"])), quiet)
@@ -179,10 +179,10 @@ def _rank(job: Job, world: World, run_dir: Path, stop: StopFlag, quiet: bool) ->
     sinks: list[Any] = []
     trainer = None
     began = time.perf_counter()
-    job.run.parallel.identity = job.config_hash
-    job.run.parallel.config = identity.without_operators(job.composed, job.machine_local_keys)
+    config = identity.without_operators(job.composed, job.machine_local_keys)
+    context = BuildContext(job.run, world, run_dir, job.config_hash, config)
     try:
-        trainer = _build(job, world, run_dir, sinks, quiet)
+        trainer = _build(job, context, sinks, quiet)
         trainer.fit(stop)
         result.status = "completed"
         code = EXIT_OF_STATUS["completed"]
@@ -217,10 +217,10 @@ def _rank(job: Job, world: World, run_dir: Path, stop: StopFlag, quiet: bool) ->
         _count_skipped(result, trainer, world, run_dir)
     for sink in sinks:
         sink.close()
-    job.run.precision.stop()
-    _report(job.run.debug.stop(), world, run_dir)
+    context.on_exit.close()
+    _report(context.findings(), world, run_dir)
     if trainer is not None and code == EXIT_OF_STATUS["completed"]:
-        job.run.parallel.stop()  # a failed rank must not wait here for the others
+        trainer.parallel.shutdown()  # a failed rank must not wait here for the others
     return result, code
 
 
@@ -234,13 +234,14 @@ def _report(lines: list[str], world: World, run_dir: Path) -> None:
         (run_dir / "debug.txt").write_text("".join(line + "\n" for line in lines))
 
 
-def _build(job: Job, world: World, run_dir: Path, sinks: list[Any], quiet: bool) -> Any:
+def _build(job: Job, context: BuildContext, sinks: list[Any], quiet: bool) -> Any:
     from drivetrain.engine import build
     from drivetrain.logger import Files
 
-    trainer = build.build(job.run, world, run_dir, sinks)
-    if (checkpoint := job.run.parallel.same(job.checkpoint)) is not None:
-        trainer.restore(*_read(checkpoint, job.run.parallel))
+    trainer = build.build(context, sinks)
+    world, run_dir = context.world, context.run_dir
+    if (checkpoint := trainer.parallel.broadcast_object(job.checkpoint)) is not None:
+        trainer.restore(*_read(checkpoint, trainer.parallel))
     if job.attach is not None:
         job.attach(trainer)
     if world.rank == 0:
@@ -252,8 +253,6 @@ def _build(job: Job, world: World, run_dir: Path, sinks: list[Any], quiet: bool)
             logger.start(run_dir, trainer.progress.updates)
         if not quiet:
             sinks.append(terminal.Progress(trainer.max_updates, trainer.epochs))
-            for line in trainer.said:
-                sinks[-1].say(line)
     return trainer
 
 
@@ -261,11 +260,11 @@ def _read(checkpoint: Path, parallel: Any) -> tuple[dict[str, Any], dict[str, An
     """A checkpoint, on every rank: read where all can, else sent by rank 0, as on machines that share no file system."""
     from drivetrain.saving import checkpoint_io
 
-    here = parallel.gather(checkpoint.is_dir())
-    if parallel.same(all(here)):
-        return checkpoint_io.load(checkpoint, parallel.room)
+    here = parallel.gather_object(checkpoint.is_dir())
+    if parallel.broadcast_object(all(here)):
+        return checkpoint_io.load(checkpoint, parallel.empty_shard)
     read = checkpoint_io.load(checkpoint) if parallel.world.rank == 0 else None
-    return parallel.same(read)  # type: ignore[no-any-return]
+    return parallel.broadcast_object(read)  # type: ignore[no-any-return]
 
 
 def _measured(result: Result, trainer: Any, seconds: float, job: Job) -> None:
@@ -288,16 +287,16 @@ def _measured(result: Result, trainer: Any, seconds: float, job: Job) -> None:
         result.samples_per_second = (progress.samples - clock.first_samples) / seconds
     if (percentiles := clock.percentiles()) is not None:
         result.step_ms_p50, result.step_ms_p95 = percentiles
-    result.compile_s = job.run.compile.seconds()
+    result.compile_s = trainer.compile_seconds()
 
 
 def _count_skipped(result: Result, trainer: Any, world: World, run_dir: Path) -> None:
     """How many distinct samples could not be read, on all ranks of a run that got to its end; their names go to the log."""
-    sources = [pipeline.source for pipeline in (trainer.train_data, trainer.test_data)]
+    sources = [pipeline.source for pipeline in (trainer.train_data, trainer.evaluator.data)]
     if not any(hasattr(source, "skipped") for source in sources):
         return
     mine = [name for source in sources if hasattr(source, "skipped") for name in source.skipped()]
-    ranks = trainer.parallel.gather(mine) if result.status == "completed" else [mine]
+    ranks = trainer.parallel.gather_object(mine) if result.status == "completed" else [mine]
     names = sorted({name for rank in ranks for name in rank})
     result.skipped_samples = len(names)
     if world.rank == 0 and names:

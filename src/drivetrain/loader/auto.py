@@ -1,4 +1,4 @@
-"""The loader that measures best on this machine, this data and this batch."""
+"""loader=auto: measures the loaders on this machine, this data and this batch, and takes the best."""
 
 from __future__ import annotations
 
@@ -6,42 +6,41 @@ import re
 import statistics
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 from drivetrain.core.cpus import usable_cores
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.option import Positive
 from drivetrain.core.tensors import Tensors
-from drivetrain.loader.base import Loader, Pipeline, quicker_reading
+from drivetrain.loader.base import Loader, Pipeline, reading_advice
 from drivetrain.loader.device import Device
 from drivetrain.loader.resident import Resident, free_memory
 from drivetrain.loader.threads import Threads
 from drivetrain.loader.workers import Workers
 
-CLOSE = 0.95  # of the best: then the simpler one is taken
+TIE = 0.95  # of the best speed: the simplest loader that reaches this is chosen
 ROUNDS = 3
 
 
 class Auto(Loader):
-    """Every loader reads the same batches for a moment, in turns, and the best one is kept: simplest first where they tie.
+    """Each loader reads the same batches, in turns, and the fastest is chosen; of equally fast ones, the simplest.
 
-    Where the device is CUDA the fastest is best. Where it is the CPU the step needs the cores too: best is what takes
-    the fewest core-seconds. `budget_s` bounds the measuring.
+    On CUDA the fastest has the shortest wall time. On a CPU the step needs the cores too, so the fastest takes the fewest
+    core-seconds. The first round always runs; the others stop after `budget_s` seconds.
     """
 
     def __init__(self, budget_s: Positive = 5.0) -> None:
         self.budget_s = budget_s
-        self._kept: Loader = Loader()
+        self._chosen: Loader = Loader()
 
-    def explain(self, error: RuntimeError) -> None:
-        self._kept.explain(error)
+    def raise_if_worker_died(self, error: RuntimeError) -> None:
+        self._chosen.raise_if_worker_died(error)
 
-    def faster(self, pipeline: Pipeline) -> str | None:
-        return quicker_reading(pipeline)
+    def advice(self, pipeline: Pipeline) -> str | None:
+        return reading_advice(pipeline)
 
     def candidates(self, pipeline: Pipeline, device: torch.device) -> dict[str, Loader]:
-        """What is tried, the simplest first, by the words that set it."""
+        """Return the loaders to measure, the simplest first, by the overrides that choose them."""
         cores = usable_cores()
         counts = sorted({1, max(1, cores // 2), cores})
         found: dict[str, Loader] = {"loader=sync": Loader()}
@@ -54,43 +53,43 @@ class Auto(Loader):
         return found
 
     def autotune(self, pipeline: Pipeline, size: int, device: torch.device) -> list[str]:
-        began, cost = time.perf_counter(), Cost(pipeline, size, device)
-        tried = self.candidates(pipeline, device)
-        found: dict[str, list[float]] = {name: [] for name in tried}
+        began, cost = time.perf_counter(), CostPerBatch(pipeline, size, device)
+        loaders = self.candidates(pipeline, device)
+        costs: dict[str, list[float]] = {name: [] for name in loaders}
         for turn in range(ROUNDS):
-            for name, loader in tried.items():
+            for name, loader in loaders.items():
                 if turn and time.perf_counter() - began > self.budget_s:
                     break
-                found[name].append(cost.of(loader))
-        seconds = {name: statistics.median(values) for name, values in found.items() if values}
+                costs[name].append(cost.measure(loader))
+        seconds = {name: statistics.median(values) for name, values in costs.items() if values}
         least = min(seconds.values())
-        kept = next(name for name, s in seconds.items() if s * CLOSE <= least)
-        self._kept = tried[kept]
-        others = ", ".join(f"{_short(name)} {seconds[kept] / s:.2f}" for name, s in seconds.items() if name != kept)
-        measure = "samples/s" if device.type == "cuda" else "samples per core-second"
-        return [f"loader=auto took {kept}: {size / seconds[kept]:,.0f} {measure} (others, of that: {others})"]
+        chosen = next(name for name, s in seconds.items() if s * TIE <= least)
+        self._chosen = loaders[chosen]
+        others = ", ".join(f"{_short(name)} {seconds[chosen] / s:.2f}" for name, s in seconds.items() if name != chosen)
+        unit = "samples/s" if device.type == "cuda" else "samples per core-second"
+        return [f"loader=auto took {chosen}: {size / seconds[chosen]:,.0f} {unit} (others, relative to it: {others})"]
 
     def stream(
         self, pipeline: Pipeline, requests: Iterable[Request], device: torch.device, memory_format: torch.memory_format
     ) -> Iterator[MicroBatch]:
-        yield from self._kept.stream(pipeline, requests, device, memory_format)
+        yield from self._chosen.stream(pipeline, requests, device, memory_format)
 
 
-def _short(words: str) -> str:
-    """loader=threads loader.num_threads=2 as threads(2)."""
-    return re.sub(r" \S+=(\d+)", r"(\1)", words.removeprefix("loader="))
+def _short(overrides: str) -> str:
+    """Shorten loader=threads loader.num_threads=2 to threads(2)."""
+    return re.sub(r" \S+=(\d+)", r"(\1)", overrides.removeprefix("loader="))
 
 
-class Cost:
-    """Seconds of one batch by a loader: the wall's on CUDA, all cores' of this process and its children on a CPU."""
+class CostPerBatch:
+    """Measures seconds per batch: wall time on CUDA, else CPU time of this process and its children."""
 
     def __init__(self, pipeline: Pipeline, size: int, device: torch.device, batches: int = 4) -> None:
         self.pipeline, self.device, self.batches = pipeline, device, batches
         n, weight = len(pipeline.source), torch.ones(())
-        self.requests = [Request(0, (torch.arange(size) + at * size) % n, weight) for at in range(batches + 1)]
+        self.requests = [Request(0, (torch.arange(size) + i * size) % n, weight) for i in range(batches + 1)]
 
-    def of(self, loader: Loader) -> float:
-        """Measure one loader: the first batch, which starts it, is not counted."""
+    def measure(self, loader: Loader) -> float:
+        """Measure one loader. The first batch, which starts it, is not counted."""
         stream = loader.stream(self.pipeline, self.requests, self.device, torch.contiguous_format)
         next(stream)
         began = self._clock()
@@ -105,5 +104,5 @@ class Cost:
             return time.perf_counter()
         import resource
 
-        used: list[Any] = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-        return sum(u.ru_utime + u.ru_stime for u in used)
+        usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        return sum(usage.ru_utime + usage.ru_stime for usage in usages)

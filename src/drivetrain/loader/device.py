@@ -1,22 +1,23 @@
-"""Reading on the CPU, everything else on the device: the copy, augmentation and normalisation run ahead on a side stream."""
+"""loader=device: samples are read on the CPU, then copied, augmented and normalised on the device, ahead of the step."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal
+from typing import Literal
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.option import Count
-from drivetrain.loader.base import Loader, Pipeline, quicker_reading
+from drivetrain.loader.base import Batch, Loader, Pipeline, ReadBatch, reading_advice
 from drivetrain.loader.threads import Threads
 from drivetrain.loader.workers import Workers
 
 
 class Device(Loader):
-    """Raw samples (uint8) go to the device ahead of the step and are augmented and normalised there, a batch at a time.
+    """Raw samples (uint8) are copied to the device ahead of the step, and augmented and normalised there in batches.
 
-    `reader` is who reads them on the CPU. Without CUDA the same happens in turn, in the loop's own thread.
+    `reader` is the loader that reads them on the CPU. Without CUDA the same steps run one after the other.
     """
 
     non_blocking = True
@@ -30,15 +31,15 @@ class Device(Loader):
     ) -> None:
         self.reader, self.num_readers, self.prefetch_factor, self.ahead = reader, num_readers, prefetch_factor, ahead
 
-    def explain(self, error: RuntimeError) -> None:
-        self._reads().explain(error)
+    def raise_if_worker_died(self, error: RuntimeError) -> None:
+        self._cpu_loader().raise_if_worker_died(error)
 
-    def faster(self, pipeline: Pipeline) -> str | None:
+    def advice(self, pipeline: Pipeline) -> str | None:
         if self.reader == "sync":
             return "loader.reader=threads reads ahead while the device works"
-        return quicker_reading(pipeline, "loader.num_readers", Threads(self.num_readers).threads())
+        return reading_advice(pipeline, "loader.num_readers", Threads(self.num_readers).threads())
 
-    def _reads(self) -> Loader:
+    def _cpu_loader(self) -> Loader:
         threads = Threads(self.num_readers, self.prefetch_factor)
         if self.reader == "workers":
             return Workers(threads.threads(), prefetch_factor=self.prefetch_factor)
@@ -47,45 +48,55 @@ class Device(Loader):
     def stream(
         self, pipeline: Pipeline, requests: Iterable[Request], device: torch.device, memory_format: torch.memory_format
     ) -> Iterator[MicroBatch]:
-        read = self._reads().batches(pipeline, requests, device, finish=False)
-        if device.type != "cuda":
-            for x, y, request in read:
-                yield self._finished(pipeline, x, y, request, device, memory_format)
+        batches = self._cpu_loader().batches(pipeline, requests, device, finish=False)
+        if device.type == "cuda":
+            yield from SideStream(self, pipeline, device, memory_format).run(batches)
             return
-        yield from Ahead(self, pipeline, device, memory_format).run(read)
+        for x, y, request in batches:
+            yield self.finish(pipeline, x, y, request, device, memory_format)
 
-    def _finished(self, pipeline: Pipeline, x: Any, y: Any, request: Request, device: Any, memory_format: Any) -> MicroBatch:
+    def finish(
+        self,
+        pipeline: Pipeline,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        request: Request,
+        device: torch.device,
+        memory_format: torch.memory_format,
+    ) -> MicroBatch:
+        """Copy a batch that was read to the device, then augment and normalise it there."""
         x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
-        return self.micro(*pipeline.finish(x, y, request), request, device, memory_format)
+        return self.to_device(*pipeline.finish(x, y, request), request, device, memory_format)
 
 
-class Ahead:
-    """A few batches on their way through the side stream while the step runs on the main one."""
+class SideStream:
+    """Prepares a few batches on a side stream of CUDA while the step runs on the main one."""
 
-    def __init__(self, loader: Device, pipeline: Pipeline, device: Any, memory_format: Any) -> None:
+    def __init__(self, loader: Device, pipeline: Pipeline, device: torch.device, memory_format: torch.memory_format) -> None:
         self.loader, self.pipeline, self.device, self.memory_format = loader, pipeline, device, memory_format
         self.side = torch.cuda.Stream(device)
 
-    def run(self, read: Iterator[tuple[Any, Any, Request]]) -> Iterator[MicroBatch]:
-        """The micro-batches, each `ahead` batches before it is wanted."""
-        waiting: list[tuple[MicroBatch, Any, Any]] = []
-        for x, y, request in read:
-            waiting.append(self._begun(x, y, request))
-            if len(waiting) > self.loader.ahead:
-                yield self._ready(*waiting.pop(0))
-        for begun in waiting:
-            yield self._ready(*begun)
+    def run(self, batches: Iterator[ReadBatch]) -> Iterator[MicroBatch]:
+        """Yield the micro-batches, each of which was started `ahead` batches before."""
+        started: deque[tuple[MicroBatch, torch.cuda.Event, Batch]] = deque()
+        for x, y, request in batches:
+            started.append(self._start(x, y, request))
+            if len(started) > self.loader.ahead:
+                yield self._wait_for(*started.popleft())
+        while started:
+            yield self._wait_for(*started.popleft())
 
-    def _begun(self, x: Any, y: Any, request: Request) -> tuple[MicroBatch, Any, Any]:
+    def _start(self, x: torch.Tensor, y: torch.Tensor, request: Request) -> tuple[MicroBatch, torch.cuda.Event, Batch]:
         with torch.cuda.stream(self.side):
-            micro = self.loader._finished(self.pipeline, x, y, request, self.device, self.memory_format)
+            micro = self.loader.finish(self.pipeline, x, y, request, self.device, self.memory_format)
             event = torch.cuda.Event()
             event.record(self.side)
-        return micro, event, (x, y)  # the pinned memory must live until the copy is through
+        return micro, event, (x, y)  # the pinned memory must live until the copy is done
 
-    def _ready(self, micro: MicroBatch, event: Any, raw: Any) -> MicroBatch:
+    def _wait_for(self, micro: MicroBatch, event: torch.cuda.Event, pinned: Batch) -> MicroBatch:
+        """Make the main stream wait until a micro-batch is ready."""
         main = torch.cuda.current_stream(self.device)
         main.wait_event(event)
-        for tensor in (micro.x, micro.y):  # the allocator must not give the memory away while the step reads it
+        for tensor in (micro.x, micro.y):  # the allocator must not reuse the memory while the step reads it
             tensor.record_stream(main)
         return micro

@@ -1,63 +1,65 @@
-"""The whole set on the device: nothing is read while training."""
+"""loader=resident: the whole data set is on the device, and nothing is read while training."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 from weakref import WeakKeyDictionary
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.option import Share
+from drivetrain.core.source import Source
 from drivetrain.core.tensors import Tensors
 from drivetrain.loader.base import Loader, Pipeline
 from drivetrain.loader.threads import Threads
 
-CHUNK = 256  # samples that are read at once
+CHUNK = 256  # samples that are read at a time
 
 
 class Resident(Loader):
-    """The data sets are brought to the device once, as they lie in the source (uint8), and sampled and augmented there.
+    """Data sets are copied to the device once, as the source has them (uint8), and augmented there.
 
-    They may take `share` of the device's free memory.
+    They may take the share `share` of the device's free memory.
     """
 
     def __init__(self, share: Share = 0.5) -> None:
         self.share = share
-        self._held: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # source → the same on the device
+        self._on_device: WeakKeyDictionary[Source, Tensors] = WeakKeyDictionary()
 
-    def faster(self, pipeline: Pipeline) -> str | None:
+    def advice(self, pipeline: Pipeline) -> str | None:
         return None
 
     def stream(
         self, pipeline: Pipeline, requests: Iterable[Request], device: torch.device, memory_format: torch.memory_format
     ) -> Iterator[MicroBatch]:
-        if pipeline.source not in self._held:
-            self._held[pipeline.source] = self._brought(pipeline, device)
-        yield from super().stream(pipeline._replace(source=self._held[pipeline.source]), requests, device, memory_format)
+        if pipeline.source not in self._on_device:
+            self._on_device[pipeline.source] = self._copy(pipeline, device)
+        resident = pipeline._replace(source=self._on_device[pipeline.source])
+        yield from super().stream(resident, requests, device, memory_format)
 
-    def _brought(self, pipeline: Pipeline, device: torch.device) -> Any:
+    def _copy(self, pipeline: Pipeline, device: torch.device) -> Tensors:
+        """Copy a source to the device. Raises UserError where it does not fit."""
         if isinstance(pipeline.source, Tensors):
             return pipeline.source.to(device)
         n = len(pipeline.source)
         weight = torch.ones(())
-        whole = pipeline._replace(steps=())  # what a step would cut out while decoding, it would have cut for good
-        chunks = (Request(0, part, weight) for part in torch.arange(n).split(CHUNK))
+        whole = pipeline._replace(steps=())  # without the random crops of a source that crops: those change every epoch
+        requests = (Request(0, indices, weight) for indices in torch.arange(n).split(CHUNK))
         x = y = torch.empty(0)
-        reader = Threads(pin_memory=False).batches(whole, chunks, device, finish=False)
-        for at, (part_x, part_y, request) in enumerate(reader):
-            if not at:
-                self._must_fit(n * part_x[0].numel() * part_x.element_size(), device)
-                x = torch.empty((n, *part_x.shape[1:]), dtype=part_x.dtype, device=device)
-                y = torch.empty((n, *part_y.shape[1:]), dtype=part_y.dtype, device=device)
-            rows = slice(at * CHUNK, at * CHUNK + len(request.indices))
-            x[rows], y[rows] = part_x, part_y
+        chunks = Threads(pin_memory=False).batches(whole, requests, device, finish=False)
+        for number, (chunk_x, chunk_y, request) in enumerate(chunks):
+            if not number:
+                self._check_size(n * chunk_x[0].numel() * chunk_x.element_size(), device)
+                x = torch.empty((n, *chunk_x.shape[1:]), dtype=chunk_x.dtype, device=device)
+                y = torch.empty((n, *chunk_y.shape[1:]), dtype=chunk_y.dtype, device=device)
+            rows = slice(number * CHUNK, number * CHUNK + len(request.indices))
+            x[rows], y[rows] = chunk_x, chunk_y
         return Tensors(x, y)
 
-    def _must_fit(self, size: int, device: torch.device) -> None:
+    def _check_size(self, size: int, device: torch.device) -> None:
         free = free_memory(device)
         if free is not None and size > self.share * free:
             raise UserError(
@@ -67,12 +69,12 @@ class Resident(Loader):
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that are free on the device; None where that cannot be told."""
+    """Return the bytes that are free on the device; None where the system does not tell."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     try:
-        about = Path("/proc/meminfo").read_text()
+        meminfo = Path("/proc/meminfo").read_text()
     except OSError:
         return None
-    found = re.search(r"^MemAvailable:\s*(\d+) kB", about, re.M)
+    found = re.search(r"^MemAvailable:\s*(\d+) kB", meminfo, re.M)
     return 1024 * int(found[1]) if found else None

@@ -1,4 +1,4 @@
-"""Threads that read ahead: decoding releases the interpreter's lock, and what they read needs no copy between processes."""
+"""loader=threads: threads read ahead. Decoding releases Python's lock, and no batch is copied between processes."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from drivetrain.core.cpus import usable_cores
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
 from drivetrain.core.option import Count, Positive
-from drivetrain.loader.base import Batch, Loader, Pipeline, quicker_reading, too_late
+from drivetrain.loader.base import Batch, Loader, Pipeline, ReadBatch, reading_advice, timeout_error
 
-LAST_JOB = 1.0  # seconds that a thread has to end what it does
-PIECES = 2  # of a batch, for each thread: small enough that all finish together
+CLOSE_TIMEOUT_S = 1.0  # for the threads' current jobs, when the pool is closed
+PIECES_PER_THREAD = 2  # of a batch: small enough that all threads finish together
 
 
 class Threads(Loader):
-    """Batches are read ahead by threads of this process; each batch's samples are shared out among them.
+    """Threads of this process read batches ahead, and share the samples of each.
 
-    A source says by `parallel_read` that reading one sample is work (decoding); others are read a batch at a time.
+    A source says by `parallel_read` that reading one sample is work, such as decoding; other sources are read by one thread a
+    batch.
     """
 
     non_blocking = True
@@ -38,44 +39,44 @@ class Threads(Loader):
         self.num_threads, self.prefetch_factor = num_threads, prefetch_factor
         self.pin_memory, self.timeout_s = pin_memory, timeout_s
 
-    def faster(self, pipeline: Pipeline) -> str | None:
-        return quicker_reading(pipeline, "loader.num_threads", self.threads())
+    def advice(self, pipeline: Pipeline) -> str | None:
+        return reading_advice(pipeline, "loader.num_threads", self.threads())
 
     def threads(self) -> int:
-        """How many: this rank's share of the cores it may use."""
+        """Return the number of threads; auto is the number of cores that this rank may use."""
         return usable_cores() if self.num_threads == "auto" else self.num_threads
 
     def batches(
         self, pipeline: Pipeline, requests: Iterable[Request], device: torch.device, finish: bool = True
-    ) -> Iterator[tuple[Any, Any, Request]]:
-        waiting: deque[Shared] = deque()
-        wanted = iter(requests)
+    ) -> Iterator[ReadBatch]:
+        started: deque[SharedBatch] = deque()
+        remaining = iter(requests)
         pin = self.pin_memory and device.type == "cuda"
-        pool = Pool(self.threads())
+        pool = ThreadPool(self.threads())
         try:
             while True:
-                while len(waiting) <= self.prefetch_factor and (request := next(wanted, None)) is not None:
-                    waiting.append(Shared(pipeline, request, finish, self.threads(), pin))
-                    waiting[-1].start(pool)
-                if not waiting:
+                while len(started) <= self.prefetch_factor and (request := next(remaining, None)) is not None:
+                    started.append(SharedBatch(pipeline, request, finish, self.threads(), pin))
+                    started[-1].start(pool)
+                if not started:
                     return
-                batch = waiting.popleft()
-                yield *self._arrived(batch), batch.request
+                batch = started.popleft()
+                yield *self._result(batch), batch.request
         finally:
             pool.close()
-            for batch in waiting:
-                batch.done.cancel()
+            for batch in started:
+                batch.future.cancel()
 
-    def _arrived(self, batch: Shared) -> Batch:
+    def _result(self, batch: SharedBatch) -> Batch:
         try:
-            return batch.done.result(self.timeout_s)
+            return batch.future.result(self.timeout_s)
         except TimeoutError:
-            who, row = next(iter(batch.reading.items()), ("every loader thread", int(batch.rows[0])))
-            raise too_late(who, self.timeout_s, batch.pipeline, row) from None
+            reader, index = next(iter(batch.reading.items()), ("every loader thread", int(batch.indices[0])))
+            raise timeout_error(reader, self.timeout_s, batch.pipeline, index) from None
 
 
-class Pool:
-    """Threads that do what they are given in its order. Daemons: one that is stuck in a read keeps no process alive."""
+class ThreadPool:
+    """Daemon threads that run jobs in order: unlike concurrent.futures' threads, a stuck one does not keep the process alive."""
 
     def __init__(self, threads: int) -> None:
         self.jobs: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]] | None] = queue.SimpleQueue()
@@ -86,18 +87,18 @@ class Pool:
             thread.start()
 
     def submit(self, job: Callable[..., None], *args: Any) -> None:
-        """Give a job to whoever is free first."""
+        """Queue a job."""
         self.jobs.put((job, args))
 
     def close(self) -> None:
-        """Forget what has not begun, and wait for what has: an interpreter that ends amid a thread's C++ takes all down.
+        """Drop the jobs that have not begun, and wait up to CLOSE_TIMEOUT_S for those that have.
 
-        One that is stuck is not waited for.
+        A process that ends while a thread runs C++ code can crash.
         """
         self.closed = True
         for _ in self.threads:
             self.jobs.put(None)
-        deadline = time.monotonic() + LAST_JOB
+        deadline = time.monotonic() + CLOSE_TIMEOUT_S
         for thread in self.threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
@@ -107,57 +108,64 @@ class Pool:
                 job[0](*job[1])
 
 
-class Shared:
-    """One batch that several threads read: each a run of its rows, straight into the batch; the last one finishes it."""
+class SharedBatch:
+    """A batch that several threads read: each a piece of it, straight into the batch. The last thread finishes the batch."""
 
     def __init__(self, pipeline: Pipeline, request: Request, finish: bool, threads: int, pin: bool) -> None:
         self.pipeline, self.request, self.finish, self.pin = pipeline, request, finish, pin
-        self.rows = request.rows()
-        alike = getattr(self.pipeline.source, "parallel_read", False)
-        self.pieces = self.rows.tensor_split(min(len(self.rows), PIECES * threads)) if alike else (self.rows,)
+        self.indices = request.indices_to_read()
+        split = getattr(self.pipeline.source, "parallel_read", False)
+        pieces = min(len(self.indices), PIECES_PER_THREAD * threads)
+        self.pieces = self.indices.tensor_split(pieces) if split else (self.indices,)
         self.left = len(self.pieces)
         self.lock = threading.Lock()
-        self.seconds = 0.0  # of all threads
-        self.reading: dict[str, int] = {}  # which thread has begun with which sample and is not done
-        self.x: Any = None
-        self.y: Any = None
-        self.done: Future[Batch] = Future()
+        self.seconds = 0.0  # of all threads together
+        self.reading: dict[str, int] = {}  # thread → the first sample of the piece that it is reading
+        self.x: torch.Tensor | None = None
+        self.y: torch.Tensor | None = None
+        self.future: Future[Batch] = Future()
 
-    def start(self, pool: Pool) -> None:
-        """Hand the pieces out; `done` is what the batch will be."""
-        at = 0
+    def start(self, pool: ThreadPool) -> None:
+        """Submit the pieces; `future` will hold the batch."""
+        offset = 0
         for piece in self.pieces:
-            pool.submit(self._read, piece, at)
-            at += len(piece)
+            pool.submit(self._read, piece, offset)
+            offset += len(piece)
 
-    def _read(self, rows: Any, at: int) -> None:
+    def _read(self, indices: torch.Tensor, offset: int) -> None:
+        """Read a piece into the batch, and finish the batch if this was the last piece."""
         try:
-            if self.done.done():  # another piece has failed
+            if self.future.done():  # another piece has failed
                 return
             began = time.perf_counter()
-            self.reading[who := threading.current_thread().name] = int(rows[0])
-            x, y = self.pipeline.read_rows(rows, self.request)
-            del self.reading[who]
-            if len(self.pieces) == 1:
-                self.x, self.y = (x.pin_memory(), y.pin_memory()) if self.pin else (x, y)
-            else:
-                with self.lock:
-                    if self.x is None:
-                        self.x = torch.empty((len(self.rows), *x.shape[1:]), dtype=x.dtype, pin_memory=self.pin)
-                        self.y = torch.empty((len(self.rows), *y.shape[1:]), dtype=y.dtype, pin_memory=self.pin)
-                self.x[at : at + len(rows)] = x
-                self.y[at : at + len(rows)] = y
+            thread = threading.current_thread().name
+            self.reading[thread] = int(indices[0])
+            piece = self.pipeline.read_samples(indices, self.request)
+            del self.reading[thread]
+            x, y = self._store(*piece, offset)
             with self.lock:
                 self.left -= 1
                 last = self.left == 0
                 self.seconds += time.perf_counter() - began
             if last:
                 began = time.perf_counter()
-                batch = self.pipeline.finish(self.x, self.y, self.request) if self.finish else (self.x, self.y)
+                batch = self.pipeline.finish(x, y, self.request) if self.finish else (x, y)
                 self.request.ready = time.perf_counter()
                 self.request.seconds = self.seconds + self.request.ready - began
-                self.done.set_result(batch)
-        except BaseException as error:  # it belongs to whoever waits for the batch
+                self.future.set_result(batch)
+        except BaseException as error:  # raised where the batch is waited for
             with self.lock:
-                if not self.done.done():
-                    self.done.set_exception(error)
+                if not self.future.done():
+                    self.future.set_exception(error)
+
+    def _store(self, x: torch.Tensor, y: torch.Tensor, offset: int) -> Batch:
+        """Copy a piece to its rows of the batch; return the batch. A batch of one piece is that piece."""
+        if len(self.pieces) == 1:
+            return (x.pin_memory(), y.pin_memory()) if self.pin else (x, y)
+        with self.lock:
+            if self.x is None or self.y is None:
+                self.x = torch.empty((len(self.indices), *x.shape[1:]), dtype=x.dtype, pin_memory=self.pin)
+                self.y = torch.empty((len(self.indices), *y.shape[1:]), dtype=y.dtype, pin_memory=self.pin)
+        rows = slice(offset, offset + len(x))
+        self.x[rows], self.y[rows] = x, y
+        return self.x, self.y

@@ -1,4 +1,4 @@
-"""torch's DataLoader."""
+"""loader=workers: torch's DataLoader."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from drivetrain.core.errors import DataError, Interrupted
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
 from drivetrain.core.option import Count, NonNegative
-from drivetrain.loader.base import Loader, Pipeline, quicker_reading, too_late
+from drivetrain.loader.base import Batch, Loader, Pipeline, ReadBatch, reading_advice, timeout_error
 
-LAST_WORD = 1.0  # seconds from a broken connection to the news that its worker was killed
+DEATH_NOTICE_S = 1.0  # from a broken connection until torch reports that the worker was killed
 
 
 class Workers(Loader):
-    """torch's DataLoader with worker processes, pinned memory and prefetching: the five knobs everybody tunes.
+    """torch's DataLoader with its usual knobs: worker processes, pinned memory, prefetching.
 
-    One iterator serves the whole run, so persistent workers fetch the next epoch while this one still trains.
+    One iterator serves the whole run, so persistent workers read the next epoch while this one still trains.
     """
 
     def __init__(
@@ -34,46 +34,46 @@ class Workers(Loader):
         self.num_workers, self.pin_memory, self.prefetch_factor = num_workers, pin_memory, prefetch_factor
         self.persistent_workers, self.non_blocking, self.timeout_s = persistent_workers, non_blocking, timeout_s
 
-    def faster(self, pipeline: Pipeline) -> str | None:
-        return quicker_reading(pipeline, "loader.num_workers", self.num_workers)
+    def advice(self, pipeline: Pipeline) -> str | None:
+        return reading_advice(pipeline, "loader.num_workers", self.num_workers)
 
     def batches(
         self, pipeline: Pipeline, requests: Iterable[Request], device: torch.device, finish: bool = True
-    ) -> Iterator[tuple[Any, Any, Request]]:
+    ) -> Iterator[ReadBatch]:
         from torch.utils.data import DataLoader
 
-        waiting: deque[Request] = deque()  # what has been asked for and not come yet
+        pending: deque[Request] = deque()  # asked for and not delivered yet
 
-        def keys() -> Iterator[Request]:
+        def sampled() -> Iterator[Request]:
             for request in requests:
-                waiting.append(request)
+                pending.append(request)
                 yield request
                 if request.epoch_end and not self.persistent_workers:
                     return
 
         more = True
         while more:
-            dataset: Any = _Fetch(pipeline.__call__ if finish else pipeline.read)
+            dataset: Any = _RequestDataset(pipeline.__call__ if finish else pipeline.read)
             loader: Any = DataLoader(
                 dataset,
-                sampler=_Once(keys()),
+                sampler=_IteratorSampler(sampled()),
                 batch_size=None,
                 num_workers=self.num_workers,
                 pin_memory=self.pin_memory and device.type == "cuda",
                 prefetch_factor=self.prefetch_factor,
                 timeout=self.timeout_s,
-                worker_init_fn=_one_thread,
-                generator=torch.Generator(),  # else it draws its base seed from the model's own stream
+                worker_init_fn=_use_one_thread,
+                generator=torch.Generator(),  # else it draws its base seed from the model's random stream
             )
             more = False
-            for x, y, seconds, ready in self._errors_named(loader, pipeline, waiting):
-                request = waiting.popleft()
+            for x, y, seconds, ready in self._deliveries(loader, pipeline, pending):
+                request = pending.popleft()
                 request.seconds, request.ready = seconds, ready
                 more = request.epoch_end and not self.persistent_workers
                 yield x, y, request
 
-    def _errors_named(self, loader: Iterable[Any], pipeline: Pipeline, waiting: deque[Request]) -> Iterator[Any]:
-        """What the workers deliver; one that is stuck or killed ends the run, to be gone on with."""
+    def _deliveries(self, loader: Iterable[Any], pipeline: Pipeline, pending: deque[Request]) -> Iterator[Any]:
+        """Yield what the workers deliver. A worker that is stuck or killed ends the run as interrupted, so it can be resumed."""
         delivered = 0
         try:
             for fetched in loader:
@@ -82,19 +82,19 @@ class Workers(Loader):
                 yield fetched
                 delivered += 1
         except RuntimeError as error:
-            if "timed out" in str(error):  # they take turns
-                who = f"loader worker {delivered % self.num_workers + 1} of {self.num_workers}"
-                raise too_late(who, self.timeout_s, pipeline, int(waiting[0].indices[0])) from None
-            self.explain(error)
+            if "timed out" in str(error):  # workers take turns
+                worker = f"loader worker {delivered % self.num_workers + 1} of {self.num_workers}"
+                raise timeout_error(worker, self.timeout_s, pipeline, int(pending[0].indices[0])) from None
+            self.raise_if_worker_died(error)
             raise
         except (OSError, EOFError) as error:
-            try:  # a connection breaks before its worker is known to be dead, which torch's handler then tells wherever we are
-                time.sleep(LAST_WORD)
+            try:  # the connection breaks first; then torch's signal handler raises the worker's death, wherever this process is
+                time.sleep(DEATH_NOTICE_S)
             except RuntimeError as death:
-                self.explain(death)
+                self.raise_if_worker_died(death)
             raise error
 
-    def explain(self, error: RuntimeError) -> None:
+    def raise_if_worker_died(self, error: RuntimeError) -> None:
         if str(error).startswith("DataLoader worker"):  # killed, or gone
             raise Interrupted(
                 f"a loader's worker was killed ({str(error).strip().splitlines()[0]}); where memory ran out, lower "
@@ -102,10 +102,10 @@ class Workers(Loader):
             ) from None
 
 
-class _Fetch:
-    """The work as a map-style dataset whose key is a whole micro-batch."""
+class _RequestDataset:
+    """A map-style dataset whose key is a request and whose value is the whole micro-batch."""
 
-    def __init__(self, work: Callable[[Request], Any]) -> None:
+    def __init__(self, work: Callable[[Request], Batch]) -> None:
         self.work = work
 
     def __getitem__(self, request: Request) -> Any:
@@ -118,15 +118,15 @@ class _Fetch:
             return error
 
 
-class _Once:
+class _IteratorSampler:
     """An iterator as a sampler."""
 
-    def __init__(self, keys: Iterator[Any]) -> None:
+    def __init__(self, keys: Iterator[Request]) -> None:
         self.keys = keys
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Request]:
         return self.keys
 
 
-def _one_thread(_: int) -> None:
-    torch.set_num_threads(1)  # the cores are shared out among the workers already
+def _use_one_thread(_: int) -> None:
+    torch.set_num_threads(1)  # the workers share the cores already

@@ -1,1 +1,1 @@
-"""What techniques bring and cost, measured."""
+"""Measurements of what techniques bring and cost: benchmarks, profiles, tuning, claims and reports."""

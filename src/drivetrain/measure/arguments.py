@@ -1,4 +1,4 @@
-"""The words of a measuring command that are its own, among those that override the run."""
+"""Splits a measuring command's arguments into its own settings and the overrides of the run."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from drivetrain.core.overrides import key_of, single
 T = TypeVar("T")
 
 
-def split(words: Sequence[str], kind: type[T]) -> tuple[T, list[str]]:
-    """The command's settings, a dataclass whose fields are their names and types, and the words that are left.
+def split(arguments: Sequence[str], kind: type[T]) -> tuple[T, list[str]]:
+    """Return the command's settings and the remaining arguments, which override the run.
 
-    Raises UserError with all that is wrong.
+    `kind` is a dataclass: its fields are the names and types of the settings. Raises UserError with every problem found.
     """
     hints = get_type_hints(kind, include_extras=True)
     problems: list[str] = []
-    own = [word for word in words if key_of(word) in hints and "=" in word]
+    own = [argument for argument in arguments if key_of(argument) in hints and "=" in argument]
     values = single(own, "command", problems)
     problems += typed("", {name: (hints[name], value) for name, value in values.items()})
     if problems:
         raise UserError(problems)
-    return kind(**values), [word for word in words if word not in own]
+    return kind(**values), [argument for argument in arguments if argument not in own]

@@ -1,4 +1,4 @@
-"""A small decoder-only transformer (Radford et al. 2019), for bytes."""
+"""A small decoder-only transformer for bytes, after GPT-2 (Radford et al. 2019)."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from torch import nn
 from torch.nn.functional import relu, scaled_dot_product_attention
 
 ROTARY_BASE = 10_000.0
-MULTIPLIER, PRIME = 1_000_003, 2_147_483_647  # of the hash: products stay within 63 bits
+MULTIPLIER, PRIME = 1_000_003, 2_147_483_647  # of the n-grams' hash: products stay within 63 bits
 
 
 class Attention(nn.Module):
-    """Causal self-attention. Padding on the right needs no mask: nothing before it looks there."""
+    """Causal self-attention. Padding on the right needs no mask: no earlier position attends to it."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -20,10 +20,11 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width, bias=False)
 
     def forward(self, x: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
-        """x (n, length, width); rotary (2, length, head / 2)."""
+        """x (n, length, width) to the same shape; rotary (2, length, head / 2)."""
         n, length, _ = x.shape
-        q, k, v = self.qkv(x).view(n, length, 3, -1, self.head).permute(2, 0, 3, 1, 4)  # -1: the heads, or a rank's share of them
-        q, k = rotated(q, rotary), rotated(k, rotary)
+        # -1: the number of heads, which is smaller on a rank of parallel=tensor.
+        q, k, v = self.qkv(x).view(n, length, 3, -1, self.head).permute(2, 0, 3, 1, 4)
+        q, k = apply_rotary(q, rotary), apply_rotary(k, rotary)
         mixed = scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
@@ -41,7 +42,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention of x, then x + feed-forward of x; each normalises what it reads."""
+    """x + attention(norm(x)), then x + feed_forward(norm(x)): a pre-norm block."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -55,9 +56,10 @@ class Block(nn.Module):
 
 
 class Ngrams(nn.Module):
-    """Learned vectors of the last 2 … `longest` tokens together, in tables of `buckets` rows that a hash picks.
+    """Embeddings of the last 2 … `longest` tokens together, each in a table of `buckets` rows that a hash selects.
 
-    What attention would first have to learn to gather is looked up (Clark et al. 2022; for bytes Pagnoni et al. 2024).
+    They give the first layer information that attention would otherwise have to learn to gather (Clark et al. 2022; for
+    bytes Pagnoni et al. 2024).
     """
 
     def __init__(self, longest: int, buckets: int, width: int) -> None:
@@ -66,7 +68,7 @@ class Ngrams(nn.Module):
         self.tables = nn.ModuleList(nn.Embedding(buckets, width) for _ in range(2, longest + 1))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Tokens (n, length) to (n, length, width)."""
+        """Tokens (n, length) to the sum of their n-grams' embeddings (n, length, width)."""
         total, hashed, earlier = torch.zeros((), device=tokens.device), tokens, tokens
         for table in self.tables:
             earlier = nn.functional.pad(earlier, (1, 0))[:, :-1]
@@ -76,10 +78,10 @@ class Ngrams(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Tokens (n, up to `length`) to logits (n, the same, classes); the logits at a place depend on the tokens up to it.
+    """Tokens (n, up to `length`) to logits (n, the same, classes). Logits at a position depend on the tokens up to it.
 
-    Blocks that normalise before they read, rotary positions (Su et al. 2021), no biases in the products, the output's
-    matrix tied to the embedding (Press and Wolf 2017). Blocks begin as the identity (Zhang et al. 2019), `ngrams` at 0.
+    Pre-norm blocks, rotary position embeddings (Su et al. 2021), linear layers without bias, and an output layer that shares
+    its weight with the embedding (Press and Wolf 2017). Blocks start as the identity (Zhang et al. 2019), n-grams at zero.
     """
 
     rotary: torch.Tensor
@@ -91,9 +93,9 @@ class Gpt(nn.Module):
         width: int,
         depth: int,
         heads: int,
-        dropout: float = 0.0,
-        ngrams: int = 1,
-        buckets: int = 8192,
+        dropout: float,
+        ngrams: int,
+        buckets: int,
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(classes, width)
@@ -125,14 +127,14 @@ class Gpt(nn.Module):
 
 
 def rotary_table(length: int, head: int) -> torch.Tensor:
-    """Cosines and sines (2, length, head / 2) of each place's angle at each frequency."""
+    """Cosines and sines (2, length, head / 2) of each position's angle at each frequency."""
     frequencies = ROTARY_BASE ** (-torch.arange(0, head, 2, dtype=torch.float64) / head)
     angles = torch.arange(length, dtype=torch.float64).unsqueeze(1) * frequencies
     return torch.stack([angles.cos(), angles.sin()]).to(torch.get_default_dtype())
 
 
-def rotated(x: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
-    """Queries or keys (n, heads, length, head), each pair of halves turned by its place's angles."""
+def apply_rotary(x: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
+    """Queries or keys (n, heads, length, head), rotated by the angles of their positions: the halves of a head are the pairs."""
     cos, sin = rotary.to(x.dtype)
     left, right = x.chunk(2, dim=-1)
     return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)

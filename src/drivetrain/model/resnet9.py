@@ -7,7 +7,7 @@ from torch import nn
 
 
 def conv_norm(inputs: int, outputs: int, bias: bool) -> nn.Sequential:
-    """3×3 convolution, BatchNorm, ReLU. No class of its own: what repeats in this network are its residual blocks."""
+    """3×3 convolution, BatchNorm, ReLU. A Sequential, not a class, so that the network's repeated blocks are its Residuals."""
     conv = nn.Conv2d(inputs, outputs, 3, padding=1, bias=bias)
     return nn.Sequential(conv, nn.BatchNorm2d(outputs), nn.ReLU(inplace=True))
 
@@ -38,5 +38,6 @@ class ResNet9(nn.Module):
         self.head = nn.Linear(8 * width, classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # Not amax: its backward looks for the value it gave, and a compiler that recomputes x in bfloat16 rounds it elsewhere.
+        # max, not amax: the backward of amax compares its output with x, and a compiler may recompute x in bfloat16 with
+        # another rounding, in which no element is equal.
         return self.head(self.features(x).flatten(2).max(2).values)

@@ -1,4 +1,4 @@
-"""What all optimizers share: parameter groups, the choice of an implementation, a lean step, a start without the compiler."""
+"""The base of every optimizer option: parameter groups, the implementation, and a step without torch's wrappers."""
 
 from __future__ import annotations
 
@@ -10,107 +10,114 @@ from typing import Any, ClassVar, Literal
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
-from drivetrain.optimizer.groups import flat, parameter_groups
-from drivetrain.optimizer.knobs import Knobs
+from drivetrain.optimizer.groups import GroupSettings, flatten, parameter_groups
+from drivetrain.optimizer.hyperparameters import Hyperparameters
 
-Form = Literal["fused", "foreach", "loop"]
-CACHED = 1 << 20  # elements; on a CPU more than these leave the cache between two multi-tensor operations, which then lose
+Implementation = Literal["fused", "foreach", "loop"]
+# Parameters' elements. On a CPU, a larger model's tensors leave the cache between two multi-tensor operations, which makes
+# those slower than the loop.
+CPU_CACHE = 1 << 20
 
 
 @dataclass(kw_only=True, eq=False)
-class Optimizer(Knobs):
-    """The base of every optimizer option.
+class Optimizer(Hyperparameters):
+    """An option that builds an optimizer over a model's parameters.
 
-    `fused` is a form with one kernel for all, `foreach` one with many parameters per operation; null is the fastest there
-    is (the fused one; without it the foreach one, but on a CPU only for models that fit its cache), false for both the
-    plain loop. An option names its own knobs as fields and makes the optimizer in `make`.
+    torch's three implementations: `fused` (one kernel for everything), `foreach` (each operation on many parameters at
+    once) and the loop over the parameters (both false). null selects the fastest one: fused where there is one, else
+    foreach, else the loop. A subclass has its further hyperparameters as fields and makes the optimizer in `make`.
     """
 
-    fused_on: ClassVar[tuple[str, ...]] = ()  # the devices on which it has a fused form
+    fused_on: ClassVar[tuple[str, ...]] = ()  # device types that have a fused implementation
     has_foreach: ClassVar[bool] = True
-    elementwise: ClassVar[bool] = False  # an element's update needs that element's gradient alone: shards do as well
-    in_chunks: ClassVar[bool] = False  # its foreach form works on what a CPU's cache holds (drivetrain.optimizer.algorithms.flat)
+    elementwise: ClassVar[bool] = False  # whether an element's update needs only that element's gradient, so that shards do
+    in_chunks: ClassVar[bool] = False  # whether its foreach implementation works on chunks that fit a CPU's cache
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         name = run.named("optimizer")
         if self.fused and self.foreach:
             yield "optimizer.fused=true and optimizer.foreach=true exclude each other: set one of them to null"
         elif self.fused and not self.fused_on:
-            yield f"optimizer.fused=true, but {name} has no fused form: set optimizer.fused=null, it takes the fastest there is"
+            yield f"optimizer.fused=true, but {name} has no fused implementation: set optimizer.fused=null to use the fastest"
         elif self.foreach and not self.has_foreach:
-            yield f"optimizer.foreach=true, but {name} has no multi-tensor form: set optimizer.foreach=null"
-        yield from self._lr_of_problems()
+            yield f"optimizer.foreach=true, but {name} has no multi-tensor implementation: set optimizer.foreach=null"
+        yield from self._lr_multiplier_problems()
 
-    def _lr_of_problems(self) -> Iterator[str]:
-        multiples = flat(self.lr_multipliers)
-        for pattern, multiple in multiples.items():
-            if isinstance(multiple, bool) or not isinstance(multiple, int | float) or not multiple > 0:
-                yield f"optimizer.lr_multipliers: {pattern}={multiple}: a multiple of the learning rate must be a number > 0"
+    def _lr_multiplier_problems(self) -> Iterator[str]:
+        multipliers = flatten(self.lr_multipliers)
+        for pattern, multiplier in multipliers.items():
+            if isinstance(multiplier, bool) or not isinstance(multiplier, int | float) or not multiplier > 0:
+                yield f"optimizer.lr_multipliers: {pattern}={multiplier}: a multiplier of the learning rate must be a number > 0"
             if "[" in pattern:
-                yield f"optimizer.lr_multipliers: {pattern!r}: patterns know * and ?, not brackets"
-            inner = [other for other in multiples if other.startswith(f"{pattern}.")]
-            if inner:  # YAML's nested keys could not say both
+                yield f"optimizer.lr_multipliers: {pattern!r}: a pattern may have * and ?, but no brackets"
+            inner = [other for other in multipliers if other.startswith(f"{pattern}.")]
+            if inner:  # a recipe, which writes nested keys, could not hold both
                 yield (
-                    f"optimizer.lr_multipliers: {pattern} and {inner[0]} are one inside the other: "
-                    f"write '{pattern}.*' for the outer one"
+                    f"optimizer.lr_multipliers: {pattern} contains {inner[0]}, so that one key would be both a number and a "
+                    f"mapping: write '{pattern}.*' for the outer one"
                 )
 
     def validate_device(self, run: RunSpec) -> Iterator[str]:
         kind = run.runtime.kind()
         if self.fused and self.fused_on and not self.has_fused(kind):
-            yield f"optimizer.fused=true: {run.named('optimizer')} has no fused form on {kind}: set optimizer.fused=null"
+            name = run.named("optimizer")
+            yield f"optimizer.fused=true: {name} has no fused implementation on {kind}: set optimizer.fused=null"
 
     def build(self, model: torch.nn.Module, lr_factor: float = 1.0) -> torch.optim.Optimizer:
-        """The optimizer over the model's trainable parameters, at `lr × lr_factor`."""
-        groups = parameter_groups(model, self, self.lr * lr_factor, self.tags(model))
+        """The optimizer over the model's trainable parameters, with learning rate `lr` × `lr_factor`."""
+        groups = parameter_groups(model, self, self.lr * lr_factor, self.group_settings(model))
         parameters = [p for g in groups for p in g["params"]]
-        without_compiler()
-        self.optimizer = self.make(groups, self.form(parameters[0].device.type, sum(p.numel() for p in parameters)))
+        avoid_compiler_import()
+        implementation = self.implementation(parameters[0].device.type, sum(p.numel() for p in parameters))
+        self.optimizer = self.make(groups, implementation)
         names = {id(p): name for name, p in model.named_parameters()}
-        for group in self.optimizer.param_groups:  # saved with the state, which says to whom it belongs
+        for group in self.optimizer.param_groups:  # saved with the state, so that it can be matched to parameters
             group["param_names"] = [names[id(p)] for p in group["params"]]
-        eager_step(self.optimizer)
+        remove_step_wrappers(self.optimizer)
         return self.optimizer
 
-    def make(self, groups: list[dict[str, Any]], form: Form) -> torch.optim.Optimizer:
-        """The optimizer over these groups, each with its own lr and weight_decay."""
+    def make(self, groups: list[dict[str, Any]], implementation: Implementation) -> torch.optim.Optimizer:
+        """The optimizer over these parameter groups, each of which has its own lr and weight_decay."""
         raise NotImplementedError
 
-    def tags(self, model: torch.nn.Module) -> Any:
-        """A function (parameter's name, whether it decays) → what else its group says."""
+    def group_settings(self, model: torch.nn.Module) -> GroupSettings:
+        """A function from a parameter's name, and whether it decays, to the further settings of its group."""
         return lambda name, decayed: {}
 
     def has_fused(self, device: str) -> bool:
-        """Whether there is a fused form on this type of device."""
+        """Whether there is a fused implementation on this device type."""
         return device in self.fused_on
 
-    def form(self, device: str, elements: int) -> Form:
-        """The implementation for a model of so many elements."""
+    def implementation(self, device: str, elements: int) -> Implementation:
+        """The implementation for a model with so many elements on this device type."""
         if self.fused or (self.fused is None and not self.foreach and self.has_fused(device)):
             return "fused"
-        cached = device != "cpu" or self.in_chunks or elements <= CACHED
+        cached = device != "cpu" or self.in_chunks or elements <= CPU_CACHE
         if self.foreach or (self.foreach is None and self.has_foreach and cached):
             return "foreach"
         return "loop"
 
-    def own(self) -> dict[str, Any]:
-        """The knobs that are this option's alone, under torch's names."""
-        common = {f.name for f in fields(Knobs)}
+    def arguments(self) -> dict[str, Any]:
+        """The hyperparameters as arguments of an optimizer class: beta1 and beta2 become betas.
+
+        Each parameter group has its own lr and weight_decay; those that are given here are only the class's defaults.
+        """
+        common = {f.name for f in fields(Hyperparameters)} - {"lr", "weight_decay"}
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in common}
         if "beta2" in values:
             values["betas"] = (values.pop("beta1"), values.pop("beta2"))
         return values
 
     def eval_weights(self) -> AbstractContextManager[None]:
-        """While it lasts, the weights to evaluate and to save stand in the model: here those that are trained."""
+        """A context in which the model has the weights to evaluate and to save: here those that are trained."""
         return nullcontext()
 
 
-def without_compiler() -> None:
-    """Keep torch.optim from importing the compiler, 1.4 s of every start.
+def avoid_compiler_import() -> None:
+    """Keep torch.optim from importing the compiler, which takes 1.4 s.
 
-    Its methods import torch._dynamo at their first call only to mark themselves as not to be compiled;
-    we never compile them, so each is marked with itself. Where torch changes this, the import just happens.
+    At their first call, methods of torch.optim.Optimizer import torch._dynamo to mark themselves as not to be compiled.
+    They are never compiled here, so each is marked with itself. If torch changes this mechanism, the import takes place.
     """
     for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
         method = getattr(getattr(torch.optim.Optimizer, name), "__wrapped__", None)
@@ -118,10 +125,10 @@ def without_compiler() -> None:
             setattr(method, "__dynamo_disable", getattr(method, "__dynamo_disable", method))
 
 
-def eager_step(optimizer: torch.optim.Optimizer) -> None:
-    """Step through the optimizer's own arithmetic alone.
+def remove_step_wrappers(optimizer: torch.optim.Optimizer) -> None:
+    """Make `optimizer.step()` run the optimizer's arithmetic only.
 
-    torch wraps it in a profiler range, hooks and the compiler's graph breaks: some 10 µs a step, and the import.
+    torch wraps it in a profiler range, hooks and graph breaks for the compiler: about 10 µs a step, and the import.
     """
     arithmetic = inspect.unwrap(type(optimizer).step)
 

@@ -1,72 +1,76 @@
-"""Parameter groups: which parameters decay, and which multiple of the learning rate each one has."""
+"""Parameter groups: which parameters decay, and the learning rate of each."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
 from drivetrain.core.blocks import repeated_blocks
 from drivetrain.core.errors import UserError, did_you_mean
 from drivetrain.core.lazy import torch
-from drivetrain.optimizer.knobs import Knobs
+from drivetrain.optimizer.hyperparameters import Hyperparameters
 
-Tags = Callable[[str, bool], dict[str, Any]]  # (parameter's name, whether it decays) → what else its group says
+GroupSettings = Callable[[str, bool], dict[str, Any]]  # (parameter's name, whether it decays) → further settings of its group
 
 
-def parameter_groups(model: torch.nn.Module, knobs: Knobs, lr: float, tags: Tags) -> list[dict[str, Any]]:
-    """The trainable parameters, those that share all settings in one group; the group with the plain `lr` comes first.
+def parameter_groups(
+    model: torch.nn.Module, option: Hyperparameters, lr: float, group_settings: GroupSettings
+) -> list[dict[str, Any]]:
+    """The trainable parameters, those with equal settings in one group. The group with the plain `lr` comes first.
 
-    Not decayed are vectors and scalars (norms and biases), what the model's own `no_weight_decay()` names and what
-    `knobs.no_weight_decay` matches. Raises UserError for patterns that match nothing and a `layer_decay` without layers.
+    No weight decay applies to vectors and scalars (norms and biases) and to what the model's own `no_weight_decay()` names,
+    unless `decay_norm_and_bias` is set, and to what the option's `no_weight_decay` matches. Raises UserError for a pattern
+    that matches nothing, and for `layer_decay` on a model without layers.
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not named:
         raise UserError("the model has no trainable parameter: there is nothing to optimize")
-    multiples = flat(knobs.lr_multipliers)
-    unmatched(named, {"optimizer.no_weight_decay": knobs.no_weight_decay, "optimizer.lr_multipliers": list(multiples)})
-    share = layer_shares(model, knobs.layer_decay) if knobs.layer_decay is not None else {}
+    multipliers = flatten(option.lr_multipliers)
+    check_patterns(named, {"optimizer.no_weight_decay": option.no_weight_decay, "optimizer.lr_multipliers": list(multipliers)})
+    layer_factors = layer_decay_factors(model, option.layer_decay) if option.layer_decay is not None else {}
     models_own: set[str] = getattr(model, "no_weight_decay", set)()
     groups: dict[Any, dict[str, Any]] = {}
     for name, p in named.items():
-        kept = p.ndim <= 1 or any(matches(name, own) for own in models_own)
-        decayed = not any(matches(name, pattern) for pattern in knobs.no_weight_decay) and (knobs.decay_norm_and_bias or not kept)
-        multiple = share.get(name, 1.0) * math.prod(m for pattern, m in multiples.items() if matches(name, pattern))
-        settings = {"weight_decay": knobs.weight_decay if decayed else 0.0, **tags(name, decayed)}
-        key = (multiple != 1.0, not decayed, multiple, *settings.values())
-        groups.setdefault(key, {"params": [], "lr": lr * multiple, **settings})["params"].append(p)
+        exempt = p.ndim <= 1 or any(matches(name, pattern) for pattern in models_own)
+        listed = any(matches(name, pattern) for pattern in option.no_weight_decay)
+        decayed = not listed and (option.decay_norm_and_bias or not exempt)
+        factor = layer_factors.get(name, 1.0) * math.prod(m for pattern, m in multipliers.items() if matches(name, pattern))
+        settings = {"weight_decay": option.weight_decay if decayed else 0.0, **group_settings(name, decayed)}
+        key = (factor != 1.0, not decayed, factor, *settings.values())
+        groups.setdefault(key, {"params": [], "lr": lr * factor, **settings})["params"].append(p)
     return [groups[key] for key in sorted(groups, key=lambda key: key[:2])]
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a pattern (* and ? stand for anything) is the parameter's name, or that of a module it lies in."""
+    """Whether a pattern with * and ? matches a parameter's name, or the name of a module that contains the parameter."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, pattern + ".*")
 
 
-def unmatched(named: dict[str, Any], patterns: dict[str, list[str]]) -> None:
-    """Raise UserError for every pattern (by its key) that matches no parameter: it would have no effect."""
-    modules = {name.rpartition(".")[0] for name in named} - {""}
+def check_patterns(names: Collection[str], patterns: dict[str, list[str]]) -> None:
+    """Raise UserError for every pattern that matches no parameter. `patterns` are given by the key that they are set in."""
+    modules = {name.rpartition(".")[0] for name in names} - {""}
     problems = [
-        f"{key}: {pattern!r} matches no trainable parameter of the model: {did_you_mean(pattern, {*named, *modules})}"
+        f"{key}: {pattern!r} matches no trainable parameter of the model: {did_you_mean(pattern, {*names, *modules})}"
         for key, given in patterns.items()
         for pattern in given
-        if not any(matches(name, pattern) for name in named)
+        if not any(matches(name, pattern) for name in names)
     ]
     if problems:
         raise UserError(problems)
 
 
-def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings under dotted keys: `{head: {bias: 2}}` from a recipe says the same as `{head.bias: 2}`."""
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings with dotted keys: `{head: {bias: 2}}`, as in a recipe, becomes `{head.bias: 2}`."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        found |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return found
 
 
-def layer_shares(model: torch.nn.Module, decay: float) -> dict[str, float]:
-    """Parameter's name → decay^(layers above it): 1 in the head, least at the input (Clark et al. 2020, BEiT)."""
+def layer_decay_factors(model: torch.nn.Module, decay: float) -> dict[str, float]:
+    """Parameter's name → decay^(number of layers above it): 1 in the head, smallest at the input (Clark et al. 2020, BEiT)."""
     depth = dict(_depths(model))
     top = max(depth.values())
     if top == 0:
@@ -78,7 +82,10 @@ def layer_shares(model: torch.nn.Module, decay: float) -> dict[str, float]:
 
 
 def _depths(model: torch.nn.Module) -> Iterator[tuple[str, int]]:
-    """(name, layer from 0) by timm's own layers, else by the repeated blocks: before them is 0, after them the head."""
+    """(parameter's name, layer from 0): timm's layers for a model of timm, else the repeated blocks.
+
+    With repeated blocks, what comes before them is layer 0, and what comes after them (the head) is the last layer.
+    """
     names = [name for name, _ in model.named_parameters()]
     matcher: Any = getattr(model, "group_matcher", None)
     if matcher is not None:
@@ -92,5 +99,5 @@ def _depths(model: torch.nn.Module) -> Iterator[tuple[str, int]]:
     inside = [next((n for n, prefix in enumerate(prefixes, 1) if name.startswith(prefix)), None) for name in names]
     depth, last = 0, max((i for i, n in enumerate(inside) if n), default=len(names))
     for i, (name, n) in enumerate(zip(names, inside, strict=True)):
-        depth = n or (len(blocks) + 1 if i > last else depth)  # between blocks: with the block before
+        depth = n or (len(blocks) + 1 if i > last else depth)  # what stands between two blocks belongs to the one before
         yield name, depth

@@ -1,4 +1,4 @@
-"""Optimizers for large batches: the size of an update is set layer by layer (drivetrain.optimizer.algorithms)."""
+"""Optimizers for large batches, which scale the update of each layer by its norms: LARS, LAMB, NVLAMB and NovoGrad."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from typing import Any
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Momentum, NonNegative, Positive, RunSpec
-from drivetrain.optimizer.base import Form, Optimizer
+from drivetrain.optimizer.base import Implementation, Optimizer
+from drivetrain.optimizer.groups import GroupSettings
 
 
 @dataclass(kw_only=True, eq=False)
 class Layerwise(Optimizer):
-    """Trust ratios for the parameters that decay, whatever `weight_decay` is: not for norms, biases and `no_weight_decay`."""
+    """Applies trust ratios to the parameters that would decay, even if `weight_decay` is 0: not to norms and biases."""
 
     in_chunks = True
 
-    def tags(self, model: torch.nn.Module) -> Any:
+    def group_settings(self, model: torch.nn.Module) -> GroupSettings:
         return lambda name, decayed: {"adapt": decayed}
 
 
 @dataclass(kw_only=True, eq=False)
 class Lars(Layerwise):
-    """Layer-wise adaptive rate scaling (You et al. 2017): drivetrain.optimizer.algorithms.lars states the rules."""
+    """Layer-wise adaptive rate scaling (You et al. 2017): drivetrain.optimizer.algorithms.lars has the formulas."""
 
     lr: Positive = 5.0
     weight_decay: NonNegative = 1e-4
@@ -31,15 +32,15 @@ class Lars(Layerwise):
     nesterov: bool = False
     trust: Positive = 0.001
 
-    def make(self, groups: list[dict[str, Any]], form: Form) -> torch.optim.Optimizer:
+    def make(self, groups: list[dict[str, Any]], implementation: Implementation) -> torch.optim.Optimizer:
         from drivetrain.optimizer.algorithms.lars import Lars
 
-        return Lars(groups, loop=form == "loop", **self.own())
+        return Lars(groups, loop=implementation == "loop", **self.arguments())
 
 
 @dataclass(kw_only=True, eq=False)
 class Lamb(Layerwise):
-    """Layer-wise adaptive moments (You et al. 2020): drivetrain.optimizer.algorithms.lamb states the rules."""
+    """Layer-wise adaptive moments (You et al. 2020): drivetrain.optimizer.algorithms.lamb has the formulas."""
 
     fused_on = ("cpu", "cuda")
     lr: Positive = 0.02
@@ -49,29 +50,30 @@ class Lamb(Layerwise):
     eps: Positive = 1e-6
     bias_correction: bool = True
 
-    def make(self, groups: list[dict[str, Any]], form: Form) -> torch.optim.Optimizer:
+    def make(self, groups: list[dict[str, Any]], implementation: Implementation) -> torch.optim.Optimizer:
         from drivetrain.optimizer.algorithms.lamb import Lamb
 
-        return Lamb(groups, fused=form == "fused", loop=form == "loop", **self.own())
+        arguments = {"max_grad_norm": None, **self.arguments()}
+        return Lamb(groups, fused=implementation == "fused", loop=implementation == "loop", **arguments)
 
 
 @dataclass(kw_only=True, eq=False)
 class NvLamb(Lamb):
-    """NVIDIA's LAMB: all gradients divided by max(1, their norm / `max_grad_norm`) first, and every parameter adapted."""
+    """NVIDIA's LAMB: first divides all gradients by max(1, their global norm / `max_grad_norm`), then adapts every parameter."""
 
     max_grad_norm: Positive = 1.0
 
-    def tags(self, model: torch.nn.Module) -> Any:
+    def group_settings(self, model: torch.nn.Module) -> GroupSettings:
         return lambda name, decayed: {"adapt": True}
 
     def advise(self, run: RunSpec) -> Iterator[str]:
-        if run.choices["clip"] != "none":
-            yield f"{run.named('optimizer')} bounds the gradients' norm itself: {run.named('clip')} comes before that"
+        if run.clip.active:
+            yield f"{run.named('optimizer')} bounds the norm of the gradients itself: {run.named('clip')} clips them before that"
 
 
 @dataclass(kw_only=True, eq=False)
 class NovoGrad(Optimizer):
-    """Layer-wise second moments (Ginsburg et al. 2019): drivetrain.optimizer.algorithms.novograd states the rules."""
+    """Layer-wise second moments (Ginsburg et al. 2019): drivetrain.optimizer.algorithms.novograd has the formulas."""
 
     in_chunks = True
     lr: Positive = 0.02
@@ -81,7 +83,7 @@ class NovoGrad(Optimizer):
     eps: Positive = 1e-8
     grad_averaging: bool = False
 
-    def make(self, groups: list[dict[str, Any]], form: Form) -> torch.optim.Optimizer:
+    def make(self, groups: list[dict[str, Any]], implementation: Implementation) -> torch.optim.Optimizer:
         from drivetrain.optimizer.algorithms.novograd import NovoGrad
 
-        return NovoGrad(groups, loop=form == "loop", **self.own())
+        return NovoGrad(groups, loop=implementation == "loop", **self.arguments())

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Option, RunSpec
+from drivetrain.core.step import Step
 from drivetrain.core.world import World
 from drivetrain.parallel.environment import launched
+
+if TYPE_CHECKING:
+    from drivetrain.core.context import BuildContext
 
 _NULL = nullcontext()
 Weights = dict[str, Any]  # under plain names
@@ -21,12 +24,13 @@ class Parallel(Option):
     """parallel=single: one process."""
 
     world = World()
-    data = World()  # this process among those that share a batch: what splits the model splits no samples
+    data_world = World()  # this process among those that share a batch: what splits the model splits no samples
     nnodes = 1  # machines
-    together = False  # a forward takes all ranks, an evaluation's too
-    config: Mapping[str, Any] = MappingProxyType({})  # of the run, without its operator's part
-    identity = ""  # its hash, which must be the same on all ranks
+    lockstep_evaluation = False  # a forward takes all ranks, an evaluation's too
     distributed = False  # wants a process group, also with one rank
+    one_process = True  # on one device
+    thread_per_device = False
+    portable_shards = True  # what a rank holds can be read by the ranks of other strategies
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if (launched() or 1) > 1 and not self.distributed:
@@ -42,64 +46,67 @@ class Parallel(Option):
         """How many of them the samples of an update are split among."""
         return self.ranks()
 
-    def stream(self) -> int:
+    def rng_rank(self) -> int:
         """The rank with whose random stream this one goes on: its own, but where ranks compute the same activations."""
         return self.world.rank
 
-    def start(self, world: World, device: torch.device) -> None:
+    def setup(self, context: BuildContext) -> None:
         """Join the other ranks."""
-        self.world = self.data = world
+        self.world = self.data_world = context.world
 
-    def shard(self, model: torch.nn.Module, dtype: str | None, example: torch.Tensor) -> list[str]:
-        """Leave this rank its part of the model, in place; what was done, a line each.
+    def shard(self, model: torch.nn.Module, dtype: str | None, example: torch.Tensor) -> None:
+        """Leave this rank its part of the model, in place.
 
         `dtype` is what autocast computes in, `example` a batch of two zeros.
         """
-        return []
 
-    def local(self, model: torch.nn.Module) -> AbstractContextManager[None]:
+    def plain_parameters(self, model: torch.nn.Module) -> AbstractContextManager[None]:
         """While it lasts the model's parameters are plain tensors: this rank's shards, which optimizer and average work on."""
         return _NULL
 
-    def wrap(self, model: Any) -> Any:
+    def wrap_model(self, model: Any) -> Any:
         """The callable that training calls, its gradients shared between the ranks."""
         return model
 
-    def attach(self, trainer: Any) -> None:
-        """Take over parts of the finished trainer."""
+    def wrap_step(self, step: Step, context: BuildContext) -> Step:
+        """The step of one rank, which shares gradients where the strategy does so outside of the model."""
+        return step
 
     def norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
         """The norm over the whole model's gradients, 0-d; `parameters` are those that the optimizer has."""
         return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
 
-    def sync(self, model: Any, last: bool) -> AbstractContextManager[Any]:
-        """The context of one micro-batch; gradients meet in the update's last one alone."""
-        return _NULL
-
-    def evaluating(self) -> AbstractContextManager[Any]:
+    def evaluation_context(self) -> AbstractContextManager[Any]:
         """The context of an evaluation: no gradients."""
         return torch.inference_mode()
 
-    def reading(self, seconds: float) -> dict[str, float]:
-        """What a log says of the ranks, since the last one, `seconds` of steps ago. Called on all of them."""
+    def rank_metrics(self, seconds: float, waited: float) -> dict[str, float]:
+        """Figures of the ranks for a log record. Called on all ranks.
+
+        `seconds` of steps have passed since the last record; `waited` is what this rank has waited for data since the start.
+        """
         return {}
+
+    def all_reduce_max(self, found: torch.Tensor) -> torch.Tensor:
+        """The highest value of all ranks that hold parts of one gradient, 0-d: an overflow in one part is one in all."""
+        return found
 
     def all_reduce_flag(self, flag: int) -> int:
         """The highest `flag` of all ranks, so that all of them stop or save at the same update."""
         return flag
 
-    def total(self, sums: torch.Tensor) -> torch.Tensor:
+    def all_reduce_sum(self, sums: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks that share a batch."""
         return sums
 
     def broadcast_buffers(self, model: torch.nn.Module) -> None:
         """Give every rank rank 0's buffers, so that all evaluate the model that is saved."""
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather_object(self, value: Any) -> list[Any]:
         """One value per rank, on rank 0."""
         return [value]
 
-    def same(self, value: Any) -> Any:
+    def broadcast_object(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""
         return value
 
@@ -107,11 +114,11 @@ class Parallel(Option):
         """Weights and training state as one process would have them, on rank 0."""
         return model.state_dict(), state
 
-    def piece(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def as_distributed(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """What belongs to a weight, as all ranks together have it."""
         return tensor
 
-    def room(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def empty_shard(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Where this rank's part of what belongs to a weight is read to."""
         return torch.empty(shape, dtype=dtype)
 
@@ -123,9 +130,9 @@ class Parallel(Option):
         """What this rank holds of what `collect` gave, maybe under another strategy."""
         return weights, state
 
-    def infer(self, model: torch.nn.Module) -> Any:
+    def inference_model(self, model: torch.nn.Module) -> Any:
         """The callable that evaluation calls; every rank gets its outputs."""
         return model
 
-    def stop(self) -> None:
+    def shutdown(self) -> None:
         """Leave."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from drivetrain.core.lazy import torch
+from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.option import Count, Positive, RunSpec
+from drivetrain.core.step import Step
 from drivetrain.parallel.process_group import ProcessGroupStrategy
 
-_NULL = nullcontext()
+if TYPE_CHECKING:
+    from drivetrain.core.context import BuildContext
 
 
 @dataclass(kw_only=True, eq=False)
@@ -31,13 +33,13 @@ class Ddp(ProcessGroupStrategy):
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)
-        if self.compress == "powersgd" and run.choices["precision"] == "amp":
+        if self.compress == "powersgd" and run.precision.scales_loss:
             yield (
-                "parallel.compress=powersgd and precision=amp exclude each other (an overflow would stay in what it carries "
-                "over to the next update): set precision=bf16, or parallel.compress=fp16"
+                f"parallel.compress=powersgd and {run.named('precision')} exclude each other (an overflow would stay in what it "
+                "carries over to the next update): set precision=bf16, or parallel.compress=fp16"
             )
 
-    def wrap(self, model: Any) -> Any:
+    def wrap_model(self, model: Any) -> Any:
         self._work.through(model)
         wrapped = torch.nn.parallel.DistributedDataParallel(
             model,
@@ -49,6 +51,7 @@ class Ddp(ProcessGroupStrategy):
         )
         if self.compress != "none":
             wrapped.register_comm_hook(*self._hook())
+        self._wrapped = wrapped
         return wrapped
 
     def _hook(self) -> tuple[Any, Any]:
@@ -61,5 +64,29 @@ class Ddp(ProcessGroupStrategy):
             return state, powerSGD_hook.powerSGD_hook
         return None, getattr(default_hooks, f"{self.compress}_compress_hook")
 
-    def sync(self, model: Any, last: bool) -> AbstractContextManager[Any]:
-        return _NULL if last else model.no_sync()
+    def wrap_step(self, step: Step, context: BuildContext) -> Step:
+        return AccumulatingStep(step, self._wrapped)
+
+
+@dataclass(frozen=True, eq=False)
+class AccumulatingStep:
+    """A step whose gradients are all-reduced in an update's last micro-batch alone."""
+
+    inner: Step
+    model: Any  # DistributedDataParallel
+
+    def micro_batch(self, batch: MicroBatch, loss_sum: torch.Tensor) -> None:
+        if batch.last:
+            self.inner.micro_batch(batch, loss_sum)
+        else:
+            with self.model.no_sync():  # forward and backward
+                self.inner.micro_batch(batch, loss_sum)
+
+    def update(self) -> bool:
+        return self.inner.update()
+
+    def zero_grad(self) -> None:
+        self.inner.zero_grad()
+
+    def with_forward(self, forward: Callable[..., torch.Tensor]) -> Step:
+        return replace(self, inner=self.inner.with_forward(forward))

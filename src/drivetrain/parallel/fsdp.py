@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from drivetrain.core.blocks import described, repeated_blocks
+from drivetrain.core.blocks import describe_blocks, repeated_blocks
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec
 from drivetrain.parallel.sharded import Sharded, is_sharded
@@ -32,7 +32,7 @@ class Fsdp(Sharded):
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)
         yield from self.divides("replicate", self.replicate, self.replicate)
-        if run.choices["compile"] == "cudagraph":
+        if run.compile.cuda_graphs:
             yield (
                 "compile=cudagraph and parallel=fsdp exclude each other (weights come and go within a forward): "
                 "set compile=regional"
@@ -53,7 +53,7 @@ class Fsdp(Sharded):
         fully_shard_blocks(model, blocks, mesh, dtype, reshard_after_forward=self.reshard_after_forward, **self._offloading())
         self._once_an_update = not self.sync_each_micro
         copies = f", {self.replicate} copies" if self.replicate > 1 else ""
-        return [f"{described(blocks) or 'the model as one block'} over {shards} shards{copies}"]
+        return [f"{describe_blocks(blocks) or 'the model as one block'} over {shards} shards{copies}"]
 
     def _offloading(self) -> dict[str, Any]:
         from torch.distributed.fsdp import CPUOffloadPolicy

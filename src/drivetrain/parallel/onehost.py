@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from drivetrain.core.blocks import blocks_in_a_row
+from drivetrain.core.blocks import sequential_blocks
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
@@ -15,18 +16,23 @@ from drivetrain.parallel import balance
 from drivetrain.parallel.base import Parallel
 from drivetrain.parallel.environment import cuda_devices
 
+logger = logging.getLogger(__name__)
+
 
 class Dp(Parallel):
     """torch's DataParallel: one process, a thread per device. Here to compare with."""
 
+    one_process = False
+    thread_per_device = True
+
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)
-        if run.choices["compile"] != "none":
+        if run.compile.active:
             yield (
                 f"{run.named('compile')} and parallel=dp exclude each other (it copies the model to every device at each step, "
                 "and a compiled one knows one device): set parallel=ddp"
             )
-        if run.choices["checkpointing"] != "none":
+        if run.checkpointing.active:
             yield (
                 f"{run.named('checkpointing')} and parallel=dp exclude each other (the copies would recompute with the first "
                 "device's weights): set parallel=ddp"
@@ -41,7 +47,7 @@ class Dp(Parallel):
                 "Python between all: parallel=ddp does none of that"
             )
 
-    def wrap(self, model: Any) -> Any:
+    def wrap_model(self, model: Any) -> Any:
         return torch.nn.DataParallel(model)
 
 
@@ -52,6 +58,8 @@ class Split(Parallel):
     null is all CUDA devices. Blocks go by measured cost: each device gets about the same time of a forward of two samples.
     """
 
+    one_process = False
+
     devices: list[str] | None = None
     block: str | None = None
 
@@ -61,7 +69,7 @@ class Split(Parallel):
         yield from super().validate(run)
         if self.devices is not None and len(self.devices) < 2:
             yield f"parallel.devices={self.devices}: splitting takes two devices at least: name them, or set parallel=single"
-        if run.choices["compile"] in ("step", "cudagraph", "jit"):
+        if not run.compile.crosses_devices:
             yield (
                 f"{run.named('compile')} and parallel=split exclude each other (activations move between devices within the "
                 "forward): set compile=inductor or none"
@@ -82,10 +90,10 @@ class Split(Parallel):
                 "name them in parallel.devices ([cpu,cpu] tries it out), or set parallel=single"
             )
 
-    def shard(self, model: torch.nn.Module, dtype: str | None, example: torch.Tensor) -> list[str]:
+    def shard(self, model: torch.nn.Module, dtype: str | None, example: torch.Tensor) -> None:
         names = self.devices or [f"cuda:{i}" for i in range(torch.cuda.device_count())]
         devices = [torch.device(name) for name in names]
-        row = blocks_in_a_row("parallel=split", model, self.block)
+        row = sequential_blocks("parallel=split", model, self.block)
         if len(row) < len(devices):
             raise UserError(
                 f"parallel=split: the model is a row of {len(row)} blocks, too few for {len(devices)} devices: name at most "
@@ -104,7 +112,7 @@ class Split(Parallel):
                 module.to(devices[-1])
                 module.register_forward_pre_hook(_moves_to(devices[-1]), with_kwargs=True)
         model.register_forward_hook(lambda _, args, output: output.to(home))  # where the targets are
-        return [f"{balance.described(places, costs)} on {', '.join(names)}"]
+        logger.info("%s on %s", balance.described(places, costs), ", ".join(names))
 
 
 def _moves_to(device: torch.device) -> Any:

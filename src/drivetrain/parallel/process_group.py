@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
@@ -16,6 +16,9 @@ from drivetrain.core.world import World
 from drivetrain.parallel.base import Parallel
 from drivetrain.parallel.environment import cuda_devices, launched
 from drivetrain.parallel.rank_work import RankWork
+
+if TYPE_CHECKING:
+    from drivetrain.core.context import BuildContext
 
 MOST_KEYS = 8  # that are named where ranks were started differently
 ENDPOINT = re.compile(r"[^\s:]+:\d{1,5}")
@@ -45,9 +48,10 @@ class ProcessGroupStrategy(Parallel):
     heartbeat_timeout_s: Positive = 30.0
 
     distributed = True
+    one_process = False
     _work: RankWork = field(default_factory=RankWork, init=False)  # this rank's own
     _told: float = field(default=0.0, init=False)  # of its seconds, up to the last log
-    _group_of_data: Any = field(default=None, init=False)  # the ranks that the samples are split among; None: all of them
+    data_group: Any = field(default=None, init=False)  # the ranks that the samples are split among; None: all of them
     machine_local_keys = ("nnodes", "rendezvous", "rendezvous_s")
 
     def validate(self, run: RunSpec) -> Iterator[str]:
@@ -108,12 +112,13 @@ class ProcessGroupStrategy(Parallel):
         """Ranks on this machine."""
         return int(self.nproc) if self.nproc != "auto" else cuda_devices() or 2
 
-    def start(self, world: World, device: torch.device) -> None:
+    def setup(self, context: BuildContext) -> None:
         import torch.distributed as dist
 
+        world, device = context.world, context.device
         self.world, self._device = world, device
         together = self.model_ranks()
-        self.data = World(world.rank // together, world.size // together, world.local_rank, world.local_size)
+        self.data_world = World(world.rank // together, world.size // together, world.local_rank, world.local_size)
         timeout = timedelta(seconds=self.timeout_s)
         try:
             store, _, _ = next(dist.rendezvous("env://", world.rank, world.size, timeout=timeout))
@@ -127,7 +132,7 @@ class ProcessGroupStrategy(Parallel):
         self._control: Any = dist.new_group(backend="gloo", timeout=timeout) if device.type == "cuda" else dist.group.WORLD
         self._flag = torch.zeros((), dtype=torch.int64)
         self._pending: Any = None
-        self._all_alike()
+        self._refuse_different_starts(context)
 
     def made_mesh(self, **sizes: int) -> Any:
         """The ranks as a mesh of these dimensions, the last one's next to each other; collectives over any keep to timeout_s."""
@@ -140,15 +145,15 @@ class ProcessGroupStrategy(Parallel):
             limit(timedelta(seconds=self.timeout_s), mesh.get_group(name))
         return mesh
 
-    def _all_alike(self) -> None:
-        """Raise UserError, on all ranks, where they were started with other configs or versions."""
+    def _refuse_different_starts(self, context: BuildContext) -> None:
+        """Raise UserError, on all ranks, where they were started with different configs or versions."""
         import socket
 
         import torch.distributed as dist
 
         from drivetrain.core import process
 
-        mine = (self.identity, f"drivetrain {process.__version__}", f"torch {torch.__version__}")
+        mine = (context.config_hash, f"drivetrain {process.__version__}", f"torch {torch.__version__}")
         ranks: list[Any] = [None] * self.world.size
         dist.all_gather_object(ranks, (mine, socket.gethostname()), group=self._control)
         kinds: dict[Any, list[int]] = {}
@@ -162,38 +167,36 @@ class ProcessGroupStrategy(Parallel):
             )
             first = [of[0] for of in kinds.values()]
             raise UserError(
-                f"the ranks were not started alike ({described}{self._other_keys(first)}): give the same command everywhere"
+                f"the ranks were not started alike ({described}{self._different_keys(first, context.config)}): "
+                "give the same command everywhere"
             )
 
-    def reading(self, seconds: float) -> dict[str, float]:
-        """For which share of the steps the ranks wait, on average, for the one with the most work of its own, and which it is."""
+    def rank_metrics(self, seconds: float, waited: float) -> dict[str, float]:
+        """The share of the steps for which the ranks wait, on average, for the one with the most work of its own; its number."""
         import torch.distributed as dist
 
         if self.world.size == 1:
             return {}
         of_ranks = torch.zeros(2, self.world.size, dtype=torch.float64)
-        of_ranks[:, self.world.rank] = torch.tensor([self._worked(), seconds])
+        of_ranks[:, self.world.rank] = torch.tensor([self._worked(waited), seconds])
         dist.all_reduce(of_ranks, group=self._control)
         works, steps = of_ranks
         slowest, longest = int(works.argmax()), float(steps.max())
         more = float(works[slowest] - works.mean())
         return {"rank_work_excess": more / longest if longest else 0.0, "slowest_rank": slowest}
 
-    def attach(self, trainer: Any) -> None:
-        self._clock = trainer.timer
-
-    def _worked(self) -> float:
-        """Seconds of this rank's own work since the last call: its wait for data too, for the others wait for what it gives."""
-        worked = self._clock.wait + self._work.seconds
+    def _worked(self, waited: float) -> float:
+        """Seconds of this rank's own work since the last call. Its wait for data is part of it: the others wait for that too."""
+        worked = waited + self._work.seconds
         since, self._told = worked - self._told, worked
         return since
 
-    def _other_keys(self, ranks: list[int]) -> str:
+    def _different_keys(self, ranks: list[int], config: Mapping[str, Any]) -> str:
         """The keys whose values differ between the configs of these ranks."""
         import torch.distributed as dist
 
         configs: list[Any] = [None] * self.world.size
-        dist.all_gather_object(configs, dict(self.config) if self.world.rank in ranks else None, group=self._control)
+        dist.all_gather_object(configs, dict(config) if self.world.rank in ranks else None, group=self._control)
         keys = sorted(set().union(*(configs[rank] for rank in ranks)))
         values = {key: [configs[rank].get(key, "absent") for rank in ranks] for key in keys}
         differ = [f"{key} is {' and '.join(map(str, v))}" for key, v in values.items() if any(v[0] != other for other in v)]
@@ -211,10 +214,10 @@ class ProcessGroupStrategy(Parallel):
         self._pending = dist.all_reduce(self._flag, dist.ReduceOp.MAX, group=self._control, async_op=True)
         return agreed
 
-    def total(self, sums: torch.Tensor) -> torch.Tensor:
+    def all_reduce_sum(self, sums: torch.Tensor) -> torch.Tensor:
         import torch.distributed as dist
 
-        dist.all_reduce(sums, group=self._group_of_data)
+        dist.all_reduce(sums, group=self.data_group)
         return sums
 
     def broadcast_buffers(self, model: torch.nn.Module) -> None:
@@ -223,14 +226,14 @@ class ProcessGroupStrategy(Parallel):
         for buffer in model.buffers():
             dist.broadcast(buffer, src=0)
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather_object(self, value: Any) -> list[Any]:
         import torch.distributed as dist
 
         values: list[Any] | None = [None] * self.world.size if self.world.rank == 0 else None
         dist.gather_object(value, values, dst=0, group=self._control)
         return values or []
 
-    def same(self, value: Any) -> Any:
+    def broadcast_object(self, value: Any) -> Any:
         import torch.distributed as dist
 
         values = [value]
@@ -242,7 +245,7 @@ class ProcessGroupStrategy(Parallel):
 
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
 
-    def stop(self) -> None:
+    def shutdown(self) -> None:
         import torch.distributed as dist
 
         if self._pending is not None:

@@ -7,26 +7,32 @@ no dispatch per operation. What looks across shards is here: the norm, an overfl
 from __future__ import annotations
 
 import functools
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.lazy import torch
+from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.option import RunSpec
+from drivetrain.core.step import Step
 from drivetrain.parallel.base import State, Weights
 from drivetrain.parallel.process_group import ProcessGroupStrategy
 from drivetrain.saving.sharded_checkpoint import names_of
 
-_NULL = nullcontext()
+if TYPE_CHECKING:
+    from drivetrain.core.context import BuildContext
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True, eq=False)
 class Sharded(ProcessGroupStrategy):
     """The base of fsdp, tensor and pipeline."""
 
-    together = True
+    lockstep_evaluation = True
     _mesh: Any = field(default=None, init=False)
     _once_an_update: bool = field(default=False, init=False)  # FSDP's gradients meet in an update's last micro-batch alone
 
@@ -38,19 +44,23 @@ class Sharded(ProcessGroupStrategy):
                 f"{run.named('optimizer')} wants whole tensors, and {name} leaves each rank a part of them: "
                 "set parallel=ddp, or an optimizer that works element by element (adamw, sgd, lion)"
             )
-        if run.choices["clip"] == "agc":
-            yield f"clip=agc looks at whole rows, and {name} leaves each rank a part of them: set clip=norm, or parallel=ddp"
-        if run.choices["precision"] in ("bf16_pure", "fp8"):
+        if run.clip.needs_whole_rows:
+            yield (
+                f"{run.named('clip')} looks at whole rows, and {name} leaves each rank a part of them: set clip=norm, "
+                "or parallel=ddp"
+            )
+        if run.precision.owns_weights:
             yield (f"{run.named('precision')} and {name} exclude each other (both keep weights of their own): set precision=bf16")
         if run.runtime.zero_grad == "memset":
             yield f"runtime.zero_grad=memset and {name} exclude each other (gradients of shards come anew): set it to none"
-        if run.choices["compile"] == "jit":
+        if run.compile.torchscript:
             yield f"compile=jit and {name} exclude each other (TorchScript knows no sharded weights): set compile=inductor"
 
-    def shard(self, model: torch.nn.Module, dtype: str | None, example: torch.Tensor) -> list[str]:
+    def shard(self, model: torch.nn.Module, dtype: str | None, example: torch.Tensor) -> None:
         self._plain_shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
         self._root: Any = model
-        said = self._split(model, dtype, example)
+        for line in self._split(model, dtype, example):
+            logger.info(line)
         self._sharded: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
         self._shards: dict[int, torch.nn.Parameter] = {}
         for name, p in self._sharded.items():
@@ -59,7 +69,6 @@ class Sharded(ProcessGroupStrategy):
                 self._shards[id(p)] = torch.nn.Parameter(plain, requires_grad=p.requires_grad)
         self._over = {id(self._shards.get(id(p), p)): self._dimensions_of(name) for name, p in self._sharded.items()}
         self._kinds = self._all_kinds({self._dimensions_of(name) for name, p in self._sharded.items() if p.requires_grad})
-        return said
 
     def _all_kinds(self, mine: set[tuple[str, ...]]) -> list[tuple[str, ...]]:
         """Over which dimensions of the mesh weights lie in parts, on any rank, in one order: all ranks add up all of them."""
@@ -74,7 +83,7 @@ class Sharded(ProcessGroupStrategy):
         raise NotImplementedError
 
     @contextmanager
-    def local(self, model: torch.nn.Module) -> Iterator[None]:
+    def plain_parameters(self, model: torch.nn.Module) -> Iterator[None]:
         self._exchange(model, self._shards)
         try:
             yield
@@ -88,13 +97,8 @@ class Sharded(ProcessGroupStrategy):
                 if id(p) in others:
                     module._parameters[name] = others[id(p)]
 
-    def sync(self, model: Any, last: bool) -> AbstractContextManager[Any]:
-        if self._once_an_update:
-            self._root.set_requires_gradient_sync(last)
-        return _NULL
-
     @contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def evaluation_context(self) -> Iterator[None]:
         """Not inference mode, whose tensors cannot be trained on; afterwards no gathered weights are left to go stale."""
         from torch.distributed.fsdp import FSDPModule
 
@@ -104,26 +108,11 @@ class Sharded(ProcessGroupStrategy):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def attach(self, trainer: Any) -> None:
-        super().attach(trainer)
+    def wrap_step(self, step: Step, context: BuildContext) -> Step:
         pairs = [(p, shard) for p, shard in self._pairs() if p.requires_grad]
-        update, zero_grad = trainer.update, trainer.zero_grad
+        return ShardedStep(step, pairs, self._root if self._once_an_update else None)
 
-        def update_shards() -> bool:
-            for p, shard in pairs:
-                shard.grad = None if p.grad is None else shard_of(p.grad).view(shard.shape)
-            return update()
-
-        def zero_shards() -> None:
-            for _, shard in pairs:
-                shard.grad = None
-            zero_grad()
-
-        trainer.update, trainer.zero_grad = update_shards, zero_shards
-        trainer.precision.everywhere = self.anywhere
-
-    def anywhere(self, found: torch.Tensor) -> torch.Tensor:
-        """The highest of all ranks, 0-d: an overflow in one shard is one of the gradient."""
+    def all_reduce_max(self, found: torch.Tensor) -> torch.Tensor:
         import torch.distributed as dist
 
         dist.all_reduce(found, dist.ReduceOp.MAX)
@@ -169,14 +158,14 @@ class Sharded(ProcessGroupStrategy):
         weights = {name: whole(name, t) for name, t in model.state_dict().items()}
         return weights, self._over_state(state, whole)
 
-    def piece(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def as_distributed(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         p = self._sharded.get(name)
         return tensor if p is None or not is_sharded(p) or is_sharded(tensor) else _like(tensor, p)
 
-    def room(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def empty_shard(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         p = self._sharded.get(name)
         if p is None or not is_sharded(p) or tuple(p.shape) != shape:
-            return super().room(name, shape, dtype)
+            return super().empty_shard(name, shape, dtype)
         return _like(torch.empty(p.to_local().shape, dtype=dtype, device=p.device), p)
 
     def shard_state_dict(self, weights: Weights, state: State) -> tuple[Weights, State]:
@@ -226,6 +215,33 @@ class Sharded(ProcessGroupStrategy):
             return shard_of(tensor)
         whole = tensor.to(p.device, copy=True).reshape(p.shape)
         return _as_plain(shard_of(distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None)), tensor.ndim)
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedStep:
+    """A step whose optimizer works on this rank's shards, as plain tensors."""
+
+    inner: Step
+    shards: Sequence[tuple[Any, torch.nn.Parameter]]  # each sharded weight, and its shard as the optimizer has it
+    root: Any  # the model, if FSDP is to share gradients once an update; None: after every micro-batch
+
+    def micro_batch(self, batch: MicroBatch, loss_sum: torch.Tensor) -> None:
+        if self.root is not None:
+            self.root.set_requires_gradient_sync(batch.last)
+        self.inner.micro_batch(batch, loss_sum)
+
+    def update(self) -> bool:
+        for p, shard in self.shards:
+            shard.grad = None if p.grad is None else shard_of(p.grad).view(shard.shape)
+        return self.inner.update()
+
+    def zero_grad(self) -> None:
+        for _, shard in self.shards:
+            shard.grad = None
+        self.inner.zero_grad()
+
+    def with_forward(self, forward: Callable[..., torch.Tensor]) -> Step:
+        return replace(self, inner=self.inner.with_forward(forward))
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:

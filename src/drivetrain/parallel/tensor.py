@@ -24,18 +24,20 @@ class Tensor(Sharded):
     parallel=fsdp. There are plans for the blocks of timm's vision transformers and of model=gpt.
     """
 
+    portable_shards = False
+
     size: Count | Literal["auto"] = "auto"
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)
         yield from self.divides("size", self.size, self.model_ranks())
         yield from cannot_be_laid("parallel=tensor", run)
-        if run.choices["compile"] == "cudagraph":
+        if run.compile.cuda_graphs:
             yield (
                 "compile=cudagraph and parallel=tensor exclude each other (nobody has seen the ranks' sums replayed right): "
                 "set compile=inductor"
             )
-        if run.choices["checkpointing"] == "budget":
+        if run.checkpointing.chosen_by_compiler:
             yield (
                 "checkpointing=budget and parallel=tensor exclude each other (torch's compiler cannot tell what it would keep of "
                 "a block that lies on several ranks): set checkpointing=blocks"
@@ -44,19 +46,19 @@ class Tensor(Sharded):
     def model_ranks(self) -> int:
         return self.ranks() if self.size == "auto" else self.size
 
-    def stream(self) -> int:
+    def rng_rank(self) -> int:
         return self.world.rank - self.world.rank % self.model_ranks()  # a dropout is the same on the ranks of a block
 
     def _split(self, model: torch.nn.Module, dtype: str | None, example: torch.Tensor) -> list[str]:
         size = self.model_ranks()
-        mesh = self.made_mesh(data=self.data.size, tensor=size)
-        self._mesh, self._group_of_data = mesh, mesh.get_group("data")
+        mesh = self.made_mesh(data=self.data_world.size, tensor=size)
+        self._mesh, self.data_group = mesh, mesh.get_group("data")
         blocks = repeated_blocks(model)
         plans = lay("parallel=tensor", blocks, mesh["tensor"], self._work)
-        self._once_an_update = self.data.size > 1
-        if self.data.size > 1:
+        self._once_an_update = self.data_world.size > 1
+        if self.data_world.size > 1:
             fully_shard_blocks(model, blocks, mesh["data"], dtype)
-        groups = f", {self.data.size} groups" if self.data.size > 1 else ""
+        groups = f", {self.data_world.size} groups" if self.data_world.size > 1 else ""
         return [f"{plans} blocks, each over {size} ranks{groups}"]
 
 
@@ -65,14 +67,14 @@ Plan = Callable[[Any, RankWork], None]  # (mesh of the tensor ranks, what counts
 
 def cannot_be_laid(setting: str, run: RunSpec) -> Iterator[str]:
     """What cannot be laid over ranks, as far as the options tell: a model that is no transformer, say."""
-    if run.choices["debug"] == "anomaly":
+    if run.debug.names_backward_lines:
         yield f"debug=anomaly and {setting} exclude each other (torch looks for NaN in no sharded tensor): set parallel=ddp"
-    if run.choices["batch"] == "bucketed" and run.compile.dynamic is not False:
+    if run.batch.buckets_lengths and run.compile.dynamic is not False:
         yield (
             f"{run.named('compile')}, batch=bucketed and {setting} are not compiled for all lengths at once (torch's compiler "
             "comes to no end over sharded weights): set compile.dynamic=false, which compiles for each"
         )
-    if run.choices["model"] not in ("timm", "gpt", "own"):
+    if not run.model.may_be_transformer:
         yield (
             f"{setting} has plans for transformers (model=gpt, vision transformers of model=timm), none for "
             f"{run.named('model')}: set parallel=ddp, fsdp or pipeline"

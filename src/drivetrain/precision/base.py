@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, Option, Positive
 from drivetrain.precision import one_pixel_conv
 
+if TYPE_CHECKING:
+    from drivetrain.core.context import BuildContext
+
 _NULL = nullcontext()
+logger = logging.getLogger(__name__)
 
 
 def backpropagate(loss: torch.Tensor, weight: torch.Tensor) -> None:
@@ -27,15 +32,13 @@ class Precision(Option):
     """precision=fp32: everything in float32."""
 
     dtype: str | None = None  # autocast's
-    everywhere: Callable[[Any], Any] = staticmethod(lambda found: found)  # a flag of this rank's → the highest of all ranks
+    full_float32 = True  # every tensor is float32
+    scales_loss = False  # overflows happen, and skip updates
+    owns_weights = False  # keeps weights of its own beside the model's
 
-    def start(self, device: torch.device) -> None:
-        """Bind to the device the step runs on."""
-        self._device = device
-        self.said: list[str] = []  # what the build has to say
-
-    def stop(self) -> None:
-        """Undo what `start` changed for the whole process: it may train another run."""
+    def setup(self, context: BuildContext) -> None:
+        """Bind to the device that the step runs on."""
+        self._device = context.device
 
     def convert(self, model: torch.nn.Module, example: torch.Tensor) -> torch.nn.Module:
         """The model in this precision, before it is compiled or wrapped. `example` is a batch of two zeros."""
@@ -81,38 +84,34 @@ class Tf32(Precision):
     `matmul` is torch.set_float32_matmul_precision's; `cudnn` rounds the convolutions too, which is torch's own default.
     """
 
-    _before: tuple[str, bool] | None = None
-
     def __init__(self, matmul: Literal["high", "medium"] = "high", cudnn: bool = True) -> None:
         self.matmul, self.cudnn = matmul, cudnn
 
-    def start(self, device: torch.device) -> None:
-        super().start(device)
-        self._before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    def setup(self, context: BuildContext) -> None:
+        super().setup(context)
+        device = context.device
+        context.on_exit.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+        context.on_exit.callback(setattr, torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)
         torch.set_float32_matmul_precision(self.matmul)
         torch.backends.cudnn.allow_tf32 = self.cudnn
         if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
-            self.said.append("precision=tf32 rounds nothing here (CUDA devices from Ampere on have TF32): this is float32")
-
-    def stop(self) -> None:
-        if self._before is not None:
-            torch.set_float32_matmul_precision(self._before[0])
-            torch.backends.cudnn.allow_tf32 = self._before[1]
-            self._before = None
+            logger.warning("precision=tf32 rounds nothing here (CUDA devices from Ampere on have TF32): this is float32")
 
 
 class Bf16(Precision):
     """bfloat16 autocast: float32's range in 16 bits, so no loss scaling."""
 
     dtype = "bfloat16"
+    full_float32 = False
 
-    def start(self, device: torch.device) -> None:
-        super().start(device)
-        self._autocast = torch.autocast(device.type, getattr(torch, self.dtype or "bfloat16"))
+    def setup(self, context: BuildContext) -> None:
+        super().setup(context)
+        self._autocast = torch.autocast(self._device.type, getattr(torch, self.dtype or "bfloat16"))
 
     def convert(self, model: torch.nn.Module, example: torch.Tensor) -> torch.nn.Module:
         if self._device.type == "cpu":
-            self.said += one_pixel_conv.without_strides(model, example)
+            for line in one_pixel_conv.without_strides(model, example):
+                logger.info(line)
         return model
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -126,13 +125,15 @@ class Amp(Bf16):
     """
 
     dtype = "float16"
+    scales_loss = True
 
     def __init__(self, init_scale: Positive = 65536.0, growth_interval: Count = 2000) -> None:
         self.init_scale, self.growth_interval = init_scale, growth_interval
 
-    def start(self, device: torch.device) -> None:
-        super().start(device)
-        self.scaler = torch.amp.GradScaler(device.type, init_scale=self.init_scale, growth_interval=self.growth_interval)
+    def setup(self, context: BuildContext) -> None:
+        super().setup(context)
+        self._all_reduce_max = context.parallel.all_reduce_max
+        self.scaler = torch.amp.GradScaler(self._device.type, init_scale=self.init_scale, growth_interval=self.growth_interval)
 
     def convert(self, model: torch.nn.Module, example: torch.Tensor) -> torch.nn.Module:
         if self._device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_fp16_supported():
@@ -155,7 +156,7 @@ class Amp(Bf16):
         self.scaler.unscale_(optimizer)
         clip()
         found = self.scaler._found_inf_per_device(optimizer)  # `scaler.step` would read it too, and tell nobody
-        overflow = any(float(self.everywhere(inf)) for inf in found.values())
+        overflow = any(float(self._all_reduce_max(inf)) for inf in found.values())
         if not overflow:
             optimizer.step()
         self.scaler.update()

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
 from drivetrain.precision import one_pixel_conv
 from drivetrain.precision.base import Precision
+
+if TYPE_CHECKING:
+    from drivetrain.core.context import BuildContext
+
+logger = logging.getLogger(__name__)
 
 
 class Bf16Pure(Precision):
@@ -22,6 +28,9 @@ class Bf16Pure(Precision):
     the optimizer; BatchNorm stays in float32, for its running statistics; the loss is taken of float32 outputs.
     """
 
+    full_float32 = False
+    owns_weights = True
+
     def __init__(self, master: Literal["fp32", "stochastic"] = "fp32") -> None:
         self.master = master
 
@@ -32,13 +41,14 @@ class Bf16Pure(Precision):
                 "(batch.accumulation_steps) in bfloat16: precision=bf16 adds them up in float32"
             )
 
-    def start(self, device: torch.device) -> None:
-        super().start(device)
-        self._bits = torch.Generator(device).manual_seed(torch.initial_seed())  # every rank rounds alike
+    def setup(self, context: BuildContext) -> None:
+        super().setup(context)
+        self._bits = torch.Generator(self._device).manual_seed(torch.initial_seed())  # every rank rounds alike
 
     def convert(self, model: torch.nn.Module, example: torch.Tensor) -> torch.nn.Module:
         if self._device.type == "cpu":
-            self.said += one_pixel_conv.without_strides(model, example)
+            for line in one_pixel_conv.without_strides(model, example):
+                logger.info(line)
         norms = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._NormBase)]
         stay = {id(p) for m in norms for p in m.parameters(recurse=False)}
         mine = {n: p for n, p in model.named_parameters() if p.is_floating_point() and id(p) not in stay}
@@ -52,7 +62,7 @@ class Bf16Pure(Precision):
         model.register_forward_pre_hook(lambda _, args: tuple(_to_bfloat16(a) for a in args))
         model.register_forward_hook(lambda _, args, output: output.float())
         kept = {"fp32": "float32 masters", "stochastic": "stochastic rounding"}[self.master]
-        self.said.append(f"{len(mine)} of {sum(1 for _ in model.parameters())} parameters in bfloat16, with {kept}")
+        logger.info(f"{len(mine)} of {sum(1 for _ in model.parameters())} parameters in bfloat16, with {kept}")
         return model
 
     def optimizer(self, option: Any, model: torch.nn.Module, lr_factor: float) -> torch.optim.Optimizer:
@@ -147,7 +157,7 @@ class Bf16Pure(Precision):
     def state_dict(self) -> dict[str, Any]:
         if self.master == "stochastic":
             return {"random": self._bits.get_state()}
-        # Copies: while the state is written, other weights may stand in the masters (`settled`).
+        # Copies: while the state is written, other weights may stand in the masters (`eval_weights`).
         return {"masters": {name: v.to("cpu", copy=True) for name, v in zip(self._names, self._views, strict=True)}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

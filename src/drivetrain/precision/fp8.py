@@ -13,6 +13,8 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec, needs_extra
 from drivetrain.precision.base import Bf16
 
+logger = logging.getLogger(__name__)
+
 
 class Fp8(Bf16):
     """float8 matrix products in large Linear layers (torchao's float8 training), bfloat16 elsewhere.
@@ -20,6 +22,8 @@ class Fp8(Bf16):
     Layers of fewer than `min_features` inputs or outputs stay: the casts would cost more than the product gains; so do those
     that 16 does not divide. `scaling` is torchao's recipe, `emulate` computes the same on any device, slowly.
     """
+
+    owns_weights = True
 
     def __init__(
         self,
@@ -35,7 +39,7 @@ class Fp8(Bf16):
     def advise(self, run: RunSpec) -> Iterator[str]:
         if self.emulate:
             yield "precision.emulate=true computes float8 products in float32: for trying out, slower than any other precision"
-        elif run.choices["compile"] == "none":
+        elif not run.compile.active:
             yield "precision=fp8 casts with kernels of their own that cost what it gains: compile=inductor fuses them"
 
     def validate_device(self, run: RunSpec) -> Iterator[str]:
@@ -64,7 +68,7 @@ class Fp8(Bf16):
             )
         # The backward's inner dimension is the batch, which 16 need not divide: padded.
         config = dataclasses.replace(Float8LinearConfig.from_recipe_name(self.scaling), emulate=self.emulate, pad_inner_dim=True)
-        self.said.append(f"{len(chosen)} of {len(linears)} Linear layers compute in float8")
+        logger.info(f"{len(chosen)} of {len(linears)} Linear layers compute in float8")
         model = convert_to_float8_training(model, config=config, module_filter_fn=lambda m, _: self._suits(m))
         if self._device.type != "cuda":  # torchao looks at CUDA's autocast alone
             for layer in (m for m in model.modules() if isinstance(m, torch.nn.Linear) and self._suits(m)):

@@ -56,13 +56,13 @@ def remove(path: Path) -> None:
 def of_all(path: Path, parallel: Any) -> Path:
     """Rank 0's directory, on every rank. Raises UserError, on all of them, where a rank does not see it."""
     mark = f".seen-{secrets.token_hex(8)}"
-    path, mark = parallel.same((path, mark))
+    path, mark = parallel.broadcast_object((path, mark))
     if parallel.world.rank == 0:
         with contextlib.suppress(OSError):  # then no rank sees it, and all of them end
             (path / mark).touch()
-    parallel.same(None)  # it is there now
-    blind = [rank for rank, sees in enumerate(parallel.gather((path / mark).exists())) if not sees]
-    blind = parallel.same(blind)
+    parallel.broadcast_object(None)  # it is there now
+    blind = [rank for rank, sees in enumerate(parallel.gather_object((path / mark).exists())) if not sees]
+    blind = parallel.broadcast_object(blind)
     if parallel.world.rank == 0:
         (path / mark).unlink(missing_ok=True)
     if blind:

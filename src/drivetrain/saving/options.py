@@ -47,10 +47,10 @@ class Last(Saving):
         self.sharded, self.asynchronous = sharded, asynchronous
 
     def validate(self, run: RunSpec) -> Iterator[str]:
-        if self.sharded and run.choices["parallel"] in ("tensor", "pipeline"):
+        if self.sharded and not run.parallel.portable_shards:
             yield (
-                f"saving.sharded=true and {run.named('parallel')}: a rank's part of this strategy is no part that others can "
-                "read: set saving.sharded=false, or parallel=fsdp"
+                f"saving.sharded=true and {run.named('parallel')}: no other strategy can read "
+                "the parts that its ranks hold: set saving.sharded=false, or parallel=fsdp"
             )
 
     def start(self, update: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from drivetrain.saving import checkpoint_io, sharded_checkpoint
 class Writer:
     """Writes a trainer's state as `saving` says: whole by rank 0 or in parts by all, at once or beside the training."""
 
-    def __init__(self, run_dir: Path, saving: Any, parallel: Any) -> None:
-        self._run_dir, self._saving, self._parallel = run_dir, saving, parallel
+    def __init__(
+        self, run_dir: Path, saving: Any, parallel: Any, eval_weights: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self._run_dir, self._saving, self._parallel, self._eval_weights = run_dir, saving, parallel, eval_weights
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._ranks: Any = None
@@ -33,10 +36,10 @@ class Writer:
         """The state as it is now. Called on all ranks."""
         if not self._saving.active:
             return
-        state = trainer.state()  # gathers from all ranks, as does collect
-        with trainer.eval_weights():
+        state = trainer.state()  # gathers from all ranks, as does full_state_dict
+        with self._eval_weights():
             if self._saving.sharded:
-                weights, state = sharded_checkpoint.apart(trainer.model.state_dict(), state, self._parallel.piece)
+                weights, state = sharded_checkpoint.apart(trainer.model.state_dict(), state, self._parallel.as_distributed)
             else:
                 weights, state = self._parallel.full_state_dict(trainer.model, state)
             if self._saving.asynchronous:

@@ -1,8 +1,8 @@
-"""Learning-rate schedules: pure functions of the update number, so nothing but plateau's has state to save."""
+"""Learning-rate schedules: config group `scheduler`. All but plateau are pure functions of the update number."""
 
 from drivetrain.scheduler.base import Scheduler
-from drivetrain.scheduler.cycles import Cyclic, OneCycle
-from drivetrain.scheduler.falling import Cosine, Exponential, Linear, Poly, Wsd
+from drivetrain.scheduler.cyclic import Cyclic, OneCycle
+from drivetrain.scheduler.decay import Cosine, Exponential, Linear, Poly, Wsd
 from drivetrain.scheduler.plateau import Plateau
 from drivetrain.scheduler.steps import MultiStep, Step
 

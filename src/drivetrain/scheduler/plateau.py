@@ -1,4 +1,4 @@
-"""A schedule that listens to the evaluations, and so has state."""
+"""A schedule that depends on the evaluations, and therefore has state."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from drivetrain.scheduler.base import Scheduler
 
 
 class Plateau(Scheduler):
-    """× `factor` when `metric` has not bettered for more than `patience` evaluations (torch's ReduceLROnPlateau)."""
+    """Multiplied by `factor` when `metric` has not improved for more than `patience` evaluations (torch's ReduceLROnPlateau)."""
 
-    remark = "it falls when evaluations stop getting better, which no drawing can know"
+    plot_note = "it falls when evaluations stop improving, which a plot cannot show"
 
     def __init__(
         self,
@@ -32,9 +32,9 @@ class Plateau(Scheduler):
         super().__init__(warmup, warmup_start)
         self.metric, self.mode, self.factor, self.patience = metric, mode, factor, patience
         self.threshold, self.threshold_mode, self.cooldown, self.final = threshold, threshold_mode, cooldown, final
-        self._multiple = 1.0
+        self._lr_factor = 1.0
         self._best: float | None = None
-        self._bad = self._cooling = 0  # evaluations
+        self._bad = self._cooling = 0  # evaluations without improvement, and left of the cooldown
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)
@@ -44,19 +44,19 @@ class Plateau(Scheduler):
         best, better = run.loss.best
         if self.metric.removeprefix("ema_") == best and self.mode != better.__name__:
             name = better.__name__
-            yield f"scheduler.mode={self.mode}, but of {self.metric} the {name}imum is the best: set scheduler.mode={name}"
+            yield f"scheduler.mode={self.mode}, but the best {self.metric} is the {name}imum: set scheduler.mode={name}"
 
-    def advice(self, over: Horizon, run: RunSpec) -> Iterator[str]:
-        yield from super().advice(over, run)
-        evaluations = math.ceil(over.epochs / run.values["evaluate_every"])
-        if evaluations < self.patience + 2:  # the first sets the mark
+    def horizon_advice(self, horizon: Horizon, run: RunSpec) -> Iterator[str]:
+        yield from super().horizon_advice(horizon, run)
+        evaluations = math.ceil(horizon.epochs / run.values["evaluate_every"])
+        if evaluations < self.patience + 2:  # the first one is compared with nothing
             yield (
                 f"scheduler.patience={self.patience} and {evaluations} evaluations in all: the learning rate can hardly fall; "
                 "lower scheduler.patience or evaluate_every, or train longer"
             )
 
-    def curve(self, since: int) -> float:
-        return self._multiple
+    def factor_after_warmup(self, since: int) -> float:
+        return self._lr_factor
 
     def evaluated(self, metrics: dict[str, float]) -> None:
         value = metrics[self.metric]
@@ -67,19 +67,19 @@ class Plateau(Scheduler):
         if self._cooling:
             self._cooling, self._bad = self._cooling - 1, 0
         if self._bad > self.patience:
-            self._multiple = max(self.final, self._multiple * self.factor)
+            self._lr_factor = max(self.final, self._lr_factor * self.factor)
             self._cooling, self._bad = self.cooldown, 0
-            self.step(self._update)  # the next update is already set
+            self.step(self._update)  # the rate of the next update has been set before the evaluation
 
     def _better(self, value: float) -> bool:
         if self._best is None:
-            return value == value  # not NaN
+            return value == value  # not NaN: NaN is never better
         margin = self.threshold * (1.0 if self.threshold_mode == "abs" else self._best)
         return value < self._best - margin if self.mode == "min" else value > self._best + margin
 
     def state_dict(self) -> dict[str, Any]:
-        return {"multiple": self._multiple, "best": self._best, "bad": self._bad, "cooling": self._cooling}
+        return {"lr_factor": self._lr_factor, "best": self._best, "bad": self._bad, "cooling": self._cooling}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._multiple, self._best = state["multiple"], state["best"]
+        self._lr_factor, self._best = state["lr_factor"], state["best"]
         self._bad, self._cooling = state["bad"], state["cooling"]

@@ -1,4 +1,4 @@
-"""Schedules that fall in steps. Their lengths count from the start of the run, warm-up included."""
+"""Schedules that fall in steps. Their lengths count from the start of the run, including the warm-up."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from annotated_types import MinLen
 
 from drivetrain.core.horizon import Horizon
 from drivetrain.core.option import Length, RunSpec, Share
-from drivetrain.scheduler.base import Scheduler, no_length
+from drivetrain.scheduler.base import Scheduler, beside_run, zero_length_problem
 
 
 class MultiStep(Scheduler):
-    """× `gamma` at each of the `milestones` (torch's MultiStepLR)."""
+    """Multiplied by `gamma` at each of the `milestones` (torch's MultiStepLR)."""
 
     lengths = ("warmup", "milestones")
 
@@ -29,30 +29,30 @@ class MultiStep(Scheduler):
         super().__init__(warmup, warmup_start)
         self.milestones, self.gamma = milestones, gamma
 
-    def rules(self, over: Horizon) -> Iterator[str]:
-        if any(b <= a for a, b in pairwise(map(over.of, self.milestones))):  # shares may round to one update
-            at = ", ".join(map(str, self._at(over)))
+    def horizon_problems(self, horizon: Horizon) -> Iterator[str]:
+        if any(b <= a for a, b in pairwise(map(horizon.in_updates, self.milestones))):  # two shares may be rounded to one update
+            at = ", ".join(map(str, self._at(horizon)))
             yield f"scheduler.milestones={list(self.milestones)} must increase: they are updates {at} of this run"
 
-    def advice(self, over: Horizon, run: RunSpec) -> Iterator[str]:
-        yield from super().advice(over, run)
-        for length, at in zip(self.milestones, self._at(over), strict=True):
-            if at >= over.updates:
-                yield f"scheduler.milestones: {length} is update {at} and the run ends at {over.updates}: it has no effect"
+    def horizon_advice(self, horizon: Horizon, run: RunSpec) -> Iterator[str]:
+        yield from super().horizon_advice(horizon, run)
+        for length, at in zip(self.milestones, self._at(horizon), strict=True):
+            if at >= horizon.updates:
+                yield f"scheduler.milestones: {length} is update {at} and the run ends at {horizon.updates}: it has no effect"
 
-    def lay(self, over: Horizon) -> None:
-        super().lay(over)
-        self._milestones = self._at(over)
+    def set_horizon(self, horizon: Horizon) -> None:
+        super().set_horizon(horizon)
+        self._milestones = self._at(horizon)
 
-    def _at(self, over: Horizon) -> list[int]:
-        return [round(over.of(m)) for m in self.milestones]
+    def _at(self, horizon: Horizon) -> list[int]:
+        return [round(horizon.in_updates(m)) for m in self.milestones]
 
-    def curve(self, since: int) -> float:
+    def factor_after_warmup(self, since: int) -> float:
         return self.gamma ** bisect_right(self._milestones, since + self._warmup)
 
 
 class Step(Scheduler):
-    """× `gamma` every `every` (torch's StepLR)."""
+    """Multiplied by `gamma` after each `every` (torch's StepLR)."""
 
     lengths = ("warmup", "every")
 
@@ -60,20 +60,17 @@ class Step(Scheduler):
         super().__init__(warmup, warmup_start)
         self.every, self.gamma = every, gamma
 
-    def rules(self, over: Horizon) -> Iterator[str]:
-        yield from no_length("every", self.every, over)
+    def horizon_problems(self, horizon: Horizon) -> Iterator[str]:
+        yield from zero_length_problem("every", self.every, horizon)
 
-    def advice(self, over: Horizon, run: RunSpec) -> Iterator[str]:
-        yield from super().advice(over, run)
-        if over.of(self.every) >= over.updates:
-            yield (
-                f"scheduler.every={self.every} is {over.of(self.every):.0f} updates and the run has {over.updates}: "
-                "the learning rate never falls"
-            )
+    def horizon_advice(self, horizon: Horizon, run: RunSpec) -> Iterator[str]:
+        yield from super().horizon_advice(horizon, run)
+        if horizon.in_updates(self.every) >= horizon.updates:
+            yield f"{beside_run('every', self.every, horizon)}: the learning rate never falls"
 
-    def lay(self, over: Horizon) -> None:
-        super().lay(over)
-        self._every = max(1, round(over.of(self.every)))
+    def set_horizon(self, horizon: Horizon) -> None:
+        super().set_horizon(horizon)
+        self._every = max(1, round(horizon.in_updates(self.every)))
 
-    def curve(self, since: int) -> float:
+    def factor_after_warmup(self, since: int) -> float:
         return self.gamma ** ((since + self._warmup) // self._every)

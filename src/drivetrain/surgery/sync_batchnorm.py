@@ -1,4 +1,4 @@
-"""Batch norms whose statistics are those of all ranks' samples together."""
+"""Batch norms that compute their statistics over the samples of all ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 
 class SumOverRanks(torch.autograd.Function):
-    """The sum over the ranks; so is its gradient's."""
+    """The sum over the ranks. Its gradient is the sum of the gradients over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -28,7 +28,8 @@ class SumOverRanks(torch.autograd.Function):
 class AnyDeviceSyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     """torch.nn.SyncBatchNorm in plain operations, for the devices that torch's own does not run on (a CPU under gloo).
 
-    The mean first, then the mean square about it: exact where a sum of squares would cancel. Ranks may differ in samples.
+    It computes the mean first and then the squared deviations from it, since a sum of squares would lose precision by
+    cancellation. The ranks may have different numbers of samples.
     """
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
@@ -47,14 +48,14 @@ class AnyDeviceSyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         mean = parts[0] / n
         centred = x - mean.view(shape)
         variance = SumOverRanks.apply(centred.square().sum(others)) / n
-        self._remember(mean.detach(), (variance * (n / (n - 1))).detach())
+        self._update_running(mean.detach(), (variance * (n / (n - 1))).detach())
         out = centred * torch.rsqrt(variance + self.eps).view(shape)
         if self.affine:
             out = out * self.weight.view(shape) + self.bias.view(shape)
         return out.to(input.dtype)
 
     @torch.no_grad()
-    def _remember(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
+    def _update_running(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
         if self.running_mean is None or self.running_var is None:
             return
         if self.num_batches_tracked is not None:
@@ -65,33 +66,34 @@ class AnyDeviceSyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 class _ThenActivation:
-    """timm's BatchNormAct2d: what follows the norm itself."""
+    """The dropout and activation that timm's BatchNormAct2d applies after the norm."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.act(self.drop(super().forward(x)))  # type: ignore[attr-defined, misc]
 
 
 class SyncNorm(nn.SyncBatchNorm):
-    """torch's own, for CUDA."""
+    """torch.nn.SyncBatchNorm, for CUDA."""
 
 
 class SyncNormAct(_ThenActivation, nn.SyncBatchNorm):
-    """torch's own, then the activation."""
+    """torch.nn.SyncBatchNorm, then the activation."""
 
 
 class AnyDeviceSyncNormAct(_ThenActivation, AnyDeviceSyncBatchNorm):
-    """Ours, then the activation."""
+    """AnyDeviceSyncBatchNorm, then the activation."""
 
 
 def is_synchronised(norm: nn.Module) -> bool:
-    """Whether a batch norm sees all ranks' samples."""
+    """Whether a batch norm computes its statistics over all ranks."""
     return isinstance(norm, nn.SyncBatchNorm | AnyDeviceSyncBatchNorm)
 
 
 def synchronise(norm: nn.Module, on_cuda: bool) -> bool:
-    """Make a batch norm a synchronised one in place, its parameters and hooks untouched; False if its class is not known.
+    """Make a batch norm a synchronised one in place; returns False if its class is not known.
 
-    The class is changed, and not the module replaced as torch's converter does, which loses what a subclass adds.
+    The module keeps its parameters and hooks, since only its class changes. torch's convert_sync_batchnorm makes a new
+    module instead, which loses what a subclass adds.
     """
     if type(norm) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
         norm.__class__ = SyncNorm if on_cuda else AnyDeviceSyncBatchNorm
@@ -99,5 +101,5 @@ def synchronise(norm: nn.Module, on_cuda: bool) -> bool:
         norm.__class__ = SyncNormAct if on_cuda else AnyDeviceSyncNormAct
     else:
         return isinstance(norm, nn.SyncBatchNorm)
-    norm.process_group = None  # type: ignore[assignment]  # torch's: all ranks
+    norm.process_group = None  # type: ignore[assignment]  # None means all ranks
     return True

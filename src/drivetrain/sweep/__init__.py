@@ -1,7 +1,7 @@
 """`-m`: sweeps and searches. Every job is a run of its own, in a process and a folder of its own."""
 
 from drivetrain.sweep.driver import run as run
-from drivetrain.sweep.forked import Forward as Forward
+from drivetrain.sweep.forked import SignalForwarder as SignalForwarder
 from drivetrain.sweep.forked import run_one as run_one
 from drivetrain.sweep.grid import SweepJob as SweepJob
 from drivetrain.sweep.grid import is_sweep_recipe as is_sweep_recipe

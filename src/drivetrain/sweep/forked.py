@@ -1,13 +1,14 @@
-"""Jobs on this machine, each in a process forked from this one.
+"""Runs jobs on this machine, each in a process forked from this one.
 
-Forked, and not handed to a pool such as joblib's: torch is imported once and not by each job, no job sees what another
-one left behind, and one that is killed takes nothing with it. Where processes are forked there must be no thread, and
-nothing of torch may have been run.
+Forking has three advantages over a pool such as joblib's: torch is imported once instead of by each job, jobs share no
+state, and one that is killed does not affect the others. A process that forks must have no threads, and must not have run
+anything of torch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import signal
@@ -26,23 +27,24 @@ from drivetrain.run import directory
 from drivetrain.run.result import Result
 from drivetrain.sweep.grid import SweepJob
 from drivetrain.sweep.store import LENGTH, Entry
-from drivetrain.ui import terminal
+
+logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-OUTPUT = "output.txt"  # in a job's folder: what it said, where that is not shown
+OUTPUT = "output.txt"  # file in a job's folder: its output, where it is not shown
 
 
 class Launcher:
-    """Starts jobs and tells which have ended. The base knows jobs that some other process runs: it waits for those."""
+    """Starts jobs and returns those that have ended. The base class waits for jobs that another process runs."""
 
-    detached = False  # its jobs go on without this process
+    detached = False  # whether its jobs run on without this process
 
     def __init__(self, slots: int) -> None:
         self.slots = slots  # jobs at a time
         self._elsewhere: list[Entry] = []
 
     def attach(self, entry: Entry) -> bool:
-        """Whether a job is under way already, started by a process that is gone: it is waited for, and not started again."""
+        """Whether another process runs the job already: then this one waits for it, and must not start it again."""
         if directory.is_held(entry.run_dir):
             self._elsewhere.append(entry)
             return True
@@ -53,7 +55,7 @@ class Launcher:
         raise NotImplementedError
 
     def wait(self, seconds: float, stopped: bool = False) -> list[Entry]:
-        """The jobs that have ended, each with its result; after so many seconds, none. `stopped`: they were asked to."""
+        """The jobs that have ended, with their results; none after so many seconds. `stopped`: they were asked to stop."""
         ended = [e for e in self._elsewhere if not directory.is_held(e.run_dir)]
         for entry in ended:
             self._elsewhere.remove(entry)
@@ -61,24 +63,24 @@ class Launcher:
         return ended
 
     def signal(self, number: int) -> None:
-        """Hand a signal on to the jobs."""
+        """Forward a signal to the jobs."""
 
 
 class Forked(Launcher):
-    """One process for each job, so many at a time, that share the cores."""
+    """One process for each job, `slots` at a time, which share the cores."""
 
     def __init__(self, slots: int = 1, quiet: bool = False, captured: bool = False) -> None:
         super().__init__(slots)
         self.quiet, self.captured = quiet, captured or slots > 1
-        self._running: dict[Any, tuple[Any, Entry]] = {}  # sentinel → process, its job
-        self._free = list(range(slots))  # places among those that run at a time
-        self._place: dict[int, int] = {}  # a job's number → its place
+        self._running: dict[Any, tuple[Any, Entry]] = {}  # by the process's sentinel
+        self._free_slots = list(range(slots))
+        self._slot_of: dict[int, int] = {}  # by the job's number
 
     def start(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
-            with _blocked():  # between the fork and the moment when either side knows its part
-                place = self._place[entry.number] = self._free.pop(0)
-                process: Any = multiprocessing.get_context("fork").Process(target=self._child, args=(entry, place))
+            with _blocked_signals():  # until parent and child have set up their handling of signals
+                slot = self._slot_of[entry.number] = self._free_slots.pop(0)
+                process: Any = multiprocessing.get_context("fork").Process(target=self._child, args=(entry, slot))
                 process.start()
                 self._running[process.sentinel] = process, entry
 
@@ -87,7 +89,7 @@ class Forked(Launcher):
         for sentinel in connection.wait(list(self._running), 0 if ended else seconds):
             process, entry = self._running.pop(sentinel)
             process.join()
-            self._free.append(self._place.pop(entry.number))
+            self._free_slots.append(self._slot_of.pop(entry.number))
             code = process.exitcode
             how = f"killed by signal {-code}" if code < 0 else f"ended with code {code}"
             entry.close(code, f"the job's process was {how}", "interrupted" if stopped else "failed")
@@ -98,60 +100,60 @@ class Forked(Launcher):
         for job, _ in list(self._running.values()):
             os.kill(job.pid, number)
 
-    def _child(self, entry: Entry, place: int) -> None:
+    def _child(self, entry: Entry, slot: int) -> None:
         for number in SIGNALS:
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-        _end_with_the_parent()
+        _terminate_with_parent()
         if self.slots > 1:
             os.environ[cpus.JOBS] = str(self.slots)
-            os.environ |= own_device(entry, place)
+            os.environ |= own_device(entry, slot)
         if self.captured:
             log = os.open(entry.run_dir / OUTPUT, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             for stream in (1, 2):
                 os.dup2(log, stream)
-        code = perform(entry, self.quiet)
+        code = run_job(entry, self.quiet)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
 
 
-def own_device(entry: Entry, place: int) -> dict[str, str]:
-    """The environment of a job of one device among several at a time: they go round the CUDA devices."""
+def own_device(entry: Entry, slot: int) -> dict[str, str]:
+    """The environment that gives a job of one device the CUDA device of its slot, in rotation; {} for other jobs."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = [str(n) for n in range(cuda_devices())] if visible is None else visible.split(",")
-    if len(devices) < 2 or entry.job.job is None or entry.job.job.run.choices["parallel"] != "single":
+    if len(devices) < 2 or entry.job.job is None or not entry.job.job.run.parallel.one_process:
         return {}
-    return {"CUDA_VISIBLE_DEVICES": devices[place % len(devices)]}
+    return {"CUDA_VISIBLE_DEVICES": devices[slot % len(devices)]}
 
 
-def perform(entry: Entry, quiet: bool) -> int:
-    """Run a job in this process, which is its own; its exit code."""
+def run_job(entry: Entry, quiet: bool) -> int:
+    """Run a job in this process, which runs nothing else; return its exit code."""
     process.restart_clock()
     try:
         job = entry.composed()
-        job.attach = _tell_length
+        job.attach = _write_length
         ended = launcher.launch(job, entry.run_dir, quiet)
     except UserError as error:
         for problem in error.problems:
-            terminal.say(problem)
-        if not directory.is_held(entry.run_dir):  # else it is another one's
-            Result(error=str(error), overrides=entry.job.words).write(entry.run_dir)
+            logger.error(problem)
+        if not directory.is_held(entry.run_dir):  # else another process writes there
+            Result(error=str(error), overrides=entry.job.overrides).write(entry.run_dir)
         return BAD_CONFIG
     if ended.result.error:
-        terminal.say(ended.result.error)
+        logger.error(ended.result.error)
     return ended.code
 
 
-def _tell_length(trainer: Any) -> None:
-    """How many updates the run has: for the table."""
+def _write_length(trainer: Any) -> None:
+    """Write the number of the run's updates to its folder, for the progress table."""
     if trainer.parallel.world.rank == 0:
         Path(trainer.run_dir, LENGTH).write_text(str(trainer.max_updates))
 
 
 @contextlib.contextmanager
-def _blocked() -> Iterator[None]:
-    """Within the context signals wait."""
+def _blocked_signals() -> Iterator[None]:
+    """Within the context, signals are delivered later."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
@@ -159,8 +161,8 @@ def _blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _end_with_the_parent() -> None:
-    """Have Linux ask this process to stop when its parent is killed: a job saves, and holds no device for nobody."""
+def _terminate_with_parent() -> None:
+    """Have Linux send SIGTERM when the parent is killed, so that the job saves and frees its device."""
     import ctypes
 
     set_death_signal = 1  # prctl(2)
@@ -168,14 +170,14 @@ def _end_with_the_parent() -> None:
         ctypes.CDLL(None).prctl(set_death_signal, signal.SIGTERM)
 
 
-class Forward:
-    """While a sweep runs, a signal to it goes to the jobs that run, and no further job starts."""
+class SignalForwarder:
+    """Within the context, a signal sets `raised`, so that no further job starts, and is forwarded to the running jobs."""
 
     def __init__(self) -> None:
         self.raised = 0
         self.launcher: Launcher | None = None
 
-    def __enter__(self) -> Forward:
+    def __enter__(self) -> SignalForwarder:
         self._before = {s: signal.signal(s, self._handle) for s in SIGNALS}
         return self
 
@@ -189,17 +191,17 @@ class Forward:
             signal.signal(number, handler)
 
 
-def run_one(job: SweepJob, run_dir: Path, stop: Forward, quiet: bool) -> tuple[int, Result]:
-    """Run one job in a process of its own; its exit code and result, whatever becomes of it."""
+def run_one(job: SweepJob, run_dir: Path, signals: SignalForwarder, quiet: bool) -> tuple[int, Result]:
+    """Run one job in a process of its own; return its exit code and its result, which it has even if it was killed."""
     entry = Entry(0, job, run_dir)
     if job.job is None:
         entry.refuse()
     else:
-        entry.make_ready()
-        stop.launcher = launcher = Forked(quiet=quiet)
+        entry.prepare_folder()
+        signals.launcher = launcher = Forked(quiet=quiet)
         launcher.start([entry])
-        while not launcher.wait(60.0, bool(stop.raised)):
+        while not launcher.wait(60.0, bool(signals.raised)):
             pass
-        stop.launcher = None
+        signals.launcher = None
     assert entry.result is not None
     return entry.code, entry.result

@@ -1,4 +1,4 @@
-"""Every combination of the given values: the jobs of a sweep, composed and checked."""
+"""The jobs of a sweep: every combination of the given values, composed and validated."""
 
 from __future__ import annotations
 
@@ -17,75 +17,75 @@ from drivetrain.recipe import reader as recipes
 
 @dataclass
 class SweepJob:
-    """One combination: the words that differ from job to job, all its words, and what came of checking them."""
+    """One combination: its job, or why that cannot run."""
 
-    label: str
-    words: list[str]
+    label: str  # the overrides that differ from job to job
+    overrides: list[str]
     job: Job | None
     problems: list[str]
-    cell: dict[str, Any] = field(default_factory=dict)  # what a recipe's `sweep:` gave it: the last of the words, too
+    cell: dict[str, Any] = field(default_factory=dict)  # values from a recipe's `sweep:`, also the last of the overrides
 
 
 def prepare(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> list[SweepJob]:
-    """A job for each combination of the values given, in Hydra's sweep grammar; a recipe's `sweep:` joins in."""
+    """A job for each combination of the values given in Hydra's sweep grammar, and of the grid in a recipe's `sweep:`."""
     axes, labelled = _axes(overrides)
     jobs = []
-    for words in itertools.product(*axes):
-        label = [w for w, differs in zip(words, labelled, strict=True) if differs]
-        jobs += [prepare_one(label, words, cell, config_dirs) for cell in _cells(words, config_dirs)]
+    for combination in itertools.product(*axes):
+        label = [override for override, differs in zip(combination, labelled, strict=True) if differs]
+        jobs += [prepare_one(label, combination, cell, config_dirs) for cell in _cells(combination, config_dirs)]
     return jobs
 
 
 def prepare_one(
-    label: Sequence[str], words: Sequence[str], cell: dict[str, Any] | None = None, config_dirs: Sequence[str] = ()
+    label: Sequence[str], overrides: Sequence[str], cell: dict[str, Any] | None = None, config_dirs: Sequence[str] = ()
 ) -> SweepJob:
-    """One job of these words, none of which sweeps, and of this cell of its recipe's `sweep:`."""
+    """One job of these overrides, each with one value, and of this cell of its recipe's `sweep:`."""
     cell = cell or {}
-    recipe = _recipe_of(words)
+    recipe = _recipe_of(overrides)
     of_cell = recipe.cell(cell, options(config_dirs)) if recipe is not None and recipe.sweep else None
     extra = [f"{k}={as_word(v)}" for k, v in cell.items()]
-    made = SweepJob(" ".join([*label, *extra]), [*words, *extra], None, [], cell)
+    made = SweepJob(" ".join([*label, *extra]), [*overrides, *extra], None, [], cell)
     try:
-        made.job = prepare_job(words, config_dirs, of_cell, extra)
+        made.job = prepare_job(overrides, config_dirs, of_cell, extra)
     except UserError as error:
         made.problems = error.problems
     return made
 
 
 def _axes(overrides: Sequence[str]) -> tuple[list[list[str]], list[bool]]:
-    """The words of each override, one or several, and whether they differ from job to job."""
+    """For each override the single-value overrides that it stands for, and whether it sweeps over several."""
     from hydra.core.override_parser.types import ValueType
 
     axes: list[list[str]] = []
-    labelled: list[bool] = []
+    sweeps: list[bool] = []
     problems: list[str] = []
     for text, override in readable(overrides, "key=value, group=option or key=value,value", problems):
-        labelled.append(override.is_sweep_override())
+        sweeps.append(override.is_sweep_override())
         if not override.is_sweep_override():
             axes.append([text])
         elif override.value_type in (ValueType.CHOICE_SWEEP, ValueType.SIMPLE_CHOICE_SWEEP, ValueType.RANGE_SWEEP):
             axes.append([f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()])
         else:
             problems.append(
-                f"'{text}': a sweep goes through values that are listed: write them out as a,b,c or range(1,4), "
+                f"'{text}': a sweep goes through listed values: write them out as a,b,c or range(1,4), "
                 "or search by -m hydra/sweeper=optuna"
             )
     if problems:
         raise UserError(problems)
-    return axes, labelled
+    return axes, sweeps
 
 
-def _cells(words: Sequence[str], config_dirs: Sequence[str]) -> Iterator[dict[str, Any]]:
-    recipe = _recipe_of(words)
+def _cells(overrides: Sequence[str], config_dirs: Sequence[str]) -> Iterator[dict[str, Any]]:
+    recipe = _recipe_of(overrides)
     if recipe is None or not recipe.sweep:
         yield {}
     else:
-        yield from (cell for cell, _ in recipe.cells(options(config_dirs), given={key_of(w) for w in words}))
+        yield from (cell for cell, _ in recipe.cells(options(config_dirs), given={key_of(o) for o in overrides}))
 
 
-def _recipe_of(words: Sequence[str]) -> recipes.Recipe | None:
-    """The recipe that is named, if there is one that can be read: what is wrong with it is told where it is composed."""
-    name = next((w.partition("=")[2].strip("'\"") for w in words if key_of(w) == "recipe"), "null")
+def _recipe_of(overrides: Sequence[str]) -> recipes.Recipe | None:
+    """The recipe that the overrides name; None if it cannot be read, which is reported where the job is composed."""
+    name = next((o.partition("=")[2].strip("'\"") for o in overrides if key_of(o) == "recipe"), "null")
     try:
         return recipes.read(recipes.find(name)) if name not in ("", "null") else None
     except UserError:
@@ -93,6 +93,6 @@ def _recipe_of(words: Sequence[str]) -> recipes.Recipe | None:
 
 
 def is_sweep_recipe(overrides: Sequence[str]) -> bool:
-    """Whether `recipe=…` among the overrides names a recipe with a grid: it runs as a sweep without -m."""
+    """Whether `recipe=…` among the overrides names a recipe with a grid, which runs as a sweep without -m."""
     recipe = _recipe_of(overrides)
     return recipe is not None and bool(recipe.sweep)

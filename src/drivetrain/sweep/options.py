@@ -1,4 +1,4 @@
-"""How a sweep is run, in Hydra's own words: hydra/launcher, hydra/sweeper, and their knobs."""
+"""The options of hydra/launcher and hydra/sweeper, which say how a sweep runs, as in Hydra's own config."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from drivetrain.core.overrides import key_of, single
 
 
 class SweepOption:
-    """An option of hydra/launcher or of hydra/sweeper: its fields are its knobs."""
+    """An option of hydra/launcher or of hydra/sweeper: its fields are its keys."""
 
     def check(self) -> Iterator[str]:
-        """Why it cannot be on this machine."""
+        """Yield why it cannot run on this machine."""
         return iter(())
 
 
 @dataclass
 class Basic(SweepOption):
-    """Hydra's default. Launcher: one job after another. Sweeper: every combination."""
+    """Hydra's default. As launcher: one job after another. As sweeper: every combination."""
 
 
 @dataclass
@@ -37,7 +37,7 @@ class SubmititLocal(SweepOption):
     """Each job by submitit on this machine, as it would run in Slurm; `array_parallelism` of them at a time."""
 
     timeout_min: Count = 60
-    gpus_per_node: CountOrZero | None = None  # null: all that there are
+    gpus_per_node: CountOrZero | None = None  # null: all of them
     tasks_per_node: Count = 1
     array_parallelism: Count = 1
     setup: list[str] = field(default_factory=list)
@@ -48,7 +48,7 @@ class SubmititLocal(SweepOption):
 
 @dataclass
 class SubmititSlurm(SweepOption):
-    """Each job in Slurm, all of them as one array, of which at most `array_parallelism` run at a time."""
+    """All jobs in Slurm, as one array, of which at most `array_parallelism` run at a time."""
 
     timeout_min: Count = 60
     partition: str | None = None
@@ -76,13 +76,13 @@ class SubmititSlurm(SweepOption):
 
 @dataclass
 class Optuna(SweepOption):
-    """A search: each trial is a job with values that follow from what the trials before it came to."""
+    """A search: optuna proposes each trial's values from the results of the trials before it."""
 
     n_trials: Count = 20
     n_jobs: Count = 1  # trials at a time
     sampler: Literal["tpe", "random", "grid"] = "tpe"
     seed: CountOrZero | None = None
-    direction: Literal["minimize", "maximize"] | None = None  # null: as the loss's metric says
+    direction: Literal["minimize", "maximize"] | None = None  # null: the direction of the loss's metric
 
     def check(self) -> Iterator[str]:
         yield from needs_extra("optuna", "optuna", "hydra/sweeper=optuna")
@@ -102,47 +102,47 @@ class Settings:
     sweeper: SweepOption
 
 
-def is_hydras(word: str) -> bool:
-    """Whether a word is Hydra's own and not the run's."""
-    return key_of(word).split(".")[0].split("/")[0] == "hydra"
+def is_hydra_override(override: str) -> bool:
+    """Whether an override sets Hydra's own config and not the run's."""
+    return key_of(override).split(".")[0].split("/")[0] == "hydra"
 
 
-def is_how(word: str) -> bool:
-    """Whether a word says how a sweep is run, and not what it is made of: it may be another one when it is gone on with."""
-    return key_of(word).startswith(("hydra/launcher", "hydra.launcher.")) or key_of(word) == "hydra.sweeper.n_trials"
+def is_launch_setting(override: str) -> bool:
+    """Whether an override changes how a sweep runs but not its jobs, so that it may change when the sweep is resumed."""
+    return key_of(override).startswith(("hydra/launcher", "hydra.launcher.")) or key_of(override) == "hydra.sweeper.n_trials"
 
 
-def split(words: Sequence[str]) -> tuple[Settings, list[str]]:
-    """The settings, and the words that are the run's. Raises UserError with all that is wrong."""
+def split(overrides: Sequence[str]) -> tuple[Settings, list[str]]:
+    """Split off the launcher and the sweeper from the run's overrides. Raises UserError with every problem."""
     problems: list[str] = []
-    values = _values([w for w in words if is_hydras(w)], problems)
+    values = _values([o for o in overrides if is_hydra_override(o)], problems)
     made = {group: _option(group, values, problems) for group in OPTIONS}
     if isinstance(made["launcher"], Joblib) and isinstance(made["sweeper"], Optuna):
         problems.append(
-            "hydra/launcher=joblib beside hydra/sweeper=optuna: hydra.sweeper.n_jobs says how many trials run at a time"
+            "hydra/launcher=joblib with hydra/sweeper=optuna: hydra.sweeper.n_jobs says how many trials run at a time"
         )
     if problems:
         raise UserError(problems)
-    return Settings(**made), [w for w in words if not is_hydras(w)]  # type: ignore[arg-type]
+    return Settings(**made), [o for o in overrides if not is_hydra_override(o)]  # type: ignore[arg-type]
 
 
-def _values(words: Sequence[str], problems: list[str]) -> dict[str, Any]:
-    """Key → value of Hydra's words; those that are no launcher's and no sweeper's are refused."""
+def _values(overrides: Sequence[str], problems: list[str]) -> dict[str, Any]:
+    """Key → value of the launcher's and the sweeper's overrides; any other of Hydra's is a problem."""
     own = []
-    for word in words:
-        key = key_of(word)
+    for override in overrides:
+        key = key_of(override)
         if key in ("hydra/launcher", "hydra/sweeper") or key.startswith(("hydra.launcher.", "hydra.sweeper.")):
-            own.append(word)
+            own.append(override)
         else:
             problems.append(
-                f"'{word}': of Hydra's config drivetrain has hydra/launcher and hydra/sweeper alone: "
-                "set output_dir=… for the place of runs"
+                f"'{override}': of Hydra's config drivetrain has hydra/launcher and hydra/sweeper alone: "
+                "set output_dir=… for the folder of runs"
             )
     return single(own, "sweep", problems)
 
 
 def _option(group: str, values: dict[str, Any], problems: list[str]) -> SweepOption | None:
-    """The option that is chosen, with its knobs; None where something is wrong with it."""
+    """The chosen option with its keys; None where it has a problem."""
     known = OPTIONS[group]
     name = str(values.get(f"hydra/{group}", "basic"))
     if name not in known:
@@ -151,7 +151,7 @@ def _option(group: str, values: dict[str, Any], problems: list[str]) -> SweepOpt
     place, kind = f"hydra.{group}", known[name]
     given = {key.removeprefix(f"{place}."): value for key, value in values.items() if key.startswith(f"{place}.")}
     hints = get_type_hints(kind, include_extras=True)
-    wrong = [_no_knob(group, name, knob, list(hints)) for knob in given if knob not in hints]
+    wrong = [_unknown_key(group, name, key, list(hints)) for key in given if key not in hints]
     wrong += typed(place, {k: (hints[k], v) for k, v in given.items() if k in hints})
     problems += wrong
     if wrong:
@@ -161,16 +161,16 @@ def _option(group: str, values: dict[str, Any], problems: list[str]) -> SweepOpt
     return made
 
 
-def _no_knob(group: str, name: str, knob: str, knobs: list[str]) -> str:
-    others = [n for n, kind in OPTIONS[group].items() if knob in get_type_hints(kind)]
-    hint = " or ".join(f"hydra/{group}={n}" for n in others) + " has it" if others else did_you_mean(knob, knobs)
-    return f"hydra/{group}={name} has no '{knob}' (hydra.{group}.{knob}): {hint}"
+def _unknown_key(group: str, name: str, key: str, keys: list[str]) -> str:
+    others = [n for n, kind in OPTIONS[group].items() if key in get_type_hints(kind)]
+    hint = " or ".join(f"hydra/{group}={n}" for n in others) + " has it" if others else did_you_mean(key, keys)
+    return f"hydra/{group}={name} has no '{key}' (hydra.{group}.{key}): {hint}"
 
 
-def words() -> list[str]:
-    """The words there are, for completion."""
+def completions() -> list[str]:
+    """Every launcher, sweeper and key, for the shell's completion."""
     found = []
     for group, kinds in OPTIONS.items():
         found += [f"hydra/{group}={name}" for name in kinds]
-        found += sorted({f"hydra.{group}.{knob}=" for kind in kinds.values() for knob in get_type_hints(kind)})
+        found += sorted({f"hydra.{group}.{key}=" for kind in kinds.values() for key in get_type_hints(kind)})
     return found

@@ -1,8 +1,12 @@
-"""Where a sweep stands: one live table in a terminal, a line for each job elsewhere. No thread redraws it: jobs are forked."""
+"""Shows a sweep's progress: a live table in a terminal, a line for each job elsewhere.
+
+No thread redraws the table, because the process forks the jobs.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections import Counter
@@ -13,12 +17,14 @@ from typing import Any
 from drivetrain.sweep.store import LENGTH, Entry
 from drivetrain.ui import terminal
 
-TAIL = 4096  # bytes of a metrics.jsonl that hold its last records
-ROOM = 8  # lines of the screen that the table leaves
+logger = logging.getLogger(__name__)
+
+TAIL = 4096  # bytes at the end of a metrics.jsonl that hold its last records
+RESERVED_LINES = 8  # of the screen, beside the table
 
 
 def progress(entry: Entry) -> tuple[dict[str, Any], int | None]:
-    """A job's last training record ({} before the first), and how many updates it will make, where that is known yet."""
+    """A job's last training record ({} before the first), and the number of its updates, None until it is built."""
     try:
         length = int((entry.run_dir / LENGTH).read_text())
     except (OSError, ValueError):
@@ -28,7 +34,7 @@ def progress(entry: Entry) -> tuple[dict[str, Any], int | None]:
             record = json.loads(line)
             if record["event"] == "train":
                 return record, length
-        except (ValueError, KeyError):  # cut off at either end
+        except (ValueError, KeyError):  # an incomplete line at either end
             continue
     return {}, length
 
@@ -43,62 +49,62 @@ def _tail(path: Path) -> str:
 
 
 def share(entry: Entry) -> float:
-    """How much of its updates a job has made."""
+    """The share of its updates that a job has made."""
     record, length = progress(entry)
     return min(1.0, record["update"] / length) if record and length else 0.0
 
 
 def duration(seconds: float) -> str:
-    """In few characters."""
+    """A duration in few characters."""
     if seconds < 100:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
-class Board:
-    """Tells of the jobs as they begin and end. The base does so in lines."""
+class ProgressLines:
+    """Prints a line when a job begins and when it ends."""
 
-    def __init__(self, total: int, heard: bool = False, quiet: bool = False) -> None:
+    def __init__(self, total: int, jobs_print: bool = False, quiet: bool = False) -> None:
         self.total, self.quiet = total, quiet
-        self.heard = heard  # the jobs speak for themselves, between the lines
-        self._done = self._ended = 0
-        self._work = 0.0  # in jobs: what was done while this looked on
+        self.jobs_print = jobs_print  # the jobs' own output appears between the lines
+        self._done = 0  # jobs
+        self._work = 0.0  # in jobs: what was done since this process began
         self._clock = time.monotonic()
 
-    def __enter__(self) -> Board:
+    def __enter__(self) -> ProgressLines:
         return self
 
     def __exit__(self, *_: object) -> None:
         pass
 
     def keep(self, entries: Sequence[Entry]) -> None:
-        """These came to their ends before."""
+        """Count jobs that ended before this process began."""
         self._done += len(entries)
         if entries:
             print(f"{len(entries)} of {self.total} jobs are done already", flush=True)
 
     def begin(self, entry: Entry) -> None:
-        """A job begins, or is found under way."""
+        """A job begins, or was found running."""
         entry.began, entry.before = time.monotonic(), share(entry)
-        if self.heard and not self.quiet:
+        if self.jobs_print and not self.quiet:
             print(f"\n{self._name(entry)}", flush=True)
 
     def end(self, entry: Entry, running: Sequence[Entry]) -> None:
-        """A job has ended, while these run on."""
+        """A job has ended; `running` are those that still run."""
         self._count(entry)
         assert entry.result is not None
-        left = self.left(running)
-        after = f", about {duration(left)} left" if left else ""
+        seconds_left = self.seconds_left(running)
+        after = f", about {duration(seconds_left)} left" if seconds_left else ""
         took = f" in {duration(entry.seconds())}" if entry.began else ""
         print(f"{self._name(entry)} {entry.result.status}{took}{after}", flush=True)
-        if entry.result.error and not (self.heard and entry.began):
-            terminal.say(f"job {entry.number}: {entry.result.error}")
+        if entry.result.error and not (self.jobs_print and entry.began):
+            logger.error("job %d: %s", entry.number, entry.result.error)
 
     def refresh(self, entries: Sequence[Entry], running: Sequence[Entry]) -> None:
-        """Time has passed."""
+        """Show the progress of the running jobs."""
 
-    def left(self, running: Sequence[Entry]) -> float | None:
-        """Seconds until all is done, at the pace so far; None where there is none to tell from."""
+    def seconds_left(self, running: Sequence[Entry]) -> float | None:
+        """Seconds until all jobs are done, at the pace so far; None before any progress."""
         part = sum(max(0.0, share(e) - e.before) for e in running)
         work = self._work + part
         return (time.monotonic() - self._clock) / work * max(0.0, self.total - self._done - part) if work else None
@@ -111,15 +117,15 @@ class Board:
         return f"job {entry.number} of {self.total}: {entry.job.label or 'the only one'}"
 
 
-class LiveBoard(Board):
-    """One table that stays in its place: all jobs where they fit on the screen, else those that run."""
+class LiveTable(ProgressLines):
+    """A table that is redrawn in place: all jobs where they fit on the screen, else those that run."""
 
-    def __enter__(self) -> LiveBoard:
+    def __enter__(self) -> LiveTable:
         from rich.console import Console
         from rich.live import Live
 
         self._console = Console()
-        # Drawn only when told to, and the streams left alone: the jobs are forked with them.
+        # Redrawn only by refresh(), and without redirected streams, which the forked jobs would inherit.
         self._live = Live(console=self._console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False)
         self._live.start()
         return self
@@ -134,27 +140,27 @@ class LiveBoard(Board):
         self._count(entry)
 
     def refresh(self, entries: Sequence[Entry], running: Sequence[Entry]) -> None:
-        self._live.update(self.table(entries, running, self._console.height - ROOM), refresh=True)
+        self._live.update(self.table(entries, running, self._console.height - RESERVED_LINES), refresh=True)
 
-    def table(self, entries: Sequence[Entry], running: Sequence[Entry], room: int) -> Any:
-        """The table, of at most `room` jobs."""
+    def table(self, entries: Sequence[Entry], running: Sequence[Entry], max_rows: int) -> Any:
+        """The table, of at most `max_rows` jobs."""
         from rich.table import Table
         from rich.text import Text
 
-        left = self.left(running)
+        seconds_left = self.seconds_left(running)
         counts = Counter(e.result.status for e in entries if e.result)
-        said = [f"{self._done} of {self.total} done", *(f"{n} {s}" for s, n in counts.items() if s != "completed")]
-        said += [f"about {duration(left)} left"] if left else []
-        table = Table(title=" · ".join(said), title_justify="left", title_style="bold")
+        title = [f"{self._done} of {self.total} done", *(f"{n} {s}" for s, n in counts.items() if s != "completed")]
+        title += [f"about {duration(seconds_left)} left"] if seconds_left else []
+        table = Table(title=" · ".join(title), title_justify="left", title_style="bold")
         for name in ("job", "overrides", "status", "updates", "loss", "samples/s", "time"):
             table.add_column(name, overflow="ellipsis", no_wrap=True)
-        for entry in list(entries) if len(entries) <= room else list(running)[:room]:
+        for entry in list(entries) if len(entries) <= max_rows else list(running)[:max_rows]:
             table.add_row(*map(Text, row(entry, entry in running)))
         return table
 
 
 def row(entry: Entry, runs: bool) -> list[str]:
-    """A job's line in the live table."""
+    """A job's cells in the live table."""
     if entry.result is not None:
         r = entry.result
         figures = r.status, f"{r.updates:,}", r.metrics["final"].get("loss"), r.samples_per_second, r.wall_s

@@ -1,4 +1,4 @@
-"""A sweep's folder: its words and jobs in jobs.json, each job's run in a folder of its own."""
+"""A sweep's folder: its overrides and jobs in jobs.json, and each job's run in a folder of its own."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from drivetrain.run import directory
 from drivetrain.run.result import Result
 from drivetrain.saving import manifest
 from drivetrain.sweep.grid import SweepJob, prepare_one
-from drivetrain.sweep.options import is_how
+from drivetrain.sweep.options import is_launch_setting
 
-FINAL = ("completed", "diverged")  # what going on with a sweep keeps: all else is run again
-LENGTH = ".max_updates"  # in a job's folder: how many updates it will make, once it is built
+FINAL = ("completed", "diverged")  # statuses of jobs that a resumed sweep does not run again
+LENGTH = ".max_updates"  # file in a job's folder: the number of its updates, once it is built
 
 
 @dataclass(eq=False)
 class Entry:
-    """A job in its folder."""
+    """A job of a sweep with its folder, and its result once it has ended."""
 
     number: int
     job: SweepJob
@@ -35,18 +35,18 @@ class Entry:
     result: Result | None = None
     code: int = FAILED
     began: float = 0.0
-    before: float = 0.0  # the share of its updates that it had made when it was begun here
+    before: float = 0.0  # share of its updates that were done when this process began it
 
-    def keep(self, ends: Sequence[str] = FINAL) -> bool:
-        """Whether it has come to one of these ends already; then it has its result."""
+    def load_result(self, statuses: Sequence[str] = FINAL) -> bool:
+        """Read the result from the folder if its status is one of these; return whether it is."""
         found = Result.read(self.run_dir)
-        if found is None or found.status not in ends:
+        if found is None or found.status not in statuses:
             return False
         self.result, self.code = found, EXIT_OF_STATUS[found.status]
         return True
 
-    def make_ready(self) -> None:
-        """Its folder as its process wants it: with its checkpoints, if it has any, else anew."""
+    def prepare_folder(self) -> None:
+        """Keep the folder if it has checkpoints to resume from, else make it anew."""
         if manifest.checkpoints(self.run_dir):
             (self.run_dir / "result.json").unlink(missing_ok=True)  # of the part before
         else:
@@ -54,51 +54,52 @@ class Entry:
             directory.make(self.run_dir)
 
     def composed(self) -> Job:
-        """The job, to go on from its newest checkpoint if it has one. Raises UserError."""
+        """The job, which resumes from its newest checkpoint if there is one. Raises UserError."""
         if self.job.job is None:
             raise UserError(self.job.problems)
         if not manifest.checkpoints(self.run_dir):
             return self.job.job
         job = prepare_job([f"resume={as_word(str(self.run_dir))}"], self.job.job.composed.config_dirs)
-        job.composed.overrides = self.job.words
+        job.composed.overrides = self.job.overrides
         return job
 
-    def close(self, code: int | None, why: str, status: str = "failed") -> None:
-        """It has ended, with this exit code if that is known; without a result of its own it gets one that says why."""
+    def close(self, code: int | None, error: str, status: str = "failed") -> None:
+        """Record the job's end: its exit code, if known, and its result; `error` and `status` where it wrote no result."""
         found = Result.read(self.run_dir)
         if found is not None:
             self.result = found
             self.code = EXIT_OF_STATUS.get(found.status, FAILED) if code is None else code
             return
         self.code = code if code is not None and code > 0 else FAILED
-        self.result = Result(status=status, error=why, overrides=self.job.words, run_dir=self.run_dir)
+        self.result = Result(status=status, error=error, overrides=self.job.overrides, run_dir=self.run_dir)
         self.result.write(self.run_dir)
 
     def refuse(self) -> None:
-        """It is none that could be run."""
-        self.make_ready()
+        """Record that the job's config is invalid."""
+        self.prepare_folder()
         self.close(BAD_CONFIG, "\n".join(self.job.problems))
 
     def seconds(self) -> float:
-        """How long it has been running."""
+        """Seconds since the job began."""
         return time.monotonic() - self.began
 
 
 @dataclass
 class Sweep:
-    """What jobs.json holds: all that is needed to go on."""
+    """The content of jobs.json, which is all that a sweep needs to be resumed."""
 
     path: Path
-    words: list[str]
+    overrides: list[str]
     config_dirs: list[str]
     entries: list[Entry] = field(default_factory=list)
 
     def add(self, jobs: Sequence[SweepJob], first: int = 0) -> list[Entry]:
-        """Number these jobs from `first` on, and write them down."""
+        """Number these jobs from `first`, and write jobs.json."""
         new = [Entry(n, job, self.path / str(n)) for n, job in enumerate(jobs, first)]
         self.entries += new
-        content = [{"job": e.number, "overrides": e.job.words, "cell": e.job.cell} for e in self.entries]
-        write_json(self.path / "jobs.json", {"words": self.words, "config_dirs": self.config_dirs, "jobs": content})
+        jobs_json = [{"job": e.number, "overrides": e.job.overrides, "cell": e.job.cell} for e in self.entries]
+        content = {"overrides": self.overrides, "config_dirs": self.config_dirs, "jobs": jobs_json}
+        write_json(self.path / "jobs.json", content)
         return new
 
 
@@ -106,58 +107,58 @@ def read(path: Path) -> dict[str, Any]:
     """The content of a sweep's jobs.json. Raises UserError."""
     try:
         content = json.loads((path / "jobs.json").read_text())
-        return {"words": content["words"], "config_dirs": content["config_dirs"], "jobs": content["jobs"]}
+        return {"overrides": content["overrides"], "config_dirs": content["config_dirs"], "jobs": content["jobs"]}
     except OSError:
         raise UserError(
             f"-m resume={path} is no sweep's folder (no jobs.json in it): name one such as outputs/multirun/<date>/<time>-<id>; "
-            "a single run goes on without -m"
+            "a single run is resumed without -m"
         ) from None
     except (ValueError, KeyError, TypeError):
         raise UserError(f"-m resume={path}: its jobs.json is damaged, or of an older drivetrain") from None
 
 
 def one_job(path: Path, number: int) -> Entry:
-    """One job of the sweep in `path`, composed anew, as on another machine."""
+    """One job of the sweep in `path`, composed again, as on another machine."""
     content = read(path)
-    (told,) = (job for job in content["jobs"] if job["job"] == number)
-    words = told["overrides"][: len(told["overrides"]) - len(told["cell"])]
-    return Entry(number, prepare_one((), words, told["cell"], content["config_dirs"]), path / str(number))
+    (entry,) = (job for job in content["jobs"] if job["job"] == number)
+    overrides = entry["overrides"][: len(entry["overrides"]) - len(entry["cell"])]
+    return Entry(number, prepare_one((), overrides, entry["cell"], content["config_dirs"]), path / str(number))
 
 
-def unfinished(root: Path, words: Sequence[str]) -> Iterator[Path]:
-    """The folders of sweeps with the same words in which something is left to do and nobody works, the newest first."""
-    mine = what(words)
+def unfinished(root: Path, overrides: Sequence[str]) -> Iterator[Path]:
+    """The folders of unfinished sweeps with the same overrides that no process is working on, the newest first."""
+    wanted = without_launcher(overrides)
     for file in sorted(root.glob("multirun/*/*/jobs.json"), key=lambda p: p.parent.stat().st_mtime, reverse=True):
+        path = file.parent
         try:
-            content = read(file.parent)
+            content = read(path)
         except UserError:
             continue
-        if what(content["words"]) == mine and not is_finished(file.parent) and not directory.is_held(file.parent):
-            yield file.parent
+        if without_launcher(content["overrides"]) == wanted and not is_finished(path) and not directory.is_held(path):
+            yield path
 
 
 def is_finished(path: Path) -> bool:
-    """Whether a sweep went to its end: then there is a sweep.json, and it says so."""
+    """Whether the sweep ran all its jobs: then it has a sweep.json that says so."""
     try:
         return bool(json.loads((path / "sweep.json").read_text())["finished"])
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
-def what(words: Sequence[str]) -> list[str]:
-    """The words without those of the launcher."""
-    return [w for w in words if not key_of(w).startswith(("hydra/launcher", "hydra.launcher."))]
+def without_launcher(overrides: Sequence[str]) -> list[str]:
+    """The overrides without those of the launcher."""
+    return [o for o in overrides if not key_of(o).startswith(("hydra/launcher", "hydra.launcher."))]
 
 
-def with_beside(path: Path, words: Sequence[str], beside: Sequence[str]) -> list[str]:
-    """A sweep's own words with those beside resume=, which only say how it is run. Raises UserError."""
-    if wrong := [w for w in beside if not is_how(w)]:
+def merge_overrides(path: Path, overrides: Sequence[str], given: Sequence[str]) -> list[str]:
+    """A sweep's own overrides with those given beside resume=, which may only change how it is launched. Raises UserError."""
+    if wrong := [o for o in given if not is_launch_setting(o)]:
         raise UserError(
-            f"-m resume={path} goes on with that sweep's own words, and only hydra/launcher, its knobs and "
+            f"-m resume={path} resumes that sweep with its own overrides, and only hydra/launcher, its keys and "
             f"hydra.sweeper.n_trials may change: leave out {' '.join(wrong)}"
         )
-    keys = {key_of(w) for w in beside}
-    # Another launcher has other knobs.
-    replaced = "hydra/launcher" in keys
-    kept = [w for w in words if key_of(w) not in keys and not (replaced and key_of(w).startswith("hydra.launcher."))]
-    return [*kept, *beside]
+    keys = {key_of(o) for o in given}
+    new_launcher = "hydra/launcher" in keys  # it has keys of its own
+    kept = [o for o in overrides if key_of(o) not in keys and not (new_launcher and key_of(o).startswith("hydra.launcher."))]
+    return [*kept, *given]

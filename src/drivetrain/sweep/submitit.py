@@ -1,4 +1,4 @@
-"""Jobs by submitit: in Slurm, or on this machine just as there."""
+"""Runs jobs by submitit: in Slurm, or on this machine in the same way."""
 
 from __future__ import annotations
 
@@ -15,63 +15,64 @@ from typing import Any
 from drivetrain.core import cpus, process
 from drivetrain.core.errors import UserError
 from drivetrain.core.paths import add_own_places
-from drivetrain.sweep.forked import Launcher, perform
+from drivetrain.sweep.forked import Launcher, run_job
 from drivetrain.sweep.options import SubmititLocal, SubmititSlurm
 from drivetrain.sweep.store import Entry, one_job, read
 
-SUBMITTED = ".submitted"  # in a job's folder: its number with submitit
+SUBMITTED = ".submitted"  # file in a job's folder: its submitit id
 POLL_S = 0.5
-OF_SLURM = ("partition", "account", "qos", "constraint", "array_parallelism", "setup")
+SLURM_KEYS = ("partition", "account", "qos", "constraint", "array_parallelism", "setup")
 
 
 @dataclass
 class Task:
-    """What is submitted: one job of a sweep by its number. It is composed where it runs."""
+    """What is submitted: one job of a sweep by its number, which is composed where it runs."""
 
     sweep: Path
     number: int
     quiet: bool
     devices: str | None  # CUDA_VISIBLE_DEVICES where the job was submitted
     own_devices: bool  # the launcher gives it devices of its own
-    at_a_time: int  # jobs that share one machine
+    jobs_per_machine: int  # at a time
 
     def __call__(self) -> int:
-        """Run it; its exit code. A job that was begun before goes on."""
+        """Run the job, from its checkpoint if it has one; return its exit code."""
         import submitit
 
-        if not self.own_devices:  # submitit's local executor hides them all
+        if not self.own_devices:  # submitit's local executor hides all devices
             os.environ.pop("CUDA_VISIBLE_DEVICES", None)
             os.environ |= {} if self.devices is None else {"CUDA_VISIBLE_DEVICES": self.devices}
-        if self.at_a_time > 1:
-            os.environ[cpus.JOBS] = str(self.at_a_time)
-        if submitit.JobEnvironment().num_tasks > 1:  # its tasks are the ranks
+        if self.jobs_per_machine > 1:
+            os.environ[cpus.JOBS] = str(self.jobs_per_machine)
+        if submitit.JobEnvironment().num_tasks > 1:  # submitit's tasks are the ranks
             submitit.helpers.TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
         add_own_places(read(self.sweep)["config_dirs"])
-        return perform(one_job(self.sweep, self.number), self.quiet)
+        return run_job(one_job(self.sweep, self.number), self.quiet)
 
     def checkpoint(self) -> Any:
-        """Before its time is up, or a more important job takes its place: it is queued again, and goes on."""
+        """Queue the job again, to resume, when its time runs out or a job of higher priority preempts it."""
         import submitit
 
         return submitit.helpers.DelayedSubmission(self)
 
 
 class Submitit(Launcher):
-    """Submits jobs and waits. Slurm's go on when this process ends; local ones are this machine's and stop with it."""
+    """Submits jobs and waits for them. Jobs in Slurm run on when this process ends; local ones end with it."""
 
     def __init__(self, option: SubmititLocal | SubmititSlurm, sweep: Path, jobs: int, quiet: bool = False) -> None:
         import submitit
 
         self.detached = isinstance(option, SubmititSlurm)
-        # Slurm gets all of them as one array, and keeps to array_parallelism itself.
+        # Slurm gets all jobs as one array, and limits them to array_parallelism itself.
         super().__init__(jobs if self.detached else option.array_parallelism)
         self._option, self._sweep, self._quiet = option, sweep, quiet
         folder = sweep.absolute() / "submitit" / "%j"
         self._executor = submitit.AutoExecutor(folder, cluster="slurm" if self.detached else "local")
         self._executor.update_parameters(name="drivetrain", **_parameters(option))
         self._running: dict[Any, Entry] = {}
-        places = [str(process.PACKAGE.parent), *sys.path]
-        os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(p for p in places if p))  # also when it is not installed
+        # For jobs of a checkout that is not installed.
+        paths = [str(process.PACKAGE.parent), *sys.path]
+        os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(p for p in paths if p))
 
     def attach(self, entry: Entry) -> bool:
         try:
@@ -88,13 +89,13 @@ class Submitit(Launcher):
         if not entries:
             return
         tasks = [self._task(entry) for entry in entries]
-        # A terminal's Ctrl-C reaches submitit's local controllers too, and those would kill a job that is saving.
+        # A terminal's Ctrl-C also reaches submitit's local controllers, which would kill a job that is saving.
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             with self._executor.batch():
                 jobs = [self._executor.submit(task) for task in tasks]
         except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
-            raise UserError(f"the jobs were not taken: {_last_line(error)}") from None
+            raise UserError(f"the jobs could not be submitted: {_last_line(error)}") from None
         finally:
             signal.signal(signal.SIGINT, before)
         for job, entry in zip(jobs, entries, strict=True):
@@ -105,8 +106,8 @@ class Submitit(Launcher):
         ended = super().wait(seconds, stopped)
         for job in [job for job in self._running if job.done()]:
             entry = self._running.pop(job)
-            why = f"the job ended without a word ({job.state.lower()}): see {job.paths.stderr}"
-            entry.close(None, why, "interrupted" if stopped else "failed")
+            error = f"the job ended without a result ({job.state.lower()}): see {job.paths.stderr}"
+            entry.close(None, error, "interrupted" if stopped else "failed")
             ended.append(entry)
         if not ended:
             time.sleep(min(seconds, POLL_S))
@@ -115,21 +116,21 @@ class Submitit(Launcher):
     def signal(self, number: int) -> None:
         if not self.detached:
             for job in list(self._running):
-                job._process.terminate()  # its controller hands it on, and waits until the job has saved
+                job._process.terminate()  # its controller forwards the signal, and waits until the job has saved
 
     def _task(self, entry: Entry) -> Task:
-        at_a_time = 1 if self.detached else self.slots
+        jobs_per_machine = 1 if self.detached else self.slots
         own_devices = self.detached or self._option.gpus_per_node is not None
         devices = os.environ.get("CUDA_VISIBLE_DEVICES")
-        return Task(self._sweep.absolute(), entry.number, self._quiet, devices, own_devices, at_a_time)
+        return Task(self._sweep.absolute(), entry.number, self._quiet, devices, own_devices, jobs_per_machine)
 
 
 def _parameters(option: SubmititLocal | SubmititSlurm) -> dict[str, Any]:
-    """The knobs as submitit's AutoExecutor calls them."""
+    """The keys as submitit's AutoExecutor names them."""
     if isinstance(option, SubmititLocal):
         given = {k: v for k, v in asdict(option).items() if k not in ("array_parallelism", "setup")}
         return {**given, "local_setup": option.setup}
-    given = {f"slurm_{k}" if k in OF_SLURM else k: v for k, v in asdict(option).items()}
+    given = {f"slurm_{k}" if k in SLURM_KEYS else k: v for k, v in asdict(option).items()}
     return {k: v for k, v in given.items() if v not in (None, [])}
 
 

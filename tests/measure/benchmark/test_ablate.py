@@ -3,7 +3,7 @@
 import pytest
 
 from drivetrain.launch.job import prepare
-from drivetrain.measure.benchmark.ablate import techniques, words_of
+from drivetrain.measure.benchmark.ablate import overrides_of, techniques
 
 PAIRS = [
     ("naive", "fast", []),
@@ -24,13 +24,13 @@ def test_all_techniques_together_make_the_one_the_other(both):
     (from_words, to_words), (baseline, recipe) = both
     found = techniques(baseline, recipe)
     assert baseline.config_hash != recipe.config_hash
-    assert prepare([*from_words, *words_of(baseline, found, True)]).config_hash == recipe.config_hash
-    assert prepare([*to_words, *words_of(recipe, found, False)]).config_hash == baseline.config_hash
+    assert prepare([*from_words, *overrides_of(baseline, found, True)]).config_hash == recipe.config_hash
+    assert prepare([*to_words, *overrides_of(recipe, found, False)]).config_hash == baseline.config_hash
 
 
 def test_each_technique_changes_something_and_nothing_twice(both):
     (from_words, _), (baseline, recipe) = both
     found = techniques(baseline, recipe)
-    hashes = {prepare([*from_words, *words_of(baseline, [t], True)]).config_hash for t in found}
+    hashes = {prepare([*from_words, *overrides_of(baseline, [t], True)]).config_hash for t in found}
     assert len(hashes) == len(found)
     assert baseline.config_hash not in hashes

@@ -1,4 +1,4 @@
-"""`drivetrain compare`: the arms, their turns, what is said of them, and the verdict on quality."""
+"""`drivetrain compare`: the arms, their rounds, their notes, and the verdict on quality."""
 
 import math
 import os
@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from drivetrain.core.signals import ended_by_signals
-from drivetrain.measure.benchmark.noninferiority import FAIL, INCONCLUSIVE, PASS, Trained, verdict
+from drivetrain.measure.benchmark.noninferiority import FAIL, INCONCLUSIVE, PASS, TrainedRun, verdict
 
 
-def test_arms_take_turns_and_leave_a_table_and_a_page(command, tiny):
-    done, found = command("compare", *tiny("optimizer=sgd,adamw", "rounds=6", "turn_s=0.02"))
+def test_arms_are_interleaved_and_leave_a_table_and_a_page(command, tiny):
+    done, found = command("compare", *tiny("optimizer=sgd,adamw", "rounds=6", "block_s=0.02"))
     assert done.returncode == 0, done.stderr
     assert [row["label"] for row in found["rows"]] == ["optimizer=sgd", "optimizer=adamw"]
     for row in found["rows"]:
@@ -35,7 +35,7 @@ def test_arms_take_turns_and_leave_a_table_and_a_page(command, tiny):
 
 def test_an_arm_may_be_there_twice(command, tiny):
     """A against A: two arms, each with processes of its own."""
-    done, found = command("compare", *tiny("optimizer.lr=0.05,0.05", "rounds=2", "turn_s=0.02"))
+    done, found = command("compare", *tiny("optimizer.lr=0.05,0.05", "rounds=2", "block_s=0.02"))
     assert done.returncode == 0, done.stderr
     one, other = (row["rates"] for row in found["rows"])
     assert len(one) == len(other) == 2
@@ -43,10 +43,10 @@ def test_an_arm_may_be_there_twice(command, tiny):
 
 
 def test_the_runs_own_saving_is_compared_where_it_is_named(command, tiny):
-    done, found = command("compare", *tiny("saving=last,best", "saving.every_updates=1", "rounds=1", "turn_s=0.02"))
+    done, found = command("compare", *tiny("saving=last,best", "saving.every_updates=1", "rounds=1", "block_s=0.02"))
     assert done.returncode == 0, done.stderr
     assert [row["label"] for row in found["rows"]] == ["saving=last", "saving=best"]
-    assert all("saving=none" not in row["words"] for row in found["rows"])
+    assert all("saving=none" not in row["overrides"] for row in found["rows"])
 
 
 @pytest.mark.parametrize("verb", ["compare", "ablate", "doctor"])
@@ -62,7 +62,7 @@ def test_what_is_to_be_gone_on_with_is_refused(verb, capsys):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_stopped_comparison_leaves_no_arm_behind(tiny, number, tmp_path):
     """Arms that stand still would stand for ever: they end with the process that holds them."""
-    words = tiny("optimizer=sgd,adamw", "rounds=100", "turn_s=0.05", f"output_dir={tmp_path}/mine")
+    words = tiny("optimizer=sgd,adamw", "rounds=100", "block_s=0.05", f"output_dir={tmp_path}/mine")
     command = [sys.executable, "-m", "drivetrain", "compare", *words]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as held:
         while "round 2" not in held.stderr.readline():
@@ -88,7 +88,7 @@ def text_of(file: Path) -> str:
 
 def test_what_is_slow_is_seen(command, tiny, slow_set):
     words = ["data=own", "data.target=slow_set.Slow", "trust=[slow_set]", "data.kwargs.pause=0,0.01"]
-    done, found = command("compare", *tiny(*words, "rounds=8", "turn_s=0.05"))
+    done, found = command("compare", *tiny(*words, "rounds=8", "block_s=0.05"))
     assert done.returncode == 0, done.stderr
     middle, _, high = found["rows"][1]["ratio"]
     assert middle <= high < 1
@@ -96,7 +96,7 @@ def test_what_is_slow_is_seen(command, tiny, slow_set):
 
 
 def test_an_arm_that_fails_is_a_row(command, tiny):
-    done, found = command("compare", *tiny("optimizer.lr=0.05,1e30", "rounds=1", "turn_s=0.02", "log_every=1"))
+    done, found = command("compare", *tiny("optimizer.lr=0.05,1e30", "rounds=1", "block_s=0.02", "log_every=1"))
     assert done.returncode == 1
     good, bad = found["rows"]
     assert good["error"] is None
@@ -105,7 +105,7 @@ def test_an_arm_that_fails_is_a_row(command, tiny):
 
 
 def test_an_arm_that_cannot_be_is_a_row_and_the_first_one_is_an_error(command, tiny):
-    words = tiny("compile=none,cudagraph", "runtime.device=cpu", "rounds=1", "turn_s=0.02")
+    words = tiny("compile=none,cudagraph", "runtime.device=cpu", "rounds=1", "block_s=0.02")
     done, found = command("compare", *words)
     assert done.returncode == 1
     assert "CUDA" in found["rows"][1]["error"]
@@ -115,7 +115,7 @@ def test_an_arm_that_cannot_be_is_a_row_and_the_first_one_is_an_error(command, t
 
 
 def test_unequal_work_is_said(command, tiny):
-    done, found = command("compare", *tiny("batch.global_batch=12,24", "rounds=1", "turn_s=0.02"))
+    done, found = command("compare", *tiny("batch.global_batch=12,24", "rounds=1", "block_s=0.02"))
     assert "do not do the same work: samples make an update" in done.stdout
     assert "too few rounds" in done.stdout
     assert found["rows"][1]["ratio"][1:] == [None, None]
@@ -165,10 +165,10 @@ arms = [Arm(str(n), prepare([*sys.argv[1:], "saving=none"]), Path(f"arm{n}")) fo
 try:
     for arm in arms:
         arm.start()
-        arm.warm(0.05)
+        arm.warm_up(0.05)
     print(len(children(arms[0]._process.pid)), states(arms[0], 'T'), states(arms[1], 'T'))
-    turns = [arm.turn() for arm in arms]
-    print(states(arms[0], 'T'), states(arms[1], 'T'), turns[0].updates == len(turns[0].steps) == arms[0].updates)
+    blocks = [arm.timed_block() for arm in arms]
+    print(states(arms[0], 'T'), states(arms[1], 'T'), blocks[0].updates == len(blocks[0].step_s) == arms[0].updates_per_block)
 finally:
     processes = [arm._process.pid for arm in arms]
     for arm in arms:
@@ -185,14 +185,14 @@ def test_who_waits_stands_still_with_its_workers(tiny):
 
 
 def trained(metrics, losses):
-    return [Trained(n, 100, m, x) for n, (m, x) in enumerate(zip(metrics, losses, strict=True))]
+    return [TrainedRun(n, 100, m, x) for n, (m, x) in enumerate(zip(metrics, losses, strict=True))]
 
 
 BASE = trained([0.97, 0.98, 0.975, 0.972, 0.978], [0.30, 0.31, 0.29, 0.305, 0.295])
 
 
 @pytest.mark.parametrize(
-    ("runs", "word"),
+    ("runs", "outcome"),
     [
         (BASE, PASS),
         (trained([0.971, 0.979, 0.976, 0.972, 0.977], [0.30, 0.31, 0.295, 0.30, 0.295]), PASS),
@@ -200,33 +200,33 @@ BASE = trained([0.97, 0.98, 0.975, 0.972, 0.978], [0.30, 0.31, 0.29, 0.305, 0.29
         (trained([0.5, 0.9, 0.2, 0.4, 0.6], [0.30, 0.31, 0.29, 0.305, 0.295]), FAIL),
         (trained([0.97, 0.98, 0.975, 0.972, 0.978], [0.60, 0.61, 0.59, 0.605, 0.6]), FAIL),  # the curve tells
         (trained([0.95, 0.99, 0.96, 0.98, 0.97], [0.30, 0.31, 0.29, 0.305, 0.295]), INCONCLUSIVE),
-        ([*BASE[:4], Trained(4, 50, error="diverged: the loss is nan")], FAIL),
+        ([*BASE[:4], TrainedRun(4, 50, error="diverged: the loss is nan")], FAIL),
     ],
 )
-def test_the_verdict(runs, word):
+def test_the_verdict(runs, outcome):
     found = verdict(runs, BASE, "accuracy", -1.0)
-    assert found.word == word, found.reason
+    assert found.outcome == outcome, found.reason
     assert found.reason
 
 
 def test_want_of_seeds_is_never_a_pass():
-    assert verdict(BASE[:1], BASE[:1], "accuracy", -1.0).word == INCONCLUSIVE
+    assert verdict(BASE[:1], BASE[:1], "accuracy", -1.0).outcome == INCONCLUSIVE
     two = trained([0.97, 0.975], [0.30, 0.302]), trained([0.973, 0.97], [0.301, 0.3])
-    assert verdict(*two, "accuracy", -1.0).word == INCONCLUSIVE
+    assert verdict(*two, "accuracy", -1.0).outcome == INCONCLUSIVE
 
 
 def test_want_of_a_figure_is_never_a_pass():
     nowhere = trained([r.metric for r in BASE], [math.nan] * 5)
-    assert verdict(nowhere, BASE, "accuracy", -1.0).word == INCONCLUSIVE
-    assert verdict(nowhere, nowhere, "accuracy", -1.0).word == INCONCLUSIVE
+    assert verdict(nowhere, BASE, "accuracy", -1.0).outcome == INCONCLUSIVE
+    assert verdict(nowhere, nowhere, "accuracy", -1.0).outcome == INCONCLUSIVE
 
 
 def test_a_planted_break_fails(command, tiny):
     words = ["data=digits", "epochs=2", "updates=null", "batch.global_batch=64", "optimizer=adamw", "optimizer.lr=0.003,0.9"]
-    done, found = command("compare", *tiny(*words, "quality=true", "seeds=3", "rounds=1", "turn_s=0.02"))
+    done, found = command("compare", *tiny(*words, "quality=true", "seeds=3", "rounds=1", "block_s=0.02"))
     base, broken = (row["verdict"] for row in found["rows"])
-    assert broken["word"] == FAIL, done.stdout
-    assert base["word"] == PASS
+    assert broken["outcome"] == FAIL, done.stdout
+    assert base["outcome"] == PASS
     assert "FAIL" in done.stdout
 
 

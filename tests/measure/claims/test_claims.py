@@ -13,7 +13,7 @@ from drivetrain.config.compose import compose, options
 from drivetrain.core.cpus import usable_cores
 from drivetrain.core.errors import UserError
 from drivetrain.launch.job import checked, prepare
-from drivetrain.measure.benchmark.compare import Row
+from drivetrain.measure.benchmark.comparison import Row
 from drivetrain.measure.benchmark.noninferiority import FAIL, PASS, Verdict
 from drivetrain.measure.claims import write as claims
 from drivetrain.measure.claims.verify import judge
@@ -200,11 +200,11 @@ def test_what_no_recipe_may_hold_is_not_claimed():
 
 @pytest.mark.parametrize("ratio", [None, Interval(1.9, 0.0, math.inf)])
 def test_no_interval_no_claim(ratio):
-    assert claims.of(replace(row(), ratio=ratio), {"precision": "fp32"}) is None
+    assert claims.claim_of(replace(row(), ratio=ratio), {"precision": "fp32"}) is None
 
 
 def test_a_claim_has_the_measurements_own_facts():
-    made = claims.of(row(verdict=Verdict(PASS, "", "accuracy")), {"precision": "fp32"})
+    made = claims.claim_of(row(verdict=Verdict(PASS, "", "accuracy")), {"precision": "fp32"})
     assert (made.ratio, made.interval, made.device, made.quality) == (1.91, (1.85, 1.97), "a chip, 2 threads", "PASS")
     assert made.versions["torch"] == environment.version("torch")
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", made.measured)
@@ -224,13 +224,13 @@ FAILED_QUALITY = Verdict(FAIL, "accuracy worse by 0.5", "accuracy")
         (CLAIM, row((3.0, 2.5, 3.5)), 0, "holds: measured 3.00"),
         (CLAIM, row((1.7, 1.6, 1.76)), 0, "holds: measured 1.70"),  # 5 % below the lower bound
         (CLAIM, row((1.7, 1.6, 1.75)), 1, "does not hold: faster, but by less than claimed: measured 1.70"),
-        (CLAIM, row((1.5, 0.9, 2.5)), 1, "does not hold: not faster beyond doubt: measured 1.50"),
+        (CLAIM, row((1.5, 0.9, 2.5)), 1, "does not hold: not faster, the interval includes 1: measured 1.50"),
         (CLAIM, row(device="another"), 0, "holds here too, on other hardware (another, claimed on a chip, 2 threads): measured"),
         (CLAIM, row((1.1, 1.05, 1.2), "another"), 0, "holds here too"),
         (CLAIM, row((1.0, 0.9, 1.1), "another"), 1, "other hardware (another, claimed on a chip, 2 threads): not faster here"),
         (replace(CLAIM, versions={"torch": "1.13.1"}), row((1.1, 1.05, 1.2)), 0, "holds here too, on other hardware (torch "),
         (replace(CLAIM, versions={"torch": "1.13.1", "nothing": "9"}), row((1.0, 0.9, 1.2)), 1, "other hardware (torch "),
-        (replace(CLAIM, quality="PASS"), row(), 0, "quality PASS claimed, which quality=true re-runs"),
+        (replace(CLAIM, quality="PASS"), row(), 0, "quality PASS claimed: quality=true checks it again"),
         (replace(CLAIM, quality="PASS"), row(verdict=Verdict(PASS, "", "accuracy")), 0, "(1.85 to 1.97); quality PASS"),
         (CLAIM, row(verdict=FAILED_QUALITY), 1, "does not hold: accuracy worse by 0.5: measured"),
         (CLAIM, replace(row(), error="out of memory", ratio=None), 1, "does not hold: it ended: out of memory"),
@@ -247,7 +247,7 @@ def test_a_baseline_that_fails_is_told():
 
 # --- the command ---
 
-SLOW_SET = ["data=own", "data.target=slow_set.Slow", "trust=[slow_set]", "rounds=6", "turn_s=0.02"]
+SLOW_SET = ["data=own", "data.target=slow_set.Slow", "trust=[slow_set]", "rounds=6", "block_s=0.02"]
 PAUSE = {**GOOD, "ratio": "2", "interval": "[1.5, 2.5]", "against": "{data.kwargs.pause: 0.01}"}
 
 
@@ -264,7 +264,7 @@ def test_a_claim_on_a_planted_cost_holds(command, tiny, tmp_path, slow_set):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "holds here too, on other hardware" in done.stdout
     assert [row["label"] for row in found["rows"]] == ["data.kwargs.pause=0.01", "claimed"]
-    assert "data.kwargs.pause=0.01" in found["rows"][0]["words"]
+    assert "data.kwargs.pause=0.01" in found["rows"][0]["overrides"]
     assert found["rows"][0]["device"] == here()
     page = next(Path("outputs/compare").rglob("compare.html")).read_text()
     assert "drivetrain recipe verify claimed.yaml" in page
@@ -274,9 +274,9 @@ def test_a_claim_on_a_planted_cost_holds(command, tiny, tmp_path, slow_set):
 @pytest.mark.slow
 def test_a_claim_of_nothing_does_not_hold(command, tiny):
     written({**GOOD, "device": here(), "ratio": "9", "interval": "[8, 10]", "against": "{epochs: 3}"}, head="epochs: 2\n")
-    done, found = command("recipe", "verify", "claimed.yaml", *tiny("rounds=6", "turn_s=0.02"))
+    done, found = command("recipe", "verify", "claimed.yaml", *tiny("rounds=6", "block_s=0.02"))
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "does not hold: " in found["said"][-1]
+    assert "does not hold: " in found["notes"][-1]
     assert "claimed 9.00 × (8.00 to 10.00)" in done.stdout
 
 

@@ -18,7 +18,7 @@ def doctor(tmp_path):
     """The doctor in a process of its own, on a planted case; what it said."""
 
     def run(case: str, *more: str) -> str:
-        words = [*config_dir(tmp_path), *bottlenecks.words(CASES[case]), *more]
+        words = [*config_dir(tmp_path), *bottlenecks.overrides_of(CASES[case]), *more]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         command = [sys.executable, "-m", "drivetrain", "doctor", *{w.partition("=")[0]: w for w in words}.values()]
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
@@ -34,7 +34,7 @@ SHORT = ("slow data", "workers", "saving")
 
 @pytest.mark.parametrize("case", SHORT)
 def test_what_was_planted_is_found(doctor, case):
-    said, mark = doctor(case, "prove=false", "look_s=0.4"), CASES[case].mark
+    said, mark = doctor(case, "prove=false", "profile_s=0.4"), CASES[case].mark
     assert CASES[case].verdict in said.split("verdict: ")[1], said
     if mark is not None:
         assert place(mark) in said, said
@@ -43,7 +43,7 @@ def test_what_was_planted_is_found(doctor, case):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_what_was_planted_is_the_verdict(doctor, case):
-    said, mark = doctor(case, "prove=false", "look_s=0.4"), CASES[case].mark
+    said, mark = doctor(case, "prove=false", "profile_s=0.4"), CASES[case].mark
     first = said.split("verdict: ")[1].splitlines()
     assert CASES[case].verdict in first[0], said
     if mark is not None:
@@ -52,18 +52,18 @@ def test_what_was_planted_is_the_verdict(doctor, case):
 
 @pytest.mark.slow
 def test_what_it_prescribes_is_faster_and_runs(doctor):
-    said = doctor("slow data", "data.kwargs.pause=0.002", "batch.global_batch=16", "look_s=0.3", "rounds=6", "turn_s=0.2")
+    said = doctor("slow data", "data.kwargs.pause=0.002", "batch.global_batch=16", "profile_s=0.3", "rounds=6", "block_s=0.2")
     gain = re.search(r"\n([\d.]+) × the samples a second \(([\d.]+) to", said)
     assert gain, said
     assert float(gain[2]) > 1
     recipe = next(Path("outputs/doctor").rglob("recipe.yaml"))
     assert str(recipe.parent) in said
-    assert "measured in turns" in recipe.read_text()
+    assert "measured in interleaved rounds" in recipe.read_text()
     claim = read(recipe).claim
     assert (claim.ratio, claim.interval[0]) == pytest.approx((float(gain[1]), float(gain[2])), abs=0.006)
     assert re.search(rf"drivetrain recipe verify -cd \S+mine {recipe} .*data=own data\.target=bench\.bottlenecks\.Data", said)
     assert set(claim.against) <= {"loader", "loader.num_workers", "loader.prefetch_factor"}
-    words = ["epochs=1", "updates=2", *bottlenecks.WORDS[:5]]
+    words = ["epochs=1", "updates=2", *bottlenecks.OVERRIDES[:5]]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-m", "drivetrain", "train", f"recipe={recipe}", *words], env=env, check=True)
 

@@ -28,8 +28,8 @@ class Event:
 
 
 def test_what_overlaps_is_counted_once():
-    assert utilization._covered([Event("a", 0, 4), Event("b", 2, 5), Event("c", 3, 4), Event("d", 7, 8)]) == 6
-    assert utilization._covered([]) == 0
+    assert utilization._union_us([Event("a", 0, 4), Event("b", 2, 5), Event("c", 3, 4), Event("d", 7, 8)]) == 6
+    assert utilization._union_us([]) == 0
 
 
 def test_on_a_cpu_other_threads_are_not_the_steps():
@@ -37,9 +37,9 @@ def test_on_a_cpu_other_threads_are_not_the_steps():
         Event(READING, 0, 20), Event("aten::mm", 20, 50), Event("aten::add", 60, 70), Event("aten::stack", 0, 100, thread=2),
         Event(END, 90, 100),
     ]  # fmt: skip
-    found = utilization._of_cpu(events, 100.0)
-    assert found == {"inside of operations": pytest.approx(0.4), "between them: Python, dispatch": pytest.approx(0.4)}
-    assert utilization._of_cpu([Event(READING, 0, 20)], 100.0) == {}
+    found = utilization._cpu_shares(events, 100.0)
+    assert found == {"in operations": pytest.approx(0.4), "between operations (Python, dispatch)": pytest.approx(0.4)}
+    assert utilization._cpu_shares([Event(READING, 0, 20)], 100.0) == {}
 
 
 def test_on_cuda_our_own_waiting_is_not_the_hosts():
@@ -48,12 +48,12 @@ def test_on_cuda_our_own_waiting_is_not_the_hosts():
         Event("gemm", 0, 30, cuda), Event("Memcpy HtoD", 20, 40, cuda), Event("relu", 50, 60, cuda),
         Event("cudaStreamSynchronize", 10, 15), Event(END, 80, 100), Event("cudaDeviceSynchronize", 81, 99),
     ]  # fmt: skip
-    found = utilization._of_cuda(events, 100.0)
+    found = utilization._cuda_shares(events, 100.0)
     assert found == {
         "the device computes": pytest.approx(0.4), "the device copies": pytest.approx(0.2),
         "the device is idle": pytest.approx(0.5), "the host waits for the device": pytest.approx(0.05),
     }  # fmt: skip
-    assert utilization._of_cuda(events[3:], 100.0) == {}, "a profiler that sees nothing of the device"
+    assert utilization._cuda_shares(events[3:], 100.0) == {}, "a profiler that sees nothing of the device"
 
 
 class Trainer:
@@ -82,7 +82,7 @@ class MicroBatch:
 
 def test_time_outside_of_operations_is_seen():
     """Half a second in which Python does something else is most of the update, whatever the machine is busy with."""
-    between = "between them: Python, dispatch"
-    slow = utilization.occupied(Trainer(0.5), iter([MicroBatch()] * 99))
+    between = "between operations (Python, dispatch)"
+    slow = utilization.time_shares(Trainer(0.5), iter([MicroBatch()] * 99))
     assert slow[between] > 0.5
     assert sum(slow.values()) == pytest.approx(1.0, abs=0.05)

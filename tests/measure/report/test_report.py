@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from drivetrain.cli import main
-from drivetrain.measure.report.report import common_target, seeds_together
+from drivetrain.measure.report.report import common_target, summarize_seeds
 from drivetrain.run.reader import differing, find
 
 
@@ -74,7 +74,7 @@ def test_looking_leaves_no_trace(two):
 def test_seeds_stand_together(train):
     for seed in (0, 1):
         train("data=digits", "epochs=1", "updates=null", "batch.global_batch=128", f"runtime.seed={seed}")
-    (line,) = seeds_together(find([Path("outputs")]))
+    (line,) = summarize_seeds(find([Path("outputs")]))
     assert "over 2 seeds" in line
     assert "±" in line
     assert "against the first" not in line
@@ -85,7 +85,7 @@ def test_several_configs_over_the_same_seeds_have_a_verdict(train, word, words, 
     for more in ([], [words]):
         for seed in (0, 1, 2):
             train("data=digits", "epochs=2", "updates=null", "batch.global_batch=128", f"runtime.seed={seed}", *more)
-    first, second = seeds_together(find([Path("outputs")]))
+    first, second = summarize_seeds(find([Path("outputs")]))
     assert "against the first" not in first
     assert f"over 3 seeds; {word} against the first: " in second, second
     assert main.main(["report", "outputs", "out=page"]) == 0
@@ -97,8 +97,8 @@ def test_a_seed_that_did_not_come_to_an_end_is_a_fail(train):
     for more in ([], ["optimizer=sgd", "optimizer.lr=1e30"]):
         for seed in (0, 1):
             train("data=digits", "epochs=1", "updates=null", "batch.global_batch=128", f"runtime.seed={seed}", *more)
-    lines = seeds_together(find([Path("outputs")]))
-    assert "0 of 2 seeds came to an end; FAIL against the first: the run with seed 0 ended: diverged" in lines[1], lines
+    lines = summarize_seeds(find([Path("outputs")]))
+    assert "0 of 2 seeds completed; FAIL against the first: the run with seed 0 ended: diverged" in lines[1], lines
 
 
 def test_configs_are_judged_on_the_same_data_alone(train):
@@ -109,7 +109,7 @@ def test_configs_are_judged_on_the_same_data_alone(train):
             last = train("data=synthetic", *words, noise, f"runtime.seed={seed}")
         result = Path(last.run_dir) / "result.json"
         result.write_text(json.dumps({**json.loads(result.read_text()), "status": "interrupted"}))
-    lines = seeds_together(find([Path("outputs")]))
+    lines = summarize_seeds(find([Path("outputs")]))
     assert len(lines) == 2
     assert all("over 2 seeds" in line and "against the first" not in line for line in lines), lines
 

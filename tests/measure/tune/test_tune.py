@@ -10,11 +10,12 @@ import pytest
 from drivetrain.cli import main
 from drivetrain.config.compose import options
 from drivetrain.launch.job import prepare
+from drivetrain.measure import overrides
 from drivetrain.measure.benchmark import stopping
-from drivetrain.measure.benchmark.compare import Row
-from drivetrain.measure.benchmark.interleave import Arm, Turn
+from drivetrain.measure.benchmark.comparison import Row
+from drivetrain.measure.benchmark.interleave import Arm, TimedBlock
+from drivetrain.measure.claims.recommend import recommend
 from drivetrain.measure.intervals import Interval
-from drivetrain.measure.profile.prescribe import prescribe
 from drivetrain.measure.tune import candidates, range_test, tune
 from drivetrain.measure.tune.range_test import RangeTest
 from drivetrain.recipe import reader as recipe
@@ -32,7 +33,7 @@ OWN = [
 
 def arm(*rates: float) -> Arm:
     done = Arm("", None, Path())
-    done.turns = [Turn(1.0, 1, rate, 0.0, [], 0) for rate in rates]
+    done.blocks = [TimedBlock(1.0, 1, rate, 0.0, [], 0) for rate in rates]
     return done
 
 
@@ -64,9 +65,9 @@ def test_one_bad_round_ends_nobodys_race():
 
 def test_words_over_words():
     words = ["loader=workers", "loader.num_workers=24", "epochs=3", "batch.global_batch=64", "surgery=[no_bias_before_norm]"]
-    assert candidates.over(words, ["loader=threads"]) == [words[2], words[3], words[4], "loader=threads"]
-    assert candidates.over(words, ["loader.num_workers=2"]) == [words[0], *words[2:], "loader.num_workers=2"]
-    assert words[3] in candidates.over(words, ["batch=accumulate", "batch.accumulation_steps=2"])
+    assert overrides.apply(words, ["loader=threads"]) == [words[2], words[3], words[4], "loader=threads"]
+    assert overrides.apply(words, ["loader.num_workers=2"]) == [words[0], *words[2:], "loader.num_workers=2"]
+    assert words[3] in overrides.apply(words, ["batch=accumulate", "batch.accumulation_steps=2"])
 
 
 def test_whatever_loads_or_compiles_is_tried():
@@ -84,28 +85,28 @@ def test_a_whole_step_is_tried_with_what_it_wants():
     job = prepare(["recipe=naive", "data=digits", "optimizer.fused=true"])
     (words,) = [w for w in candidates.compilers(job) if w.startswith("compile=step")]
     assert set(words.split()[1:]) == {"optimizer.fused=null", "optimizer.foreach=null", "runtime.zero_grad=none"}
-    prepare(candidates.over(["recipe=naive", "data=digits", "optimizer.fused=true"], words.split()))
+    prepare(overrides.apply(["recipe=naive", "data=digits", "optimizer.fused=true"], words.split()))
 
 
 def test_what_a_later_choice_overrides_is_no_longer_an_earlier_ones():
     tuning = tune.Tuning(tune.Settings(), [], ())
-    tuning._take("loaders", "loader=threads loader.num_threads=2")
-    tuning._take("updates", "optimizer.fused=true")
-    tuning._take("compiling", "compile=step optimizer.fused=null")
-    assert tuning.taken == {"loaders": "loader=threads loader.num_threads=2", "compiling": "compile=step optimizer.fused=null"}
-    tuning._take("loaders", "loader=workers")
-    assert tuning.now() == ["compile=step", "optimizer.fused=null", "loader=workers"]
+    tuning._accept("loaders", "loader=threads loader.num_threads=2")
+    tuning._accept("updates", "optimizer.fused=true")
+    tuning._accept("compiling", "compile=step optimizer.fused=null")
+    assert tuning.accepted == {"loaders": "loader=threads loader.num_threads=2", "compiling": "compile=step optimizer.fused=null"}
+    tuning._accept("loaders", "loader=workers")
+    assert tuning.current() == ["compile=step", "optimizer.fused=null", "loader=workers"]
 
 
 def test_what_the_run_has_is_not_tried():
     job = prepare(["data=digits", "model=mlp", "loader=threads", "loader.num_threads=1", "batch.global_batch=12"])
     assert "loader=threads loader.num_threads=1" not in candidates.loaders(job)
     assert "loader=threads loader.num_threads=2" in candidates.loaders(job)
-    assert candidates.splits(job) == [
+    assert candidates.micro_batches(job) == [
         "batch=accumulate batch.accumulation_steps=2",
         "batch=accumulate batch.accumulation_steps=4",
     ]
-    assert candidates.splits(prepare(["data=digits", "batch=auto", "batch.memory_gb=4"])) == []
+    assert candidates.micro_batches(prepare(["data=digits", "batch=auto", "batch.memory_gb=4"])) == []
     assert candidates.arithmetic(prepare(["data=digits", "precision=bf16"])) == ["surgery=[channels_last]"]
 
 
@@ -151,7 +152,7 @@ def test_lr_is_advice_and_leaves_a_plot(command):
 
 @pytest.mark.slow
 def test_workers_are_found_for_data_that_sleeps(command, slow_set):
-    done, _ = command("tune", *OWN, "what=workers", "rounds=8", "turn_s=0.2", "budget_s=300")
+    done, _ = command("tune", *OWN, "what=workers", "rounds=8", "block_s=0.2", "budget_s=300")
     assert done.returncode == 0, done.stderr
     folder = next(Path("outputs/tune").glob("*/*"))
     found = recipe.read(folder / "recipe.yaml")
@@ -164,7 +165,7 @@ def test_workers_are_found_for_data_that_sleeps(command, slow_set):
 
 def test_without_proof_nothing_is_kept(command, slow_set):
     """One round has no interval, so that no loader is taken, however fast."""
-    done, _ = command("tune", *OWN, "what=workers", "rounds=1", "turn_s=0.02")
+    done, _ = command("tune", *OWN, "what=workers", "rounds=1", "block_s=0.02")
     assert done.returncode == 0, done.stderr
     assert "the run stays as it is" in done.stdout
     folder = next(Path("outputs/tune").glob("*/*"))
@@ -178,7 +179,7 @@ def test_what_is_prescribed_replays_and_says_what_it_rests_on(tmp_path, capsys):
     base = Row("as it was", [], samples_per_second=100.0, global_batch=128, device="this one")
     row = Row("loader=threads", [], ratio=Interval(2.0, 1.8, 2.2), samples_per_second=200.0, global_batch=128, device="this one")
     words = ["recipe=naive", "data=digits", "model=mlp", "loader=workers", "loader.num_workers=24", "runtime.device=cpu"]
-    prescribe("tune", words, ["loader=threads", "loader.num_threads=2"], (), base, row, tmp_path, ["quality: PASS"])
+    recommend("tune", words, ["loader=threads", "loader.num_threads=2"], (), base, row, tmp_path, ["quality: PASS"])
     said = capsys.readouterr().out
     assert "2.00 × the samples a second (1.80 to 2.20)" in said
     assert "loader.num_workers" not in said
@@ -195,7 +196,7 @@ def test_what_is_prescribed_replays_and_says_what_it_rests_on(tmp_path, capsys):
 def test_another_global_batch_is_said(tmp_path, capsys):
     base = Row("", [], samples_per_second=1.0, global_batch=128)
     row = Row("", [], ratio=Interval(2.0, 1.8, 2.2), samples_per_second=2.0, global_batch=512)
-    prescribe("doctor", ["data=digits"], ["batch.global_batch=512"], (), base, row, tmp_path)
+    recommend("doctor", ["data=digits"], ["batch.global_batch=512"], (), base, row, tmp_path)
     assert "512 samples now, not 128" in capsys.readouterr().out
 
 
@@ -221,7 +222,7 @@ def test_what_is_likely_faster_is_taken_on():
 
 def test_a_worse_result_is_taken_back():
     tuning = tune.Tuning(tune.Settings(), [], ())
-    tuning.taken = {"how data is read": "loader=threads", "precision and memory layout": "precision=bf16"}
-    tuning._take_back("loss worse")
-    assert tuning.taken == {"how data is read": "loader=threads"}
-    assert "taken back" in tuning.said[0]
+    tuning.accepted = {"how data is read": "loader=threads", "precision and memory layout": "precision=bf16"}
+    tuning._drop_suspect("loss worse")
+    assert tuning.accepted == {"how data is read": "loader=threads"}
+    assert "is dropped" in tuning.notes[0]

@@ -1,1 +1,1 @@
-"""Runs side by side: interleaved turns, ratios with intervals, verdicts."""
+"""Interleaved benchmarks of several runs: rounds of timed blocks, ratios with intervals, and verdicts on quality."""

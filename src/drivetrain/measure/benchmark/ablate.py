@@ -1,4 +1,4 @@
-"""`drivetrain ablate`: what each technique of a recipe brings by itself, what its loss costs, and the way there."""
+"""`drivetrain ablate`: what each technique of a recipe gains alone, what its removal costs, and the steps to the recipe."""
 
 from __future__ import annotations
 
@@ -15,117 +15,136 @@ from drivetrain.core.overrides import as_word
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure import arguments
-from drivetrain.measure.benchmark import compare
-from drivetrain.measure.benchmark.compare import Comparison
-from drivetrain.measure.report.html import ablation_page
+from drivetrain.measure.benchmark import arms, compare, comparison
+from drivetrain.measure.benchmark.comparison import Comparison
+from drivetrain.measure.benchmark.page import ablation_page
 from drivetrain.run import directory
 from drivetrain.run.identity import flatten
 
 
 @dataclass
-class Settings(compare.Settings):
-    """What the command itself can be told."""
+class Settings(comparison.Settings):
+    """The settings of `drivetrain ablate`."""
 
-    rounds: Count = 8  # of three comparisons with many arms
+    rounds: Count = 8  # of each of three comparisons, which have many arms
     recipe: str = "fast"
     baseline: str = "naive"
 
 
 @dataclass(frozen=True)
 class Technique:
-    """One difference of the recipe from the baseline: a group's option with all its knobs, one knob, or one of a list."""
+    """One difference of the recipe from the baseline: an option with all its keys, one key, or one item of a list group."""
 
     label: str
     group: str
-    has: tuple[str, ...]  # the words that give an arm the recipe's way
-    lacks: tuple[str, ...]  # and those that give it the baseline's
-    item: str | None = None  # of a list group: the option that is in it or not
-    by_default: bool = True  # of an item: the recipe has it, the baseline has not
+    enable: tuple[str, ...]  # overrides that set an arm to the recipe's value
+    disable: tuple[str, ...]  # overrides that set it to the baseline's
+    item: str | None = None  # of a list group: the option that one of them lists
+    in_recipe: bool = True  # of an item: the recipe lists it and the baseline does not, or the reverse
 
 
 def techniques(baseline: Job, recipe: Job) -> list[Technique]:
-    """In what the recipe differs from the baseline, in the order of conf/config.yaml."""
+    """The differences of the recipe from the baseline, in the order of conf/config.yaml."""
     old, new = baseline.composed, recipe.composed
-    before, after = old.plain, new.plain
     found: list[Technique] = []
     for group in new.choices:
         if group in recipe.machine_local_keys | {"logger", "saving"}:
             continue
         if group in LISTS:
-            found += _items(group, old.choices[group], new.choices[group])
-        elif old.choices[group] != new.choices[group]:
-            has, lacks = _section(group, new.choices[group], after), _section(group, old.choices[group], before)
-            found.append(Technique(has[0], group, has, lacks))
+            found += _items(group, old.choice(group), new.choice(group))
+        elif old.choice(group) != new.choice(group):
+            enable, disable = _section(group, new.choice(group), new.plain), _section(group, old.choice(group), old.plain)
+            found.append(Technique(enable[0], group, enable, disable))
         else:
-            a, b = flatten(before[group]), flatten(after[group])
-            for key in (k for k in b if a.get(k) != b[k] and f"{group}.{k}" not in recipe.machine_local_keys):
-                new_word, old_word = (f"{group}.{key}={as_word(v)}" for v in (b[key], a.get(key)))
-                found.append(Technique(new_word, group, (new_word,), (old_word,)))
+            found += _keys(group, flatten(old.plain[group]), flatten(new.plain[group]), recipe.machine_local_keys)
     return found
 
 
 def _items(group: str, old: list[str], new: list[str]) -> list[Technique]:
-    gained = [Technique(f"{group}=[{name}]", group, (), (), name) for name in new if name not in old]
-    return gained + [Technique(f"{group} without {name}", group, (), (), name, False) for name in old if name not in new]
+    added = [Technique(f"{group}=[{name}]", group, (), (), name) for name in new if name not in old]
+    return added + [Technique(f"{group} without {name}", group, (), (), name, False) for name in old if name not in new]
+
+
+def _keys(group: str, old: dict[str, Any], new: dict[str, Any], machine_local_keys: set[str]) -> list[Technique]:
+    found = []
+    for key in (k for k in new if old.get(k) != new[k] and f"{group}.{k}" not in machine_local_keys):
+        enable, disable = (f"{group}.{key}={as_word(value)}" for value in (new[key], old.get(key)))
+        found.append(Technique(enable, group, (enable,), (disable,)))
+    return found
 
 
 def _section(group: str, option: str, plain: dict[str, Any]) -> tuple[str, ...]:
-    """The option and all its knobs, as words."""
-    knobs = {k: v for k, v in flatten(plain[group]).items() if k and k != "_target_" and v != {}}
-    return (f"{group}={option}", *(f"{group}.{k}={as_word(v)}" for k, v in knobs.items()))
+    """The overrides that set a group's option and all its keys."""
+    keys = {k: v for k, v in flatten(plain[group]).items() if k and k != "_target_" and v != {}}
+    return (f"{group}={option}", *(f"{group}.{k}={as_word(v)}" for k, v in keys.items()))
 
 
-def words_of(start: Job, differing: Sequence[Technique], forward: bool) -> list[str]:
-    """What turns the baseline into the baseline with these techniques (`forward`), or the recipe into it without them."""
-    words = [word for t in differing for word in (t.has if forward else t.lacks)]
-    for group in dict.fromkeys(t.group for t in differing if t.item is not None):
-        items = list(start.composed.choices[group])
-        for t in (t for t in differing if t.group == group):
-            if t.by_default == forward:
-                items.append(str(t.item))
+def overrides_of(start: Job, differences: Sequence[Technique], enable: bool) -> list[str]:
+    """The overrides that add the techniques to the baseline `start` (`enable`), or remove them from the recipe `start`."""
+    overrides = [override for t in differences for override in (t.enable if enable else t.disable)]
+    for group in dict.fromkeys(t.group for t in differences if t.item is not None):
+        items = list(start.composed.choice(group))
+        for technique in (t for t in differences if t.group == group):
+            if technique.in_recipe == enable:
+                items.append(str(technique.item))
             else:
-                items.remove(str(t.item))
-        words.append(f"{group}=[{','.join(items)}]")
-    return words
+                items.remove(str(technique.item))
+        overrides.append(f"{group}=[{','.join(items)}]")
+    return overrides
 
 
-def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
-    """`drivetrain ablate`; its exit code."""
-    asked, words = arguments.split(argv, Settings)
-    compare.afresh("ablate", words)
-    from_words, to_words = [f"recipe={asked.baseline}", *words], [f"recipe={asked.recipe}", *words]
-    baseline, recipe = prepare_job(from_words, config_dirs), prepare_job(to_words, config_dirs)
-    found = techniques(baseline, recipe)
-    if not found:
-        raise UserError(f"recipe={asked.recipe} and baseline={asked.baseline} do not differ under these words")
+@dataclass
+class Ablation:
+    """The two recipes as jobs, and the command's settings."""
 
-    def measured(title: str, start: Job, given: Sequence[str], arms: dict[str, list[Technique]], forward: bool) -> Comparison:
+    settings: Settings
+    overrides: list[str]
+    config_dirs: Sequence[str]
+
+    def __post_init__(self) -> None:
+        self.baseline = prepare_job([f"recipe={self.settings.baseline}", *self.overrides], self.config_dirs)
+        self.recipe = prepare_job([f"recipe={self.settings.recipe}", *self.overrides], self.config_dirs)
+
+    def compare(self, title: str, variants: dict[str, list[Technique]], enable: bool) -> Comparison:
+        """Measure the baseline with each variant's techniques (`enable`), or the recipe without them; print the table."""
         print(f"\n{title}", flush=True)
-        entries = [compare.entry(asked.baseline if forward else asked.recipe, given, config_dirs)]
-        for label, differing in arms.items():
-            entries.append(compare.entry(label, [*given, *words_of(start, differing, forward)], config_dirs))
-        done = compare.measure(entries, asked, words)
+        name, start = (self.settings.baseline, self.baseline) if enable else (self.settings.recipe, self.recipe)
+        given = [f"recipe={name}", *self.overrides]
+        specs = [arms.compose(name, given, self.config_dirs)]
+        for label, differences in variants.items():
+            specs.append(arms.compose(label, [*given, *overrides_of(start, differences, enable)], self.config_dirs))
+        done = comparison.measure(specs, self.settings, self.overrides)
         compare.show(done)
         return done
 
-    plus = measured(f"{asked.baseline} + each", baseline, from_words, {f"+ {t.label}": [t] for t in found}, True)
-    minus = measured(f"{asked.recipe} − each", recipe, to_words, {f"− {t.label}": [t] for t in found}, False)
+
+def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
+    """Run `drivetrain ablate`; return its exit code."""
+    settings, overrides = arguments.split(argv, Settings)
+    arms.refuse_resume("ablate", overrides)
+    recipe, baseline = settings.recipe, settings.baseline
+    ablation = Ablation(settings, overrides, config_dirs)
+    found = techniques(ablation.baseline, ablation.recipe)
+    if not found:
+        raise UserError(f"recipe={recipe} and baseline={baseline} do not differ with these overrides")
+    plus = ablation.compare(f"{baseline} + each", {f"+ {t.label}": [t] for t in found}, True)
+    minus = ablation.compare(f"{recipe} − each", {f"− {t.label}": [t] for t in found}, False)
     best = _by_gain(found, plus)
-    steps = {f"+ {best[n].label}": best[: n + 1] for n in range(len(best))}
-    ladder = measured(f"from {asked.baseline} to {asked.recipe}", baseline, from_words, steps, True)
-    parts = {
-        f"From {asked.baseline} to {asked.recipe}, step by step": ladder,
-        f"{asked.baseline} and one technique more": plus,
-        f"{asked.recipe} and one technique less": minus,
+    steps = {f"+ {technique.label}": best[: n + 1] for n, technique in enumerate(best)}
+    ladder = ablation.compare(f"from {baseline} to {recipe}", steps, True)
+    comparisons = {
+        f"From {baseline} to {recipe}, step by step": ladder,
+        f"{baseline} and one technique more": plus,
+        f"{recipe} and one technique less": minus,
     }
-    folder = directory.create(Path(baseline.run.values["output_dir"]), "compare")
-    write_json(folder / "ablate.json", {title: part.as_dict() for title, part in parts.items()})
-    (folder / "ablate.html").write_text(ablation_page(asked.recipe, asked.baseline, parts, argv))
+    folder = directory.create(Path(ablation.baseline.run.values["output_dir"]), "compare")
+    write_json(folder / "ablate.json", {title: done.as_dict() for title, done in comparisons.items()})
+    (folder / "ablate.html").write_text(ablation_page(recipe, baseline, comparisons, argv))
     print(f"\nwritten to {folder}/ablate.json and ablate.html")
-    return FAILED if any(row.error for part in parts.values() for row in part.rows) else DONE
+    return FAILED if any(done.failed for done in comparisons.values()) else DONE
 
 
 def _by_gain(found: list[Technique], plus: Comparison) -> list[Technique]:
-    """The techniques, those first that bring the most by themselves; those that cannot be by themselves last."""
+    """The techniques in descending order of their gain alone; those that cannot run alone come last."""
     gains = {t: row.ratio.middle if row.ratio else 0.0 for t, row in zip(found, plus.rows[1:], strict=True)}
     return sorted(found, key=lambda t: -gains[t])

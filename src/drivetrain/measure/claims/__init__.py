@@ -1,1 +1,1 @@
-"""What a recipe is worth: written, verified, compared."""
+"""Claims: what a recipe is worth, written into recipes, verified again, and compared."""

@@ -1,4 +1,4 @@
-"""`drivetrain recipe diff`: where two recipes or runs differ, what each came to, and what the difference is worth."""
+"""`drivetrain recipe diff`: where two recipes or runs differ, the results of each, and what the difference is worth."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from omegaconf import OmegaConf
 from drivetrain.core.errors import DONE, FAILED, UserError
 from drivetrain.core.overrides import key_of
 from drivetrain.launch.job import prepare as prepare_job
-from drivetrain.measure import arguments
-from drivetrain.measure.benchmark import compare
-from drivetrain.measure.benchmark.compare import Entry
-from drivetrain.measure.claims.write import times, told
+from drivetrain.measure import arguments, cells
+from drivetrain.measure.benchmark import arms, compare, comparison
+from drivetrain.measure.benchmark.arms import ArmSpec
+from drivetrain.measure.claims.write import describe, times
 from drivetrain.recipe import reader as recipes
 from drivetrain.recipe.reader import Recipe
 from drivetrain.recipe.safe_yaml import shown
@@ -27,51 +27,51 @@ from drivetrain.ui import terminal
 
 
 @dataclass
-class Settings(compare.Settings):
-    """What the command itself can be told."""
+class Settings(comparison.Settings):
+    """The settings of `drivetrain recipe diff`."""
 
-    measure: bool = False  # let the two take turns now
+    measure: bool = False  # run an interleaved benchmark of the two
 
 
 @dataclass
 class Side:
-    """One of the two: a recipe, or a run's directory with the recipe that it left."""
+    """One of the two: a recipe, or a run's directory with the recipe that it wrote."""
 
-    given: str
+    name: str  # as given on the command line
     recipe: Recipe | None
     run: RunFiles  # of a recipe: its config alone
 
 
 def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
-    """`drivetrain recipe diff`; its exit code."""
-    asked, rest = arguments.split(argv, Settings)
-    compare.afresh("recipe diff", rest)
-    names = [word for word in rest if "=" not in word or Path(word).exists()]
-    words = [word for word in rest if word not in names]
+    """Run `drivetrain recipe diff`; return its exit code."""
+    settings, rest = arguments.split(argv, Settings)
+    arms.refuse_resume("recipe diff", rest)
+    names = [argument for argument in rest if "=" not in argument or Path(argument).exists()]
+    overrides = [argument for argument in rest if argument not in names]
     if len(names) != 2:
         raise UserError(
             f"drivetrain recipe diff wants two, each a recipe's name or path or a run's directory: given {len(names)}"
         )
-    if any(key_of(word) == "recipe" for word in words):
+    if any(key_of(override) == "recipe" for override in overrides):
         raise UserError("drivetrain recipe diff takes recipes by their names alone: leave recipe= out")
-    sides = _sides(names, words, config_dirs)
+    sides = _read(names, overrides, config_dirs)
     _show(sides)
     for side in sides:
         if side.recipe is not None and side.recipe.claim is not None:
-            print(f"{side.given} claims {told(side.recipe.claim)}")
-    if asked.measure:
-        return _measure(sides, words, config_dirs, asked, argv)
-    dirs = [part for folder in config_dirs for part in ("-cd", str(folder))]
-    print(f"what it is worth: drivetrain recipe diff {shlex.join([*dirs, *names, *words, 'measure=true'])}")
+            print(f"{side.name} claims {describe(side.recipe.claim)}")
+    if settings.measure:
+        return _measure(sides, overrides, config_dirs, settings, argv)
+    dirs = [argument for folder in config_dirs for argument in ("-cd", str(folder))]
+    print(f"to measure the difference: drivetrain recipe diff {shlex.join([*dirs, *names, *overrides, 'measure=true'])}")
     return DONE
 
 
-def _sides(names: Sequence[str], words: Sequence[str], config_dirs: Sequence[str]) -> list[Side]:
-    """Both, read. Raises UserError with what is wrong with either."""
+def _read(names: Sequence[str], overrides: Sequence[str], config_dirs: Sequence[str]) -> list[Side]:
+    """Read both sides. Raises UserError with every problem of either."""
     sides, problems = [], []
     for name in names:
         try:
-            sides.append(_run(name) if Path(name).is_dir() else _recipe(name, words, config_dirs))
+            sides.append(_read_run(name) if Path(name).is_dir() else _read_recipe(name, overrides, config_dirs))
         except UserError as error:
             problems += error.problems
     if problems:
@@ -79,8 +79,8 @@ def _sides(names: Sequence[str], words: Sequence[str], config_dirs: Sequence[str
     return sides
 
 
-def _run(name: str) -> Side:
-    """A run, as its files have it."""
+def _read_run(name: str) -> Side:
+    """A run from the files in its directory."""
     path = Path(name)
     if not (path / "config.yaml").is_file():
         raise UserError(f"{name} is no run's directory (no config.yaml in it): name one such as outputs/<date>/<time>-<id>")
@@ -88,23 +88,24 @@ def _run(name: str) -> Side:
     return Side(name, recipes.read(file) if file.is_file() else None, reader.read(path))
 
 
-def _recipe(name: str, words: Sequence[str], config_dirs: Sequence[str]) -> Side:
-    """A recipe's config under these words."""
+def _read_recipe(name: str, overrides: Sequence[str], config_dirs: Sequence[str]) -> Side:
+    """A recipe's config with these overrides."""
     recipe = recipes.read(recipes.find(name))
-    composed = prepare_job(words, config_dirs, recipe).composed
-    tree: dict[str, Any] = yaml.safe_load(OmegaConf.to_yaml(composed.config))  # as a run's config.yaml has it
-    chosen = {group: option for group, option in composed.choices.items() if group != "logger"}  # as its recipe.yaml has them
-    files = RunFiles(recipe.path, name, None, "", compared(tree, chosen), {}, Points(), Points())
+    composed = prepare_job(overrides, config_dirs, recipe).composed
+    config: dict[str, Any] = yaml.safe_load(OmegaConf.to_yaml(composed.config))  # as in a run's config.yaml
+    chosen = {group: option for group, option in composed.choices.items() if group != "logger"}  # as in a run's recipe.yaml
+    files = RunFiles(recipe.path, name, None, "", compared(config, chosen), {}, Points(), Points())
     return Side(name, recipe, files)
 
 
 def _show(sides: Sequence[Side]) -> None:
+    """Print where the configs differ, and the results of those sides that are runs."""
     both = [side.run for side in sides]
     keys = differing(both)
     groups = [key.split(".")[0] for key in keys]
-    keys.sort(key=lambda key: (groups.index(key.split(".")[0]), "." in key))  # an option, then its knobs
-    rows = [(key, *(shown(_word(run.config.get(key))) for run in both)) for key in keys]
-    header = ("", *(side.given for side in sides))
+    keys.sort(key=lambda key: (groups.index(key.split(".")[0]), "." in key))  # a group's option before its keys
+    rows = [(key, *(shown(_setting(run.config.get(key))) for run in both)) for key in keys]
+    header = ("", *(side.name for side in sides))
     if rows:
         terminal.table(header, rows)
     else:
@@ -114,20 +115,17 @@ def _show(sides: Sequence[Side]) -> None:
         terminal.table(header, _results(both))
 
 
-def _word(value: Any) -> str:
-    if isinstance(value, list):
-        return f"[{','.join(map(str, value))}]"
-    return "–" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+def _setting(value: Any) -> str:
+    return f"[{','.join(map(str, value))}]" if isinstance(value, list) else cells.setting(value)
 
 
 def _results(both: Sequence[RunFiles]) -> list[tuple[str, ...]]:
-    """What the runs came to, a row for each figure that one of them has; of versions, those that differ."""
+    """The runs' results: a row for each figure that one of them has, and for each version in which they differ."""
 
-    def each(name: str, form: str, value: Any) -> tuple[str, ...]:
-        found = [value(run) for run in both]
-        return (name, *("–" if v is None else form.format(v) for v in found))
+    def row(name: str, form: str, value: Any) -> tuple[str, ...]:
+        return (name, *(cells.figure(value(run), form) for run in both))
 
-    def of(attribute: str, factor: float = 1.0) -> Any:
+    def result(attribute: str, factor: float = 1.0) -> Any:
         def value(run: RunFiles) -> float | None:
             found = getattr(run.result, attribute, None)
             return None if found is None else factor * found
@@ -136,47 +134,54 @@ def _results(both: Sequence[RunFiles]) -> list[tuple[str, ...]]:
 
     metric = next((run.metric[0] for run in both if run.metric), "metric")
     rows = [
-        each("status", "{}", lambda run: run.status or None),
-        each(metric, "{:.4f}", RunFiles.final), each(f"best {metric}", "{:.4f}", RunFiles.best),
-        each("samples/s", "{:,.0f}", of("samples_per_second")), each("step p50", "{:.2f} ms", of("step_ms_p50")),
-        each("memory", "{:.2f} GiB", of("peak_memory_bytes", 2**-30)), each("wall", "{:.1f} s", of("wall_s")),
-        each("device", "{}", lambda run: run.result and (run.result.device_name or run.result.device)),
-    ]  # fmt: skip
+        row("status", "{}", lambda run: run.status or None),
+        row(metric, "{:.4f}", RunFiles.final),
+        row(f"best {metric}", "{:.4f}", RunFiles.best),
+        row("samples/s", "{:,.0f}", result("samples_per_second")),
+        row("step p50", "{:.2f} ms", result("step_ms_p50")),
+        row("memory", "{:.2f} GiB", result("peak_memory_bytes", 2**-30)),
+        row("wall", "{:.1f} s", result("wall_s")),
+        row("device", "{}", lambda run: run.result and (run.result.device_name or run.result.device)),
+    ]
     versions = [{**(run.environment.get("versions") or {}), "commit": run.environment.get("git_commit")} for run in both]
     for name in dict.fromkeys(name for found in versions for name in found):
         if len({found.get(name) for found in versions if len(found) > 1}) > 1:
             rows.append((name, *(str(found.get(name) or "–") for found in versions)))
-    return [tuple(map(shown, row)) for row in rows if set(row[1:]) != {"–"}]
+    return [tuple(map(shown, texts)) for texts in rows if set(texts[1:]) != {"–"}]
 
 
-def _measure(sides: Sequence[Side], words: Sequence[str], config_dirs: Sequence[str], asked: Settings, argv: list[str]) -> int:
-    """Both in turns, the first as the baseline; the exit code."""
-    entries = [_entry(side, words, config_dirs) for side in sides]
-    if problems := [problem for entry in entries for problem in entry.problems]:
+def _measure(
+    sides: Sequence[Side], overrides: Sequence[str], config_dirs: Sequence[str], settings: Settings, argv: list[str]
+) -> int:
+    """Benchmark both, the first as the baseline; return the exit code."""
+    specs = [_arm(side, overrides, config_dirs) for side in sides]
+    if problems := [problem for spec in specs for problem in spec.problems]:
         raise UserError(dict.fromkeys(problems))
-    done = compare.measure(entries, asked, words)
-    other = done.rows[1].ratio
-    if other is not None and other.low:
-        word = "" if other.differs else ": no difference" if other.same else ": not told apart"
-        done.said.append(f"{sides[1].given} has {times(*other)} the samples a second of {sides[0].given}{word}")
+    done = comparison.measure(specs, settings, overrides)
+    ratio = done.rows[1].ratio
+    if ratio is not None and ratio.low:
+        conclusion = "" if ratio.differs else ": no difference" if ratio.same else ": not distinguishable"
+        done.notes.append(f"{sides[1].name} has {times(*ratio)} the samples a second of {sides[0].name}{conclusion}")
     print()
     compare.show(done)
-    folder = compare.save(done, compare.first_job(entries), argv, "recipe diff")
-    print(f"written to {folder}/compare.json and compare.html")
-    return FAILED if any(row.error for row in done.rows) else DONE
+    compare.save(done, arms.baseline_job(specs), argv, "recipe diff")
+    return FAILED if done.failed else DONE
 
 
-def _entry(side: Side, words: Sequence[str], config_dirs: Sequence[str]) -> Entry:
-    """A side as an arm. A run's own code is not taken from its files: the words name it, or the arm has what ships."""
+def _arm(side: Side, overrides: Sequence[str], config_dirs: Sequence[str]) -> ArmSpec:
+    """A side as an arm of the benchmark.
+
+    A run's own code is never taken from its files: the overrides must name it, else this is a problem of the arm.
+    """
     if side.recipe is None:
-        return Entry(side.given, [*words], None, [f"{side.given} has no recipe.yaml: it cannot be measured"])
+        return ArmSpec(side.name, [*overrides], None, [f"{side.name} has no recipe.yaml: it cannot be measured"])
     recipe = side.recipe
     own = {group for group, option in recipe.choices.items() if option == "own"}
-    named = {key_of(word) for word in words}
-    if Path(side.given).is_dir():
+    named = {key_of(override) for override in overrides}
+    if Path(side.name).is_dir():
         if missing := sorted(own - named):
-            return Entry(side.given, [*words], None, [
-                f"{side.given} ran code of its own: give {', '.join(f'{g}=own {g}.target=…' for g in missing)} and trust=[…] too"
-            ])  # fmt: skip
+            wanted = ", ".join(f"{group}=own {group}.target=…" for group in missing)
+            problem = f"{side.name} ran code of its own: give {wanted} and trust=[…] too"
+            return ArmSpec(side.name, [*overrides], None, [problem])
         recipe = replace(recipe, choices={g: o for g, o in recipe.choices.items() if g not in own})
-    return compare.entry(side.given, [f"recipe={recipe.path}", *words], config_dirs, None, recipe)
+    return arms.compose(side.name, [f"recipe={recipe.path}", *overrides], config_dirs, recipe)

@@ -1,16 +1,16 @@
-"""Where a run's recipe comes from and what it came to, as comments: for a reader, and no part of the recipe."""
+"""The provenance of an exported recipe, as comments: the run it comes from, its environment, and its result."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from drivetrain.measure.claims.write import commented
+from drivetrain.measure.claims.write import as_comments
 from drivetrain.run import reader
 from drivetrain.run.reader import RunFiles
 
 
 def of(run_dir: Path) -> str:
-    """Comment lines: the run, its device and versions, its commit, its result, as far as its files say."""
+    """Comment lines with the run's name, device, versions, commit and result, where its files have them."""
     run = reader.read(run_dir)
     facts = run.environment
     device = (run.result and run.result.device_name) or facts.get("processor")
@@ -23,15 +23,16 @@ def of(run_dir: Path) -> str:
         f"commit {commit}" if commit else "",
         f"result: {', '.join(result(run))}",
     ]
-    return commented([line for line in lines if line])
+    return as_comments([line for line in lines if line])
 
 
 def result(run: RunFiles) -> list[str]:
-    """What the run came to, each figure with its name."""
-    said, r, final, best = [run.status], run.result, run.final(), run.best()
+    """The run's results, each figure with its name."""
+    figures, final, best = [run.status], run.final(), run.best()
     if run.metric is not None and final is not None:
-        said.append(f"{run.metric[0]} {final:.4f}" + (f" (best {best:.4f})" if best is not None else ""))
-    if r is not None:
-        said += [f"{r.samples_per_second:,.0f} samples/s"] if r.samples_per_second else []
-        said.append(f"{r.updates:,} updates in {r.wall_s:.1f} s")
-    return said
+        figures.append(f"{run.metric[0]} {final:.4f}" + (f" (best {best:.4f})" if best is not None else ""))
+    if run.result is not None:
+        rate = run.result.samples_per_second
+        figures += [f"{rate:,.0f} samples/s"] if rate else []
+        figures.append(f"{run.result.updates:,} updates in {run.result.wall_s:.1f} s")
+    return figures

@@ -1,4 +1,4 @@
-"""`drivetrain recipe verify`: the claim of a recipe, re-run on this machine."""
+"""`drivetrain recipe verify`: measures the claim of a recipe again on this machine."""
 
 from __future__ import annotations
 
@@ -9,91 +9,89 @@ from drivetrain.config.compose import options
 from drivetrain.core.errors import DONE, FAILED, UserError
 from drivetrain.core.overrides import as_word, key_of
 from drivetrain.measure import arguments
-from drivetrain.measure.benchmark import compare, noninferiority
-from drivetrain.measure.benchmark.compare import Entry, Row
-from drivetrain.measure.claims.write import Claim, times, told, words
-from drivetrain.measure.intervals import FEWEST
+from drivetrain.measure.benchmark import arms, compare, comparison, noninferiority
+from drivetrain.measure.benchmark.arms import ArmSpec
+from drivetrain.measure.benchmark.comparison import Row, Settings
+from drivetrain.measure.claims.write import Claim, as_overrides, describe, times
+from drivetrain.measure.intervals import MIN_PAIRS
 from drivetrain.recipe import reader as recipes
 from drivetrain.recipe.reader import Recipe
 from drivetrain.recipe.safe_yaml import shown
 from drivetrain.run import environment
 
-TOLERANCE = 0.05  # of the claim's lower bound: what is measured may stay so far below it
+TOLERANCE = 0.05  # the measured interval may end so far below the claimed one
 
 
 def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
-    """`drivetrain recipe verify`; its exit code."""
-    asked, given = arguments.split(argv, compare.Settings)
-    compare.afresh("recipe verify", given)
+    """Run `drivetrain recipe verify`; return its exit code."""
+    settings, given = arguments.split(argv, Settings)
+    arms.refuse_resume("recipe verify", given)
     if not given or ("=" in given[0] and not Path(given[0]).is_file()):
         raise UserError("drivetrain recipe verify wants the name or path of a recipe, then what else the run needs as key=value")
-    if asked.rounds < FEWEST:
-        raise UserError(f"rounds={asked.rounds}: below {FEWEST} rounds there is no interval, and nothing that could hold")
+    if settings.rounds < MIN_PAIRS:
+        raise UserError(f"rounds={settings.rounds}: with fewer than {MIN_PAIRS} rounds there is no interval to judge by")
     recipe = recipes.read(recipes.find(given[0]))
     if recipe.claim is None:
         raise UserError(
             f"{recipe.path}: nothing claimed: it has no `claim:`. `drivetrain compare` and `drivetrain recipe diff` measure"
         )
-    entries = arms(recipe, recipe.claim, given[1:], config_dirs)
-    print(f"claimed: {told(recipe.claim)}")
-    done = compare.measure(entries, asked, given)
-    code, said = judge(recipe.claim, done.rows[0], done.rows[1])
-    done.said.append(said)
+    specs = baseline_and_recipe(recipe, recipe.claim, given[1:], config_dirs)
+    print(f"claimed: {describe(recipe.claim)}")
+    done = comparison.measure(specs, settings, given)
+    code, conclusion = judge(recipe.claim, done.rows[0], done.rows[1])
+    done.notes.append(conclusion)
     compare.show(done)
-    folder = compare.save(done, compare.first_job(entries), argv, "recipe verify")
-    print(f"written to {folder}/compare.json and compare.html")
+    compare.save(done, arms.baseline_job(specs), argv, "recipe verify")
     return code
 
 
-def arms(recipe: Recipe, claim: Claim, given: Sequence[str], config_dirs: Sequence[str]) -> list[Entry]:
-    """The baseline that the claim is against, and the recipe as it is. Raises UserError with what is wrong with either."""
-    fixed = [word for word in given if key_of(word) in claim.against]
+def baseline_and_recipe(recipe: Recipe, claim: Claim, overrides: Sequence[str], config_dirs: Sequence[str]) -> list[ArmSpec]:
+    """Two arms: the claim's baseline, and the recipe as it is. Raises UserError with every problem of either."""
+    fixed = [override for override in overrides if key_of(override) in claim.against]
     if fixed:
-        raise UserError(f"'{word}' is what the claim is about ({words(claim.against)}): leave it out" for word in fixed)
-    if wrong := [word for word in given if "=" not in word or key_of(word) == "recipe"]:
-        raise UserError(
-            f"'{word}': one recipe is verified at a time, and what else is said has the form key=value" for word in wrong
-        )
-    own = () if any(key.split(".")[0] == "saving" for key in claim.against) else None
+        raise UserError(f"'{o}' is what the claim is about ({as_overrides(claim.against)}): leave it out" for o in fixed)
+    if wrong := [override for override in overrides if "=" not in override or key_of(override) == "recipe"]:
+        raise UserError(f"'{o}': one recipe is verified at a time, and what follows it has the form key=value" for o in wrong)
+    own_saving = any(key.split(".")[0] == "saving" for key in claim.against)
     base = recipe.baseline(options(config_dirs))
-    name = f"recipe={recipe.path}"
-    entries = [
-        compare.entry(words(claim.against), [name, *given], config_dirs, own, base),
-        compare.entry(recipe.name, [name, *given], config_dirs, own, recipe),
+    given = [f"recipe={recipe.path}", *overrides]
+    specs = [
+        arms.compose(as_overrides(claim.against), given, config_dirs, base, own_saving),
+        arms.compose(recipe.name, given, config_dirs, recipe, own_saving),
     ]
-    if problems := [problem for entry in entries for problem in entry.problems]:
+    if problems := [problem for spec in specs for problem in spec.problems]:
         raise UserError(dict.fromkeys(problems))
-    entries[0].words[1:1] = [f"{key}={as_word(value)}" for key, value in claim.against.items()]  # for whoever reads the figures
-    return entries
+    specs[0].overrides[1:1] = [f"{key}={as_word(value)}" for key, value in claim.against.items()]  # recorded in compare.json
+    return specs
 
 
 def judge(claim: Claim, base: Row, row: Row) -> tuple[int, str]:
-    """The exit code, and what is said of a claim that was re-run."""
-    for arm, called in ((base, "its baseline"), (row, "it")):
+    """The exit code, and the conclusion on a claim that was measured again."""
+    for arm, name in ((base, "its baseline"), (row, "it")):
         if arm.error is not None:
-            return FAILED, f"does not hold: {called} ended: {arm.error}"
+            return FAILED, f"does not hold: {name} ended: {arm.error}"
     assert row.ratio is not None
-    both = f"measured {times(*row.ratio)}, claimed {times(claim.ratio, *claim.interval)}"
+    figures = f"measured {times(*row.ratio)}, claimed {times(claim.ratio, *claim.interval)}"
     if row.verdict is not None:
-        both += f"; quality {row.verdict.word}"
-        if row.verdict.word == noninferiority.FAIL:
-            return FAILED, f"does not hold: {row.verdict.reason}: {both}"
+        figures += f"; quality {row.verdict.outcome}"
+        if row.verdict.outcome == noninferiority.FAIL:
+            return FAILED, f"does not hold: {row.verdict.reason}: {figures}"
     elif claim.quality:
-        both += f"; quality {claim.quality} claimed, which quality=true re-runs"
+        figures += f"; quality {claim.quality} claimed: quality=true checks it again"
     faster = row.ratio.low > 1
-    if elsewhere := differences(claim, row):
+    if hardware := differences(claim, row):
         if faster:
-            return DONE, f"holds here too, on other hardware ({elsewhere}): {both}"
-        return FAILED, f"other hardware ({elsewhere}): not faster here: {both}"
+            return DONE, f"holds here too, on other hardware ({hardware}): {figures}"
+        return FAILED, f"other hardware ({hardware}): not faster here: {figures}"
     if not faster:
-        return FAILED, f"does not hold: not faster beyond doubt: {both}"
+        return FAILED, f"does not hold: not faster, the interval includes 1: {figures}"
     if row.ratio.high < (1 - TOLERANCE) * claim.interval[0]:
-        return FAILED, f"does not hold: faster, but by less than claimed: {both}"
-    return DONE, f"holds: {both}"
+        return FAILED, f"does not hold: faster, but by less than claimed: {figures}"
+    return DONE, f"holds: {figures}"
 
 
 def differences(claim: Claim, row: Row) -> str:
-    """In what this machine is another one than the claim's: the device, a major version."""
+    """Where this machine differs from the claim's: in the device, or in a major version."""
     found = [f"{row.device}, claimed on {claim.device}"] if row.device != claim.device else []
     for name, claimed in claim.versions.items():
         here = environment.version(name)

@@ -1,39 +1,37 @@
-"""From what was measured to a recipe that says so: its evidence as comments, its claim as data that `recipe verify` re-runs."""
+"""Writes a measurement into a recipe: evidence as comments, and a claim as data that `recipe verify` measures again."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
 
 from drivetrain.core.overrides import as_word
 from drivetrain.launch.job import Job
+from drivetrain.measure.benchmark.comparison import Row
 from drivetrain.recipe.claim import Claim as Claim
 from drivetrain.recipe.safe_yaml import shown
 from drivetrain.run import environment, identity
 from drivetrain.run.identity import flatten
 
-if TYPE_CHECKING:
-    from drivetrain.measure.benchmark.compare import Row
-
 _ABSENT = object()
 _COMMENTS = {
-    "ratio": "samples a second, to the baseline's",
+    "ratio": "samples a second, relative to the baseline",
     "interval": "95 %",
-    "against": "what makes this recipe the baseline again",
+    "against": "what turns this recipe into the baseline again",
 }
 
 
 def against(job: Job, base: Job) -> dict[str, Any]:
-    """What makes the recipe of `job` that of `base` again: options, and the values of keys, as a claim has them."""
+    """The options and keys that turn the recipe of `job` into that of `base` again, as a claim holds them."""
     ours, theirs = (flatten(OmegaConf.to_container(j.composed.config)) for j in (job, base))
     options = base.composed.choices
-    found = {group: option for group, option in options.items() if job.composed.choices[group] != option}
-    gone = {key.split(".")[0] for key in ours.keys() - theirs.keys()} & options.keys()  # nothing but its group takes a key away
-    found |= {group: options[group] for group in gone}
+    found = {group: option for group, option in options.items() if job.composed.choice(group) != option}
+    removed = {key.split(".")[0] for key in ours.keys() - theirs.keys()} & options.keys()
+    found |= {group: options[group] for group in removed}  # only a group's option can remove a key
     shipped = flatten(base.composed.options_own)
     for key, value in theirs.items():
         before = shipped if key.split(".")[0] in found else ours
@@ -42,13 +40,13 @@ def against(job: Job, base: Job) -> dict[str, Any]:
     return found
 
 
-def of(row: Row, against: dict[str, Any]) -> Claim | None:
-    """The claim of an arm that was compared to its baseline; None where it has no interval."""
+def claim_of(row: Row, against: dict[str, Any]) -> Claim | None:
+    """The claim of an arm that was compared to its baseline; None where the ratio has no interval."""
     if row.ratio is None or not row.ratio.low or not against:
         return None
     middle, low, high = (round(value, 3) for value in row.ratio)
     versions = {name: str(environment.version(name)) for name in ("torch", "drivetrain")}
-    quality = row.verdict.word if row.verdict else None
+    quality = row.verdict.outcome if row.verdict else None
     return Claim(middle, (low, high), str(row.device), versions, against, time.strftime("%Y-%m-%d"), quality)
 
 
@@ -58,43 +56,45 @@ def own_groups(job: Job) -> set[str]:
 
 
 def recipe_text(job: Job, against: dict[str, Any], row: Row, base_row: Row | None = None, comments: Sequence[str] = ()) -> str:
-    """A recipe file of `job`, which `row` measured: comments, what replays it, and its claim.
+    """A recipe file of `job`, which `row` measured: comments, the recipe, and its claim.
 
-    The user's own code and paths are left out, and so is saving=none, which measuring sets. A difference in those cannot be
-    claimed: then a comment says so.
+    The recipe leaves out the user's own code and paths, and saving=none, which measuring sets. Where the baseline differs in
+    those there can be no claim: a comment says so instead.
     """
     left_out = job.machine_local_keys | own_groups(job)
-    if job.composed.choices["saving"] == "none" and "saving" not in against:
+    if not job.run.saving.active and "saving" not in against:
         left_out = left_out | {"saving"}
-    theirs = [key for key in against if key in left_out or key.split(".")[0] in left_out]
-    claim = None if theirs else of(row, against)
+    unclaimable = [key for key in against if key in left_out or key.split(".")[0] in left_out]
+    claim = None if unclaimable else claim_of(row, against)
     lines = [*comments]
     if base_row is not None and row.samples_per_second and base_row.samples_per_second:
         lines.append(f"{row.samples_per_second:,.0f} samples a second, the baseline {base_row.samples_per_second:,.0f}")
-    if theirs:
-        lines.append(f"no claim: the baseline differs in {', '.join(theirs)}, which no recipe may set")
-    text = commented(lines) + identity.to_recipe(job.composed, left_out)
+    if unclaimable:
+        lines.append(f"no claim: the baseline differs in {', '.join(unclaimable)}, which no recipe may set")
+    text = as_comments(lines) + identity.to_recipe(job.composed, left_out)
     return text + (to_yaml(claim) if claim is not None else "")
 
 
-def commented(lines: Sequence[str]) -> str:
-    """The lines as comments, each in one line whatever is in it."""
+def as_comments(lines: Sequence[str]) -> str:
+    """The lines as YAML comments, with control characters and line breaks removed."""
     return "".join(f"# {shown(line)}\n" for line in lines)
 
 
 def to_yaml(claim: Claim) -> str:
-    """The claim as a recipe's section."""
-    parts = {
-        "ratio": claim.ratio, "interval": list(claim.interval), "device": claim.device, "versions": claim.versions,
-        "against": claim.against, "measured": claim.measured, "quality": claim.quality,
-    }  # fmt: skip
-    lines = {key: f"  {key}: {_flow(value)}" for key, value in parts.items() if value is not None}
+    """The `claim:` section of a recipe."""
+    section = {
+        "ratio": claim.ratio,
+        "interval": list(claim.interval),
+        "device": claim.device,
+        "versions": claim.versions,
+        "against": claim.against,
+        "measured": claim.measured,
+        "quality": claim.quality,
+    }
+    lines = {key: f"  {key}: {_flow(value)}" for key, value in section.items() if value is not None}
     width = max(len(lines[key]) for key in ("ratio", "interval"))
-    return "\n".join(["claim:", *(_beside(line, _COMMENTS.get(key), width) for key, line in lines.items())]) + "\n"
-
-
-def _beside(line: str, comment: str | None, width: int) -> str:
-    return f"{line:<{width}}  # {comment}" if comment else line
+    commented = [f"{line:<{width}}  # {_COMMENTS[key]}" if key in _COMMENTS else line for key, line in lines.items()]
+    return "\n".join(["claim:", *commented]) + "\n"
 
 
 def _flow(value: Any) -> str:
@@ -103,21 +103,21 @@ def _flow(value: Any) -> str:
     return text.strip()[1:-1]
 
 
-def told(claim: Claim) -> str:
-    """The claim in words."""
+def describe(claim: Claim) -> str:
+    """The claim as a sentence."""
     when = f", {claim.measured}" if claim.measured else ""
     quality = f"; quality {claim.quality}" if claim.quality else ""
     return (
-        f"{times(claim.ratio, *claim.interval)} the samples a second of {words(claim.against)}, on {claim.device} with "
+        f"{times(claim.ratio, *claim.interval)} the samples a second of {as_overrides(claim.against)}, on {claim.device} with "
         f"{' '.join(f'{name} {version}' for name, version in claim.versions.items())}{when}{quality}"
     )
 
 
 def times(middle: float, low: float, high: float) -> str:
-    """A ratio and its interval."""
+    """A ratio and its interval as text."""
     return f"{middle:.2f} × ({low:.2f} to {high:.2f})"
 
 
-def words(against: dict[str, Any]) -> str:
-    """What makes the baseline, as it would be typed."""
+def as_overrides(against: dict[str, Any]) -> str:
+    """A claim's baseline as overrides, as a user would type them."""
     return shown(" ".join(f"{key}={as_word(value)}" for key, value in against.items()))

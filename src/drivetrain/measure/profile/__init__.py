@@ -1,1 +1,1 @@
-"""One run from inside: where the time of a step goes."""
+"""Profiles of one run's step, and the diagnosis of what costs its time."""

@@ -1,12 +1,13 @@
-"""`drivetrain doctor`: where a step's time goes, the one thing that is wrong, and the overrides that are proven to help."""
+"""`drivetrain doctor`: where a step's time goes, what costs the most, and the overrides that are measured to help."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from drivetrain.core.cpus import usable_cores
 from drivetrain.core.errors import DONE, UserError
@@ -14,89 +15,103 @@ from drivetrain.core.option import Count, Positive
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure import arguments
-from drivetrain.measure.benchmark import compare
-from drivetrain.measure.benchmark.compare import Entry, Row
+from drivetrain.measure.benchmark import arms, compare, comparison
+from drivetrain.measure.benchmark.arms import ArmSpec
+from drivetrain.measure.benchmark.comparison import Row
 from drivetrain.measure.benchmark.stopping import no_gain
-from drivetrain.measure.profile import prescribe
-from drivetrain.measure.profile.diagnose import Problem, diagnose, reached
-from drivetrain.measure.profile.isolated import apart
-from drivetrain.measure.tune.candidates import over
+from drivetrain.measure.claims.recommend import recommend
+from drivetrain.measure.overrides import apply, groups_of
+from drivetrain.measure.profile.diagnose import Problem, diagnose, roofline_text
+from drivetrain.measure.profile.isolated import run_isolated
 from drivetrain.run import directory
 from drivetrain.ui import terminal
 from drivetrain.ui.progress import Steps
 
 if TYPE_CHECKING:
-    from drivetrain.measure.profile.step import Findings
+    from drivetrain.measure.profile.step import StepProfile
 
+logger = logging.getLogger(__name__)
 
-LOOKS = 3  # at the ranks together
+COMMUNICATION_ROUNDS = 3  # of the comparison of all ranks with one by itself
 
 
 @dataclass
 class Settings:
-    """What the command itself can be told."""
+    """The settings of `drivetrain doctor`."""
 
-    look_s: Positive = 2.0  # at the step, in each of several ways
+    profile_s: Positive = 2.0  # seconds of each of several kinds of profile
     rounds: Count = 8
-    turn_s: Positive = 0.4
-    prove: bool = True  # try the overrides; false: only look
+    block_s: Positive = 0.4
+    prove: bool = True  # measure the overrides that could help; false: only profile
+
+
+class Gain(NamedTuple):
+    """Overrides that are faster than the run as it is."""
+
+    overrides: str
+    row: Row
+    base: Row
 
 
 def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
-    """`drivetrain doctor`; its exit code."""
-    asked, words = arguments.split(argv, Settings)
-    compare.afresh("doctor", words)
-    job = prepare_job(words, config_dirs)
-    root = Path(job.run.values["output_dir"])
+    """Run `drivetrain doctor`; return its exit code."""
+    settings, overrides = arguments.split(argv, Settings)
+    arms.refuse_resume("doctor", overrides)
+    job = prepare_job(overrides, config_dirs)
     ranks = job.run.parallel.ranks() if job.run.parallel.distributed else 1
-    share = _share_of_a_rank(job, ranks) if ranks > 1 else []
-    with Steps() as say:
-        say("looking at the step")
-        alone = prepare_job(over(words, share, config_dirs), config_dirs)
-        found = apart(partial(_examine, look_s=asked.look_s), alone)
+    one_rank = _one_rank(job, ranks) if ranks > 1 else []
+    with Steps() as progress:
+        progress("profiling the step")
+        profiled = prepare_job(apply(overrides, one_rank, config_dirs), config_dirs)
+        profile = run_isolated(partial(_profile_step, profile_s=settings.profile_s), profiled)
     if ranks > 1:
-        found.phases["communication"] = _communication(words, share, config_dirs, asked)
-    problems = sorted(diagnose(found, alone, ranks), key=lambda p: -p.share)
-    shared = f"of one of {ranks} ranks by itself: a batch of {alone.run.batch.size(0)}, the whole model"
-    _show(found, problems, [shared] if ranks > 1 else [])
-    if not asked.prove:
-        return DONE
-    return _prescribe(prove(problems, words, config_dirs, asked), words, root, config_dirs)
+        profile.phases["communication"] = _communication_ms(overrides, one_rank, config_dirs, settings)
+    problems = sorted(diagnose(profile, profiled, ranks), key=lambda p: -p.share)
+    note = f"of one of {ranks} ranks by itself: a batch of {profiled.run.batch.size(0)}, the whole model"
+    _show(profile, problems, [note] if ranks > 1 else [])
+    if settings.prove:
+        gains = prove(problems, overrides, config_dirs, settings)
+        _recommend_best(gains, overrides, Path(job.run.values["output_dir"]), config_dirs)
+    return DONE
 
 
-def _examine(trainer: Any, look_s: float) -> Findings:
-    from drivetrain.measure.profile.step import examine
+def _profile_step(trainer: Any, profile_s: float) -> StepProfile:
+    from drivetrain.measure.profile.step import profile_step  # imports torch
 
-    return examine(trainer, look_s)
+    return profile_step(trainer, profile_s)
 
 
-def _share_of_a_rank(job: Job, ranks: int) -> list[str]:
-    """What makes the run that of one rank by itself: its samples, its threads."""
+def _one_rank(job: Job, ranks: int) -> list[str]:
+    """The overrides that turn a distributed run into one of its ranks by itself, with its samples and its threads."""
     threads = job.run.runtime.threads or max(1, usable_cores() // ranks)
     samples = job.run.batch.size(0) // job.run.parallel.data_ranks()
     return ["parallel=single", f"batch.global_batch={samples}", f"runtime.threads={threads}"]
 
 
-def _communication(words: Sequence[str], share: Sequence[str], config_dirs: Sequence[str], asked: Settings) -> float:
-    """Milliseconds that an update takes longer among all ranks than by itself: gradients shared, waiting, cores and memory."""
-    arms = [compare.entry("one rank by itself", over(words, share, config_dirs), config_dirs)]
-    arms.append(compare.entry("all ranks", words, config_dirs))
-    alone, among = compare.measure(arms, compare.Settings(rounds=LOOKS, turn_s=asked.turn_s), words).rows
-    if alone.step_ms_p50 is None or among.step_ms_p50 is None:
-        raise UserError(f"the ranks cannot be looked at: {alone.error or among.error}")
-    return max(0.0, among.step_ms_p50 - alone.step_ms_p50)
+def _communication_ms(overrides: Sequence[str], one_rank: Sequence[str], config_dirs: Sequence[str], settings: Settings) -> float:
+    """Milliseconds that an update of all ranks takes longer than that of one rank by itself."""
+    specs = [
+        arms.compose("one rank by itself", apply(overrides, one_rank, config_dirs), config_dirs),
+        arms.compose("all ranks", overrides, config_dirs),
+    ]
+    benchmark = comparison.Settings(rounds=COMMUNICATION_ROUNDS, block_s=settings.block_s)
+    alone, together = comparison.measure(specs, benchmark, overrides).rows
+    if alone.step_ms_p50 is None or together.step_ms_p50 is None:
+        raise UserError(f"the ranks cannot be measured: {alone.error or together.error}")
+    return max(0.0, together.step_ms_p50 - alone.step_ms_p50)
 
 
-def _show(found: Findings, problems: list[Problem], said: list[str]) -> None:
-    total = sum(found.phases.values())
-    rows = [(name, f"{ms:.2f} ms", f"{ms / total:.0%}") for name, ms in found.phases.items()]
-    rows += [(name, f"{share * found.step_ms:.2f} ms", f"{share:.0%}") for name, share in found.occupied.items()]
-    rows.append(("an update, unwatched", f"{found.step_ms:.2f} ms", ""))
-    rows.append(("an evaluation", f"{found.evaluation_s:.2f} s", ""))
-    if found.saving_s is not None:
-        rows.append(("a checkpoint", f"{1e3 * found.saving_s:.0f} ms", ""))
+def _show(profile: StepProfile, problems: list[Problem], notes: list[str]) -> None:
+    """Print the table of phases, the verdict on the largest problem, and the other problems."""
+    total = sum(profile.phases.values())
+    rows = [(name, f"{ms:.2f} ms", f"{ms / total:.0%}") for name, ms in profile.phases.items()]
+    rows += [(name, f"{share * profile.step_ms:.2f} ms", f"{share:.0%}") for name, share in profile.utilization.items()]
+    rows.append(("an update, not profiled", f"{profile.step_ms:.2f} ms", ""))
+    rows.append(("an evaluation", f"{profile.evaluation_s:.2f} s", ""))
+    if profile.saving_s is not None:
+        rows.append(("a checkpoint", f"{1e3 * profile.saving_s:.0f} ms", ""))
     terminal.table(("phase", "time", "of the update"), rows)
-    for line in [*said, reached(found)]:
+    for line in [*notes, roofline_text(profile)]:
         print(line)
     print(f"\nverdict: {problems[0].verdict}\n  {problems[0].evidence}")
     for problem in problems[1:]:
@@ -104,55 +119,58 @@ def _show(found: Findings, problems: list[Problem], said: list[str]) -> None:
             print(f"also: {problem.verdict}\n  {problem.evidence}")
 
 
-def prove(problems: list[Problem], words: list[str], config_dirs: Sequence[str], asked: Settings) -> list[tuple[str, Row, Row]]:
-    """Try what could help against the run as it is, then what won together.
+def prove(problems: list[Problem], overrides: list[str], config_dirs: Sequence[str], settings: Settings) -> list[Gain]:
+    """Measure each problem's overrides against the run as it is, then those that are faster all together.
 
-    The winners, the best first: words, row, and the row of the run as it is.
+    Returns those that are faster beyond doubt, the fastest first.
     """
-    tries = list(dict.fromkeys(t for problem in problems for t in problem.overrides))
+    candidates = list(dict.fromkeys(c for problem in problems for c in problem.overrides))
 
-    def entry(label: str, more: Sequence[str]) -> Entry:  # with the run's own saving: it may be what is wrong
-        return compare.entry(label, over(words, more, config_dirs), config_dirs, own=())
+    def arm(label: str, changes: str) -> ArmSpec:  # with the run's own saving, which may be the problem
+        return arms.compose(label, apply(overrides, changes.split(), config_dirs), config_dirs, own_saving=True)
 
-    base = entry("as it is", [])
-    entries = [e for t in tries if (e := entry(t, t.split())).job is not None]
-    if not entries:
+    base = arm("as it is", "")
+    specs = [spec for c in candidates if (spec := arm(c, c)).job is not None]
+    if not specs:
         print("\nno override is known to help with that")
         return []
-    print(f"\ntrying {len(entries)} overrides")
-    measured = compare.Settings(rounds=asked.rounds, turn_s=asked.turn_s)
-    done = compare.measure([base, *entries], measured, words, no_gain)
+    logger.info("measuring %d overrides", len(specs))
+    print()
+    benchmark = comparison.Settings(rounds=settings.rounds, block_s=settings.block_s)
+    done = comparison.measure([base, *specs], benchmark, overrides, no_gain)
     compare.show(done)
-    won = [(r.label, r, done.rows[0]) for r in done.rows[1:] if r.ratio is not None and r.ratio.low > 1]
-    won.sort(key=lambda found: -found[1].ratio.middle)  # type: ignore[union-attr]
-    together = _together([label for label, _, _ in won])
-    joined = entry(together, together.split())
-    if won and together not in [label for label, _, _ in won] and joined.job is not None:
+    faster = [row for row in done.rows[1:] if row.ratio is not None and row.ratio.low > 1]
+    faster.sort(key=lambda row: -row.ratio.middle if row.ratio else 0.0)
+    gains = [Gain(row.label, row, done.rows[0]) for row in faster]
+    combined = _combine([gain.overrides for gain in gains])
+    spec = arm(combined, combined)
+    if gains and combined not in [gain.overrides for gain in gains] and spec.job is not None:
         print("\ntogether")
-        best = won[0][0]
-        done = compare.measure([base, entry(best, best.split()), joined], measured, words)
+        best = gains[0].overrides
+        done = comparison.measure([base, arm(best, best), spec], benchmark, overrides)
         compare.show(done)
-        alone, both = done.rows[1].ratio, done.rows[2].ratio
-        if both is not None and alone is not None and both.low > 1 and both.middle > alone.middle:
-            won.insert(0, (together, done.rows[2], done.rows[0]))
-    return won
+        alone, together = done.rows[1].ratio, done.rows[2].ratio
+        if together is not None and alone is not None and together.low > 1 and together.middle > alone.middle:
+            gains.insert(0, Gain(combined, done.rows[2], done.rows[0]))
+    return gains
 
 
-def _together(labels: Sequence[str]) -> str:
-    """The winners' words at once; of those that set the same key, or another option's knobs, the better one's."""
-    taken: dict[str, str] = {}
-    for label in labels:
-        keys = [word.partition("=")[0] for word in label.split()]
-        if not {k.split(".")[0] for k in keys} & {k.split(".")[0] for k in taken}:
-            taken |= {word.partition("=")[0]: word for word in label.split()}
-    return " ".join(taken.values())
+def _combine(candidates: Sequence[str]) -> str:
+    """The candidates together, the best first; one that touches a group of a better one is left out."""
+    chosen: list[str] = []
+    groups: set[str] = set()
+    for candidate in candidates:
+        own = groups_of(candidate.split())
+        if not own & groups:
+            chosen.append(candidate)
+            groups |= own
+    return " ".join(chosen)
 
 
-def _prescribe(won: list[tuple[str, Row, Row]], words: list[str], root: Path, config_dirs: Sequence[str]) -> int:
-    """The best as a command and a recipe."""
-    if not won:
-        print("\nnothing that was tried is faster beyond doubt: the run stays as it is")
-        return DONE
-    label, row, base = won[0]
-    prescribe.prescribe("doctor", words, label.split(), config_dirs, base, row, directory.create(root, "doctor"))
-    return DONE
+def _recommend_best(gains: list[Gain], overrides: list[str], root: Path, config_dirs: Sequence[str]) -> None:
+    """Print the best gain as a command, and write it as a recipe."""
+    if not gains:
+        print("\nno candidate is faster beyond doubt: the run stays as it is")
+        return
+    changes, row, base = gains[0]
+    recommend("doctor", overrides, changes.split(), config_dirs, base, row, directory.create(root, "doctor"))

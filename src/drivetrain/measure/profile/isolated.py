@@ -1,4 +1,4 @@
-"""One look at a run's trainer, in a process of its own: nothing of it reaches the run."""
+"""Runs a probe on a run's trainer in a process of its own, so that nothing of it affects the run."""
 
 from __future__ import annotations
 
@@ -17,44 +17,46 @@ from drivetrain.run import directory
 T = TypeVar("T")
 
 
-def apart(look: Callable[[Any], T], job: Job) -> T:
-    """What `look` returns of the job's finished trainer. Raises UserError with what went wrong there."""
-    import torch  # noqa: F401 - once, here; the process is forked
+def run_isolated(probe: Callable[[Any], T], job: Job) -> T:
+    """Build the job's trainer in a forked process, and return `probe(trainer)`. Raises UserError with what went wrong."""
+    import torch  # noqa: F401 - imported once here, because the process is forked
 
     context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-    folder = directory.create(Path(job.run.values["output_dir"]), "apart")
+    connection, child_end = context.Pipe()
+    folder = directory.create(Path(job.run.values["output_dir"]), "probe")
     sys.stdout.flush()
     sys.stderr.flush()
-    process: Any = context.Process(target=_child, args=(look, job, folder, theirs))
+    process: Any = context.Process(target=_child, args=(probe, job, folder, child_end))
     try:
         process.start()
-        theirs.close()
+        child_end.close()
         try:
-            failed, told = ours.recv()
+            error, value = connection.recv()
         except EOFError:
             process.join()
-            raise UserError(f"the process that looked at the run ended with code {process.exitcode}") from None
-        if failed:
-            raise UserError(told.splitlines())
-        return told
+            raise UserError(f"the process that profiled the run ended with code {process.exitcode}") from None
+        if error is not None:
+            raise UserError(error.splitlines())
+        return value  # type: ignore[no-any-return]
     finally:
         process.kill()
         process.join()
         directory.remove(folder)
 
 
-def _child(look: Callable[[Any], T], job: Job, folder: Path, connection: Connection) -> None:
-    from drivetrain.config import validate as check
+def _child(probe: Callable[[Any], T], job: Job, folder: Path, connection: Connection) -> None:
+    """Send (error, value) of the probe, one of which is None."""
+    from drivetrain.config import validate
+    from drivetrain.core.context import BuildContext
     from drivetrain.core.world import World
     from drivetrain.engine import build
 
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     try:
-        check.verify(job.run)
-        connection.send((False, look(build.build(job.run, World(), folder, []))))
+        validate.verify(job.run)
+        connection.send((None, probe(build.build(BuildContext(job.run, World(), folder), []))))
     except UserError as error:
-        connection.send((True, str(error)))
+        connection.send((str(error), None))
     except Exception as error:
-        connection.send((True, f"the run cannot be looked at: {type(error).__name__}: {error}"))
+        connection.send((f"the run cannot be profiled: {type(error).__name__}: {error}", None))
     os._exit(0)

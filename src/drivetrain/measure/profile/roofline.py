@@ -1,36 +1,37 @@
-"""What this device can do at most: matrix products and memory traffic, measured, beside what a step asks of it."""
+"""The device's measured limits, matrix products and memory traffic, and the work that a step asks of it."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from drivetrain.core.device import synchronize
 
-SECONDS = 0.4  # of measuring, for each
+MEASURE_S = 0.4  # for each limit
 
 
 class Roofline(NamedTuple):
-    """Rates of the device, and the work of one update."""
+    """The device's limits, and the work of one update."""
 
     flops: float  # a second, of a large matrix product in the step's precision
     bandwidth: float  # bytes a second, read and written by a copy
-    step_flops: float  # of forward and backward; 0 where they could not be counted
+    step_flops: float  # of forward and backward; 0 where torch cannot count them
 
 
-def measure(trainer: Any, micro: Any, micros: int) -> Roofline:
-    """Measure the device; count the floating-point operations of one update, which is `micros` times `micro`."""
+def measure(trainer: Any, micro: Any, micro_batches: int) -> Roofline:
+    """Measure the device, and count the floating-point operations of an update of `micro_batches` times `micro`."""
     device = trainer.device
-    return Roofline(_matmul(trainer, device), _copy(device), micros * _counted(trainer, micro))
+    return Roofline(_matmul_flops(trainer, device), _copy_bandwidth(device), micro_batches * _step_flops(trainer, micro))
 
 
-def _rate(work: Any, amount: float, device: torch.device) -> float:
-    """The best of several short measurements: what the device reaches when nothing is in its way."""
+def _best_rate(work: Callable[[], object], amount: float, device: torch.device) -> float:
+    """The best of several short measurements, in `amount` a second: an undisturbed one."""
     work()
     synchronize(device)
-    best, until = 0.0, time.perf_counter() + SECONDS
+    best, until = 0.0, time.perf_counter() + MEASURE_S
     while time.perf_counter() < until:
         began = time.perf_counter()
         work()
@@ -39,23 +40,23 @@ def _rate(work: Any, amount: float, device: torch.device) -> float:
     return best
 
 
-def _matmul(trainer: Any, device: torch.device) -> float:
+def _matmul_flops(trainer: Any, device: torch.device) -> float:
     n = 8192 if device.type == "cuda" else 1024
     a, b = torch.randn(n, n, device=device), torch.randn(n, n, device=device)
     with torch.no_grad(), trainer.precision.autocast():
-        dtype = (a @ b).dtype  # as autocast has it: casting is not what is measured
+        dtype = (a @ b).dtype  # autocast's; the cast itself is not measured
     a, b = a.to(dtype), b.to(dtype)
-    return _rate(lambda: a @ b, 2.0 * n**3, device)
+    return _best_rate(lambda: a @ b, 2.0 * n**3, device)
 
 
-def _copy(device: torch.device) -> float:
-    size = 2**30 if device.type == "cuda" else 2**27  # beyond every cache
+def _copy_bandwidth(device: torch.device) -> float:
+    size = 2**30 if device.type == "cuda" else 2**27  # larger than every cache
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return _rate(lambda: target.copy_(source), 2.0 * size, device)
+    return _best_rate(lambda: target.copy_(source), 2.0 * size, device)
 
 
-def _counted(trainer: Any, micro: Any) -> float:
+def _step_flops(trainer: Any, micro: Any) -> float:
     from torch.utils.flop_counter import FlopCounterMode
 
     try:
@@ -64,5 +65,5 @@ def _counted(trainer: Any, micro: Any) -> float:
     except Exception:  # an operation that torch cannot count
         return 0.0
     finally:
-        trainer.zero_grad()
+        trainer.step.zero_grad()
     return float(counter.get_total_flops())

@@ -1,11 +1,14 @@
-"""One run's step, looked at from inside: where its time goes, and which lines of the user's own code take it."""
+"""Profiles a run's step: where its time goes, and which of the user's own lines take it."""
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,68 +16,78 @@ from typing import Any
 import torch
 
 from drivetrain.core.device import synchronize
-from drivetrain.measure.benchmark.interleave import ENDLESS, WARM
-from drivetrain.measure.profile import roofline
-from drivetrain.measure.profile.lines import WATCHED, Line, Stream, lines, one, update
-from drivetrain.measure.profile.utilization import occupied
+from drivetrain.engine.step import PlainStep
+from drivetrain.measure.benchmark.interleave import WARMUP_UPDATES
+from drivetrain.measure.profile import roofline, utilization
+from drivetrain.measure.profile.lines import UPDATES, Line, TrackedStream, profile_lines, read_update, update
 from drivetrain.saving import checkpoint_io
 
 
 @dataclass
-class Findings:
-    """What the examination found. Milliseconds an update."""
+class StepProfile:
+    """Where a step's time goes; milliseconds are those of one update."""
 
     step_ms: float
-    phases: dict[str, float]
+    phases: dict[str, float]  # ms by phase
     lines: list[Line]
     evaluation_s: float
-    saving_s: float | None  # of one checkpoint; None where none is kept
-    operations: int  # of an update, all of them
-    updates: int  # of an epoch
-    larger: float | None  # samples a second with four times the micro-batch, to those now
+    saving_s: float | None  # of one checkpoint; None where the run saves none
+    operations: int  # in an update
+    updates: int  # in an epoch
+    larger_batch: float | None  # samples a second with four times the micro-batch, relative to one
     roofline: roofline.Roofline
     micro_batch: int
     read_ms: float | None  # of reading one micro-batch
     device: str
-    occupied: dict[str, float]  # shares of an update's time
+    utilization: dict[str, float]  # shares of an update's time
 
 
-def examine(trainer: Any, look_s: float) -> Findings:
-    """Run a finished trainer's steps, `look_s` seconds in each of several ways."""
-    trainer.epochs = ENDLESS
+def profile_step(trainer: Any, profile_s: float) -> StepProfile:
+    """Run updates of a built trainer, for `profile_s` seconds in each of several kinds of profile."""
+    trainer.endless()
     trainer.model.train()
-    stream = Stream(trainer.loader.stream(trainer.train_data, trainer._requests(), trainer.device, trainer.memory_format))
-    for _ in range(trainer.timer.warmup + WARM):
+    stream = TrackedStream(trainer.loader.stream(trainer.train_data, trainer.requests(), trainer.device, trainer.memory_format))
+    for _ in range(trainer.timer.warmup + WARMUP_UPDATES):
         update(trainer, stream)
-    whole = _whole(trainer, stream, look_s)
-    phases, read_ms = _phases(trainer, stream, look_s)
-    device = occupied(trainer, stream)
-    own, operations = lines(trainer, stream, look_s)
-    micro, micros = one(stream)
-    device_can = roofline.measure(trainer, micro, micros)
-    larger = _larger(trainer, micro, look_s)
-    evaluation, saving = _evaluation(trainer), _saving(trainer)
-    updates = trainer.batch.updates(len(trainer.train_data.source), 0, trainer.drop_last)
-    return Findings(
-        whole, phases, own, evaluation, saving, operations, updates, larger, device_can, len(micro.x), read_ms,
-        trainer.device.type, device,
-    )  # fmt: skip
+    step_ms = _step_ms(trainer, stream, profile_s)
+    phases, read_ms = _phases(trainer, stream, profile_s)
+    shares = utilization.time_shares(trainer, stream)
+    lines, operations = profile_lines(trainer, stream, profile_s)
+    micro, micro_batches = read_update(stream)
+    limits = roofline.measure(trainer, micro, micro_batches)
+    larger_batch = _larger_batch(trainer, micro, profile_s)
+    evaluation_s, saving_s = _evaluation_s(trainer), _saving_s(trainer)
+    return StepProfile(
+        step_ms,
+        phases,
+        lines,
+        evaluation_s,
+        saving_s,
+        operations,
+        updates=trainer.batch.updates(len(trainer.train_data.source), 0, trainer.drop_last),
+        larger_batch=larger_batch,
+        roofline=limits,
+        micro_batch=len(micro.x),
+        read_ms=read_ms,
+        device=trainer.device.type,
+        utilization=shares,
+    )
 
 
-def _whole(trainer: Any, stream: Stream, look_s: float) -> float:
-    """Milliseconds of an update that nobody watches."""
+def _step_ms(trainer: Any, stream: TrackedStream, profile_s: float) -> float:
+    """Milliseconds of an update without any profiling."""
     began, count = time.perf_counter(), 0
-    while time.perf_counter() - began < look_s or count < WATCHED:
+    while time.perf_counter() - began < profile_s or count < UPDATES:
         update(trainer, stream)
         count += 1
     synchronize(trainer.device)
     return 1e3 * (time.perf_counter() - began) / count
 
 
-def _phases(trainer: Any, stream: Stream, look_s: float) -> tuple[dict[str, float], float | None]:
-    """Milliseconds of each phase of an update, the device waited for in between; and those of reading a micro-batch."""
+def _phases(trainer: Any, stream: TrackedStream, profile_s: float) -> tuple[dict[str, float], float | None]:
+    """Milliseconds of each phase of an update, synchronized after each, and those of reading a micro-batch."""
     spent: defaultdict[str, float] = defaultdict(float)
-    read: list[float] = []
+    read_s: list[float] = []
     began, count = time.perf_counter(), 0
 
     def done(name: str, since: float) -> float:
@@ -83,71 +96,86 @@ def _phases(trainer: Any, stream: Stream, look_s: float) -> tuple[dict[str, floa
         spent[name] += now - since
         return now
 
-    fused = "micro" in vars(trainer)  # the whole step is one graph: its phases are not apart
-    while time.perf_counter() - began < look_s or count < WATCHED:
+    plain = isinstance(trainer.step, PlainStep)
+    step = _timed_step(trainer.step, done) if plain else trainer.step
+    loss_sum = torch.zeros((), device=trainer.device)
+    while time.perf_counter() - began < profile_s or count < UPDATES:
         mark = time.perf_counter()
         for micro in stream:
             mark = done("data wait", mark)
             if micro.seconds is not None:
-                read.append(micro.seconds)
-            if fused:
-                trainer.micro(micro)
-                mark = done("step", mark)
-            else:
-                with trainer.parallel.sync(trainer.forward, micro.last):
-                    with trainer.precision.autocast():
-                        output = trainer.forward(micro.x)
-                        mark = done("forward", mark)
-                        loss = trainer.loss(output, micro.y)
-                        mark = done("loss", mark)
-                    trainer.precision.backward(loss, micro.weight)
-                mark = done("backward", mark)
+                read_s.append(micro.seconds)
+            step.micro_batch(micro, loss_sum)
+            # A step that is wrapped, such as by one graph, has no phases that can be told apart.
+            mark = time.perf_counter() if plain else done("step", mark)
             if micro.last:
                 break
-        trainer.update()
+        step.update()
         trainer.ema.update()
-        trainer.zero_grad()
+        step.zero_grad()
         done("update", mark)
         count += 1
-    return {name: 1e3 * seconds / count for name, seconds in spent.items()}, 1e3 * sum(read) / len(read) if read else None
+    phases = {name: 1e3 * seconds / count for name, seconds in spent.items()}
+    return phases, 1e3 * statistics.fmean(read_s) if read_s else None
 
 
-def _larger(trainer: Any, micro: Any, look_s: float) -> float | None:
-    """Samples a second of forward and backward with four times the micro-batch, to those with one: in turns, the median."""
+def _timed_step(step: PlainStep, done: Callable[[str, float], float]) -> PlainStep:
+    """The step, which reports each phase of a micro-batch to `done(phase, start)` when it ends."""
+
+    def timed(phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            began = time.perf_counter()
+            result = call(*args)
+            done(phase, began)
+            return result
+
+        return run
+
+    precision = copy(step.precision)
+    precision.backward = timed("backward", step.precision.backward)  # type: ignore[method-assign]
+    return dataclasses.replace(step, forward=timed("forward", step.forward), loss=timed("loss", step.loss), precision=precision)
+
+
+def _larger_batch(trainer: Any, micro: Any, profile_s: float) -> float | None:
+    """Samples a second of forward and backward with four times the micro-batch, relative to one: the median of pairs.
+
+    None where four times the micro-batch does not fit, or the inputs are not plain tensors.
+    """
+
+    step = trainer.step.with_forward(trainer.model)  # not compiled: a compiler would compile for the larger batch too
+    loss_sum = torch.zeros((), device=trainer.device)
 
     def seconds(x: torch.Tensor, y: torch.Tensor) -> float:
         began = time.perf_counter()
-        with trainer.precision.autocast():
-            loss = trainer.loss(trainer.model(x), y)
-        trainer.precision.backward(loss, micro.weight)
-        trainer.zero_grad()
+        step.micro_batch(dataclasses.replace(micro, x=x, y=y), loss_sum)
+        step.zero_grad()
         synchronize(trainer.device)
         return time.perf_counter() - began
 
     try:
         batches = [tuple(torch.cat([t] * times) for t in (micro.x, micro.y)) for times in (1, 4)]
         ratios: list[float] = []
-        until = time.perf_counter() + look_s
-        while time.perf_counter() < until or len(ratios) <= WATCHED:
+        until = time.perf_counter() + profile_s
+        while time.perf_counter() < until or len(ratios) <= UPDATES:
             one, four = (seconds(*batch) for batch in batches)
             ratios.append(4 * one / four)
-        return statistics.median(ratios[1:])  # the first pair has warmed up
-    except (RuntimeError, TypeError):  # out of memory, or inputs that are no plain tensors
+        return statistics.median(ratios[1:])  # the first pair is the warm-up
+    except (RuntimeError, TypeError):
         return None
 
 
-def _evaluation(trainer: Any) -> float:
-    """Seconds of one evaluation, from its first batches."""
-    source = trainer.test_data.source
-    batches = len(trainer.batch.evaluation(source, trainer.parallel.data))
-    trainer.eval_batches = min(batches, trainer.eval_batches or batches, 8)
+def _evaluation_s(trainer: Any) -> float:
+    """Seconds of one evaluation, extrapolated from its first batches."""
+    source = trainer.evaluator.data.source
+    batches = len(trainer.batch.evaluation(source, trainer.parallel.data_world))
+    trainer.evaluator.max_batches = min(batches, trainer.evaluator.max_batches or batches, 8)
     began = time.perf_counter()
-    trainer.evaluate()
-    return (time.perf_counter() - began) * batches / max(1, trainer.eval_batches)
+    trainer.evaluator.metrics()
+    return (time.perf_counter() - began) * batches / max(1, trainer.evaluator.max_batches)
 
 
-def _saving(trainer: Any) -> float | None:
-    """Seconds of keeping one checkpoint."""
+def _saving_s(trainer: Any) -> float | None:
+    """Seconds of saving one checkpoint."""
     if not trainer.saving.active:
         return None
     with tempfile.TemporaryDirectory(dir=trainer.run_dir) as folder:

@@ -1,1 +1,1 @@
-"""Tables and pages of any runs."""
+"""Reports on any runs and sweeps: a table, a CSV file and a page."""

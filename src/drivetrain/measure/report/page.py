@@ -1,4 +1,4 @@
-"""The page of `drivetrain report`."""
+"""The HTML page of `drivetrain report`."""
 
 from __future__ import annotations
 
@@ -7,61 +7,66 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from drivetrain.measure.report.html import page, plot, table
+from drivetrain.measure.html import page, paragraphs, plot, table
 from drivetrain.run.reader import RunFiles, differing
 
-# Plotly lights the chosen button up in white, in any scheme: its words stay dark.
+# Plotly highlights the active button in white in any colour scheme, so that its text must be dark.
 BUTTON: dict[str, Any] = {"bgcolor": "#d9d9e0", "bordercolor": "#8b8d98", "font": {"color": "#1c2024"}}
-CURVES, POINTS, BARS = 60, 200, 60  # drawn: runs with curves, points of each, bars
+MAX_CURVES, MAX_POINTS, MAX_BARS = 60, 200, 60  # runs with curves, points of each, runs with bars
 
 
 def report_page(
     runs: Sequence[RunFiles], header: Sequence[str], rows: Sequence[Sequence[str]], target: float | None, seeds: Sequence[str]
 ) -> str:
-    """One file: the table, curves against updates, samples and time, bars, and what differs."""
-    done = sum(run.status == "completed" for run in runs)
-    drawn = _best(runs, CURVES)
-    shown = f" Curves and bars show the best {CURVES} of them." if len(runs) > CURVES else ""
+    """One file: the table, curves against updates, samples and time, bars, and the keys in which the runs differ."""
+    completed = sum(run.status == "completed" for run in runs)
+    drawn = _best(runs, MAX_CURVES)
+    shown = f" Curves and bars show the best {MAX_CURVES} of them." if len(runs) > MAX_CURVES else ""
+    numbers = {id(run): str(n) for n, run in enumerate(runs)}
     body = [
-        f'<p class="soft">{len(runs)} runs, {done} completed.{shown} A column\'s head sorts the table.</p>',
+        f'<p class="soft">{len(runs)} runs, {completed} completed.{shown} A click on a column\'s header sorts the table.</p>',
         table(header, rows, ("error",), sortable=True),
     ]
     if seeds:
-        body += ["<h2>Over seeds</h2>", *(f"<p>{html.escape(line)}</p>" for line in seeds)]
+        body += ["<h2>Over seeds</h2>", *paragraphs(seeds)]
     figures: dict[str, Any] = {}
-
-    def figure(name: str, title: str, drawing: dict[str, Any] | None, note: str = "", height: int = 380) -> None:
-        if drawing is not None:
-            figures[name] = drawing
-            body.extend([f"<h2>{html.escape(title)}</h2>", f'<p class="soft">{html.escape(note)}</p>', plot(name, height)])
-
-    numbers = {id(run): str(n) for n, run in enumerate(runs)}
-    tall = 90 + 24 * min(len(drawn), BARS)
-    metric = next((run.metric[0] for run in runs if run.metric), None)
-    figure("loss", "Training loss", _curves(drawn, numbers, "train", "loss", log=True))
-    if metric:
-        figure("metric", f"Test {metric}", _curves(drawn, numbers, "evaluated", metric))
-    figure(
-        "speed", "Samples a second", _bars(drawn, numbers, _speed, _spread), "The bar's whisker: 10th to 90th percentile.", tall
-    )
-    figure("memory", "Peak memory, GiB", _bars(drawn, numbers, lambda r: r.result and _gib(r.result.peak_memory_bytes)), "", tall)
-    if target is not None:
-        figure(
-            "target", f"Seconds to {metric} {target:.4g}", _bars(drawn, numbers, lambda r: (r.to_target(target) or (None,))[0]),
-            "Since the run's first record; a run without a bar has not come there.", tall,
-        )  # fmt: skip
-    figure("parallel", "All at once", _parallel(runs, metric), "A line is a run: drag along an axis to pick some.", 420)
-    keys = differing(runs)
-    if keys:
-        cells = [[numbers[id(r)], *(str(r.config.get(k, "–")) for k in keys)] for r in drawn]
-        body += ["<h2>In what they differ</h2>", table(["run", *keys], cells)]
-    body += ["<h2>To run one again</h2>", table(("run", "command"), [(numbers[id(r)], _command(r)) for r in drawn], ("command",))]
+    for name, (title, figure, note, height) in _figures(runs, drawn, numbers, target).items():
+        if figure is not None:
+            figures[name] = figure
+            body += [f"<h2>{html.escape(title)}</h2>", f'<p class="soft">{html.escape(note)}</p>', plot(name, height)]
+    if keys := differing(runs):
+        cells = [[numbers[id(run)], *(str(run.config.get(key, "–")) for key in keys)] for run in drawn]
+        body += ["<h2>Differences of the configs</h2>", table(["run", *keys], cells)]
+    commands = [(numbers[id(run)], _command(run)) for run in drawn]
+    body += ["<h2>To run one again</h2>", table(("run", "command"), commands, ("command",))]
     body += ["<h2>Where they ran</h2>", *_environments(runs, numbers)]
     return page("Runs", body, figures)
 
 
+def _figures(
+    runs: Sequence[RunFiles], drawn: Sequence[RunFiles], numbers: dict[int, str], target: float | None
+) -> dict[str, tuple[str, dict[str, Any] | None, str, int]]:
+    """By id: a figure's title, the figure (None where no run has data for it), a note, and its height in pixels."""
+    metric = next((run.metric[0] for run in runs if run.metric), None)
+    tall = 90 + 24 * min(len(drawn), MAX_BARS)
+    figures = {"loss": ("Training loss", _curves(drawn, numbers, "train", "loss", log=True), "", 380)}
+    if metric:
+        figures["metric"] = (f"Test {metric}", _curves(drawn, numbers, "evaluated", metric), "", 380)
+    speed = _bars(drawn, numbers, _speed, _spread)
+    figures["speed"] = ("Samples a second", speed, "The bar's whisker: 10th to 90th percentile.", tall)
+    memory = _bars(drawn, numbers, lambda run: run.result and _gib(run.result.peak_memory_bytes))
+    figures["memory"] = ("Peak memory, GiB", memory, "", tall)
+    if target is not None:
+        seconds = _bars(drawn, numbers, lambda run: (run.to_target(target) or (None,))[0])
+        note = "Since the run's first record; a run without a bar has not reached it."
+        figures["target"] = (f"Seconds to {metric} {target:.4g}", seconds, note, tall)
+    note = "A line is a run: drag along an axis to select some."
+    figures["parallel"] = ("Parallel coordinates", _parallel(runs, metric), note, 420)
+    return figures
+
+
 def _best(runs: Sequence[RunFiles], most: int) -> list[RunFiles]:
-    """The best runs by their metric, in the order they were started."""
+    """The `most` best runs by their metric, in the order in which they were started."""
     if len(runs) <= most:
         return list(runs)
 
@@ -73,11 +78,11 @@ def _best(runs: Sequence[RunFiles], most: int) -> list[RunFiles]:
 
 
 def _curves(runs: Sequence[RunFiles], numbers: dict[int, str], which: str, name: str, log: bool = False) -> dict[str, Any] | None:
-    """A line for each run; buttons choose what they are drawn against."""
+    """A line for each run; buttons choose the x axis."""
     lines, xs = [], {"updates": [], "samples": [], "seconds": []}  # type: ignore[var-annotated]
     for run in runs:
         points = getattr(run, which)
-        every = max(1, len(points.updates) // POINTS)
+        every = max(1, len(points.updates) // MAX_POINTS)
         y = points.curve(name)[::every]
         if not any(v is not None for v in y):
             continue
@@ -136,7 +141,7 @@ def _gib(count: int | None) -> float | None:
 
 
 def _parallel(runs: Sequence[RunFiles], metric: str | None) -> dict[str, Any] | None:
-    """Parallel coordinates: what differs, then what came of it."""
+    """Parallel coordinates: the keys that differ, then the speed and the metric."""
     keys = differing(runs)
     done = [run for run in runs if run.result and run.final() is not None and run.config]
     if len(done) < 3 or not keys or metric is None:
@@ -159,12 +164,12 @@ def _axis(key: str, values: list[Any]) -> dict[str, Any]:
 
 
 def _command(run: RunFiles) -> str:
-    words = run.result.overrides if run.result else run.environment.get("overrides", [])
-    return f"drivetrain train {shlex.join(words)}".strip()
+    overrides = run.result.overrides if run.result else run.environment.get("overrides", [])
+    return f"drivetrain train {shlex.join(overrides)}".strip()
 
 
 def _environments(runs: Sequence[RunFiles], numbers: dict[int, str]) -> list[str]:
-    """Each environment once, with the runs that had it."""
+    """Each environment once, with the runs in it."""
     facts: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for run in runs:
         about = run.environment
@@ -172,7 +177,7 @@ def _environments(runs: Sequence[RunFiles], numbers: dict[int, str]) -> list[str
         rows += [(k, str(v)) for k, v in about.get("versions", {}).items()]
         facts.setdefault(tuple(rows), []).append(numbers[id(run)])
     return [
-        f"<p>Runs {html.escape(', '.join(who[:20]))}{' …' if len(who) > 20 else ''}</p>" + table(("", ""), rows, ("",))
-        for rows, who in facts.items()
+        f"<p>Runs {html.escape(', '.join(names[:20]))}{' …' if len(names) > 20 else ''}</p>" + table(("", ""), rows, ("",))
+        for rows, names in facts.items()
         if rows
     ]

@@ -1,1 +1,1 @@
-"""The search for what makes a run faster."""
+"""The search for overrides that make a run faster on this machine."""

@@ -1,1 +1,1 @@
-"""The optimizers that drivetrain ships; built through drivetrain.optimizer."""
+"""The optimizers that drivetrain ships, as subclasses of torch.optim.Optimizer. drivetrain.optimizer has their options."""

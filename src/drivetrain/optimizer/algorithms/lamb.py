@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drivetrain.optimizer.algorithms.flat import Chunk, Flat
+from drivetrain.optimizer.algorithms.flat_optimizer import Chunk, FlatOptimizer
 
 
-class Lamb(Flat):
+class Lamb(FlatOptimizer):
     """Layer-wise adaptive moments (You et al. 2020, algorithm 2, φ the identity), for each parameter w with gradient g:
 
         m ← β1 · m + (1 - β1) · g               m̂ = m / (1 - β1^t)
@@ -20,25 +20,26 @@ class Lamb(Flat):
         u = m̂ / (√v̂ + ε) + decay · w
         w ← w - lr · ‖w‖ / ‖u‖ · u
 
-    `bias_correction=False` takes m and v for m̂ and v̂. The ratio is 1 where ‖w‖ or ‖u‖ is zero and in groups with
-    `adapt=False`: LAMB as published with BERT leaves out what does not decay (norms, biases), NVLAMB adapts that too.
-    `max_grad_norm` divides all gradients by max(1, ‖all gradients‖ / max_grad_norm) first: NVLAMB's pre-normalisation
-    (apex FusedLAMB); null leaves them. `fused` takes u's first term from torch's fused Adam kernel.
+    With `bias_correction=False`, m and v take the place of m̂ and v̂. The trust ratio ‖w‖ / ‖u‖ is 1 where ‖w‖ or ‖u‖ is zero,
+    and in groups with `adapt=False`: LAMB as published with BERT does not adapt what does not decay (norms, biases), NVLAMB
+    does. With `max_grad_norm`, all gradients are first divided by max(1, ‖all gradients‖ / max_grad_norm), as NVLAMB (apex
+    FusedLAMB) does; None leaves them as they are. With `fused`, torch's fused Adam kernel computes the first term of u.
     """
 
-    kept = ("exp_avg", "exp_avg_sq")
+    state_vectors = ("exp_avg", "exp_avg_sq")
 
     def __init__(
         self,
         params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-6,
-        weight_decay: float = 0.0,
-        bias_correction: bool = True,
-        max_grad_norm: float | None = None,
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        bias_correction: bool,
+        max_grad_norm: float | None,
+        fused: bool,
         adapt: bool = True,
-        fused: bool = False,
         loop: bool = False,
     ) -> None:
         self.max_grad_norm = max_grad_norm
@@ -46,7 +47,7 @@ class Lamb(Flat):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": bias_correction}
         super().__init__(params, {**defaults, "adapt": adapt}, loop)
 
-    def before(self, chunks: list[Chunk]) -> None:
+    def before_updates(self, chunks: list[Chunk]) -> None:
         self._divisor = None
         if self.max_grad_norm is not None and chunks:
             norms = [torch.linalg.vector_norm(chunk.grads()) for chunk in chunks]
@@ -76,7 +77,7 @@ def _moments(g: Tensor, m: Tensor, v: Tensor, step: Tensor, beta1: float, beta2:
 
 
 def _fused_moments(g: Tensor, m: Tensor, v: Tensor, step: Tensor, beta1: float, beta2: float, eps: float, out: Tensor) -> None:
-    """The same in one kernel: an Adam step of length -1 from zero."""
+    """The same in one kernel: a step of Adam from zero with learning rate -1."""
     torch._fused_adamw_(
         [out.zero_()], [g], [m], [v], [], [step], lr=-1.0, beta1=beta1, beta2=beta2, weight_decay=0.0, eps=eps,
         amsgrad=False, maximize=False,

@@ -6,31 +6,32 @@ from typing import Any
 
 import torch
 
-from drivetrain.optimizer.algorithms.flat import Chunk, Flat
+from drivetrain.optimizer.algorithms.flat_optimizer import Chunk, FlatOptimizer
 
 
-class Lars(Flat):
+class Lars(FlatOptimizer):
     """Layer-wise adaptive rate scaling (You, Gitman & Ginsburg 2017, algorithm 1), for each parameter w with gradient g:
 
         λ = trust · ‖w‖ / (‖g‖ + decay · ‖w‖)
         v ← momentum · v + lr · λ · (g + decay · w)
         w ← w - v                                    (nesterov: w - lr · λ · (g + decay · w) - momentum · v)
 
-    The learning rate stands inside the momentum, as in the paper: a change of it does not act on what v has gathered.
-    λ = 1, plain SGD, where ‖w‖ or ‖g‖ is zero and in groups with `adapt=False`: the paper adapts every layer, practice
-    leaves out norms and biases.
+    As in the paper, the learning rate is part of the momentum: a change of it does not rescale what v has accumulated.
+    λ is 1, which is plain SGD, where ‖w‖ or ‖g‖ is zero, and in groups with `adapt=False`. The paper adapts every layer;
+    common practice does not adapt norms and biases.
     """
 
-    kept = ("momentum_buffer",)
+    state_vectors = ("momentum_buffer",)
 
     def __init__(
         self,
         params: Any,
-        lr: float = 1.0,
-        weight_decay: float = 0.0,
-        momentum: float = 0.9,
-        nesterov: bool = False,
-        trust: float = 0.001,
+        *,
+        lr: float,
+        weight_decay: float,
+        momentum: float,
+        nesterov: bool,
+        trust: float,
         adapt: bool = True,
         loop: bool = False,
     ) -> None:

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from drivetrain.optimizer.algorithms.flat import Chunk, Flat
+from drivetrain.optimizer.algorithms.flat_optimizer import Chunk, FlatOptimizer
 
 
-class Lion(Flat):
+class Lion(FlatOptimizer):
     """Evolved sign momentum (Chen et al. 2023, algorithm 2), for each parameter w with gradient g:
 
     u = sign(β1 · m + (1 - β1) · g)
@@ -17,14 +17,15 @@ class Lion(Flat):
     m ← β2 · m + (1 - β2) · g
     """
 
-    kept = ("exp_avg",)
+    state_vectors = ("exp_avg",)
 
     def __init__(
         self,
         params: Any,
-        lr: float = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        weight_decay: float,
         loop: bool = False,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, loop)

@@ -1,4 +1,4 @@
-"""Muon, and several optimizers as one."""
+"""Muon, and several optimizers chained to one."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from drivetrain.optimizer.algorithms.flat import _order
+from drivetrain.optimizer.algorithms.flat_optimizer import memory_order
 
-A, B, C = 3.4445, -4.7750, 2.0315  # the quintic's coefficients
+A, B, C = 3.4445, -4.7750, 2.0315  # coefficients of the quintic iteration
 
 
 class Muon(torch.optim.Optimizer):
@@ -20,28 +20,29 @@ class Muon(torch.optim.Optimizer):
         M ← μ · M + (1 - μ) · G
         W ← W - lr · decay · W - lr · scale · NS(nesterov: (1 - μ) · G + μ · M)
 
-    A convolution's kernel is a matrix of (out, in·h·w). NS makes all singular values about 1, in five steps in bfloat16;
-    matrices of one shape are worked on together. `scale` is √max(1, rows / columns), with `match_rms_adamw`
-    0.2 · √max(rows, columns) (Liu et al. 2025): the size of AdamW's updates. On matrices it equals torch.optim.Muon, which
-    takes no convolutions and works on one matrix at a time.
+    A convolution's kernel is a matrix of (out, in·h·w). NS, `ns_steps` Newton-Schulz iterations in bfloat16, makes all
+    singular values about 1. Matrices of one shape are updated together. The scale is √max(1, rows / columns); with
+    `match_rms_adamw` it is 0.2 · √max(rows, columns), which gives updates the size of AdamW's (Liu et al. 2025). On matrices
+    this equals torch.optim.Muon, which takes no convolutions and works on one matrix at a time.
     """
 
     def __init__(
         self,
         params: Any,
-        lr: float = 0.02,
-        weight_decay: float = 0.0,
-        momentum: float = 0.95,
-        nesterov: bool = True,
-        scale: Literal["original", "match_rms_adamw"] = "original",
-        ns_steps: int = 5,
+        *,
+        lr: float,
+        weight_decay: float,
+        momentum: float,
+        nesterov: bool,
+        scale: Literal["original", "match_rms_adamw"],
+        ns_steps: int,
     ) -> None:
         defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
         super().__init__(params, {**defaults, "scale": scale, "ns_steps": ns_steps})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update."""
+        """Update all matrices."""
         for group in self.param_groups:
             batches: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
             for p in group["params"]:
@@ -60,7 +61,8 @@ class Muon(torch.optim.Optimizer):
         grads = [p.grad for p in params if p.grad is not None]
         torch._foreach_lerp_(buffers, grads, 1 - momentum)
         updates = torch._foreach_lerp(grads, buffers, momentum) if group["nesterov"] else buffers
-        # Columns in memory order: a kernel in channels-last order stays a view, and the result is permuted as its argument.
+        # Columns are in memory order, so that the matrix of a channels-last kernel is a view. A permutation of the columns
+        # commutes with NS.
         stacked = torch.stack([_matrix(u, p) for u, p in zip(updates, params, strict=True)])
         matches = group["scale"] == "match_rms_adamw"
         scale = 0.2 * math.sqrt(max(rows, columns)) if matches else math.sqrt(max(1, rows / columns))
@@ -72,8 +74,8 @@ class Muon(torch.optim.Optimizer):
 
 
 def _matrix(tensor: Tensor, like: Tensor) -> Tensor:
-    """(out, the rest in `like`'s memory order); a view where that is the tensor's own."""
-    order = _order(like)
+    """The tensor as (out, the rest in the memory order of `like`): a view where that is its own order."""
+    order = memory_order(like)
     if order is not None and order[0] != 0:
         raise ValueError(
             f"Muon: a weight of shape {list(like.shape)} and strides {like.stride()} is no matrix of (out, the rest)"
@@ -82,7 +84,7 @@ def _matrix(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def orthogonalised(g: Tensor, steps: int) -> Tensor:
-    """(n, rows, columns) → the same with singular values of about 1 (0.7 to 1.2), in g's type."""
+    """(n, rows, columns) → matrices with the same singular vectors and singular values of about 1 (0.7 to 1.2), in g's dtype."""
     x = g.bfloat16()
     tall = x.size(1) > x.size(2)
     x = x.mT if tall else x
@@ -93,8 +95,8 @@ def orthogonalised(g: Tensor, steps: int) -> Tensor:
     return (x.mT if tall else x).to(g.dtype)
 
 
-class Together(torch.optim.Optimizer):
-    """Several optimizers as one; each steps its own parameter groups, which all stand in `param_groups`."""
+class ChainedOptimizer(torch.optim.Optimizer):
+    """Several optimizers as one. Each updates its own parameter groups; `param_groups` has the groups of all."""
 
     def __init__(self, *members: torch.optim.Optimizer) -> None:
         self.members = members
@@ -105,16 +107,16 @@ class Together(torch.optim.Optimizer):
         self.param_groups = [group for member in self.members for group in member.param_groups]
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update of each member."""
+        """Step each member."""
         for member in self.members:
             member.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """The members', in order."""
+        """The members' state dicts, in order."""
         return {"members": [member.state_dict() for member in self.members]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take `state_dict()` back."""
+        """Load `state_dict()`."""
         for member, state in zip(self.members, state_dict["members"], strict=True):
             member.load_state_dict(state)
         self._share_groups()

@@ -6,31 +6,33 @@ from typing import Any
 
 import torch
 
-from drivetrain.optimizer.algorithms.flat import Chunk, Flat
+from drivetrain.optimizer.algorithms.flat_optimizer import Chunk, FlatOptimizer
 
 
-class NovoGrad(Flat):
+class NovoGrad(FlatOptimizer):
     """Layer-wise second moments (Ginsburg et al. 2019, algorithm 1), for each parameter w with gradient g:
 
         v₁ = ‖g₁‖²,  then  v ← β2 · v + (1 - β2) · ‖g‖²        (one number)
         m ← β1 · m + (g / (√v + ε) + decay · w)                (grad_averaging: times 1 - β1)
         w ← w - lr · m
 
-    with m = 0 before the first step and no bias correction: v starts at its first value. A first gradient of zero (behind
-    a layer that starts at zero) does not count as the start, else the next one would be divided by √(1 - β2) of its norm.
+    with m = 0 before the first step. There is no bias correction, since v starts at its first value. A first gradient of zero
+    (before a layer whose weights start at zero) is not taken as that value; if it were, the next gradient would be divided by
+    √(1 - β2) of its norm.
     """
 
-    kept = ("exp_avg",)
-    kept_per_parameter = ("exp_avg_sq",)
+    state_vectors = ("exp_avg",)
+    state_numbers = ("exp_avg_sq",)
 
     def __init__(
         self,
         params: Any,
-        lr: float = 1e-2,
-        betas: tuple[float, float] = (0.95, 0.98),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        grad_averaging: bool = False,
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        grad_averaging: bool,
         loop: bool = False,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "grad_averaging": grad_averaging}

@@ -10,37 +10,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drivetrain.optimizer.algorithms.flat import Chunk, Flat
+from drivetrain.optimizer.algorithms.flat_optimizer import Chunk, FlatOptimizer
 
 
-class ScheduleFree(Flat):
-    """Schedule-Free AdamW (Defazio et al. 2024, algorithm 1): gradients at y, steps of z, and x, their average, is the result.
+class ScheduleFree(FlatOptimizer):
+    """Schedule-Free AdamW (Defazio et al. 2024, algorithm 1): gradients are taken at y, steps are made in z, x averages them.
 
         v ← β2 · v + (1 - β2) · g²,   u = g / (√(v / (1 - β2^t)) + ε) + decay · y
         z ← z - lr · u
         x ← (1 - c) · x + c · z,      c = lr² / Σ lr²
         y = (1 - β1) · z + β1 · x
 
-    The parameters are y while training; x is not kept but follows from y and z, so that memory is AdamW's. y moves by
-    its own difference, never through x: looking at x (`averaged`) does not disturb the run by a rounding.
+    During training the parameters are y. x is computed from y and z when it is needed, so that the memory is AdamW's. y is
+    updated directly and not through x, so that using x in between (`averaged`) does not change y, not even by rounding.
     """
 
-    kept = ("z", "exp_avg_sq")
-    kept_per_chunk = ("weight_sum",)
+    state_vectors = ("z", "exp_avg_sq")
+    state_chunk_numbers = ("weight_sum",)
 
     def __init__(
         self,
         params: Any,
-        lr: float = 2.5e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
         loop: bool = False,
     ) -> None:
-        self._trained: list[Tensor] | None = None  # y, while x stands in the parameters
+        self._trained: list[Tensor] | None = None  # y, while the parameters are x
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, loop)
 
-    def begin(self, state: dict[str, list[Tensor]], params: list[Tensor]) -> None:
+    def init_state(self, state: dict[str, list[Tensor]], params: list[Tensor]) -> None:
         torch._foreach_copy_(state["z"], [p.detach() for p in params])
 
     def update(self, chunk: Chunk, group: dict[str, Any]) -> None:
@@ -58,14 +59,14 @@ class ScheduleFree(Flat):
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """x stands in the parameters; y comes back bit for bit, on an exception too."""
-        moved = [
+        """Set the parameters to x. On exit, also after an exception, they are y again, bit for bit."""
+        updated = [
             (p, self.state[p]["z"], 1 - 1 / g["betas"][0]) for g in self.param_groups for p in g["params"] if p in self.state
         ]
         self._trained = [p.detach().clone() for p in self._parameters()]
         try:
             with torch.no_grad():
-                for p, z, weight in moved:
+                for p, z, weight in updated:
                     p.lerp_(z.to(p.dtype), weight)
             yield
         finally:
@@ -77,12 +78,12 @@ class ScheduleFree(Flat):
         return list(itertools.chain.from_iterable(group["params"] for group in self.param_groups))
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's, with y: the model's weights are saved as x."""
+        """torch's, and y, since the weights that are saved are x."""
         return {**super().state_dict(), "y": self._trained or [p.detach().clone() for p in self._parameters()]}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take `state_dict()` back, y too."""
+        """Load `state_dict()`, and set the parameters to y."""
         super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
         for p, y in zip(self._parameters(), state_dict["y"], strict=True):
             p.copy_(y)

@@ -1,4 +1,4 @@
-"""Schedules that rise and fall, and can cycle the momentum against the learning rate."""
+"""Schedules that rise and fall, and can move the momentum in the opposite direction to the learning rate."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.horizon import Horizon
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Length, Momentum, Positive, RunSpec, Share
-from drivetrain.scheduler.base import Scheduler, no_length, put, too_long, too_short
+from drivetrain.scheduler.base import Scheduler, early_end_problem, late_end_advice, set_group_value, zero_length_problem
 
 Range = Annotated[list[Momentum], Len(2, 2)]  # [low, high]
 
 
-class Cycling(Scheduler):
-    """The base of schedules with a knob `momentum`, [low, high]: high while the rate is low, low at its peak.
+class MomentumCycling(Scheduler):
+    """The base of schedules with an argument `momentum`, [low, high]: high while the learning rate is low, low at its peak.
 
-    It moves `momentum` of SGD and its kin, `beta1` of Adam and its kin, as torch's cycle_momentum does.
+    It sets `momentum` of optimizers such as SGD and `beta1` of those such as Adam, as torch's cycle_momentum does.
     """
 
     momentum: list[float] | None
@@ -31,11 +31,11 @@ class Cycling(Scheduler):
         if self.momentum is None:
             return
         if self.momentum[0] > self.momentum[1]:
-            yield f"scheduler.momentum={self.momentum} is [low, high]: turn it round"
+            yield f"scheduler.momentum={self.momentum} must be [low, high]: exchange the two"
         knobs = inspect.signature(type(run.optimizer)).parameters
-        if not {"momentum", "beta1", "betas", "kwargs"} & set(knobs):  # whoever takes kwargs is asked at the start
+        if not {"momentum", "beta1", "betas", "kwargs"} & set(knobs):  # with kwargs, `start` checks the optimizer itself
             yield self._no_momentum(run.named("optimizer"))
-        if run.choices["compile"] == "step":
+        if run.compile.captures_step:
             yield "scheduler.momentum and compile=step exclude each other (its graph keeps the momentum): set it to null"
 
     def start(self, optimizer: torch.optim.Optimizer, updates: int, ends: Sequence[int] | None = None) -> None:
@@ -55,31 +55,31 @@ class Cycling(Scheduler):
             if "betas" in group:
                 group["betas"] = (value, *group["betas"][1:])
             elif "momentum" in group:
-                put(group, "momentum", value)
+                set_group_value(group, "momentum", value)
 
     def momentum_at(self, update: int) -> float | None:
         if self.momentum is None:
             return None
         low, high = self.momentum
-        return high - (high - low) * self.rise(update)
+        return high - (high - low) * self.momentum_drop(update)
 
-    def rise(self, update: int) -> float:
-        """How far the momentum is from its high (0) to its low (1)."""
+    def momentum_drop(self, update: int) -> float:
+        """Position of the momentum for update number `update`: 0 at its high, 1 at its low."""
         raise NotImplementedError
 
 
 class _Phase(NamedTuple):
-    """A part of 1cycle, from the end of the one before."""
+    """A part of 1cycle. It begins where the one before ends."""
 
     end: float  # its last update
-    lr: tuple[float, float]  # multiples at its bounds
-    rise: tuple[float, float]  # of the momentum, from high (0) to low (1)
+    lr: tuple[float, float]  # lr_factor at its bounds
+    momentum_drop: tuple[float, float]  # at its bounds
 
 
-class OneCycle(Cycling):
+class OneCycle(MomentumCycling):
     """1cycle (Smith & Topin 2018; torch's OneCycleLR): up from lr / `div` to lr in `warmup`, then to lr / `div` / `final_div`.
 
-    With `three_phase` the way back to lr / `div` is as long as the way up, and the rest goes on down.
+    With `three_phase` it returns to lr / `div` in as many updates as it rose, and falls further in the rest.
     """
 
     lengths = ("warmup", "length")
@@ -98,38 +98,38 @@ class OneCycle(Cycling):
         self.div, self.final_div, self.anneal, self.three_phase = div, final_div, anneal, three_phase
         self.momentum, self.length = momentum, length
 
-    def rules(self, over: Horizon) -> Iterator[str]:
-        yield from too_short(self.length, self.warmup, over)
-        end = over.updates if self.length is None else over.of(self.length)
-        if self.three_phase and 2 * over.of(self.warmup) > end:
+    def horizon_problems(self, horizon: Horizon) -> Iterator[str]:
+        yield from early_end_problem(self.length, self.warmup, horizon)
+        end = horizon.updates if self.length is None else horizon.in_updates(self.length)
+        if self.three_phase and 2 * horizon.in_updates(self.warmup) > end:
             yield (
                 f"scheduler.three_phase goes up and back in twice scheduler.warmup={self.warmup}, more than the cycle's "
                 f"{end:.0f} updates: set scheduler.warmup below half of it"
             )
 
-    def advice(self, over: Horizon, run: RunSpec) -> Iterator[str]:
-        yield from super().advice(over, run)
-        yield from too_long(self.length, over)
+    def horizon_advice(self, horizon: Horizon, run: RunSpec) -> Iterator[str]:
+        yield from super().horizon_advice(horizon, run)
+        yield from late_end_advice(self.length, horizon)
 
-    def lay(self, over: Horizon) -> None:
-        super().lay(over)
-        peak = over.of(self.warmup) - 1  # torch's phases end so, not rounded
-        end = (over.updates if self.length is None else round(over.of(self.length))) - 1
+    def set_horizon(self, horizon: Horizon) -> None:
+        super().set_horizon(horizon)
+        peak = horizon.in_updates(self.warmup) - 1  # as in torch, not rounded
+        end = (horizon.updates if self.length is None else round(horizon.in_updates(self.length))) - 1
         start, bottom = 1 / self.div, 1 / (self.div * self.final_div)
         up, down = _Phase(peak, (start, 1.0), (0.0, 1.0)), _Phase(end, (1.0, bottom), (1.0, 0.0))
         back, out = _Phase(2 * peak, (1.0, start), (1.0, 0.0)), _Phase(end, (start, bottom), (0.0, 0.0))
         self._phases = [up, back, out] if self.three_phase else [up, down]
 
-    def multiple(self, update: int) -> float:
+    def lr_factor(self, update: int) -> float:
         phase, t = self._phase(update)
         return self._between(*phase.lr, t)
 
-    def rise(self, update: int) -> float:
+    def momentum_drop(self, update: int) -> float:
         phase, t = self._phase(update)
-        return self._between(*phase.rise, t)
+        return self._between(*phase.momentum_drop, t)
 
     def _phase(self, update: int) -> tuple[_Phase, float]:
-        """The phase an update is in and its share of the way through it."""
+        """The phase that an update is in, and the share of the phase that has passed, 0 to 1."""
         begin = 0.0
         for phase in self._phases:
             if update <= phase.end:
@@ -144,8 +144,8 @@ class OneCycle(Cycling):
         return end + (start - end) * (1 + math.cos(math.pi * t)) / 2
 
 
-class Cyclic(Cycling):
-    """Triangles between `low` × lr and lr for as long as the run goes (Smith 2017; torch's CyclicLR)."""
+class Cyclic(MomentumCycling):
+    """Triangles between `low` × lr and lr until the end of the run (Smith 2017; torch's CyclicLR)."""
 
     lengths = ("warmup", "up", "down")
 
@@ -166,34 +166,34 @@ class Cyclic(Cycling):
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)
         if self.mode == "exp_range" and self.gamma is None:
-            yield "scheduler.mode=exp_range shrinks the height by scheduler.gamma at each update: set it, such as 0.999"
+            yield "scheduler.mode=exp_range multiplies the height by scheduler.gamma at each update: set it, to 0.999 for example"
         if self.mode != "exp_range" and self.gamma is not None:
             yield f"scheduler.gamma={self.gamma} is exp_range's, not scheduler.mode={self.mode}'s: set it to null"
 
-    def rules(self, over: Horizon) -> Iterator[str]:
-        yield from no_length("up", self.up, over)
+    def horizon_problems(self, horizon: Horizon) -> Iterator[str]:
+        yield from zero_length_problem("up", self.up, horizon)
         if self.down is not None:
-            yield from no_length("down", self.down, over)
+            yield from zero_length_problem("down", self.down, horizon)
 
-    def advice(self, over: Horizon, run: RunSpec) -> Iterator[str]:
-        yield from super().advice(over, run)
-        cycle = over.of(self.up) + over.of(self.up if self.down is None else self.down)
-        if cycle > over.updates:
-            yield f"scheduler.up={self.up}: one cycle is {cycle:.0f} updates and the run has {over.updates}: it does not end"
+    def horizon_advice(self, horizon: Horizon, run: RunSpec) -> Iterator[str]:
+        yield from super().horizon_advice(horizon, run)
+        cycle = horizon.in_updates(self.up) + horizon.in_updates(self.up if self.down is None else self.down)
+        if cycle > horizon.updates:
+            yield f"scheduler.up={self.up}: one cycle is {cycle:.0f} updates and the run has {horizon.updates}: it does not end"
 
-    def lay(self, over: Horizon) -> None:
-        super().lay(over)
-        self._up = max(1, round(over.of(self.up)))
-        self._down = self._up if self.down is None else max(1, round(over.of(self.down)))
+    def set_horizon(self, horizon: Horizon) -> None:
+        super().set_horizon(horizon)
+        self._up = max(1, round(horizon.in_updates(self.up)))
+        self._down = self._up if self.down is None else max(1, round(horizon.in_updates(self.down)))
 
-    def curve(self, since: int) -> float:
+    def factor_after_warmup(self, since: int) -> float:
         return self.low + (1 - self.low) * self._height(since)
 
-    def rise(self, update: int) -> float:
+    def momentum_drop(self, update: int) -> float:
         return self._height(max(0, update - self._warmup))
 
     def _height(self, since: int) -> float:
-        """Where the triangle is between low (0) and the first peak (1)."""
+        """The height of the triangle, `since` updates after the warm-up: 0 at `low`, 1 at the first peak."""
         cycle, at = divmod(since, self._up + self._down)
         height = at / self._up if at <= self._up else 1 - (at - self._up) / self._down
         return height * {"triangular": 1.0, "triangular2": 0.5**cycle, "exp_range": (self.gamma or 1.0) ** since}[self.mode]

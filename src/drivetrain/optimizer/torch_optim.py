@@ -1,4 +1,4 @@
-"""torch's own optimizers."""
+"""The optimizers of torch.optim."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Any, ClassVar
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Momentum, NonNegative, Positive, RunSpec
-from drivetrain.optimizer.base import Form, Optimizer
+from drivetrain.optimizer.base import Implementation, Optimizer
 
 
 @dataclass(kw_only=True, eq=False)
-class Builtin(Optimizer):
-    """The base of the options that are a class of torch.optim."""
+class TorchOptimizer(Optimizer):
+    """The base of the options that build a class of torch.optim."""
 
     torch_name: ClassVar[str]
 
-    def make(self, groups: list[dict[str, Any]], form: Form) -> torch.optim.Optimizer:
-        how = {"foreach": form == "foreach"} | ({"fused": form == "fused"} if self.fused_on else {})
-        return getattr(torch.optim, self.torch_name)(groups, lr=groups[0]["lr"], **how, **self.own())
+    def make(self, groups: list[dict[str, Any]], implementation: Implementation) -> torch.optim.Optimizer:
+        flags = {"foreach": implementation == "foreach"} | ({"fused": implementation == "fused"} if self.fused_on else {})
+        return getattr(torch.optim, self.torch_name)(groups, **flags, **self.arguments())
 
 
 @dataclass(kw_only=True, eq=False)
-class Sgd(Builtin):
+class Sgd(TorchOptimizer):
     """Stochastic gradient descent with momentum (torch.optim.SGD)."""
 
     elementwise = True
@@ -34,11 +34,11 @@ class Sgd(Builtin):
     momentum: Momentum = 0.9
     nesterov: bool = True
 
-    def make(self, groups: list[dict[str, Any]], form: Form) -> torch.optim.Optimizer:
-        optimizer = super().make(groups, form)
-        if form == "fused" and self.momentum:
-            # torch's fused kernel fails where some parameters have their first gradient later than others. From zeros
-            # the first step is the same.
+    def make(self, groups: list[dict[str, Any]], implementation: Implementation) -> torch.optim.Optimizer:
+        optimizer = super().make(groups, implementation)
+        if implementation == "fused" and self.momentum:
+            # torch's fused kernel fails if some parameters get their first gradient later than others. A momentum buffer of
+            # zeros makes the same first step.
             for p in (p for group in groups for p in group["params"]):
                 optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
         return optimizer
@@ -50,8 +50,8 @@ class Sgd(Builtin):
 
 
 @dataclass(kw_only=True, eq=False)
-class Adam(Builtin):
-    """Adam with its decay in the gradient (Kingma & Ba 2015; torch.optim.Adam)."""
+class Adam(TorchOptimizer):
+    """Adam with weight decay added to the gradient (Kingma & Ba 2015; torch.optim.Adam)."""
 
     elementwise = True
     torch_name = "Adam"
@@ -65,7 +65,7 @@ class Adam(Builtin):
 
 
 @dataclass(kw_only=True, eq=False)
-class AdamW(Builtin):
+class AdamW(TorchOptimizer):
     """Adam with decoupled weight decay (Loshchilov & Hutter 2019; torch.optim.AdamW)."""
 
     elementwise = True
@@ -79,8 +79,8 @@ class AdamW(Builtin):
 
 
 @dataclass(kw_only=True, eq=False)
-class RmsProp(Builtin):
-    """Gradients over the root of their squares' moving average (Tieleman & Hinton 2012; torch.optim.RMSprop)."""
+class RmsProp(TorchOptimizer):
+    """Gradients divided by the root of a moving average of their squares (Tieleman & Hinton 2012; torch.optim.RMSprop)."""
 
     elementwise = True
     torch_name = "RMSprop"
@@ -93,8 +93,8 @@ class RmsProp(Builtin):
 
 
 @dataclass(kw_only=True, eq=False)
-class Adagrad(Builtin):
-    """Gradients over the root of the sum of all their squares (Duchi et al. 2011; torch.optim.Adagrad)."""
+class Adagrad(TorchOptimizer):
+    """Gradients divided by the root of the sum of all their squares (Duchi et al. 2011; torch.optim.Adagrad)."""
 
     elementwise = True
     torch_name = "Adagrad"
@@ -106,16 +106,16 @@ class Adagrad(Builtin):
     eps: Positive = 1e-10
 
     def has_fused(self, device: str) -> bool:
-        return torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_adagrad_", device.upper())  # older: CPU alone
+        return torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_adagrad_", device.upper())  # older torch: CPUs only
 
 
 @dataclass(kw_only=True, eq=False)
-class Adafactor(Builtin):
-    """Adam's second moment as rows × columns, in a fraction of the memory (Shazeer & Stern 2018; torch.optim.Adafactor).
+class Adafactor(TorchOptimizer):
+    """Adam with a second moment factored into rows × columns, which saves memory (Shazeer & Stern 2018; torch.optim.Adafactor).
 
-    The update is clipped at root mean square `d` and scaled by the parameter's own, at least `eps2`, and by
-    min(lr, 1/√t). The last two dimensions are factored: of a convolution that is its kernel, which saves little. torch's
-    code reads norms back to the host, one wait per parameter and step on a GPU.
+    The update is clipped to a root mean square of `d`, then scaled by min(lr, 1/√t) and by the parameter's root mean square,
+    which counts as at least `eps2`. The last two dimensions are factored; those of a convolution are its kernel's height and
+    width, which saves little. On a GPU, torch's implementation waits for the device once for each parameter and step.
     """
 
     torch_name = "Adafactor"
@@ -129,11 +129,11 @@ class Adafactor(Builtin):
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)
         if self.beta2_decay > 0:
-            yield f"optimizer.beta2_decay={self.beta2_decay} must be ≤ 0: the second moment's memory is 1 - t^beta2_decay"
+            yield f"optimizer.beta2_decay={self.beta2_decay} must be ≤ 0: at step t the second moment decays by 1 - t^beta2_decay"
         if self.d < 1:
-            yield f"optimizer.d={self.d} must be ≥ 1: it is the update's root mean square from which it is clipped"
+            yield f"optimizer.d={self.d} must be ≥ 1: it is the root mean square to which the update is clipped"
 
-    def own(self) -> dict[str, Any]:
-        values = super().own()
+    def arguments(self) -> dict[str, Any]:
+        values = super().arguments()
         eps = (values.pop("eps1"), values.pop("eps2"))
         return {**values, "eps": eps}

@@ -1,0 +1,51 @@
+"""What the parts of a run are built from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from drivetrain.core import protocols
+from drivetrain.core.horizon import Horizon
+from drivetrain.core.lazy import torch
+from drivetrain.core.option import RunSpec
+from drivetrain.core.progress import Progress
+from drivetrain.core.source import Source
+from drivetrain.core.world import World
+
+
+@dataclass
+class BuildContext:
+    """What is known of a run while it is built. `engine.build` fills it in, in its order; parts only read it.
+
+    To read what is built later is a bug of the build order, and an AttributeError.
+    """
+
+    run: RunSpec
+    world: World  # this process among all ranks
+    run_dir: Path
+    config_hash: str = ""  # the same on all ranks, or they were started differently
+    config: Mapping[str, Any] = field(default_factory=dict)  # by dotted key, without the machine's own keys
+    findings: Callable[[], list[str]] = list  # of the debugging option, one line each, when the run has ended
+    progress: Progress = field(default_factory=Progress)  # how far the run is; the trainer moves it
+    on_exit: ExitStack = field(default_factory=ExitStack)  # what a part changed for the whole process is undone here
+
+    device: torch.device = field(init=False)
+    seed: int = field(init=False)
+    parallel: Any = field(init=False)  # parallel.base.Parallel; other groups know it as protocols.Strategy
+    data: Any = field(init=False)  # data.base.Splits
+    train_source: Source = field(init=False)
+    batch: protocols.Batch = field(init=False)
+    horizon: Horizon = field(init=False)
+    precision: Any = field(init=False)
+    model: torch.nn.Module = field(init=False)
+    example: torch.Tensor = field(init=False)  # a batch of two zeros, as the model takes it
+    memory_format: torch.memory_format = field(init=False)
+    optimizer: torch.optim.Optimizer = field(init=False)
+    loss: protocols.Loss = field(init=False)
+    loader: protocols.Loader = field(init=False)
+    train_data: Any = field(init=False)  # loader.Pipeline, as is test_data
+    test_data: Any = field(init=False)

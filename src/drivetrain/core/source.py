@@ -1,0 +1,101 @@
+"""What sources of samples, augmentations and loaders expect of each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from drivetrain.core.microbatch import Request
+
+
+class Source(Protocol):
+    """Samples that are read by index, a batch at a time.
+
+    A source may have more than `__len__` and `fetch`:
+
+    - `order(seed, epoch)`: indices (n,), the order that training takes in that epoch; without it, a random permutation.
+    - `name(index)`: what messages call a sample.
+    - `skipped()`: the names of samples that could not be read and were replaced.
+    - `parallel_read = True`: reading one sample is work, such as decoding, which threads should share.
+    - `crops = True`: it crops samples while it reads them (CroppingSource).
+    - `lengths` (n,), for sequences: the tokens of each sample that count in the loss, known without reading it
+      (SequenceSource).
+    """
+
+    def __len__(self) -> int: ...
+
+    def fetch(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return inputs (n, …) and targets (n, …) of the samples `indices` (n,)."""
+        ...
+
+
+class SequenceSource(Source, Protocol):
+    """A source of sequences of several lengths, which pads each batch on the right with targets that the loss ignores."""
+
+    lengths: torch.Tensor  # (n,)
+
+    def fetch(self, indices: torch.Tensor, pad_to: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return inputs and targets (n, length), their length a multiple of `pad_to` or the longest sample there is."""
+        ...
+
+
+class CropBox(Protocol):
+    """A random crop of one image, whose size becomes known when its file is read."""
+
+    interpolation: str  # bilinear or bicubic: how the crop is resized
+
+    def __call__(self, width: int, height: int) -> tuple[int, int, int, int]:
+        """Return left, top, width and height of the crop, in pixels of an upright image of this size."""
+        ...
+
+
+class CroppingSource(Source, Protocol):
+    """A source of images that crops each while it reads it, before the image is resized."""
+
+    crops: bool
+
+    def fetch(self, indices: torch.Tensor, boxes: Sequence[CropBox] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the images, or the crops `boxes` (n) of them, and their targets."""
+        ...
+
+
+class Normalizer(Protocol):
+    """Turns a source's inputs into the model's."""
+
+    mean: torch.Tensor  # (c, 1, 1), of the source's values
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+class Augmentation(Protocol):
+    """One step of a pipeline, which changes a batch's inputs and, where it mixes samples, its targets."""
+
+    mixes: bool
+
+    def apply(
+        self, x: torch.Tensor, y: torch.Tensor, indices: torch.Tensor, pipeline: SamplePipeline, request: Request
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return inputs, targets and sample indices (n,) of the changed batch."""
+        ...
+
+    def crop_boxes(self, seed: int, epoch: int, indices: torch.Tensor) -> Sequence[CropBox] | None:
+        """Return the crops that a CroppingSource takes of the samples `indices` (n,); None: whole images."""
+        ...
+
+
+class SamplePipeline(Protocol):
+    """What an augmentation can see of the pipeline it is a step of (loader.Pipeline)."""
+
+    @property
+    def source(self) -> Source: ...
+    @property
+    def steps(self) -> tuple[Augmentation, ...]: ...
+    @property
+    def normalize(self) -> Normalizer | None: ...  # None where inputs are ready
+    @property
+    def seed(self) -> int: ...
+    @property
+    def classes(self) -> int: ...

@@ -1,0 +1,69 @@
+"""Evaluation: the metrics of the model over a data set."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+
+from drivetrain.batch.base import Batch
+from drivetrain.core.errors import Diverged
+from drivetrain.ema.base import Ema
+from drivetrain.loader.base import Loader, Pipeline
+from drivetrain.loss.base import Loss
+from drivetrain.parallel.base import Parallel
+from drivetrain.precision.base import Precision
+
+
+@dataclass
+class Evaluator:
+    """Evaluates a model and the average of its weights on `data`."""
+
+    model: torch.nn.Module  # put into evaluation mode, and back into training mode
+    forward: Callable[[torch.Tensor], torch.Tensor]  # the model as evaluation calls it
+    eval_weights: Callable[[], AbstractContextManager[None]]  # a context in which the model has the weights to evaluate
+    ema: Ema
+    loss: Loss
+    precision: Precision
+    parallel: Parallel
+    batch: Batch
+    loader: Loader
+    data: Pipeline
+    device: torch.device
+    memory_format: torch.memory_format
+    max_batches: int | None = None
+
+    def evaluate(self) -> dict[str, float]:
+        """The metrics by name; those of the averaged weights begin with "ema_". Raises Diverged where one is not finite."""
+        self.parallel.broadcast_buffers(self.model)
+        with self.eval_weights():
+            metrics = self.metrics()
+        if self.ema.active:
+            with self.ema.swapped():
+                self.parallel.broadcast_buffers(self.model)  # each rank averaged its own
+                metrics |= {f"ema_{name}": value for name, value in self.metrics().items()}
+        if not all(map(math.isfinite, metrics.values())):
+            raise Diverged(f"an evaluation is not finite: {metrics}")
+        return metrics
+
+    def metrics(self) -> dict[str, float]:
+        """The metrics of the weights that are in the model.
+
+        Every sample counts once on any number of ranks: sums and counts are reduced, not means.
+        """
+        self.model.eval()
+        sums = torch.zeros(len(self.loss.metrics) + 1, dtype=torch.float64, device=self.device)
+        world, lockstep = self.parallel.data_world, self.parallel.lockstep_evaluation
+        requests = self.batch.of_evaluation(self.data.source, world, self.max_batches, self.device, lockstep)
+        stream = self.loader.stream(self.data, requests, self.device, self.memory_format)
+        with self.parallel.evaluation_context():
+            for batch in stream:
+                with self.precision.autocast():
+                    output = self.forward(batch.x)
+                sums += self.loss.sums(output, batch.y) * batch.weight
+        *totals, count = self.parallel.all_reduce_sum(sums).tolist()
+        self.model.train()
+        return {name: total / count for name, total in zip(self.loss.metrics, totals, strict=True)}

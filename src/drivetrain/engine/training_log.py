@@ -1,0 +1,59 @@
+"""What a run logs: the loss since the last record, the pace, and the records themselves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from drivetrain.core.errors import Diverged
+from drivetrain.core.progress import Progress
+from drivetrain.core.protocols import LogWriter
+from drivetrain.engine.step_timer import StepTimer
+from drivetrain.parallel.base import Parallel
+
+
+@dataclass
+class TrainingLog:
+    """Collects the loss on the device and reads it back once for each record."""
+
+    writers: Sequence[LogWriter]  # loggers and the live progress line; empty on all ranks but 0
+    progress: Progress
+    parallel: Parallel
+    timer: StepTimer
+    device: torch.device
+    loss_sum: torch.Tensor = field(init=False)  # 0-d: the updates' losses since the last record
+
+    def __post_init__(self) -> None:
+        self.loss_sum = torch.zeros((), device=self.device)
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin a record here; what was summed since the last one is dropped."""
+        self.loss_sum.zero_()
+        progress = self.progress
+        self._last = (progress.updates, progress.samples, progress.steps)
+
+    def train(self, lr: float) -> None:
+        """Write the record of the updates since the last one. Raises Diverged where their loss is not finite."""
+        progress, (updates, samples, steps) = self.progress, self._last
+        count = progress.steps - steps
+        loss = float(self.parallel.all_reduce_sum(self.loss_sum)) / (count * self.parallel.data_world.size)
+        self.restart()
+        seconds, figures = self.timer.since_last()
+        figures |= self.parallel.rank_metrics(seconds, self.timer.wait)
+        skipped = count - (progress.updates - updates)
+        if not math.isfinite(loss) and not skipped:
+            raise Diverged(f"the loss is {loss} (updates {updates + 1} to {progress.updates})")
+        self.write(
+            "train", loss=loss if math.isfinite(loss) else None, skipped=progress.skipped, samples=progress.samples, lr=lr,
+            samples_per_second=(progress.samples - samples) / seconds if seconds else None, **figures,
+        )  # fmt: skip
+
+    def write(self, event: str, **figures: object) -> None:
+        """Write one record to all writers."""
+        record = {"event": event, "update": self.progress.updates, "epoch": self.progress.epoch, **figures}
+        for writer in self.writers:
+            writer.log(record)

@@ -1,0 +1,193 @@
+"""The comparison of several arms: runs the interleaved benchmark, and holds its results and their table."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from drivetrain.core.option import Count, Positive
+from drivetrain.core.signals import ended_by_signals
+from drivetrain.measure.benchmark import noninferiority, stopping
+from drivetrain.measure.benchmark.arms import ArmSpec, baseline_job
+from drivetrain.measure.benchmark.interleave import Arm, StoppingRule, run_rounds
+from drivetrain.measure.cells import figure
+from drivetrain.measure.intervals import Interval, ratio
+from drivetrain.run import directory, environment
+from drivetrain.ui.progress import Steps
+
+
+@dataclass
+class Settings:
+    """The settings of `drivetrain compare`."""
+
+    rounds: Count = 20  # at most, each with fresh processes; with fewer than 6 there is no interval
+    block_s: Positive = 0.4  # seconds of a timed block; two blocks for each round and arm
+    quality: bool = False  # also train each arm to its end, with several seeds
+    seeds: Count = 5
+
+
+@dataclass
+class Row:
+    """One arm's results; a figure is null where the arm failed before it was measured."""
+
+    label: str
+    overrides: list[str]
+    error: str | None = None
+    ratio: Interval | None = None  # samples a second relative to the first arm
+    samples_per_second: float | None = None
+    step_ms_p50: float | None = None
+    step_ms_p95: float | None = None
+    data_wait: float | None = None  # share of the time
+    peak_memory_bytes: int | None = None
+    compile_s: float | None = None
+    pays_after: int | None = None  # updates until the time to compile has been saved
+    global_batch: int | None = None
+    samples: int | None = None  # in the training set
+    device: str | None = None
+    rates: list[float] = field(default_factory=list)  # samples a second of each round
+    stopped_after: int | None = None  # rounds, where the stopping rule ended the arm
+    verdict: noninferiority.Verdict | None = None
+
+    @classmethod
+    def of(cls, spec: ArmSpec, arm: Arm | None, base: Arm) -> Row:
+        """The results of an arm; `base` is the first arm, and `arm` is None where it could not run."""
+        if arm is None:
+            return cls(spec.label, spec.overrides, error="; ".join(spec.problems))
+        facts = {name: arm.facts.get(name) for name in ("compile_s", "global_batch", "samples", "device")}
+        row = cls(spec.label, spec.overrides, arm.error, stopped_after=arm.stopped_after, **facts)  # type: ignore[arg-type]
+        if arm.error is not None or not arm.blocks:
+            return row
+        row.rates = [block.rate for block in arm.blocks]
+        steps = sorted(1e3 * seconds for block in arm.blocks for seconds in block.step_s)
+        row.samples_per_second = statistics.median(row.rates)
+        row.step_ms_p50, row.step_ms_p95 = statistics.median(steps), steps[min(len(steps) - 1, int(0.95 * len(steps)))]
+        row.data_wait = sum(b.data_wait_s for b in arm.blocks) / sum(b.seconds for b in arm.blocks)
+        row.peak_memory_bytes = arm.blocks[-1].peak_memory
+        if arm is base:
+            row.ratio = Interval(1.0, 1.0, 1.0)
+        elif base.error is None:
+            base_rates = [block.rate for block in base.blocks]
+            row.ratio = ratio(row.rates, base_rates[: len(row.rates)])
+            if row.compile_s:
+                saved_s = 1 / statistics.median(base_rates) - 1 / row.samples_per_second  # of each sample
+                extra_s = row.compile_s - (base.facts.get("compile_s") or 0.0)
+                row.pays_after = max(0, round(extra_s / saved_s / arm.facts["global_batch"])) if saved_s > 0 else None
+        return row
+
+    def cells(self, first: bool) -> list[str]:
+        """The figures as text; `first`: this is the first arm, which has no interval."""
+        return [
+            figure(self.samples_per_second, "{:,.0f}"),
+            figure(self.ratio.middle if self.ratio else None, "{:.2f} ×"),
+            "–" if first else self._interval(),
+            figure(self.step_ms_p50, "{:.2f} ms"),
+            figure(self.step_ms_p95, "{:.2f} ms"),
+            figure(100 * self.data_wait if self.data_wait is not None else None, "{:.0f} %"),
+            figure(self.peak_memory_bytes / 2**30 if self.peak_memory_bytes else None, "{:.2f} GiB"),
+            figure(self.compile_s, "{:.1f} s"),
+            figure(self.pays_after, "{:,} updates"),
+        ]
+
+    def _interval(self) -> str:
+        if self.ratio is None:
+            return "–"
+        if not self.ratio.low:
+            return f"dropped after {len(self.rates)} rounds" if self.stopped_after else "too few rounds"
+        conclusion = "" if self.ratio.differs else "  no difference" if self.ratio.same else "  not distinguishable"
+        return f"{self.ratio.low:.3f} – {self.ratio.high:.3f}{conclusion}"
+
+
+@dataclass
+class Comparison:
+    """The results of all arms, the first of which is the baseline."""
+
+    rows: list[Row]
+    notes: list[str]
+    overrides: list[str]
+    settings: Settings
+    environment: dict[str, Any]
+    seconds: float
+
+    @property
+    def failed(self) -> bool:
+        """Whether any arm has an error."""
+        return any(row.error for row in self.rows)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The content of compare.json: an interval is [estimate, low, high], and null where there were too few rounds."""
+        content = asdict(self)
+        for row in content["rows"]:
+            if row["ratio"] and not row["ratio"].low:
+                row["ratio"] = [row["ratio"].middle, None, None]
+        return content
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """Header and rows of the table, without the columns that no arm has a figure for."""
+        header = ["arm", "samples/s", "ratio", "95 % interval", "step p50", "p95", "data wait", "memory", "compile", "pays after"]
+        rows = [[row.label, *row.cells(first=not n)] for n, row in enumerate(self.rows)]
+        if self.settings.quality:
+            header += ["quality", "because"]
+            for cells, row in zip(rows, self.rows, strict=True):
+                cells += [row.verdict.outcome, row.verdict.reason] if row.verdict else ["–", ""]
+        if self.failed:
+            header.append("error")
+            for cells, row in zip(rows, self.rows, strict=True):
+                cells.append(row.error or "")
+        used = [n for n in range(len(header)) if n < 4 or any(cells[n] not in ("–", "") for cells in rows)]
+        return [header[n] for n in used], [[cells[n] for n in used] for cells in rows]
+
+
+def measure(
+    specs: Sequence[ArmSpec],
+    settings: Settings,
+    overrides: Sequence[str],
+    stopping_rule: StoppingRule = stopping.precise,
+) -> Comparison:
+    """Run the arms in interleaved rounds, then train them to their ends if the settings ask for quality.
+
+    `overrides` are recorded as what all arms have in common. Raises UserError if the first arm cannot run.
+    """
+    first = baseline_job(specs)
+    import torch  # noqa: F401 - imported once here, because the arms are forked
+
+    began = time.perf_counter()
+    root = Path(first.run.values["output_dir"])
+    folder = directory.create(root, "compare", "arms")
+    with Steps() as steps, ended_by_signals() as raise_if_interrupted:
+
+        def progress(text: str, seconds_left: float | None = None) -> None:
+            raise_if_interrupted()
+            steps(text, seconds_left)
+
+        try:
+            arms = [Arm(s.label, s.job, folder / str(n)) if s.job is not None else None for n, s in enumerate(specs)]
+            runnable = [arm for arm in arms if arm is not None]
+            run_rounds(runnable, settings.rounds, settings.block_s, progress, stopping_rule)
+        finally:
+            directory.remove(folder)
+        rows = [Row.of(spec, arm, runnable[0]) for spec, arm in zip(specs, arms, strict=True)]
+        if settings.quality:
+            add_verdicts(rows, specs, settings.seeds, root, progress)
+    facts = environment.describe(list(overrides), first.config_hash, {})
+    return Comparison(rows, _unequal_work(runnable), list(overrides), settings, facts, time.perf_counter() - began)
+
+
+def add_verdicts(rows: Sequence[Row], specs: Sequence[ArmSpec], seeds: int, root: Path, progress: Callable[..., None]) -> None:
+    """Train the arms with several seeds, and set each row's verdict on quality."""
+    for row, verdict in zip(rows, noninferiority.judge(specs, seeds, root, progress), strict=True):
+        row.verdict = verdict
+
+
+def _unequal_work(arms: Sequence[Arm]) -> list[str]:
+    """A note for each amount of work that is not the same for all arms."""
+    notes = []
+    for fact, meaning in (("global_batch", "samples make an update"), ("samples", "samples to train on")):
+        found = {arm.facts[fact] for arm in arms if fact in arm.facts}
+        if len(found) > 1:
+            each = ", ".join(f"{arm.label}: {arm.facts[fact]:,}" for arm in arms if fact in arm.facts)
+            notes.append(f"the arms do not do the same work: {meaning}, {each}")
+    return notes

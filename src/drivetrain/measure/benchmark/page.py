@@ -1,0 +1,109 @@
+"""The HTML pages of comparisons: the table, the ratios with their intervals, and the rates round by round."""
+
+from __future__ import annotations
+
+import html
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+from drivetrain.measure.benchmark import noninferiority
+from drivetrain.measure.benchmark.comparison import Comparison
+from drivetrain.measure.html import DOTTED, page, paragraphs, plot, table
+
+
+def comparison_page(comparison: Comparison, argv: Sequence[str], verb: str = "compare") -> str:
+    """The page of `drivetrain compare`, or of another command that compares."""
+    body, figures = _section(comparison, "")
+    return page("Techniques compared", [*body, *footer(verb, comparison, argv)], figures)
+
+
+def ablation_page(recipe: str, baseline: str, comparisons: dict[str, Comparison], argv: Sequence[str]) -> str:
+    """The page of `drivetrain ablate`."""
+    introduction = (
+        f"<p>What each technique of the recipe <b>{html.escape(recipe)}</b> is worth against <b>{html.escape(baseline)}</b>: "
+        "added one after another, added alone, and removed alone. Where a technique gains something when it is added alone, "
+        "and its removal costs nothing, another technique makes up for it.</p>"
+    )
+    body, figures = sections(comparisons)
+    last = next(reversed(comparisons.values()))
+    return page(f"{recipe} against {baseline}", [introduction, *body, *footer("ablate", last, argv)], figures)
+
+
+def sections(comparisons: dict[str, Comparison]) -> tuple[list[str], dict[str, Any]]:
+    """The comparisons under their titles: HTML, and the figures by id."""
+    body: list[str] = []
+    figures: dict[str, Any] = {}
+    for number, (title, comparison) in enumerate(comparisons.items()):
+        section, drawn = _section(comparison, str(number))
+        body += [f"<h1>{html.escape(title)}</h1>", *section]
+        figures |= drawn
+    return body, figures
+
+
+def _section(comparison: Comparison, name: str) -> tuple[list[str], dict[str, Any]]:
+    """One comparison's table and figures; `name` makes the figures' ids unique."""
+    header, rows = comparison.table()
+    rounds = max(len(row.rates) for row in comparison.rows)
+    body = [
+        f'<p class="soft">Relative to {html.escape(comparison.rows[0].label or "the first arm")}: {rounds} rounds, each with '
+        f"fresh processes that run two timed blocks of about {comparison.settings.block_s:g} s; one process runs at a time.</p>",
+        table(header, rows, ("because", "error")),
+        *paragraphs(comparison.notes, bold=True),
+        "<h2>Samples a second, as a multiple of the first arm's</h2>",
+        '<p class="soft">The point is the Hodges–Lehmann estimate over the rounds, the bar its 95 % interval (Wilcoxon). '
+        "Where the bar includes 1, the rounds do not distinguish the two.</p>",
+        plot(f"ratios{name}", 100 + 34 * len(comparison.rows)),
+        "<h2>Round by round</h2>",
+        '<p class="soft">A change that all arms share is drift of the machine; a change of one arm alone is its own.</p>',
+        plot(f"rounds{name}", 360 + 12 * len(comparison.rows)),
+    ]
+    if comparison.settings.quality:
+        body += ["<h2>Whether the result is still as good</h2>", *paragraphs([noninferiority.__doc__ or ""])]
+    return body, {f"ratios{name}": _ratios(comparison), f"rounds{name}": _rounds(comparison)}
+
+
+def footer(verb: str, comparison: Comparison, argv: Sequence[str]) -> list[str]:
+    """The command that repeats the measurement, and the environment in which it ran."""
+    facts = comparison.environment
+    rows = [(k, str(facts[k])) for k in ("drivetrain", "python", "platform", "processor", "git_commit", "lock_hash")]
+    rows += list(facts["versions"].items())
+    return [
+        "<h2>To run it again</h2>",
+        f"<pre>drivetrain {verb} {html.escape(shlex.join(argv))}</pre>",
+        "<h2>Where it ran</h2>",
+        table(("", ""), rows, ("",)),
+    ]
+
+
+def _ratios(comparison: Comparison) -> dict[str, Any]:
+    """Each arm's ratio as a point with an error bar, which has no length where there were too few rounds."""
+    found = [(row.label, row.ratio) for row in reversed(comparison.rows) if row.ratio is not None]
+    bars = [(r.high - r.middle, r.middle - r.low) if r.low else (0.0, 0.0) for _, r in found]
+    points = {
+        "type": "scatter", "mode": "markers", "x": [r.middle for _, r in found], "y": [label for label, _ in found],
+        "marker": {"size": 9, "color": "#3e63dd"},
+        "error_x": {
+            "type": "data", "symmetric": False, "thickness": 2, "color": "#3e63dd",
+            "array": [above for above, _ in bars], "arrayminus": [below for _, below in bars],
+        },
+    }  # fmt: skip
+    layout = {
+        "margin": {"t": 10, "r": 10}, "xaxis": {"rangemode": "tozero"}, "yaxis": {"type": "category"},
+        "shapes": [{"type": "line", "x0": 1, "x1": 1, "yref": "paper", "y0": 0, "y1": 1, "line": DOTTED}],
+    }  # fmt: skip
+    return {"data": [points], "layout": layout}
+
+
+def _rounds(comparison: Comparison) -> dict[str, Any]:
+    """Each arm's samples a second against the round."""
+    lines = [
+        {"type": "scatter", "mode": "lines+markers", "name": row.label or "the first arm", "y": row.rates,
+         "x": list(range(1, len(row.rates) + 1))}
+        for row in comparison.rows if row.rates
+    ]  # fmt: skip
+    layout = {
+        "margin": {"t": 10, "r": 10}, "legend": {"orientation": "h", "y": -0.25},
+        "xaxis": {"title": {"text": "round"}, "dtick": 1}, "yaxis": {"title": {"text": "samples/s"}, "rangemode": "tozero"},
+    }  # fmt: skip
+    return {"data": lines, "layout": layout}

@@ -1,0 +1,48 @@
+"""Recommends a change that was measured to be faster: as a command to copy, and as a recipe with its claim."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from drivetrain.core.overrides import key_of
+from drivetrain.launch.job import prepare as prepare_job
+from drivetrain.measure.benchmark.comparison import Row
+from drivetrain.measure.claims import write
+from drivetrain.measure.overrides import apply
+
+
+def recommend(
+    verb: str,
+    overrides: Sequence[str],
+    changes: Sequence[str],
+    config_dirs: Sequence[str],
+    base: Row,
+    row: Row,
+    folder: Path,
+    notes: Sequence[str] = (),
+) -> None:
+    """Print the commands, and write folder/recipe.yaml.
+
+    `row` measured the run with `changes`, `base` the run without. The user's own code and paths, which no recipe may hold,
+    stay overrides in the printed commands.
+    """
+    assert row.ratio is not None
+    gain = f"{row.ratio.middle:.2f} × the samples a second ({row.ratio.low:.2f} to {row.ratio.high:.2f})"
+    dirs = [argument for folder_ in config_dirs for argument in ("-cd", str(folder_))]
+    changed = apply(overrides, changes, config_dirs)
+    print(f"\n{gain}:\n  drivetrain train {shlex.join([*dirs, *changed])}")
+    if base.global_batch != row.global_batch:
+        print(
+            f"  an update is the mean over {row.global_batch} samples now, not {base.global_batch}: check the learning rate "
+            "(batch.lr_scaling, drivetrain tune what=lr) and the result (drivetrain compare … quality=true) again"
+        )
+    job, before = prepare_job(changed, config_dirs), prepare_job(overrides, config_dirs)
+    evidence = f"drivetrain {verb}: {' '.join(changes)} gives {gain}, measured in interleaved rounds against the run without"
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(write.recipe_text(job, write.against(job, before), row, base, [evidence, *notes]))
+    local = write.own_groups(job) | job.machine_local_keys - {"recipe"}
+    kept = [o for o in overrides if key_of(o).split(".")[0] in local or key_of(o) in local]
+    print(f"  drivetrain train {shlex.join([*dirs, f'recipe={recipe}', *kept])}")
+    print(f"to check it on another machine:\n  drivetrain recipe verify {shlex.join([*dirs, str(recipe), *kept])}")

@@ -1,0 +1,41 @@
+"""model=timm: any network of timm."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from typing import Any
+
+from drivetrain.core.errors import UserError
+from drivetrain.core.lazy import torch
+from drivetrain.core.option import RunSpec
+from drivetrain.model.base import Model
+
+
+class Timm(Model):
+    """Any network of timm by name. `kwargs` are further arguments of timm.create_model.
+
+    The numbers of input channels and of classes come from the data, unless `kwargs` sets them.
+    """
+
+    may_be_transformer = True
+
+    def __init__(self, name: str = "resnet18", pretrained: bool = False, kwargs: dict[str, Any] | None = None) -> None:
+        self.name, self.pretrained, self.kwargs = name, pretrained, kwargs or {}
+
+    def validate_device(self, run: RunSpec) -> Iterator[str]:
+        import timm
+
+        base = self.name.split(".")[0]
+        if not self.name.startswith("hf-hub:") and not timm.is_model(self.name):
+            near = difflib.get_close_matches(base, timm.list_models(), n=5, cutoff=0.5)
+            yield (f"model.name={self.name} is no model of timm {timm.__version__}: did you mean {', '.join(near) or 'another'}?")
+
+    def build(self, shape: tuple[int, ...], classes: int) -> torch.nn.Module:
+        import timm
+
+        kwargs = {"in_chans": shape[0], "num_classes": classes, **self.kwargs}
+        try:
+            return timm.create_model(self.name, pretrained=self.pretrained, **kwargs)
+        except TypeError as error:  # an argument that this network does not take
+            raise UserError(f"model.name={self.name} does not take these model.kwargs {self.kwargs}: {error}") from None

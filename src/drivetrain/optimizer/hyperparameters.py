@@ -1,0 +1,31 @@
+"""The hyperparameters that every optimizer has.
+
+This module has no `from __future__ import annotations`: the annotations of the fields must be types, not strings, so that
+the signature of a subclass in another module can be read without importing the names that are used here.
+"""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from annotated_types import Gt, Le
+
+from drivetrain.core.option import NonNegative, Option, Positive
+
+LayerDecay = Annotated[float, Gt(0), Le(1)]
+
+
+@dataclass(kw_only=True, eq=False)
+class Hyperparameters(Option):
+    """Learning rate, weight decay, the parameters that they apply to, and the implementation.
+
+    Each option gives `lr` and `weight_decay` their defaults.
+    """
+
+    lr: Positive
+    weight_decay: NonNegative
+    decay_norm_and_bias: bool = False
+    no_weight_decay: list[str] = field(default_factory=list)
+    layer_decay: LayerDecay | None = None
+    lr_multipliers: dict[str, Any] = field(default_factory=dict)
+    fused: bool | None = None
+    foreach: bool | None = None

@@ -1,0 +1,27 @@
+"""optimizer=lion: the sign of the momentum."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from drivetrain.core.lazy import torch
+from drivetrain.core.option import Momentum, NonNegative, Positive
+from drivetrain.optimizer.base import Implementation, Optimizer
+
+
+@dataclass(kw_only=True, eq=False)
+class Lion(Optimizer):
+    """Evolved sign momentum (Chen et al. 2023): drivetrain.optimizer.algorithms.lion has the formulas."""
+
+    elementwise = True
+    in_chunks = True
+    lr: Positive = 0.001
+    weight_decay: NonNegative = 0.1
+    beta1: Momentum = 0.9
+    beta2: Momentum = 0.99
+
+    def make(self, groups: list[dict[str, Any]], implementation: Implementation) -> torch.optim.Optimizer:
+        from drivetrain.optimizer.algorithms import lion
+
+        return lion.Lion(groups, loop=implementation == "loop", **self.arguments())

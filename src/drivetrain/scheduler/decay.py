@@ -1,0 +1,175 @@
+"""Schedules that decay towards the end of the run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import Literal
+
+from drivetrain.core.horizon import Horizon
+from drivetrain.core.option import Count, Length, Positive, RunSpec, Share
+from drivetrain.scheduler.base import Scheduler, early_end_problem, late_end_advice, zero_length_problem
+
+
+class Decay(Scheduler):
+    """The base of curves from lr to `final` × lr. They end after `length`, warm-up included, or with the run; then lr stays."""
+
+    lengths = ("warmup", "length")
+
+    def __init__(self, warmup: Length, warmup_start: Share, final: Share, length: Length | None) -> None:
+        super().__init__(warmup, warmup_start)
+        self.final, self.length = final, length
+
+    def horizon_problems(self, horizon: Horizon) -> Iterator[str]:
+        yield from early_end_problem(self.length, self.warmup, horizon)
+
+    def horizon_advice(self, horizon: Horizon, run: RunSpec) -> Iterator[str]:
+        yield from super().horizon_advice(horizon, run)
+        yield from late_end_advice(self.length, horizon)
+
+    def set_horizon(self, horizon: Horizon) -> None:
+        super().set_horizon(horizon)
+        end = horizon.updates if self.length is None else round(horizon.in_updates(self.length))
+        self._rest = max(1, end - self._warmup)
+
+    def factor_after_warmup(self, since: int) -> float:
+        return self.final + (1 - self.final) * self.decay_curve(min(1.0, since / self._rest))
+
+    def decay_curve(self, progress: float) -> float:
+        """The curve, from 1 at progress 0 to 0 at progress 1."""
+        raise NotImplementedError
+
+
+class Linear(Decay):
+    """A straight line (torch's LinearLR)."""
+
+    def __init__(self, warmup: Length = 0.0, warmup_start: Share = 0.0, final: Share = 0.0, length: Length | None = None) -> None:
+        super().__init__(warmup, warmup_start, final, length)
+
+    def decay_curve(self, progress: float) -> float:
+        return 1 - progress
+
+
+class Poly(Decay):
+    """A power of a straight line (Chen et al. 2017, DeepLab; torch's PolynomialLR, with timm's floor)."""
+
+    def __init__(
+        self,
+        warmup: Length = 0.0,
+        warmup_start: Share = 0.0,
+        final: Share = 0.0,
+        power: Positive = 0.9,
+        length: Length | None = None,
+    ) -> None:
+        super().__init__(warmup, warmup_start, final, length)
+        self.power = power
+
+    def decay_curve(self, progress: float) -> float:
+        return (1 - progress) ** self.power
+
+
+class Cosine(Decay):
+    """Half a cosine, or `cycles` of them with restarts (SGDR, Loshchilov & Hutter 2017; torch's CosineAnnealingLR and
+    CosineAnnealingWarmRestarts, timm's CosineLRScheduler).
+
+    Each cycle is `cycle_mult` times as long as the one before and starts at `cycle_decay` times its start. Together the
+    cycles fill the run, so that it never ends in the middle of one.
+    """
+
+    def __init__(
+        self,
+        warmup: Length = 0.0,
+        warmup_start: Share = 0.0,
+        final: Share = 0.0,
+        cycles: Count = 1,
+        cycle_mult: Positive = 1.0,
+        cycle_decay: Positive = 1.0,
+        length: Length | None = None,
+    ) -> None:
+        super().__init__(warmup, warmup_start, final, length)
+        self.cycles, self.cycle_mult, self.cycle_decay = cycles, cycle_mult, cycle_decay
+        self._ends = list(accumulate(cycle_mult**i for i in range(cycles)))  # of each cycle, in units of the first one's length
+
+    def horizon_problems(self, horizon: Horizon) -> Iterator[str]:
+        yield from super().horizon_problems(horizon)
+        end = horizon.updates if self.length is None else horizon.in_updates(self.length)
+        shortest = (end - horizon.in_updates(self.warmup)) * min(1.0, self.cycle_mult ** (self.cycles - 1)) / self._ends[-1]
+        if self.cycles > 1 and shortest < 1:
+            yield f"scheduler.cycles={self.cycles} makes a cycle shorter than one update: lower it, or scheduler.cycle_mult"
+
+    def factor_after_warmup(self, since: int) -> float:
+        # Multiplied before it is divided, so that a restart is at its exact update, without a rounding error.
+        at = min(since, self._rest) * self._ends[-1] / self._rest
+        cycle = next((i for i, end in enumerate(self._ends) if at < end), self.cycles - 1)
+        begin = self._ends[cycle - 1] if cycle else 0.0
+        t = (at - begin) / (self._ends[cycle] - begin)
+        return self.final + (self.cycle_decay**cycle - self.final) * (1 + math.cos(math.pi * t)) / 2
+
+
+class Exponential(Scheduler):
+    """Multiplied by `gamma` over each `every`, smoothly at each update (torch's ExponentialLR)."""
+
+    lengths = ("warmup", "every")
+
+    def __init__(self, gamma: Share = 0.9, every: Length = "1ep", warmup: Length = 0.0, warmup_start: Share = 0.0) -> None:
+        super().__init__(warmup, warmup_start)
+        self.gamma, self.every = gamma, every
+
+    def horizon_problems(self, horizon: Horizon) -> Iterator[str]:
+        yield from zero_length_problem("every", self.every, horizon)
+
+    def horizon_advice(self, horizon: Horizon, run: RunSpec) -> Iterator[str]:
+        yield from super().horizon_advice(horizon, run)
+        end = self.gamma ** (horizon.updates / horizon.in_updates(self.every))
+        if end < 1e-6:
+            yield f"scheduler.gamma={self.gamma} every {self.every} ends the run at {end:.0e} of the learning rate: raise either"
+
+    def set_horizon(self, horizon: Horizon) -> None:
+        super().set_horizon(horizon)
+        self._every = horizon.in_updates(self.every)
+
+    def factor_after_warmup(self, since: int) -> float:
+        return self.gamma ** (since / self._every)
+
+
+class Wsd(Scheduler):
+    """Warm-up, stable, decay: full learning rate until the last `decay` (Hu et al. 2024, MiniCPM; sqrt: Hägele et al. 2024)."""
+
+    lengths = ("warmup", "decay")
+
+    def __init__(
+        self,
+        warmup: Length = 0.05,
+        warmup_start: Share = 0.0,
+        decay: Length = 0.2,
+        shape: Literal["linear", "cosine", "sqrt", "exponential"] = "linear",
+        final: Share = 0.0,
+    ) -> None:
+        super().__init__(warmup, warmup_start)
+        self.decay, self.shape, self.final = decay, shape, final
+
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate(run)
+        if self.shape == "exponential" and self.final == 0:
+            yield "scheduler.shape=exponential never reaches scheduler.final=0: set scheduler.final above 0, such as 0.01"
+
+    def horizon_problems(self, horizon: Horizon) -> Iterator[str]:
+        warmup, decay = horizon.in_updates(self.warmup), horizon.in_updates_at_end(self.decay)
+        if warmup + decay > horizon.updates:
+            yield (
+                f"scheduler.warmup={self.warmup} and scheduler.decay={self.decay} are {warmup:.0f} + {decay:.0f} updates, "
+                f"more than the run's {horizon.updates}: shorten them or train longer (epochs, updates)"
+            )
+
+    def set_horizon(self, horizon: Horizon) -> None:
+        super().set_horizon(horizon)
+        begin = max(self._warmup, horizon.updates - round(horizon.in_updates_at_end(self.decay)))
+        self._stable, self._decay = begin - self._warmup, max(1, horizon.updates - begin)
+
+    def factor_after_warmup(self, since: int) -> float:
+        t = min(1.0, max(0, since - self._stable) / self._decay)
+        if self.shape == "exponential":
+            return self.final**t
+        height = {"linear": 1 - t, "cosine": (1 + math.cos(math.pi * t)) / 2, "sqrt": 1 - math.sqrt(t)}[self.shape]
+        return self.final + (1 - self.final) * height

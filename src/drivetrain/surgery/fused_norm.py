@@ -1,0 +1,136 @@
+"""surgery=[fused_norm]: norms that a model writes out in several operations become torch's single kernel."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import Counter
+from typing import Any, NamedTuple
+
+from drivetrain.core.lazy import torch
+from drivetrain.surgery.base import Edit
+
+# The names that such modules give to their parameters and to their epsilon.
+WEIGHTS = ("weight", "scale", "gamma", "g")
+BIASES = ("bias", "shift", "beta", "b")
+EPSILONS = ("eps", "epsilon", "variance_epsilon", "variance_eps")
+KERNELS = {"layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm"}  # of torch.nn.functional
+
+
+class FusedNorm(Edit):
+    """Replace norms that the model writes out in several operations by torch's kernel: LayerNorm, and on CUDA RMSNorm.
+
+    A norm is recognised by its parameters' names and then compared with the kernel on random input before it is replaced.
+    Norms that call a kernel of torch already, as those of torch.nn and timm do, are left as they are. torch has no kernel
+    for a norm with its activation (compile=inductor fuses those), and none for RMSNorm on a CPU.
+    """
+
+    def apply(self, model: torch.nn.Module, example: torch.Tensor) -> str:
+        fused, left = Counter[str](), 0
+        for module in list(model.modules()):
+            norm = recognise(module)
+            if norm is None:
+                continue
+            if norm.kernel == "rms_norm" and not example.is_cuda:
+                left += 1
+                continue
+            fuse(module, norm)
+            fused[f"{type(module).__name__} to {norm.kernel}"] += 1
+        rest = f"; {left} RMSNorms left: torch has no single kernel for them on a {example.device.type}" if left else ""
+        which = ", ".join(f"{n} {name}" for name, n in fused.items()) or "no norm is written out by hand" * (not left)
+        return f"{fused.total()} hand-written norms fused" + (f" ({which})" if which else "") + rest
+
+
+class Norm(NamedTuple):
+    """One norm as torch's kernel computes it."""
+
+    kernel: str  # layer_norm or rms_norm, of torch.nn.functional
+    weight: str  # the parameters' names in the module
+    bias: str | None
+    eps: float
+    dimension: int = -1  # the one that is normalised; 1: the channels of images
+    offset: float = 0.0  # added to the weight: 1 in Gemma's RMSNorm, which keeps it around 0
+
+    def __call__(self, module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """The norm of x (any shape) by the kernel, with the module's parameters."""
+        x = x.movedim(self.dimension, -1)
+        weight = getattr(module, self.weight) + self.offset if self.offset else getattr(module, self.weight)
+        if self.kernel == "rms_norm":
+            out = torch.nn.functional.rms_norm(x, weight.shape, weight, self.eps)
+        else:
+            bias = None if self.bias is None else getattr(module, self.bias)
+            out = torch.nn.functional.layer_norm(x, weight.shape, weight, bias, self.eps)
+        return out.movedim(-1, self.dimension)
+
+
+def recognise(module: torch.nn.Module) -> Norm | None:
+    """What the module computes, if it is a norm written out by hand.
+
+    It must have no submodules, buffers or parameters but a weight and perhaps a bias, of shape (n,), and an epsilon, under
+    the usual names; and it must compute what torch's kernel computes. A module that calls a kernel itself is no such norm.
+    """
+    parameters = {name: p for name, p in module._parameters.items() if p is not None}
+    weight, bias = (next((name for name in known if name in parameters), None) for known in (WEIGHTS, BIASES))
+    eps = next((value for name in EPSILONS if isinstance(value := getattr(module, name, None), float)), None)
+    if weight is None or eps is None or set(parameters) != {weight, bias} - {None} or module._modules or module._buffers:
+        return None
+    if {p.shape for p in parameters.values()} != {(parameters[weight].numel(),)}:
+        return None
+    if len(inspect.signature(module.forward).parameters) != 1:
+        return None
+    forms = [Norm("layer_norm", weight, bias, eps), Norm("layer_norm", weight, bias, eps, dimension=1)]
+    if bias is None:
+        forms += [Norm("rms_norm", weight, None, eps), Norm("rms_norm", weight, None, eps, offset=1.0)]
+    return next((form for form in forms if _agrees(module, form)), None)
+
+
+def _agrees(module: torch.nn.Module, norm: Norm) -> bool:
+    """Whether the module and the kernel agree on random input, in training and in evaluation.
+
+    The rows of the input are of two sizes: in the smaller ones the epsilon weighs as much as the variance, so that a wrong
+    one shows. Computed in float64, compared to single precision, since some modules compute in float32 whatever they get.
+    """
+    twin = copy.deepcopy(module).cpu().double()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.copy_(torch.rand(p.shape, generator=generator, dtype=torch.float64) + 0.5)
+        x = torch.randn(4, 3, 5, len(getattr(twin, norm.weight)), generator=generator, dtype=torch.float64) + 0.3
+        x[::2] *= max(norm.eps, 1e-6) ** 0.5
+        x = x.movedim(-1, norm.dimension)
+        expected = norm(twin, x)
+        for training in (True, False):
+            try:
+                out, kernels = _called(twin.train(training), x)
+            except Exception:  # it wants another kind of input than one tensor of this shape
+                return False
+            if kernels or not isinstance(out, torch.Tensor) or out.shape != x.shape:
+                return False
+            if not torch.allclose(expected, out.double(), rtol=1e-4, atol=1e-6):
+                return False
+    return True
+
+
+def _called(module: torch.nn.Module, x: torch.Tensor) -> tuple[object, set[str]]:
+    """The module's output on a copy of x, and the kernels for norms that it calls."""
+    from torch.overrides import TorchFunctionMode
+
+    names: set[str] = set()
+
+    class Recorder(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.add(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    with Recorder():
+        out = module(x.clone())
+    return out, names & KERNELS
+
+
+def fuse(module: torch.nn.Module, norm: Norm) -> None:
+    """Make the module compute its norm by the kernel, in place: parameters, hooks and state dict stay.
+
+    Its class becomes a new one of the same name, rather than its instance a new forward, so that copies work too.
+    """
+    cls = type(module)
+    module.__class__ = type(cls.__name__, (cls,), {"forward": lambda self, x: norm(self, x), "__doc__": cls.__doc__})

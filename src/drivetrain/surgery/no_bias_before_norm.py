@@ -1,0 +1,153 @@
+"""surgery=[no_bias_before_norm]: remove biases that a BatchNorm subtracts again.
+
+They are found by running a batch through the model and recording every operation on it, so that neither module names nor
+module order matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from drivetrain.core.lazy import torch
+from drivetrain.surgery.base import Edit
+
+
+class NoBiasBeforeNorm(Edit):
+    """Remove biases that a BatchNorm subtracts again.
+
+    A bias is removed if the output of its convolution or linear layer is read by one batch norm over its own channels and
+    by nothing else. The norm's running mean is reduced by the bias, so that outputs stay the same in evaluation too.
+    """
+
+    def apply(self, model: torch.nn.Module, example: torch.Tensor) -> str:
+        removed = biases_before_norm(model, example)
+        norms = sum(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in model.modules())
+        if norms and not removed:
+            return f"no bias before a BatchNorm to remove: none of the model's {norms} BatchNorms subtracts one"
+        for bias, running_mean in removed:
+            if running_mean is not None:
+                running_mean -= bias.detach()
+        ids = {id(bias) for bias, _ in removed}
+        for module in model.modules():
+            for name, parameter in list(module._parameters.items()):
+                if id(parameter) in ids:
+                    module._parameters[name] = None
+        return f"{len(removed)} biases before a BatchNorm removed"
+
+
+def biases_before_norm(model: torch.nn.Module, example: torch.Tensor) -> list[tuple[torch.nn.Parameter, torch.Tensor | None]]:
+    """The biases that one batch norm subtracts, each with that norm's running mean (None if it keeps none).
+
+    The norm must subtract the bias both in evaluation and in training: a dropout between the two acts in training only.
+    A bias that several modules share is not returned. The model is left unchanged.
+    """
+    owners = [id(p) for module in model.modules() for p in module._parameters.values() if p is not None]
+    parameters = {id(p): p for p in model.parameters() if owners.count(id(p)) == 1}
+    evaluated, trained = (dict(_subtracted_biases(_record(model, example, training))) for training in (False, True))
+    return [
+        (parameters[bias], mean if isinstance(mean, torch.Tensor) else None)
+        for bias, mean in trained.items()
+        if bias in evaluated and bias in parameters
+    ]
+
+
+@dataclass
+class _Recording:
+    """Which operation made each tensor of one forward, and which operations read it. Tensors are keyed by their id()."""
+
+    biases: dict[int, int] = field(default_factory=dict)  # tensor → the bias that was added to its channels
+    readers: dict[int, list[Any]] = field(default_factory=dict)  # tensor → per reader: a norm's key, or None for any other
+    norms: list[Any] = field(default_factory=list)  # a key for each call: the norm's running mean, or a new object
+    alive: list[torch.Tensor] = field(default_factory=list)  # keeps the tensors, so that no id() is used twice
+
+    def read(self, value: Any, reader: Any = None) -> None:
+        """Record that `reader` reads all tensors in `value`."""
+        for tensor in _tensors(value):
+            self.alive.append(tensor)
+            self.readers.setdefault(id(tensor), []).append(reader)
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, training: bool) -> None:
+        """Record a call of a torch function that returned `out`."""
+        named = dict(zip(_ARGUMENTS.get(function.__name__, ()), args, strict=False)) | kwargs
+        if function is torch.nn.functional.batch_norm:
+            subtracts = named["training"] or not training  # a frozen norm subtracts its running mean, not the batch's
+            self.norms.append(key := named["running_mean"] if named["running_mean"] is not None else object())
+            self.read(named.pop("input"), key if subtracts else None)
+            self.read(named)
+        elif any(True for _ in _tensors(out)) or function.__name__ not in _METADATA_ONLY:
+            bias, weight = named.get("bias"), named.get("weight")
+            # Batch norm takes the second dimension as channels. A convolution has its channels there; a linear layer has
+            # them last, which is the second dimension only of a 2-d output.
+            if bias is not None and weight is not None and out.ndim == weight.ndim:
+                self.alive.append(out)
+                self.biases[id(out)] = id(bias)
+            self.read((args, kwargs))
+
+
+_ARGUMENTS: dict[str, tuple[str, ...]] = {
+    "batch_norm": ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d", "linear"), ("input", "weight", "bias")),
+    **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), ("input", "weight", "bias")),
+}
+_METADATA_ONLY = {"__get__", "dim", "ndimension", "size", "numel", "is_floating_point", "has_names", "stride", "is_contiguous"}
+
+
+def _subtracted_biases(recording: _Recording) -> Iterator[tuple[int, Any]]:
+    """(id of the bias, key of the norm) for each biased output that is read by a norm alone, which reads nothing else."""
+    calls = [id(key) for key in recording.norms]
+    for tensor, bias in recording.biases.items():
+        readers = recording.readers.get(tensor, [])
+        if len(readers) == 1 and calls.count(id(readers[0])) == 1 and len(recording.readers[bias]) == 1:
+            yield bias, readers[0]
+
+
+def _record(model: torch.nn.Module, example: torch.Tensor, training: bool) -> _Recording:
+    """Run the model on `example` and record its operations."""
+    from torch.overrides import TorchFunctionMode
+
+    recording = _Recording()
+
+    class Recorder(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            recording.call(func, args, kwargs or {}, out, training)
+            return out
+
+    with _restored(model, example.device), torch.no_grad():
+        model.train(training)
+        with Recorder():
+            result = model(example)
+        recording.read(result)
+    return recording
+
+
+@contextmanager
+def _restored(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
+    """Restore the model's modes, its buffers and the random streams on exit."""
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = [(m, name, b, b.clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None]
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        with torch.no_grad():
+            for module, name, buffer, before in buffers:
+                module._buffers[name] = buffer
+                buffer.copy_(before)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in nested dicts, lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)

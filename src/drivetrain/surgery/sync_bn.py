@@ -1,0 +1,81 @@
+"""surgery=[sync_bn]: BatchNorm statistics over the samples of all ranks, and a warning where they are not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from drivetrain.core.errors import UserError
+from drivetrain.core.lazy import torch
+from drivetrain.core.option import RunSpec
+from drivetrain.surgery.base import Edit
+from drivetrain.surgery.no_bias_before_norm import NoBiasBeforeNorm
+
+
+class SyncBn(Edit):
+    """Compute BatchNorm statistics over the samples of all ranks, as one process with the whole batch does.
+
+    On CUDA a norm becomes torch.nn.SyncBatchNorm. On a CPU, where that does not run, it becomes the same in plain operations.
+    """
+
+    ranks_meet_in_forward = True
+
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        if run.parallel.thread_per_device:
+            yield (
+                f"surgery=[sync_bn] needs a process for each device, which {run.named('parallel')} does not have: "
+                "set parallel=ddp"
+            )
+        if run.compile.active and not run.compile.ranks_meet_in_forward and run.parallel.ranks() > 1:
+            yield (
+                f"surgery=[sync_bn] and {run.named('compile')} exclude each other (the ranks' statistics meet within the "
+                "forward): set compile=inductor or none"
+            )
+        edits = [type(edit) for edit in run.surgery]
+        if NoBiasBeforeNorm in edits and edits.index(SyncBn) < edits.index(NoBiasBeforeNorm):
+            yield (
+                "surgery=[sync_bn,no_bias_before_norm]: no_bias_before_norm does not recognise a norm that sync_bn has changed: "
+                "put no_bias_before_norm first"
+            )
+
+    def advise(self, run: RunSpec) -> Iterator[str]:
+        if run.parallel.ranks() > 1 and run.batch.accumulation_steps > 1:
+            yield (
+                "surgery=[sync_bn] joins the samples of the ranks, but not the micro-batches of "
+                f"{run.named('batch')}: each micro-batch still has its own statistics"
+            )
+
+    def apply(self, model: torch.nn.Module, example: torch.Tensor) -> str:
+        norms = _batch_norms(model)
+        ranks = torch.distributed.get_world_size() if norms and torch.distributed.is_initialized() else 1
+        if norms and ranks == 1:
+            return f"BatchNorms left as they are: one process sees the whole batch (sync_bn, {len(norms)} of them)"
+        from drivetrain.surgery.sync_batchnorm import synchronise
+
+        unknown = {type(m).__name__ for m in norms if not synchronise(m, example.is_cuda)}
+        if unknown:
+            raise UserError(
+                f"surgery=[sync_bn] does not know how to synchronise {', '.join(sorted(unknown))}: leave sync_bn out, "
+                "or use torch's BatchNorm in the model"
+            )
+        return f"{len(norms)} BatchNorms synchronised over {ranks} ranks"
+
+
+def partial_statistics(model: torch.nn.Module, samples: int, update_samples: int, ranks: int) -> list[str]:
+    """A one-line warning where BatchNorms see only `samples` of an update's `update_samples` at once; else nothing.
+
+    Such a run differs from one that computes the statistics of the whole batch.
+    """
+    from drivetrain.surgery.sync_batchnorm import is_synchronised
+
+    norms = [m for m in _batch_norms(model) if not is_synchronised(m)]
+    if not norms or samples >= update_samples:
+        return []
+    remedy = "; surgery=[sync_bn] joins those of the ranks" if ranks > 1 else ""
+    return [
+        f"{len(norms)} BatchNorms compute their statistics from {samples} samples at a time, not from an update's "
+        f"{update_samples}{remedy}"
+    ]
+
+
+def _batch_norms(model: torch.nn.Module) -> list[torch.nn.Module]:
+    return [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]

@@ -1,0 +1,23 @@
+"""A build context for options that are built by themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drivetrain.core.context import BuildContext
+from drivetrain.core.option import RunSpec
+from drivetrain.core.world import World
+from drivetrain.parallel import Parallel
+
+
+def context(world: World | None = None, **known: Any) -> BuildContext:
+    """The context of one CPU process, with what else is `known` of the run."""
+    made = BuildContext(RunSpec({}, {}, {}), world or World(), Path())
+    made.device = torch.device("cpu")
+    made.parallel = Parallel()
+    for name, value in known.items():
+        setattr(made, name, value)
+    return made
