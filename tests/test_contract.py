@@ -309,5 +309,5 @@ def test_every_group_has_its_off_switch_or_a_default():
 
 def test_the_defaults_are_a_good_run(tmp_path):
     job = launcher.prepare([])
-    assert not job.said
+    assert not job.notices
     check.verify(job.run)

@@ -91,8 +91,8 @@ def test_what_cannot_be_is_refused(problems):
 def test_mirrored_digits_are_advised_against(tiny):
     from drivetrain.launch import launcher
 
-    assert any("mirrors digits" in line for line in launcher.prepare(tiny("data=digits", "augment=[flip_crop]")).said)
-    assert not launcher.prepare(tiny("augment=[flip_crop]")).said
+    assert any("mirrors digits" in line for line in launcher.prepare(tiny("data=digits", "augment=[flip_crop]")).notices)
+    assert not launcher.prepare(tiny("augment=[flip_crop]")).notices
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])

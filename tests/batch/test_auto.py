@@ -144,10 +144,10 @@ def test_the_knobs_of_what_a_trial_goes_without_go_too():
         "compile=inductor",
         "compile.mode=default",
     ]
-    assert batch_probe.fitting([*words, "model=mlp", "saving.every_updates=3"], [], [2, 4], 16.0) == 2
+    assert batch_probe.count_fitting([*words, "model=mlp", "saving.every_updates=3"], [], [2, 4], 16.0) == 2
 
 
 def test_the_compilers_budget_does_not_keep_a_trial_from_running():
     """Trials run without a compiler, whose the budget is; the run itself has both."""
     words = ["data=synthetic", "data.shape=[3,8,8]", "model=mlp", "checkpointing=budget", "compile=inductor"]
-    assert batch_probe.fitting(words, [], [2, 4], 16.0) == 2
+    assert batch_probe.count_fitting(words, [], [2, 4], 16.0) == 2

@@ -248,8 +248,8 @@ def test_cudnns_autotuner_is_warned_of(tiny):
     from drivetrain.launch import launcher
 
     words = [w for w in GPT if not w.startswith("runtime")]
-    assert any("runtime.cudnn_benchmark=true" in line for line in launcher.prepare(tiny(*words)).said)
-    assert not launcher.prepare(tiny(*words, "runtime.cudnn_benchmark=false")).said
+    assert any("runtime.cudnn_benchmark=true" in line for line in launcher.prepare(tiny(*words)).notices)
+    assert not launcher.prepare(tiny(*words, "runtime.cudnn_benchmark=false")).notices
 
 
 def test_its_schedule_is_checked_when_the_data_was_read(make):
@@ -276,5 +276,5 @@ def test_compiling_for_every_length_is_warned_of(tiny):
     from drivetrain.launch import launcher
 
     words = [w for w in GPT if w != "batch=bucketed"]
-    assert any("batch=bucketed keeps to a few" in line for line in launcher.prepare(tiny(*words, "compile=inductor")).said)
-    assert not launcher.prepare(tiny(*words)).said
+    assert any("batch=bucketed keeps to a few" in line for line in launcher.prepare(tiny(*words, "compile=inductor")).notices)
+    assert not launcher.prepare(tiny(*words)).notices

@@ -11,13 +11,16 @@ from drivetrain.cli.main import main
 from drivetrain.core.horizon import Horizon
 from drivetrain.ui import plots
 
+# Unicode's Braille: the bit of each dot of a character, by row and column.
+DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+
 
 def dots(drawing: str, first: str) -> list[tuple[int, int]]:
     """(column, row) of every dot in the panel whose first line carries the value `first`, from its lower left corner."""
     lines = drawing.splitlines()
-    top = next(i for i, line in enumerate(lines) if line.strip().startswith(f"{first} ┤"))
-    end = next(i for i in range(top + 1, len(lines)) if "┤" in lines[i][: plots.MARGIN + 2])
-    rows = [line[plots.MARGIN + 1 :].rstrip("│") for line in lines[top : end + 1]]
+    top = next(i for i, line in enumerate(lines) if line.strip().startswith(f"{first}┤"))
+    end = next(i for i in range(top, len(lines)) if "└" in lines[i])
+    rows = [line[plots.LABEL_WIDTH + 1 :].rstrip("│") for line in lines[top:end]]
     height = 4 * len(rows) - 1
     return [
         (2 * column + x, height - (4 * row + y))
@@ -25,29 +28,33 @@ def dots(drawing: str, first: str) -> list[tuple[int, int]]:
         for column, cell in enumerate(cells)
         for y in range(4)
         for x in range(2)
-        if cell != " " and (ord(cell) - 0x2800) & plots.DOTS[y][x]
+        if 0x2800 <= ord(cell) <= 0x28FF and (ord(cell) - 0x2800) & DOTS[y][x]
     ]
 
 
 def test_a_straight_line_is_drawn_straight():
     curve = plots.Curve("lr", [(u, 1 - u / 100) for u in range(101)], 0.0, 1.0)
-    drawing = plots.text([curve], Horizon(100, range(10, 101, 10)), width=72)
+    drawing = plots.text([curve], Horizon(100, range(10, 101, 10)), width=70)
     drawn = dots(drawing, "1")
-    across, up = 2 * 60 - 1, 4 * 12 - 1
+    across, up = 2 * 60 - 1, 4 * 10 - 1
     assert len({x for x, _ in drawn}) == 120  # no gap
     assert all(abs(y / up - (1 - x / across)) < 1.5 / up for x, y in drawn)
-    assert all(len(line) <= 72 for line in drawing.splitlines())
+    assert all(len(line) <= 70 for line in drawing.splitlines())
 
 
 def test_the_axes_say_updates_and_epochs_where_they_are():
-    drawing = plots.text([plots.Curve("lr", [(0, 1.0), (99, 1.0)], 0.0, 1.0)], Horizon(100, range(10, 101, 10)), width=112)
+    drawing = plots.text([plots.Curve("lr", [(0, 1.0), (99, 1.0)], 0.0, 1.0)], Horizon(100, range(10, 101, 10)), width=110)
     lines = drawing.splitlines()
-    middle = plots.MARGIN + 1 + 50  # update 50, epoch 5, in a frame of 100 columns
-    assert lines[0][middle - 11 : middle + 12].split() == ["4", "6"]
-    assert lines[-2][middle + 10] in "┬─"
-    assert [c for c, mark in enumerate(lines[-2]) if mark == "┬"] == [
-        lines[-1].index(n) + len(n) // 2 for n in (" 0", "20", "40", "60", "80", "100")
-    ]
+    assert [line.split()[0] for line in (lines[0], lines[-1])] == ["epoch", "lr"]
+    assert lines[-1].split() == ["lr", "update"]
+    for labels, frame, tick in ((lines[1], lines[2], "┴"), (lines[-2], lines[-3], "┬")):
+        marks = [c for c, mark in enumerate(frame) if mark == tick]
+        assert len(marks) == len(labels.split()) == 6
+        at = [labels.index(n) + len(n) // 2 for n in labels.split()]
+        assert all(abs(a - b) <= 1 for a, b in zip(marks, at, strict=True))
+        assert all(abs(b - a - 20) <= 1 for a, b in pairwise(marks)), "a fifth of 100 columns"
+    assert lines[1].split() == ["0", "2", "4", "6", "8", "10"]
+    assert lines[-2].split() == ["0", "20", "40", "60", "80", "100"]
 
 
 @pytest.mark.parametrize(
@@ -109,7 +116,7 @@ def test_epochs_that_get_shorter_are_marked_where_they_end(capsys):
     assert main(["show", "model=mlp", "epochs=6", "batch.grow_every=2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "36 updates, 11 an epoch at first" in lines[0]
-    marks = [c for c, mark in enumerate(lines[2]) if mark == "┴"]
+    marks = [c for c, mark in enumerate(lines[3]) if mark == "┴"]
     widths = [b - a for a, b in pairwise(marks)]
     assert len(widths) == 6
     assert min(widths[:2]) > max(widths[2:4]) > max(widths[4:])

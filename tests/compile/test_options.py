@@ -190,7 +190,7 @@ def test_tracing_leaves_statistics_and_random_streams_alone(make):
 def test_jit_says_that_it_is_retired(make, tiny):
     from drivetrain.launch.job import prepare
 
-    assert any("retired" in line and "compile=inductor" in line for line in prepare(tiny("compile=jit")).said)
+    assert any("retired" in line and "compile=inductor" in line for line in prepare(tiny("compile=jit")).notices)
 
 
 def test_a_model_that_cannot_be_scripted_is_refused(make):

@@ -149,7 +149,8 @@ def test_the_number_is_in_the_result_and_the_names_in_the_log(train, images, mor
     assert (result.status, result.skipped_samples) == ("completed", 6), result.error
     assert json.loads((result.run_dir / "result.json").read_text())["skipped_samples"] == 6
     log = (result.run_dir / "log.txt").read_text()
-    assert [line for line in log.splitlines() if line] == [f"skipped: {files(root)[i]}" for i in broken]
+    assert [line for line in log.splitlines() if line.startswith("skipped: ")] == [f"skipped: {files(root)[i]}" for i in broken]
+    assert "WARNING rank 0 drivetrain.launch.worker: 6 samples could not be read and were skipped" in log
 
 
 def test_a_run_without_broken_files_says_none_and_data_that_cannot_skip_says_nothing(train, images):

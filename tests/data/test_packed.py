@@ -407,7 +407,7 @@ def test_two_packings_do_not_write_one_folder(images, tmp_path, capsys):
     from drivetrain.run import directory
 
     (tmp_path / "packed").mkdir()
-    with directory.held(tmp_path / "packed"):
+    with directory.locked(tmp_path / "packed"):
         assert main.main(["pack", str(images()), str(tmp_path / "packed"), "--size", "8"]) == 2
     assert "is in use by another process" in capsys.readouterr().err
 

@@ -312,7 +312,7 @@ def test_profile_of_a_run_too_short_for_it_looks_at_its_end(train, updates, seen
     result = train("debug=profile", f"updates={updates}", "epochs=20", "log_every=20")
     assert result.updates == updates
     assert report(result)[0].startswith(f"profile of {seen}: ")
-    said = launcher.prepare(["debug=profile", f"updates={updates}"]).said
+    said = launcher.prepare(["debug=profile", f"updates={updates}"]).notices
     assert bool(said) == (updates < 17)
     assert all("debug=profile looks at updates up to 17, but updates=" in line for line in said)
 
@@ -482,7 +482,7 @@ def test_gradcheck_in_sixteen_bits_is_refused(problems, precision):
 
 
 def test_gradcheck_and_a_compiled_model(tiny):
-    said = launcher.prepare(tiny("debug=gradcheck", "compile=inductor")).said
+    said = launcher.prepare(tiny("debug=gradcheck", "compile=inductor")).notices
     assert any("debug=gradcheck checks the plain model, not what compile=inductor makes of it" in line for line in said)
 
 
@@ -637,7 +637,7 @@ def test_overfit_says_that_a_broken_model_cannot(train, planted):
 def test_overfit_leaves_augmentation_out_and_says_so(make, tiny):
     words = ["debug=overfit", "model=resnet9", "model.width=4", "augment=[flip_crop]"]
     assert make(*words).train_data.steps == ()
-    said = launcher.prepare(tiny(*words, "ema=ema")).said
+    said = launcher.prepare(tiny(*words, "ema=ema")).notices
     assert any("debug=overfit leaves augment=[flip_crop] out" in line for line in said)
     assert any("not those of ema=ema" in line for line in said)
 
@@ -650,7 +650,7 @@ def test_anomaly_beside_loss_scaling_is_refused(problems, tiny):
     assert "debug=anomaly" in said
     assert "precision=amp" in said
     assert "debug.check_nan=false" in said
-    assert not launcher.prepare(tiny("debug=anomaly", "precision=amp", "debug.check_nan=false")).said
+    assert not launcher.prepare(tiny("debug=anomaly", "precision=amp", "debug.check_nan=false")).notices
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def test_a_killed_rank_and_all_start_again(whole: Path, tmp_path: Path, rank: in
     """From the newest checkpoint, and to the end bit for bit as if nothing had been."""
     outputs, done = faulted(tmp_path, "killed", rank, f"parallel={strategy}", "parallel.max_restarts=1")
     assert done.code == 0, done
-    assert f"rank {rank} died without a word (killed, or out of memory): all start again from" in done.err
+    assert f"rank {rank} ended without a result (killed, or out of memory): all start again from" in done.err
     assert "(restart 1)" in done.err
     run_dir = only_run(outputs)
     assert result(run_dir)["updates"] == UPDATES
@@ -68,7 +68,7 @@ def test_a_killed_rank_without_restarts_ends_the_run_resumable(whole: Path, tmp_
     run_dir = only_run(outputs)
     assert done.code == 1, done
     (line,) = done.errors
-    assert "rank 1 died without a word" in line
+    assert "rank 1 ended without a result" in line
     assert line.endswith(f"go on with resume={run_dir.relative_to(tmp_path)}")
     again = train(f"resume={run_dir}", cwd=tmp_path)
     assert again.code == 0, again
@@ -81,7 +81,7 @@ def test_a_stopped_rank_is_found_named_and_shown(tmp_path: Path) -> None:
     run_dir = only_run(outputs)
     assert done.code == 1, done
     (line,) = {e for e in done.errors if "rank 1" in e}
-    assert "rank 1 gave no sign of life for" in line
+    assert "rank 1 gave no heartbeat for" in line
     assert "stopped (SIGSTOP)" in line
     assert f"go on with resume={run_dir}" in line or f"resume={run_dir.relative_to(tmp_path)}" in line
     stack = (run_dir / "ranks" / "1.stack").read_text()
@@ -95,7 +95,7 @@ def test_a_stopped_rank_and_all_start_again(whole: Path, tmp_path: Path) -> None
     assert done.code == 0, done
     run_dir = only_run(outputs)
     assert weights(run_dir) == weights(whole)
-    assert "rank 0 gave no sign of life for" in done.err
+    assert "rank 0 gave no heartbeat for" in done.err
     assert "all start again from" in done.err
     assert "in stopped" in (run_dir / "ranks" / "0.stack").read_text(), "it stays"
 

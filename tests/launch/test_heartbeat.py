@@ -1,4 +1,4 @@
-"""Signs of life, the place to meet, and the directory that all ranks write to."""
+"""Heartbeats, the rendezvous, and the directory that all ranks write to."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from drivetrain.cli import main
 from drivetrain.core.errors import UserError
 from drivetrain.core.world import World
 from drivetrain.launch import heartbeat, network
-from drivetrain.launch.heartbeat import Watch
+from drivetrain.launch.heartbeat import HeartbeatMonitor
 from drivetrain.run import directory
 
 SOON = 5.0
@@ -27,13 +27,13 @@ SOON = 5.0
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(heartbeat, "EVERY_S", 0.05)
-    monkeypatch.setattr(heartbeat, "ABANDONED_S", 0.2)
+    monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.05)
+    monkeypatch.setattr(heartbeat, "ABANDONED_AFTER_S", 0.2)
 
 
 @pytest.fixture
 def process():
-    """One that gives no sign of life, and ends when asked for its stack, as one would that has nothing to show."""
+    """One that gives no heartbeat, and ends when asked for its stack, as one would that has nothing to show."""
     begun = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     yield begun
     begun.send_signal(signal.SIGCONT)
@@ -43,7 +43,7 @@ def process():
 
 def begin(folder: Path, rank: int, pid: int) -> None:
     (folder / f"{rank}.stack").touch()
-    (folder / f"{rank}.alive").write_text(str(pid))
+    (folder / f"{rank}.heartbeat").write_text(str(pid))
 
 
 def until(true) -> bool:
@@ -56,51 +56,51 @@ def until(true) -> bool:
 def test_a_stopped_rank_is_ended_and_named(quick, tmp_path, process):
     process.send_signal(signal.SIGSTOP)
     begin(tmp_path, 3, process.pid)
-    with Watch(tmp_path, heartbeat_timeout_s=0.2, stuck_s=60) as looking:
-        assert until(lambda: 3 in looking.lost)
-    assert looking.lost[3].startswith("rank 3 gave no sign of life for")
-    assert "stopped (SIGSTOP)" in looking.lost[3]
+    with HeartbeatMonitor(tmp_path, heartbeat_timeout_s=0.2, stuck_s=60) as monitor:
+        assert until(lambda: 3 in monitor.ended)
+    assert monitor.ended[3].startswith("rank 3 gave no heartbeat for")
+    assert "stopped (SIGSTOP)" in monitor.ended[3]
     assert process.wait(SOON) != 0
 
 
 def test_a_rank_that_has_started_again_is_lost_no_more(quick, tmp_path, process):
     process.send_signal(signal.SIGSTOP)
     begin(tmp_path, 3, process.pid)
-    with Watch(tmp_path, heartbeat_timeout_s=0.2, stuck_s=60) as looking:
-        assert until(lambda: 3 in looking.lost)
+    with HeartbeatMonitor(tmp_path, heartbeat_timeout_s=0.2, stuck_s=60) as monitor:
+        assert until(lambda: 3 in monitor.ended)
         begin(tmp_path, 3, os.getppid())
-        assert until(lambda: 3 not in looking.lost)
+        assert until(lambda: 3 not in monitor.ended)
 
 
 def test_a_rank_that_is_only_busy_has_longer(quick, tmp_path, process):
     begin(tmp_path, 0, process.pid)
-    with Watch(tmp_path, heartbeat_timeout_s=0.1, stuck_s=1.0) as looking:
+    with HeartbeatMonitor(tmp_path, heartbeat_timeout_s=0.1, stuck_s=1.0) as monitor:
         time.sleep(0.6)
-        assert not looking.lost
+        assert not monitor.ended
         assert process.poll() is None
-        assert until(lambda: 0 in looking.lost)
-    assert "stuck" in looking.lost[0]
+        assert until(lambda: 0 in monitor.ended)
+    assert "stuck" in monitor.ended[0]
 
 
 def test_nobody_else_is_ended(quick, tmp_path, process):
-    """Neither a rank that has said its word, nor a process that is not one of ours."""
+    """Neither a rank that has written its result, nor a process that is not one of ours."""
     begin(tmp_path, 0, process.pid)
     (tmp_path / "0.json").write_text(json.dumps({"code": 0}))
     begin(tmp_path, 1, os.getppid())
-    with Watch(tmp_path, heartbeat_timeout_s=0.1, stuck_s=0.1) as looking:
+    with HeartbeatMonitor(tmp_path, heartbeat_timeout_s=0.1, stuck_s=0.1) as monitor:
         time.sleep(0.6)
-    assert not looking.lost
+    assert not monitor.ended
     assert process.poll() is None
 
 
 def test_signs_are_counted_and_not_timed(quick, tmp_path, process):
     """A machine that slept finds signs that are old by the clock, from ranks that slept with it."""
     begin(tmp_path, 0, process.pid)
-    with Watch(tmp_path, heartbeat_timeout_s=2, stuck_s=2) as looking:
+    with HeartbeatMonitor(tmp_path, heartbeat_timeout_s=2, stuck_s=2) as monitor:
         for n in range(10):
-            os.utime(tmp_path / "0.alive", (1000 + n, 1000 + n))
+            os.utime(tmp_path / "0.heartbeat", (1000 + n, 1000 + n))
             time.sleep(0.05)
-        assert not looking.lost
+        assert not monitor.ended
 
 
 @pytest.mark.parametrize(("codes", "called"), [((0, 0), False), ((0, 1), True), ((1, None), False)])
@@ -111,13 +111,13 @@ def test_only_those_that_failed_are_abandoned(quick, tmp_path, codes, called):
         if code is not None:
             (tmp_path / f"{rank}.json").write_text(json.dumps({"code": code}))
     told = threading.Event()
-    looking = Watch(tmp_path, heartbeat_timeout_s=60, stuck_s=60)
-    looking.abandoned = told.set
-    with looking:
+    monitor = HeartbeatMonitor(tmp_path, heartbeat_timeout_s=60, stuck_s=60)
+    monitor.abandoned = told.set
+    with monitor:
         assert told.wait(SOON if called else 0.7) == called
 
 
-# --- the place to meet ---
+# --- the rendezvous ---
 
 
 def test_what_ranks_printed_is_one_file_for_each(tmp_path):
@@ -149,7 +149,7 @@ def test_a_port_that_is_taken(listening, tmp_path, monkeypatch, capfd):
     assert f"port {listening} of this machine is in use by something else: set a free port" in said
     assert "Traceback" not in said
     assert not list(tmp_path.iterdir()), "nothing written"
-    assert not set(network.IFNAME).intersection(os.environ), "this process is as it was"
+    assert not set(network.INTERFACE_VARIABLES).intersection(os.environ), "this process is as it was"
 
 
 def test_a_host_that_there_is_not(tmp_path, monkeypatch, capfd):
@@ -161,38 +161,38 @@ def test_a_host_that_there_is_not(tmp_path, monkeypatch, capfd):
 
 
 def test_ports(listening):
-    assert not network.free_port("127.0.0.1", listening)
-    assert not network.is_meeting_place("127.0.0.1", listening, 1)
+    assert not network.is_port_free("127.0.0.1", listening)
+    assert not network.is_torch_store("127.0.0.1", listening, 1)
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    assert network.is_meeting_place("127.0.0.1", store.port, 5)
-    assert network.free_port("127.0.0.1", 0)
+    assert network.is_torch_store("127.0.0.1", store.port, 5)
+    assert network.is_port_free("127.0.0.1", 0)
 
 
 # --- one directory for all ranks ---
 
 
 class ProcessGroupStrategy:
-    """One rank as `rundir.of_all` sees the others."""
+    """One rank as `directory.same_on_all_ranks` sees the others."""
 
     def __init__(self, rank: int, first: Path, sees: list[bool]) -> None:
         self.world, self._first, self._sees = World(rank, len(sees)), first, sees
 
-    def same(self, value: Any) -> Any:
+    def broadcast_object(self, value: Any) -> Any:
         return (self._first, ".seen-1") if isinstance(value, tuple) else value
 
-    def gather(self, value: bool) -> list[bool]:
+    def gather_object(self, value: bool) -> list[bool]:
         return [value, *self._sees[1:]]
 
 
 def test_all_ranks_write_to_the_first_ones_directory(tmp_path):
-    assert directory.of_all(tmp_path, ProcessGroupStrategy(0, tmp_path, [True, True])) == tmp_path
+    assert directory.same_on_all_ranks(tmp_path, ProcessGroupStrategy(0, tmp_path, [True, True])) == tmp_path
     assert not list(tmp_path.iterdir()), "no mark is left"
     (tmp_path / ".seen-1").touch()
-    assert directory.of_all(Path(os.devnull), ProcessGroupStrategy(1, tmp_path, [True, True])) == tmp_path
+    assert directory.same_on_all_ranks(Path(os.devnull), ProcessGroupStrategy(1, tmp_path, [True, True])) == tmp_path
 
 
 def test_a_rank_that_cannot_see_it_is_named(tmp_path):
     with pytest.raises(UserError, match=r"ranks 1, 3 cannot see rank 0's .*: set output_dir to a disk that all machines share"):
-        directory.of_all(tmp_path, ProcessGroupStrategy(0, tmp_path, [True, False, True, False]))
+        directory.same_on_all_ranks(tmp_path, ProcessGroupStrategy(0, tmp_path, [True, False, True, False]))

@@ -243,9 +243,9 @@ def test_of_a_recipes_values_only_those_that_hold_are_told():
     """Beside another optimizer from the command line, whose own values are given there too."""
     from drivetrain.launch.job import prepare
 
-    line, *_ = prepare(["recipe=stdlib_gpt", "optimizer=adamw"]).said
+    line, *_ = prepare(["recipe=stdlib_gpt", "optimizer=adamw"]).notices
     assert "its optimizer.lr=0.02 still holds and its optimizer.adamw_lr has no place" in line
-    line, *_ = prepare(["recipe=stdlib_gpt", "optimizer=adamw", "optimizer.lr=0.004"]).said
+    line, *_ = prepare(["recipe=stdlib_gpt", "optimizer=adamw", "optimizer.lr=0.004"]).notices
     assert "still holds" not in line
     assert "its optimizer.adamw_lr has no place and is left out" in line
 

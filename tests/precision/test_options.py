@@ -431,12 +431,12 @@ def test_saved_weights_are_the_models_and_load_into_float32(train):
 def test_what_bfloat16_does_to_accumulation_is_said(tiny):
     from drivetrain.launch import launcher
 
-    said = launcher.prepare(tiny("precision=bf16_pure", "batch=accumulate", "batch.accumulation_steps=2")).said
+    said = launcher.prepare(tiny("precision=bf16_pure", "batch=accumulate", "batch.accumulation_steps=2")).notices
     assert any(
         "precision=bf16_pure adds the gradients of batch.accumulation_steps=2 micro-batches up in bfloat16" in line
         for line in said
     )
-    assert not launcher.prepare(tiny("precision=bf16_pure")).said
+    assert not launcher.prepare(tiny("precision=bf16_pure")).notices
 
 
 # --- fp8 ---
@@ -497,8 +497,8 @@ def test_fp8_refuses_a_model_without_a_layer_to_convert(make):
 def test_fp8_says_what_it_wants_beside_it(tiny):
     from drivetrain.launch import launcher
 
-    assert any("compile=inductor fuses them" in line for line in launcher.prepare(tiny("precision=fp8")).said)
-    (said,) = launcher.prepare(tiny("precision=fp8", "precision.emulate=true")).said
+    assert any("compile=inductor fuses them" in line for line in launcher.prepare(tiny("precision=fp8")).notices)
+    (said,) = launcher.prepare(tiny("precision=fp8", "precision.emulate=true")).notices
     assert "slower than any other precision" in said
 
 

@@ -52,7 +52,8 @@ TRAIN_KEYS = {
 }
 EVALUATE_KEYS = {"event", "update", "epoch", "loss", "accuracy", "ema_loss", "ema_accuracy"}
 FILES = {
-    ".lock", "checkpoints", "config.yaml", "environment.json", "metrics.csv", "metrics.jsonl", "recipe.yaml", "result.json",
+    ".lock", "checkpoints", "config.yaml", "environment.json", "log.txt", "metrics.csv", "metrics.jsonl", "recipe.yaml",
+    "result.json",
 }  # fmt: skip
 SECRET = "sesame-open-4711"
 WORDS = (

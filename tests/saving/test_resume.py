@@ -184,7 +184,7 @@ def test_auto_finds_the_unfinished_run_of_this_config(train, tiny, stop_at):
     assert (resumed.run_dir, resumed.updates, resumed.status) == (stopped.run_dir, 4, "completed")
     afresh = launcher.prepare(tiny("updates=4", "resume=auto"))
     assert afresh.run_dir is None
-    assert any("no unfinished run of this config" in line for line in afresh.said)
+    assert any("no unfinished run of this config" in line for line in afresh.notices)
 
 
 # --- the files ---
@@ -230,7 +230,7 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(run_dir, how):
     assert says in manifest.verify(checkpoint)
     job = launcher.prepare([f"resume={run_dir}"])
     assert job.checkpoint == run_dir / "checkpoints" / "2"
-    assert any(str(checkpoint) in line and says in line and "passed over" in line for line in job.said)
+    assert any(str(checkpoint) in line and says in line and "passed over" in line for line in job.notices)
     again = drivetrain.train([f"resume={run_dir}"])
     assert (again.status, again.updates) == ("completed", 3), again.error
     assert manifest.verify(checkpoint) is None  # written anew
@@ -241,7 +241,7 @@ def test_with_no_checkpoint_left_it_starts_over_and_says_so(run_dir):
     shutil.rmtree(run_dir / "checkpoints")
     job = launcher.prepare([f"resume={run_dir}"])
     assert job.checkpoint is None
-    assert any("starts from the beginning" in line for line in job.said)
+    assert any("starts from the beginning" in line for line in job.notices)
 
 
 def test_the_state_is_plain_tensors_and_containers(run_dir):

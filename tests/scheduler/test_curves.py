@@ -432,14 +432,14 @@ ADVISED = {
 
 @pytest.mark.parametrize("words", ADVISED)
 def test_advised(words: str) -> None:
-    said = prepare(["model=mlp", *words.split()]).said
+    said = prepare(["model=mlp", *words.split()]).notices
     assert len(said) == 1
     assert ADVISED[words] in said[0]
 
 
 @pytest.mark.parametrize("name", options()["scheduler"])
 def test_the_options_as_they_come_have_nothing_said_against_them(name: str) -> None:
-    assert prepare(["model=mlp", f"scheduler={name}"]).said == []
+    assert prepare(["model=mlp", f"scheduler={name}"]).notices == []
     prepare(["model=mlp", f"scheduler={name}", "updates=2"])
 
 
@@ -473,7 +473,7 @@ def test_rules_are_asked_when_the_data_is_read_where_only_that_tells_the_length(
     with pytest.raises(UserError, match="more than the run's 165"):
         build.build(job.run, World(), tmp_path, [])
     job = prepare(["model=mlp", "scheduler=step", "scheduler.every=30ep"])
-    assert job.said == []
+    assert job.notices == []
     assert "the learning rate never falls" in build.build(job.run, World(), tmp_path, []).said[0]
 
 

@@ -219,7 +219,7 @@ def test_the_newest_unfinished_sweep_of_the_same_words(tmp_path: Path) -> None:
     write(Sweep(places[3], words, []), None, 1.0, finished=True)
     found = list(unfinished(tmp_path, words))
     assert sorted(p.name for p in found) == ["a", "b"]
-    with directory.held(places[0]):
+    with directory.locked(places[0]):
         assert [p.name for p in unfinished(tmp_path, words)] == ["b"]
 
 
@@ -237,7 +237,7 @@ def test_beside_a_sweeps_folder_only_how_it_runs_may_be_said() -> None:
 
 def test_a_sweep_is_not_gone_on_with_twice_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sweep, _ = a_sweep(tmp_path / "s", ["epochs=1,2"])
-    with directory.held(sweep.path):
+    with directory.locked(sweep.path):
         assert main(["train", "-m", f"resume={sweep.path}"]) == 2
     assert "is in use by another process" in capsys.readouterr().err
     assert main(["train", f"resume={sweep.path}"]) == 2

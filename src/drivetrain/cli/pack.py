@@ -88,7 +88,7 @@ def _pack(source: str, out: Path, words: list[str], given: argparse.Namespace) -
     import torch
 
     started = time.monotonic()
-    with directory.held(out):
+    with directory.locked(out):
         splits = job.run.data.load(torch.device("cpu"))
         shape = tuple(splits.shape)
         store: Any = packing.Raw()

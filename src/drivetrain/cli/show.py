@@ -13,7 +13,7 @@ from drivetrain.core.horizon import Horizon
 from drivetrain.core.option import RunSpec
 from drivetrain.core.world import World
 from drivetrain.launch.job import prepare
-from drivetrain.ui import plots, terminal
+from drivetrain.ui import plots
 
 MOST_POINTS = 20_000  # of a curve; a longer run is looked at evenly
 
@@ -21,8 +21,7 @@ MOST_POINTS = 20_000  # of a curve; a longer run is looked at evenly
 def show(overrides: Sequence[str], config_dirs: Sequence[str], file: Path | None = None) -> None:
     """Draw what `drivetrain train` with these overrides would follow; into `file` as a PNG if one is given."""
     job = prepare(overrides, config_dirs)
-    for line in job.said:
-        terminal.say(line)
+    job.log_notices()
     over = _horizon(job.run)
     curves = _curves(job.run, over)
     if file is None:

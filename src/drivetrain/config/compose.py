@@ -30,7 +30,7 @@ class Composed:
     choices: dict[str, Any]  # group → option
     overrides: list[str]  # the command line
     recipe: recipes.Recipe | None = None
-    said: list[str] = field(default_factory=list)  # what the user should know
+    notices: list[str] = field(default_factory=list)  # what the user should know when the run starts; composing is silent
     config_dirs: tuple[str, ...] = ()
     options_own: dict[str, Any] = field(default_factory=dict)  # the config before any value was set
     problems: list[str] = field(default_factory=list)  # of the words; `check` adds those of the values
@@ -104,7 +104,7 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str] = (), base: rec
                 _choose(choices, known, group, option, problems, "")
             raise UserError([*error.problems, *problems]) from None
     values: dict[str, Any] = {}
-    said: list[str] = []
+    notices: list[str] = []
     if recipe is not None:
         for group, option in recipe.choices.items():
             _choose(choices, known, group, option, problems, recipe.where(group) + ": ")
@@ -118,14 +118,14 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str] = (), base: rec
     for group, option in own.items():
         if recipe is not None and recipe.choices.get(group, option) != option:
             kept = [k for k in values if k.split(".")[0] == group and k not in parsed]
-            _carry(recipe, group, option, kept, values, config_dirs, said)
+            _carry(recipe, group, option, kept, values, config_dirs, notices)
         _choose(choices, known, group, option, problems, "")
     values |= {k: v for k, v in parsed.items() if k not in known}
 
     config = _hydra(choices, config_dirs)
     options_own: Any = OmegaConf.to_container(config)
     final = {g: choices.get(g, default) for g, default in _default_choices().items()}
-    composed = Composed(config, final, list(overrides), recipe, said, tuple(config_dirs), options_own, problems)
+    composed = Composed(config, final, list(overrides), recipe, notices, tuple(config_dirs), options_own, problems)
     composed.by_recipe = set(values) - set(parsed)
     unknown = {g for g in {**own, **(recipe.choices if recipe is not None else {})} if g in known and g not in choices}
     for key, value in values.items():
@@ -194,7 +194,7 @@ def _carry(
     kept: list[str],
     values: dict[str, Any],
     config_dirs: Sequence[str],
-    said: list[str],
+    notices: list[str],
 ) -> None:
     """The command line chose another option than the recipe: the recipe's values go along where the option has them."""
     has = option_keys(group, option, config_dirs)
@@ -203,7 +203,7 @@ def _carry(
         del values[key]
     stay = [f"{k}={values[k]}" for k in kept if k not in lost]
     if kept:
-        said.append(
+        notices.append(
             f"recipe {recipe.name} was written for {group}={recipe.choices[group]}; with {group}={option} from the command line"
             + (f" its {', '.join(stay)} still holds" if stay else "")
             + (" and" if stay and lost else "")

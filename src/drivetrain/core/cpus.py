@@ -1,15 +1,15 @@
-"""How many cores there are to work with."""
+"""The number of CPU cores that a process may use."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-JOBS = "DRIVETRAIN_JOBS_AT_A_TIME"  # in the environment of a sweep's job: how many of them share the machine
+JOBS = "DRIVETRAIN_JOBS_AT_A_TIME"  # in the environment of a sweep's job: the number of jobs that run at a time
 
 
 def usable_cores(ranks: int | None = None) -> int:
-    """The cores this rank may use, one at least: affinity and the cgroup's quota, shared among the machine's ranks and jobs."""
+    """The cores for this rank, at least 1: affinity mask and cgroup quota, divided by the machine's ranks and jobs."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()

@@ -1,4 +1,4 @@
-"""What is asked of a device: to wait for it, how much memory it holds, whether it ran out."""
+"""Questions to a device: synchronising, memory in use, running out of memory."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from drivetrain.core.lazy import torch
 
 
 def keep_freed_memory() -> bool:
-    """Let this process keep what it frees, until it ends; whether its C library (glibc) can.
+    """Keep freed memory in this process instead of returning it to the system; False where the C library is not glibc.
 
-    Else a step's activations go back to the system after each use and come again page by page, all zeroed: up to a third of
-    a step on a CPU, and more or less of it in every process, as the heap happens to lie.
+    Otherwise the system takes back a step's activations and hands them out again page by page, zeroed. That costs up to a
+    third of a step on a CPU, and a different part of it in every process, depending on the layout of the heap.
     """
     import ctypes
 
@@ -20,25 +20,25 @@ def keep_freed_memory() -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):
         return False
-    # An older glibc takes no more than half of what a thread's own heap may hold.
+    # An older glibc accepts at most half of the largest heap of a thread.
     return bool(mallopt(trim_threshold, most) and (mallopt(mmap_threshold, most) or mallopt(mmap_threshold, 2**25)))
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was given; a CPU has."""
+    """Wait until the device has finished its queued work; a CPU has none."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes at the peak: the CUDA allocator's, else this process's resident set."""
+    """The peak in bytes of the CUDA allocator, or on a CPU of this process's resident set."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return peak_memory_of_process()
 
 
 def peak_memory_of_process() -> int:
-    """Bytes of this process's resident set at its peak."""
+    """The peak of this process's resident set in bytes."""
     import resource
     import sys
 
@@ -47,7 +47,7 @@ def peak_memory_of_process() -> int:
 
 
 def memory_now() -> int:
-    """Bytes held now: CUDA's reserved memory, else this process's resident set."""
+    """The bytes in use now: CUDA's reserved memory if CUDA runs, else this process's resident set."""
     if torch.cuda.is_initialized():
         return torch.cuda.memory_reserved()
     try:
@@ -58,5 +58,5 @@ def memory_now() -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed: on CUDA, or on the CPU, where torch has no type for it."""
+    """Whether an error is a failed allocation; torch has an exception type for CUDA only."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

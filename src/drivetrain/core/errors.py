@@ -1,4 +1,4 @@
-"""What can end a run, and the exit code each end has."""
+"""The exceptions that end a run, and the exit codes of the command."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ EXIT_OF_STATUS = {"completed": DONE, "failed": FAILED, "diverged": DIVERGED, "in
 
 
 class UserError(ValueError):
-    """Bad input: every problem found, one line each. Exit code 2, never a traceback."""
+    """Bad input, with every problem that was found, one line each. Exit code 2; it is shown without a traceback."""
 
     def __init__(self, problems: str | Iterable[str]) -> None:
         self.problems = [problems] if isinstance(problems, str) else list(problems)
@@ -21,7 +21,7 @@ class UserError(ValueError):
 
 
 class DataError(UserError):
-    """A sample that cannot be read: the file is named."""
+    """A sample that cannot be read; the message names its file."""
 
 
 class Diverged(RuntimeError):
@@ -29,7 +29,7 @@ class Diverged(RuntimeError):
 
 
 class Interrupted(Exception):
-    """The run was stopped by a signal, or lost its readers. Exit code 75 when there is a state to go on from."""
+    """A signal stopped the run, or its reading processes died. Exit code 75 if there is a checkpoint to resume from."""
 
     def __init__(self, message: str, saved: bool = False) -> None:
         super().__init__(message)
@@ -37,7 +37,7 @@ class Interrupted(Exception):
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """ "did you mean …?" with the near names, or the names there are."""
+    """A hint for a misspelt name: "did you mean …?" with similar known names, or the list of all of them."""
     known = sorted(known)
     near = get_close_matches(given, known, n=3, cutoff=0.6)
     if near:
@@ -45,10 +45,10 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
     return "there is: " + ", ".join(known) if known else "it has none"
 
 
-GONE = "another rank is gone, or cannot be reached"
+PEER_GONE = "another rank is gone, or cannot be reached"
 
 
-def is_of_others(error: str | None) -> bool:
-    """Whether a rank's error is torch's word for another rank that is gone or silent."""
+def is_peer_failure(error: str | None) -> bool:
+    """Whether a rank's error is one that torch raises when another rank is gone or does not answer."""
     signs = ("Connection closed by peer", "Connection reset", "gloo", "NCCL", "Broken pipe", "imed out", "caused pair closure")
     return any(sign in str(error) for sign in signs)

@@ -1,4 +1,4 @@
-"""Files that are whole or not there."""
+"""Atomic writing of files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write JSON by way of a temporary file, synced and renamed: a reader never sees half of it."""
+    """Write JSON to a temporary file, sync it and rename it: a reader sees the whole content or none."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with temporary.open("w") as file:
         json.dump(content, file, indent=2, default=str)

@@ -1,4 +1,4 @@
-"""Where conf/ and recipes/ are: inside the installed package, else in the checkout."""
+"""The folders conf/ and recipes/: inside the installed package, else in the checkout."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def recipes_dir() -> Path:
 
 
 def add_own_places(config_dirs: Sequence[str]) -> None:
-    """Let the user's own classes be imported: from beside their options, and from here. Raises UserError."""
+    """Add the working directory and the parents of `config_dirs` to sys.path, for the user's own classes. Raises UserError."""
     missing = [d for d in config_dirs if not Path(d).is_dir()]
     if missing:
         raise UserError(f"--config-dir {d} is no directory" for d in missing)
@@ -37,7 +37,7 @@ def add_own_places(config_dirs: Sequence[str]) -> None:
 
 
 def cannot_be_in(root: Path) -> Iterator[str]:
-    """Why no run can lie below `root`, as far as can be told without trying."""
+    """The problems of writing runs below `root` that are visible without creating a file."""
     above = next(p for p in (root, *root.absolute().parents) if os.path.lexists(p))
     if not above.is_dir():
         yield f"output_dir={root}: {above} is no directory: set output_dir to a directory you can write to"

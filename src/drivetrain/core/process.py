@@ -1,4 +1,4 @@
-"""This process: when it started, and which drivetrain it runs."""
+"""This process: its start time, and the version and folder of the package it runs."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 __version__ = "0.1.0"
 PACKAGE = Path(__file__).resolve().parents[1]
-started = time.time()  # `time_to_first_step_s` counts from here; forked ranks inherit it
+started = time.time()  # `time_to_first_step_s` and `wall_s` count from here; forked ranks inherit it
 
 
 def restart_clock() -> None:
-    """From here on `started` is now: a forked process begins a run of its own."""
+    """Set `started` to now, where a process begins a run that is not its first work."""
     global started
     started = time.time()

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: the handler only sets a flag, the loop saves at its next update."""
+"""Signals that stop a run: the handler only sets a flag, and the loop saves and stops at its next update."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 
-ASKED_TO_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class StopFlag:
-    """Within the context, the first SIGTERM, SIGINT or SIGUSR1 sets `raised`; Ctrl-C again later interrupts at once."""
+    """A context manager: the first SIGTERM, SIGINT or SIGUSR1 sets `raised` to its number; a later Ctrl-C interrupts at once."""
 
     def __init__(self) -> None:
         self.raised, self._at = 0, 0.0
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> StopFlag:
-        if threading.current_thread() is threading.main_thread():  # Python allows handlers nowhere else
-            self._before = {s: signal.signal(s, self._handle) for s in ASKED_TO_STOP}
+        if threading.current_thread() is threading.main_thread():  # the only thread that may set handlers
+            self._before = {s: signal.signal(s, self._handle) for s in STOP_SIGNALS}
         return self
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.raised and time.monotonic() > self._at + 1:  # a launcher repeats the first
+        if number == signal.SIGINT and self.raised and time.monotonic() > self._at + 1:  # launchers send the first one twice
             raise KeyboardInterrupt
         if not self.raised:
             self.raised, self._at = number, time.monotonic()
@@ -37,10 +37,10 @@ class StopFlag:
 
 @contextmanager
 def ended_by_signals() -> Iterator[Callable[[], None]]:
-    """Within the context SIGTERM and SIGINT end what is done, through every `finally`, by KeyboardInterrupt.
+    """Within the context SIGTERM and SIGINT raise KeyboardInterrupt, so that every `finally` runs.
 
-    Python drops an exception of a handler that ran within a destructor or a hook of fork's. So the context's value is
-    called every now and then, and raises what was dropped; the context's end does too.
+    Python drops an exception that a handler raises during a destructor or a fork hook. The context's value is a function
+    that raises what was dropped: call it now and then. The end of the context calls it too.
     """
     raised = False
 

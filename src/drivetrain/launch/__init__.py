@@ -1,1 +1,1 @@
-"""A job becomes processes, and a result."""
+"""From overrides to a result: the job, its processes, and what keeps them running."""

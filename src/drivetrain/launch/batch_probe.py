@@ -1,7 +1,7 @@
-"""Trying micro-batches in a process that may die of it. Nothing of a trial reaches the run.
+"""Find out which micro-batches fit into memory, in a child process that may run out of it. The run itself is not touched.
 
-The parent calls `fitting`. The child (`python -m drivetrain.launch.batch_probe`) takes two steps at each size, smallest
-first, and says each size that went well, until it is out of memory, is killed, or is through.
+The parent calls `count_fitting`. The child (`python -m drivetrain.launch.batch_probe`) takes two steps at each size, the
+smallest first, and prints a line for each size that fits, until it is out of memory, is killed, or has tried all.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from pathlib import Path
 from drivetrain.core.errors import FAILED, UserError
 
 OUT_OF_MEMORY = 3  # the child's exit code
-FITS = "fits"  # the child's word for one size done
-SHARE = 0.95  # of a CUDA device's memory: the rest is for fragmentation and the ranks' communication
+FITS = "fits"  # the child's line for one size that fits
+MEMORY_FRACTION = 0.95  # of a CUDA device; the rest is for fragmentation and the ranks' communication
 
 
-def fitting(words: Sequence[str], config_dirs: Sequence[str], sizes: Sequence[int], limit_gb: float | None) -> int:
-    """How many of these ascending micro-batch sizes fit, from the first."""
-    task = {"words": list(words), "config_dirs": list(config_dirs), "sizes": list(sizes), "limit_gb": limit_gb}
+def count_fitting(overrides: Sequence[str], config_dirs: Sequence[str], sizes: Sequence[int], limit_gb: float | None) -> int:
+    """The number of these ascending micro-batch sizes that fit, from the first; `limit_gb` limits the process's memory."""
+    task = {"overrides": list(overrides), "config_dirs": list(config_dirs), "sizes": list(sizes), "limit_gb": limit_gb}
     path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} | {"PYTHONPATH": path}
     done = subprocess.run(
@@ -41,10 +41,10 @@ def fitting(words: Sequence[str], config_dirs: Sequence[str], sizes: Sequence[in
 
 
 def main() -> None:
-    """The child."""
+    """The child: read the task from standard input and try the sizes."""
     task = json.load(sys.stdin)
     if task["limit_gb"]:
-        threading.Thread(target=_die_above, args=(task["limit_gb"] * 2**30,), daemon=True).start()
+        threading.Thread(target=_exit_above, args=(task["limit_gb"] * 2**30,), daemon=True).start()
     from drivetrain.core.context import BuildContext
     from drivetrain.core.device import is_out_of_memory
     from drivetrain.core.overrides import key_of
@@ -52,21 +52,21 @@ def main() -> None:
     from drivetrain.engine import build, dry_run
     from drivetrain.launch.job import prepare
 
-    # Searching eagerly: a compiled graph for each size would take minutes and hold its own memory.
+    # Not compiled: a graph for each size would take minutes and memory of its own.
     off = ["parallel=single", "compile=none", "saving=none", "debug=none"]
-    if "checkpointing=budget" in task["words"]:  # the compiler's: without one everything is kept
+    if "checkpointing=budget" in task["overrides"]:  # it needs the compiler; without it all activations are kept
         off.append("checkpointing=none")
-    groups = {word.partition("=")[0] for word in off}
-    words = [word for word in task["words"] if key_of(word).split(".")[0] not in groups]
-    job = prepare([*words, *off], task["config_dirs"])
+    groups = {override.partition("=")[0] for override in off}
+    overrides = [override for override in task["overrides"] if key_of(override).split(".")[0] not in groups]
+    job = prepare([*overrides, *off], task["config_dirs"])
     trainer = build.build(BuildContext(job.run, World(), Path(os.devnull)), [])
     if trainer.device.type == "cuda":
         import torch
 
-        torch.cuda.set_per_process_memory_fraction(SHARE)
+        torch.cuda.set_per_process_memory_fraction(MEMORY_FRACTION)
     for size in task["sizes"]:
         try:
-            for _ in range(2):  # the second has the optimizer's state in memory
+            for _ in range(2):  # at the second the optimizer's state is in memory
                 dry_run.forward_backward(trainer, size)
                 trainer.step.update()
                 trainer.step.zero_grad()
@@ -77,7 +77,8 @@ def main() -> None:
         print(FITS, flush=True)
 
 
-def _die_above(limit: float) -> None:
+def _exit_above(limit: float) -> None:
+    """Exit as if out of memory once this process has used more than `limit` bytes."""
     from drivetrain.core.device import peak_memory_of_process
 
     while True:

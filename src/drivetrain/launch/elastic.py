@@ -1,9 +1,10 @@
-"""The ranks of this machine, started by torch's elastic launcher from the one composed config; other machines do the same."""
+"""The ranks of this machine, started by torch's elastic launcher; each machine of a run starts its own from the same command."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import shutil
 import socket
@@ -15,154 +16,162 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.core.errors import BAD_CONFIG, EXIT_OF_STATUS, FAILED, GONE, INTERRUPTED, UserError, is_of_others
+from drivetrain.core.errors import BAD_CONFIG, EXIT_OF_STATUS, FAILED, INTERRUPTED, PEER_GONE, UserError, is_peer_failure
 from drivetrain.core.files import write_json
-from drivetrain.core.signals import ASKED_TO_STOP, StopFlag
+from drivetrain.core.signals import STOP_SIGNALS, StopFlag
 from drivetrain.launch import network
-from drivetrain.launch.heartbeat import Deaths, Watch, alive, wordless
+from drivetrain.launch.heartbeat import FailureRecorder, HeartbeatMonitor, ended_without_result, start_heartbeat
+from drivetrain.launch.job import Job
+from drivetrain.launch.worker import run_rank
 from drivetrain.parallel import world_of_environment
 from drivetrain.run import directory
 from drivetrain.run.result import Result
 from drivetrain.saving import manifest
-from drivetrain.ui import terminal
+from drivetrain.ui import logs
 
 if TYPE_CHECKING:
-    from drivetrain.launch.job import Job
+    from torch.distributed.launcher.api import LaunchConfig
 
-FINAL = {BAD_CONFIG, EXIT_OF_STATUS["diverged"], INTERRUPTED}  # codes of ranks that would end the same way again
-OTHERS_GONE = "the ranks of another machine are gone, or cannot be reached"
-ANSWER_S = 10  # within which the place to meet answers
-SHUTDOWN_S = 5  # for the ranks that a dead one leaves waiting
+    from drivetrain.parallel.process_group import ProcessGroupStrategy
+
+FINAL_CODES = {BAD_CONFIG, EXIT_OF_STATUS["diverged"], INTERRUPTED}  # a rank that ended so would do it again: no restart
+PEERS_GONE = "the ranks of another machine are gone, or cannot be reached"
+ANSWER_S = 10  # within which the rendezvous answers
+SHUTDOWN_S = 5  # for ranks that wait for one that died
+
+logger = logging.getLogger(__name__)
+OnAbandoned = Callable[[Result, int], int]  # writes the result, and returns the process's exit code
+RankResults = dict[int, dict[str, Any]]  # rank → the content of its result file
 
 
-End = Callable[[Result, int], int]
-
-
-def run(job: Job, run_dir: Path, quiet: bool, end: End | None = None) -> tuple[Result, int]:
-    """Run the job on the ranks of this machine; the run's result, or the reason of the rank that failed first.
-
-    Where the launcher hangs on a machine that is gone, `end(result, code)` writes the result and this process exits.
+def run(job: Job, run_dir: Path, quiet: bool, on_abandoned: OnAbandoned | None = None) -> tuple[Result, int]:
+    """Run the job on the ranks of this machine; the run's result and exit code, or those of the rank that failed first.
 
     The ranks are forked: this process has imported torch and run nothing of it, so they start in 0.1 s. Of several machines
-    the one that gets rank 0 has the run's directory.
+    the one that gets rank 0 has the run's directory. Where torch's launcher waits for a machine that is gone,
+    `on_abandoned` is called and this process exits with the code that it returns.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     if job.run.parallel.local_ranks() > 1:
-        import torch._dynamo  # noqa: F401 - DDP and FSDP want it: once here, before the fork, or 1.4 s in every rank
+        import torch._dynamo  # noqa: F401 - DDP and FSDP import it: once here, before the fork, or 1.4 s in every rank
 
-    parallel = job.run.parallel
+    parallel: ProcessGroupStrategy = job.run.parallel
     sys.stdout.flush()
-    died: set[int] = set()
-    with _told(run_dir, parallel.nnodes > 1) as told:
-        watch = Watch(told, parallel.heartbeat_timeout_s, parallel.timeout_s, parallel.max_restarts > 0)
-        deaths = Deaths(told, watch)
+    failed: set[int] = set()
+    with _rank_folder(run_dir, parallel.nnodes > 1) as folder:
+        monitor = HeartbeatMonitor(folder, parallel.heartbeat_timeout_s, parallel.timeout_s, parallel.max_restarts > 0)
+        failures = FailureRecorder(folder, monitor)
 
-        def abandoned() -> None:
-            code = end(*_outcome(told, run_dir, parallel, set(), watch.lost)) if end else FAILED
-            shutil.rmtree(told, ignore_errors=True)
+        def abandon() -> None:
+            ended = _result_of_ranks(folder, run_dir, parallel, set(), monitor.ended)
+            code = on_abandoned(*ended) if on_abandoned else FAILED
+            shutil.rmtree(folder, ignore_errors=True)
             os._exit(code)
 
         if parallel.nnodes > 1:
-            watch.abandoned = abandoned
-        with watch, deaths, _met(parallel):
+            monitor.abandoned = abandon
+        with monitor, failures, _rendezvous_errors(parallel):
             try:
-                _launched(parallel, told, job, run_dir, deaths, quiet)
-            except ChildFailedError as error:  # the ranks have told why, but those that could not
-                died = set(error.failures)
+                _launch_ranks(parallel, folder, job, run_dir, failures, quiet)
+            except ChildFailedError as error:  # most ranks have written why to their files
+                failed = set(error.failures)
             except SignalException:
                 pass
-        return _outcome(told, run_dir, parallel, died, watch.lost)
+        return _result_of_ranks(folder, run_dir, parallel, failed, monitor.ended)
 
 
-def _launched(parallel: Any, told: Path, *of_entry: Any) -> None:
-    """The ranks of this machine, to their end."""
+def _launch_ranks(parallel: ProcessGroupStrategy, folder: Path, *of_entry: object) -> None:
+    """Start the ranks of this machine and wait for their end; `of_entry` are the arguments of `_rank_entry`."""
     from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
     from torch.distributed.launcher.api import elastic_launch
 
     try:
-        elastic_launch(_config(parallel, told), _entry)(*of_entry)
+        elastic_launch(_launch_config(parallel, folder), _rank_entry)(*of_entry)
     except RendezvousConnectionError:
         if parallel.nnodes == 1:
             raise
-        # Of two that play machines on one host at the same moment one was faster: its place to meet is open now.
-        elastic_launch(_config(parallel, told), _entry)(*of_entry)
+        # Two launchers on one host started at the same moment, and the other one took the port: it answers now.
+        elastic_launch(_launch_config(parallel, folder), _rank_entry)(*of_entry)
 
 
 @contextlib.contextmanager
-def _told(run_dir: Path, several: bool) -> Iterator[Path]:
-    """Where the ranks of this machine leave their words: in the run's directory, once that is known to be here."""
-    told = run_dir / "ranks"
-    if not several:
-        told.mkdir(exist_ok=True)
-        for old in [*told.glob("*.json"), *told.glob("*.alive"), *told.glob("*.stack")]:
+def _rank_folder(run_dir: Path, several_machines: bool) -> Iterator[Path]:
+    """The folder of the ranks' files: <run>/ranks. With several machines they are copied there if the run's directory is here."""
+    folder = run_dir / "ranks"
+    if not several_machines:
+        folder.mkdir(exist_ok=True)
+        for old in [*folder.glob("*.json"), *folder.glob("*.heartbeat"), *folder.glob("*.stack")]:
             old.unlink()
         try:
-            yield told
+            yield folder
         finally:
-            _gather_output(told)
+            _gather_output(folder)
         return
-    folder = Path(tempfile.mkdtemp(prefix="drivetrain-ranks-"))
+    temporary = Path(tempfile.mkdtemp(prefix="drivetrain-ranks-"))
     try:
-        yield folder
+        yield temporary
     finally:
-        _gather_output(folder)
+        _gather_output(temporary)
         if run_dir.is_dir():
-            shutil.copytree(folder, told, dirs_exist_ok=True)
-        shutil.rmtree(folder, ignore_errors=True)
+            shutil.copytree(temporary, folder, dirs_exist_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _gather_output(told: Path) -> None:
-    """What each rank printed, all attempts after one another, as <rank>.log: the launcher has a folder for each."""
-    for folder in told.glob("drivetrain_*"):
-        for printed in sorted(folder.glob("attempt_*/*/std*.log")):
+def _gather_output(folder: Path) -> None:
+    """Append what each rank printed, in all its attempts, to <rank>.log, and remove the folders of torch's launcher."""
+    for launched in folder.glob("drivetrain_*"):
+        for printed in sorted(launched.glob("attempt_*/*/std*.log")):
             if printed.stat().st_size:
-                with printed.open("rb") as part, (told / f"{printed.parent.name}.log").open("ab") as whole:
+                with printed.open("rb") as part, (folder / f"{printed.parent.name}.log").open("ab") as whole:
                     shutil.copyfileobj(part, whole)
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(launched, ignore_errors=True)
 
 
-def _config(parallel: Any, told: Path) -> Any:
+def _launch_config(parallel: ProcessGroupStrategy, folder: Path) -> LaunchConfig:
+    """The settings of torch's launcher. Raises UserError where the rendezvous cannot be used."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.launcher.api import LaunchConfig
 
-    local = parallel.local_ranks()
-    signals = ",".join(s.name for s in ASKED_TO_STOP)
+    signals = ",".join(s.name for s in STOP_SIGNALS)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = signals
-    newer: dict[str, Any] = {"signals_to_handle": signals, "shutdown_timeout": SHUTDOWN_S}  # where torch knows them
+    newer: dict[str, Any] = {"signals_to_handle": signals, "shutdown_timeout": SHUTDOWN_S}  # where this torch knows them
     newer = {k: v for k, v in newer.items() if k in LaunchConfig.__dataclass_fields__}
-    own = "localhost"
-    about: dict[str, Any] = {}
-    if parallel.nnodes > 1:
-        host, _, given = parallel.rendezvous.rpartition(":")
-        port = int(given)
-        own = network.address_towards(host, port)
-        here = network.is_here(host)
-        opens = here and network.free_port(host, port)  # where one machine plays two, the first of them does
-        if not here:  # the one that has the address opens the place to meet; from then on it answers at once, or is gone
-            network.wait_for(host, port, parallel.rendezvous_s)
-        if not opens and not network.is_meeting_place(host, port, ANSWER_S):
-            what = (
-                f"port {port} of this machine is in use by something else"
-                if here
-                else f"what answers there is none of this run's machines (another program, or a firewall on the way to {host})"
-            )
-            raise UserError(f"parallel.rendezvous={parallel.rendezvous}: {what}: set a free port, the same on each machine")
-        network.talk_through(own)
-        about = {"is_host": opens, "join_timeout": int(parallel.rendezvous_s), "read_timeout": ANSWER_S}
-    # The ranks but the first write their output to files: one machine's terminal shows one rank's lines.
-    logs = DefaultLogsSpecs(log_dir=str(told), redirects=dict.fromkeys(range(1, local), Std.ALL))
+    address, rendezvous = ("localhost", {}) if parallel.nnodes == 1 else _rendezvous(parallel)
+    # Ranks other than the first write their output to files: a machine's terminal shows the lines of one rank.
+    local = parallel.local_ranks()
+    output = DefaultLogsSpecs(log_dir=str(folder), redirects=dict.fromkeys(range(1, local), Std.ALL))
     return LaunchConfig(
         min_nodes=parallel.nnodes, max_nodes=parallel.nnodes, nproc_per_node=local, run_id="drivetrain", rdzv_backend="c10d",
-        rdzv_endpoint=parallel.rendezvous or "localhost:0", rdzv_configs=about, max_restarts=parallel.max_restarts,
-        monitor_interval=0.1, start_method="fork", local_addr=own, logs_specs=logs, **newer,
+        rdzv_endpoint=parallel.rendezvous or "localhost:0", rdzv_configs=rendezvous, max_restarts=parallel.max_restarts,
+        monitor_interval=0.1, start_method="fork", local_addr=address, logs_specs=output, **newer,
     )  # fmt: skip
 
 
+def _rendezvous(parallel: ProcessGroupStrategy) -> tuple[str, dict[str, Any]]:
+    """This machine's address for the others, and the settings of torch's rendezvous. Raises UserError."""
+    host, _, given = str(parallel.rendezvous).rpartition(":")
+    port = int(given)
+    address = network.local_address_towards(host, port)
+    here = network.is_local(host)
+    is_host = here and network.is_port_free(host, port)  # where one machine plays two, the first of them is
+    if not here:  # the machine that has the address opens the store
+        network.wait_for_listener(host, port, parallel.rendezvous_s)
+    if not is_host and not network.is_torch_store(host, port, ANSWER_S):
+        what = (
+            f"port {port} of this machine is in use by something else"
+            if here
+            else f"what answers there is none of this run's machines (another program, or a firewall on the way to {host})"
+        )
+        raise UserError(f"parallel.rendezvous={parallel.rendezvous}: {what}: set a free port, the same on each machine")
+    network.use_interface_of(address)
+    return address, {"is_host": is_host, "join_timeout": int(parallel.rendezvous_s), "read_timeout": ANSWER_S}
+
+
 @contextlib.contextmanager
-def _met(parallel: Any) -> Iterator[None]:
-    """Machines that do not meet are the user's to mend."""
+def _rendezvous_errors(parallel: ProcessGroupStrategy) -> Iterator[None]:
+    """Within the context machines that do not meet are a UserError, which says what to set."""
     from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousTimeoutError
 
     try:
@@ -183,73 +192,73 @@ def _met(parallel: Any) -> Iterator[None]:
         ) from None
 
 
-def _entry(job: Job, run_dir: Path, deaths: Deaths, quiet: bool) -> None:
-    """One rank: its result goes to ranks/<rank>.json, its exit code to the launcher. `deaths` is as when it was forked."""
-    from drivetrain.launch.launcher import _describe, _rank
+def _rank_entry(job: Job, run_dir: Path, failures: FailureRecorder, quiet: bool) -> None:
+    """The main function of a rank's process: write its result to <rank>.json and exit with its code.
 
-    world, told = world_of_environment(), deaths.folder
+    After a restart `failures` has the reason, as it was when this process was forked.
+    """
+    world, folder = world_of_environment(), failures.folder
+    logs.configure(quiet, world.rank, shared=world.local_rank == 0)
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    if restarts and (code := _settled(told)):
+    if restarts and (code := _final_code(folder)):
         os._exit(code)
-    (told / f"{world.rank}.json").unlink(missing_ok=True)
-    alive(told, world.rank)
-    with contextlib.ExitStack() as held:
+    (folder / f"{world.rank}.json").unlink(missing_ok=True)
+    start_heartbeat(folder, world.rank)
+    with contextlib.ExitStack() as stack:
         if world.rank == 0:
-            if job.run.parallel.nnodes > 1:  # only now it is known that the run's directory is here
+            if job.run.parallel.nnodes > 1:  # only now it is known that the run's directory belongs on this machine
                 if not run_dir.is_dir():
                     directory.make(run_dir)
-                held.enter_context(directory.held(run_dir))
-                _describe(job, run_dir)
+                stack.enter_context(directory.locked(run_dir))
+                job.write_files(run_dir)
+                stack.enter_context(logs.to_file(run_dir / "log.txt"))
             if restarts:
-                job.checkpoint, said = manifest.newest_valid(run_dir)
-                where = f"from {job.checkpoint}" if job.checkpoint else "from the beginning"
-                why = deaths.why or "a rank of another machine was lost"
-                for line in [*said, f"{why}: all start again {where} (restart {restarts})"]:
-                    terminal.say(line)
-        stop = held.enter_context(StopFlag())
-        result, code = _rank(job, world, run_dir, stop, quiet)
-    content = {**asdict(result), "code": code, "time": time.time(), "run_dir": None}
-    write_json(told / f"{world.rank}.json", content)
+                _restart_from_newest(job, run_dir, failures.reason or "a rank of another machine was lost", restarts)
+        stop = stack.enter_context(StopFlag())
+        result, code = run_rank(job, world, run_dir, stop, quiet)
+    write_json(folder / f"{world.rank}.json", {**asdict(result), "code": code, "time": time.time(), "run_dir": None})
     if code:
         sys.stdout.flush()
         os._exit(code)  # at once: the launcher ends the ranks that wait for this one
 
 
-def _settled(told: Path) -> int:
-    """The code of a rank of this machine that has ended in a way that starting again does not change; 0: of none."""
-    for file in told.glob("*.json"):
+def _restart_from_newest(job: Job, run_dir: Path, reason: str, restarts: int) -> None:
+    """Set the job's checkpoint to the newest valid one, and log it with the reason of the restart."""
+    job.checkpoint, problems = manifest.newest_valid(run_dir)
+    where = f"from {job.checkpoint}" if job.checkpoint else "from the beginning"
+    for line in [*problems, f"{reason}: all start again {where} (restart {restarts})"]:
+        logger.warning("%s", line)
+
+
+def _final_code(folder: Path) -> int:
+    """The exit code of a rank of this machine that starting again would not change; 0 where there is none."""
+    for file in folder.glob("*.json"):
         with contextlib.suppress(OSError, ValueError):
             content = json.loads(file.read_text())
-            if content["code"] in FINAL and not _is_consequence({0: content}):
+            if content["code"] in FINAL_CODES and not _only_peer_failures({0: content}):
                 return int(content["code"])
     return 0
 
 
-def _outcome(told: Path, run_dir: Path, parallel: Any, died: set[int], ended_by_us: dict[int, str]) -> tuple[Result, int]:
-    """What the ranks of this machine came to; `died` are those whose end made the launcher end the others."""
-    ended: dict[int, Any] = {}
-    for file in told.glob("*.json"):
-        with contextlib.suppress(OSError, ValueError):
-            ended[int(file.stem)] = json.loads(file.read_text())
-    begun = sorted({int(f.stem) for f in told.glob("*.alive")} | set(ended_by_us))
-    lost = sorted(set(begun) - set(ended))
-    main = ended.get(0) or (None if parallel.nnodes == 1 else next(iter(ended.values()), None))
-    failed = {r: e for r, e in ended.items() if e["code"]}
+def _result_of_ranks(
+    folder: Path, run_dir: Path, parallel: ProcessGroupStrategy, failed_first: set[int], ended_by_monitor: dict[int, str]
+) -> tuple[Result, int]:
+    """The result and exit code of this machine's ranks; torch's launcher ended the others because of `failed_first`."""
+    results = _read_results(folder)
+    begun = sorted({int(file.stem) for file in folder.glob("*.heartbeat")} | set(ended_by_monitor))
+    lost = sorted(set(begun) - set(results))
+    main = results.get(0) or (None if parallel.nnodes == 1 else next(iter(results.values()), None))
+    failed = {rank: result for rank, result in results.items() if result["code"]}
     if main is not None and (main["code"] == INTERRUPTED or (not lost and not failed)):
         content = main
-    elif (lost and _is_consequence(failed)) or not failed:
-        names = " and ".join(f"rank {r}" for r in sorted(died.intersection(lost)) or lost) or "a rank"
-        why = "; ".join(ended_by_us[r] for r in lost if r in ended_by_us) or wordless(names)
+    elif (lost and _only_peer_failures(failed)) or not failed:
+        names = " and ".join(f"rank {rank}" for rank in sorted(failed_first.intersection(lost)) or lost) or "a rank"
+        why = "; ".join(ended_by_monitor[rank] for rank in lost if rank in ended_by_monitor) or ended_without_result(names)
         content = {**(main or {"world_size": parallel.ranks()}), "status": "failed", "error": why, "code": FAILED}
-    elif parallel.nnodes > 1 and _is_consequence(failed):
-        content = {**(main or next(iter(failed.values()))), **_left_alone(run_dir, OTHERS_GONE)}
+    elif parallel.nnodes > 1 and _only_peer_failures(failed):
+        content = {**(main or next(iter(failed.values()))), **_without_peers(run_dir, PEERS_GONE)}
     else:
-        own = {r: e for r, e in failed.items() if not _is_consequence({r: e})} or failed
-        rank = min(own, key=lambda r: own[r]["time"])
-        told_why = {k: own[rank][k] for k in ("status", "error", "code", "world_size", "overrides", "config_hash")}
-        content = {**(main or {}), **told_why}
-        if len({e["error"] for e in own.values()}) > 1 or (len(own) == 1 and rank):
-            content["error"] = f"rank {rank}: {content['error']}"
+        content = {**(main or {}), **_first_failure(failed)}
     if lost and manifest.checkpoints(run_dir):
         content["error"] = f"{content['error']}: go on with resume={run_dir}"
     code = content.pop("code")
@@ -259,21 +268,39 @@ def _outcome(told: Path, run_dir: Path, parallel: Any, died: set[int], ended_by_
     return result, code
 
 
-def of_other_launcher(result: Result, code: int, run_dir: Path) -> tuple[Result, int]:
-    """What a rank came to that torchrun or Slurm started: these may leave it alone, and only torch's error says so."""
-    if code == FAILED and is_of_others(result.error):
-        left = _left_alone(run_dir, GONE)
-        result.status, result.error, code = left["status"], left["error"], left["code"]
+def _read_results(folder: Path) -> RankResults:
+    results: RankResults = {}
+    for file in folder.glob("*.json"):
+        with contextlib.suppress(OSError, ValueError):
+            results[int(file.stem)] = json.loads(file.read_text())
+    return results
+
+
+def _first_failure(failed: RankResults) -> dict[str, Any]:
+    """What to take over from the rank that failed first of its own accord; the error names it where that tells anything."""
+    own = {rank: result for rank, result in failed.items() if not _only_peer_failures({rank: result})} or failed
+    rank = min(own, key=lambda rank: own[rank]["time"])
+    content = {key: own[rank][key] for key in ("status", "error", "code", "world_size", "overrides", "config_hash")}
+    if len({result["error"] for result in own.values()}) > 1 or (len(own) == 1 and rank):
+        content["error"] = f"rank {rank}: {content['error']}"
+    return content
+
+
+def result_under_other_launcher(result: Result, code: int, run_dir: Path) -> tuple[Result, int]:
+    """A rank's result under torchrun or Slurm, whose ranks outlive a peer that is gone: only torch's error tells."""
+    if code == FAILED and is_peer_failure(result.error):
+        content = _without_peers(run_dir, PEER_GONE)
+        result.status, result.error, code = content["status"], content["error"], content["code"]
     return result, code
 
 
-def _left_alone(run_dir: Path, gone: str) -> dict[str, Any]:
-    """What ranks came to that failed only because others were gone."""
+def _without_peers(run_dir: Path, error: str) -> dict[str, Any]:
+    """Status, error and code of ranks that failed only because others were gone."""
     if not manifest.checkpoints(run_dir):
-        return {"status": "failed", "error": gone, "code": FAILED}
-    return {"status": "interrupted", "error": f"{gone}: go on with resume={run_dir}", "code": INTERRUPTED}
+        return {"status": "failed", "error": error, "code": FAILED}
+    return {"status": "interrupted", "error": f"{error}: go on with resume={run_dir}", "code": INTERRUPTED}
 
 
-def _is_consequence(failed: dict[int, Any]) -> bool:
+def _only_peer_failures(failed: RankResults) -> bool:
     """Whether all of these ranks failed only because another was gone."""
-    return all(is_of_others(e["error"]) for e in failed.values())
+    return all(is_peer_failure(result["error"]) for result in failed.values())

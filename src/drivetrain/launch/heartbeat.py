@@ -1,4 +1,8 @@
-"""Signs of life: each rank gives one a second, and a rank that gives none for too long is named, with its stack, and ended."""
+"""Heartbeats of the ranks of one machine, and the reasons of those that fail.
+
+Each rank touches a file once a second. The monitor in the launching process ends a rank whose file stays untouched too
+long, after asking it for its Python stack.
+"""
 
 from __future__ import annotations
 
@@ -15,151 +19,156 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from drivetrain.core.errors import is_of_others
+from drivetrain.core.errors import is_peer_failure
 
-EVERY_S = 1.0
-ABANDONED_S = 12.0
-RESTARTING_S = 75.0  # the same while ranks may start again: those of other machines have a last checkpoint to write
-SPEAKERS = ("torch.distributed.elastic", "torch.multiprocessing")
-STOPPED = ("T", "t")  # by a signal, by a debugger
-STACK = signal.SIGUSR2  # asks a rank for its Python stack
+INTERVAL_S = 1.0
+ABANDONED_AFTER_S = 12.0
+ABANDONED_AFTER_RESTARTABLE_S = 75.0  # while ranks may start again: those of other machines first write a last checkpoint
+STACK_WAIT_S = 2.0  # for a rank's stack
+TORCH_LOGGERS = ("torch.distributed.elastic", "torch.multiprocessing")
+STOPPED = ("T", "t")  # process states: stopped by a signal, by a debugger
+STACK_SIGNAL = signal.SIGUSR2  # asks a rank for its Python stack
 
 
-def alive(folder: Path, rank: int) -> None:
-    """Begin this rank's signs of life: a thread that touches ranks/<rank>.alive, which holds the process's number."""
-    file = folder / f"{rank}.alive"
+def start_heartbeat(folder: Path, rank: int) -> None:
+    """Start the thread that touches `folder`/<rank>.heartbeat, which holds this process's id; write stacks beside it."""
+    file = folder / f"{rank}.heartbeat"
     file.write_text(str(os.getpid()))
-    stack = (folder / f"{rank}.stack").open("a")  # one of before a restart stays
-    faulthandler.register(STACK, stack, all_threads=True)
+    stack = (folder / f"{rank}.stack").open("a")  # appended to: the stack of before a restart stays
+    faulthandler.register(STACK_SIGNAL, stack, all_threads=True)
 
     def touch() -> None:
         while True:
-            time.sleep(EVERY_S)
-            with contextlib.suppress(OSError):  # a full disk is the run's to complain of
+            time.sleep(INTERVAL_S)
+            with contextlib.suppress(OSError):  # on a full disk the run itself fails, with a better message
                 os.utime(file)
 
-    threading.Thread(target=touch, name="signs of life", daemon=True).start()
+    threading.Thread(target=touch, name="heartbeat", daemon=True).start()
 
 
-class Watch:
-    """Looks at the ranks of this machine until it is left; `lost` says of those that it ended why.
+class HeartbeatMonitor:
+    """A context manager that ends ranks of this machine without a heartbeat; `ended` holds the reason of each.
 
-    A rank that gives no sign of life is ended after `heartbeat_timeout_s` where it was stopped, else after `stuck_s`: it may have
-    one long call to make that lets nobody else in. `abandoned` is called, in another thread, when all ranks have ended, one
-    of them badly, and nobody has noticed for a while: the launcher waits for a machine that cannot be reached any more.
+    A stopped process is ended after `heartbeat_timeout_s`, any other after `stuck_s`: one long call into a library may
+    keep the heartbeat's thread from running. `abandoned` is called, in the monitor's thread, when all ranks have ended, at least
+    one of them with an error, and torch's launcher has not noticed: it waits for a machine that is out of reach.
     """
 
     def __init__(self, folder: Path, heartbeat_timeout_s: float, stuck_s: float, restarts: bool = False) -> None:
-        self.lost: dict[int, str] = {}
+        self.ended: dict[int, str] = {}
         self.abandoned: Callable[[], None] | None = None
-        self._folder, self._silent_s, self._stuck_s = folder, heartbeat_timeout_s, stuck_s
-        self._patience = RESTARTING_S if restarts else ABANDONED_S
-        self._looks: dict[Path, tuple[float, int]] = {}  # a rank's last sign, and how often it was seen: our own time
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
+        self._folder, self._heartbeat_timeout_s, self._stuck_s = folder, heartbeat_timeout_s, stuck_s
+        self._abandoned_after_s = ABANDONED_AFTER_RESTARTABLE_S if restarts else ABANDONED_AFTER_S
+        self._last: dict[Path, tuple[float, int]] = {}  # a rank's last heartbeat, and the checks since it changed
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat monitor", daemon=True)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> HeartbeatMonitor:
         self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._over.set()
+        self._stop.set()
         self._thread.join()
 
-    def _look(self) -> None:
-        ended_since: float | None = None
-        while not self._over.wait(EVERY_S):
-            ended_since = (ended_since or time.monotonic()) if self._all_ended_badly() else None
-            if self.abandoned is not None and ended_since is not None and time.monotonic() > ended_since + self._patience:
+    def _run(self) -> None:
+        failed_since: float | None = None
+        while not self._stop.wait(INTERVAL_S):
+            failed_since = (failed_since or time.monotonic()) if self._all_ended_with_a_failure() else None
+            waited = 0.0 if failed_since is None else time.monotonic() - failed_since
+            if self.abandoned is not None and waited > self._abandoned_after_s:
                 self.abandoned()
-            for file in self._folder.glob("*.alive"):
+            for file in self._folder.glob("*.heartbeat"):
                 with contextlib.suppress(OSError, ValueError):
-                    self._look_at(file)
+                    self._check(file)
 
-    def _look_at(self, file: Path) -> None:
-        # Not by the clock: it goes on while the whole machine sleeps, ranks and watch alike.
-        sign, (before, seen) = file.stat().st_mtime, self._looks.get(file, (0.0, 0))
-        seen = seen + 1 if sign == before else 0
-        self._looks[file] = sign, seen
-        if not seen:  # one that was ended has started again
-            self.lost.pop(int(file.stem), None)
-        silent = seen * EVERY_S
-        if silent <= min(self._silent_s, self._stuck_s) or file.with_suffix(".json").exists():
+    def _check(self, file: Path) -> None:
+        # Checks are counted and not timed: a clock goes on while the machine sleeps, with the ranks and the monitor on it.
+        beat, (before, checks) = file.stat().st_mtime, self._last.get(file, (0.0, 0))
+        checks = checks + 1 if beat == before else 0
+        self._last[file] = beat, checks
+        rank = int(file.stem)
+        if not checks:  # a rank that was ended has started again
+            self.ended.pop(rank, None)
+        silent_s = checks * INTERVAL_S
+        if silent_s <= min(self._heartbeat_timeout_s, self._stuck_s) or file.with_suffix(".json").exists():
             return
         process = int(file.read_text())
-        state = _state(process)
-        if state is not None and silent > (self._silent_s if state in STOPPED else self._stuck_s):
-            self._end(int(file.stem), process, state, silent, file)
+        state = _process_state(process)
+        if state is not None and silent_s > (self._heartbeat_timeout_s if state in STOPPED else self._stuck_s):
+            self._end(rank, process, state, silent_s, file)
 
-    def _all_ended_badly(self) -> bool:
-        begun = [file.with_suffix(".json") for file in self._folder.glob("*.alive")]
-        return bool(begun) and all(file.exists() for file in begun) and any(map(_told, begun))
+    def _all_ended_with_a_failure(self) -> bool:
+        results = [file.with_suffix(".json") for file in self._folder.glob("*.heartbeat")]
+        return bool(results) and all(file.exists() for file in results) and any(map(_failure_in, results))
 
-    def _end(self, rank: int, process: int, state: str, silent: float, file: Path) -> None:
-        file.unlink()  # once
+    def _end(self, rank: int, process: int, state: str, silent_s: float, file: Path) -> None:
+        file.unlink()  # a rank is ended once
         stack = self._folder / f"{rank}.stack"
         before = stack.stat().st_size
         with contextlib.suppress(ProcessLookupError):
             _ask_for_stack(process)
-            os.kill(process, signal.SIGCONT)  # a stopped process answers when it goes on
-            until = time.monotonic() + 2
+            os.kill(process, signal.SIGCONT)  # a stopped process writes its stack when it continues
+            until = time.monotonic() + STACK_WAIT_S
             while stack.stat().st_size == before and time.monotonic() < until:
                 time.sleep(0.05)
         how = {"D": "waiting for a disk or device"}.get(state, "stopped (SIGSTOP)" if state in STOPPED else "stuck")
-        where = f"; where it was: {stack}" if stack.stat().st_size > before else ""
-        self.lost[rank] = f"rank {rank} gave no sign of life for {silent:.0f} s ({how}), and was ended{where}"
+        where = f"; its stack: {stack}" if stack.stat().st_size > before else ""
+        self.ended[rank] = f"rank {rank} gave no heartbeat for {silent_s:.0f} s ({how}) and was ended{where}"
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
 
 
-class Deaths(logging.Handler):
-    """While it is entered torch's launcher is silent, and `why` is what came over the rank that it last saw end badly.
+class FailureRecorder(logging.Handler):
+    """A context manager that silences torch's launcher; `reason` is why the ranks that failed last did so.
 
-    The launcher starts the others again by itself, and tells nobody but its log.
+    The launcher starts all ranks again by itself, and reports that to its log alone: a record there is the moment to look.
     """
 
-    def __init__(self, folder: Path, watch: Watch) -> None:
+    def __init__(self, folder: Path, monitor: HeartbeatMonitor) -> None:
         super().__init__()
-        self.folder, self.why = folder, ""
-        self._watch, self._undo = watch, contextlib.ExitStack()
+        self.folder, self.reason = folder, ""
+        self._monitor, self._undo = monitor, contextlib.ExitStack()
 
-    def __enter__(self) -> Deaths:
+    def __enter__(self) -> FailureRecorder:
         import torch.distributed.launcher.api
 
-        telling = logging.getLogger(torch.distributed.elastic.multiprocessing.api.__name__)
-        for name in [name for name in logging.root.manager.loggerDict if name.startswith(SPEAKERS)]:
-            speaker = logging.getLogger(name)
-            self._undo.callback(speaker.setLevel, speaker.level)
-            speaker.setLevel(logging.CRITICAL)
-        telling.setLevel(logging.ERROR)
-        telling.addHandler(self)
-        self._undo.callback(telling.removeHandler, self)
-        self._undo.callback(setattr, telling, "propagate", telling.propagate)
-        telling.propagate = False
+        reporting = logging.getLogger(torch.distributed.elastic.multiprocessing.api.__name__)
+        for name in [name for name in logging.root.manager.loggerDict if name.startswith(TORCH_LOGGERS)]:
+            logger = logging.getLogger(name)
+            self._undo.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.CRITICAL)
+        reporting.setLevel(logging.ERROR)
+        reporting.addHandler(self)
+        self._undo.callback(reporting.removeHandler, self)
+        self._undo.callback(setattr, reporting, "propagate", reporting.propagate)
+        reporting.propagate = False
         return self
 
     def __exit__(self, *error: object) -> None:
         self._undo.close()
 
     def emit(self, record: logging.LogRecord) -> None:
-        own, of_others = [], ""
-        for file in sorted(self.folder.glob("*.alive")):
+        """Read why ranks failed; what a rank says of a peer that is gone counts only where nothing else is known."""
+        own, of_peers = [], ""
+        for file in sorted(self.folder.glob("*.heartbeat")):
             with contextlib.suppress(OSError, ValueError):
-                if told := _told(file.with_suffix(".json")):
-                    own += [] if is_of_others(told["error"]) else [f"rank {file.stem}: {told['error']}"]
-                    of_others = of_others or f"rank {file.stem}: {told['error']}"
-                elif _state(int(file.read_text())) is None:
-                    own.append(wordless(f"rank {file.stem}"))
-        self.why = "; ".join([*self._watch.lost.values(), *own]) or of_others
+                if failure := _failure_in(file.with_suffix(".json")):
+                    line = f"rank {file.stem}: {failure['error']}"
+                    own += [] if is_peer_failure(failure["error"]) else [line]
+                    of_peers = of_peers or line
+                elif _process_state(int(file.read_text())) is None:
+                    own.append(ended_without_result(f"rank {file.stem}"))
+        self.reason = "; ".join([*self._monitor.ended.values(), *own]) or of_peers
 
 
-def wordless(ranks: str) -> str:
-    """What is said of ranks that ended and left no result."""
-    return f"{ranks} died without a word (killed, or out of memory)"
+def ended_without_result(ranks: str) -> str:
+    """The error of ranks whose processes ended without writing a result."""
+    return f"{ranks} ended without a result (killed, or out of memory)"
 
 
-def _state(process: int) -> str | None:
-    """One letter of the state of a process that this one began; None where it is gone, or where the system does not tell."""
+def _process_state(process: int) -> str | None:
+    """The state of a child process, one letter as in /proc; None where it has ended, or where there is no /proc."""
     try:
         state, parent = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[:2]
     except OSError:
@@ -168,16 +177,16 @@ def _state(process: int) -> str | None:
 
 
 def _ask_for_stack(process: int) -> None:
-    """To its main thread, which shows where it stood before it goes on: another one shows where it has got to by then."""
-    to_thread = getattr(ctypes.CDLL(None), "tgkill", None)
-    if to_thread is None or to_thread(process, process, STACK) != 0:
-        os.kill(process, STACK)
+    """Send the signal to the main thread, whose stack then is that of where it was stuck; another thread would run on first."""
+    send_to_thread = getattr(ctypes.CDLL(None), "tgkill", None)
+    if send_to_thread is None or send_to_thread(process, process, STACK_SIGNAL) != 0:
+        os.kill(process, STACK_SIGNAL)
 
 
-def _told(file: Path) -> dict[str, Any] | None:
-    """What a rank wrote at its end, if that was a failure."""
+def _failure_in(file: Path) -> dict[str, Any] | None:
+    """The content of a rank's result file if the rank failed."""
     try:
         content: dict[str, Any] = json.loads(file.read_text())
-    except (OSError, ValueError):  # it is being written, or there is none
+    except (OSError, ValueError):  # not there, or being written
         return None
     return content if content["code"] else None

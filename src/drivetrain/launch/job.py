@@ -1,38 +1,62 @@
-"""Words → a job: composed, checked, and, where one is to be gone on with, the run it belongs to."""
+"""A job: overrides composed and validated, with the run that it resumes, before any process starts."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import OmegaConf
 
 from drivetrain.config import compose as composing
 from drivetrain.config import validate as check
 from drivetrain.config.compose import Composed
 from drivetrain.core.errors import UserError
+from drivetrain.core.files import write_json
 from drivetrain.core.option import RunSpec
 from drivetrain.core.overrides import as_word, key_of
 from drivetrain.core.paths import add_own_places
 from drivetrain.recipe import reader as recipes
-from drivetrain.run import directory, identity
+from drivetrain.run import directory, environment, identity
 from drivetrain.run.result import Result
+from drivetrain.saving import manifest
+
+if TYPE_CHECKING:
+    from drivetrain.engine.trainer import Trainer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
 class Job:
-    """A run that was found good, before it has a directory."""
+    """A validated run that has not started."""
 
     composed: Composed
     run: RunSpec
     config_hash: str
     machine_local_keys: set[str]
-    run_dir: Path | None = None  # set for a run that goes on
+    run_dir: Path | None = None  # of a run that is resumed
     checkpoint: Path | None = None
-    said: list[str] = field(default_factory=list)
-    attach: Callable[[Any], None] | None = None  # called with each rank's finished trainer, before it fits
+    notices: list[str] = field(default_factory=list)  # what the user should know when the job starts
+    attach: Callable[[Trainer], None] | None = None  # called with each rank's finished trainer, before it fits
+
+    def log_notices(self) -> None:
+        """Log what composing found, also under `--quiet`. Composing itself is silent: sweeps and measuring compose many jobs."""
+        for line in self.notices:
+            logger.warning("%s", line)
+
+    def write_files(self, run_dir: Path) -> None:
+        """Write recipe.yaml, config.yaml and environment.json; a resumed run's are replaced, as its length may have changed."""
+        local = identity.machine_local_overrides(self.composed, self.machine_local_keys)
+        about = environment.describe(self.composed.overrides, self.config_hash, local)
+        about["config_dirs"] = [str(Path(folder).resolve()) for folder in self.composed.config_dirs]
+        (run_dir / "recipe.yaml").write_text(identity.to_recipe(self.composed, self.machine_local_keys))
+        (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(self.composed.config))
+        write_json(run_dir / "environment.json", about)
 
 
 def prepare(
@@ -41,28 +65,28 @@ def prepare(
     cell: recipes.Recipe | None = None,
     of_cell: Sequence[str] = (),
 ) -> Job:
-    """Words → a checked job. Raises UserError with all problems; writes nothing and imports no torch.
+    """Overrides → a validated job. Raises UserError with all problems; writes nothing and does not import torch.
 
-    `cell` is one cell of a recipe's sweep, read instead of `recipe=`, and `of_cell` what it sets, as words.
+    `cell` is one cell of a recipe's sweep, used instead of `recipe=`, and `of_cell` are the overrides that it stands for.
     """
     asked = {key_of(word): word.partition("=")[2] for word in overrides}
-    going_on = os.path.expanduser(asked.get("resume", "null").strip("'\""))
+    resume = os.path.expanduser(asked.get("resume", "null").strip("'\""))
     words = [w for w in overrides if key_of(w) != "resume"]
-    if going_on in ("null", "", "auto"):
-        composed = composing.compose(words, config_dirs, base=cell)
-        composed.overrides += of_cell
-        composed.said += _given_twice(words)
-        if composed.recipe is not None and set(composed.recipe.sweep) - set(asked):
-            raise UserError(
-                f"recipe {composed.recipe.name} is a sweep: run it by `python -m src.train recipe={composed.recipe.name}`"
-            )
-        job = checked(composed)
-        return _newest_unfinished(job) if going_on == "auto" else job
-    return _resumed(Path(going_on), words, config_dirs)
+    if resume not in ("null", "", "auto"):
+        return _resumed(Path(resume), words, config_dirs)
+    composed = composing.compose(words, config_dirs, base=cell)
+    composed.overrides += of_cell
+    composed.notices += _given_twice(words)
+    if composed.recipe is not None and set(composed.recipe.sweep) - set(asked):
+        raise UserError(
+            f"recipe {composed.recipe.name} is a sweep: run it by `python -m src.train recipe={composed.recipe.name}`"
+        )
+    job = checked(composed)
+    return _newest_unfinished(job) if resume == "auto" else job
 
 
 def _given_twice(words: Sequence[str]) -> list[str]:
-    """A key that is given two values, as when a shell expands {a,b}: the last one holds, and that is said."""
+    """A notice for each key with two values, as when a shell expands {a,b}: the last one counts."""
     values: dict[str, list[str]] = {}
     for word in words:
         values.setdefault(key_of(word), []).append(word)
@@ -70,35 +94,27 @@ def _given_twice(words: Sequence[str]) -> list[str]:
 
 
 def checked(composed: Composed, own: bool = False) -> Job:
-    """The composed config as a job. Raises UserError. `own` is for the recipe of a run, which names its operator's choices."""
+    """Validate a composed config as a job. Raises UserError. With `own` its recipe is a run's, with machine-local choices."""
     if not own:
         composed.problems += check.recipe_names_code(composed)
     run = check.check(composed)
     if not own:
         check.recipe_may_not(composed, run)
-    machine_local_keys = check.machine_local_keys(run)
-    said = composed.said + [line for part in check.parts(run) for line in part.advise(run)]
-    return Job(composed, run, identity.config_hash(composed, machine_local_keys), machine_local_keys, said=said)
+    local = check.machine_local_keys(run)
+    notices = composed.notices + [line for part in check.parts(run) for line in part.advise(run)]
+    return Job(composed, run, identity.config_hash(composed, local), local, notices=notices)
 
 
 def _resumed(run_dir: Path, words: list[str], config_dirs: Sequence[str]) -> Job:
-    """The job of `resume=<run dir>`: the run's own recipe and operator's settings, then the words beside it."""
-    if (run_dir / "jobs.json").is_file():
-        raise UserError(f"resume={run_dir} is a sweep: say -m before it to go on with what is left of it")
-    if not (run_dir / "recipe.yaml").is_file() or not (run_dir / "environment.json").is_file():
-        raise UserError(
-            f"resume={run_dir} is no run's directory (no recipe.yaml in it): name one such as outputs/<date>/<time>-<id>"
-        )
-    try:
-        facts = json.loads((run_dir / "environment.json").read_text())
-    except ValueError:
-        raise UserError(f"resume={run_dir}: its environment.json is damaged") from None
+    """The job of `resume=<run dir>`: the run's own recipe and machine-local settings, then the other overrides."""
+    recorded = _recorded_environment(run_dir)
     given = {key_of(w) for w in words}
-    # What was said of an option goes with it where the words beside choose another.
-    mine = {k: v for k, v in facts.get("operator", {}).items() if k not in given and k.partition(".")[0] not in given}
+    # A setting of a group's option is dropped where an override chooses another option.
+    local = recorded.get("machine_local", {})
+    mine = {k: v for k, v in local.items() if k not in given and k.partition(".")[0] not in given}
     own = [f"{k}={as_word(v)}" for k, v in mine.items()]
     base = None if "recipe" in given else recipes.read(run_dir / "recipe.yaml")
-    dirs = config_dirs or facts.get("config_dirs", [])
+    dirs = config_dirs or recorded.get("config_dirs", [])
     add_own_places(dirs)
     job = checked(composing.compose([*own, *words], dirs, base=base), own=base is not None)
     job.composed.overrides = words
@@ -108,24 +124,38 @@ def _resumed(run_dir: Path, words: list[str], config_dirs: Sequence[str]) -> Job
             [f"resume={run_dir}: the config differs from the run's, and only its length may: {'; '.join(different)}."
              " Say resume_changed=true to go on all the same"]
         )  # fmt: skip
-    job.said += [f"resumed with a changed config: {line}" for line in different]
-    return _from_newest(job, run_dir)
+    job.notices += [f"resumed with a changed config: {line}" for line in different]
+    return _from_newest_checkpoint(job, run_dir)
 
 
-def _from_newest(job: Job, run_dir: Path) -> Job:
-    from drivetrain.saving import manifest
+def _recorded_environment(run_dir: Path) -> dict[str, Any]:
+    """The environment.json of a run to resume. Raises UserError where this is no run's directory."""
+    if (run_dir / "jobs.json").is_file():
+        raise UserError(f"resume={run_dir} is a sweep: say -m before it to go on with what is left of it")
+    if not (run_dir / "recipe.yaml").is_file() or not (run_dir / "environment.json").is_file():
+        raise UserError(
+            f"resume={run_dir} is no run's directory (no recipe.yaml in it): name one such as outputs/<date>/<time>-<id>"
+        )
+    try:
+        content: dict[str, Any] = json.loads((run_dir / "environment.json").read_text())
+    except ValueError:
+        raise UserError(f"resume={run_dir}: its environment.json is damaged") from None
+    return content
 
+
+def _from_newest_checkpoint(job: Job, run_dir: Path) -> Job:
     job.run_dir = run_dir
-    job.checkpoint, complaints = manifest.newest_valid(run_dir)
-    job.said += complaints
+    job.checkpoint, problems = manifest.newest_valid(run_dir)
+    job.notices += problems
     if job.checkpoint is None:
-        job.said.append(f"{run_dir} has no checkpoint that verifies: it starts from the beginning")
+        job.notices.append(f"{run_dir} has no checkpoint that verifies: it starts from the beginning")
     else:
-        job.said.append(f"going on from {job.checkpoint}")
+        job.notices.append(f"going on from {job.checkpoint}")
     return job
 
 
 def _newest_unfinished(job: Job) -> Job:
+    """The job, continuing the newest unfinished run of the same config where there is one that no process runs."""
     for run_dir in directory.newest_first(Path(job.run.values["output_dir"])):
         result = Result.read(run_dir)
         if result is not None and result.status in ("completed", "diverged"):
@@ -134,7 +164,7 @@ def _newest_unfinished(job: Job) -> Job:
             same = json.loads((run_dir / "environment.json").read_text()).get("config_hash") == job.config_hash
         except (OSError, ValueError):
             continue
-        if same and not directory.is_held(run_dir):
-            return _from_newest(job, run_dir)
-    job.said.append("resume=auto: no unfinished run of this config: a new one starts")
+        if same and not directory.is_locked(run_dir):
+            return _from_newest_checkpoint(job, run_dir)
+    job.notices.append("resume=auto: no unfinished run of this config: a new one starts")
     return job

@@ -1,4 +1,4 @@
-"""This machine on the network: the address from which another one is reached, and what carries it."""
+"""This machine on the network: the address that another one reaches it by, ports, and the interface for collectives."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ import socket
 import struct
 import time
 from datetime import timedelta
-from typing import Any
 
-IFNAME = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _SIOCGIFADDR = 0x8915
 
 
-def address_towards(host: str, port: int) -> str:
-    """This machine's address on the way to `host`. Raises OSError where there is no such host, or no way."""
+def local_address_towards(host: str, port: int) -> str:
+    """This machine's address on the route to `host`. Raises OSError where there is no such host, or no route."""
     target = socket.gethostbyname(host)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # nothing is sent
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting a datagram socket sends nothing
         probe.connect((target, port))
         return str(probe.getsockname()[0])
 
 
-def is_here(host: str) -> bool:
+def is_local(host: str) -> bool:
     """Whether a host's address is one of this machine's."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         try:
@@ -33,8 +32,8 @@ def is_here(host: str) -> bool:
     return True
 
 
-def wait_for(host: str, port: int, seconds: float) -> None:
-    """Return when something listens there. Raises TimeoutError after so many seconds."""
+def wait_for_listener(host: str, port: int, seconds: float) -> None:
+    """Wait until something listens on host:port. Raises TimeoutError after `seconds`."""
     until = time.monotonic() + seconds
     while True:
         try:
@@ -46,7 +45,7 @@ def wait_for(host: str, port: int, seconds: float) -> None:
         time.sleep(0.2)
 
 
-def free_port(host: str, port: int) -> bool:
+def is_port_free(host: str, port: int) -> bool:
     """Whether this machine's port can be listened on."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -57,23 +56,24 @@ def free_port(host: str, port: int) -> bool:
     return True
 
 
-def is_meeting_place(host: str, port: int, seconds: float) -> bool:
-    """Whether what listens there is another launcher's store, as where one machine plays two."""
-    # In a process of its own: whoever asks something that never answers waits for ever, whatever timeout it gave.
-    asking: Any = multiprocessing.get_context("fork").Process(target=_ask, args=(host, port, seconds), daemon=True)
-    asking.start()
-    asking.join(seconds)
-    if asking.is_alive():
-        asking.kill()
-        asking.join()
-    return bool(asking.exitcode == 0)
+def is_torch_store(host: str, port: int, seconds: float) -> bool:
+    """Whether what listens on host:port is the store of a torch launcher, as where one machine plays two."""
+    # In a process of its own: a client of something that never answers waits for ever, whatever its timeout.
+    client = multiprocessing.get_context("fork").Process(target=_connect_to_store, args=(host, port, seconds), daemon=True)
+    client.start()
+    client.join(seconds)
+    if client.is_alive():
+        client.kill()
+        client.join()
+    return client.exitcode == 0
 
 
-def _ask(host: str, port: int, seconds: float) -> None:
+def _connect_to_store(host: str, port: int, seconds: float) -> None:
+    """The child of `is_torch_store`: exits with 0 where a store answers."""
     from torch.distributed import TCPStore
 
     code = 1
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where something else answers, torch shows its own frames
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where something else answers, torch prints its own frames
     try:
         TCPStore(host, port, is_master=False, timeout=timedelta(seconds=seconds), wait_for_workers=False)
         code = 0
@@ -81,17 +81,17 @@ def _ask(host: str, port: int, seconds: float) -> None:
         os._exit(code)
 
 
-def talk_through(address: str) -> None:
-    """Let gloo and NCCL use the interface of this address: by themselves they go by the machine's name, which may be another's.
+def use_interface_of(address: str) -> None:
+    """Let gloo and NCCL use the interface that has this address; variables that the user has set stay.
 
-    What the user has set stays.
+    By themselves they look up the machine's name, whose address other machines may not reach.
     """
-    name = _interface(address)
-    for variable in IFNAME if name else ():
+    name = _interface_of(address)
+    for variable in INTERFACE_VARIABLES if name else ():
         os.environ.setdefault(variable, str(name))
 
 
-def _interface(address: str) -> str | None:
+def _interface_of(address: str) -> str | None:
     import fcntl
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -1,1 +1,1 @@
-"""What a run leaves: its directory, its environment record, its identity, its result."""
+"""The files of a run: its directory, environment record, identity and result."""

@@ -1,4 +1,4 @@
-"""A run's directory: a new one for every run, held by one process at a time."""
+"""A run's directory: a new one for every run, locked by one process at a time."""
 
 from __future__ import annotations
 
@@ -9,28 +9,31 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from drivetrain.core.errors import UserError
 
-_made: dict[Path, list[Path]] = {}  # run's directory → the folders made for it, the deepest first
+if TYPE_CHECKING:
+    from drivetrain.core.protocols import Strategy
+
+_missing: dict[Path, list[Path]] = {}  # a run's directory → the folders that did not exist before, the deepest first
 
 
 def new(root: Path, *middle: str) -> Path:
-    """root/<middle…>/<date>/<time>-<id>/, another one even for runs that start in the same second; not made yet."""
+    """The path root/<middle…>/<date>/<time>-<id>, unique also among runs that start in the same second; it is not created."""
     return root.joinpath(*middle, time.strftime("%Y-%m-%d")) / f"{time.strftime('%H-%M-%S')}-{secrets.token_hex(3)}"
 
 
 def create(root: Path, *middle: str) -> Path:
-    """A `new` directory, made. Raises UserError."""
+    """Create a `new` directory. Raises UserError."""
     path = new(root, *middle)
     make(path)
     return path
 
 
 def make(path: Path) -> None:
-    """Make a run's directory. Raises UserError where that cannot be."""
-    may_be_made(path)
+    """Create a run's directory and its lock file. Raises UserError."""
+    remember_missing_folders(path)
     try:
         path.mkdir(parents=True)
         (path / ".lock").touch()
@@ -40,27 +43,27 @@ def make(path: Path) -> None:
         ) from None
 
 
-def may_be_made(path: Path) -> None:
-    """Note which folders there are not yet, for `remove`: a rank that is forked from this process may make the directory."""
-    _made[path] = [p for p in (path, *path.parents) if not p.exists()]
+def remember_missing_folders(path: Path) -> None:
+    """Note for `remove` which folders do not exist yet: a rank that is forked from this process may create them."""
+    _missing[path] = [p for p in (path, *path.parents) if not p.exists()]
 
 
 def remove(path: Path) -> None:
-    """Remove a run's directory, and the folders above it that were made for it and hold nothing else."""
+    """Remove a run's directory, and the folders above it that were created for it and are empty."""
     shutil.rmtree(path, ignore_errors=True)
-    for folder in _made.pop(path, []):
+    for folder in _missing.pop(path, []):
         with contextlib.suppress(OSError):
             folder.rmdir()
 
 
-def of_all(path: Path, parallel: Any) -> Path:
-    """Rank 0's directory, on every rank. Raises UserError, on all of them, where a rank does not see it."""
+def same_on_all_ranks(path: Path, parallel: Strategy) -> Path:
+    """Rank 0's directory, on every rank. Raises UserError on all ranks where one of them cannot see it."""
     mark = f".seen-{secrets.token_hex(8)}"
     path, mark = parallel.broadcast_object((path, mark))
     if parallel.world.rank == 0:
-        with contextlib.suppress(OSError):  # then no rank sees it, and all of them end
+        with contextlib.suppress(OSError):  # then no rank sees the file, and all raise
             (path / mark).touch()
-    parallel.broadcast_object(None)  # it is there now
+    parallel.broadcast_object(None)  # a barrier: the file is there now
     blind = [rank for rank, sees in enumerate(parallel.gather_object((path / mark).exists())) if not sees]
     blind = parallel.broadcast_object(blind)
     if parallel.world.rank == 0:
@@ -75,8 +78,8 @@ def of_all(path: Path, parallel: Any) -> Path:
 
 
 @contextlib.contextmanager
-def held(path: Path) -> Iterator[None]:
-    """Hold a run's directory. Raises UserError while another process holds it."""
+def locked(path: Path) -> Iterator[None]:
+    """Lock a run's directory within the context. Raises UserError where another process has locked it."""
     lock = path / ".lock"
     try:
         import fcntl
@@ -91,8 +94,8 @@ def held(path: Path) -> Iterator[None]:
         yield
 
 
-def is_held(path: Path) -> bool:
-    """Whether a process holds the run's directory now. A look that writes nothing and keeps nobody out but for its moment."""
+def is_locked(path: Path) -> bool:
+    """Whether a process has locked the run's directory. Writes nothing; the test itself takes a shared lock for a moment."""
     try:
         import fcntl
 
@@ -106,5 +109,5 @@ def is_held(path: Path) -> bool:
 
 
 def newest_first(root: Path) -> list[Path]:
-    """The runs below root, the newest first."""
+    """The directories of the runs below `root`, the newest first."""
     return sorted((p.parent for p in root.glob("*/*/environment.json")), key=os.path.getmtime, reverse=True)

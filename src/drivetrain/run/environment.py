@@ -1,4 +1,4 @@
-"""Where a run ran: versions, device, commit, command line. No variable of the environment is written."""
+"""The record of where a run ran: versions, processor, commit, command line. Environment variables are not recorded."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from drivetrain.core.lazy import torch
 _SECRET = re.compile(r"(api_?key|token|secret|password)$", re.I)
 
 
-def describe(overrides: list[str], config_hash: str, operator: dict[str, Any]) -> dict[str, Any]:
-    """The content of environment.json."""
+def describe(overrides: list[str], config_hash: str, machine_local: dict[str, Any]) -> dict[str, Any]:
+    """The content of environment.json; `machine_local` are the settings that belong to this machine and not to the recipe."""
     versions = {n: version(n) for n in ("torch", "torchvision", "timm", "hydra-core", "omegaconf", "numpy", "safetensors")}
     return {
-        "time": time.time(),  # when the run began or was gone on with; folders of one second are told apart by it
+        "time": time.time(),  # of the start, or of the latest resume; it orders runs that started in the same second
         "drivetrain": process.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -33,18 +33,18 @@ def describe(overrides: list[str], config_hash: str, operator: dict[str, Any]) -
         "command": [redact(word) for word in sys.argv],
         "overrides": [redact(word) for word in overrides],
         "config_hash": config_hash,
-        "operator": {k: v for k, v in operator.items() if not _SECRET.search(k)},
+        "machine_local": {k: v for k, v in machine_local.items() if not _SECRET.search(k)},
     }
 
 
 def redact(override: str) -> str:
-    """An override with the value of a key, token, secret or password left out."""
+    """An override, without its value where the key names an API key, token, secret or password."""
     key, equals, _ = override.partition("=")
     return f"{key}=<redacted>" if equals and _SECRET.search(key) else override
 
 
 def version(name: str) -> str | None:
-    """Of an installed distribution; None where there is none."""
+    """The version of an installed distribution, or None."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -60,7 +60,7 @@ def _processor() -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """The device as a person knows it. Asked only in a process that computes: it starts CUDA."""
+    """The device's name, or the processor and its threads. It starts CUDA: call it only in a process that computes."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
@@ -68,7 +68,7 @@ def device_name(device: torch.device) -> str:
 
 
 def _git_commit() -> str | None:
-    """The commit of the folder the run was started in; it ends in -dirty where files differ from it."""
+    """The git commit of the working directory, with "-dirty" where files differ from it; None outside a repository."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
@@ -78,6 +78,6 @@ def _git_commit() -> str | None:
 
 
 def _lock_hash() -> str:
-    """SHA-256 over the installed distributions' names and versions, as their folders have them."""
+    """The SHA-256 over names and versions of all installed distributions, its first 16 hex digits."""
     names = sorted({p.name for place in sys.path if place for p in Path(place).glob("*.dist-info")})
     return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]

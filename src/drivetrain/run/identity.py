@@ -1,4 +1,7 @@
-"""What makes a run the same run: its config's hash and differences, its recipe, and its operator's part."""
+"""The identity of a run: the hash of its config, differences between configs, and the recipe that repeats it.
+
+Machine-local keys (paths, devices, loggers) belong to this machine and not to a recipe: they are no part of the identity.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +17,23 @@ from drivetrain.config.compose import Composed
 MAY_LENGTHEN = ("epochs", "updates")  # what a resumed run may change
 
 
-def operator_values(composed: Composed, machine_local_keys: set[str]) -> dict[str, Any]:
-    """The operator's part of the config, unresolved: paths, loggers, device, and what the environment gave."""
+def machine_local_values(composed: Composed, machine_local_keys: set[str]) -> dict[str, Any]:
+    """The values of the machine-local keys, and of all that refer to the environment, unresolved."""
     given = flatten(OmegaConf.to_container(composed.config))
-    return {k: v for k, v in given.items() if _is_operators(k, machine_local_keys) or _is_of_environment(v)}
+    return {k: v for k, v in given.items() if _is_machine_local(k, machine_local_keys) or _reads_environment(v)}
 
 
-def _is_of_environment(value: Any) -> bool:
-    """Whether a value, unresolved, refers to the environment: no recipe may."""
+def _reads_environment(value: Any) -> bool:
+    """Whether an unresolved value refers to the environment, which no recipe may."""
     return "${oc." in str(value)
 
 
-def _is_operators(key: str, machine_local_keys: set[str]) -> bool:
-    return key in machine_local_keys or any(key.startswith(f"{o}.") for o in machine_local_keys)
+def _is_machine_local(key: str, machine_local_keys: set[str]) -> bool:
+    return key in machine_local_keys or any(key.startswith(f"{k}.") for k in machine_local_keys)
 
 
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as dotted keys; an empty mapping is a value."""
+    """Nested mappings as one mapping with dotted keys; an empty mapping counts as a value."""
     if not isinstance(tree, dict) or not tree:
         return {prefix[:-1]: tree}
     flat: dict[str, Any] = {}
@@ -39,25 +42,25 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def without_operators(composed: Composed, machine_local_keys: set[str]) -> dict[str, Any]:
-    """The config without the operator's part, as dotted keys."""
-    return {k: v for k, v in flatten(composed.plain).items() if not _is_operators(k, machine_local_keys)}
+def without_machine_local(composed: Composed, machine_local_keys: set[str]) -> dict[str, Any]:
+    """The config without its machine-local keys, as dotted keys."""
+    return {k: v for k, v in flatten(composed.plain).items() if not _is_machine_local(k, machine_local_keys)}
 
 
 def config_hash(composed: Composed, machine_local_keys: set[str]) -> str:
-    """What makes two runs the same run: the config without the operator's part."""
-    flat = without_operators(composed, machine_local_keys)
+    """The hash of a config without its machine-local keys: two runs with the same hash are the same run."""
+    flat = without_machine_local(composed, machine_local_keys)
     return hashlib.sha256(json.dumps(flat, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], machine_local_keys: set[str]) -> list[str]:
-    """Keys in which two configs differ, as 'key: old → new', without the operator's part; a run may become longer.
+    """The keys in which two configs differ, as "key: old → new". Machine-local keys may differ, and a run may become longer.
 
-    A group of which another option was chosen is one of them, its knobs are not.
+    Where another option of a group was chosen, the group is listed and its keys are not.
     """
     a, b = flatten(old), flatten(new)
     skip = machine_local_keys | set(MAY_LENGTHEN)
-    keys = [k for k in {**a, **b} if a.get(k) != b.get(k) and not _is_operators(k, skip)]
+    keys = [k for k in {**a, **b} if a.get(k) != b.get(k) and not _is_machine_local(k, skip)]
     keys += [k for k in MAY_LENGTHEN if (b.get(k) or math.inf) < (a.get(k) or math.inf)]
     chosen = [k.removesuffix("._target_") for k in keys if k.endswith("._target_")]
     keys = [k for k in keys if not k.startswith(tuple(f"{group}." for group in chosen))]
@@ -67,12 +70,12 @@ def differences(old: dict[str, Any], new: dict[str, Any], machine_local_keys: se
 
 
 def to_recipe(composed: Composed, machine_local_keys: set[str]) -> str:
-    """The recipe that replays a config: every group's option, and the values that differ from the option's own."""
+    """The YAML of a recipe that repeats a run: the option of every group, and the values that differ from the option's own."""
     chosen = {g: o for g, o in composed.choices.items() if g not in machine_local_keys}
     plain = flatten(composed.options_own)
     given = flatten(OmegaConf.to_container(composed.config))
-    differing = {k: v for k, v in given.items() if plain.get(k) != v and not _is_operators(k, machine_local_keys)}
-    outside = sorted(k for k, v in differing.items() if _is_of_environment(v))
+    differing = {k: v for k, v in given.items() if plain.get(k) != v and not _is_machine_local(k, machine_local_keys)}
+    outside = sorted(k for k, v in differing.items() if _reads_environment(v))
     for key in outside:
         del differing[key]
     tree = OmegaConf.create({})
@@ -84,7 +87,8 @@ def to_recipe(composed: Composed, machine_local_keys: set[str]) -> str:
     return "\n".join(lines) + "\n" + (OmegaConf.to_yaml(tree) if differing else "")
 
 
-def operator_words(operator: dict[str, Any], composed: Composed) -> dict[str, Any]:
-    """The operator's settings as override keys and values: options of its groups, values elsewhere."""
-    words = {k: v for k, v in operator.items() if k.split(".")[0] not in ("logger", "resume", "resume_changed", "recipe")}
-    return {**words, "logger": composed.choices["logger"]}
+def machine_local_overrides(composed: Composed, machine_local_keys: set[str]) -> dict[str, Any]:
+    """The machine-local settings as keys and values of overrides, for the resume of a run."""
+    values = machine_local_values(composed, machine_local_keys)
+    values = {k: v for k, v in values.items() if k.split(".")[0] not in ("logger", "resume", "resume_changed", "recipe")}
+    return {**values, "logger": composed.choices["logger"]}

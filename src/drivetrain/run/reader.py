@@ -1,4 +1,4 @@
-"""What any runs left, read from their files: finished, failed, and under way."""
+"""Read the files of runs: completed ones, failed ones, and those that are still running."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NOT_COMPARED = ("output_dir", "resume", "resume_changed", "recipe", "trust")
 
 @dataclass
 class Points:
-    """A curve's points."""
+    """The records of one kind, as parallel lists."""
 
     updates: list[int] = field(default_factory=list)
     samples: list[int] = field(default_factory=list)
@@ -30,18 +30,18 @@ class Points:
     values: list[dict[str, float]] = field(default_factory=list)
 
     def curve(self, name: str) -> list[float | None]:
-        """One of the values at each point."""
+        """The value of this name in each record; None where it is missing."""
         return [v.get(name) for v in self.values]
 
 
 @dataclass
 class RunFiles:
-    """One run's directory."""
+    """The content of one run's directory."""
 
     path: Path
     label: str
     result: Result | None
-    status: str  # as in result.json; "running" while it is held, "killed" where it ended without a word
+    status: str  # as in result.json; without one "running" while the directory is locked, else "killed"
     config: dict[str, Any]  # dotted keys
     environment: dict[str, Any]
     train: Points
@@ -49,7 +49,7 @@ class RunFiles:
 
     @cached_property
     def metric(self) -> tuple[str, bool] | None:
-        """The metric that says which model is better, and whether more of it is; None before the first evaluation."""
+        """The metric to compare runs by, and whether higher is better; None before the first evaluation."""
         names = [n for v in self.evaluated.values[:1] for n in v if not n.startswith("ema_")]
         named = [n for n in names if n != "loss"] or names
         return (named[0], "acc" in named[0]) if named else None
@@ -67,11 +67,11 @@ class RunFiles:
         return self.evaluated.values[-1].get(self.metric[0]) if self.metric else None
 
     def rates(self) -> list[float]:
-        """Samples a second of each logged stretch."""
-        return sorted(r for r in self.train.curve("samples_per_second")[1:] if r)  # the first one has the warm-up in it
+        """Samples per second between logged updates, sorted."""
+        return sorted(r for r in self.train.curve("samples_per_second")[1:] if r)  # the first one includes the warm-up
 
     def to_target(self, target: float) -> tuple[float, int] | None:
-        """Seconds and updates until the metric was there; None if it never was."""
+        """Seconds and updates until the metric reached `target`; None if it never did."""
         if self.metric is None:
             return None
         name, more = self.metric
@@ -82,7 +82,7 @@ class RunFiles:
 
 
 def find(folders: Sequence[Path]) -> list[RunFiles]:
-    """The runs at and below these folders, the oldest first. Raises UserError for a folder that is not there, or has none."""
+    """The runs in these folders and below, the oldest first. Raises UserError for a folder that is missing or has no run."""
     problems = [f"{folder}: there is no such folder" for folder in folders if not folder.is_dir()]
     if problems:
         raise UserError(problems)
@@ -103,18 +103,18 @@ def _places(folder: Path) -> Iterator[Path]:
 
 
 def compared(tree: dict[str, Any], chosen: dict[str, Any]) -> dict[str, Any]:
-    """What two runs may differ in: a config's values by their dotted keys, and the options as they were chosen."""
+    """The part of a config in which runs are compared: its values by dotted keys, and the chosen options."""
     config = {k: v for k, v in flatten(tree).items() if k and k.split(".")[0] not in NOT_COMPARED and not k.endswith("_target_")}
     return {**config, **chosen} if config else {}
 
 
 def read(path: Path) -> RunFiles:
-    """A run's directory, whatever is there of it."""
+    """Read a run's directory; any of its files may be missing."""
     result, environment = Result.read(path), _json(path / "environment.json")
     defaults = _yaml(path / "recipe.yaml").get("defaults", [])
     chosen = {k.rpartition("/")[2]: v for line in defaults for k, v in line.items()}
     config = compared(_yaml(path / "config.yaml"), chosen)
-    status = result.status if result else "running" if directory.is_held(path) else "killed"
+    status = result.status if result else "running" if directory.is_locked(path) else "killed"
     train, evaluated = _points(path / "metrics.jsonl")
     words = result.overrides if result else environment.get("overrides", [])
     label = " ".join(w for w in words if not w.startswith(("output_dir=", "logger="))) or "default"
@@ -136,7 +136,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _points(path: Path) -> tuple[Points, Points]:
-    """The training and the evaluation records; a line that is being written is left out."""
+    """The training and the evaluation records of metrics.jsonl; a line that is being written is left out."""
     train, evaluated = Points(), Points()
     try:
         lines = path.read_text().splitlines()
@@ -163,7 +163,7 @@ def _points(path: Path) -> tuple[Points, Points]:
 
 
 def differing(runs: Sequence[RunFiles]) -> list[str]:
-    """The configuration's keys in which the runs differ; a group stands for its knobs where its option differs."""
+    """The config's keys in which the runs differ. Where the option of a group differs, the group stands for its keys."""
     keys = list(dict.fromkeys(k for run in runs if run.config for k in run.config))
     differ = [k for k in keys if len({str(run.config.get(k, "–")) for run in runs if run.config}) > 1]
     groups = {k for k in differ if "." not in k}

@@ -1,4 +1,4 @@
-"""result.json: what a run came to. Every run writes one, also one that fails."""
+"""result.json: the outcome of a run. Every run writes one, also one that fails."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Result:
     device_name: str | None = None
     overrides: list[str] = field(default_factory=list)
     config_hash: str | None = None
-    run_dir: Path | None = None  # where it lies; not in the file
+    run_dir: Path | None = None  # its directory; not in the file
 
     def write(self, run_dir: Path) -> None:
-        """Write run_dir/result.json, whole or not at all."""
+        """Write run_dir/result.json atomically."""
         content = asdict(self)
         del content["run_dir"]
         write_json(run_dir / "result.json", content)

@@ -30,7 +30,7 @@ class Writer:
         """Called on all ranks. Raises UserError where not all of them can write."""
         if self._saving.active and self._saving.sharded:
             self._ranks = self._parallel.saving_group()
-            self._run_dir = directory.of_all(self._run_dir, self._parallel)
+            self._run_dir = directory.same_on_all_ranks(self._run_dir, self._parallel)
 
     def save(self, trainer: Any) -> None:
         """The state as it is now. Called on all ranks."""

@@ -133,7 +133,7 @@ def _run_in(path: Path, plan: Plan, quiet: bool) -> int:
     for module in PRELOADED:
         importlib.import_module(module)
     began = time.monotonic()
-    with directory.held(path):
+    with directory.locked(path):
         sweep = Sweep(path, plan.overrides, plan.config_dirs)
         source = Search(plan.jobs, sweep) if isinstance(plan.jobs, SearchSpace) else Grid(plan.jobs, sweep)
         live = terminal.is_live()  # then one table is shown, and the jobs' own output goes to their folders

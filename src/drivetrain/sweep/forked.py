@@ -45,7 +45,7 @@ class Launcher:
 
     def attach(self, entry: Entry) -> bool:
         """Whether another process runs the job already: then this one waits for it, and must not start it again."""
-        if directory.is_held(entry.run_dir):
+        if directory.is_locked(entry.run_dir):
             self._elsewhere.append(entry)
             return True
         return False
@@ -56,7 +56,7 @@ class Launcher:
 
     def wait(self, seconds: float, stopped: bool = False) -> list[Entry]:
         """The jobs that have ended, with their results; none after so many seconds. `stopped`: they were asked to stop."""
-        ended = [e for e in self._elsewhere if not directory.is_held(e.run_dir)]
+        ended = [e for e in self._elsewhere if not directory.is_locked(e.run_dir)]
         for entry in ended:
             self._elsewhere.remove(entry)
             entry.close(None, "the job's process is gone")
@@ -137,7 +137,7 @@ def run_job(entry: Entry, quiet: bool) -> int:
     except UserError as error:
         for problem in error.problems:
             logger.error(problem)
-        if not directory.is_held(entry.run_dir):  # else another process writes there
+        if not directory.is_locked(entry.run_dir):  # else another process writes there
             Result(error=str(error), overrides=entry.job.overrides).write(entry.run_dir)
         return BAD_CONFIG
     if ended.result.error:

@@ -134,7 +134,7 @@ def unfinished(root: Path, overrides: Sequence[str]) -> Iterator[Path]:
             content = read(path)
         except UserError:
             continue
-        if without_launcher(content["overrides"]) == wanted and not is_finished(path) and not directory.is_held(path):
+        if without_launcher(content["overrides"]) == wanted and not is_finished(path) and not directory.is_locked(path):
             yield path
 
 

@@ -1,1 +1,1 @@
-"""What a person sees: terminal, progress, plots."""
+"""The terminal: messages, progress, tables and plots."""

@@ -1,18 +1,15 @@
-"""Curves over the updates of a run: drawn in a terminal with Braille dots, or as a PNG by matplotlib."""
+"""Curves over the updates of a run: drawn in a terminal by plotext, or as a PNG by matplotlib."""
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import NamedTuple
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.horizon import Horizon
 
-# Unicode's Braille: the bit of each dot of a character, by row and column. Terminals of any kind show it, and no library
-# for it has kept its interface over the years.
-DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
-MARGIN = 10  # characters left of the frame, for the values
+LABEL_WIDTH = 8  # characters of the labels left of a panel
+LINES = 16, 10  # of the first panel and of each further one, with its axes
 
 
 class Curve(NamedTuple):
@@ -25,21 +22,38 @@ class Curve(NamedTuple):
 
 
 def text(curves: list[Curve], over: Horizon, width: int = 80) -> str:
-    """The curves below one another; updates along the bottom, epochs along the top."""
-    columns = max(20, width - MARGIN - 2)
+    """The curves as lines of text, one panel below the other; updates along the bottom, epochs along the top."""
+    panels = [_panel(curve, over, width, first=number == 0) for number, curve in enumerate(curves)]
+    return "\n".join(panels)
+
+
+def _panel(curve: Curve, over: Horizon, width: int, first: bool) -> str:
+    """One curve in a frame with labelled axes; `first` is the tall panel."""
+    import plotext
+
+    plotext.clear_figure()
+    plotext.limit_size(False, False)  # the caller knows the width; a pipe has none
+    plotext.plot_size(width, LINES[0] if first else LINES[1])
+    plotext.theme("clear")  # no colours: the text is the same in a pipe
+    plotext.scatter([0], [curve.low], marker=" ", xside="upper")  # an axis without data would not be drawn
+    plotext.plot(*map(list, zip(*curve.points, strict=True)), marker="braille")
     epochs = epoch_marks(over)
-    updates = [(u, u) for u in ticks(over.updates)]
-    lines = [_labels("epoch", epochs, over.updates, columns), _border("┌┴┐", epochs, over.updates, columns)]
-    for number, curve in enumerate(curves):
-        if number:
-            lines.append(_border("├─┤", [], over.updates, columns))
-        lines += _panel(curve, over.updates, columns, rows=12 if number == 0 else 6)
-    lines += [_border("└┬┘", updates, over.updates, columns), _labels("update", updates, over.updates, columns)]
-    return "\n".join(line.rstrip() for line in lines)
+    updates = ticks(over.updates)
+    for side, at, labels in (("lower", updates, updates), ("upper", *zip(*epochs, strict=True))):
+        plotext.xlim(0, over.updates, xside=side)
+        plotext.xticks(list(at), [f"{label:,}" for label in labels], xside=side)
+    values = [curve.low, (curve.low + curve.high) / 2, curve.high]
+    plotext.ylim(curve.low, curve.high)
+    plotext.yticks(values, [f"{value:.3g}".rjust(LABEL_WIDTH) for value in values])
+    plotext.xlabel("epoch", xside="upper")
+    plotext.xlabel("update", xside="lower")
+    plotext.ylabel(curve.name)
+    drawn: str = plotext.uncolorize(plotext.build())
+    return "\n".join(line.rstrip() for line in drawn.splitlines())
 
 
 def ticks(end: float, most: int = 8) -> list[int]:
-    """Round numbers from 0 to `end`, at most so many and the 0."""
+    """Round numbers from 0 to `end`, at most `most` of them beside the 0."""
     size = 1
     while True:
         for step in (size, 2 * size, 5 * size):
@@ -53,53 +67,8 @@ def epoch_marks(over: Horizon) -> list[tuple[int, int]]:
     return [(over.ends[epoch - 1] if epoch else 0, epoch) for epoch in ticks(over.epochs)]
 
 
-def _panel(curve: Curve, updates: int, columns: int, rows: int) -> list[str]:
-    labels = {0: curve.high, rows - 1: curve.low}
-    lines = []
-    for row, cells in enumerate(_dots(curve, updates, columns, rows)):
-        label = f"{labels[row]:.3g}" if row in labels else curve.name if row == rows // 2 else ""
-        side = "┤" if row in labels else "│"
-        drawn = "".join(chr(0x2800 + bits) if bits else " " for bits in cells)
-        lines.append(f"{label:>{MARGIN - 1}} {side}{drawn}│")
-    return lines
-
-
-def _dots(curve: Curve, updates: int, columns: int, rows: int) -> list[list[int]]:
-    """The bits of each character, straight lines between the points."""
-    cells = [[0] * columns for _ in range(rows)]
-    across, down = 2 * columns - 1, 4 * rows - 1
-    height = curve.high - curve.low
-    at = [(u / updates * across, (curve.high - value) / height * down) for u, value in curve.points]
-    for (x0, y0), (x1, y1) in zip(at, at[1:] or at, strict=False):
-        steps = max(1, math.ceil(abs(x1 - x0)), math.ceil(abs(y1 - y0)))
-        for step in range(steps + 1):
-            x, y = round(x0 + (x1 - x0) * step / steps), round(y0 + (y1 - y0) * step / steps)
-            cells[y // 4][x // 2] |= DOTS[y % 4][x % 2]
-    return cells
-
-
-def _border(ends_and_tick: str, marks: list[tuple[int, int]], updates: int, columns: int) -> str:
-    left, tick, right = tuple(ends_and_tick)
-    at = {_column(update, updates, columns) for update, _ in marks}
-    return " " * MARGIN + left + "".join(tick if c in at else "─" for c in range(columns)) + right
-
-
-def _labels(name: str, marks: list[tuple[int, int]], updates: int, columns: int) -> str:
-    line = [" "] * (MARGIN + 1 + columns + MARGIN)
-    line[: MARGIN - 1] = list(f"{name:>{MARGIN - 1}}")
-    for update, label in marks:
-        shown = f"{label:,}"
-        begin = MARGIN + 1 + _column(update, updates, columns) - len(shown) // 2
-        line[begin : begin + len(shown)] = list(shown)
-    return "".join(line)
-
-
-def _column(update: int, updates: int, columns: int) -> int:
-    return round(update / updates * (2 * columns - 1)) // 2
-
-
 def png(curves: list[Curve], over: Horizon, title: str, file: Path) -> None:
-    """The same as an image. Raises UserError without matplotlib or where the file cannot be written."""
+    """Write the same curves as an image. Raises UserError without matplotlib or where the file cannot be written."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

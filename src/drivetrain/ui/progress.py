@@ -1,4 +1,4 @@
-"""Where long measuring stands: one live line in a terminal, a line a step elsewhere."""
+"""The status of a long measurement: one line that is overwritten in a terminal, a line for each step elsewhere."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _CLEAR = "\r\x1b[2K"
 
 
 class Steps:
-    """A context whose value is called with what is done now. No thread redraws it: the process is about to be forked."""
+    """A context manager; call its value with what is being done now. It starts no thread, since measuring forks the process."""
 
     def __enter__(self) -> Steps:
         self._began = time.monotonic()
@@ -17,7 +17,7 @@ class Steps:
         return self
 
     def __call__(self, text: str, left: float | None = None) -> None:
-        """Say what is done now, and how many seconds are left, where that is known."""
+        """Show what is being done, and about how many seconds are `left`."""
         after = f", about {_duration(left)} left" if left else ""
         line = f"{text} ({_duration(time.monotonic() - self._began)}{after})"
         print(_CLEAR + line if self._live else line, end="" if self._live else "\n", file=sys.stderr, flush=True)

@@ -1,21 +1,28 @@
-"""What a person sees: the recipe as a tree, a live line, a table at the end; plain lines where it is no terminal."""
+"""A run in the terminal: the recipe as a tree, a live progress line and a table of the result; plain lines elsewhere."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.run.result import Result
+from drivetrain.ui import logs
 
 if TYPE_CHECKING:
+    import rich.progress
+
     from drivetrain.config.compose import Composed
 
-STRAGGLES = 0.1  # of the time waited for one rank: less is not worth a word
+SLOW_RANK = 0.1  # the progress line names the slowest rank where the others wait for it longer than this part of the time
+LINE_EVERY_S = 10.0  # of training without an evaluation, where there is no terminal
+
+logger = logging.getLogger(__name__)
 
 
 def is_live() -> bool:
@@ -23,44 +30,45 @@ def is_live() -> bool:
     return sys.stdout.isatty()
 
 
-class Lasting(io.TextIOWrapper):
-    """Standard output that outlives its reader: `drivetrain train | head -1` trains on, in silence."""
+class PipeSafeStream(io.TextIOWrapper):
+    """An output stream that goes on without its reader: `drivetrain train | head -1` trains to the end."""
 
     def write(self, text: str) -> int:
-        with self._until_gone():
+        with self._ignoring_a_closed_pipe():
             super().write(text)
         return len(text)
 
     def flush(self) -> None:
-        with self._until_gone():
+        with self._ignoring_a_closed_pipe():
             super().flush()
 
     @contextlib.contextmanager
-    def _until_gone(self) -> Iterator[None]:
+    def _ignoring_a_closed_pipe(self) -> Iterator[None]:
         try:
             yield
-        except BrokenPipeError:
+        except BrokenPipeError:  # from now on the output goes nowhere
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
 
 
 def prepare_output() -> None:
-    """Make standard output and standard error ready for anything: no reader, a narrow alphabet, none at all."""
+    """Let standard output and error survive a closed pipe, characters they cannot encode, and being closed; show log messages."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # closed, as a daemon's
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for the life of the process
         elif stream is getattr(sys, f"__{name}__"):  # not a test's or a notebook's
             line_buffering = stream.line_buffering
-            setattr(sys, name, Lasting(stream.detach(), stream.encoding, "replace", line_buffering=line_buffering))
+            setattr(sys, name, PipeSafeStream(stream.detach(), stream.encoding, "replace", line_buffering=line_buffering))
+    logs.configure(quiet=True)  # a command that trains shows more
 
 
 def say(line: str) -> None:
-    """One line to the user, beside the run's own output."""
-    print(line, file=sys.stderr, flush=True)
+    """Log one line that the user should see also under `--quiet`."""
+    logger.warning("%s", line)
 
 
 def show_recipe(composed: Composed) -> None:
-    """The composed recipe: a line for each group."""
+    """Show the composed recipe, a line for each group."""
     name = composed.recipe.name if composed.recipe else "default"
     rows = [(group, *_knobs(composed, group)) for group in composed.choices]
     if not is_live():
@@ -94,35 +102,31 @@ def _knobs(composed: Composed, group: str) -> tuple[str, str]:
 
 
 class Progress:
-    """A sink: the live line in a terminal, one line an evaluation (and now and then between) elsewhere."""
+    """Shows a run's records: a live line in a terminal; elsewhere a line for each evaluation, and one at times in between."""
 
     def __init__(self, total_updates: int, epochs: int) -> None:
         self.total, self.epochs = total_updates, epochs
-        self._last: dict[str, Any] = {}
+        self._last: Mapping[str, Any] = {}
         self._printed = time.monotonic()
-        self._bar: Any = None
+        self._bar: rich.progress.Progress | None = None
+        self._live = contextlib.ExitStack()
         if is_live():
             self._bar, self._task = _bar(total_updates)
-            self._bar.start()
+            self._live.enter_context(self._bar)
+            self._live.enter_context(logs.above(self._bar.console))  # left first: its messages need the bar
 
-    def say(self, line: str) -> None:
-        """A remark of the build."""
-        print(line, flush=True) if self._bar is None else self._bar.console.print(line, style="dim", highlight=False)
-
-    def log(self, record: dict[str, Any]) -> None:
-        """Take a training or evaluation record."""
-        if record["event"] == "remark":
-            self.say(record["text"])
-        elif record["event"] == "train":
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Show a training or evaluation record."""
+        if record["event"] == "train":
             self._last = record
             if self._bar is not None:
                 self._bar.update(self._task, completed=record["update"], text=self._text(record))
-            elif time.monotonic() - self._printed > 10:
+            elif time.monotonic() - self._printed > LINE_EVERY_S:
                 self._print(self._text(record))
         else:
             self._evaluation(record)
 
-    def _evaluation(self, record: dict[str, Any]) -> None:
+    def _evaluation(self, record: Mapping[str, Any]) -> None:
         metrics = "  ".join(f"test {k} {number(v)}" for k, v in record.items() if k not in ("event", "update", "epoch"))
         text = f"{self._text(self._last)}  {metrics}" if self._last else metrics
         if self._bar is not None:
@@ -134,25 +138,25 @@ class Progress:
         self._printed = time.monotonic()
         print(line, flush=True)
 
-    def _text(self, r: dict[str, Any]) -> str:
+    def _text(self, r: Mapping[str, Any]) -> str:
         from drivetrain.core.device import memory_now
 
         loss = "overflow" if r["loss"] is None else number(r["loss"])
         rate = number(r["samples_per_second"]) if r["samples_per_second"] else "–"
         waits = r.get("rank_work_excess", 0.0)
-        straggler = f"  {100 * waits:.0f} % waits for rank {r['slowest_rank']}" if waits > STRAGGLES else ""
+        straggler = f"  {100 * waits:.0f} % waits for rank {r['slowest_rank']}" if waits > SLOW_RANK else ""
         return (
             f"epoch {r['epoch'] + 1}/{self.epochs}  update {r['update']}/{self.total}  loss {loss}  lr {r['lr']:.2e}"
             f"  {rate} samples/s  data wait {100 * r['data_wait']:.0f} %{straggler}  {memory_now() / 2**30:.2f} GiB"
         )
 
     def close(self) -> None:
-        """The run has ended."""
-        if self._bar is not None:
-            self._bar.stop()
+        """End the live line."""
+        self._live.close()
 
 
-def _bar(total: int) -> tuple[Any, Any]:
+def _bar(total: int) -> tuple[rich.progress.Progress, rich.progress.TaskID]:
+    """A live line, not yet drawn, and its one task."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     bar = Progress(BarColumn(bar_width=20), TextColumn("{task.fields[text]}"), TimeRemainingColumn(), refresh_per_second=4)
@@ -160,14 +164,14 @@ def _bar(total: int) -> tuple[Any, Any]:
 
 
 def number(value: float) -> str:
-    """A figure in few digits."""
+    """A number in few digits."""
     if isinstance(value, int) or abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.4f}" if abs(value) < 10 else f"{value:.1f}"
 
 
 def show_result(result: Result) -> None:
-    """The result as a table."""
+    """Show a run's result as a table."""
     rows = [("status", result.status + (f": {result.error}" if result.error else ""))]
     best = result.metrics["best"]
     for name, value in result.metrics["final"].items():
@@ -189,7 +193,7 @@ def show_result(result: Result) -> None:
 
 
 def show_jobs(results: Sequence[tuple[int, str, Result]]) -> None:
-    """A sweep's jobs in one table: of each its number, what is its own, and its result."""
+    """Show a sweep's jobs in one table. A job is (number, the overrides it does not share, result)."""
     names = list(dict.fromkeys(n for _, _, r in results for n in r.metrics["final"]))
     rows = []
     for job, label, r in results:
@@ -200,10 +204,10 @@ def show_jobs(results: Sequence[tuple[int, str, Result]]) -> None:
 
 
 def fit(header: list[str], rows: list[list[str]], spare: Sequence[str]) -> list[str]:
-    """Take columns out, those in `spare` in their order, until the table fits the terminal; the names of those taken out."""
+    """Drop the columns named by `spare`, one after the other, until the table fits the terminal; the dropped names."""
     from rich.console import Console
 
-    taken: list[str] = []
+    dropped: list[str] = []
 
     def width() -> int:
         return sum(3 + max(len(cell) for cell in column) for column in zip(header, *rows, strict=True))
@@ -214,12 +218,12 @@ def fit(header: list[str], rows: list[list[str]], spare: Sequence[str]) -> list[
         at = header.index(name)
         for cells in (header, *rows):
             del cells[at]
-        taken.append(name)
-    return taken
+        dropped.append(name)
+    return dropped
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table in the terminal; the same columns as plain text elsewhere."""
+    """Print a table: with a frame in a terminal, as plain columns elsewhere."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -227,6 +231,6 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     grid = Table(*header, box=None if not is_live() else Table().box, show_edge=is_live())
     for row in rows:
         grid.add_row(*(Text(cell, overflow="fold") for cell in row))
-    # Elsewhere than in a terminal nothing is cut, folded or coloured, whatever the environment says of terminals.
+    # Where there is no terminal nothing is cut, folded or coloured, whatever the environment's variables ask for.
     console = Console() if is_live() else Console(width=10_000, force_terminal=False, color_system=None)
     console.print(grid)

@@ -58,7 +58,7 @@ def test_runs_under_way_killed_and_half_written(two):
     (under_way / "result.json").unlink()
     from drivetrain.run import directory
 
-    with directory.held(under_way):
+    with directory.locked(under_way):
         assert [run.status for run in find([Path("outputs")])] == ["running", "killed"]
     assert main.main(["report", "outputs", "out=page"]) == 0
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from drivetrain.core.cpus import usable_cores
 from drivetrain.launch.job import Job
+from drivetrain.measure.overrides import with_channels_last
 
 if TYPE_CHECKING:
     from drivetrain.measure.profile.step import StepProfile

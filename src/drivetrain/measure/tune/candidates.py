@@ -8,6 +8,7 @@ from drivetrain.compile import op_by_op
 from drivetrain.config.compose import option_keys, options
 from drivetrain.core.cpus import usable_cores
 from drivetrain.launch.job import Job
+from drivetrain.measure.overrides import with_channels_last
 from drivetrain.parallel import cuda_devices
 
 MAX_ACCUMULATION_STEPS = 16

@@ -1,0 +1,194 @@
+"""One rank of a run: build its trainer, restore it, fit it, and return its result."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from drivetrain.core.context import BuildContext
+from drivetrain.core.errors import (
+    BAD_CONFIG,
+    EXIT_OF_STATUS,
+    FAILED,
+    INTERRUPTED,
+    PEER_GONE,
+    Diverged,
+    Interrupted,
+    UserError,
+    is_peer_failure,
+)
+from drivetrain.core.protocols import LogWriter
+from drivetrain.core.signals import StopFlag
+from drivetrain.core.world import World
+from drivetrain.launch.job import Job
+from drivetrain.run import environment, identity
+from drivetrain.run.result import Result
+from drivetrain.ui import terminal
+
+if TYPE_CHECKING:
+    import torch
+
+    from drivetrain.engine.trainer import Trainer
+    from drivetrain.parallel import Parallel
+
+LAST_WRITE_S = 30.0  # for a checkpoint that is being written when the run fails
+
+logger = logging.getLogger(__name__)
+
+
+class RunWriter(LogWriter, Protocol):
+    """A logger or the terminal's progress line, which takes a run's records until it is closed."""
+
+    def close(self) -> None:
+        """The run has ended."""
+
+
+def run_rank(job: Job, world: World, run_dir: Path, stop: StopFlag, quiet: bool) -> tuple[Result, int]:
+    """Train one rank to its end; its result and exit code. Every exception becomes a result.
+
+    A rank other than 0 that another launcher started does not know the run's directory: its `run_dir` is os.devnull.
+    """
+    result = Result(
+        overrides=[environment.redact(word) for word in job.composed.overrides],
+        config_hash=job.config_hash,
+        world_size=world.size,
+    )
+    writers: list[RunWriter] = []
+    trainer: Trainer | None = None
+    config = identity.without_machine_local(job.composed, job.machine_local_keys)
+    context = BuildContext(job.run, world, run_dir, job.config_hash, config)
+    try:
+        trainer = _build(job, context, writers, quiet)
+        trainer.fit(stop)
+        result.status = "completed"
+        code = EXIT_OF_STATUS["completed"]
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        code = _record_failure(result, error, job, world, run_dir)
+    if trainer is not None:
+        trainer.writer.finish(LAST_WRITE_S)
+        _record_measurements(result, trainer)
+        _count_skipped(result, trainer, world, run_dir)
+    for writer in writers:
+        writer.close()
+    context.on_exit.close()
+    _report(context.findings(), world, run_dir)
+    if trainer is not None and code == EXIT_OF_STATUS["completed"]:
+        trainer.parallel.shutdown()  # a failed rank must not wait here for the others
+    return result, code
+
+
+def _record_failure(result: Result, error: BaseException, job: Job, world: World, run_dir: Path) -> int:
+    """Fill in status and error of a rank that an exception ended; its exit code."""
+    if isinstance(error, UserError):
+        result.error = str(error)
+        return BAD_CONFIG
+    if isinstance(error, Diverged):
+        result.status, result.error = "diverged", str(error)
+        return EXIT_OF_STATUS["diverged"]
+    if isinstance(error, Interrupted | KeyboardInterrupt):
+        saved = isinstance(error, Interrupted) and error.saved
+        can_resume = saved or any((run_dir / "checkpoints").glob("[0-9]*"))
+        hint = f": go on with resume={run_dir}" if can_resume else "" if job.run.saving.active else ": saving=none kept nothing"
+        result.status, result.error = "interrupted", (str(error) or "stopped by the keyboard") + hint
+        return INTERRUPTED if can_resume else FAILED
+    lines = str(error).strip().splitlines() or [""]
+    result.error = f"{type(error).__name__}: {lines[0]}{job.run.compile.advice(error)}"
+    if run_dir.is_dir():
+        with (run_dir / "log.txt").open("a") as file:
+            file.write("".join(traceback.format_exception(error)))
+        result.error += f" (traceback in {run_dir / 'log.txt'})"
+    elif is_peer_failure(result.error):
+        logger.error(PEER_GONE)
+    else:
+        traceback.print_exception(error)
+    return FAILED
+
+
+def _report(lines: list[str], world: World, run_dir: Path) -> None:
+    """Log what debugging found, and write it to debug.txt."""
+    if world.rank != 0 or not lines:
+        return
+    for line in lines:
+        logger.warning("%s", line)
+    with contextlib.suppress(OSError):  # a full disk loses the copy, not the run
+        (run_dir / "debug.txt").write_text("".join(line + "\n" for line in lines))
+
+
+def _build(job: Job, context: BuildContext, writers: list[RunWriter], quiet: bool) -> Trainer:
+    """This rank's trainer, restored where the job has a checkpoint. On rank 0 the loggers start and go into `writers`."""
+    from drivetrain.engine import build
+    from drivetrain.logger import Files
+
+    trainer = build.build(context, writers)
+    if (checkpoint := trainer.parallel.broadcast_object(job.checkpoint)) is not None:
+        trainer.restore(*_load(checkpoint, trainer.parallel))
+    if job.attach is not None:
+        job.attach(trainer)
+    if context.world.rank == 0:
+        loggers = job.run.logger
+        if not any(isinstance(each, Files) for each in loggers):
+            loggers = [Files(), *loggers]  # always: resume and report read its files
+        writers += loggers
+        for each in loggers:
+            each.start(context.run_dir, trainer.progress.updates)
+        if not quiet:
+            writers.append(terminal.Progress(trainer.max_updates, trainer.epochs))
+    return trainer
+
+
+def _load(checkpoint: Path, parallel: Parallel) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """A checkpoint's weights and state, on every rank. Rank 0 sends them where machines share no file system."""
+    from drivetrain.saving import checkpoint_io
+
+    here = parallel.gather_object(checkpoint.is_dir())
+    if parallel.broadcast_object(all(here)):
+        return checkpoint_io.load(checkpoint, parallel.empty_shard)
+    loaded: tuple[dict[str, torch.Tensor], dict[str, Any]] = parallel.broadcast_object(
+        checkpoint_io.load(checkpoint) if parallel.world.rank == 0 else None
+    )
+    return loaded
+
+
+def _record_measurements(result: Result, trainer: Trainer) -> None:
+    """Fill in metrics, counts, times and memory."""
+    from drivetrain.core.device import peak_memory
+
+    progress, timer = trainer.progress, trainer.timer
+    result.metrics = {"final": progress.final, "best": progress.best}
+    result.updates = progress.updates
+    result.epochs = progress.epoch
+    if progress.window:
+        result.epochs += progress.window / trainer.batch.updates(
+            len(trainer.train_data.source), progress.epoch, trainer.drop_last
+        )
+    result.device, result.device_name = trainer.device.type, environment.device_name(trainer.device)
+    result.peak_memory_bytes = peak_memory(trainer.device)
+    result.time_to_first_step_s = timer.to_first_step
+    if (steady := timer.steady()) is not None:
+        seconds, result.data_wait_fraction = steady
+        result.samples_per_second = (progress.samples - timer.first_samples) / seconds
+    if (percentiles := timer.percentiles()) is not None:
+        result.step_ms_p50, result.step_ms_p95 = percentiles
+    result.compile_s = trainer.compile_seconds()
+
+
+def _count_skipped(result: Result, trainer: Trainer, world: World, run_dir: Path) -> None:
+    """Count the distinct samples that no rank could read, where the data may skip some; their names go to log.txt.
+
+    A run that did not complete counts those of this rank: the others may be gone.
+    """
+    sources = [pipeline.source for pipeline in (trainer.train_data, trainer.evaluator.data)]
+    if not any(hasattr(source, "skipped") for source in sources):
+        return
+    mine = [name for source in sources if hasattr(source, "skipped") for name in source.skipped()]
+    ranks = trainer.parallel.gather_object(mine) if result.status == "completed" else [mine]
+    names = sorted({name for rank in ranks for name in rank})
+    result.skipped_samples = len(names)
+    if world.rank == 0 and names:
+        more = " …" if len(names) > 1 else ""
+        logger.warning("%d samples could not be read and were skipped: %s%s", len(names), names[0], more)
+        with contextlib.suppress(OSError), (run_dir / "log.txt").open("a") as file:
+            file.writelines(f"skipped: {name}\n" for name in names)

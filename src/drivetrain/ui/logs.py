@@ -1,0 +1,147 @@
+"""The program's messages: what Python's `logging` under "drivetrain" collects is shown on standard error and kept in log.txt.
+
+A module says something by `logging.getLogger(__name__).info(...)`: INFO for what a run reports of itself, WARNING for what
+the user should know even under `--quiet`, ERROR for what ended a run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+ROOT = logging.getLogger("drivetrain")
+FILE_FORMAT = "%(asctime)s %(levelname)s rank %(rank)d %(name)s: %(message)s"
+STYLES = {logging.INFO: "dim", logging.WARNING: "yellow", logging.ERROR: "red"}  # in a terminal, above the progress line
+
+
+class _Rank(logging.Filter):
+    """Puts this process's rank into each record."""
+
+    rank = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.rank = self.rank
+        return True
+
+
+class _ConsoleHandler(logging.Handler):
+    """Prints one line for a record: above the live progress line where there is one, else plainly on standard error.
+
+    The ranks of a run may share one terminal: those other than rank 0 show only errors there, with their number.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: Console | None = None  # the console of a progress line that is being drawn
+        self.shared = True  # whether rank 0 writes to the same place
+
+    def emit(self, record: logging.LogRecord) -> None:
+        rank = getattr(record, "rank", 0)
+        if (rank and self.shared and record.levelno < logging.ERROR) or _is_shown_by_the_caller():
+            return
+        try:
+            text = record.getMessage()
+            if record.levelno >= logging.ERROR:
+                text = f"rank {rank}: {text}" if rank else f"error: {text}"
+            self._print(text, STYLES.get(record.levelno, ""))
+        except Exception:
+            self.handleError(record)
+
+    def _print(self, text: str, style: str) -> None:
+        real = _stderr()
+        if self.live is not None and real.isatty():
+            self.live.print(text, style=style, highlight=False, markup=False)
+        else:  # in a terminal by rich's stream, which knows what else is being drawn, such as a sweep's table
+            print(text, file=sys.stderr if real.isatty() else real, flush=True)
+
+
+_rank = _Rank()
+_console = _ConsoleHandler()
+_console.addFilter(_rank)
+
+
+def configure(quiet: bool = False, rank: int = 0, shared: bool = True) -> None:
+    """Show this process's messages; under `quiet` only warnings and errors. A further call replaces the settings.
+
+    `rank` is this process's rank, which a forked process sets anew, and `shared` whether its output is rank 0's as well.
+    Python's root logger is left alone. Where handlers of the calling program print the messages already, this prints nothing.
+    """
+    if ROOT.level == logging.NOTSET:
+        ROOT.setLevel(logging.INFO)
+    if _console not in ROOT.handlers:
+        ROOT.addHandler(_console)
+    _console.setLevel(logging.WARNING if quiet else logging.INFO)
+    _rank.rank, _console.shared = rank, shared
+
+
+class _RunFile(logging.FileHandler):
+    """Appends rank 0's messages to a run's log.txt; a full disk loses the copy, not the run."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, encoding="utf-8")
+        self.setFormatter(logging.Formatter(FILE_FORMAT))
+        self.addFilter(_rank)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if _rank.rank == 0:
+            super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Ignore it."""
+
+
+@contextlib.contextmanager
+def to_file(path: Path) -> Iterator[None]:
+    """Within the context append each message of rank 0 to a file as well, also those that `quiet` does not show."""
+    try:
+        handler = _RunFile(path)
+    except OSError:
+        yield
+        return
+    ROOT.addHandler(handler)
+    try:
+        yield
+    finally:
+        ROOT.removeHandler(handler)
+        with contextlib.suppress(OSError):
+            handler.close()
+
+
+@contextlib.contextmanager
+def above(console: Console) -> Iterator[None]:
+    """Within the context print messages by this console, above the line that it redraws."""
+    before, _console.live = _console.live, console
+    try:
+        yield
+    finally:
+        _console.live = before
+
+
+def _forget_live_line() -> None:
+    """In a forked process: the line is the parent's, and so is the thread that redraws it."""
+    _console.live = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_live_line)
+
+
+def _stderr() -> TextIO:
+    """The real standard error: while rich draws it puts a stream of its own in its place, even where that is a file."""
+    stream: TextIO = getattr(sys.stderr, "rich_proxied_file", sys.stderr)
+    return stream
+
+
+def _is_shown_by_the_caller() -> bool:
+    """Whether the calling program has handlers of its own that print to this process's output."""
+    streams = [s for s in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__, _stderr()) if s is not None]
+    handlers = logging.getLogger().handlers if ROOT.propagate else []
+    return any(getattr(handler, "stream", None) in streams or hasattr(handler, "console") for handler in handlers)
