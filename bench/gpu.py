@@ -142,7 +142,7 @@ def start(work: Work, channels_last: bool, fused: bool | None) -> tuple[Any, Any
 
     device = torch.device(work.device)
     job = launcher.prepare(base_overrides(work))
-    model = job.run.model.build(work.shape, work.classes).to(device)
+    model = job.run.model.create(work.shape, work.classes).to(device)
     x = torch.randn(work.samples, *work.shape, device=device)
     y = torch.randint(work.classes, (work.samples,), device=device)
     if channels_last:
@@ -280,7 +280,7 @@ def flops_per_sample(work: Work) -> float:
 
     from drivetrain.launch import launcher
 
-    model = launcher.prepare(base_overrides(work)).run.model.build(work.shape, work.classes).eval()
+    model = launcher.prepare(base_overrides(work)).run.model.create(work.shape, work.classes).eval()
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.zeros(1, *work.shape))
     return 3.0 * counter.get_total_flops()

@@ -157,7 +157,7 @@ def plain(rule: Callable[..., None], model: torch.nn.Module, pre_normalise: bool
 
 def option(cls: Any, **knobs: Any) -> Callable[[torch.nn.Module], Step]:
     """One of our options, as a run builds it."""
-    return lambda model: cls(lr=LR, weight_decay=DECAY, **knobs).build(model).step
+    return lambda model: cls(lr=LR, weight_decay=DECAY, **knobs).create(model).step
 
 
 def arms(algorithm: str, compiled: bool) -> dict[str, Callable[[torch.nn.Module], Step]]:

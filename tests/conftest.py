@@ -11,6 +11,11 @@ from typing import Any
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the workers of xdist and the ranks share the cores already
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # a thread that waits by spinning takes the core from the one it waits for
+
+from tests.support import fork_server
+
+fork_server.install()
 
 TINY = [
     "data=synthetic", "data.shape=[3,8,8]", "data.classes=4", "data.samples=48", "data.test_samples=20",
@@ -38,6 +43,13 @@ def _own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
         torch.set_default_dtype(torch.float32)
         torch.autograd.set_detect_anomaly(False)
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def _forked_or_not(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that is marked `own_process` starts every command as a new interpreter."""
+    if request.node.get_closest_marker("own_process"):
+        monkeypatch.setattr(fork_server.Popen, "forking", False)
 
 
 @pytest.fixture

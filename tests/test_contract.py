@@ -4,6 +4,7 @@ import importlib
 import inspect
 import json
 import pkgutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from drivetrain.optimizer import algorithms
 from drivetrain.saving import manifest
 from tests.support import sets
 
+Option = tuple[str, str]  # group, name
 OPTIONS = [(group, name) for group, names in options().items() for name in names]
 FILES = {(group, name): conf_dir() / group / f"{name}.yaml" for group, name in OPTIONS}
 
@@ -59,7 +61,9 @@ BESIDE = {
 }
 # Options that this machine may lack something for. They must say what; any other refusal is a failure.
 LACKING = ("which is not installed", "needs a CUDA device", "has no effect on this model", "set compile=inductor")
-SLOW = {("compile", "inductor")}
+SLOW = {("compile", "inductor"), ("compile", "regional")}  # they compile kernels
+# Groups whose options keep something from update to update, or give what a checkpoint holds another form: they are resumed.
+WITH_STATE = {"batch", "ema", "loader", "logger", "model", "optimizer", "parallel", "precision", "saving", "scheduler", "surgery"}
 
 NET = '''
 """Somebody's own network."""
@@ -108,27 +112,42 @@ def outside(tmp_path, monkeypatch):
     sets.write(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("group", "option"),
-    [pytest.param(*pair, marks=[pytest.mark.slow] if pair in SLOW else [], id=word(*pair)) for pair in OPTIONS],
-)
-def test_it_composes_builds_trains_saves_and_goes_on(tiny, outside, group, option):
-    words = tiny(*BESIDE.get(group, []), word(group, option), *BESIDE.get((group, option), []))
-    refusal: list[str] = []
-    try:
-        first = drivetrain.train(words)
-    except UserError as error:
-        refusal = error.problems
-    if refusal:
-        assert all(f"{group}={option}" in problem for problem in refusal), refusal
-        assert all(any(lack in problem for lack in LACKING) for problem in refusal), refusal
-        return
+def words_of(option: Option) -> list[str]:
+    """An option, and what it wants beside it."""
+    return [*BESIDE.get(option[0], []), word(*option), *BESIDE.get(option, [])]
+
+
+def groups_of(option: Option) -> set[str]:
+    """The groups that its words are about."""
+    return {w.partition("=")[0].partition(".")[0] for w in words_of(option)}
+
+
+def in_pairs(given: Iterable[Option]) -> list[tuple[Option, ...]]:
+    """Options two by two, where their words are about different groups; one that finds no partner is by itself.
+
+    Options with a state find one another first, as it is their runs that are resumed.
+    """
+    waiting = sorted(given, key=lambda option: (option[0] not in WITH_STATE, -len(groups_of(option))))
+    found: list[tuple[Option, ...]] = []
+    while waiting:
+        one = waiting.pop(0)
+        other = next((o for o in waiting if not groups_of(one) & groups_of(o)), None)
+        if other is not None:
+            waiting.remove(other)
+        found.append((one,) if other is None else (one, other))
+    return found
+
+
+def train_save_and_go_on(words: list[str], saves: bool, resumes: bool) -> None:
+    """Two updates and a checkpoint that is whole; a resume goes on with the third. Raises UserError for a refusal."""
+    first = drivetrain.train(words)
     assert (first.status, first.updates) == ("completed", 2), first.error
     run_dir = Path(first.run_dir)
     assert first.metrics["final"]["loss"] > 0
     saved = run_dir / "checkpoints" / "2"
-    assert (manifest.verify(saved) is None) if (group, option) != ("saving", "none") else not saved.exists()
-
+    assert (manifest.verify(saved) is None) if saves else not saved.exists()
+    if not resumes:
+        return
     again = drivetrain.train([f"resume={run_dir}", "updates=3"])
     assert (again.status, again.updates) == ("completed", 3), again.error
     assert again.run_dir.resolve() == run_dir.resolve()
@@ -137,6 +156,48 @@ def test_it_composes_builds_trains_saves_and_goes_on(tiny, outside, group, optio
     if saved.exists():
         before, after = (p / "model.safetensors" for p in (saved, run_dir / "checkpoints" / "3"))
         assert before.read_bytes() != after.read_bytes()
+
+
+def assert_it_works(tiny, option: Option, resumes: bool) -> str | None:
+    """One option by itself: it does all it owes, or says what this machine lacks for it, which is returned."""
+    try:
+        train_save_and_go_on(tiny(*words_of(option)), option != ("saving", "none"), resumes)
+    except UserError as error:
+        problems = error.problems
+    else:
+        return None
+    assert all("{}={}".format(*option) in problem for problem in problems), problems
+    assert all(any(lack in problem for lack in LACKING) for problem in problems), problems
+    return problems[0]
+
+
+PAIRS = in_pairs(option for option in OPTIONS if option not in SLOW)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=[" ".join(ids(pair)) for pair in PAIRS])
+def test_options_compose_build_train_save_and_go_on(tiny, outside, pair):
+    """Two options in one run; each by itself where they are refused together."""
+    resumes = any(group in WITH_STATE for group, _ in pair)
+    words = [w for option in pair for w in words_of(option)]
+    try:
+        train_save_and_go_on(tiny(*words), ("saving", "none") not in pair, resumes)
+    except UserError:
+        lacking = [lack for option in pair if (lack := assert_it_works(tiny, option, option[0] in WITH_STATE)) is not None]
+        if lacking:
+            pytest.skip("; ".join(lacking))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", OPTIONS, ids=ids(OPTIONS))
+def test_an_option_by_itself(tiny, outside, option):
+    """As above, and every option is resumed."""
+    if (lacking := assert_it_works(tiny, option, resumes=True)) is not None:
+        pytest.skip(lacking)
+
+
+def test_every_option_is_in_a_pair():
+    assert sorted(option for pair in PAIRS for option in pair) == sorted(set(OPTIONS) - SLOW)
+    assert all(len({group for group, _ in pair}) == len(pair) for pair in PAIRS)
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.support.command import OWN, ROOT, SRC_TRAIN, TINY, Done, empty, result, run, runs, train, with_own_nets
+from tests.support.fork_server import MODULES_TO
 
+Command = Callable[..., tuple[Done, set[str]]]
 SECRET = "sesame-open-4711"
 WITHOUT_A_MODEL: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # what it is: the words, what the answer must name
@@ -164,13 +167,22 @@ def timed(*words: str, cwd: Path, env: dict[str, str] | None = None) -> tuple[Do
     return Done(done.code, done.out, told), imported(done)
 
 
-def at_once(tmp_path: Path, words: tuple[str, ...], names: tuple[str, ...], env: dict[str, str] | None = None) -> str:
+def forked(*words: str, cwd: Path, env: dict[str, str] | None = None) -> tuple[Done, set[str]]:
+    """The same by a child of a process that has imported what commands import, and not torch."""
+    modules = cwd.with_name("modules")
+    done = run("train", *words, cwd=cwd, env={**(env or {}), MODULES_TO: str(modules)})
+    return done, set(modules.read_text().split())
+
+
+def at_once(
+    tmp_path: Path, words: tuple[str, ...], names: tuple[str, ...], env: dict[str, str] | None = None, by: Command = forked
+) -> str:
     """Answered without torch, and nothing is left; what was said."""
     cwd = empty(tmp_path / "here")
-    done, modules = timed(*words, cwd=cwd, env=env)
+    done, modules = by(*words, cwd=cwd, env=env)
     answered(done, names)
     assert "drivetrain.core.errors" in modules, "the list of imports is there"
-    assert not modules & {"torch", "timm", "torchvision", "sklearn"}
+    assert modules & {"torch", "timm", "torchvision", "sklearn"} == set()
     assert list(cwd.rglob("*")) == []
     return done.err
 
@@ -178,6 +190,11 @@ def at_once(tmp_path: Path, words: tuple[str, ...], names: tuple[str, ...], env:
 @pytest.mark.parametrize("case", WITHOUT_A_MODEL)
 def test_bad_words(case: str, tmp_path: Path) -> None:
     at_once(tmp_path, *WITHOUT_A_MODEL[case])
+
+
+def test_bad_words_in_an_interpreter_of_its_own(tmp_path: Path) -> None:
+    """What Python itself says of its imports, from its start to its end."""
+    at_once(tmp_path, *WITHOUT_A_MODEL["two wrong words"], by=timed)
 
 
 def test_a_good_command_imports_torch(tmp_path: Path) -> None:
@@ -241,7 +258,13 @@ def test_both_entries_answer_alike(words: tuple[str, ...], tmp_path: Path) -> No
 def test_fp8_without_its_extra(tmp_path: Path) -> None:
     """As on a machine where torchao is not installed."""
     (empty(tmp_path / "hides") / "sitecustomize.py").write_text("import sys\nsys.modules['torchao'] = None\n")
-    at_once(tmp_path, ("precision=fp8",), ("precision=fp8", "drivetrain[torchao]"), env={"PYTHONPATH": str(tmp_path / "hides")})
+    at_once(
+        tmp_path,
+        ("precision=fp8",),
+        ("precision=fp8", "drivetrain[torchao]"),
+        env={"PYTHONPATH": str(tmp_path / "hides")},
+        by=timed,
+    )
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

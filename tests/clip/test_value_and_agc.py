@@ -35,7 +35,7 @@ def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
 def test_value_by_hand():
     model = network()
     before = gradients(model)
-    Value(0.01).build(list(model.parameters()), total_norm)()
+    Value(0.01).create(list(model.parameters()), total_norm)()
     assert all(torch.equal(now, old.clamp(-0.01, 0.01)) for now, old in zip(gradients(model), before, strict=True))
     assert any(not torch.equal(now, old) for now, old in zip(gradients(model), before, strict=True))
 
@@ -48,7 +48,7 @@ def ordered(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 def test_agc_equals_timms():
     ours, theirs = network(), network()
     before = gradients(ours)
-    Agc(0.02, 1e-3).build(ordered(ours), total_norm)()
+    Agc(0.02, 1e-3).create(ordered(ours), total_norm)()
     adaptive_clip_grad(ordered(theirs)[:-2], 0.02, 1e-3)
     moved = 0
     for mine, other, old in zip(gradients(ours), gradients(theirs), before, strict=True):
@@ -67,14 +67,14 @@ def test_agc_by_hand_in_the_papers_own_words():
     limit = float((norm / size).median())
     factor = torch.where(norm / size > limit, limit * size / norm, torch.ones_like(norm))
     assert 0 < int((factor < 1).sum()) < 8  # some rows are bounded and some are not
-    Agc(limit).build(ordered(model), total_norm)()
+    Agc(limit).create(ordered(model), total_norm)()
     torch.testing.assert_close(model[0].weight.grad.double(), gradient * factor[:, None, None, None], rtol=1e-5, atol=0)
 
 
 def test_agc_lets_weights_of_zero_move_and_gradients_of_zero_stay():
     weight, last = torch.nn.Parameter(torch.zeros(2, 3)), torch.nn.Parameter(torch.ones(1, 2))
     weight.grad = torch.tensor([[3.0, 4.0, 0.0], [0.0, 0.0, 0.0]])
-    Agc(clip_factor=0.1, eps=0.5).build([weight, last], total_norm)()
+    Agc(clip_factor=0.1, eps=0.5).create([weight, last], total_norm)()
     torch.testing.assert_close(weight.grad, torch.tensor([[0.03, 0.04, 0.0], [0.0, 0.0, 0.0]]))
 
 
@@ -89,7 +89,7 @@ def test_agc_leaves_the_classifier_of_timms_networks_alone(name):
     agc._bound = lambda weights, _: bounded.extend(weights)
     for p in model.parameters():
         p.grad = torch.empty_like(p)
-    agc.build(list(model.parameters()), total_norm)()
+    agc.create(list(model.parameters()), total_norm)()
     classifier = {p.shape for p in model.get_classifier().parameters()}
     assert len(bounded) == len(list(model.parameters())) - 2
     assert classifier == {p.shape for p in list(model.parameters())[-2:]}
@@ -99,7 +99,7 @@ def test_agc_leaves_the_classifier_of_timms_networks_alone(name):
 def test_parameters_without_a_gradient_are_passed_over(clip):
     held, without = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2, 2))
     held.grad = torch.full((2, 2), 9.0)
-    clip.build([without, held, torch.nn.Parameter(torch.ones(2, 2))], total_norm)()
+    clip.create([without, held, torch.nn.Parameter(torch.ones(2, 2))], total_norm)()
     assert without.grad is None
     assert bool((held.grad < 9.0).all()) == (type(clip) is not Clip)
 

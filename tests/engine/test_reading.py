@@ -1,6 +1,7 @@
 """What reading cost and how far ahead it was is measured, whoever reads; a device that waits is told of, with what helps."""
 
 import json
+import multiprocessing
 import time
 
 import pytest
@@ -17,14 +18,18 @@ READ = 0.02  # seconds
 
 
 class Slow(Tensors):
-    """Every batch takes READ seconds."""
+    """Every batch takes READ seconds; `read` counts them, whichever process reads."""
 
     def __init__(self):
         super().__init__(torch.zeros(64, 1, 2, 2), torch.zeros(64, dtype=torch.int64))
+        self.read = multiprocessing.get_context("fork").Value("i", 0)
 
     def fetch(self, indices):
         time.sleep(READ)
-        return super().fetch(indices)
+        fetched = super().fetch(indices)
+        with self.read:
+            self.read.value += 1
+        return fetched
 
 
 def micro(ready, seconds=0.01):
@@ -49,27 +54,32 @@ def test_readers_that_cannot_tell_are_left_out():
 
 
 @pytest.mark.parametrize(
-    ("loader", "least", "most"),
+    ("loader", "ahead", "most"),
     [
         (Loader(), 0, 0),
-        (Threads(2, prefetch_factor=3), 1.5, 4),
-        (Workers(2, prefetch_factor=2), 1.5, 4),
-        (Device("threads", 2), 1, 3),
+        (Threads(2, prefetch_factor=3), 3, 6),
+        (Workers(2, prefetch_factor=2), 3, 4),
+        (Device("threads", 2), 2, 4),
     ],
     ids=["sync", "threads", "workers", "device"],
 )
-def test_every_reader_tells_its_time_and_what_lay_ready(loader, least, most):
-    requests = [Request(0, torch.arange(4), ONE) for _ in range(16)]
+def test_every_reader_tells_its_time_and_what_lay_ready(loader, ahead, most):
+    """A step takes as long as the readers take to be `ahead`: no clock decides how many lie ready."""
+    source, batches, seconds = Slow(), 16, []
+    requests = [Request(0, torch.arange(4), ONE) for _ in range(batches)]
     clock = StepTimer()
-    seconds = []
-    for batch in clock.waits(loader.stream(Pipeline(Slow(), (), None, 0), requests, CPU, torch.contiguous_format)):
+    stream = loader.stream(Pipeline(source, (), None, 0), requests, CPU, torch.contiguous_format)
+    for taken, batch in enumerate(clock.waits(stream), 1):
         seconds.append(batch.seconds)
-        time.sleep(3 * READ)  # the step: longer than reading takes
+        while source.read.value < min(batches, taken + ahead):
+            time.sleep(READ / 10)
         clock.step()
     told = clock.since_last()[1]
     assert min(seconds) >= READ
-    assert told["decode_ms"] == pytest.approx(1e3 * sum(seconds) / len(seconds))
-    assert least <= told["queue_depth"] <= most  # the first ones wait for the readers to start
+    assert told["decode_ms"] == pytest.approx(1e3 * sum(seconds) / batches)
+    least = sum(max(0, min(ahead - 1, batches - taken - 1)) for taken in range(1, batches)) / batches  # one may be on its way
+    assert least <= told["queue_depth"] <= most
+    assert (told["queue_depth"] > 0) == (ahead > 0)
 
 
 def test_metrics_have_them(train):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import socket
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -29,8 +28,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def faulted(
     place: Path, fault: str, rank: int, *words: str, at: int = 9, how: Sequence[str] = command.DRIVETRAIN
-) -> tuple[Path, Done, float]:
-    """Where a run's outputs lie in which a fault strikes, what the command said, and the seconds it took."""
+) -> tuple[Path, Done]:
+    """Where a run's outputs lie in which a fault strikes, and what the command said.
+
+    A run that waited for a timeout of its own is killed long before as one that hangs: it is an hour.
+    """
     shutil.copy(command.HERE / "faulty_nets.py", place)
     (place / "struck").mkdir(exist_ok=True)
     about = {
@@ -39,18 +41,16 @@ def faulted(
         "FAULT_RANK": str(rank),
         "FAULT_ONCE": str(place / "struck/once"),
     }
-    began = time.monotonic()
-    done = train(*WORDS, *words, cwd=place, env=about, how=how)
-    return place / "outputs", done, time.monotonic() - began
+    return place / "outputs", train(*WORDS, "parallel.timeout_s=3600", *words, cwd=place, env=about, how=how)
 
 
 @pytest.mark.parametrize(
     ("strategy", "rank"),
-    [("ddp", 1), ("fsdp", 0), *(pytest.param(*both, marks=pytest.mark.slow) for both in (("ddp", 0), ("fsdp", 1)))],
+    [("ddp", 1), *(pytest.param(*both, marks=pytest.mark.slow) for both in (("ddp", 0), ("fsdp", 0), ("fsdp", 1)))],
 )
 def test_a_killed_rank_and_all_start_again(whole: Path, tmp_path: Path, rank: int, strategy: str) -> None:
     """From the newest checkpoint, and to the end bit for bit as if nothing had been."""
-    outputs, done, seconds = faulted(tmp_path, "killed", rank, f"parallel={strategy}", "parallel.max_restarts=1")
+    outputs, done = faulted(tmp_path, "killed", rank, f"parallel={strategy}", "parallel.max_restarts=1")
     assert done.code == 0, done
     assert f"rank {rank} ended without a result (killed, or out of memory): all start again from" in done.err
     assert "(restart 1)" in done.err
@@ -60,11 +60,11 @@ def test_a_killed_rank_and_all_start_again(whole: Path, tmp_path: Path, rank: in
     if strategy == "ddp":
         assert losses(run_dir) == losses(whole)
         assert weights(run_dir) == weights(whole)
-    assert seconds < 60, "no timeout was waited for"
 
 
+@pytest.mark.slow
 def test_a_killed_rank_without_restarts_ends_the_run_resumable(whole: Path, tmp_path: Path) -> None:
-    outputs, done, _ = faulted(tmp_path, "killed", 1)
+    outputs, done = faulted(tmp_path, "killed", 1)
     run_dir = only_run(outputs)
     assert done.code == 1, done
     (line,) = done.errors
@@ -77,7 +77,7 @@ def test_a_killed_rank_without_restarts_ends_the_run_resumable(whole: Path, tmp_
 
 
 def test_a_stopped_rank_is_found_named_and_shown(tmp_path: Path) -> None:
-    outputs, done, _ = faulted(tmp_path, "stopped", 1, "parallel.heartbeat_timeout_s=3")
+    outputs, done = faulted(tmp_path, "stopped", 1, "parallel.heartbeat_timeout_s=3")
     run_dir = only_run(outputs)
     assert done.code == 1, done
     (line,) = {e for e in done.errors if "rank 1" in e}
@@ -89,8 +89,9 @@ def test_a_stopped_rank_is_found_named_and_shown(tmp_path: Path) -> None:
     assert "in stopped" in stack
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_and_all_start_again(whole: Path, tmp_path: Path) -> None:
-    outputs, done, _ = faulted(tmp_path, "stopped", 0, "parallel.heartbeat_timeout_s=3", "parallel.max_restarts=1")
+    outputs, done = faulted(tmp_path, "stopped", 0, "parallel.heartbeat_timeout_s=3", "parallel.max_restarts=1")
     assert done.code == 0, done
     run_dir = only_run(outputs)
     assert weights(run_dir) == weights(whole)
@@ -101,22 +102,21 @@ def test_a_stopped_rank_and_all_start_again(whole: Path, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_one_ranks_nan_is_all_ranks(tmp_path: Path, strategy: str) -> None:
-    outputs, done, seconds = faulted(tmp_path, "not_a_number", 1, f"parallel={strategy}", "parallel.max_restarts=2")
+    outputs, done = faulted(tmp_path, "not_a_number", 1, f"parallel={strategy}", "parallel.max_restarts=2")
     assert done.code == 3, done
     found = result(only_run(outputs))
     assert found["status"] == "diverged"
     assert found["error"].startswith("the loss is nan")
     assert "start again" not in done.err, "it would diverge again"
-    assert seconds < 60
 
 
+@pytest.mark.slow
 def test_one_rank_out_of_memory_ends_all_and_is_named(tmp_path: Path) -> None:
-    outputs, done, seconds = faulted(tmp_path, "out_of_memory", 1)
+    outputs, done = faulted(tmp_path, "out_of_memory", 1)
     assert done.code == 1, done
     errors = [e for e in done.errors if "rank 1" in e]
     assert len(errors) == 1, "once, not once for each rank"
     assert "can't allocate memory" in errors[0]
-    assert seconds < 60
     assert checkpoints(only_run(outputs))
 
 
@@ -150,12 +150,11 @@ def losses_close() -> Callable[[Path, Path], None]:
 def test_a_rendezvous_that_is_never_complete(tmp_path: Path) -> None:
     """One machine of two: an error after the stated time, nothing written."""
     meet = ("parallel.nnodes=2", "parallel.rendezvous=127.0.0.1:29871", "parallel.rendezvous_s=3", "parallel.nproc=1")
-    _, done, seconds = faulted(tmp_path, "", 0, *meet)
+    _, done = faulted(tmp_path, "", 0, *meet)
     assert done.code == 2, done
     assert "parallel.rendezvous=127.0.0.1:29871: 2 machines did not meet within 3 s" in done.err
     assert "Traceback" not in done.err
     assert not (tmp_path / "outputs").exists()
-    assert seconds < 60
 
 
 def test_one_machine_plays_two(tmp_path: Path) -> None:
@@ -175,7 +174,7 @@ def test_one_machine_plays_two(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_of_torchruns_that_stops(tmp_path: Path, rank: int) -> None:
     """Its launcher sees nothing: the others end after timeout_s, and say how to go on."""
-    outputs, done, _ = faulted(tmp_path, "stopped", rank, "parallel.timeout_s=4", how=TORCHRUN)
+    outputs, done = faulted(tmp_path, "stopped", rank, "parallel.timeout_s=4", how=TORCHRUN)
     assert done.code != 0
     if rank == 0:
         assert "rank 1: another rank is gone, or cannot be reached" in done.err

@@ -104,7 +104,8 @@ def runs(places: list[Path]) -> list[Path]:
     return [run for place in places for run in command.runs(place / "outputs")]
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
 def test_two_machines_train_as_one(together: Together, places: list[Path], tmp_path: Path, strategy: str) -> None:
     ended = [command.finish(p) for p in together(f"parallel={strategy}")]
     assert [done.code for done in ended] == [0, 0], ended
@@ -119,6 +120,7 @@ def test_two_machines_train_as_one(together: Together, places: list[Path], tmp_p
     assert sum("the run's directory is where rank 0 is" in done.err for done in ended) == 1
 
 
+@pytest.mark.slow
 def test_a_machine_that_is_cut_off(hosts: Hosts, together: Together, places: list[Path]) -> None:
     """Both end by themselves within the timeout; the one with the run says how to go on, and it does."""
     begun = together("parallel=ddp", "parallel.timeout_s=6", "epochs=2000", "saving.every_updates=10")
@@ -143,6 +145,7 @@ def test_a_machine_that_is_cut_off(hosts: Hosts, together: Together, places: lis
     assert result(run_dir)["updates"] == updates + 3
 
 
+@pytest.mark.slow
 def test_a_rank_of_one_machine_dies_and_both_start_again(
     together: Together, places: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,6 +181,7 @@ def test_machines_that_were_told_different_things(together: Together, places: li
     assert not [p for place in places for p in place.iterdir()], "nothing written"
 
 
+@pytest.mark.slow
 def test_another_program_where_machines_meet(hosts: Hosts, places: list[Path]) -> None:
     """It takes the connection and answers nothing: neither machine waits for it longer than it says."""
     code = "import socket, time; s = socket.create_server(('', 29500)); print(flush=True); time.sleep(60)"

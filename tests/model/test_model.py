@@ -37,7 +37,7 @@ def own(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("shape", [(5,), (3, 8, 8), (2, 3, 4, 5)])
 def test_mlp_takes_any_shape(shape):
-    model = Mlp(hidden=[6, 7], dropout=0.1).build(shape, 4)
+    model = Mlp(hidden=[6, 7], dropout=0.1).create(shape, 4)
     assert model(torch.randn(2, *shape)).shape == (2, 4)
     assert [layer.linear.out_features for layer in model.layers] == [6, 7]
     assert {layer.dropout.p for layer in model.layers} == {0.1}
@@ -45,17 +45,17 @@ def test_mlp_takes_any_shape(shape):
 
 @pytest.mark.parametrize("shape", [(1, 8, 8), (3, 32, 32), (4, 11, 9)])
 def test_resnet9_takes_images_of_any_size_and_channels(shape):
-    model = ResNet9(width=4).build(shape, 5)
+    model = ResNet9(width=4).create(shape, 5)
     assert model(torch.randn(2, *shape)).shape == (2, 5)
     convolutions = [m for m in model.modules() if isinstance(m, torch.nn.Conv2d)]
     assert len(convolutions) == 8
     assert all(m.bias is None for m in convolutions)
     assert convolutions[-1].out_channels == 32
-    assert all(m.bias is not None for m in ResNet9(4, bias=True).build(shape, 5).modules() if isinstance(m, torch.nn.Conv2d))
+    assert all(m.bias is not None for m in ResNet9(4, bias=True).create(shape, 5).modules() if isinstance(m, torch.nn.Conv2d))
 
 
 def test_timm_by_name_with_channels_classes_and_its_own_arguments():
-    model = Timm("resnet10t", kwargs={"drop_rate": 0.25}).build((1, 32, 32), 7)
+    model = Timm("resnet10t", kwargs={"drop_rate": 0.25}).create((1, 32, 32), 7)
     assert model(torch.randn(2, 1, 32, 32)).shape == (2, 7)
     assert model.drop_rate == 0.25
 
@@ -73,7 +73,7 @@ def test_a_name_that_timm_does_not_know_is_refused_with_near_ones(problems):
 
 def test_an_argument_that_the_network_does_not_take_is_refused():
     with pytest.raises(UserError, match=r"model\.name=resnet10t does not take these model\.kwargs.*wings"):
-        Timm("resnet10t", kwargs={"wings": 2}).build((3, 32, 32), 4)
+        Timm("resnet10t", kwargs={"wings": 2}).create((3, 32, 32), 4)
 
 
 def test_images_too_small_for_resnet9_are_refused(problems):
@@ -88,9 +88,9 @@ def test_an_own_class_or_function_trains(train, own, target):
 
 
 def test_an_own_class_is_told_shape_and_classes_if_it_takes_them(own):
-    model = Own("theirs.Net", {"width": 9}).build((3, 8, 8), 4)
+    model = Own("theirs.Net", {"width": 9}).create((3, 8, 8), 4)
     assert (model.inner.in_features, model.inner.out_features, model.outer.out_features) == (192, 9, 4)
-    assert Own("theirs.Fixed", {"inputs": 6}).build((3, 8, 8), 4).in_features == 6
+    assert Own("theirs.Fixed", {"inputs": 6}).create((3, 8, 8), 4).in_features == 6
 
 
 def test_own_code_needs_a_target_and_trust(problems, own):
@@ -111,7 +111,7 @@ def test_own_code_needs_a_target_and_trust(problems, own):
 )
 def test_own_code_that_cannot_be_built_is_one_line(own, target, kwargs, says):
     with pytest.raises(UserError, match=says) as refused:
-        Own(target, kwargs).build((3, 8, 8), 4)
+        Own(target, kwargs).create((3, 8, 8), 4)
     assert f"model.target={target}" in str(refused.value)
     assert len(refused.value.problems) == 1
 

@@ -22,7 +22,7 @@ from drivetrain.run.identity import config_hash, to_recipe
 def by_name(model: torch.nn.Module, knobs: Any) -> dict[str, tuple[float, float]]:
     """Parameter's name → (lr, weight_decay)."""
     names = {p: n for n, p in model.named_parameters()}
-    groups = knobs.build(model).param_groups
+    groups = knobs.create(model).param_groups
     found = {names[p]: (g["lr"], g["weight_decay"]) for g in groups for p in g["params"]}
     assert len(found) == sum(len(g["params"]) for g in groups)  # each once
     return found
@@ -58,7 +58,7 @@ def test_frozen_parameters_are_left_out() -> None:
     assert not any(n.startswith("head") for n in by_name(model, options.Lamb()))
     model.requires_grad_(False)
     with pytest.raises(UserError, match="no trainable parameter"):
-        options.Lamb().build(model)
+        options.Lamb().create(model)
 
 
 def test_lr_of_multiplies_and_the_first_group_has_the_plain_rate() -> None:
@@ -70,7 +70,7 @@ def test_lr_of_multiplies_and_the_first_group_has_the_plain_rate() -> None:
     assert rates["layers.1.linear.bias"] == 0.05
     assert rates["head.weight"] == 1.0
     assert rates["head.bias"] == 0.5  # both patterns
-    assert options.AdamW(lr=0.1, lr_multipliers=given).build(model).param_groups[0]["lr"] == 0.1
+    assert options.AdamW(lr=0.1, lr_multipliers=given).create(model).param_groups[0]["lr"] == 0.1
 
 
 def test_layer_decay_by_repeated_blocks() -> None:
@@ -100,20 +100,20 @@ def test_layer_decay_by_timms_own_layers() -> None:
 
 def test_patterns_without_effect_are_named() -> None:
     with pytest.raises(UserError) as caught:
-        options.Sgd(no_weight_decay=["haed", "layers"], lr_multipliers={"layers.7": 2}).build(mlp())
+        options.Sgd(no_weight_decay=["haed", "layers"], lr_multipliers={"layers.7": 2}).create(mlp())
     assert len(caught.value.problems) == 2
     assert "optimizer.no_weight_decay: 'haed' matches no trainable parameter" in caught.value.problems[0]
     assert "'head'" in caught.value.problems[0]
     assert "optimizer.lr_multipliers: 'layers.7'" in caught.value.problems[1]
     with pytest.raises(UserError, match=r"layer_decay=0.5 wants a model of several layers"):
-        options.Sgd(layer_decay=0.5).build(torch.nn.Linear(3, 3))
+        options.Sgd(layer_decay=0.5).create(torch.nn.Linear(3, 3))
 
 
 def test_the_schedule_keeps_the_multiples() -> None:
     from drivetrain.scheduler import Cosine
 
     model = mlp()
-    optimizer = options.Lamb(lr=0.1, lr_multipliers={"head": 10}).build(model, lr_factor=2.0)
+    optimizer = options.Lamb(lr=0.1, lr_multipliers={"head": 10}).create(model, lr_factor=2.0)
     schedule = Cosine()
     schedule.start(optimizer, 10)
     schedule.step(5)

@@ -39,7 +39,7 @@ def test_ours_equals_torchs_own_step_for_step(name, how):
     build, reference = OPTIMIZERS[name]
     knobs, torchs = IMPLEMENTATIONS[how]
     a, b = net(), net()
-    mine = build(knobs).build(a)
+    mine = build(knobs).create(a)
     matrices, vectors = ([p for p in b.parameters() if (p.ndim > 1) == wanted] for wanted in (True, False))
     theirs = reference([{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}], torchs)
     start = [p.clone() for p in a.parameters()]
@@ -61,19 +61,19 @@ def test_ours_equals_torchs_own_step_for_step(name, how):
 @pytest.mark.parametrize("how", IMPLEMENTATIONS)
 def test_the_implementation_is_the_one_that_was_asked_for(how):
     knobs, torchs = IMPLEMENTATIONS[how]
-    built = ours.AdamW(**knobs).build(net())
+    built = ours.AdamW(**knobs).create(net())
     assert {k: bool(built.defaults[k]) for k in ("fused", "foreach")} == {"fused": False, "foreach": False, **torchs}
 
 
 def test_norms_and_biases_are_not_decayed():
-    decayed, rest = ours.Sgd(weight_decay=0.1).build(net()).param_groups
+    decayed, rest = ours.Sgd(weight_decay=0.1).create(net()).param_groups
     assert (decayed["weight_decay"], rest["weight_decay"]) == (0.1, 0.0)
     assert [p.ndim for p in decayed["params"]] == [4, 2]
     assert [p.ndim for p in rest["params"]] == [1, 1, 1, 1]
 
 
 def test_norms_and_biases_are_decayed_where_asked_for():
-    (group,) = ours.Sgd(weight_decay=0.1, decay_norm_and_bias=True).build(net()).param_groups
+    (group,) = ours.Sgd(weight_decay=0.1, decay_norm_and_bias=True).create(net()).param_groups
     assert group["weight_decay"] == 0.1
     assert len(group["params"]) == 6
 
@@ -81,7 +81,7 @@ def test_norms_and_biases_are_decayed_where_asked_for():
 def test_decay_without_gradient_moves_matrices_alone():
     model = net()
     start = [p.clone() for p in model.parameters()]
-    built = ours.Sgd(lr=1.0, momentum=0.0, nesterov=False, weight_decay=0.1).build(model)
+    built = ours.Sgd(lr=1.0, momentum=0.0, nesterov=False, weight_decay=0.1).create(model)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     built.step()
@@ -92,25 +92,25 @@ def test_decay_without_gradient_moves_matrices_alone():
 def test_frozen_parameters_are_in_no_group():
     model = net()
     model[0].weight.requires_grad_(False)
-    groups = ours.AdamW().build(model).param_groups
+    groups = ours.AdamW().create(model).param_groups
     assert sum(len(g["params"]) for g in groups) == 5
     assert not any(p is model[0].weight for g in groups for p in g["params"])
 
 
 def test_the_factor_multiplies_the_learning_rate():
-    assert {g["lr"] for g in ours.Sgd(lr=0.1).build(net(), 4.0).param_groups} == {0.4}
+    assert {g["lr"] for g in ours.Sgd(lr=0.1).create(net(), 4.0).param_groups} == {0.4}
 
 
 def test_its_state_goes_into_torchs_own_optimizer_and_back():
     a = net()
-    mine = ours.AdamW().build(a)
+    mine = ours.AdamW().create(a)
     for p in a.parameters():
         p.grad = torch.ones_like(p)
     mine.step()
     theirs = torch.optim.AdamW([{"params": [p for p in net().parameters() if p.ndim > 1]},
                                 {"params": [p for p in net().parameters() if p.ndim < 2]}])  # fmt: skip
     theirs.load_state_dict(mine.state_dict())
-    back = ours.AdamW().build(net())
+    back = ours.AdamW().create(net())
     back.load_state_dict(theirs.state_dict())
     states = [list(o.state_dict()["state"].values()) for o in (mine, back)]
     assert len(states[0]) == 6

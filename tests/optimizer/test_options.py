@@ -114,14 +114,14 @@ def test_timm_takes_its_arguments_and_our_groups() -> None:
     knobs = options.Timm(
         name="lamb", lr=0.1, weight_decay=0.3, lr_multipliers={"1": 2}, kwargs={"betas": [0.5, 0.6], "trust_clip": True}
     )
-    optimizer = knobs.build(model)
+    optimizer = knobs.create(model)
     assert type(optimizer).__module__ == "timm.optim.lamb"
     assert {(g["lr"], g["weight_decay"]) for g in optimizer.param_groups} == {(0.1, 0.3), (0.1, 0.0), (0.2, 0.3), (0.2, 0.0)}
     assert optimizer.param_groups[0]["betas"] == (0.5, 0.6)
     assert optimizer.param_groups[0]["trust_clip"] is True
-    assert options.Timm(name="adamw").build(model).param_groups[0]["fused"] is True
+    assert options.Timm(name="adamw").create(model).param_groups[0]["fused"] is True
     with pytest.raises(UserError, match=r"optimizer.name=lamb cannot be built"):
-        options.Timm(name="lamb", kwargs={"max_grad_norm": 1, "nonsense": 2}).build(model)
+        options.Timm(name="lamb", kwargs={"max_grad_norm": 1, "nonsense": 2}).create(model)
 
 
 APEX = {"apex_adam": "adamw", "apex_sgd": "sgd", "apex_lamb": "nvlamb", "apex_novograd": "novograd"}
@@ -150,9 +150,9 @@ def test_apex_is_built_where_it_is(name: str, tmp_path: Path, monkeypatch: pytes
     assert "has a fused implementation only" in problems(*words, "optimizer.fused=false")[0]
     assert "has no multi-tensor implementation" in problems(*words, "optimizer.foreach=true")[0]
     run = validate(compose(words))
-    monkeypatch.setattr(run.runtime, "kind", lambda: "cuda")
+    monkeypatch.setattr(run.runtime, "device_type", lambda: "cuda")
     assert not list(run.optimizer.validate_device(run))
-    built = run.optimizer.build(torch.nn.Linear(3, 3))
+    built = run.optimizer.create(torch.nn.Linear(3, 3))
     assert {g["lr"] for g in built.param_groups} == {0.5}
     assert {g["weight_decay"] for g in built.param_groups} == {run.optimizer.weight_decay, 0.0}
     for module in ("apex", "apex.optimizers"):
@@ -184,14 +184,14 @@ class FusedNovoGrad(_Base):
 
 def test_muon_without_a_hidden_matrix_is_refused() -> None:
     with pytest.raises(UserError, match="finds no weight"):
-        options.Muon().build(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)))
+        options.Muon().create(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)))
     model = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(4)))
     with pytest.raises(UserError, match="finds no weight"):
-        options.Muon(adamw=["1", "2"]).build(model)
+        options.Muon(adamw=["1", "2"]).create(model)
     with pytest.raises(UserError, match=r"optimizer.adamw: '9' matches no trainable parameter"):
-        options.Muon(adamw=["9"]).build(model)
+        options.Muon(adamw=["9"]).create(model)
     names = {p: n for n, p in model.named_parameters()}
-    muon, adamw = options.Muon(adamw=["1"]).build(model).members
+    muon, adamw = options.Muon(adamw=["1"]).create(model).members
     assert [names[p] for g in muon.param_groups for p in g["params"]] == ["2.weight"]
     assert len([p for g in adamw.param_groups for p in g["params"]]) == 7
 

@@ -214,7 +214,7 @@ def test_equals_the_paper(case: str, form: str, dtype: torch.dtype) -> None:
     lr = 1.0 if "lars" in case else 0.01
     knobs = option(lr=lr, lr_multipliers={"head": 3}, **given, **FORMS[form])
     model = net(dtype)
-    optimizer = knobs.build(model)
+    optimizer = knobs.create(model)
     steps(model, optimizer)
     weights, states = follow(knobs, rule, lr)
     tolerance = 1e-12 if dtype == torch.float64 else 2e-5
@@ -230,12 +230,12 @@ def test_equals_the_paper(case: str, form: str, dtype: torch.dtype) -> None:
 
 def test_the_forms_are_taken() -> None:
     """A knob that is not in effect would make all forms equal."""
-    sgd = {f: options.Sgd(**FORMS[f]).build(net()).param_groups[0] for f in FORMS}
+    sgd = {f: options.Sgd(**FORMS[f]).create(net()).param_groups[0] for f in FORMS}
     assert [(g["fused"], g["foreach"]) for g in sgd.values()] == [(True, False), (False, True), (False, False)]
-    lamb = {f: options.Lamb(**FORMS[f]).build(net()) for f in FORMS}
+    lamb = {f: options.Lamb(**FORMS[f]).create(net()) for f in FORMS}
     assert [o.loop for o in lamb.values()] == [False, False, True]
     assert lamb["fused"]._moments is not lamb["foreach"]._moments
-    assert options.Lamb().build(net())._moments is lamb["fused"]._moments
+    assert options.Lamb().create(net())._moments is lamb["fused"]._moments
 
 
 def test_muon_equals_torch_on_matrices() -> None:
@@ -278,7 +278,7 @@ def test_muon_on_kernels_and_adamw_for_the_rest(channels_last: bool) -> None:
     knobs = options.Muon(lr=0.1, adamw_lr=0.01, weight_decay=0.1, nesterov=True)
     weights = {n: p.detach().numpy().copy() for n, p in model.named_parameters()}
     states: dict[str, State] = {n: {} for n in weights}
-    optimizer = knobs.build(model)
+    optimizer = knobs.create(model)
     for step in range(1, 11):
         for n, p in model.named_parameters():
             g = gradient(n, p.shape, step)
@@ -314,7 +314,7 @@ def test_orthogonalised_has_singular_values_near_one() -> None:
 def test_lars_keeps_the_learning_rate_inside_the_momentum() -> None:
     """After lr falls to almost nothing the momentum goes on with its old size: that is the paper's, not SGD's, order."""
     model = torch.nn.Linear(8, 8, bias=False)
-    optimizer = options.Lars(lr=1.0).build(model)
+    optimizer = options.Lars(lr=1.0).create(model)
     model.weight.grad = torch.ones(8, 8)
     before = model.weight.detach().clone()
     optimizer.step()
@@ -332,7 +332,7 @@ def test_lamb_adapts_without_decay_where_its_kind_decays() -> None:
         with torch.no_grad():
             model.head.bias.fill_(5.0)
         before = {n: p.detach().clone() for n, p in model.named_parameters()}
-        optimizer = option(lr=0.01, weight_decay=0.0).build(model)
+        optimizer = option(lr=0.01, weight_decay=0.0).create(model)
         for n, p in model.named_parameters():
             p.grad = torch.as_tensor(gradient(n, p.shape, 2))
         optimizer.step()

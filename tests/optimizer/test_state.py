@@ -69,7 +69,7 @@ def test_resume_is_exact(option: type, knobs: dict[str, Any], layout: str) -> No
         if layout == "bf16":
             model.register_forward_pre_hook(lambda _, x: (x[0].bfloat16(),))
             model.register_forward_hook(lambda _, x, y: y.float())
-        return model, option(**knobs).build(model)
+        return model, option(**knobs).create(model)
 
     straight, optimizer = fresh()
     torch.manual_seed(1)
@@ -96,7 +96,7 @@ def test_memory_order_and_width_change_nothing(option: type) -> None:
     """Channels-last parameters are updated like others; a bfloat16 parameter like a float32 one, then rounded."""
     plain, last = net(), net().to(memory_format=torch.channels_last)
     for model in (plain, last):
-        feed(model, option().build(model))
+        feed(model, option().create(model))
     for a, b in zip(plain.parameters(), last.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
@@ -105,7 +105,7 @@ def test_memory_order_and_width_change_nothing(option: type) -> None:
     narrow = torch.nn.Linear(20, 20).bfloat16()
     narrow.load_state_dict(wide.state_dict())
     for model in (wide, narrow):
-        optimizer = option().build(model)
+        optimizer = option().create(model)
         model.weight.grad = torch.linspace(-1, 1, 400).bfloat16().to(model.weight.dtype).view(20, 20)
         model.bias.grad = torch.ones_like(model.bias)
         optimizer.step()
@@ -115,7 +115,7 @@ def test_memory_order_and_width_change_nothing(option: type) -> None:
 @pytest.mark.parametrize("option", OURS)
 def test_sparse_gradients_are_refused(option: type) -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
-    optimizer = option().build(model)
+    optimizer = option().create(model)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     model[1].weight.grad = torch.ones(4, 4).to_sparse()
@@ -127,7 +127,7 @@ def test_sparse_gradients_are_refused(option: type) -> None:
 def test_an_overflow_is_skipped_and_the_next_step_is_whole(option: type) -> None:
     """GradScaler, with the lean step: inf leaves weights and state; unscaled gradients give the unscaled update."""
     plain, scaled = net(), net()
-    a, b = option().build(plain), option().build(scaled)
+    a, b = option().create(plain), option().create(scaled)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     x, y = torch.randn(8, 1, 8, 8), torch.randint(0, 4, (8,))
     for overflow in (True, False, False):
@@ -155,7 +155,7 @@ def test_the_learning_rate_may_be_a_tensor(option: type) -> None:
     """As a whole-step graph sets it; nothing is read back to the host for it."""
     models = net(), net()
     for model, tensor in zip(models, (False, True), strict=True):
-        optimizer = option().build(model)
+        optimizer = option().create(model)
         for group in optimizer.param_groups:
             group["lr"] = torch.tensor(group["lr"], dtype=torch.float64) if tensor else group["lr"]
         feed(model, optimizer)
@@ -167,7 +167,7 @@ def test_gradients_that_come_and_go() -> None:
     """A parameter without a gradient keeps weight, state and its own count; its neighbours are not touched by that."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
-    optimizer = options.Lamb(weight_decay=0.1).build(model)
+    optimizer = options.Lamb(weight_decay=0.1).create(model)
     for step in range(4):
         for p in model.parameters():
             p.grad = torch.ones_like(p)
@@ -184,7 +184,7 @@ def test_gradients_that_come_and_go() -> None:
 def test_new_storage_is_found() -> None:
     """A parameter whose tensor was exchanged behind the optimizer's back is updated where it now lies."""
     model = torch.nn.Linear(3, 3)
-    optimizer = options.Lars(lr=10.0).build(model)
+    optimizer = options.Lars(lr=10.0).create(model)
     for _ in range(2):
         model.weight.data = model.weight.data.clone()
         before = model.weight.detach().clone()
@@ -197,7 +197,7 @@ def test_new_storage_is_found() -> None:
 def test_schedulefree_comes_back_on_an_exception() -> None:
     model = net()
     knobs = options.ScheduleFree()
-    optimizer = knobs.build(model)
+    optimizer = knobs.create(model)
     train(model, optimizer, 0, 4)
     trained = [p.detach().clone() for p in model.parameters()]
 
@@ -218,7 +218,7 @@ def test_steps_do_not_import_the_compiler() -> None:
         "import sys, torch\nfrom drivetrain import optimizer as o\n"
         "for option in (o.AdamW, o.Lamb, o.Lars, o.NovoGrad, o.Lion, o.Muon, o.ScheduleFree):\n"
         "    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))\n"
-        "    optimizer = option().build(model)\n"
+        "    optimizer = option().create(model)\n"
         "    model(torch.ones(2, 4)).sum().backward()\n"
         "    optimizer.step(); optimizer.load_state_dict(optimizer.state_dict())\n"
         "print('torch._dynamo' in sys.modules)"

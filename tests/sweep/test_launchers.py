@@ -62,6 +62,7 @@ def began(cwd: Path, gate: Path, at: int, *words: str, env: Mapping[str, str] | 
     return start("train", *words, cwd=cwd, env={"GATE": str(gate), "GATE_AT": str(at), **(env or {})})
 
 
+@pytest.mark.slow
 def test_a_killed_sweep_goes_on_with_what_is_left(tmp_path: Path) -> None:
     """SIGKILL to all of it in the second of three jobs: the first is kept, the second resumes, the third begins."""
     cwd = with_own_nets(tmp_path / "here")

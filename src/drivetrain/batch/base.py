@@ -268,7 +268,7 @@ class Auto(Batch):
         self.memory_gb = memory_gb
 
     def validate_device(self, run: RunSpec) -> Iterator[str]:
-        if run.runtime.kind() == "cpu" and self.memory_gb is None:
+        if run.runtime.device_type() == "cpu" and self.memory_gb is None:
             yield "batch=auto on a CPU needs a limit: set batch.memory_gb to what a rank may use, or batch=fixed"
 
     def autotune(self, fitting: Callable[[Sequence[int], Any], int], ranks: int) -> Batch:

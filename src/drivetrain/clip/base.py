@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Option, Positive
 
 GlobalNorm = Callable[[Sequence[Any], float], Any]  # (parameters, type of the norm) → norm of their gradients, 0-d
+
+if TYPE_CHECKING:
+    from drivetrain.core.context import BuildContext
 
 
 def _nothing() -> None:
@@ -21,7 +24,12 @@ class Clip(Option):
     active = False
     needs_whole_rows = False  # of weights, where ranks may hold parts of them
 
-    def build(self, parameters: list[torch.nn.Parameter], norm: GlobalNorm) -> Callable[[], None]:
+    def build(self, context: BuildContext) -> Callable[[], None]:
+        """A function that clips the gradients of the parameters that the run's optimizer updates."""
+        parameters = [p for group in context.optimizer.param_groups for p in group["params"]]
+        return self.create(parameters, context.parallel.norm)
+
+    def create(self, parameters: list[torch.nn.Parameter], norm: GlobalNorm) -> Callable[[], None]:
         """A function that bounds the (unscaled) gradients of a model's parameters, given in their order, in place.
 
         `norm(parameters, type)` is the norm of the whole model's gradients, also if each rank has a part of them.
@@ -37,7 +45,7 @@ class Norm(Clip):
     def __init__(self, max_norm: Positive = 1.0, norm_type: Positive = 2.0) -> None:
         self.max_norm, self.norm_type = max_norm, norm_type
 
-    def build(self, parameters: list[torch.nn.Parameter], norm: GlobalNorm) -> Callable[[], None]:
+    def create(self, parameters: list[torch.nn.Parameter], norm: GlobalNorm) -> Callable[[], None]:
         def clip() -> None:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.max_norm, norm(parameters, self.norm_type))
 
@@ -52,7 +60,7 @@ class Value(Clip):
     def __init__(self, clip_value: Positive = 1.0) -> None:
         self.clip_value = clip_value
 
-    def build(self, parameters: list[torch.nn.Parameter], norm: GlobalNorm) -> Callable[[], None]:
+    def create(self, parameters: list[torch.nn.Parameter], norm: GlobalNorm) -> Callable[[], None]:
         def clip() -> None:
             torch.nn.utils.clip_grad_value_(parameters, self.clip_value)
 
@@ -74,7 +82,7 @@ class Agc(Clip):
     def __init__(self, clip_factor: Positive = 0.01, eps: Positive = 1e-3) -> None:
         self.clip_factor, self.eps = clip_factor, eps
 
-    def build(self, parameters: list[torch.nn.Parameter], norm: GlobalNorm) -> Callable[[], None]:
+    def create(self, parameters: list[torch.nn.Parameter], norm: GlobalNorm) -> Callable[[], None]:
         final = max((i for i, p in enumerate(parameters) if p.ndim > 1), default=len(parameters))
         clipped = parameters[:final]
 

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 from drivetrain.core.errors import UserError, did_you_mean
 from drivetrain.core.lazy import torch
+
+
+class TensorLayout(NamedTuple):
+    """How a block can be laid over ranks by its heads and hidden units. A block's class says it in `tensor_layout()`."""
+
+    attention: torch.nn.Module
+    qkv: str  # name of its Linear that makes queries, keys and values, one after the other
+    out: str  # name of the Linear that joins the heads
+    heads: int
+    feed_forward: torch.nn.Module
+    up: str  # name of its first Linear
+    down: str  # and of its second
 
 
 def repeated_blocks(model: torch.nn.Module, class_name: str | None = None) -> list[torch.nn.Module]:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch, Request
+from drivetrain.core.progress import Progress
 from drivetrain.core.source import Source
 from drivetrain.core.world import World
 
@@ -39,6 +40,15 @@ class Strategy(Protocol):
     def all_reduce_max(self, found: torch.Tensor) -> torch.Tensor:
         """The highest value of all ranks that hold parts of one gradient, 0-d."""
 
+    def full_state_dict(self, model: torch.nn.Module, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Weights and training state as one process would have them, on rank 0."""
+
+    def as_distributed(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor that belongs to the weight `name`, as all ranks together have it."""
+
+    def saving_group(self) -> Any:
+        """A process group of all ranks, for those of their threads that save."""
+
     def gather_object(self, value: Any) -> list[Any]:
         """One value of each rank, on rank 0."""
 
@@ -66,6 +76,9 @@ class Batch(Protocol):
     """Which samples make which micro-batch of which update."""
 
     accumulation_steps: int
+
+    def lr_factor(self) -> float:
+        """The multiple of the learning rate that goes with the batch."""
 
     def micro_batch(self, world: World) -> int:
         """The most samples that one rank's forward takes."""
@@ -104,3 +117,13 @@ class LogWriter(Protocol):
 
     def log(self, record: Mapping[str, Any], /) -> None:
         """Write one record."""
+
+
+class Checkpointed(Protocol):
+    """What is saved: a trainer."""
+
+    model: torch.nn.Module
+    progress: Progress
+
+    def state(self) -> dict[str, Any]:
+        """Everything but the weights that a resumed run needs. Called on all ranks."""

@@ -38,7 +38,7 @@ class HostSync(Debug):
         self._steps = 0
 
     def validate_device(self, run: RunSpec) -> Iterator[str]:
-        if run.runtime.kind() == "cpu" and run.compile.active:
+        if run.runtime.device_type() == "cpu" and run.compile.active:
             yield f"debug=host_sync watches calls on a CPU, and {run.named('compile')} makes none: set compile=none"
 
     def setup(self, context: BuildContext) -> None:

@@ -28,7 +28,7 @@ class Nvtx(Window):
             yield "debug.shapes=true is of operations, and debug.operations=false leaves them out: set one of them otherwise"
 
     def validate_device(self, run: RunSpec) -> Iterator[str]:
-        if run.runtime.device == "auto" and run.runtime.kind() != "cuda":
+        if run.runtime.device == "auto" and run.runtime.device_type() != "cuda":
             yield "debug=nvtx needs a CUDA device, and torch finds none: set debug=profile"
 
     def mark(self, name: str) -> AbstractContextManager[Any]:

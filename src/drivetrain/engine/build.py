@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -15,6 +14,7 @@ from drivetrain.core.context import BuildContext
 from drivetrain.core.errors import UserError
 from drivetrain.core.horizon import Horizon
 from drivetrain.core.protocols import LogWriter
+from drivetrain.debug.base import Debug
 from drivetrain.engine import dry_run, input_checks
 from drivetrain.engine.evaluator import Evaluator
 from drivetrain.engine.step import PlainStep
@@ -34,7 +34,7 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter]) -> Trainer:
     context.device, context.seed = run.runtime.start(context.world), run.runtime.seed
     # The ranks meet before they build, so that a difference between them ends the run here.
     parallel = context.parallel = run.parallel.build(context)
-    debug = run.debug.build(context)
+    debug: Debug = run.debug.build(context)
     context.findings = debug.report
     precision = context.precision = debug.wrap_precision(run.precision.build(context))
     batch = _load_data(context, debug)
@@ -46,7 +46,7 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter]) -> Trainer:
     forward = parallel.wrap_model(compiler.apply(model, context.example, run.checkpointing.budget))
     # The optimizer comes after every edit that may replace or move parameters; the average after the weights are final.
     with parallel.plain_parameters(model):
-        optimizer = context.optimizer = precision.optimizer(run.optimizer, model, batch.lr_factor())
+        optimizer = context.optimizer = precision.build_optimizer(run.optimizer, context)
         ema = run.ema.build(context)
     scheduler = run.scheduler.build(context)
     # The ranks have made the same model; from here on each draws its own dropout, but where they share activations.
@@ -56,11 +56,10 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter]) -> Trainer:
 
     # From the inside out: the step of one process, the ranks' shared gradients, one graph of both, and whoever watches.
     parameters = [p for p in model.parameters() if p.requires_grad]
-    clip = run.clip.build([p for group in optimizer.param_groups for p in group["params"]], parallel.norm)
-    plain = PlainStep(forward, run.loss, precision, optimizer, clip, lambda: run.runtime.zero(parameters))
+    plain = PlainStep(forward, run.loss, precision, optimizer, run.clip.build(context), lambda: run.runtime.zero(parameters))
     step = debug.wrap_step(compiler.wrap_step(parallel.wrap_step(plain, context), context))
 
-    eval_weights = precision.eval_weights(run.optimizer.eval_weights)
+    eval_weights = precision.eval_weights(run.optimizer, optimizer)
     timer, saving = StepTimer(compiler.warmup), run.saving.build(context)
     evaluator = Evaluator(
         model=model, forward=parallel.inference_model(model), eval_weights=eval_weights, ema=ema, loss=run.loss,
@@ -83,7 +82,7 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter]) -> Trainer:
     return trainer
 
 
-def _load_data(context: BuildContext, debug: Any) -> Batch:
+def _load_data(context: BuildContext, debug: Debug) -> Batch:
     """Read the data. How long its samples are may decide how many make an update, and so how many updates the run has."""
     run, data = context.run, context.run.data.load(context.device)
     context.data, context.train_source = data, data.train
@@ -97,10 +96,10 @@ def _load_data(context: BuildContext, debug: Any) -> Batch:
     return batch
 
 
-def _build_model(context: BuildContext, debug: Any) -> torch.nn.Module:
+def _build_model(context: BuildContext, debug: Debug) -> torch.nn.Module:
     """The model on its device, edited, in the run's precision, recomputing and sharded as the run asks for."""
     run, data, world = context.run, context.data, context.parallel.data_world
-    model = run.model.build(data.shape, data.classes).to(context.device)
+    model: torch.nn.Module = run.model.build(context)
     # Edits of the module tree first: every later step works on the modules that remain. The memory format is one of
     # them, and precedes compiling, which specialises on strides.
     formats = [e.memory_format for e in run.surgery if e.memory_format is not None]
@@ -137,6 +136,6 @@ def _horizon(context: BuildContext, batch: Batch, known_before: bool) -> Horizon
     return horizon.at_most(run.debug.updates)
 
 
-def _log(lines: Any) -> None:
+def _log(lines: Iterable[str]) -> None:
     for line in lines:
         logger.info(line)

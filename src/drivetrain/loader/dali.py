@@ -43,7 +43,7 @@ class Dali(Loader):
 
     def validate_device(self, run: RunSpec) -> Iterator[str]:
         yield from needs_extra("nvidia.dali", "dali", "loader=dali")
-        if self.decoder == "mixed" and run.runtime.kind() == "cpu":
+        if self.decoder == "mixed" and run.runtime.device_type() == "cpu":
             yield "loader.decoder=mixed needs a CUDA device, which this run has not: set loader.decoder=cpu"
 
     def advice(self, pipeline: Pipeline) -> str | None:

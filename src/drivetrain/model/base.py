@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Option, RunSpec
+
+if TYPE_CHECKING:
+    from drivetrain.core.context import BuildContext
 
 
 class Model(Option):
@@ -24,6 +28,10 @@ class Model(Option):
                 "set data=stdlib loss=next_token, or another model"
             )
 
-    def build(self, shape: tuple[int, ...], classes: int) -> torch.nn.Module:
+    def build(self, context: BuildContext) -> torch.nn.Module:
+        """The network for the run's data, on its device."""
+        return self.create(context.data.shape, context.data.classes).to(context.device)
+
+    def create(self, shape: tuple[int, ...], classes: int) -> torch.nn.Module:
         """A freshly initialised network for samples of `shape` (without the batch dimension), with `classes` outputs."""
         raise NotImplementedError

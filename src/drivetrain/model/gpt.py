@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from torch.nn.functional import relu, scaled_dot_product_attention
 
+from drivetrain.core.blocks import TensorLayout
+
 ROTARY_BASE = 10_000.0
 MULTIPLIER, PRIME = 1_000_003, 2_147_483_647  # of the n-grams' hash: products stay within 63 bits
 
@@ -53,6 +55,11 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
         x = x + self.dropout(self.attention(self.norm1(x), rotary))
         return x + self.dropout(self.feed_forward(self.norm2(x)))
+
+    def tensor_layout(self) -> TensorLayout:
+        """How parallel=tensor lays the block over ranks."""
+        heads = self.attention.qkv.in_features // self.attention.head
+        return TensorLayout(self.attention, "qkv", "out", heads, self.feed_forward, "up", "down")
 
 
 class Ngrams(nn.Module):

@@ -36,7 +36,7 @@ class Own(Model):
                 f"if you trust it, set trust=[{self.target.split('.')[0]}] on the command line"
             )
 
-    def build(self, shape: tuple[int, ...], classes: int) -> torch.nn.Module:
+    def create(self, shape: tuple[int, ...], classes: int) -> torch.nn.Module:
         target = self._import()
         offered = {"shape": shape, "classes": classes, "num_classes": classes}
         parameters = inspect.signature(target).parameters

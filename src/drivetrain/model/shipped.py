@@ -23,7 +23,7 @@ class ResNet9(Model):
         if shape is not None and (len(shape) != 3 or min(shape[1:]) < 8):
             yield f"model=resnet9 wants images of at least 8×8, but the data gives {list(shape)}: set model=mlp"
 
-    def build(self, shape: tuple[int, ...], classes: int) -> torch.nn.Module:
+    def create(self, shape: tuple[int, ...], classes: int) -> torch.nn.Module:
         from drivetrain.model import resnet9
 
         return resnet9.ResNet9(shape, classes, self.width, self.bias)
@@ -35,7 +35,7 @@ class Mlp(Model):
     def __init__(self, hidden: Sequence[Count] = (256, 256), dropout: Momentum = 0.0) -> None:
         self.hidden, self.dropout = hidden, dropout
 
-    def build(self, shape: tuple[int, ...], classes: int) -> torch.nn.Module:
+    def create(self, shape: tuple[int, ...], classes: int) -> torch.nn.Module:
         from drivetrain.model import mlp
 
         return mlp.Mlp(shape, classes, self.hidden, self.dropout)
@@ -69,7 +69,7 @@ class Gpt(Model):
                 f"set model.width to {' or '.join(str(n) for n in (near, near + 2 * self.heads) if n)}"
             )
 
-    def build(self, shape: tuple[int, ...], classes: int) -> torch.nn.Module:
+    def create(self, shape: tuple[int, ...], classes: int) -> torch.nn.Module:
         from drivetrain.model import gpt
 
         return gpt.Gpt(shape[0], classes, self.width, self.depth, self.heads, self.dropout, self.ngrams, self.buckets)

@@ -37,8 +37,8 @@ class Apex(Optimizer):
 
     def validate_device(self, run: RunSpec) -> Iterator[str]:
         name = run.named("optimizer")
-        if run.runtime.kind() != "cuda":
-            yield f"{name} runs on CUDA only, and this run is on {run.runtime.kind()}: set optimizer={self.alternative}"
+        if run.runtime.device_type() != "cuda":
+            yield f"{name} runs on CUDA only, and this run is on {run.runtime.device_type()}: set optimizer={self.alternative}"
             return
         try:
             from apex import optimizers

@@ -6,12 +6,15 @@ import inspect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
 from drivetrain.optimizer.groups import GroupSettings, flatten, parameter_groups
 from drivetrain.optimizer.hyperparameters import Hyperparameters
+
+if TYPE_CHECKING:
+    from drivetrain.core.context import BuildContext
 
 Implementation = Literal["fused", "foreach", "loop"]
 # Parameters' elements. On a CPU, a larger model's tensors leave the cache between two multi-tensor operations, which makes
@@ -58,23 +61,27 @@ class Optimizer(Hyperparameters):
                 )
 
     def validate_device(self, run: RunSpec) -> Iterator[str]:
-        kind = run.runtime.kind()
+        kind = run.runtime.device_type()
         if self.fused and self.fused_on and not self.has_fused(kind):
             name = run.named("optimizer")
             yield f"optimizer.fused=true: {name} has no fused implementation on {kind}: set optimizer.fused=null"
 
-    def build(self, model: torch.nn.Module, lr_factor: float = 1.0) -> torch.optim.Optimizer:
+    def build(self, context: BuildContext) -> torch.optim.Optimizer:
+        """The optimizer over the run's model, with the learning rate for its batch."""
+        return self.create(context.model, context.batch.lr_factor())
+
+    def create(self, model: torch.nn.Module, lr_factor: float = 1.0) -> torch.optim.Optimizer:
         """The optimizer over the model's trainable parameters, with learning rate `lr` × `lr_factor`."""
         groups = parameter_groups(model, self, self.lr * lr_factor, self.group_settings(model))
         parameters = [p for g in groups for p in g["params"]]
         avoid_compiler_import()
         implementation = self.implementation(parameters[0].device.type, sum(p.numel() for p in parameters))
-        self.optimizer = self.make(groups, implementation)
+        optimizer = self.make(groups, implementation)
         names = {id(p): name for name, p in model.named_parameters()}
-        for group in self.optimizer.param_groups:  # saved with the state, so that it can be matched to parameters
+        for group in optimizer.param_groups:  # saved with the state, so that it can be matched to parameters
             group["param_names"] = [names[id(p)] for p in group["params"]]
-        remove_step_wrappers(self.optimizer)
-        return self.optimizer
+        remove_step_wrappers(optimizer)
+        return optimizer
 
     def make(self, groups: list[dict[str, Any]], implementation: Implementation) -> torch.optim.Optimizer:
         """The optimizer over these parameter groups, each of which has its own lr and weight_decay."""
@@ -108,7 +115,7 @@ class Optimizer(Hyperparameters):
             values["betas"] = (values.pop("beta1"), values.pop("beta2"))
         return values
 
-    def eval_weights(self) -> AbstractContextManager[None]:
+    def eval_weights(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
         """A context in which the model has the weights to evaluate and to save: here those that are trained."""
         return nullcontext()
 

@@ -45,5 +45,5 @@ class ScheduleFree(Optimizer):
 
         return schedulefree.ScheduleFree(groups, loop=implementation == "loop", **self.arguments())
 
-    def eval_weights(self) -> AbstractContextManager[None]:
-        return self.optimizer.averaged()  # type: ignore[attr-defined]
+    def eval_weights(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+        return optimizer.averaged()  # type: ignore[attr-defined]

@@ -40,7 +40,7 @@ class Fsdp(Sharded):
 
     def validate_device(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate_device(run)
-        if self.offload and run.runtime.kind() != "cuda":
+        if self.offload and run.runtime.device_type() != "cuda":
             yield "parallel.offload=true moves shards from a CUDA device to the CPU, and the device is a CPU: set it to false"
 
     def _split(self, model: torch.nn.Module, dtype: str | None, example: torch.Tensor) -> list[str]:

@@ -84,7 +84,7 @@ class Split(Parallel):
                 continue
             if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
                 yield f"parallel.devices: there is no {name}: torch finds {torch.cuda.device_count()} CUDA devices"
-        if self.devices is None and (run.runtime.kind() != "cuda" or torch.cuda.device_count() < 2):
+        if self.devices is None and (run.runtime.device_type() != "cuda" or torch.cuda.device_count() < 2):
             yield (
                 f"parallel=split needs two devices, and torch finds {torch.cuda.device_count()} CUDA devices: "
                 "name them in parallel.devices ([cpu,cpu] tries it out), or set parallel=single"

@@ -84,7 +84,7 @@ class ProcessGroupStrategy(Parallel):
             )
 
     def validate_device(self, run: RunSpec) -> Iterator[str]:
-        if self.nproc != "auto" and run.runtime.kind() == "cuda" and int(self.nproc) > torch.cuda.device_count():
+        if self.nproc != "auto" and run.runtime.device_type() == "cuda" and int(self.nproc) > torch.cuda.device_count():
             yield (
                 f"parallel.nproc={self.nproc}, but there are {torch.cuda.device_count()} CUDA devices, one for each rank: "
                 "set parallel.nproc=auto, or runtime.device=cpu"

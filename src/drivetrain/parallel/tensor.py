@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from drivetrain.core.blocks import repeated_blocks
+from drivetrain.core.blocks import TensorLayout, repeated_blocks
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec
@@ -103,8 +103,6 @@ def plan_for(block: Any) -> Plan | None:
     from timm.layers.attention import Attention
     from timm.layers.mlp import Mlp
 
-    from drivetrain.model import gpt
-
     attn, mlp = getattr(block, "attn", None), getattr(block, "mlp", None)
     if (
         type(attn) is Attention
@@ -113,8 +111,8 @@ def plan_for(block: Any) -> Plan | None:
         and _is_plain(mlp, "norm")
     ):
         return functools.partial(_timm, block)
-    if type(block) is gpt.Block:
-        return functools.partial(_gpt, block)
+    if "tensor_layout" in vars(type(block)):  # the class's own word: a class derived from it may compute otherwise
+        return functools.partial(_by_layout, block.tensor_layout())
     return None
 
 
@@ -139,17 +137,18 @@ def _timm(block: Any, mesh: Any, work: RankWork) -> None:
     work.between(block.mlp, block.mlp.fc2)
 
 
-def _gpt(block: Any, mesh: Any, work: RankWork) -> None:
-    """models.gpt's Block."""
+def _by_layout(layout: TensorLayout, mesh: Any, work: RankWork) -> None:
+    """A block that names its own heads and hidden units."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    attention = block.attention
-    _divisible(attention.qkv.in_features // attention.head, "heads", mesh.size())
-    attention.qkv = _fused(attention.qkv, 3, mesh)
-    parallelize_module(attention, mesh, {"out": RowwiseParallel()}, src_data_rank=None)
-    parallelize_module(block.feed_forward, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()}, src_data_rank=None)
-    work.between(attention, attention.out)
-    work.between(block.feed_forward, block.feed_forward.down)
+    attention, feed_forward = layout.attention, layout.feed_forward
+    _divisible(layout.heads, "heads", mesh.size())
+    setattr(attention, layout.qkv, _fused(getattr(attention, layout.qkv), 3, mesh))
+    parallelize_module(attention, mesh, {layout.out: RowwiseParallel()}, src_data_rank=None)
+    halves = {layout.up: ColwiseParallel(), layout.down: RowwiseParallel()}
+    parallelize_module(feed_forward, mesh, halves, src_data_rank=None)
+    work.between(attention, getattr(attention, layout.out))
+    work.between(feed_forward, getattr(feed_forward, layout.down))
 
 
 def _divisible(number: int, what: str, size: int) -> None:

@@ -44,13 +44,13 @@ class Precision(Option):
         """The model in this precision, before it is compiled or wrapped. `example` is a batch of two zeros."""
         return model
 
-    def optimizer(self, option: Any, model: torch.nn.Module, lr_factor: float) -> torch.optim.Optimizer:
-        """The option's optimizer, over the parameters in which updates add up: those that the model computes with."""
-        return option.build(model, lr_factor)
+    def build_optimizer(self, option: Any, context: BuildContext) -> torch.optim.Optimizer:
+        """The option's optimizer, over the parameters in which updates add up: here the model's own."""
+        return option.build(context)
 
-    def eval_weights(self, optimizers: Callable[[], AbstractContextManager[None]]) -> Callable[[], AbstractContextManager[None]]:
-        """The optimizer's context in which the weights to evaluate and to save stand in the model."""
-        return optimizers
+    def eval_weights(self, option: Any, optimizer: torch.optim.Optimizer) -> Callable[[], AbstractContextManager[None]]:
+        """Makes the context in which the model has the weights to evaluate and to save."""
+        return lambda: option.eval_weights(optimizer)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of forward and loss."""

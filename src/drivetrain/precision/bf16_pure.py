@@ -65,11 +65,12 @@ class Bf16Pure(Precision):
         logger.info(f"{len(mine)} of {sum(1 for _ in model.parameters())} parameters in bfloat16, with {kept}")
         return model
 
-    def optimizer(self, option: Any, model: torch.nn.Module, lr_factor: float) -> torch.optim.Optimizer:
-        """It holds the masters: they stand in the model while it is built, and are there while it saves and loads."""
+    def build_optimizer(self, option: Any, context: BuildContext) -> torch.optim.Optimizer:
+        """An optimizer of the masters: they are in the model while it is built, and there while it saves and loads."""
+        model = context.model
         self._exchange(model, dict(zip(self._parameters, self._masters, strict=True)))
         try:
-            optimizer = option.build(model, lr_factor)
+            optimizer = option.build(context)
         finally:
             self._exchange(model, dict(zip(self._masters, self._parameters, strict=True)))
         for name in ("state_dict", "load_state_dict"):
@@ -77,10 +78,10 @@ class Bf16Pure(Precision):
         self._release()
         return optimizer
 
-    def eval_weights(self, optimizers: Callable[[], AbstractContextManager[None]]) -> Callable[[], AbstractContextManager[None]]:
+    def eval_weights(self, option: Any, optimizer: torch.optim.Optimizer) -> Callable[[], AbstractContextManager[None]]:
         @contextmanager
         def shown() -> Iterator[None]:
-            with self._opened(), optimizers():
+            with self._opened(), option.eval_weights(optimizer):
                 torch._foreach_copy_(self._weights, self._views)
                 yield
 

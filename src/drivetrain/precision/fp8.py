@@ -44,7 +44,7 @@ class Fp8(Bf16):
 
     def validate_device(self, run: RunSpec) -> Iterator[str]:
         needed = (8, 9) if self.scaling == "tensorwise" else (9, 0)
-        if not self.emulate and (run.runtime.kind() != "cuda" or torch.cuda.get_device_capability() < needed):
+        if not self.emulate and (run.runtime.device_type() != "cuda" or torch.cuda.get_device_capability() < needed):
             yield (
                 f"precision=fp8 needs a CUDA device of compute capability {needed[0]}.{needed[1]} or newer "
                 f"(precision.scaling={self.scaling}): set precision=bf16, or precision.emulate=true to try it out"

@@ -44,13 +44,13 @@ class Runtime(Option):
         if self.device == "cuda" and not torch.cuda.is_available():
             yield "runtime.device=cuda, but torch finds no CUDA device: set runtime.device=cpu or auto"
 
-    def kind(self) -> str:
+    def device_type(self) -> str:
         """The device type that `device` means here."""
         return ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
 
     def start(self, world: World) -> torch.device:
         """Set the process up and return its device."""
-        device = torch.device(f"cuda:{world.local_rank}" if self.kind() == "cuda" else "cpu")
+        device = torch.device(f"cuda:{world.local_rank}" if self.device_type() == "cuda" else "cpu")
         if device.type == "cuda":
             torch.cuda.set_device(device)
         torch.set_num_threads(self.threads or usable_cores(world.local_size))

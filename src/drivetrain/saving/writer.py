@@ -11,15 +11,17 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from drivetrain.core.protocols import Checkpointed, Strategy
 from drivetrain.run import directory
 from drivetrain.saving import checkpoint_io, sharded_checkpoint
+from drivetrain.saving.options import Saving
 
 
 class Writer:
     """Writes a trainer's state as `saving` says: whole by rank 0 or in parts by all, at once or beside the training."""
 
     def __init__(
-        self, run_dir: Path, saving: Any, parallel: Any, eval_weights: Callable[[], AbstractContextManager[None]]
+        self, run_dir: Path, saving: Saving, parallel: Strategy, eval_weights: Callable[[], AbstractContextManager[None]]
     ) -> None:
         self._run_dir, self._saving, self._parallel, self._eval_weights = run_dir, saving, parallel, eval_weights
         self._thread: threading.Thread | None = None
@@ -32,7 +34,7 @@ class Writer:
             self._ranks = self._parallel.saving_group()
             self._run_dir = directory.same_on_all_ranks(self._run_dir, self._parallel)
 
-    def save(self, trainer: Any) -> None:
+    def save(self, trainer: Checkpointed) -> None:
         """The state as it is now. Called on all ranks."""
         if not self._saving.active:
             return

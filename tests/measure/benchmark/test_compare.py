@@ -57,7 +57,8 @@ def test_what_is_to_be_gone_on_with_is_refused(verb, capsys):
     assert "leave resume= out" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for processes in /proc")
+@pytest.mark.own_process
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for processes by their command lines in /proc")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_stopped_comparison_leaves_no_arm_behind(tiny, number, tmp_path):
     """Arms that stand still would stand for ever: they end with the process that holds them."""

@@ -1,0 +1,68 @@
+"""compile=step: the whole step as one graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from drivetrain.compile.inductor import Dynamo
+from drivetrain.core.lazy import torch
+from drivetrain.core.option import RunSpec
+from drivetrain.core.step import Step
+
+if TYPE_CHECKING:
+    from drivetrain.core.context import BuildContext
+
+
+def op_by_op(run: RunSpec) -> dict[str, tuple[str, str]]:
+    """What a run sets of how its update is made op by op, and what leaves that open: key → (value, other value)."""
+    fused, foreach = (getattr(run.optimizer, knob, None) for knob in ("fused", "foreach"))
+    sets = {
+        "optimizer.fused": (fused is True, "true", "null"), "optimizer.foreach": (foreach is False, "false", "null"),
+        "runtime.zero_grad": (run.runtime.zero_grad == "memset", "memset", "none"),
+    }  # fmt: skip
+    return {key: (given, free) for key, (is_set, given, free) in sets.items() if is_set}
+
+
+class StepGraph(Dynamo):
+    """Forward, backward, clipping and update as one graph, learning rates as tensors; on CUDA one launch an update.
+
+    Where a step cannot be recorded the run says why and goes on with compile=inductor. Python in the forward runs once,
+    while recording: what it decides from then on holds for the run.
+    """
+
+    captures_step = True
+    crosses_devices = False
+    warmup = 4  # op by op, recorded, and on CUDA a first call and the capture
+
+    def __init__(self, cudagraph: bool = True, cache_dir: str | None = None) -> None:
+        self.cudagraph, self.cache_dir = cudagraph, cache_dir
+
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate(run)
+        if not run.parallel.one_process:
+            yield (
+                f"compile=step and {run.named('parallel')} exclude each other (gradients meet in hooks, which a graph of the "
+                "whole step does not call): set compile=inductor or parallel=single"
+            )
+        if run.precision.scales_loss:
+            yield (
+                f"compile=step and {run.named('precision')} exclude each other (the loss scaler decides in Python whether to "
+                "update): set precision=bf16 or compile=inductor"
+            )
+        for key, (given, free) in op_by_op(run).items():
+            yield f"{key}={given} has no effect in compile=step, which makes the update in its own way: set it to {free}"
+
+    def apply(self, model: torch.nn.Module, example: torch.Tensor, budget: float) -> Any:
+        self.prepare(budget)
+        return model
+
+    def wrap_step(self, step: Step, context: BuildContext) -> Step:
+        from drivetrain.compile.whole_step import WholeStep
+
+        model = context.model
+        self._step = WholeStep(step, model, context.optimizer, lambda: torch.compile(model), self.cudagraph)
+        return self._step
+
+    def seconds(self) -> float | None:
+        return self._step.seconds + (super().seconds() or 0.0)

@@ -1,0 +1,303 @@
+"""A process that has imported torch and forks: a `python -m drivetrain` that starts in milliseconds instead of seconds.
+
+`install()` puts `Popen` in the place of `subprocess.Popen`. A command `[sys.executable, "-m", "drivetrain", …]` is then run
+by a child of the server, with the arguments, environment, directory, files, session and signals of a process of its own.
+Its exit code, its output and its process id are those of any other process. Every other command starts as ever, and so
+does one whose interpreter would be another one: other PYTHON… variables, a sitecustomize.py, another copy of drivetrain.
+`Popen.forking = False` (the marker `own_process`) turns it off.
+
+The server runs this file as a script. It has run nothing of torch and has started no thread, so that its children may fork.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import json
+import os
+import pkgutil
+import runpy
+import select
+import signal
+import site
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from importlib import import_module
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn
+
+MODULES = ("drivetrain", "src.train")
+# What an interpreter and its libraries read once, when they start: a command with other values needs an interpreter of its own.
+READ_AT_START = ("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "LD_", "TORCH_", "TORCHINDUCTOR_", "KMP_", "CUDA_", "TZ", "LC_", "LANG")
+LENGTH = 8  # bytes that hold the length of a request
+MODULES_TO = "DRIVETRAIN_TEST_MODULES_TO"  # the file that gets the names of all modules that a command had imported at its end
+TORCH = (
+    "torch", "torch.distributed.elastic.agent.server.local_elastic_agent", "torch.distributed.fsdp", "torch._dynamo",
+    "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend", "torch.distributed.launcher.api", "torch._inductor.config",
+    "safetensors.torch", "torchvision", "timm",
+)  # fmt: skip
+COMMAND = ("drivetrain.cli.main", "drivetrain.config.validate", "hydra", "omegaconf", "yaml", "rich.console", "rich.table")
+
+
+class Server:
+    """The server, as the process sees it that starts commands."""
+
+    def __init__(self, package: Path, kind: str) -> None:
+        """`kind` is "torch", or "command" for a server that has not imported torch."""
+        self.lock = threading.Lock()
+        self.channel, theirs = socket.socketpair()
+        with theirs:
+            self.process = _Popen(
+                [sys.executable, __file__, str(theirs.fileno()), str(package.parent), kind],
+                env={k: v for k, v in AT_START.items() if k != "PYTHONPATH"},
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
+            )  # fmt: skip
+        self.owner = os.getpid()
+        atexit.register(self.close)
+
+    def fork(self, request: dict[str, Any], files: list[int]) -> int:
+        """The process id of a child that runs the request, with these files as its standard ones and for its status."""
+        text = json.dumps(request).encode()
+        with self.lock:
+            socket.send_fds(self.channel, [len(text).to_bytes(LENGTH, "big")], files)
+            self.channel.sendall(text)
+            answer = self.channel.recv(LENGTH)
+        if not answer:
+            raise RuntimeError("the fork server has ended")
+        return int.from_bytes(answer, "big")
+
+    def close(self) -> None:
+        """End the server; its children go on."""
+        if os.getpid() == self.owner:
+            self.channel.close()
+            self.process.wait()
+
+
+_Popen = subprocess.Popen
+AT_START = dict(os.environ)  # also the servers'
+
+
+class Popen(_Popen):  # type: ignore[type-arg]
+    """subprocess.Popen; a command of drivetrain's is forked by the server."""
+
+    forking = True
+    package: Path
+    _servers: ClassVar[dict[str, Server]] = {}
+    _status: int | None = None  # the pipe that tells a forked command's end
+
+    def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, close_fds: bool, pass_fds: Any, *rest: Any) -> None:
+        cwd, env, _, _, shell, *pipes = rest[:11]
+        start_new_session = rest[-2]
+        plain = executable is None and preexec_fn is None and not pass_fds and not shell
+        env = {str(k): str(v) for k, v in (os.environ if env is None else env).items()}
+        cwd = os.path.abspath(cwd or os.getcwd())
+        if not (plain and self.forking and self._may_fork(args, cwd, env)):
+            super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, *rest)
+            return
+        server = self._server("command" if MODULES_TO in env else "torch")
+        p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite = pipes
+        self._status, told = os.pipe()
+        request = {"module": args[2], "words": list(map(str, args[3:])), "cwd": cwd, "env": env, "session": start_new_session}
+        files = [p2cread if p2cread != -1 else 0, c2pwrite if c2pwrite != -1 else 1, errwrite if errwrite != -1 else 2, told]
+        try:
+            self.pid = server.fork(request, files)
+        finally:
+            os.close(told)
+            for mine, theirs in ((p2cwrite, p2cread), (c2pread, c2pwrite), (errread, errwrite)):
+                if mine != -1 and theirs != -1:
+                    os.close(theirs)
+        self._child_created = True
+
+    def _server(self, kind: str) -> Server:
+        if kind not in self._servers or self._servers[kind].owner != os.getpid():
+            self._servers[kind] = Server(self.package, kind)
+        return self._servers[kind]
+
+    def _may_fork(self, args: Any, cwd: str, env: dict[str, str]) -> bool:
+        if isinstance(args, (str, bytes, os.PathLike)) or list(args[:2]) != [sys.executable, "-m"] or args[2] not in MODULES:
+            return False
+        names = {n for n in {*env, *AT_START} if n.startswith(READ_AT_START) and n != "PYTHONPATH"}
+        if any(env.get(n) != AT_START.get(n) for n in names):
+            return False
+        places = [Path(p) for p in (cwd, *env.get("PYTHONPATH", "").split(os.pathsep)) if p]
+        if any((p / f"{name}.py").exists() for p in places[1:] for name in ("sitecustomize", "usercustomize")):
+            return False
+        checkout = self.package.parents[1]
+        if args[2] == "src.train":
+            return Path(cwd) == checkout
+        found = next((p / "drivetrain" for p in places if (p / "drivetrain" / "__init__.py").exists()), None)
+        return found == self.package or (found is None and str(self.package.parent) in site.getsitepackages())
+
+    def _ask(self, pid: int, flags: int) -> tuple[int, int]:
+        """os.waitpid for a child of the server."""
+        assert self._status is not None
+        if flags & os.WNOHANG and not select.select([self._status], [], [], 0)[0]:
+            return 0, 0
+        told = os.read(self._status, LENGTH)
+        os.close(self._status)
+        return pid, int.from_bytes(told, "big") if told else signal.SIGKILL  # the server was killed
+
+    def _internal_poll(self, _deadstate: Any = None, *rest: Any) -> Any:
+        return super()._internal_poll(_deadstate, *(rest if self._status is None else [self._ask]))
+
+    def _try_wait(self, wait_flags: int) -> tuple[int, int]:
+        return super()._try_wait(wait_flags) if self._status is None else self._ask(self.pid, wait_flags)
+
+
+def install() -> None:
+    """Let every `subprocess.run` and `subprocess.Popen` of this process fork drivetrain's commands."""
+    import drivetrain
+
+    Popen.package = Path(drivetrain.__file__).resolve().parent
+    subprocess.Popen = Popen  # type: ignore[misc]
+
+
+# From here on: the server.
+
+
+def serve(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    """Fork a child for each request and tell its end. None when the tests are over; in a child its request and files."""
+    woken, wake = os.pipe()
+    for end in (woken, wake):
+        os.set_blocking(end, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    status_of: dict[int, int] = {}
+    while True:
+        ready = select.select([channel, woken], [], [])[0]
+        if woken in ready:
+            os.read(woken, 4096)
+            _reap(status_of)
+        if channel not in ready:
+            continue
+        header, files, _, _ = socket.recv_fds(channel, LENGTH, 4)
+        if not header:
+            return None
+        text = _receive(channel, int.from_bytes(header, "big"))
+        pid = os.fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for end in (woken, wake, files.pop(), *status_of.values()):
+                os.close(end)
+            channel.close()
+            return json.loads(text), files
+        status_of[pid] = files.pop()
+        for file in files:
+            os.close(file)
+        channel.sendall(pid.to_bytes(LENGTH, "big"))
+
+
+def _receive(channel: socket.socket, length: int) -> bytes:
+    text = b""
+    while len(text) < length:
+        text += channel.recv(length - len(text))
+    return text
+
+
+def _reap(status_of: dict[int, int]) -> None:
+    for pid, told in list(status_of.items()):
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            with contextlib.suppress(BrokenPipeError):  # nobody waits for it any more
+                os.write(told, status.to_bytes(LENGTH, "big"))
+            os.close(told)
+            del status_of[pid]
+
+
+def become(request: dict[str, Any], files: list[int], path: list[str]) -> None:
+    """Take on what the request says, as if this interpreter had just started for it, and run its module."""
+    from drivetrain.core import process
+
+    if request["session"]:
+        os.setsid()
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    own = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
+    sys.path[:] = [request["cwd"], *own, *path]
+    sys.argv = [request["module"], *request["words"]]
+    sys.orig_argv[:] = [sys.executable, "-m", *sys.argv]
+    _open_standard_files()
+    process.restart_clock()
+    runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+
+
+def _open_standard_files() -> None:
+    """sys.stdin, stdout and stderr as an interpreter opens them when it starts: what they are decides how they buffer."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        old = getattr(sys, name)
+        lines = number == 2 or os.isatty(number)
+        new = open(number, "w" if number else "r", encoding=old.encoding, errors=old.errors, closefd=False)  # noqa: SIM115
+        new.reconfigure(line_buffering=lines)  # type: ignore[union-attr]
+        setattr(sys, name, new)
+        setattr(sys, f"__{name}__", new)
+
+
+def preload(kind: str) -> None:
+    """Import what the commands import; run nothing of it."""
+    import drivetrain
+
+    for name in COMMAND:
+        import_module(name)
+    import_module("drivetrain.launch.job").prepare([])  # what reads the config has then imported and parsed its grammars
+    if kind == "torch":
+        for name in TORCH:
+            import_module(name)
+        for found in pkgutil.walk_packages(drivetrain.__path__, "drivetrain."):
+            if not found.name.endswith("__main__"):
+                import_module(found.name)
+    threads = Path("/proc/self/task")
+    assert not threads.is_dir() or len(list(threads.iterdir())) == 1, "a process of several threads may not fork"
+    gc.freeze()
+
+
+def end(code: Any) -> NoReturn:
+    """End this process as an interpreter does, but for taking its modules apart, which would copy what is shared."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+    status = code if isinstance(code, int) else int(code is not None)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            status = 120  # as Python itself says it
+    os._exit(status & 0xFF)
+
+
+def main() -> None:
+    """Serve; a child leaves this function by running its command."""
+    plain = sys.path[1:]  # [0] is this file's folder
+    sys.path[0] = sys.argv[2]
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    preload(sys.argv[3])
+    mine = serve(channel)
+    if mine is None:  # the tests are over
+        end(0)
+    code: Any = None
+    try:
+        become(*mine, plain)
+    except SystemExit as given:
+        code = given.code
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    if MODULES_TO in os.environ:
+        Path(os.environ[MODULES_TO]).write_text("".join(f"{name}\n" for name in sorted(sys.modules)))
+    end(code)
+
+
+if __name__ == "__main__":
+    main()
