@@ -325,3 +325,49 @@ def test_the_page_shows_the_code_that_runs():
     for language, block in blocks:
         texts = files["py" if language == "python" else language]
         assert any(block in text for text in texts), f"no file in {EXTENDING} has this:\n{block}"
+
+
+# --- the pages ---
+
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *(ROOT / "examples").rglob("README.md"),
+]
+WRITTEN = [page for page in PAGES if page.name != "pairwise.md"]  # that one is generated
+COMMAND = re.compile(r"^    (python -m src\.train|drivetrain (?:train|compare|show)) (.*)$", re.M)
+# What only a reader's machine has: photographs, a packed folder, shards, runs, a recipe, an installed plugin.
+READERS_OWN = (
+    r"is no directory|is no packed folder|are not there|is no run's directory|recipe=mine is not known"
+    r"|(sign_sgd|fp64) is no option"
+)
+
+
+def name_of(page):
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_the_links_of_a_page_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+        assert target.startswith("https://") or (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=name_of)
+def test_the_commands_of_a_page_are_good(page, monkeypatch, my_pkg):
+    """Each is composed and validated, as far as that goes without what the reader's machine has."""
+    monkeypatch.syspath_prepend(HERE)
+    monkeypatch.chdir(HERE if page.parent == HERE else ROOT)
+    for verb, text in COMMAND.findall(page.read_text()):
+        given = shlex.split(text, comments=True)
+        swept = "-m" in given or "compare" in verb
+        dirs = [given.pop(i + 1) for i, word in enumerate(given) if word in ("-cd", "--config-dir")]
+        words = [w for w in given if "=" in w and not re.match(r"hydra|quality=|resume=auto", w)]
+        if "hydra/sweeper=optuna" in given or "recipe=speed_ladder" in given:  # other grammars than a command's own
+            continue
+        try:
+            problems = [p for job in sweep.prepare(words, dirs) for p in job.problems] if swept else prepare(words, dirs) and []
+        except UserError as error:
+            problems = error.problems
+        assert [p for p in problems if not re.search(READERS_OWN, p)] == [], text

@@ -18,7 +18,7 @@ def command(argv: Sequence[str]) -> int:
     import torch
 
     data = run.data.load(torch.device("cpu"))
-    parameters = list(run.model.build(data.shape, data.classes).parameters())
+    parameters = list(run.model.create(data.shape, data.classes).parameters())
     trainable = sum(p.numel() for p in parameters if p.requires_grad)
     print(f"{run.named('model')}: {sum(p.numel() for p in parameters):,} parameters, {trainable:,} of them trainable")
     return 0
