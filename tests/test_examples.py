@@ -114,7 +114,7 @@ OPTIONS = {
     "optimizer=sign_sgd": [],
     "precision=fp64": [],
     "loader=prefetch_one": ["data=digits"],
-    "augment=[invert]": ["augment.invert.max_value=1"],
+    "augment=[invert]": ["data=digits", "augment.invert.max_value=16"],
     "loss=focal": [],
     "loss=cross_entropy_top2": [],
     "parallel=local_sgd": [],
@@ -217,6 +217,11 @@ def test_invert_draws_for_each_sample_by_itself(my_pkg):
     assert 16 < inverted.sum() < 48
     assert torch.equal(invert(x[5:9], 0, 1, numbers[5:9]), out[5:9])  # whoever else is in its batch
     assert not torch.equal(invert(x, 0, 2, numbers), out)  # another epoch, another draw
+
+
+def test_invert_wants_the_largest_value_of_the_data(job):
+    with pytest.raises(UserError, match=r"data=digits go up to 16: set augment\.invert\.max_value=16"):
+        job("augment=[invert]", "data=digits")
 
 
 def test_focal_without_gamma_is_cross_entropy(my_pkg):
@@ -359,7 +364,7 @@ def test_the_commands_of_a_page_are_good(page, monkeypatch, my_pkg):
     """Each is composed and validated, as far as that goes without what the reader's machine has."""
     monkeypatch.syspath_prepend(HERE)
     monkeypatch.chdir(HERE if page.parent == HERE else ROOT)
-    for verb, text in COMMAND.findall(page.read_text()):
+    for verb, text in COMMAND.findall(re.sub(r"\\\n *", "", page.read_text())):
         given = shlex.split(text, comments=True)
         swept = "-m" in given or "compare" in verb
         dirs = [given.pop(i + 1) for i, word in enumerate(given) if word in ("-cd", "--config-dir")]

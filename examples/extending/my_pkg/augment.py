@@ -19,8 +19,12 @@ class Invert(Augment):
         self.probability, self.max_value = probability, max_value
 
     def validate(self, run: RunSpec) -> Iterator[str]:
-        if not self.probability:
-            yield "augment.invert.probability=0 does nothing: raise it, or leave invert out"
+        largest = run.data.max_value  # None where it is not known
+        if largest is not None and largest != self.max_value:
+            yield (
+                f"augment.invert.max_value={self.max_value:g}, but the pixels of {run.named('data')} go up to {largest:g}: "
+                f"set augment.invert.max_value={largest:g}"
+            )
 
     def __call__(self, x: torch.Tensor, seed: int, epoch: int, indices: torch.Tensor) -> torch.Tensor:
         """Images (n, c, h, w), uint8 or float. Each sample's draw depends on (seed, epoch, index) alone."""
