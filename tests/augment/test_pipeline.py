@@ -316,7 +316,7 @@ def test_training_sees_it_and_evaluation_does_not(make, photos, chosen):
     soft = "cutmix" in chosen
     assert y.shape == ((len(raw), 2) if soft else hard.shape)
     test = Request(0, torch.arange(3), ONE)
-    for got, expected in zip(trainer.evaluator.data(test), plain.test_data(test), strict=True):
+    for got, expected in zip(trainer.evaluator.data(test), plain.evaluator.data(test), strict=True):
         assert torch.equal(got, expected)
     trainer.fit()
     assert trainer.progress.updates == 2
@@ -395,5 +395,5 @@ def test_resume_goes_on_with_the_same_mixtures(train):
 
 def test_what_is_held_on_the_device_is_whole(files):
     """A crop that files are cut to at decoding would be the same one in every epoch, and be cut again."""
-    held = Resident()._brought(Pipeline(files, (RandomResizedCrop(),), None, 0, 3), torch.device("cpu"))
+    held = Resident()._copy(Pipeline(files, (RandomResizedCrop(),), None, 0, 3), torch.device("cpu"))
     assert torch.equal(held.x, files.fetch(torch.arange(len(files)))[0])

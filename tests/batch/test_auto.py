@@ -51,7 +51,7 @@ def test_out_of_memory_halves_the_micro_batch_and_repeats_the_update(tmp_path, h
     cut = train(tmp_path, *hungry, "batch.global_batch=32", "model.kwargs={most: 9}")
     assert plain.status == cut.status == "completed"
     assert plain.updates == cut.updates == 6
-    assert "out of memory" in (cut.run_dir / "metrics.jsonl").read_text()
+    assert "out of memory" in (cut.run_dir / "log.txt").read_text()
     assert "out of memory" not in (plain.run_dir / "metrics.jsonl").read_text()
     for name, weight in weights(plain).items():
         torch.testing.assert_close(weights(cut)[name], weight)

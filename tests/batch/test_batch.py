@@ -110,7 +110,7 @@ def test_accumulation_equals_one_big_batch(float64, make, tail):
     updates = 8 + 2 * bool(tail)
     assert whole.progress.updates == parts.progress.updates == updates
     assert forwards == {"whole": updates, "parts": 24 + 2 * math.ceil(tail / 4)}
-    losses = [[r["loss"] for r in t.sinks[0] if r["event"] == "train"] for t in (whole, parts)]
+    losses = [[r["loss"] for r in t.log.writers[0] if r["event"] == "train"] for t in (whole, parts)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-12)
     for begun, a, b in zip(start, whole.model.parameters(), parts.model.parameters(), strict=True):
         torch.testing.assert_close(b, a, rtol=1e-11, atol=1e-14)

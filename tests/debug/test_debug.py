@@ -57,7 +57,7 @@ def test_anomaly_is_on_while_training_and_changes_no_number(make):
     watched.fit()
     torch.autograd.set_detect_anomaly(False)
     plain.fit()
-    losses = [[r["loss"] for r in t.sinks[0]] for t in (plain, watched)]
+    losses = [[r["loss"] for r in t.log.writers[0]] for t in (plain, watched)]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 3
 

@@ -34,7 +34,7 @@ def test_sixteen_bits_stay_close_to_float32_and_are_not_it(make, precision, away
     reference, trainer = make(*length), make(f"precision={precision}", *length)
     reference.fit()
     trainer.fit()
-    losses = [[r["loss"] for r in t.sinks[0] if r["event"] == "train"] for t in (reference, trainer)]
+    losses = [[r["loss"] for r in t.log.writers[0] if r["event"] == "train"] for t in (reference, trainer)]
     assert len(losses[1]) == 3
     assert losses[1] == pytest.approx(losses[0], rel=away)
     assert losses[1] != losses[0]

@@ -33,6 +33,8 @@ from typing import Any, ClassVar, NoReturn
 MODULES = ("drivetrain", "src.train")
 # What an interpreter and its libraries read once, when they start: a command with other values needs an interpreter of its own.
 READ_AT_START = ("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "LD_", "TORCH_", "TORCHINDUCTOR_", "KMP_", "CUDA_", "TZ", "LC_", "LANG")
+# What libraries set in the tests' own process when they are imported: no test means a command to have it.
+SET_BY_IMPORTS = ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR")
 LENGTH = 8  # bytes that hold the length of a request
 MODULES_TO = "DRIVETRAIN_TEST_MODULES_TO"  # the file that gets the names of all modules that a command had imported at its end
 TORCH = (
@@ -94,6 +96,9 @@ class Popen(_Popen):  # type: ignore[type-arg]
         start_new_session = rest[-2]
         plain = executable is None and preexec_fn is None and not pass_fds and not shell
         env = {str(k): str(v) for k, v in (os.environ if env is None else env).items()}
+        for name in SET_BY_IMPORTS:
+            if name not in AT_START and env.get(name) == os.environ.get(name):
+                env.pop(name, None)
         cwd = os.path.abspath(cwd or os.getcwd())
         if not (plain and self.forking and self._may_fork(args, cwd, env)):
             super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, *rest)
