@@ -464,8 +464,6 @@ def test_momentum_that_cannot_cycle_is_refused_where_it_is_known_and_at_the_star
 
 
 def test_rules_are_asked_when_the_data_is_read_where_only_that_tells_the_length(tmp_path, monkeypatch, caplog):
-    tmp_path: Any, monkeypatch: Any, caplog: Any
-) -> None:
     from drivetrain import data
     from drivetrain.core.context import BuildContext
     from drivetrain.core.world import World
