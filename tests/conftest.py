@@ -96,6 +96,18 @@ def make(tiny: Callable[..., list[str]], tmp_path: Path) -> Iterator[Callable[..
 
 
 @pytest.fixture
+def logged(make: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> Callable[..., list[str]]:
+    """`logged(*overrides)`: the lines that building a tiny run logs."""
+
+    def lines(*words: str) -> list[str]:
+        caplog.clear()
+        make(*words)
+        return list(caplog.messages)
+
+    return lines
+
+
+@pytest.fixture
 def problems(tiny: Callable[..., list[str]]) -> Callable[..., list[str]]:
     """What a tiny run with these words is refused for; it must be refused."""
     from drivetrain.config import validate as check

@@ -383,7 +383,7 @@ class Wide(Model):
     def __init__(self, width: int = 16) -> None:
         self.width = width
 
-    def build(self, shape, classes):
+    def create(self, shape, classes):
         from torch import nn
         import math
 

@@ -153,7 +153,7 @@ def test_a_step_that_cannot_be_a_graph_says_why_and_goes_on(train, recorded, eag
     words = [*OWN, "model.target=tests.compile.test_options.Reads", "updates=5", "epochs=2"]
     plain, step = train(*words), train(*words, "compile=step")
     assert_close(weights(plain), weights(step), {k: v * 0 for k, v in weights(plain).items()})
-    remarks = [line for line in (step.run_dir / "metrics.jsonl").read_text().splitlines() if '"remark"' in line]
+    remarks = [line for line in (step.run_dir / "log.txt").read_text().splitlines() if "compile=step" in line]
     assert len(remarks) == 1
     assert "cannot be one graph" in remarks[0]
     assert "compile=inductor" in remarks[0]

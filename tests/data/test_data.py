@@ -57,7 +57,7 @@ def test_the_split_is_the_same_in_every_run_and_shares_nothing():
 
 def test_the_seed_does_not_move_the_split(make):
     a, b = make("data=digits", "runtime.seed=0"), make("data=digits", "runtime.seed=1")
-    assert torch.equal(a.test_data.source.x, b.test_data.source.x)
+    assert torch.equal(a.evaluator.data.source.x, b.evaluator.data.source.x)
 
 
 def test_inputs_have_mean_0_and_deviation_1_measured_on_the_training_set():

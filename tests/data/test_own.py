@@ -144,17 +144,17 @@ def test_code_is_named_and_trusted_by_the_operator(problems):
 
 
 @pytest.mark.parametrize(
-    "recipe",
+    "text",
     [
         "defaults:\n  - override /data: own\n",
         "sweep:\n  data: [digits, own]\n",
     ],
     ids=["choice", "sweep"],
 )
-def test_a_recipe_may_not_choose_it(tmp_path, recipe):
+def test_a_recipe_may_not_choose_it(tmp_path, text):
     from drivetrain.cli import recipe
 
-    (tmp_path / "shared.yaml").write_text(f"description: shared\n{recipe}")
+    (tmp_path / "shared.yaml").write_text(f"description: shared\n{text}")
     with pytest.raises(UserError, match="a recipe cannot choose 'data=own'"):
         recipe.command(["check", str(tmp_path / "shared.yaml")])
 

@@ -361,7 +361,7 @@ def test_what_was_begun_otherwise_is_not_gone_on_with(images, tmp_path, monkeypa
         (["nowhere", "out", "--size", "0"], "--size and --threads from 1 on"),
         (["set", "out", "data=cifar10", "--size", "9"], "--size 9 has no effect on data=cifar10"),
         (["--verify", "nowhere"], "is no packed folder"),
-        (["--verify"], "wants one folder"),
+        (["--verify"], "needs one folder"),
     ],
 )
 def test_what_cannot_be_packed_is_refused_and_leaves_nothing(words, says, capsys):

@@ -108,8 +108,7 @@ def test_a_batch_is_padded_on_the_right_with_targets_that_count_nothing():
     assert x.shape == y.shape == (2, 10)
     assert y[0].tolist() == [*b"abc", *[IGNORE_INDEX] * 7]
     assert x[0, 3:].tolist() == [0] * 7
-    source.pad_to = 4
-    assert [source.fetch(torch.tensor([i]))[0].shape[1] for i in (0, 1)] == [4, 10]  # no more than the longest there is
+    assert [source.fetch(torch.tensor([i]), 4)[0].shape[1] for i in (0, 1)] == [4, 10]  # no more than the longest there is
 
 
 # --- the loss ---

@@ -222,7 +222,7 @@ def test_equals_the_paper(case: str, form: str, dtype: torch.dtype) -> None:
     assert largest_difference(model, weights) < tolerance
     if case == "schedulefree":
         trained = {n: p.detach().clone() for n, p in model.named_parameters()}
-        with knobs.eval_weights():
+        with knobs.eval_weights(optimizer):
             assert largest_difference(model, {n: s["x"] for n, s in states.items()}) < tolerance * 10
             assert largest_difference(model, weights) > 1e-4
         assert all(torch.equal(p, trained[n]) for n, p in model.named_parameters())

@@ -207,7 +207,7 @@ def test_schedulefree_comes_back_on_an_exception() -> None:
         assert all(torch.equal(saved[p], q) for p, q in zip(model.parameters(), trained, strict=True))
         raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError), knobs.eval_weights():
+    with pytest.raises(ZeroDivisionError), knobs.eval_weights(optimizer):
         look()
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), trained, strict=True))
 

@@ -53,22 +53,23 @@ def test_a_resumed_run_is_the_uninterrupted_one(name: str, tmp_path: Path) -> No
 
 
 def test_schedulefree_evaluates_and_saves_the_average(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from drivetrain.engine.evaluator import Evaluator
     from drivetrain.engine.trainer import Trainer
     from drivetrain.optimizer.algorithms.schedulefree import ScheduleFree
 
     seen: dict[str, Any] = {}
-    evaluate, fit = Trainer.evaluate, Trainer.fit
+    metrics, fit = Evaluator.metrics, Trainer.fit
 
-    def watched(trainer: Trainer) -> dict[str, float]:
-        seen["evaluated"] = [p.detach().clone() for p in trainer.model.parameters()]
-        return evaluate(trainer)
+    def watched(evaluator: Evaluator) -> dict[str, float]:
+        seen["evaluated"] = [p.detach().clone() for p in evaluator.model.parameters()]
+        return metrics(evaluator)
 
     def ended(trainer: Trainer, stop: Any) -> None:
         fit(trainer, stop)
         seen["trained"] = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
         seen["optimizer"], seen["model"] = trainer.optimizer, trainer.model
 
-    monkeypatch.setattr(Trainer, "evaluate", watched)
+    monkeypatch.setattr(Evaluator, "metrics", watched)
     monkeypatch.setattr(Trainer, "fit", ended)
     result = run(tmp_path, "optimizer=schedulefree", "scheduler=constant", epochs=2)
     saved = weights(result)

@@ -101,5 +101,5 @@ def test_ranks_that_compute_the_same_activations_draw_the_same(rank, stream):
     """A dropout on a tensor rank goes on with the group's first one's numbers, whoever drew them before."""
     tensor, ddp = Tensor(nproc=4, size=2), Ddp(nproc=4)
     tensor.world = ddp.world = World(rank, 4)
-    assert tensor.stream() == stream
-    assert ddp.stream() == rank
+    assert tensor.rng_rank() == stream
+    assert ddp.rng_rank() == rank

@@ -82,7 +82,7 @@ def test_all_ranks_evaluate_the_model_that_is_saved(blocks_on_two_ranks, make, w
     alone = make(*RESNET)
     alone.restore(*checkpoint_io.load(blocks_on_two_ranks.run_dir / "checkpoints" / "4"))
     with alone.ema.swapped() if which == "ema_loss" else torch.no_grad():
-        told = alone.evaluate()["loss"]
+        told = alone.evaluator.metrics()["loss"]
     assert blocks_on_two_ranks.metrics["final"][which] == pytest.approx(told, rel=1e-6)
 
 

@@ -463,18 +463,20 @@ def test_momentum_that_cannot_cycle_is_refused_where_it_is_known_and_at_the_star
     ours.OneCycle().start(adagrad, *OVER)  # nothing to cycle, nothing to refuse
 
 
-def test_rules_are_asked_when_the_data_is_read_where_only_that_tells_the_length(tmp_path: Any, monkeypatch: Any) -> None:
+def test_rules_are_asked_when_the_data_is_read_where_only_that_tells_the_length(tmp_path, monkeypatch, caplog):
     from drivetrain import data
+    from drivetrain.core.context import BuildContext
     from drivetrain.core.world import World
     from drivetrain.engine import build
 
     monkeypatch.setattr(data.Digits, "train_samples", lambda self: None)
     job = prepare(["model=mlp", "scheduler=wsd", "scheduler.decay=200"])
     with pytest.raises(UserError, match="more than the run's 165"):
-        build.build(job.run, World(), tmp_path, [])
+        build.build(BuildContext(job.run, World(), tmp_path), [])
     job = prepare(["model=mlp", "scheduler=step", "scheduler.every=30ep"])
     assert job.notices == []
-    assert "the learning rate never falls" in build.build(job.run, World(), tmp_path, []).said[0]
+    build.build(BuildContext(job.run, World(), tmp_path), [])
+    assert "the learning rate never falls" in caplog.text
 
 
 def test_schedules_need_no_torch() -> None:

@@ -39,9 +39,9 @@ def test_one_process_needs_no_synchronising(make, caplog):
     assert any("left as they are" in line for line in caplog.messages)
 
 
-def test_batch_norms_that_see_a_part_of_the_update_are_told_of(make):
+def test_batch_norms_that_see_a_part_of_the_update_are_told_of(logged):
     def lines(*words: str) -> list[str]:
-        return [line for line in make(*words).said if "statistics" in line]
+        return [line for line in logged(*words) if "statistics" in line]
 
     net = ("model=resnet9", "model.width=8")
     assert lines(*net) == []

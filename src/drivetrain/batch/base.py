@@ -9,7 +9,8 @@ import copy
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge
 
@@ -32,6 +33,7 @@ CLOSE = 1.1  # batch=auto finds the limit to within this factor
 MOST_WEIGHTS = 64  # kept to be used again: shares of tokens hardly ever are
 
 
+@dataclass(eq=False)
 class Batch(Option):
     """batch=fixed: every rank takes its share of the global batch in one forward.
 
@@ -40,26 +42,22 @@ class Batch(Option):
     """
 
     accumulation_steps = 1  # micro-batches of one update, before any growth
-    pairs = False  # each sample comes with a partner to be mixed with
     pad_to = 1  # lengths of training sequences are padded to multiples of this
-    buckets_lengths = False  # micro-batches of sequences come in a few lengths
-    fixed_micro_batches = True  # every update is split into as many micro-batches of as many samples
-    lengths: torch.Tensor | None = None  # (n,) tokens of each training sample, where samples are sequences
+    buckets_lengths: ClassVar[bool] = False  # micro-batches of sequences come in a few lengths
+    fixed_micro_batches: ClassVar[bool] = True  # every update is split into as many micro-batches of as many samples
 
-    def __init__(
-        self,
-        global_batch: Count = 128,
-        lr_scaling: Scaling = "none",
-        base_batch: Count = 256,
-        grow_every: Count | None = None,
-        grow_by: Factor = 2,
-        grow_until: Count | None = None,
-        preallocate: bool = False,
-    ) -> None:
-        self.global_batch, self.lr_scaling, self.base_batch = global_batch, lr_scaling, base_batch
-        self.grow_every, self.grow_by, self.grow_until = grow_every, grow_by, grow_until
-        self.preallocate = preallocate
+    global_batch: Count = 128
+    lr_scaling: Scaling = "none"
+    base_batch: Count = 256
+    grow_every: Count | None = None
+    grow_by: Factor = 2
+    grow_until: Count | None = None
+    preallocate: bool = False
+
+    def __post_init__(self) -> None:
         self._configured = self.accumulation_steps
+        self.pairs = False  # each sample comes with a partner to be mixed with
+        self.lengths: torch.Tensor | None = None  # (n,) tokens of each training sample, where samples are sequences
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         ranks = run.parallel.data_ranks()
@@ -227,45 +225,23 @@ class Batch(Option):
             self.accumulation_steps = state["steps"]
 
 
+@dataclass(eq=False)
 class Accumulate(Batch):
     """Gradients of `accumulation_steps` micro-batches are summed before each update: the same mathematics in less memory."""
 
-    def __init__(
-        self,
-        global_batch: Count = 128,
-        accumulation_steps: Count = 4,
-        lr_scaling: Scaling = "none",
-        base_batch: Count = 256,
-        grow_every: Count | None = None,
-        grow_by: Factor = 2,
-        grow_until: Count | None = None,
-        preallocate: bool = False,
-    ) -> None:
-        self.accumulation_steps = accumulation_steps
-        super().__init__(global_batch, lr_scaling, base_batch, grow_every, grow_by, grow_until, preallocate)
+    accumulation_steps: Count = 4
 
 
+@dataclass(eq=False)
 class Auto(Batch):
     """The largest micro-batch that fits, found by trying before the run; accumulation keeps the global batch.
 
     Each try is a process that may die of it. A CPU has no limit of its own: give `memory_gb`.
     """
 
-    fixed_micro_batches = False
+    fixed_micro_batches: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        global_batch: Count = 128,
-        memory_gb: Positive | None = None,
-        lr_scaling: Scaling = "none",
-        base_batch: Count = 256,
-        grow_every: Count | None = None,
-        grow_by: Factor = 2,
-        grow_until: Count | None = None,
-        preallocate: bool = False,
-    ) -> None:
-        super().__init__(global_batch, lr_scaling, base_batch, grow_every, grow_by, grow_until, preallocate)
-        self.memory_gb = memory_gb
+    memory_gb: Positive | None = None
 
     def validate_device(self, run: RunSpec) -> Iterator[str]:
         if run.runtime.device_type() == "cpu" and self.memory_gb is None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
-from drivetrain.batch.base import Batch, Factor, Scaling
+from drivetrain.batch.base import Batch
 from drivetrain.core import rng
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
@@ -30,6 +31,7 @@ class Cuts(NamedTuple):
     short: bool  # the last one could hold more
 
 
+@dataclass(eq=False)
 class Bucketed(Batch):
     """Each update's samples have similar lengths, so that little of a batch is padding, and every rank gets equal work.
 
@@ -39,24 +41,12 @@ class Bucketed(Batch):
     padded, the tokens of `global_batch` of the longest, so that short ones come in larger batches.
     """
 
-    buckets_lengths = True
-    fixed_micro_batches = False
+    buckets_lengths: ClassVar[bool] = True
+    fixed_micro_batches: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        global_batch: Count = 128,
-        accumulation_steps: Count = 1,
-        budget: Literal["samples", "tokens"] = "samples",
-        pad_to: Count = 32,
-        lr_scaling: Scaling = "none",
-        base_batch: Count = 256,
-        grow_every: Count | None = None,
-        grow_by: Factor = 2,
-        grow_until: Count | None = None,
-        preallocate: bool = False,
-    ) -> None:
-        self.accumulation_steps, self.budget, self.pad_to = accumulation_steps, budget, pad_to
-        super().__init__(global_batch, lr_scaling, base_batch, grow_every, grow_by, grow_until, preallocate)
+    accumulation_steps: Count = 1
+    budget: Literal["samples", "tokens"] = "samples"
+    pad_to: Count = 32
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)
