@@ -91,6 +91,7 @@ def tuned_overrides(work: Work) -> list[str]:
 
 def ours(work: Work, overrides: Sequence[str], sync: BlockSync) -> None:
     """drivetrain's own `fit`; a block ends where its last update is logged."""
+    from drivetrain.core.context import BuildContext
     from drivetrain.core.world import World
     from drivetrain.engine import build
     from drivetrain.launch import launcher
@@ -98,7 +99,7 @@ def ours(work: Work, overrides: Sequence[str], sync: BlockSync) -> None:
     job = launcher.prepare(_last_of_each_key([*base_overrides(work), *overrides]))
     sinks: list[Any] = []
     with tempfile.TemporaryDirectory() as folder:
-        trainer = build.build(job.run, World(), Path(folder), sinks)
+        trainer = build.build(BuildContext(job.run, World(), Path(folder)), sinks)
         sync.watch(peak_memory)
         sinks.append(_BlockSink(sync))
         sync(0)

@@ -195,6 +195,7 @@ def ours_everyday(work: Work, sync: BlockSync) -> None:
 
 
 def _ours(work: Work, sync: BlockSync, overrides: Sequence[str], default_logging: bool) -> None:
+    from drivetrain.core.context import BuildContext
     from drivetrain.core.world import World
     from drivetrain.engine import build
     from drivetrain.launch import launcher
@@ -208,7 +209,7 @@ def _ours(work: Work, sync: BlockSync, overrides: Sequence[str], default_logging
     ])  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         sinks: list[Any] = []
-        trainer = build.build(job.run, World(), Path(folder), sinks)
+        trainer = build.build(BuildContext(job.run, World(), Path(folder)), sinks)
         if default_logging:
             for logger in job.run.logger:
                 logger.start(Path(folder), 0)

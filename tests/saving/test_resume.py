@@ -38,7 +38,7 @@ def stop_at(monkeypatch):
 
     def arm(step: int | None) -> None:
         def stopped(self: Trainer, epoch_end: bool) -> bool:
-            if self._steps + 1 == step:
+            if self.progress.steps == step:
                 self._stop.raised = 15
             return after(self, epoch_end)
 

@@ -14,7 +14,7 @@ drivetrain ablate recipe=fast baseline=naive [key=value] …   what each techniq
   drivetrain ablate recipe=mine.yaml quality=true          is the result still right, technique by technique?
 
 The arms are the baseline with each technique, the recipe without each, and the techniques added one after another to the
-baseline, the best first. rounds=8, turn_s, quality, seeds: as for `drivetrain compare`.
+baseline, the best first. rounds=8, block_s, quality, seeds: as for `drivetrain compare`.
 
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
 """

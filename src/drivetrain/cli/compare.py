@@ -15,7 +15,7 @@ drivetrain compare key=a,b [group=x,y] [key=value] …      techniques side by s
   drivetrain compare optimizer=adamw,lamb quality=true      is the result still right? seeds=5 trainings of each arm
 
   rounds=20             at most; each starts fresh processes of all arms, and an arm that is known to 2 % stops early
-  turn_s=0.4            seconds of timed updates in a turn; each arm has two turns a round
+  block_s=0.4            seconds of a block of timed updates; each arm has two in a round
   quality=true          also train each arm to its end: PASS, FAIL or INCONCLUSIVE against the first arm's own spread
   seeds=5               trainings of each arm for quality=true
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml

@@ -14,8 +14,8 @@ drivetrain doctor [group=option] [key=value] …      where a step's time goes, 
   drivetrain doctor recipe=naive rounds=16
 
   prove=false           only examine the step
-  look_s=2              seconds of each examination of the step
-  rounds=8, turn_s=0.4  of the comparison that proves the overrides
+  profile_s=2              seconds of each examination of the step
+  rounds=8, block_s=0.4  of the comparison that proves the overrides
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
 """
 

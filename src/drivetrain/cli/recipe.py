@@ -24,7 +24,7 @@ drivetrain recipe VERB …      recipes: options and values, shared as plain YAM
   drivetrain recipe verify NAME|PATH [key=value] …     does its claim hold on this machine?
   drivetrain recipe diff A B [key=value] …             where two recipes or runs differ, and which is faster
 
-  rounds=20, turn_s=0.4  of verify, and of diff measure=true: as for `drivetrain compare`
+  rounds=20, block_s=0.4  of verify, and of diff measure=true: as for `drivetrain compare`
   quality=true, seeds=5 also train both to their ends
   measure=true          of diff: measure both now, in turns
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml

@@ -16,7 +16,7 @@ drivetrain tune [what=all] [group=option] [key=value] …      what makes this r
 
   what=all              or workers (loaders and their counts), batch (micro-batches of the same global batch), lr
   budget_s=600          about how many seconds it may take
-  rounds=8, turn_s=0.3  of each comparison; candidates that fall behind stop early
+  rounds=8, block_s=0.3  of each comparison; candidates that fall behind stop early
   quality=true          is the result still right? seeds=5 trainings of each, as far as the budget goes
   lr_updates=150        updates of the range test
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml

@@ -52,7 +52,7 @@ class KeySetter:
             group, option = parts[:2]
             hint = f"set {group}=[{option}] too" if option in known[group] else did_you_mean(option, known[group])
             return f"{key}={value}: {option} is not among the options of {group}: {hint}"
-        hint = suggestion(f"{inside}.{part}", part, [*names, *known] if not depth else names)
+        hint = suggestion(f"{inside}.{part}" if inside else part, part, {*names, *known} if not depth else names)
         present = RENAMED.get(f"{inside}.{part}", part).rpartition(".")[2]
         owners = [name for name in known.get(inside, []) if present in option_keys(inside, name, self.config_dirs)]
         if owners and present not in names:

@@ -12,6 +12,8 @@ RENAMED = {
     "optimizer.no_decay": "optimizer.no_weight_decay",
     "parallel.silent_s": "parallel.heartbeat_timeout_s",
     "debug=sync": "debug=host_sync",
+    "turn_s": "block_s",
+    "look_s": "profile_s",
 }
 
 

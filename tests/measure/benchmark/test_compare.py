@@ -128,7 +128,7 @@ def test_unequal_work_is_said(command, tiny):
     [
         (["precision=fp32"], "nothing to compare"),
         (["precision=fp32,bf16", "rounds=0"], "rounds=0: must be"),
-        (["precision=fp32,bf16", "rounds=6,12"], "has one value"),
+        (["precision=fp32,bf16", "rounds=6,12"], "takes one value"),
         (["precision=fp32,bf16", "rounds=6", "rounds=12"], "rounds is given twice"),
         (["precision=fp32,bf17", "optimizer.lrr=1"], "did you mean"),
     ],
