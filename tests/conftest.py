@@ -17,6 +17,7 @@ from tests.support import fork_server
 
 fork_server.install()
 
+OF_LAUNCHERS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TINY = [
     "data=synthetic", "data.shape=[3,8,8]", "data.classes=4", "data.samples=48", "data.test_samples=20",
     "model=mlp", "optimizer=sgd", "optimizer.lr=0.05", "scheduler=constant", "batch.global_batch=12",
@@ -35,9 +36,11 @@ class Sink(list[dict[str, Any]]):
 def _own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Runs land in the test's directory; torch's switches are put back."""
     monkeypatch.chdir(tmp_path)
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+    for name in OF_LAUNCHERS:
         monkeypatch.delenv(name, raising=False)
     yield
+    for name in OF_LAUNCHERS:  # what a Slurm step's task adds to its own environment
+        os.environ.pop(name, None)
     torch = sys.modules.get("torch")
     if torch is not None:  # only where the test has loaded it
         torch.set_default_dtype(torch.float32)

@@ -63,9 +63,9 @@ class Trainer:
 
     def __init__(self, pause: float) -> None:
         self.pause, self.w = pause, torch.rand(400, 400)
-        self.ema = self
+        self.ema = self.step = self
 
-    def micro(self, micro: Any) -> None:
+    def micro_batch(self, batch: Any, loss_sum: torch.Tensor) -> None:
         time.sleep(self.pause)
         for _ in range(4):
             self.w @ self.w
