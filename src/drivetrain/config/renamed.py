@@ -12,11 +12,11 @@ RENAMED = {
     "optimizer.no_decay": "optimizer.no_weight_decay",
     "parallel.silent_s": "parallel.heartbeat_timeout_s",
     "debug=sync": "debug=host_sync",
-    "turn_s": "block_s",
-    "look_s": "profile_s",
 }
+SETTINGS = {"turn_s": "block_s", "look_s": "profile_s"}  # of the measuring commands
 
 
 def suggestion(given: str, name: str, known: Iterable[str]) -> str:
     """What to write instead of `given` (a key, or group=option), whose last part is `name`: its present or a similar name."""
-    return f"it is called {RENAMED[given]} now" if given in RENAMED else did_you_mean(name, known)
+    present = RENAMED.get(given) or SETTINGS.get(given)
+    return f"it is called {present} now" if present else did_you_mean(name, known)
