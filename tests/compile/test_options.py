@@ -119,6 +119,7 @@ def test_the_graph_holds_forward_backward_and_update(make, recorded):
     assert any("sqrt" in n for n in names), "AdamW's update is in it"
 
 
+@pytest.mark.slow
 def test_a_steps_code_is_kept_for_the_next_run(train, tmp_path):
     from torch._dynamo.utils import counters
 

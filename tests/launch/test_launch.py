@@ -81,6 +81,7 @@ def test_torchrun(own_launcher: Path, tmp_path: Path) -> None:
     assert done.out.count("test accuracy") == 1, "one rank speaks"
 
 
+@pytest.mark.slow
 def test_torchruns_ranks_write_their_parts_to_one_directory(own_launcher: Path, tmp_path: Path) -> None:
     """Rank 0 alone knows it at first."""
     done = run("train", "-q", *WORDS, "parallel=fsdp", "saving.sharded=true", cwd=tmp_path, how=TORCHRUN)
@@ -107,6 +108,7 @@ def test_torchrun_and_another_number_of_ranks(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_ranks_agree_on_the_run_that_goes_on(own_launcher: Path, tmp_path: Path) -> None:
     """torchrun with resume=auto: a rank that looks later, when the first already holds the run, goes on with the same."""
     late = empty(tmp_path / "late")

@@ -75,7 +75,10 @@ def numbers(run_dir: Path) -> list[tuple]:
     return [tuple(r.get(k) for k in keys) for r in lines(run_dir)]
 
 
-@pytest.mark.parametrize("name", RUNS)
+NORMAL = ("adamw, cosine", "accumulated, clipped", "augmented, batch norm, average", "overflows", "workers")
+
+
+@pytest.mark.parametrize("name", [n if n in NORMAL else pytest.param(n, marks=pytest.mark.slow) for n in RUNS])
 def test_a_stopped_and_resumed_run_is_the_uninterrupted_one(train, stop_at, name):
     words = [w for w in LENGTH if not (name == "workers" and w.startswith("data."))] + RUNS[name]
     whole = train(*words)

@@ -33,6 +33,7 @@ def test_arms_are_interleaved_and_leave_a_table_and_a_page(command, tiny):
     assert {p.name for p in left} == {"compare.json", "compare.html"}  # of the arms nothing is left
 
 
+@pytest.mark.slow
 def test_an_arm_may_be_there_twice(command, tiny):
     """A against A: two arms, each with processes of its own."""
     done, found = command("compare", *tiny("optimizer.lr=0.05,0.05", "rounds=2", "block_s=0.02"))
@@ -42,6 +43,7 @@ def test_an_arm_may_be_there_twice(command, tiny):
     assert one != other
 
 
+@pytest.mark.slow
 def test_the_runs_own_saving_is_compared_where_it_is_named(command, tiny):
     done, found = command("compare", *tiny("saving=last,best", "saving.every_updates=1", "rounds=1", "block_s=0.02"))
     assert done.returncode == 0, done.stderr
@@ -86,6 +88,7 @@ def text_of(file: Path) -> str:
         return ""
 
 
+@pytest.mark.slow
 def test_what_is_slow_is_seen(command, tiny, slow_set):
     words = ["data=own", "data.target=slow_set.Slow", "trust=[slow_set]", "data.kwargs.pause=0,0.01"]
     done, found = command("compare", *tiny(*words, "rounds=8", "block_s=0.05"))
@@ -114,6 +117,7 @@ def test_an_arm_that_cannot_be_is_a_row_and_the_first_one_is_an_error(command, t
     assert "the first arm (compile=cudagraph)" in done.stderr
 
 
+@pytest.mark.slow
 def test_unequal_work_is_said(command, tiny):
     done, found = command("compare", *tiny("batch.global_batch=12,24", "rounds=1", "block_s=0.02"))
     assert "do not do the same work: samples make an update" in done.stdout

@@ -32,7 +32,7 @@ def doctor(tmp_path):
 SHORT = ("slow data", "workers", "saving")
 
 
-@pytest.mark.parametrize("case", SHORT)
+@pytest.mark.parametrize("case", [SHORT[0], *(pytest.param(case, marks=pytest.mark.slow) for case in SHORT[1:])])
 def test_what_was_planted_is_found(doctor, case):
     said, mark = doctor(case, "prove=false", "profile_s=0.4"), CASES[case].mark
     assert CASES[case].verdict in said.split("verdict: ")[1], said
