@@ -261,7 +261,7 @@ def test_stochastic_rounding_goes_to_a_neighbour_and_is_right_in_the_mean():
     values = torch.tensor([1.001, -1.001, 3.14159, 1e-30, -7e20, 0.0, 1.0, 65280.5])
     model = torch.nn.ParameterList([values.repeat_interleave(20_000)])
     precision.convert(model, torch.ones(()))
-    precision._narrow()
+    precision._round_masters_to_weights()
     rounded = model[0].detach().double().view(len(values), -1)
     exact = values.double()
     down = values.bfloat16()

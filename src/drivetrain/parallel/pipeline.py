@@ -23,7 +23,7 @@ from drivetrain.parallel.base import State, Weights
 from drivetrain.parallel.fsdp import fully_shard_block
 from drivetrain.parallel.sharded import Sharded
 from drivetrain.parallel.tensor import cannot_be_laid, lay
-from drivetrain.saving.sharded_checkpoint import merged
+from drivetrain.saving.sharded_checkpoint import merge_optimizer_states
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
@@ -237,7 +237,7 @@ class Pipeline(Sharded):
         if self.world.rank != 0:
             return {}, {}
         weights = {n: next(w[n] for w, _, _ in parts if n in w) for n in model.state_dict()}
-        state = {**state, "optimizer": merged([optimizer for _, optimizer, _ in parts])}
+        state = {**state, "optimizer": merge_optimizer_states([optimizer for _, optimizer, _ in parts])}
         if state["ema"]:
             state["ema"] = {**state["ema"], "tensors": {n: next(a[n] for _, _, a in parts if n in a) for n in tensors}}
         return weights, state

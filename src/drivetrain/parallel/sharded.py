@@ -20,7 +20,7 @@ from drivetrain.core.option import RunSpec
 from drivetrain.core.step import Step
 from drivetrain.parallel.base import State, Weights
 from drivetrain.parallel.process_group import ProcessGroupStrategy
-from drivetrain.saving.sharded_checkpoint import names_of
+from drivetrain.saving.sharded_checkpoint import parameter_names
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
@@ -178,7 +178,7 @@ class Sharded(ProcessGroupStrategy):
     def _over_state(self, state: State, change: Callable[[str, torch.Tensor], Any]) -> State:
         """The state with `change(name of the weight, tensor)` in place of each tensor that belongs to a weight."""
         optimizer, ema = state["optimizer"], state["ema"]
-        names = names_of(optimizer)
+        names = parameter_names(optimizer)
         changed = {
             i: {k: change(names[i], v) if self._is_of(names[i], v) else v for k, v in of_weight.items()}
             for i, of_weight in optimizer["state"].items()
