@@ -237,7 +237,7 @@ def test_more_stages_than_blocks(tmp_path: Path) -> None:
     done = train("data=digits", "runtime.device=cpu", *words, cwd=tmp_path)
     assert done.code == 2, done
     assert done.errors == [
-        "error: parallel=pipeline: 3 stages, but the model is a row of 2 blocks: set parallel.stages to 2 or less "
+        "error: parallel=pipeline: 3 stages, but the model is a sequence of 2 blocks: set parallel.stages to 2 or less "
         "(and parallel.nproc with it)"
     ]
     assert not list(tmp_path.iterdir()), "nothing written"
@@ -250,6 +250,6 @@ def test_a_model_that_cannot_be_cut(tmp_path: Path) -> None:
     done = train("data=digits", "runtime.device=cpu", *own, "parallel=pipeline", cwd=tmp_path)
     assert done.code == 2, done
     (line,) = done.errors
-    assert line.startswith("error: parallel=pipeline cannot cut this model: its row of 3 Linear does not only hand on")
+    assert line.startswith("error: parallel=pipeline cannot cut this model: its sequence of 3 Linear does not only pass on")
     assert "Traceback" not in done.err
     assert {p.name for p in tmp_path.iterdir()} <= {"faulty_nets.py", "__pycache__"}, "nothing written"
