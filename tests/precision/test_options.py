@@ -143,7 +143,7 @@ def test_tf32_rounds_matrix_products_on_cuda(make):
 
 def test_amp_is_torchs_own_sequence_with_one_read_of_the_device():
     """Over ten updates, an overflow among them: torch's scaler.step, and ours."""
-    from drivetrain.debug.torch_modes import Calls
+    from drivetrain.debug.torch_modes import WaitingCalls
 
     def setting():
         torch.manual_seed(0)
@@ -171,7 +171,7 @@ def test_amp_is_torchs_own_sequence_with_one_read_of_the_device():
     reads, stepped = [], []
     for x, scale in zip(inputs, scales, strict=True):
         precision.backward(ours(x).square().mean(), torch.ones(()))
-        with Calls(reads.append):
+        with WaitingCalls(reads.append):
             stepped.append(precision.step(optimizer, lambda: torch.nn.utils.clip_grad_norm_(ours.parameters(), 1.0)))
         assert precision.scaler.get_scale() == scale
         optimizer.zero_grad()
