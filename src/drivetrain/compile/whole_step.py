@@ -182,9 +182,10 @@ class WholeStep:
             if batch.last:
                 if not self.inner.update():
                     raise CannotRecordError("the precision decides in Python whether to update")
-                torch._foreach_zero_(self._gradient_sums) if self._gradient_sums else self._set_gradients(
-                    [None] * len(self._trained)
-                )
+                if self._gradient_sums:
+                    torch._foreach_zero_(self._gradient_sums)
+                else:
+                    self._set_gradients([None] * len(self._trained))
             return loss
 
         with self._traceable():
