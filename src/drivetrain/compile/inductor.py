@@ -19,7 +19,7 @@ from drivetrain.core.option import RunSpec
 logger = logging.getLogger(__name__)
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 _USERS_CACHE = os.environ.get(CACHE_VARIABLE)
-_GRAPH_MEMORY = "CUDA graphs reuse the memory that gradients lie in"
+_GRAPH_MEMORY = "CUDA graphs reuse the gradients' memory"
 
 
 class Dynamo(Compiled):

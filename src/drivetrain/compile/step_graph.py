@@ -42,8 +42,8 @@ class StepGraph(Dynamo):
         yield from super().validate(run)
         if not run.parallel.one_process:
             yield (
-                f"compile=step and {run.named('parallel')} exclude each other (gradients meet in hooks, which a graph of the "
-                "whole step does not call): set compile=inductor or parallel=single"
+                f"compile=step and {run.named('parallel')} exclude each other (gradients are reduced in hooks, which a graph of "
+                "the whole step does not call): set compile=inductor or parallel=single"
             )
         if run.precision.scales_loss:
             yield (

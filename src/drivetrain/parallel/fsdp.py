@@ -34,7 +34,7 @@ class Fsdp(Sharded):
         yield from self.divisibility_problems("replicate", self.replicate, self.replicate)
         if run.compile.cuda_graphs:
             yield (
-                "compile=cudagraph and parallel=fsdp exclude each other (weights come and go within a forward): "
+                "compile=cudagraph and parallel=fsdp exclude each other (weights are gathered and freed within a forward): "
                 "set compile=regional"
             )
 

@@ -65,11 +65,14 @@ class Pipeline(Sharded):
         for setting in (setting for setting, given in needs_equal_updates.items() if given):
             if not run.data.drop_last:
                 yield (
-                    f"parallel.{setting} wants all updates alike, and data.drop_last=false leaves a short one: set "
+                    f"parallel.{setting} needs all updates to be equal, and data.drop_last=false leaves a short one: set "
                     f"data.drop_last=true, or leave parallel.{setting.partition('=')[0]} out"
                 )
             if run.batch.buckets_lengths:
-                yield f"parallel.{setting} wants micro-batches alike, and batch=bucketed has many lengths: set batch=accumulate"
+                yield (
+                    f"parallel.{setting} needs micro-batches of equal shape, and batch=bucketed has many lengths: "
+                    "set batch=accumulate"
+                )
         if self.shard_stages and ranks == self.model_ranks():
             yield (
                 f"parallel.shard_stages=true has nothing to share out where all {ranks} ranks are one pipeline: give it more "

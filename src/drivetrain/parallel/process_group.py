@@ -65,8 +65,8 @@ class ProcessGroupStrategy(Parallel):
             )
         if self.nnodes > 1 and self.rendezvous is None:
             yield (
-                f"parallel.nnodes={self.nnodes} machines need a place to meet: set parallel.rendezvous=host:port, a free port of "
-                "one of them, the same on each"
+                f"parallel.nnodes={self.nnodes} machines need an address to connect to: set parallel.rendezvous=host:port, a "
+                "free port of one of them, the same on each"
             )
         if self.rendezvous is not None and not _is_endpoint(self.rendezvous):
             yield f"parallel.rendezvous={self.rendezvous} is no host:port: give one such as node1:29500, a port of 1 to 65535"

@@ -41,7 +41,7 @@ class Sharded(ProcessGroupStrategy):
         name = run.named("parallel")
         if not run.optimizer.elementwise:
             yield (
-                f"{run.named('optimizer')} wants whole tensors, and {name} leaves each rank a part of them: "
+                f"{run.named('optimizer')} needs whole tensors, and {name} leaves each rank a part of them: "
                 "set parallel=ddp, or an optimizer that works element by element (adamw, sgd, lion)"
             )
         if run.clip.needs_whole_rows:
@@ -52,9 +52,11 @@ class Sharded(ProcessGroupStrategy):
         if run.precision.owns_weights:
             yield (f"{run.named('precision')} and {name} exclude each other (both keep weights of their own): set precision=bf16")
         if run.runtime.zero_grad == "memset":
-            yield f"runtime.zero_grad=memset and {name} exclude each other (gradients of shards come anew): set it to none"
+            yield f"runtime.zero_grad=memset and {name} exclude each other (shards get new gradients every step): set it to none"
         if run.compile.torchscript:
-            yield f"compile=jit and {name} exclude each other (TorchScript knows no sharded weights): set compile=inductor"
+            yield (
+                f"compile=jit and {name} exclude each other (TorchScript does not support sharded weights): set compile=inductor"
+            )
 
     def shard(self, model: torch.nn.Module, dtype: str | None, example: torch.Tensor) -> None:
         self._plain_shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}

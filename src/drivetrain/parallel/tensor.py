@@ -34,7 +34,7 @@ class Tensor(Sharded):
         yield from tensor_parallel_problems("parallel=tensor", run)
         if run.compile.cuda_graphs:
             yield (
-                "compile=cudagraph and parallel=tensor exclude each other (nobody has seen the ranks' sums replayed right): "
+                "compile=cudagraph and parallel=tensor exclude each other (replaying the ranks' all-reduces is not tested): "
                 "set compile=inductor"
             )
         if run.checkpointing.chosen_by_compiler:
@@ -68,11 +68,11 @@ Plan = Callable[[Any, RankWork], None]  # (tensor mesh, timer of the ranks' work
 def tensor_parallel_problems(setting: str, run: RunSpec) -> Iterator[str]:
     """Yield what excludes tensor parallelism, as far as the options show, such as a model that is not a transformer."""
     if run.debug.names_backward_lines:
-        yield f"debug=anomaly and {setting} exclude each other (torch looks for NaN in no sharded tensor): set parallel=ddp"
+        yield f"debug=anomaly and {setting} exclude each other (torch does not check sharded tensors for NaN): set parallel=ddp"
     if run.batch.buckets_lengths and run.compile.dynamic is not False:
         yield (
             f"{run.named('compile')}, batch=bucketed and {setting} are not compiled for all lengths at once (torch's compiler "
-            "comes to no end over sharded weights): set compile.dynamic=false, which compiles for each"
+            "does not finish with sharded weights): set compile.dynamic=false, which compiles for each"
         )
     if not run.model.may_be_transformer:
         yield (
