@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from drivetrain.batch import Batch, Bucketed
-from drivetrain.batch.bucketed import cut
+from drivetrain.batch.bucketed import split_by_cost
 from drivetrain.core.errors import UserError
 from drivetrain.core.microbatch import Request
 from drivetrain.core.world import World
@@ -163,14 +163,14 @@ def test_a_budget_of_tokens_holds_and_is_used():
 
 
 def test_a_sample_over_the_budget_goes_alone():
-    assert cut(torch.tensor([1, 1, 9, 9]), 1, by_tokens=True).ends == [2, 3, 4]
+    assert split_by_cost(torch.tensor([1, 1, 9, 9]), 1, by_tokens=True).ends == [2, 3, 4]
 
 
 def test_a_short_last_batch_is_known_as_one():
-    assert cut(torch.tensor([4] * 10), 5, by_tokens=False) == ([5, 10], False)
-    assert cut(torch.tensor([4] * 9), 5, by_tokens=False) == ([5, 9], True)
-    assert cut(torch.tensor([4] * 10), 5, by_tokens=True) == ([5, 10], False)
-    assert cut(torch.tensor([2] * 3 + [4] * 5), 3, by_tokens=True) == ([3, 6, 8], True)
+    assert split_by_cost(torch.tensor([4] * 10), 5, by_tokens=False) == ([5, 10], False)
+    assert split_by_cost(torch.tensor([4] * 9), 5, by_tokens=False) == ([5, 9], True)
+    assert split_by_cost(torch.tensor([4] * 10), 5, by_tokens=True) == ([5, 10], False)
+    assert split_by_cost(torch.tensor([2] * 3 + [4] * 5), 3, by_tokens=True) == ([3, 6, 8], True)
 
 
 @pytest.mark.parametrize("budget", BUDGETS)

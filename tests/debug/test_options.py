@@ -546,7 +546,7 @@ def test_sync_on_cuda_listens_to_torchs_warnings(make, planted, monkeypatch):
         return x
 
     monkeypatch.setattr(middle, "forward", waits)
-    monkeypatch.setattr("drivetrain.debug.host_sync.HostSync._watching", lambda self: self._told_by_cuda())
+    monkeypatch.setattr("drivetrain.debug.host_sync.HostSync._detection", lambda self: self._cuda_detection())
     option = HostSync(skip=1).build(make.contexts[-1])
     trainer.stream_watchers += option.stream_watchers()
     with pytest.warns(UserWarning, match="operation|mode|else") as heard:

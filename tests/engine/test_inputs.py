@@ -25,7 +25,7 @@ def images(mean: float, std: float, n: int = 16, c: int = 3) -> torch.Tensor:
 
 @pytest.mark.parametrize(("mean", "std"), [(0.0, 1.0), (0.4, 1.0), (-0.3, 0.5), (1.0, 2.0), (0.0, 2.5)])
 def test_normalised_inputs_pass(mean, std):
-    assert input_checks.remark(images(mean, std)) is None
+    assert input_checks.normalisation_warning(images(mean, std)) is None
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_normalised_inputs_pass(mean, std):
     ids=["raw bytes", "in 0 to 1", "too narrow", "too wide", "off"],
 )  # fmt: skip
 def test_others_are_named_with_their_numbers(mean, std):
-    line = input_checks.remark(images(mean, std))
+    line = input_checks.normalisation_warning(images(mean, std))
     x = images(mean, std)
     assert f"channel 0: mean {float(x[:, 0].mean()):.3g}, std {float(x[:, 0].std()):.3g}; channel 1: " in line
     assert "set data.normalize" in line
@@ -42,36 +42,36 @@ def test_others_are_named_with_their_numbers(mean, std):
 def test_only_the_channels_that_are_off_are_named():
     x = images(0.0, 1.0, c=6)
     x[:, 2] += 50
-    assert "(channel 2: mean" in input_checks.remark(x)
-    assert "channel 0" not in input_checks.remark(x)
+    assert "(channel 2: mean" in input_checks.normalisation_warning(x)
+    assert "channel 0" not in input_checks.normalisation_warning(x)
     x += 50
-    assert "channel 2" in input_checks.remark(x)
-    assert "channel 3" not in input_checks.remark(x)
-    assert "and 3 more" in input_checks.remark(x)
+    assert "channel 2" in input_checks.normalisation_warning(x)
+    assert "channel 3" not in input_checks.normalisation_warning(x)
+    assert "and 3 more" in input_checks.normalisation_warning(x)
 
 
 def test_what_has_no_mean_is_left_alone():
-    assert input_checks.remark(torch.randint(0, 255, (4, 3, 8, 8), dtype=torch.uint8)) is None
-    assert input_checks.remark(torch.randint(0, 50_000, (4, 128))) is None  # tokens
-    assert input_checks.remark(torch.full((4, 1), 7.0)) is None
+    assert input_checks.normalisation_warning(torch.randint(0, 255, (4, 3, 8, 8), dtype=torch.uint8)) is None
+    assert input_checks.normalisation_warning(torch.randint(0, 50_000, (4, 128))) is None  # tokens
+    assert input_checks.normalisation_warning(torch.full((4, 1), 7.0)) is None
 
 
 def test_features_are_looked_at_together():
     x = torch.randn(8, 20) * torch.linspace(0.01, 1.7, 20)
-    assert input_checks.remark(x) is None
-    assert "channel 0: mean" in input_checks.remark(x + 10)
+    assert input_checks.normalisation_warning(x) is None
+    assert "channel 0: mean" in input_checks.normalisation_warning(x + 10)
 
 
 def test_sixteen_bits_and_a_large_batch_are_read_in_float32():
-    assert input_checks.remark(images(0.0, 1.0, n=500).to(torch.float16)) is None
-    assert "mean" in input_checks.remark(images(300.0, 1.0).to(torch.bfloat16))
+    assert input_checks.normalisation_warning(images(0.0, 1.0, n=500).to(torch.float16)) is None
+    assert "mean" in input_checks.normalisation_warning(images(300.0, 1.0).to(torch.bfloat16))
 
 
 def test_the_stream_passes_unchanged_and_only_its_first_is_read(monkeypatch, caplog):
     micros = [MicroBatch(images(100.0, 1.0), torch.zeros(1), torch.ones(()), True, False) for _ in range(4)]
     looked = []
-    look = input_checks.remark
-    monkeypatch.setattr(input_checks, "remark", lambda x: looked.append(x) or look(x))
+    look = input_checks.normalisation_warning
+    monkeypatch.setattr(input_checks, "normalisation_warning", lambda x: looked.append(x) or look(x))
     out = []
     for micro in input_checks.check_normalisation(iter(micros)):
         assert len(caplog.messages) == 1  # before the first step

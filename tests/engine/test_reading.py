@@ -39,17 +39,17 @@ def micro(ready, seconds=0.01):
 def test_depth_is_how_many_lay_ready_at_each_asking():
     reading = Reading()
     for asked, ready in ((1.0, 1.5), (2.0, 1.7), (3.0, 1.8), (4.0, 1.9), (5.0, 5.2)):
-        reading.came(asked, micro(ready))
+        reading.record(asked, micro(ready))
     # At 1 none, at 2 the three of 1.7 to 1.9, at 3 two, at 4 one, at 5 none.
     assert reading.since_last() == {"decode_ms": pytest.approx(10), "queue_depth": pytest.approx(6 / 5)}
     assert reading.since_last() == {}
-    reading.came(6.0, micro(5.9))
+    reading.record(6.0, micro(5.9))
     assert reading.since_last()["queue_depth"] == 1
 
 
 def test_readers_that_cannot_tell_are_left_out():
     reading = Reading()
-    reading.came(1.0, micro(0.0, None))
+    reading.record(1.0, micro(0.0, None))
     assert reading.since_last() == {}
 
 

@@ -74,7 +74,7 @@ def test_the_order_within_an_update(make):
     for owner, name in ((trainer.precision, "backward"), (trainer.optimizer, "step"), (trainer.ema, "update")):
         setattr(owner, name, spied(name, getattr(owner, name)))
     step = trainer.step
-    trainer.step = replace(step, clip=spied("clip", step.clip), forget=spied("zero_grad", step.forget))
+    trainer.step = replace(step, clip=spied("clip", step.clip), clear_gradients=spied("zero_grad", step.clear_gradients))
     schedule = trainer.scheduler.step
     trainer.scheduler.step = lambda update: (events.append(f"schedule {update}"), schedule(update))
     trainer.fit()

@@ -193,7 +193,7 @@ def test_what_another_launcher_does_is_not_ours(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["parallel.nnodes=2"], "need a place to meet: set parallel.rendezvous=host:port"),
+        (["parallel.nnodes=2"], "need an address to connect to: set parallel.rendezvous=host:port"),
         (["parallel.nnodes=2", "parallel.rendezvous=node1"], "parallel.rendezvous=node1 is no host:port"),
         (["parallel.nnodes=2", "parallel.rendezvous=node1:99999"], "parallel.rendezvous=node1:99999 is no host:port"),
         (["parallel.rendezvous=node1:29500"], "has no effect on one machine: set parallel.nnodes"),
@@ -207,13 +207,13 @@ def test_what_another_launcher_does_is_not_ours(tmp_path: Path) -> None:
         (["parallel=pipeline", "parallel.tensor=3"], "parallel.tensor=3 does not divide the 2 ranks"),
         (
             ["parallel=pipeline", "parallel.nproc=4", "parallel.stages=2", "parallel.shard_stages=true", "data.drop_last=false"],
-            "parallel.shard_stages=true wants all updates alike, and data.drop_last=false leaves a short one",
+            "parallel.shard_stages=true needs all updates to be equal, and data.drop_last=false leaves a short one",
         ),
         (["parallel=tensor", "debug=anomaly"], "debug=anomaly and parallel=tensor exclude each other"),
         (["parallel=pipeline", "batch.preallocate=true"], "batch.preallocate=true and parallel=pipeline exclude each other"),
         (["parallel=dp", "checkpointing=blocks"], "checkpointing=blocks and parallel=dp exclude each other"),
         (["parallel=pipeline", "parallel.schedule=interleaved"], "wants micro-batches in multiples of the 2 stages"),
-        (["parallel=fsdp", "optimizer=muon"], "optimizer=muon wants whole tensors"),
+        (["parallel=fsdp", "optimizer=muon"], "optimizer=muon needs whole tensors"),
         (["parallel=fsdp", "clip=agc"], "clip=agc looks at whole rows"),
         (["parallel=fsdp", "batch.global_batch=7"], "batch.global_batch=7 does not divide into 1 steps × 2 ranks"),
         (["parallel=split"], "parallel=split needs two devices"),
@@ -237,7 +237,7 @@ def test_more_stages_than_blocks(tmp_path: Path) -> None:
     done = train("data=digits", "runtime.device=cpu", *words, cwd=tmp_path)
     assert done.code == 2, done
     assert done.errors == [
-        "error: parallel=pipeline: 3 stages, but the model is a row of 2 blocks: set parallel.stages to 2 or less "
+        "error: parallel=pipeline: 3 stages, but the model is a sequence of 2 blocks: set parallel.stages to 2 or less "
         "(and parallel.nproc with it)"
     ]
     assert not list(tmp_path.iterdir()), "nothing written"
@@ -250,6 +250,6 @@ def test_a_model_that_cannot_be_cut(tmp_path: Path) -> None:
     done = train("data=digits", "runtime.device=cpu", *own, "parallel=pipeline", cwd=tmp_path)
     assert done.code == 2, done
     (line,) = done.errors
-    assert line.startswith("error: parallel=pipeline cannot cut this model: its row of 3 Linear does not only hand on")
+    assert line.startswith("error: parallel=pipeline cannot cut this model: its sequence of 3 Linear does not only pass on")
     assert "Traceback" not in done.err
     assert {p.name for p in tmp_path.iterdir()} <= {"faulty_nets.py", "__pycache__"}, "nothing written"

@@ -11,8 +11,8 @@ import torch
 from drivetrain.core.blocks import sequential_blocks
 from drivetrain.core.errors import UserError
 from drivetrain.parallel import balance
-from drivetrain.parallel.cuttable import refuse, same_as_whole
-from drivetrain.parallel.stages import Row
+from drivetrain.parallel.stage_checks import check_stages, stages_match_model
+from drivetrain.parallel.stages import StagedForward
 
 WIDTH = 6
 
@@ -78,8 +78,8 @@ def test_only_a_plain_row_is_cut(way, can_be):
     before = {name: t.clone() for name, t in model.state_dict().items()}
     example, row = torch.zeros(2, WIDTH), list(model.blocks)
     for cuts in ((0, 2, 4), (0, 1, 3, 4), (0, 1, 2, 3, 4)):
-        assert same_as_whole(model, row, list(itertools.pairwise(cuts)), example) == can_be, cuts
-    assert same_as_whole(model, row, [(0, 4)], example), "one stage is the model"
+        assert stages_match_model(model, row, list(itertools.pairwise(cuts)), example) == can_be, cuts
+    assert stages_match_model(model, row, [(0, 4)], example), "one stage is the model"
     assert model.training
     assert not any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in model.modules()), "left as it was"
     for name, t in model.state_dict().items():
@@ -102,7 +102,7 @@ def test_what_an_untrained_model_hides_is_seen(way, hide):
     elif hide != "nothing":
         scale_of_branches(model, 0.0 if "nothing" in hide else 1e-5)
     before = {name: t.clone() for name, t in model.state_dict().items()}
-    assert not same_as_whole(model, list(model.blocks), [(0, 2), (2, 4)], torch.zeros(2, WIDTH))
+    assert not stages_match_model(model, list(model.blocks), [(0, 2), (2, 4)], torch.zeros(2, WIDTH))
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
 
 
@@ -113,7 +113,7 @@ def test_a_model_that_is_not_finite_everywhere_is_judged_by_the_rest(way, can_be
             return super().forward(x).sqrt()
 
     model, example = Roots(way), torch.zeros(16, WIDTH)
-    assert same_as_whole(model, list(model.blocks), [(0, 2), (2, 4)], example) == can_be
+    assert stages_match_model(model, list(model.blocks), [(0, 2), (2, 4)], example) == can_be
 
 
 class Residual(torch.nn.Linear):
@@ -128,13 +128,13 @@ def test_residual_blocks_are_cut_however_they_begin(scale):
     model = Own(in_a_row)
     model.blocks = torch.nn.ModuleList(Residual(WIDTH, WIDTH) for _ in range(4))
     scale_of_branches(model, scale)
-    assert same_as_whole(model, list(model.blocks), [(0, 1), (1, 3), (3, 4)], torch.zeros(2, WIDTH))
+    assert stages_match_model(model, list(model.blocks), [(0, 1), (1, 3), (3, 4)], torch.zeros(2, WIDTH))
 
 
 def test_what_cannot_be_cut_is_refused_with_its_reason():
     def reason(model, row, ranges=((0, 2), (2, 4)), example=None):
         with pytest.raises(UserError) as refused:
-            refuse(model, row, list(ranges), torch.zeros(2, WIDTH) if example is None else example)
+            check_stages(model, row, list(ranges), torch.zeros(2, WIDTH) if example is None else example)
         return str(refused.value)
 
     model = Own(in_a_row)
@@ -159,16 +159,16 @@ def test_what_cannot_be_cut_is_refused_with_its_reason():
     model.blocks[0].forward = lambda x: (inner(x), x)
     assert "a block of this model gives a tuple" in reason(model, list(model.blocks))
     model = Own(with_a_sum)
-    assert "cannot cut this model: its row of 4 Sequential does not only hand on" in reason(model, list(model.blocks))
+    assert "cannot cut this model: its sequence of 4 Sequential does not only pass on" in reason(model, list(model.blocks))
     one = torch.nn.Linear(WIDTH, WIDTH)
-    assert "stands in the model's row several times" in reason(torch.nn.Sequential(one, one), [one, one], [(0, 1), (1, 2)])
+    assert "stands in the model's sequence several times" in reason(torch.nn.Sequential(one, one), [one, one], [(0, 1), (1, 2)])
 
 
 def test_a_text_model_is_cut():
     text = torch.nn.Sequential(
         torch.nn.Embedding(2, WIDTH, padding_idx=0), torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, 2)
     )
-    refuse(text, list(text), [(0, 1), (1, 3)], torch.zeros(2, 3, dtype=torch.long))
+    check_stages(text, list(text), [(0, 1), (1, 3)], torch.zeros(2, 3, dtype=torch.long))
 
 
 def test_a_forward_of_a_blocks_own_comes_back():
@@ -177,15 +177,15 @@ def test_a_forward_of_a_blocks_own_comes_back():
     model.blocks[1].forward = lambda x: own(x) + 1
     patched, x = model.blocks[1].forward, torch.rand(2, WIDTH)
     want = model(x)
-    Row(model, list(model.blocks)).remove()
+    StagedForward(model, list(model.blocks)).remove()
     assert model.blocks[1].forward is patched
     assert torch.equal(model(x), want)
 
 
 def test_a_block_that_is_not_called_is_named():
     model = Own(lambda blocks, x: in_a_row([blocks[0], blocks[1], blocks[3]], x))
-    with pytest.raises(UserError, match=r"block 2 \(Sequential\) of the model's row of 4 is not called in its forward"):
-        balance.measured(model, list(model.blocks), torch.zeros(2, WIDTH))
+    with pytest.raises(UserError, match=r"block 2 \(Sequential\) of the model's sequence of 4 is not called in its forward"):
+        balance.measure_costs(model, list(model.blocks), torch.zeros(2, WIDTH))
 
 
 def test_what_holds_numbers_is_not_copied_to_its_other_places():
@@ -203,4 +203,4 @@ def test_no_other_cut_has_a_cheaper_dearest_part(costs, parts):
         return max(sum(costs[a:b]) for a, b in itertools.pairwise(places))
 
     every = [(0, *inner, len(costs)) for inner in itertools.combinations(range(1, len(costs)), parts - 1)]
-    assert dearest(balance.cuts(costs, parts)) == min(map(dearest, every))
+    assert dearest(balance.balanced_boundaries(costs, parts)) == min(map(dearest, every))

@@ -128,7 +128,7 @@ SHORT = {(strategy, "all that must be exact") for strategy in STRATEGIES} - {
     ],
 )
 def test_a_strategy_equals_one_process(done, strategy, setting):
-    # Sharing out a stage's weights wants all updates alike.
+    # Sharing out a stage's weights needs all updates to be equal.
     alike = ["data.drop_last=true", "epochs=3"] if "parallel.shard_stages=true" in STRATEGIES[strategy] else []
     one = done(*SETTINGS[setting], *alike)
     words = [word for word in SETTINGS[setting] if strategy != "dp" or not word.startswith("checkpointing=")]  # refused together

@@ -143,7 +143,7 @@ def test_tf32_rounds_matrix_products_on_cuda(make):
 
 def test_amp_is_torchs_own_sequence_with_one_read_of_the_device():
     """Over ten updates, an overflow among them: torch's scaler.step, and ours."""
-    from drivetrain.debug.torch_modes import Calls
+    from drivetrain.debug.torch_modes import WaitingCalls
 
     def setting():
         torch.manual_seed(0)
@@ -171,7 +171,7 @@ def test_amp_is_torchs_own_sequence_with_one_read_of_the_device():
     reads, stepped = [], []
     for x, scale in zip(inputs, scales, strict=True):
         precision.backward(ours(x).square().mean(), torch.ones(()))
-        with Calls(reads.append):
+        with WaitingCalls(reads.append):
             stepped.append(precision.step(optimizer, lambda: torch.nn.utils.clip_grad_norm_(ours.parameters(), 1.0)))
         assert precision.scaler.get_scale() == scale
         optimizer.zero_grad()
@@ -226,15 +226,15 @@ class Sgd:
 
     lr = 1e-4
 
-    def build(self, model, lr_factor):
-        return torch.optim.SGD(model.parameters(), lr=self.lr * lr_factor)
+    def build(self, context):
+        return torch.optim.SGD(context.model.parameters(), lr=self.lr)
 
 
 def after_updates(master: str, updates: int):
     precision = Bf16Pure(master)
     precision.setup(context())
     model = precision.convert(OneWeight(), torch.ones(()))
-    optimizer = precision.optimizer(Sgd(), model, 1.0)
+    optimizer = precision.build_optimizer(Sgd(), context(model=model))
     for _ in range(updates):
         precision.backward(model(torch.ones(())), torch.ones(()))
         assert precision.step(optimizer, lambda: None)
@@ -261,7 +261,7 @@ def test_stochastic_rounding_goes_to_a_neighbour_and_is_right_in_the_mean():
     values = torch.tensor([1.001, -1.001, 3.14159, 1e-30, -7e20, 0.0, 1.0, 65280.5])
     model = torch.nn.ParameterList([values.repeat_interleave(20_000)])
     precision.convert(model, torch.ones(()))
-    precision._narrow()
+    precision._round_masters_to_weights()
     rounded = model[0].detach().double().view(len(values), -1)
     exact = values.double()
     down = values.bfloat16()

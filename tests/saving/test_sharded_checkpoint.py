@@ -93,10 +93,10 @@ def test_a_state_taken_apart_and_put_together_is_itself():
         "ema": {"tensors": {"a": torch.rand(2)}, "updates": 4}, "progress": {"updates": 7},
     }  # fmt: skip
     weights = {"a": torch.rand(2), "b": torch.rand(1)}
-    of_all, rest = sharded_checkpoint.apart(weights, state, lambda name, tensor: tensor)
+    of_all, rest = sharded_checkpoint.flatten_state(weights, state, lambda name, tensor: tensor)
     assert set(of_all) == {"model/a", "model/b", "optimizer/a/m", "ema/a"}
     assert rest["optimizer"]["state"] == {0: {"step": torch.tensor(3.0)}, 1: {}}
-    again, whole = sharded_checkpoint.together(of_all, rest)
+    again, whole = sharded_checkpoint.unflatten_state(of_all, rest)
     assert again == weights
     assert whole["optimizer"]["state"][0]["m"] is state["optimizer"]["state"][0]["m"]
     assert whole["ema"]["tensors"]["a"] is state["ema"]["tensors"]["a"]
@@ -109,7 +109,7 @@ def test_states_of_parts_are_merged_by_names():
         return {"state": dict(enumerate(held)), "param_groups": [group]}
 
     one, two = part(0.1, ["a", "b"], [{"m": 1}, {"m": 2}]), part(0.1, ["b", "c"], [{"m": 2}, {"m": 3}])
-    whole = sharded_checkpoint.merged([one, two, part(0.2, ["d"], [{"m": 4}])])
-    names = sharded_checkpoint.names_of(whole)
+    whole = sharded_checkpoint.merge_optimizer_states([one, two, part(0.2, ["d"], [{"m": 4}])])
+    names = sharded_checkpoint.parameter_names(whole)
     assert {names[i]: s["m"] for i, s in whole["state"].items()} == {"a": 1, "b": 2, "c": 3, "d": 4}
     assert [(g["lr"], g["param_names"]) for g in whole["param_groups"]] == [(0.1, ["a", "b", "c"]), (0.2, ["d"])]

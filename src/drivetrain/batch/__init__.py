@@ -1,4 +1,4 @@
-"""How many samples make one update, and into which micro-batches they are split."""
+"""Batch size: how many samples make one update, and how they are split into micro-batches."""
 
 from drivetrain.batch.base import Accumulate, Auto, Batch
 from drivetrain.batch.bucketed import Bucketed

@@ -1,6 +1,6 @@
-"""How many samples make one update, and into which micro-batches they are split.
+"""Batch size: how many samples make one update, and how they are split into micro-batches.
 
-`global_batch` is the mathematics and stays; `accumulation_steps` and the ranks only split it.
+`global_batch` determines the result; `accumulation_steps` and the ranks only split it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 
 Scaling = Literal["none", "linear", "sqrt"]
 Factor = Annotated[int, Ge(2)]
-CLOSE = 1.1  # batch=auto finds the limit to within this factor
-MOST_WEIGHTS = 64  # kept to be used again: shares of tokens hardly ever are
+SEARCH_FACTOR = 1.1  # batch=auto finds the largest micro-batch to within this factor
+MAX_CACHED_WEIGHTS = 64  # weight tensors kept for reuse; weights by tokens hardly ever repeat
 
 
 @dataclass(eq=False)
@@ -43,8 +43,8 @@ class Batch(Option):
 
     accumulation_steps = 1  # micro-batches of one update, before any growth
     pad_to = 1  # lengths of training sequences are padded to multiples of this
-    buckets_lengths: ClassVar[bool] = False  # micro-batches of sequences come in a few lengths
-    fixed_micro_batches: ClassVar[bool] = True  # every update is split into as many micro-batches of as many samples
+    buckets_lengths: ClassVar[bool] = False  # sequences are grouped into micro-batches of a few lengths
+    fixed_micro_batches: ClassVar[bool] = True  # all updates have the same number and size of micro-batches
 
     global_batch: Count = 128
     lr_scaling: Scaling = "none"
@@ -56,7 +56,7 @@ class Batch(Option):
 
     def __post_init__(self) -> None:
         self._configured = self.accumulation_steps
-        self.pairs = False  # each sample comes with a partner to be mixed with
+        self.pairs = False  # each sample gets a partner to be mixed with (mixup, CutMix)
         self.lengths: torch.Tensor | None = None  # (n,) tokens of each training sample, where samples are sequences
 
     def validate(self, run: RunSpec) -> Iterator[str]:
@@ -85,9 +85,9 @@ class Batch(Option):
             )
 
     def autotune(self, fitting: Callable[[Sequence[int], Any], int], ranks: int) -> Batch:
-        """This option with what had to be found by trying, before any rank starts.
+        """Return this option with the values that trial runs have found, before any rank starts.
 
-        `fitting(sizes, limit_gb)` is the number of these ascending micro-batch sizes that fit, from the first.
+        `fitting(sizes, limit_gb)` returns how many of these ascending micro-batch sizes fit in memory.
         """
         return self
 
@@ -96,16 +96,16 @@ class Batch(Option):
         self.measure(context.train_source, context.seed, context.parallel.data_world)
 
     def measure(self, source: Source, seed: int, world: World) -> None:
-        """Look at how long the training samples are: nothing can be asked about updates before."""
+        """Read the lengths of the training samples. Must be called before anything that counts updates."""
         self.lengths = getattr(source, "lengths", None)
 
     def lr_factor(self) -> float:
-        """What the learning rate is multiplied with (linear: Goyal et al. 2017; sqrt: Krizhevsky 2014)."""
+        """Return the factor of the learning rate (linear: Goyal et al. 2017; sqrt: Krizhevsky 2014)."""
         ratio = self.global_batch / self.base_batch
         return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[self.lr_scaling]
 
     def size(self, epoch: int) -> int:
-        """Samples of one update in an epoch."""
+        """Return the samples of one update in an epoch."""
         size = self.global_batch
         for _ in range(epoch // self.grow_every if self.grow_every else 0):
             if self.grow_until is not None and size * self.grow_by > self.grow_until:
@@ -114,26 +114,26 @@ class Batch(Option):
         return size
 
     def micro_batch(self, world: World) -> int:
-        """Samples in one rank's forward, at the most."""
+        """Return the maximum number of samples in one rank's forward."""
         return math.ceil(self.global_batch / (self.accumulation_steps * world.size))
 
     def updates(self, samples: int, epoch: int, drop_last: bool) -> int:
-        """Updates that an epoch over `samples` makes."""
+        """Return the number of updates in an epoch over `samples`."""
         return samples // self.size(epoch) if drop_last else math.ceil(samples / self.size(epoch))
 
     def consumed(self, samples: int, epoch: int, window: int, drop_last: bool) -> int:
-        """Samples that a run has trained on after `window` updates of an epoch and all epochs before."""
+        """Return the samples that a run has trained on after all epochs before `epoch` and `window` updates of it."""
         before = self._over_epochs(epoch, lambda e: min(samples, self.updates(samples, e, drop_last) * self.size(e)))
         return before + min(samples, window * self.size(epoch))
 
     def total_updates(self, samples: int, epochs: int, drop_last: bool) -> int:
-        """Updates that a run of `epochs` makes; 0 if one of its epochs would make none."""
-        if not self.updates(samples, epochs - 1, drop_last):  # the last has the largest batch
+        """Return the number of updates in a run of `epochs`; 0 if one of its epochs has none."""
+        if not self.updates(samples, epochs - 1, drop_last):  # the last epoch has the largest batch
             return 0
         return self._over_epochs(epochs, lambda e: self.updates(samples, e, drop_last))
 
     def _over_epochs(self, epochs: int, amount: Callable[[int], int]) -> int:
-        """The sum of a per-epoch amount; without growth all epochs are alike."""
+        """Sum a per-epoch amount. Without growth all epochs have the same."""
         return sum(map(amount, range(epochs))) if self.grow_every else epochs * amount(0)
 
     def requests(
@@ -147,13 +147,13 @@ class Batch(Option):
         device: torch.device | None = None,
         order: Callable[[int, int], torch.Tensor] | None = None,
     ) -> Iterator[Request]:
-        """This rank's micro-batches of one epoch in order, from its update number `skip` on.
+        """Yield this rank's micro-batches of one epoch in order, from update number `skip` on.
 
         `order(seed, epoch)` is the source's own order of its samples, where it has one.
 
-        Update u takes positions [u·G, (u+1)·G) of the epoch's order, which are split among ranks and micro-batches
-        as evenly as it goes. Each micro-batch weighs by its samples, so that an update is the mean over its samples also
-        where they do not divide, as in a short tail; where samples are sequences, by its tokens.
+        Update u takes positions [u·G, (u+1)·G) of the epoch's order, which are split evenly among ranks and micro-batches.
+        Each micro-batch is weighted by its samples (by its tokens, where samples are sequences), so that an update is the
+        mean over its samples also where they do not divide, as in the short last batch.
         """
         ordered = order(seed, epoch) if order is not None else rng.permutation(seed, epoch, samples)
         total, size, micro = self.updates(samples, epoch, drop_last), self.size(epoch), self.micro_batch(world)
@@ -162,81 +162,81 @@ class Batch(Option):
         for update in range(skip, total):
             window = ordered[update * size : (update + 1) * size]
             mine = window if world.size == 1 else window.tensor_split(world.size)[world.rank]
-            # As many as the rank with the most samples makes: their forwards may wait for each other.
+            # Every rank makes as many micro-batches as the one with the most samples: their forwards may wait for each other.
             count = math.ceil(math.ceil(len(window) / world.size) / micro)
             chunks = (mine,) if count == 1 else mine.tensor_split(count)
             amount = self.amount(window)
             for step, indices in enumerate(chunks, 1):
                 share = self.amount(indices) * world.size / amount
                 if share not in weights:
-                    if len(weights) > MOST_WEIGHTS:
+                    if len(weights) > MAX_CACHED_WEIGHTS:
                         weights.clear()
                     weights[share] = torch.full((), share, device=device)
-                if not share:  # fewer samples than ranks: this one joins the all-reduce with one that counts nothing
+                if not share:  # fewer samples than ranks: this rank joins the all-reduce with a sample of weight 0
                     indices = window[:1]
                 last = step == len(chunks)
                 request = Request(epoch, indices, weights[share], last, last and update + 1 == total)
                 if partners is not None:
-                    place = indices.storage_offset()  # in the order
-                    request.mix_with = partners[place : place + len(indices)]
+                    start = indices.storage_offset()  # position in the order
+                    request.mix_with = partners[start : start + len(indices)]
                 yield request
 
     def amount(self, indices: torch.Tensor) -> int:
-        """What the loss is the mean over: the tokens of these samples (n,), or the samples themselves."""
+        """Return the number of items that the loss averages over: the tokens of these samples (n,), or the samples."""
         return len(indices) if self.lengths is None else int(self.lengths[indices].sum())
 
     def evaluation(self, source: Any, world: World) -> Sequence[torch.Tensor]:
-        """The batches of an evaluation, as indices: every sample once, sequences of similar length together."""
+        """Return the batches of an evaluation, as indices: every sample once, sequences of similar length together."""
         lengths = getattr(source, "lengths", None)
         order = torch.arange(len(source)) if lengths is None else lengths.argsort(stable=True)
         return order.split(self.micro_batch(world))
 
-    def of_evaluation(
-        self, source: Any, world: World, most: int | None, device: torch.device, together: bool = False
+    def evaluation_requests(
+        self, source: Any, world: World, max_batches: int | None, device: torch.device, lockstep: bool = False
     ) -> Iterator[Request]:
-        """This rank's batches of an evaluation of `most`.
+        """Yield this rank's share of the first `max_batches` batches of an evaluation.
 
-        Ranks whose forwards work `together` get as many each: one that comes twice weighs nothing.
+        With `lockstep` all ranks get the same number of batches; a batch that only fills up has weight 0.
         """
-        batches = self.evaluation(source, world)[:most]
-        count = math.ceil(len(batches) / world.size) * world.size if together else len(batches)
+        batches = self.evaluation(source, world)[:max_batches]
+        count = math.ceil(len(batches) / world.size) * world.size if lockstep else len(batches)
         for n in range(world.rank, count, world.size):
             yield Request(0, batches[min(n, len(batches) - 1)], torch.full((), float(n < len(batches)), device=device))
 
     def largest(self, samples: int, size: int) -> torch.Tensor:
-        """The micro-batch of `size` samples that takes the most memory: the longest, where samples have lengths."""
+        """Return the micro-batch of `size` samples that needs the most memory: the longest, where samples have lengths."""
         order = torch.arange(samples) if self.lengths is None else self.lengths.argsort(descending=True, stable=True)
         return order[torch.arange(size) % samples]
 
     def halve(self, world: World) -> bool:
-        """Halve the micro-batch and double the steps; False where it is one sample already."""
+        """Halve the micro-batch and double `accumulation_steps`. Returns False if it is one sample already."""
         if self.micro_batch(world) == 1:
             return False
         self.accumulation_steps *= 2
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """The split that was settled on, so that a resumed run repeats it."""
+        """Return the current split, so that a resumed run repeats it."""
         return {"configured": self._configured, "steps": self.accumulation_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take `state_dict()` back, unless the config now asks for another split."""
+        """Load a `state_dict()`, unless the config now sets another split."""
         if state["configured"] == self._configured:
             self.accumulation_steps = state["steps"]
 
 
 @dataclass(eq=False)
 class Accumulate(Batch):
-    """Gradients of `accumulation_steps` micro-batches are summed before each update: the same mathematics in less memory."""
+    """Sums the gradients of `accumulation_steps` micro-batches before each update: the same result in less memory."""
 
     accumulation_steps: Count = 4
 
 
 @dataclass(eq=False)
 class Auto(Batch):
-    """The largest micro-batch that fits, found by trying before the run; accumulation keeps the global batch.
+    """Finds the largest micro-batch that fits by trial before the run; gradient accumulation keeps the global batch.
 
-    Each try is a process that may die of it. A CPU has no limit of its own: give `memory_gb`.
+    Each trial is a process of its own, which may run out of memory. A CPU has no memory limit: set `memory_gb`.
     """
 
     fixed_micro_batches: ClassVar[bool] = False
@@ -248,30 +248,30 @@ class Auto(Batch):
             yield "batch=auto on a CPU needs a limit: set batch.memory_gb to what a rank may use, or batch=fixed"
 
     def autotune(self, fitting: Callable[[Sequence[int], Any], int], ranks: int) -> Batch:
-        most = self.global_batch // ranks
-        # From 2: BatchNorm refuses a single sample in training, and no one wants it.
-        sizes = sorted({*(2**k for k in range(1, most.bit_length())), most})
-        good = fitting(sizes, self.memory_gb)
-        limit = sizes[good - 1] if good else 0
-        if limit and good < len(sizes):
-            between = _geometric(limit, sizes[good])
+        largest = self.global_batch // ranks
+        # From 2: BatchNorm cannot train on a single sample.
+        sizes = sorted({*(2**k for k in range(1, largest.bit_length())), largest})
+        fit_count = fitting(sizes, self.memory_gb)
+        limit = sizes[fit_count - 1] if fit_count else 0
+        if limit and fit_count < len(sizes):
+            between = _sizes_between(limit, sizes[fit_count])
             limit = [limit, *between][fitting(between, self.memory_gb)] if between else limit
         if not limit:
             raise UserError(
                 f"batch=auto: not even {sizes[0]} samples fit: raise batch.memory_gb, or save memory "
                 "(precision=bf16, checkpointing=blocks, a smaller model)"
             )
-        found = copy.deepcopy(self)
-        found.accumulation_steps = math.ceil(most / limit)
-        fits = f"{limit} samples fit" if limit < most else f"all {most} samples fit"
-        micro = math.ceil(most / found.accumulation_steps)
-        logger.info(f"batch=auto: {fits} at once: {found.accumulation_steps} steps of {micro} samples on each rank")
-        return found
+        tuned = copy.deepcopy(self)
+        tuned.accumulation_steps = math.ceil(largest / limit)
+        fits = f"{limit} samples fit" if limit < largest else f"all {largest} samples fit"
+        micro = math.ceil(largest / tuned.accumulation_steps)
+        logger.info(f"batch=auto: {fits} at once: {tuned.accumulation_steps} steps of {micro} samples on each rank")
+        return tuned
 
 
-def _geometric(low: int, high: int) -> list[int]:
-    """Sizes between low and high, each at most CLOSE times the one before."""
+def _sizes_between(low: int, high: int) -> list[int]:
+    """Return sizes between low and high, each at most SEARCH_FACTOR times the one before."""
     sizes, size = [], low
-    while (size := max(size + 1, int(size * CLOSE))) < high:
+    while (size := max(size + 1, int(size * SEARCH_FACTOR))) < high:
         sizes.append(size)
     return sizes

@@ -1,4 +1,4 @@
-"""Activation checkpointing: forget activations, recompute them in the backward (Chen et al. 2016)."""
+"""Activation checkpointing: drop activations and recompute them in the backward (Chen et al. 2016)."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class Checkpointing(Option):
 
     active = False
     chosen_by_compiler = False
-    budget = 1.0  # of the activations that a compiler would keep
+    budget = 1.0  # share of the activations that the compiler keeps
 
     def apply(self, model: torch.nn.Module) -> None:
-        """Change the model's forward in place; its parameters keep their names."""
+        """Patch the model's forward in place. Its parameters keep their names."""
 
 
 class Blocks(Checkpointing):
-    """Each repeated block (a transformer's layers, a ResNet's bottlenecks) keeps only its input.
+    """Keeps only the input of each repeated block (a transformer's layers, a ResNet's bottlenecks).
 
-    `block` names the block's class where the model's own repetition is not the one wanted.
+    `block` is the class name of the blocks; null means the blocks that the model repeats.
     """
 
     active = True
@@ -48,28 +48,28 @@ class Blocks(Checkpointing):
     def apply(self, model: torch.nn.Module) -> None:
         from drivetrain.checkpointing.recompute import checkpoint_forward
 
-        blocks = self.chosen(blocks_for(f"checkpointing={self.name}", "checkpointing.block", model, self.block))
+        blocks = self.select(blocks_for(f"checkpointing={self.name}", "checkpointing.block", model, self.block))
         for block in blocks:
-            checkpoint_forward(block, self.rule())
-        logger.info("%s recomputed in the backward%s", describe_blocks(blocks), self.kept())
+            checkpoint_forward(block, self.policy_factory())
+        logger.info("%s recomputed in the backward%s", describe_blocks(blocks), self.describe_kept())
 
-    def chosen(self, blocks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        """Those of the model's blocks that are recomputed."""
+    def select(self, blocks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        """Return the blocks to recompute, out of the model's blocks."""
         return blocks
 
-    def rule(self) -> Any:
-        """What makes the rule of which results to keep; None keeps nothing but a block's input."""
+    def policy_factory(self) -> Any:
+        """Return a function that makes the policy of which results to keep; None keeps only a block's input."""
         return None
 
-    def kept(self) -> str:
-        """The report's word on what is kept."""
+    def describe_kept(self) -> str:
+        """Return what is kept, for the log."""
         return ""
 
 
 class EveryK(Blocks):
-    """Every k-th block is recomputed, from the first on; the others keep their activations.
+    """Recomputes every k-th block, starting with the first; the others keep their activations.
 
-    Single blocks and not segments of k: they need nothing known of the code that calls them one after the other.
+    It recomputes single blocks, not segments of k, because segments would need the code that calls the blocks.
     """
 
     name = "every_k"
@@ -78,12 +78,12 @@ class EveryK(Blocks):
         super().__init__(block)
         self.k = k
 
-    def chosen(self, blocks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    def select(self, blocks: list[torch.nn.Module]) -> list[torch.nn.Module]:
         return blocks[:: self.k]
 
 
 class Selective(Blocks):
-    """Within each block keep what is dear to compute, recompute what is cheap.
+    """Keeps what is expensive to compute within each block, and recomputes what is cheap.
 
     `products` keeps matrix products, convolutions and attention that sum over at least `min_depth` terms, so that
     activations, normalisations, dropout, resampling and shallow products are recomputed; `half` keeps every second of
@@ -109,20 +109,20 @@ class Selective(Blocks):
                 "set checkpointing=blocks, or compile=inductor"
             )
 
-    def rule(self) -> Any:
+    def policy_factory(self) -> Any:
         from drivetrain.checkpointing import recompute
 
         make = getattr(recompute, self.policy)
         return lambda: make(self.min_depth)
 
-    def kept(self) -> str:
+    def describe_kept(self) -> str:
         return f", {self.policy} kept"
 
 
 class Budget(Checkpointing):
-    """The compiler chooses what to recompute, the cheapest first, so that about `budget` of the activations are kept.
+    """Lets the compiler choose what to recompute, the cheapest first, so that about `budget` of the activations are kept.
 
-    1 is what the compiler would keep anyway, 0 what `blocks` keeps (torch._functorch.config.activation_memory_budget).
+    1 keeps what the compiler keeps by default, 0 what `blocks` keeps (torch._functorch.config.activation_memory_budget).
     """
 
     active = True

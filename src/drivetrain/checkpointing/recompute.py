@@ -1,8 +1,8 @@
-"""Forget a block's activations and recompute them in the backward, leaving everything else as it was.
+"""Drops a block's activations and recomputes them in the backward, without other effects.
 
-What else a second forward would change: BatchNorm's running statistics, which must move once, and random draws, which
-must come out the same. torch's checkpoint replays its random stream, but a graph that records the backward too
-(compile=step) records no stream: there the draws themselves are kept.
+A second forward would also update BatchNorm's running statistics, which must happen once, and draw random numbers, which
+must be the same. torch's checkpoint restores the random state, but a graph that records the backward too (compile=step)
+cannot: there the drawn values themselves are kept.
 """
 
 from __future__ import annotations
@@ -38,23 +38,25 @@ _CONVOLUTIONS = (_aten.convolution, _aten._convolution)
 
 
 def checkpoint_forward(block: torch.nn.Module, policy: Callable[[], Policy] | None = None) -> None:
-    """Make the block's forward a (non-reentrant) checkpoint in place; `policy` makes the rule of which results to keep."""
+    """Wrap the block's forward in a (non-reentrant) checkpoint, in place; `policy` makes the policy of what to keep."""
     forward = block.forward
     norms = [m for m in block.modules() if isinstance(m, torch.nn.modules.batchnorm._NormBase)]
     if policy is not None:
-        _out_of_place(block)
+        _disable_inplace(block)
 
     def compiled_contexts() -> Contexts:
         assert policy is not None
         return create_selective_checkpoint_contexts(policy())
 
     def contexts() -> Contexts:
-        first, again = create_selective_checkpoint_contexts(policy()) if policy else (nullcontext(), nullcontext())
-        return first, _both(_statistics_held(norms), again)
+        forward_context, recompute_context = (
+            create_selective_checkpoint_contexts(policy()) if policy else (nullcontext(), nullcontext())
+        )
+        return forward_context, _both(_frozen_statistics(norms), recompute_context)
 
     def traced_contexts() -> Contexts:
         draws: list[Any] = []
-        return _Keep(draws), _Replay(draws, norms)
+        return _RecordDraws(draws), _ReplayDraws(draws, norms)
 
     @functools.wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
@@ -74,38 +76,38 @@ def checkpoint_forward(block: torch.nn.Module, policy: Callable[[], Policy] | No
 
 
 def products(min_depth: int) -> Policy:
-    """Keep matrix products, convolutions and attention; recompute the rest, and products that sum over few terms."""
+    """Policy: keep matrix products, convolutions and attention; recompute the rest, and products that sum over few terms."""
 
-    def rule(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return _keep_if(_is_product(operation, args, min_depth) and not _draws(operation, args, kwargs))
 
-    return rule
+    return policy
 
 
 def half(min_depth: int) -> Policy:
-    """Keep every second of what `products` keeps."""
-    seen: Counter[bool] = Counter()  # older torch asks again while it recomputes: counted apart
+    """Policy: keep every second of what `products` keeps."""
+    seen: Counter[bool] = Counter()  # older torch also calls the policy while it recomputes: counted separately
 
-    def rule(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if not _is_product(operation, args, min_depth) or _draws(operation, args, kwargs):
             return _keep_if(False)
         seen[context.is_recompute] += 1
         return _keep_if(seen[context.is_recompute] % 2 == 1)
 
-    return rule
+    return policy
 
 
 def attention(_: int) -> Policy:
-    """Keep attention alone, whose cost grows with the square of the length."""
+    """Policy: keep only attention, whose cost grows with the square of the length."""
 
-    def rule(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return _keep_if(_packet(operation) in _ATTENTION and not _draws(operation, args, kwargs))
 
-    return rule
+    return policy
 
 
-def _keep_if(kept: bool) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+def _keep_if(keep: bool) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _packet(operation: Any) -> Any:
@@ -124,30 +126,30 @@ def _is_product(operation: Any, args: tuple[Any, ...], min_depth: int) -> bool:
 
 
 def _draws(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether this call draws random numbers. Skipping it in the recomputation would shift the draws that follow."""
+    """Return whether this call draws random numbers. Skipping it in the recomputation would shift the draws that follow."""
     if torch.Tag.nondeterministic_seeded not in getattr(operation, "tags", ()):
         return False
     names = [argument.name for argument in operation._schema.arguments]
     if "dropout_p" not in names:
         return True
-    place = names.index("dropout_p")
-    return kwargs.get("dropout_p", args[place] if place < len(args) else 0.0) != 0.0
+    position = names.index("dropout_p")
+    return kwargs.get("dropout_p", args[position] if position < len(args) else 0.0) != 0.0
 
 
-def _out_of_place(block: torch.nn.Module) -> None:
-    """A kept result must not be overwritten by the activation that follows."""
+def _disable_inplace(block: torch.nn.Module) -> None:
+    """Turn off in-place activations, which would overwrite a kept result."""
     for module in block.modules():
         if getattr(module, "inplace", False) is True:
             module.inplace = False  # type: ignore[assignment]
 
 
 def _is_traced() -> bool:
-    """Whether the backward is being recorded into the same graph as the forward."""
+    """Return whether the backward is being recorded into the same graph as the forward."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
-class _Keep(TorchDispatchMode):
-    """Keep a copy of each random draw (a copy: dropout scales its mask in place)."""
+class _RecordDraws(TorchDispatchMode):
+    """Keeps a copy of each random draw (a copy, because dropout scales its mask in place)."""
 
     def __init__(self, draws: list[Any]) -> None:
         super().__init__()
@@ -160,26 +162,26 @@ class _Keep(TorchDispatchMode):
         return out
 
 
-class _Replay(TorchDispatchMode):
-    """Give the kept draws again in their order, and hold BatchNorm's statistics."""
+class _ReplayDraws(TorchDispatchMode):
+    """Returns the kept draws again in order, and freezes BatchNorm's statistics."""
 
     def __init__(self, draws: list[Any], norms: list[Any]) -> None:
         super().__init__()
-        self.draws, self.held = draws, _statistics_held(norms)
+        self.draws, self.frozen = draws, _frozen_statistics(norms)
 
     def __enter__(self) -> Any:
-        self.left = iter(self.draws)
-        self.held.__enter__()
+        self.remaining = iter(self.draws)
+        self.frozen.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self.held.__exit__(*error)
+        self.frozen.__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not _draws(func, args, kwargs or {}):
             return func(*args, **(kwargs or {}))
-        drawn = next(self.left)
+        drawn = next(self.remaining)
         return args[0].copy_(drawn) if func._schema.is_mutable else drawn
 
 
@@ -192,13 +194,13 @@ def _both(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _statistics_held(norms: list[Any]) -> Iterator[None]:
-    """Momentum 0 writes the running statistics back unchanged, and without its counter a norm counts nothing."""
-    held = [(m.momentum, m.num_batches_tracked) for m in norms]
+def _frozen_statistics(norms: list[Any]) -> Iterator[None]:
+    """Freeze the norms' statistics: momentum 0 writes them back unchanged, and without its counter a norm counts nothing."""
+    saved = [(m.momentum, m.num_batches_tracked) for m in norms]
     try:
         for m in norms:
             m.momentum, m.num_batches_tracked = 0.0, None
         yield
     finally:
-        for m, (momentum, counter) in zip(norms, held, strict=True):
+        for m, (momentum, counter) in zip(norms, saved, strict=True):
             m.momentum, m.num_batches_tracked = momentum, counter

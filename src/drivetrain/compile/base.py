@@ -1,4 +1,4 @@
-"""The off switch of compiling, and what all that compile have in common."""
+"""Base classes of the compile options."""
 
 from __future__ import annotations
 
@@ -14,39 +14,42 @@ if TYPE_CHECKING:
 
 
 class Compile(Option):
-    """compile=none: the model runs op by op."""
+    """compile=none: the model runs eagerly."""
 
     active = False
     captures_step = False  # the whole step is one graph
     cuda_graphs = False
     torchscript = False
-    partitions_activations = False  # splits a graph into forward and backward, and chooses what to keep between them
-    specializes_on_shapes = False  # compiles anew, or slower code, where shapes change
-    ranks_meet_in_forward = False  # collectives may stand in the compiled forward
+    partitions_activations = False  # chooses which activations to keep between forward and backward
+    specializes_on_shapes = False  # recompiles, or makes slower code, if shapes change
+    ranks_meet_in_forward = False  # the compiled forward may contain collectives
     crosses_devices = True  # activations may move between devices within the forward
     whole_forward = False  # the model's forward is compiled as a whole, not block by block
-    warmup = 1  # steps after which all of them are alike
-    dynamic: bool | None = False  # whether code is made for shapes in general; None: where the compiler sees that they change
+    warmup = 1  # steps until compilation is done
+    dynamic: bool | None = False  # compile for any shape; None: once shapes change
 
     def apply(self, model: torch.nn.Module, example: torch.Tensor, budget: float) -> Any:
-        """The callable that training calls. `example` is a batch of two zeros; `budget` the share of activations to keep."""
+        """Return the callable that training calls.
+
+        `example` is a batch of two zeros, `budget` the share of activations to keep.
+        """
         return model
 
     def wrap_step(self, step: Step, context: BuildContext) -> Step:
-        """The step, or one graph in its place."""
+        """Return the step, or one that runs it as a single graph."""
         return step
 
     def seconds(self) -> float | None:
-        """What compiling has taken so far."""
+        """Return the seconds spent compiling so far, or None."""
         return None
 
     def advice(self, error: BaseException) -> str:
-        """What to set where this error is the compiler's own."""
+        """Return what to set if this error is the compiler's own, else an empty string."""
         return ""
 
 
 class Compiled(Compile):
-    """What all that compile have in common."""
+    """The base of all options that compile."""
 
     active = True
     specializes_on_shapes = True
@@ -62,7 +65,7 @@ class Compiled(Compile):
 
 
 def dynamo_seconds() -> float:
-    """Seconds that this process has spent in torch.compile, forward and backward graphs together."""
+    """Return the seconds that this process has spent in torch.compile, forward and backward graphs together."""
     from torch._dynamo.utils import calculate_time_spent
 
     return float(calculate_time_spent().get("total_wall_time", 0.0))

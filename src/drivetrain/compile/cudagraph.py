@@ -1,4 +1,4 @@
-"""compile=cudagraph: the kernels of the model, launched at once."""
+"""compile=cudagraph: launches all kernels of the model at once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from drivetrain.core.option import RunSpec
 
 
 class CudaGraph(Compiled):
-    """torch.compile's cudagraphs backend: the model's kernels as they are, launched all at once. CUDA only."""
+    """Uses torch.compile's cudagraphs backend: the model's eager kernels, launched all at once. CUDA only."""
 
     cuda_graphs = True
     ranks_meet_in_forward = False
@@ -33,12 +33,12 @@ class CudaGraph(Compiled):
 
     def apply(self, model: torch.nn.Module, example: torch.Tensor, budget: float) -> Any:
         torch.compiler.reset()
-        self._before = dynamo_seconds()
+        self._seconds_before = dynamo_seconds()
         return torch.compile(model, backend="cudagraphs", dynamic=False, fullgraph=self.fullgraph)
 
     def seconds(self) -> float | None:
-        return dynamo_seconds() - self._before
+        return dynamo_seconds() - self._seconds_before
 
 
-def _no_cuda(because: str) -> str:
-    return f"compile=cudagraph needs a CUDA device, and {because}: set compile=inductor or compile=none"
+def _no_cuda(reason: str) -> str:
+    return f"compile=cudagraph needs a CUDA device, and {reason}: set compile=inductor or compile=none"

@@ -17,16 +17,16 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
 
 logger = logging.getLogger(__name__)
-CACHE = "TORCHINDUCTOR_CACHE_DIR"
-_USERS_CACHE = os.environ.get(CACHE)
-_GRAPH_MEMORY = "CUDA graphs reuse the memory that gradients lie in"
+CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+_USERS_CACHE = os.environ.get(CACHE_VARIABLE)
+_GRAPH_MEMORY = "CUDA graphs reuse the gradients' memory"
 
 
 class Dynamo(Compiled):
-    """What goes through torch.compile's inductor. `cache_dir` keeps compiled kernels between runs.
+    """The base of options that use torch.compile's inductor. `cache_dir` keeps compiled kernels between runs.
 
-    null is TORCHINDUCTOR_CACHE_DIR if that is set, else drivetrain/inductor in the user's cache folder: torch's own
-    default lies in the temporary folder, which does not last.
+    null means TORCHINDUCTOR_CACHE_DIR if that is set, else drivetrain/inductor in the user's cache folder: torch's own
+    default is in the temporary folder, which is deleted.
     """
 
     machine_local_keys = ("cache_dir",)
@@ -40,26 +40,26 @@ class Dynamo(Compiled):
     def advice(self, error: BaseException) -> str:
         if type(error).__name__ not in ("InductorError", "BackendCompilerFailed"):
             return ""
-        fixed = "" if self.dynamic is False else "compile.dynamic=false, which gives it fixed shapes, or "
-        return f": torch's compiler has no code for this model: set {fixed}compile=none"
+        fixed_shapes = "" if self.dynamic is False else "compile.dynamic=false, which gives it fixed shapes, or "
+        return f": torch's compiler has no code for this model: set {fixed_shapes}compile=none"
 
     def prepare(self, budget: float) -> None:
-        """Forget what this process compiled for another run, whose settings the compiler does not compare."""
+        """Reset the compiler: it does not recompile on its own for another run's settings. Sets cache and memory budget."""
         import torch._dynamo
         import torch._functorch.config
 
-        os.environ[CACHE] = self.cache_dir or _USERS_CACHE or str(_user_cache() / "drivetrain" / "inductor")
-        kernel_cache.drop_broken(Path(os.environ[CACHE]))
+        os.environ[CACHE_VARIABLE] = self.cache_dir or _USERS_CACHE or str(_user_cache() / "drivetrain" / "inductor")
+        kernel_cache.drop_broken(Path(os.environ[CACHE_VARIABLE]))
         torch.compiler.reset()
         torch._functorch.config.activation_memory_budget = budget
-        self._before = dynamo_seconds()
+        self._seconds_before = dynamo_seconds()
 
     def seconds(self) -> float | None:
-        return dynamo_seconds() - self._before
+        return dynamo_seconds() - self._seconds_before
 
 
 class Inductor(Dynamo):
-    """torch.compile of the model: fused kernels, at the cost of a compilation that `compile_s` reports."""
+    """Compiles the model with torch.compile: fused kernels, for a compilation time that `compile_s` reports."""
 
     partitions_activations = True
 
@@ -83,16 +83,16 @@ class Inductor(Dynamo):
 
     def apply(self, model: torch.nn.Module, example: torch.Tensor, budget: float) -> Any:
         self.prepare(budget)
-        return self._compiled(model)
+        return self._compile(model)
 
-    def _compiled(self, what: Any) -> Any:
-        return torch.compile(what, mode=self.mode, dynamic=self.dynamic, fullgraph=self.fullgraph)
+    def _compile(self, target: Any) -> Any:
+        return torch.compile(target, mode=self.mode, dynamic=self.dynamic, fullgraph=self.fullgraph)
 
 
 class Regional(Inductor):
-    """torch.compile of the repeated blocks alone: equal blocks share one compilation, so it takes a fraction of the time.
+    """Compiles only the repeated blocks: equal blocks share one compilation, so it takes a fraction of the time.
 
-    `block` names the block's class where the model's own repetition is not the one wanted.
+    `block` is the class name of the blocks; null means the blocks that the model repeats.
     """
 
     whole_forward = False
@@ -111,19 +111,19 @@ class Regional(Inductor):
     def apply(self, model: torch.nn.Module, example: torch.Tensor, budget: float) -> Any:
         self.prepare(budget)
         blocks = blocks_for("compile=regional", "compile.block", model, self.block)
-        self._blocks = [b for b in blocks if not any(p.is_meta for p in b.parameters())]  # others are another rank's
+        self._blocks = [b for b in blocks if not any(p.is_meta for p in b.parameters())]  # meta blocks belong to other ranks
         import torch._dynamo
 
-        # Blocks of one class are one piece of code: each that differs in a shape or a number takes one of its places.
+        # Blocks of one class share one code object: each that differs in a shape or a number needs a recompilation of it.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * len(self._blocks))
         for block in self._blocks:
-            block.forward = _in_training(self._compiled(block.forward), block.forward)  # type: ignore[method-assign]
+            block.forward = _compiled_if_grad(self._compile(block.forward), block.forward)  # type: ignore[method-assign]
         logger.info("%s compiled", describe_blocks(self._blocks))
         return model
 
 
-def _in_training(compiled: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
-    """The compiled forward where gradients are wanted, else the plain one: evaluation would compile everything again."""
+def _compiled_if_grad(compiled: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward that is compiled only where gradients are enabled, because evaluation would recompile it."""
 
     @functools.wraps(plain)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -133,7 +133,7 @@ def _in_training(compiled: Callable[..., Any], plain: Callable[..., Any]) -> Cal
 
 
 def graphs_keep_gradients(run: RunSpec, setting: str, remedy: str) -> Iterator[str]:
-    """A backward inside CUDA graphs leaves the gradients in memory that its next replay overwrites (pytorch #169545)."""
+    """Yield what excludes CUDA graphs: their next replay overwrites the gradients' memory (pytorch #169545)."""
     if run.batch.accumulation_steps != 1:
         yield f"{setting} and {run.named('batch')} exclude each other ({_GRAPH_MEMORY}, so they cannot be added up): {remedy}"
     if run.runtime.zero_grad == "memset":

@@ -14,7 +14,7 @@ from drivetrain.core.option import RunSpec
 
 
 class Jit(Compiled):
-    """TorchScript, torch's compiler before torch.compile: retired upstream, here to compare with."""
+    """Compiles with TorchScript, torch's compiler before torch.compile: retired upstream, included for comparison."""
 
     torchscript = True
     specializes_on_shapes = False
@@ -29,11 +29,11 @@ class Jit(Compiled):
 
     def apply(self, model: torch.nn.Module, example: torch.Tensor, budget: float) -> Any:
         start = time.perf_counter()
-        held = [buffer.clone() for buffer in model.buffers()]
+        buffers = [buffer.clone() for buffer in model.buffers()]
         try:
-            with warnings.catch_warnings():  # that it is retired we have said ourselves
+            with warnings.catch_warnings():  # `advise` has warned that it is retired
                 warnings.simplefilter("ignore")
-                jitted = torch.jit.script(model) if self.method == "script" else self._traced(model, example)
+                jitted = torch.jit.script(model) if self.method == "script" else self._trace(model, example)
         except Exception as error:
             other = "trace" if self.method == "script" else "script"
             line = next(iter(str(error).strip().splitlines()), "")
@@ -41,12 +41,12 @@ class Jit(Compiled):
                 f"compile=jit cannot {self.method} this model ({type(error).__name__}: {line}): "
                 f"set compile.method={other} or compile=inductor"
             ) from None
-        for buffer, before in zip(model.buffers(), held, strict=True):  # tracing runs the model: its statistics stay
+        for buffer, before in zip(model.buffers(), buffers, strict=True):  # tracing updates running statistics
             buffer.copy_(before)
         self._seconds = time.perf_counter() - start
         return jitted
 
-    def _traced(self, model: torch.nn.Module, example: torch.Tensor) -> Any:
+    def _trace(self, model: torch.nn.Module, example: torch.Tensor) -> Any:
         with torch.random.fork_rng():
             return torch.jit.trace(model, example, check_trace=False)
 

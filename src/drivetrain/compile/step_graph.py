@@ -1,4 +1,4 @@
-"""compile=step: the whole step as one graph."""
+"""compile=step: compiles the whole step as one graph."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
 
 
-def op_by_op(run: RunSpec) -> dict[str, tuple[str, str]]:
-    """What a run sets of how its update is made op by op, and what leaves that open: key → (value, other value)."""
+def eager_only_settings(run: RunSpec) -> dict[str, tuple[str, str]]:
+    """Return the run's settings that affect only eager updates: key → (its value, the neutral value)."""
     fused, foreach = (getattr(run.optimizer, knob, None) for knob in ("fused", "foreach"))
-    sets = {
+    settings = {
         "optimizer.fused": (fused is True, "true", "null"), "optimizer.foreach": (foreach is False, "false", "null"),
         "runtime.zero_grad": (run.runtime.zero_grad == "memset", "memset", "none"),
     }  # fmt: skip
-    return {key: (given, free) for key, (is_set, given, free) in sets.items() if is_set}
+    return {key: (given, neutral) for key, (is_set, given, neutral) in settings.items() if is_set}
 
 
 class StepGraph(Dynamo):
-    """Forward, backward, clipping and update as one graph, learning rates as tensors; on CUDA one launch an update.
+    """Compiles forward, backward, clipping and update into one graph, with learning rates as tensors; one launch on CUDA.
 
-    Where a step cannot be recorded the run says why and goes on with compile=inductor. Python in the forward runs once,
-    while recording: what it decides from then on holds for the run.
+    If a step cannot be recorded, the run logs the reason and continues with compile=inductor. Python code in the forward
+    runs only while recording: its decisions then hold for the whole run.
     """
 
     captures_step = True
     crosses_devices = False
-    warmup = 4  # op by op, recorded, and on CUDA a first call and the capture
+    warmup = 4  # one eager, one recorded, and on CUDA a first call and the capture
 
     def __init__(self, cudagraph: bool = True, cache_dir: str | None = None) -> None:
         self.cudagraph, self.cache_dir = cudagraph, cache_dir
@@ -42,16 +42,16 @@ class StepGraph(Dynamo):
         yield from super().validate(run)
         if not run.parallel.one_process:
             yield (
-                f"compile=step and {run.named('parallel')} exclude each other (gradients meet in hooks, which a graph of the "
-                "whole step does not call): set compile=inductor or parallel=single"
+                f"compile=step and {run.named('parallel')} exclude each other (gradients are reduced in hooks, which a graph of "
+                "the whole step does not call): set compile=inductor or parallel=single"
             )
         if run.precision.scales_loss:
             yield (
                 f"compile=step and {run.named('precision')} exclude each other (the loss scaler decides in Python whether to "
                 "update): set precision=bf16 or compile=inductor"
             )
-        for key, (given, free) in op_by_op(run).items():
-            yield f"{key}={given} has no effect in compile=step, which makes the update in its own way: set it to {free}"
+        for key, (given, neutral) in eager_only_settings(run).items():
+            yield f"{key}={given} has no effect in compile=step, which makes the update in its own way: set it to {neutral}"
 
     def apply(self, model: torch.nn.Module, example: torch.Tensor, budget: float) -> Any:
         self.prepare(budget)

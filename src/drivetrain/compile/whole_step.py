@@ -1,9 +1,9 @@
-"""Forward, backward, clipping and update as one compiled graph; on CUDA replayed by a single launch.
+"""Compiles forward, backward, clipping and update into one graph; on CUDA it is replayed by a single launch.
 
-The first update runs op by op: it makes the optimizer's state. The second runs op by op too, while every tensor
-operation below autograd is recorded (make_fx on real tensors); parameters, buffers, optimizer state, gradients and
-learning rates are the graph's inputs, written in place. Inductor then compiles the recording. What a recording cannot
-hold (a value read back to Python, a count kept in Python) is noticed, and training goes on without it, with the reason.
+The first update runs eagerly and creates the optimizer's state. The second runs eagerly too, while every tensor operation
+below autograd is recorded (make_fx on real tensors); parameters, buffers, optimizer state, gradients and learning rates
+are the graph's inputs, written in place. Inductor then compiles the recording. If the step does something that a recording
+cannot hold (a value read back to Python, a count kept in Python), training continues without it, and logs the reason.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from drivetrain.core.step import Step
 
 logger = logging.getLogger(__name__)
 
-# Recomputed activations (activation checkpointing) stay where the backward wants them: sorting by locality moves them up.
+# Sorting by locality would move recomputed activations (activation checkpointing) from the backward into the forward.
 INDUCTOR = {"reorder_for_locality": False}
-# torch.optim's own switches for an update without Python numbers in it; the compiler fuses it.
+# torch.optim's settings for an update without Python numbers; the compiler fuses it.
 TRACEABLE = {"fused": False, "foreach": True, "capturable": True}
 
 Graph = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # inputs, targets, weight → weighted loss
 
 
 class CannotRecordError(Exception):
-    """Why a step cannot be one graph."""
+    """A step cannot be recorded as one graph; the message is the reason."""
 
 
 class WholeStep:
-    """A step that is one graph for each shape of a micro-batch.
+    """Runs a step as one graph for each shape of a micro-batch.
 
-    Where `inner` cannot be recorded, training goes on with `inner` and the forward that `fallback` makes.
+    If `inner` cannot be recorded, training continues with `inner` and the forward that `fallback` returns.
     """
 
     def __init__(
@@ -54,98 +54,98 @@ class WholeStep:
     ) -> None:
         self.inner, self._model, self._optimizer = inner, model, optimizer
         self._fallback, self._cudagraph = fallback, cudagraph
-        self.seconds = 0.0  # recording and compiling
-        self._op_by_op, self._begun = True, False
+        self.seconds = 0.0  # spent recording and compiling
+        self._eager, self._started = True, False
         self._updated = False  # the update's last micro-batch has updated already
         self._graphs: dict[tuple[Any, ...], Graph] = {}
         self._trained: list[torch.nn.Parameter] = []  # parameters that get gradients
-        self._sums: list[torch.Tensor] = []  # their gradients, where an update has several micro-batches
-        self._rates: list[torch.Tensor] = []
+        self._gradient_sums: list[torch.Tensor] = []  # their gradients, where an update has several micro-batches
+        self._lr_tensors: list[torch.Tensor] = []
 
     def micro_batch(self, batch: MicroBatch, loss_sum: torch.Tensor) -> None:
-        """Forward and backward of one micro-batch; after an update's last one the update too."""
-        if not self._op_by_op and batch.last:
-            self._set_rates()
-            if self._numbers() != self._recorded:
+        """Run forward and backward of one micro-batch; after an update's last one, also the update."""
+        if not self._eager and batch.last:
+            self._copy_lrs()
+            if self._constants() != self._recorded_constants:
                 self._give_up("a schedule moves a number of the optimizer other than its learning rate (momentum, weight decay)")
-        if self._op_by_op:
+        if self._eager:
             self.inner.micro_batch(batch, loss_sum)
             return
-        if not batch.last and not self._sums:
-            self._sums = [torch.zeros_like(p) for p in self._trained]
-        key = (batch.last, bool(self._sums), *(f for t in (batch.x, batch.y) for f in (t.shape, t.dtype, t.stride())))
+        if not batch.last and not self._gradient_sums:
+            self._gradient_sums = [torch.zeros_like(p) for p in self._trained]
+        key = (batch.last, bool(self._gradient_sums), *(f for t in (batch.x, batch.y) for f in (t.shape, t.dtype, t.stride())))
         graph = self._graphs.get(key)
         if graph is None:
             self._record(key, batch, loss_sum)
             return
         self._updated = batch.last
-        loss_sum += self._called(graph, batch)
+        loss_sum += self._call_graph(graph, batch)
 
     def update(self) -> bool:
-        """The update, unless the graph has made it."""
+        """Update the weights, unless the graph has done so."""
         if self._updated:
             self._updated = False
             return True
         trained = [p for p in self._model.parameters() if p.grad is not None]
         done = self.inner.update()
-        if done and not self._begun:
-            self._begin(trained)
+        if done and not self._started:
+            self._start_graphs(trained)
         return done
 
     def zero_grad(self) -> None:
-        """Forget the gradients; graphs forget theirs themselves, unless an update is begun anew."""
-        if self._op_by_op:
+        """Clear the gradients. Graphs clear their own; the sums are cleared in case an update is repeated."""
+        if self._eager:
             self.inner.zero_grad()
-        elif self._sums:
-            torch._foreach_zero_(self._sums)
+        elif self._gradient_sums:
+            torch._foreach_zero_(self._gradient_sums)
 
     def with_forward(self, forward: Callable[..., torch.Tensor]) -> Step:
-        """The inner step with another forward: a graph has none."""
+        """Return the inner step with another forward: a graph has none to replace."""
         return self.inner.with_forward(forward)
 
-    def _called(self, graph: Graph, batch: MicroBatch) -> torch.Tensor:
+    def _call_graph(self, graph: Graph, batch: MicroBatch) -> torch.Tensor:
         try:
             return graph(batch.x, batch.y, batch.weight)
-        except Exception as error:  # weights may be new, others old: no one may take this for an update to repeat
+        except Exception as error:  # some weights may be updated already, so the update must not be repeated
             raise RuntimeError(f"compile=step: the graph of an update failed half-way: {_first_line(error)}") from None
 
-    def _begin(self, trained: list[torch.nn.Parameter]) -> None:
-        """From here on by graphs: the optimizer has its state now, and we know which parameters get gradients."""
-        self._trained, self._begun, self._op_by_op = trained, True, False
+    def _start_graphs(self, trained: list[torch.nn.Parameter]) -> None:
+        """Use graphs from here on: the optimizer has its state, and it is known which parameters get gradients."""
+        self._trained, self._started, self._eager = trained, True, False
         device = trained[0].device
-        self._rates_set = [float(group["lr"]) for group in self._groups]
-        self._rates = [torch.tensor(lr, device=device) for lr in self._rates_set]
-        self._recorded = self._numbers()
-        for state in self._optimizer.state.values():  # counters that torch keeps on the CPU would not reach the graph
+        self._lrs = [float(group["lr"]) for group in self._param_groups]
+        self._lr_tensors = [torch.tensor(lr, device=device) for lr in self._lrs]
+        self._recorded_constants = self._constants()
+        for state in self._optimizer.state.values():  # a graph cannot update step counters that torch keeps on the CPU
             for name, value in state.items():
                 if isinstance(value, torch.Tensor) and value.device != device:
                     state[name] = value.to(device)
 
     @property
-    def _groups(self) -> list[dict[str, Any]]:
+    def _param_groups(self) -> list[dict[str, Any]]:
         return self._optimizer.param_groups
 
-    def _set_rates(self) -> None:
-        for i, group in enumerate(self._groups):
-            if group["lr"] != self._rates_set[i]:
-                self._rates[i].fill_(group["lr"])
-                self._rates_set[i] = group["lr"]
+    def _copy_lrs(self) -> None:
+        for i, group in enumerate(self._param_groups):
+            if group["lr"] != self._lrs[i]:
+                self._lr_tensors[i].fill_(group["lr"])
+                self._lrs[i] = group["lr"]
 
-    def _numbers(self) -> list[dict[str, Any]]:
-        """What a recording holds as constants and a schedule could move."""
-        return [{k: v for k, v in g.items() if isinstance(v, float | tuple) and k != "lr"} for g in self._groups]
+    def _constants(self) -> list[dict[str, Any]]:
+        """Return the optimizer settings that a recording holds as constants, but a schedule could change."""
+        return [{k: v for k, v in g.items() if isinstance(v, float | tuple) and k != "lr"} for g in self._param_groups]
 
     def _record(self, key: tuple[Any, ...], batch: MicroBatch, loss_sum: torch.Tensor) -> None:
-        """Run one micro-batch and keep it as a graph; where it cannot be one, run it all the same."""
+        """Run one micro-batch and record it as a graph. If that fails, run it eagerly."""
         start = time.perf_counter()
         static, numbers = self._state()
-        held = [t.detach().to("cpu", copy=True) for t in static]
-        self._bind(self._sums or [None] * len(self._trained))
+        saved = [t.detach().to("cpu", copy=True) for t in static]
+        self._set_gradients(self._gradient_sums or [None] * len(self._trained))
         try:
             recording, loss = self._trace(static, batch)
-        except Exception as error:  # whatever user code does with a tensor that is being recorded
+        except Exception as error:  # user code may do anything with a tensor that is being recorded
             with torch.no_grad():
-                for tensor, value in zip(static, held, strict=True):
+                for tensor, value in zip(static, saved, strict=True):
                     tensor.copy_(value)
             self._give_up(_reason(error))
             self.inner.micro_batch(batch, loss_sum)
@@ -160,14 +160,14 @@ class WholeStep:
         self.seconds += time.perf_counter() - start
 
     def _state(self) -> tuple[list[torch.Tensor], list[Any]]:
-        """Every tensor that lives from update to update, and what the optimizer keeps in Python."""
+        """Return every tensor that persists between updates, and the Python values of the optimizer's state."""
         model, optimizer = self._model, self._optimizer
-        tensors = {id(t): t for t in (*model.parameters(), *model.buffers(), *self._rates, *self._sums)}
+        tensors = {id(t): t for t in (*model.parameters(), *model.buffers(), *self._lr_tensors, *self._gradient_sums)}
         numbers: list[Any] = []
-        _walk([optimizer.state, vars(optimizer)], tensors, numbers, set())
+        _collect([optimizer.state, vars(optimizer)], tensors, numbers, set())
         return list(tensors.values()), numbers
 
-    def _bind(self, gradients: list[Any]) -> None:
+    def _set_gradients(self, gradients: list[Any]) -> None:
         for p, gradient in zip(self._trained, gradients, strict=True):
             p.grad = gradient
 
@@ -182,7 +182,10 @@ class WholeStep:
             if batch.last:
                 if not self.inner.update():
                     raise CannotRecordError("the precision decides in Python whether to update")
-                torch._foreach_zero_(self._sums) if self._sums else self._bind([None] * len(self._trained))
+                if self._gradient_sums:
+                    torch._foreach_zero_(self._gradient_sums)
+                else:
+                    self._set_gradients([None] * len(self._trained))
             return loss
 
         with self._traceable():
@@ -191,20 +194,20 @@ class WholeStep:
 
     @contextmanager
     def _traceable(self) -> Iterator[None]:
-        """Learning rates as tensors, torch's optimizers in their compilable form, and one thread: the one that is recorded."""
-        groups = self._groups
-        own = [dict(group) for group in groups]
+        """Set learning rates as tensors and torch's optimizers to their traceable form, and run autograd in this thread."""
+        groups = self._param_groups
+        saved = [dict(group) for group in groups]
         try:
-            for group, rate in zip(groups, self._rates, strict=True):
+            for group, rate in zip(groups, self._lr_tensors, strict=True):
                 group.update({"lr": rate} | {k: v for k, v in TRACEABLE.items() if k in group})
             with torch.autograd.set_multithreading_enabled(False), _compiling():
                 yield
         finally:
-            for group, mine in zip(groups, own, strict=True):
-                group.update({k: mine[k] for k in ("lr", *TRACEABLE) if k in mine})
+            for group, before in zip(groups, saved, strict=True):
+                group.update({k: before[k] for k in ("lr", *TRACEABLE) if k in before})
 
     def _check(self, recording: torch.fx.GraphModule, static: list[torch.Tensor], numbers: list[Any]) -> None:
-        """Raise where the recorded update did more than the recording says."""
+        """Raise CannotRecordError if the update did something that the recording does not contain."""
         tensors_now, numbers_now = self._state()
         if numbers_now != numbers:
             raise CannotRecordError("the optimizer keeps count in Python")
@@ -218,7 +221,7 @@ class WholeStep:
                     raise CannotRecordError("the model writes into a tensor that is neither a parameter nor a buffer")
 
     def _compile(self, recording: torch.fx.GraphModule, static: list[torch.Tensor], batch: MicroBatch) -> Graph:
-        # Shapes in a context (all of them fixed): without one inductor would not keep the code for the next run.
+        # Static shapes in a ShapeEnv: without one inductor would not cache the code for the next run.
         fake = FakeTensorMode(shape_env=ShapeEnv())
         inputs: list[Any] = [fake.from_tensor(t, static_shapes=True) for t in (*static, batch.x, batch.y, batch.weight)]
         with torch.no_grad(), tracing(TracingContext(fake)):  # no gradients: the backward is in the graph
@@ -228,52 +231,52 @@ class WholeStep:
         def run(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             return compiled(*static, x, y, weight)
 
-        return Replayed(run) if self._cudagraph and batch.x.is_cuda else run
+        return CapturedGraph(run) if self._cudagraph and batch.x.is_cuda else run
 
     def _give_up(self, reason: str) -> None:
-        self._op_by_op = True
-        self._bind(self._sums or [None] * len(self._trained))
+        self._eager = True
+        self._set_gradients(self._gradient_sums or [None] * len(self._trained))
         self.inner = self.inner.with_forward(self._fallback())
         logger.warning("compile=step: this step cannot be one graph: %s. Going on with compile=inductor", reason)
 
 
-class Replayed:
-    """A graph whose second call is captured as a CUDA graph and from then on replayed."""
+class CapturedGraph:
+    """Captures a graph's second call as a CUDA graph, and replays it from then on."""
 
     def __init__(self, run: Graph) -> None:
         self.run, self.graph, self.warm = run, torch.cuda.CUDAGraph(), False
         self.inputs: list[torch.Tensor] = []
 
     def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
-        if not self.warm:  # loads kernels and lets them tune themselves, which a capture cannot hold
+        if not self.warm:  # loads and autotunes kernels, which a capture cannot do
             self.warm = True
             return self.run(*inputs)  # type: ignore[call-arg]
         if not self.inputs:
             self.inputs = [t.clone() for t in inputs]
             with torch.cuda.graph(self.graph):
                 self.loss = self.run(*self.inputs)  # type: ignore[call-arg]
-        for held, given in zip(self.inputs, inputs, strict=True):
-            held.copy_(given, non_blocking=True)
+        for captured, given in zip(self.inputs, inputs, strict=True):
+            captured.copy_(given, non_blocking=True)
         self.graph.replay()
         return self.loss
 
 
 @contextmanager
 def _compiling() -> Iterator[None]:
-    """torch.compiler.is_compiling() is true, as it is where torch traces; newer torch also knows of recordings like this."""
+    """Make torch.compiler.is_compiling() true, as in torch's own tracing; newer torch has a second flag for this."""
     flags = [f for f in ("_is_compiling_flag", "_is_non_strict_tracing_flag") if hasattr(torch.compiler, f)]
-    held = [getattr(torch.compiler, f) for f in flags]
+    saved = [getattr(torch.compiler, f) for f in flags]
     try:
         for flag in flags:
             setattr(torch.compiler, flag, True)
         yield
     finally:
-        for flag, value in zip(flags, held, strict=True):
+        for flag, value in zip(flags, saved, strict=True):
             setattr(torch.compiler, flag, value)
 
 
-def _walk(value: Any, tensors: dict[int, torch.Tensor], numbers: list[Any], seen: set[int]) -> None:
-    """Collect the tensors and the plain values that are reachable."""
+def _collect(value: Any, tensors: dict[int, torch.Tensor], numbers: list[Any], seen: set[int]) -> None:
+    """Collect all reachable tensors and plain values."""
     if isinstance(value, torch.Tensor):
         tensors[id(value)] = value
     elif isinstance(value, bool | int | float | str | None):
@@ -283,7 +286,7 @@ def _walk(value: Any, tensors: dict[int, torch.Tensor], numbers: list[Any], seen
         if isinstance(value, dict):
             value = list(value.values())
         for item in value if isinstance(value, list | tuple | set) else getattr(value, "__dict__", {}).values():
-            _walk(item, tensors, numbers, seen)
+            _collect(item, tensors, numbers, seen)
 
 
 def _first_line(error: Exception) -> str:

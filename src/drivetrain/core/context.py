@@ -1,4 +1,4 @@
-"""What the parts of a run are built from."""
+"""The build context: what an option can use when it is built."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from drivetrain.core.world import World
 
 @dataclass
 class BuildContext:
-    """What is known of a run while it is built. `engine.build` fills it in, in its order; parts only read it.
+    """Holds what is known of a run while it is built. `engine.build` fills it in, in its build order; options only read it.
 
-    To read what is built later is a bug of the build order, and an AttributeError.
+    Reading a field before it is built raises AttributeError: the build order is wrong.
     """
 
     run: RunSpec
     world: World  # this process among all ranks
     run_dir: Path
-    config_hash: str = ""  # the same on all ranks, or they were started differently
-    config: Mapping[str, Any] = field(default_factory=dict)  # by dotted key, without the machine's own keys
-    findings: Callable[[], list[str]] = list  # of the debugging option, one line each, when the run has ended
-    progress: Progress = field(default_factory=Progress)  # how far the run is; the trainer moves it
-    on_exit: ExitStack = field(default_factory=ExitStack)  # what a part changed for the whole process is undone here
+    config_hash: str = ""  # differs between ranks that were started with different configs
+    config: Mapping[str, Any] = field(default_factory=dict)  # by dotted key, without machine-local keys
+    findings: Callable[[], list[str]] = list  # the debug option's report at the end of the run, one line each
+    progress: Progress = field(default_factory=Progress)  # how far the run is; the trainer updates it
+    on_exit: ExitStack = field(default_factory=ExitStack)  # undoes what an option changed for the whole process
 
     device: torch.device = field(init=False)
     seed: int = field(init=False)

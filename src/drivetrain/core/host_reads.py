@@ -1,4 +1,4 @@
-"""Functions that wait for the device on purpose, so that debug=host_sync does not report them."""
+"""Marks functions that wait for the device on purpose, so that debug=host_sync does not report them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ ON_PURPOSE: set[CodeType] = set()
 
 
 def reads_device_on_purpose(function: Callable[P, R]) -> Callable[P, R]:
-    """Mark a function of the loop, such as the one that logs: what it and its callees read back is meant."""
+    """Mark a function, such as the one that logs, whose reads from the device (and its callees') are intended."""
     ON_PURPOSE.add(function.__code__)
     return function

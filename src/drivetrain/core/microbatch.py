@@ -11,16 +11,16 @@ from drivetrain.core.lazy import torch
 
 @dataclass(slots=True)
 class Request:
-    """One micro-batch still to be fetched."""
+    """The indices of one micro-batch that the loader is to fetch."""
 
     epoch: int
     indices: torch.Tensor  # (n,) int64
     weight: torch.Tensor  # 0-d; 1 in evaluation
     last: bool = True  # the update's last micro-batch
     epoch_end: bool = False  # the epoch's last micro-batch
-    mix_with: torch.Tensor | None = None  # (n,) the sample that each one is mixed with, where an augmentation mixes
+    mix_with: torch.Tensor | None = None  # (n,) the sample that each one is mixed with (mixup, CutMix)
     # Set by the loader once the batch has been read:
-    seconds: float | None = None  # of reading, decoding and augmenting
+    seconds: float | None = None  # spent reading, decoding and augmenting
     ready: float = 0.0  # time.perf_counter() when that was done; all processes share this clock
 
     def indices_to_read(self) -> torch.Tensor:
@@ -46,9 +46,9 @@ class MicroBatch:
 Item = TypeVar("Item", Request, MicroBatch)
 
 
-def one_update(parts: Iterator[Item]) -> Iterator[Item]:
-    """The next update's parts of a longer stream. When it ends, that update is made: the loop has come for more."""
-    for part in parts:
-        yield part
-        if part.last:
+def one_update(items: Iterator[Item]) -> Iterator[Item]:
+    """Yield the next update's items of a longer stream. When it ends, the loop has made that update: it asks for more."""
+    for item in items:
+        yield item
+        if item.last:
             return

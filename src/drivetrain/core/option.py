@@ -1,7 +1,7 @@
-"""What a config group's options are made of: typed knobs, and rules beside the code they guard.
+"""Base classes of the config groups' options: typed settings, and validation next to the code that it protects.
 
-An option's knobs are its constructor's arguments: the annotation says type and range, the YAML in
-conf/ gives the value. Constructors only keep their arguments; nothing is built before every rule has spoken.
+An option's settings are its constructor's arguments: the annotation gives type and range, the YAML in
+conf/ gives the value. Constructors only store their arguments; nothing is built before all validation has passed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Length = float | str  # below 1: a share of the run; a whole number: updates; "5
 
 @dataclass
 class RunSpec:
-    """A whole run as its options, before anything is built."""
+    """Holds all options of a run, before anything is built."""
 
     choices: dict[str, Any]  # group → option's name (a list for surgery, augment, logger)
     values: dict[str, Any]  # the keys of conf/config.yaml that are no group
@@ -40,56 +40,55 @@ class RunSpec:
             raise AttributeError(group) from None
 
     def named(self, group: str) -> str:
-        """The setting as the user would type it, for messages."""
+        """Return the setting as the user would type it, for messages."""
         choice = self.choices.get(group)
         return f"{group}=[{','.join(choice)}]" if isinstance(choice, list) else f"{group}={choice}"
 
     def names(self, group: str) -> list[str]:
-        """The names of the options of a group that takes several, in their order, for messages."""
+        """Return the names of the options of a group that takes several, in order, for messages."""
         return [name for name in self.choices[group] if name != "none"]
 
 
 class Option:
     """One option of one config group. A group's base class is its off switch.
 
-    An option is data: its knobs as the config gave them. What happens in a run is the business of the object that `build`
-    returns.
+    An option is data: its settings as the config gave them. The object that `build` returns does the work in a run.
     """
 
-    machine_local_keys: tuple[str, ...] = ()  # knobs of this machine (paths, devices): never a recipe's, not in the hash
+    machine_local_keys: tuple[str, ...] = ()  # settings of this machine (paths, devices): not in recipes, not in the config hash
 
     def validate(self, run: RunSpec) -> Iterator[str]:
-        """Problems that can be found without torch, the model or the data, one line each."""
+        """Yield the problems that can be found without torch, the model or the data, one line each."""
         return iter(())
 
     def advise(self, run: RunSpec) -> Iterator[str]:
-        """Settings that work and probably do not do what was wanted: logged at the start, never refused."""
+        """Yield warnings about settings that work but are probably not intended. They are logged at the start."""
         return iter(())
 
     def validate_device(self, run: RunSpec) -> Iterator[str]:
-        """Problems that need torch or the device to be found, one line each."""
+        """Yield the problems that need torch or the device to be found, one line each."""
         return iter(())
 
     def build(self, context: BuildContext) -> Any:
-        """The technique at work in one run: a copy of this option that `setup` has bound to the run.
+        """Return the runtime object: a copy of this option that `setup` has bound to one run.
 
-        The option itself stays as it is, and can be built again.
+        The option itself does not change, and can be built again.
         """
         built = copy.deepcopy(self)
         built.setup(context)
         return built
 
     def setup(self, context: BuildContext) -> None:
-        """Prepare this copy for its run. A technique overrides it to make what it needs."""
+        """Prepare this copy for its run. A technique overrides it to create what it needs."""
 
 
 def needs_extra(package: str, extra: str, setting: str) -> Iterator[str]:
-    """The problem of an optional package that is not installed, if it is not."""
+    """Yield a problem if an optional package is not installed."""
     from importlib.util import find_spec
 
     try:
         found = find_spec(package)
-    except ModuleNotFoundError:  # not even the package around it
+    except ModuleNotFoundError:  # the parent package is missing too
         found = None
     if found is None:
         yield f"{setting} needs the package '{package}', which is not installed: pip install 'drivetrain[{extra}]'"

@@ -1,4 +1,4 @@
-"""The step of a training loop, as everything that runs, wraps or measures it sees it."""
+"""The training step, as the protocol that everything uses to run, wrap or measure it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
 
-StreamWatcher = Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]]  # passes the training stream on, and looks at it
+StreamWatcher = Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]]  # wraps the training stream and observes it
 
 
 class Step(Protocol):
@@ -21,10 +21,10 @@ class Step(Protocol):
         """Run forward and backward. Adds loss × `batch.weight`, without history, to `loss_sum` (0-d) in place."""
 
     def update(self) -> bool:
-        """Clip the gradients and update the weights. False if the update was skipped; then nothing else may move."""
+        """Clip the gradients and update the weights. Returns False if skipped; then schedule and EMA must not move."""
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
+        """Clear the gradients."""
 
     def with_forward(self, forward: Callable[..., torch.Tensor]) -> Step:
-        """The same step with another callable in place of the model's forward."""
+        """Return the same step with another callable in place of the model's forward."""

@@ -1,4 +1,4 @@
-"""One process among the ranks of a run."""
+"""Rank and world size of a process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class World(NamedTuple):
-    """This process among the ranks of the run."""
+    """Rank and world size of this process, over all machines and on this one (local)."""
 
     rank: int = 0
     size: int = 1

@@ -1,4 +1,4 @@
-"""Debugging aids: off in training, one switch when wanted."""
+"""Debugging options, off by default."""
 
 from drivetrain.debug.base import Anomaly, Debug, Fast
 

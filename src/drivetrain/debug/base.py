@@ -1,4 +1,4 @@
-"""Debugging aids: off in training, one switch when wanted."""
+"""Base class of the debugging options, and the smallest of them."""
 
 from __future__ import annotations
 
@@ -17,46 +17,46 @@ if TYPE_CHECKING:
 
 
 class Debug(Option):
-    """debug=none: nothing is installed."""
+    """debug=none: no debugging."""
 
-    updates: int | None = None  # the run stops after so many
-    eval_batches: int | None = None
-    augments = True  # samples are augmented as the run says
-    names_backward_lines = False  # follows the backward line by line
+    updates: int | None = None  # stop after this many updates
+    eval_batches: int | None = None  # evaluate at most this many batches
+    augments = True  # whether samples are augmented
+    names_backward_lines = False  # names the forward line of an operation in the backward
 
     def check_model(self, model: torch.nn.Module, loss: Loss, data: Pipeline) -> None:
         """Check the model before it is trained, patched or wrapped; `data` gives (x, y) for a request."""
 
     def choose_data(self, train: Any, test: Any) -> tuple[Any, Any]:
-        """The pipelines to train on and to evaluate on, given those of the run."""
+        """Return the pipelines to train on and to evaluate on, given those of the run."""
         return train, test
 
     def wrap_precision(self, precision: Any) -> Any:
-        """The precision, whose hooks are the phases of a step, or one that watches them."""
+        """Return the precision or a wrapper that observes its methods, which are the phases of a step."""
         return precision
 
     def wrap_step(self, step: Step) -> Step:
-        """The step, or one that watches it."""
+        """Return the step or a wrapper that observes it."""
         return step
 
     def stream_watchers(self) -> list[StreamWatcher]:
-        """Functions that the training stream passes through."""
+        """Return functions that wrap the training stream."""
         return []
 
     def report(self) -> list[str]:
-        """The findings, one line each, when the run has ended."""
+        """Return the findings at the end of the run, one line each."""
         return []
 
 
 class Fast(Debug):
-    """A few updates and evaluation batches: does the whole path run?"""
+    """Runs a few updates and evaluation batches, to test that everything works."""
 
     def __init__(self, updates: Count = 5, eval_batches: Count = 2) -> None:
         self.updates, self.eval_batches = updates, eval_batches
 
 
 class Anomaly(Debug):
-    """torch's anomaly detection: a NaN in the backward stops the run and names the forward line that made it. Slow."""
+    """Uses torch's anomaly detection: a NaN in the backward stops the run and names its forward line. Slow."""
 
     names_backward_lines = True
 
@@ -72,27 +72,27 @@ class Anomaly(Debug):
 
     def setup(self, context: BuildContext) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns that it is slow; whoever asked for it knows
+            warnings.simplefilter("ignore")  # torch warns that it is slow, as the documentation of this option does
             torch.autograd.set_detect_anomaly(True, check_nan=self.check_nan)
         context.on_exit.callback(torch.autograd.set_detect_anomaly, False)
-        self._found: list[str] = []
-        self._show = warnings.showwarning
-        context.on_exit.callback(setattr, warnings, "showwarning", self._show)
-        warnings.showwarning = self._warned
+        self._traceback: list[str] = []
+        self._showwarning = warnings.showwarning
+        context.on_exit.callback(setattr, warnings, "showwarning", self._showwarning)
+        warnings.showwarning = self._capture_traceback
 
-    def _warned(self, message: Warning | str, *rest: Any, **more: Any) -> None:
-        """Keep torch's traceback of the forward, which it gives as a warning."""
+    def _capture_traceback(self, message: Warning | str, *rest: Any, **more: Any) -> None:
+        """Keep torch's traceback of the forward, which torch issues as a warning."""
         if str(message).startswith("Error detected in"):
-            self._found += str(message).strip().splitlines()
-            if os.environ.get("RANK", "0") == "0":  # others are not asked what they found
+            self._traceback += str(message).strip().splitlines()
+            if os.environ.get("RANK", "0") == "0":  # only rank 0 reports; the others print it
                 return
-        self._show(message, *rest, **more)
+        self._showwarning(message, *rest, **more)
 
     def report(self) -> list[str]:
-        return [*self._found, *(f"debug=anomaly: {line}" for line in _last_place(self._found))]
+        return [*self._traceback, *(f"debug=anomaly: {line}" for line in _user_frame(self._traceback))]
 
 
-def _last_place(traceback: list[str]) -> list[str]:
-    """Of a forward's traceback the last place outside of torch, in one line."""
-    places = [n for n, line in enumerate(traceback) if line.startswith('  File "') and f"{os.sep}torch{os.sep}" not in line]
-    return [f"made in {traceback[n].strip()}: {traceback[n + 1].strip()}" for n in places[-1:] if n + 1 < len(traceback)]
+def _user_frame(traceback: list[str]) -> list[str]:
+    """Return the last frame of a forward's traceback outside of torch, as at most one line."""
+    frames = [n for n, line in enumerate(traceback) if line.startswith('  File "') and f"{os.sep}torch{os.sep}" not in line]
+    return [f"made in {traceback[n].strip()}: {traceback[n + 1].strip()}" for n in frames[-1:] if n + 1 < len(traceback)]

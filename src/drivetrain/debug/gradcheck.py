@@ -1,4 +1,4 @@
-"""Is every backward the derivative of its forward? Finite differences in float64 tell, before anything is trained."""
+"""Checks every module's backward against finite differences in float64, before training."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from drivetrain.debug.base import Debug
 
 logger = logging.getLogger(__name__)
 
-NUDGES = (0.1, 0.1, 0.01, 0.0)  # how far inputs are moved before a try: at a kink (ReLU's 0, a tie of maxima) no check holds
+NOISE = (0.1, 0.1, 0.01, 0.0)  # added to inputs at each attempt: at a kink (ReLU's 0, a tie of maxima) every check fails
 
 
 class WrongGradient(RuntimeError):
-    """A backward that is not the derivative of its forward."""
+    """A backward is not the derivative of its forward."""
 
 
 class Gradcheck(Debug):
-    """torch.autograd.gradcheck on a copy in float64: each module by its inputs and own parameters, then the whole's loss.
+    """Runs torch.autograd.gradcheck on a float64 copy: on each module's inputs and own parameters, then on the loss.
 
-    Along one random direction per tensor, which costs a few forwards however large it is. It runs on `samples` training
-    samples; `parameters`, spread over the model, are checked through the loss. A wrong backward ends the run before it
-    begins and is named by its module. What does not compute in float64 is left out, and said.
+    It checks one random direction per tensor, at the cost of a few forwards whatever the size. It uses `samples` training
+    samples; `parameters` parameters, spread over the model, are checked through the loss. A wrong backward ends the run
+    before training and is named by its module. Modules that do not compute in float64 are left out and logged.
     """
 
     def __init__(
@@ -58,30 +58,30 @@ class Gradcheck(Debug):
         device = next(model.parameters()).device
         request = Request(0, torch.arange(min(self.samples, len(data.source))), torch.ones(()))
         x, y = (t.to(device) for t in data(request))
-        with _aside(device):
-            copy, x, y = _copied(model), _double(x), _double(y)
-            calls, left_out = _recorded(copy, x)
-            wrong: dict[str, str] = {}
+        with _float64_and_own_rng(device):
+            copy, x, y = _float64_copy(model), _double(x), _double(y)
+            calls, left_out = _record_calls(copy, x)
+            problems: dict[str, str] = {}
             for name, call in calls.items():
-                if not _within(name, (*wrong, *left_out)) and (problem := call.problem(self._wrong)) is not None:
-                    wrong[name] = f"{_title(copy, name)}, {problem}"
-            if not wrong and not left_out and (problem := self._through_the_loss(copy, loss, x, y)) is not None:
-                wrong[""] = f"the loss of the whole model, {problem}"
-        if wrong:
-            raise WrongGradient("a backward is not its forward's derivative: " + "; ".join(wrong.values()))
-        checked = sum(not _within(name, left_out) for name in calls)
+                if not _contains(name, (*problems, *left_out)) and (problem := call.problem(self._gradcheck)) is not None:
+                    problems[name] = f"{_title(copy, name)}, {problem}"
+            if not problems and not left_out and (problem := self._check_loss(copy, loss, x, y)) is not None:
+                problems[""] = f"the loss of the whole model, {problem}"
+        if problems:
+            raise WrongGradient("a backward is not its forward's derivative: " + "; ".join(problems.values()))
+        checked = sum(not _contains(name, left_out) for name in calls)
         logger.info(f"debug=gradcheck: the gradients of {checked} modules{'' if left_out else ' and of the loss'} are right")
-        for name, why in left_out.items():
-            logger.info(f"debug=gradcheck leaves out {_title(copy, name)}: {why}")
+        for name, reason in left_out.items():
+            logger.info(f"debug=gradcheck leaves out {_title(copy, name)}: {reason}")
 
-    def _through_the_loss(self, model: torch.nn.Module, loss: Any, x: torch.Tensor, y: torch.Tensor) -> str | None:
+    def _check_loss(self, model: torch.nn.Module, loss: Any, x: torch.Tensor, y: torch.Tensor) -> str | None:
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        chosen = dict(named[:: -max(1, len(named) // self.parameters)][: self.parameters])
-        call = _Call(lambda by: loss(torch.func.functional_call(model, by, (x,)), y), (), {}, chosen)
-        return call.problem(self._wrong)
+        selected = dict(named[:: -max(1, len(named) // self.parameters)][: self.parameters])
+        call = _Call(lambda values: loss(torch.func.functional_call(model, values, (x,)), y), (), {}, selected)
+        return call.problem(self._gradcheck)
 
-    def _wrong(self, function: Callable[..., torch.Tensor], steps: list[torch.Tensor]) -> str | None:
-        """What gradcheck has to say against a function of 0-d tensors."""
+    def _gradcheck(self, function: Callable[..., torch.Tensor], steps: list[torch.Tensor]) -> str | None:
+        """Run torch's gradcheck on a function of 0-d tensors. Returns its error message, or None."""
         from torch.autograd.gradcheck import GradcheckError
 
         try:
@@ -94,7 +94,7 @@ class Gradcheck(Debug):
 
 
 class _Call:
-    """A function, and the inputs and named parameters it was called with: enough to call it again at another point."""
+    """A call: a function with its inputs and named parameters, which can be repeated at other points."""
 
     def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any, parameters: Mapping[str, torch.Tensor]) -> None:
         from torch.utils._pytree import tree_flatten
@@ -104,28 +104,28 @@ class _Call:
         self.leaves = [v.detach().clone() if isinstance(v, torch.Tensor) else v for v in leaves]
         self.inputs = [i for i, v in enumerate(self.leaves) if isinstance(v, torch.Tensor) and v.is_floating_point()]
 
-    def problem(self, wrong: Callable[..., str | None]) -> str | None:
-        """What is wrong wherever it was tried; None where one try was right."""
-        said = None
-        for attempt, nudge in enumerate(NUDGES):
+    def problem(self, gradcheck: Callable[..., str | None]) -> str | None:
+        """Return the problem if every attempt failed; None as soon as one succeeds."""
+        error = None
+        for attempt, noise in enumerate(NOISE):
             generator = torch.Generator().manual_seed(attempt)
             points = [self.leaves[i] for i in self.inputs] + [p.detach() for p in self.parameters.values()]
-            points = [p + nudge * _random(p, generator) for p in points]
-            ways = [_random(p, generator) for p in points]
+            points = [p + noise * _random(p, generator) for p in points]
+            directions = [_random(p, generator) for p in points]
             steps = [torch.zeros((), requires_grad=True) for _ in points]
 
-            def along(*steps: torch.Tensor, points: Any = points, ways: Any = ways) -> torch.Tensor:
-                return self._value([p + s.to(p.device) * way for p, s, way in zip(points, steps, ways, strict=True)])
+            def along(*steps: torch.Tensor, points: Any = points, directions: Any = directions) -> torch.Tensor:
+                return self._value([p + s.to(p.device) * d for p, s, d in zip(points, steps, directions, strict=True)])
 
-            if not steps or (said := wrong(along, steps)) is None:
+            if not steps or (error := gradcheck(along, steps)) is None:
                 return None
-        return self._told(str(said))
+        return self._describe(str(error))
 
     def _value(self, tensors: list[torch.Tensor]) -> torch.Tensor:
-        """A random projection of all differentiable outputs, of the order of 1."""
+        """Call the function and return a random projection of all differentiable outputs, of the order of 1."""
         from torch.utils._pytree import tree_leaves, tree_unflatten
 
-        torch.manual_seed(0)  # dropout drops the same each time
+        torch.manual_seed(0)  # the same dropout mask each time
         leaves = list(self.leaves)
         for i, tensor in zip(self.inputs, tensors, strict=False):
             leaves[i] = tensor
@@ -136,70 +136,70 @@ class _Call:
         parts = [(o * _random(o, generator)).sum() / o.numel() ** 0.5 for o in outputs]
         return sum(parts, torch.zeros((), requires_grad=True) * 0).cpu()
 
-    def _told(self, error: str) -> str:
-        """gradcheck's message, shortened and with the tensor's name."""
+    def _describe(self, error: str) -> str:
+        """Shorten gradcheck's message, and add the tensor's name."""
         found = re.search(r"input (\d+),\s*numerical:(.*)\s*analytical:(.*)", error)
         if found is None:
             return error.splitlines()[0]
         names = ["its input" if len(self.inputs) == 1 else f"its input {n}" for n in range(1, len(self.inputs) + 1)]
         numbers = (re.search(r"-?[\d.]+(e[-+]?\d+)?|-?inf|nan", text) for text in found.groups()[1:])
         numerical, analytical = (n[0] if n else "?" for n in numbers)
-        which = [*names, *self.parameters][int(found[1])]
-        return f"with respect to {which}: {analytical} along a direction in which differences give {numerical}"
+        tensor = [*names, *self.parameters][int(found[1])]
+        return f"with respect to {tensor}: {analytical} along a direction in which differences give {numerical}"
 
 
-def _recorded(model: torch.nn.Module, x: torch.Tensor) -> tuple[dict[str, _Call], dict[str, str]]:
-    """Each module's first call by its name, innermost modules first, and the modules that do not compute in float64."""
+def _record_calls(model: torch.nn.Module, x: torch.Tensor) -> tuple[dict[str, _Call], dict[str, str]]:
+    """Return each module's first call by name, innermost modules first, and the modules that cannot compute in float64."""
     left_out: dict[str, str] = {}
-    for _ in model.modules():  # a round more for each that is found not to
-        calls, offender = _one_recording(model, x, left_out)
-        if offender is None:
+    for _ in model.modules():  # one more forward for each module that cannot
+        calls, failure = _record_forward(model, x, left_out)
+        if failure is None:
             break
-        name, why = offender
-        left_out[name] = why
-        _in_float32(model.get_submodule(name))
-    order = [name for name, _ in model.named_modules()][::-1]  # a module stands behind what it holds
+        name, reason = failure
+        left_out[name] = reason
+        _run_in_float32(model.get_submodule(name))
+    order = [name for name, _ in model.named_modules()][::-1]  # children before their parents
     return {name: calls[name] for name in order if name in calls}, left_out
 
 
-def _one_recording(
+def _record_forward(
     model: torch.nn.Module, x: torch.Tensor, left_out: dict[str, str]
 ) -> tuple[dict[str, _Call], tuple[str, str] | None]:
-    from drivetrain.debug.torch_modes import Narrow
+    from drivetrain.debug.torch_modes import NarrowFloats
 
     calls: dict[str, _Call] = {}
-    inside: list[str] = []
+    stack: list[str] = []  # names of the modules that are being called
     narrow: list[str] = []
 
-    def entered(name: str, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        inside.append(name)
+    def enter(name: str, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        stack.append(name)
         own = dict(module.named_parameters(recurse=False))
-        if name not in calls and not _within_any(inside, left_out) and not isinstance(module, _only_containers()):
-            calls[name] = _Call(lambda by, *a, **k: torch.func.functional_call(module, by, a, k), args, kwargs, own)
+        if name not in calls and not _any_left_out(stack, left_out) and not isinstance(module, _containers()):
+            calls[name] = _Call(lambda values, *a, **k: torch.func.functional_call(module, values, a, k), args, kwargs, own)
 
-    def computed() -> None:
-        if not _within_any(inside, left_out):
-            narrow.append(inside[-1] if inside else "")
+    def record_narrow() -> None:
+        if not _any_left_out(stack, left_out):
+            narrow.append(stack[-1] if stack else "")
 
     handles = []
     for name, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(lambda m, a, k, n=name: entered(n, m, a, k), with_kwargs=True))
-        handles.append(module.register_forward_hook(lambda *_: inside.pop() and None))
+        handles.append(module.register_forward_pre_hook(lambda m, a, k, n=name: enter(n, m, a, k), with_kwargs=True))
+        handles.append(module.register_forward_hook(lambda *_: stack.pop() and None))
     try:
-        with Narrow(computed):
+        with NarrowFloats(record_narrow):
             model(x)
     except Exception as error:
-        if not inside or _within_any(inside, left_out):
+        if not stack or _any_left_out(stack, left_out):
             raise
-        return calls, (narrow[0] if narrow else inside[-1], str(error).splitlines()[0])
+        return calls, (narrow[0] if narrow else stack[-1], str(error).splitlines()[0])
     finally:
         for handle in handles:
             handle.remove()
     return calls, (narrow[0], "it computes in a narrower format than float64") if narrow else None
 
 
-def _in_float32(module: torch.nn.Module) -> None:
-    """Let a module that cannot do float64 do float32, so that those around it can be checked."""
+def _run_in_float32(module: torch.nn.Module) -> None:
+    """Run a module that cannot compute in float64 in float32, so that the modules around it can be checked."""
     from torch.utils._pytree import tree_map
 
     forward = module.float().forward
@@ -209,8 +209,8 @@ def _in_float32(module: torch.nn.Module) -> None:
 
 
 @contextmanager
-def _aside(device: torch.device) -> Iterator[None]:
-    """float64 by default, and random streams of its own: the training that follows is the one it would have been."""
+def _float64_and_own_rng(device: torch.device) -> Iterator[None]:
+    """Make float64 the default dtype and fork the random state, so that the check does not affect training."""
     before = torch.get_default_dtype()
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
         torch.set_default_dtype(torch.float64)
@@ -220,24 +220,24 @@ def _aside(device: torch.device) -> Iterator[None]:
             torch.set_default_dtype(before)
 
 
-def _copied(model: torch.nn.Module) -> torch.nn.Module:
+def _float64_copy(model: torch.nn.Module) -> torch.nn.Module:
     try:
         return deepcopy(model).double().train()
     except Exception as error:
         raise UserError(f"debug=gradcheck works on a copy of the model, and it cannot be copied: {error}") from None
 
 
-def _only_containers() -> tuple[type, ...]:
+def _containers() -> tuple[type, ...]:
     return torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Identity
 
 
-def _within(name: str, others: Sequence[str] | dict[str, str]) -> bool:
-    """Whether one of the others is the module `name` or lies inside it."""
+def _contains(name: str, others: Sequence[str] | dict[str, str]) -> bool:
+    """Return whether one of the others is the module `name` or inside of it."""
     return any(other == name or not name or other.startswith(f"{name}.") for other in others)
 
 
-def _within_any(inside: list[str], left_out: dict[str, str]) -> bool:
-    return any(name in left_out for name in inside)
+def _any_left_out(stack: list[str], left_out: dict[str, str]) -> bool:
+    return any(name in left_out for name in stack)
 
 
 def _title(model: torch.nn.Module, name: str) -> str:
@@ -246,7 +246,7 @@ def _title(model: torch.nn.Module, name: str) -> str:
 
 
 def _random(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Standard normal values, the same on every device."""
+    """Return standard normal values, the same on every device."""
     return torch.randn(like.shape, generator=generator).to(like.device)
 
 

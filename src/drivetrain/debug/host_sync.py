@@ -1,4 +1,4 @@
-"""Host synchronisations hidden in the step: each makes the host wait for the device, and the device then for the host."""
+"""Finds hidden host synchronisations in the step: each makes the host wait for the device, and then the device for the host."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from drivetrain.debug.base import Debug
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
 
-_COUNTERS = os.path.join("torch", "optim", "optimizer.py")  # reads its step counters, which live on the host on any device
+_OPTIMIZER = os.path.join("torch", "optim", "optimizer.py")  # reads its step counters, which are on the CPU anyway
 
 
 class HostSync(Debug):
-    """Name each line within the step that makes the host wait for the device, and count it.
+    """Names each line in the step that makes the host wait for the device, and counts how often it does.
 
-    On CUDA torch tells (torch.cuda.set_sync_debug_mode); on a CPU, which has nothing to wait for, the calls that would wait on
-    CUDA are watched. What the loop reads on purpose, at the boundary of an update, does not count.
+    On CUDA it uses torch.cuda.set_sync_debug_mode; on a CPU, where nothing waits, it finds the calls that would wait on
+    CUDA. Intended reads of the training loop, at the end of an update, do not count.
     """
 
     def __init__(self, skip: CountOrZero = 1) -> None:
         self.skip = skip
-        self.found: Counter[tuple[str, str]] = Counter()  # (place, call) → times
+        self.found: Counter[tuple[str, str]] = Counter()  # (line, call) → times
         self._steps = 0
 
     def validate_device(self, run: RunSpec) -> Iterator[str]:
@@ -46,12 +46,12 @@ class HostSync(Debug):
 
         self._context = context
         torch_folder = os.path.dirname(str(torch.__file__)) + os.sep
-        self._between = (torch_folder, *map(str, (torch_modes.__file__, __file__, warnings.__file__, contextlib.__file__)))
+        self._ignored = (torch_folder, *map(str, (torch_modes.__file__, __file__, warnings.__file__, contextlib.__file__)))
 
     def stream_watchers(self) -> list[StreamWatcher]:
-        return [self._watched] if self._context.world.rank == 0 else []
+        return [self._check_steps] if self._context.world.rank == 0 else []
 
-    def _watched(self, stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+    def _check_steps(self, stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         skipped = 0
         for micro in stream:
             if skipped < self.skip:
@@ -59,29 +59,29 @@ class HostSync(Debug):
                 yield micro
                 continue
             self._steps += micro.last
-            with self._watching():
+            with self._detection():
                 yield micro
 
-    def _watching(self) -> AbstractContextManager[Any]:
+    def _detection(self) -> AbstractContextManager[Any]:
         if self._context.device.type == "cuda":
-            return self._told_by_cuda()
-        from drivetrain.debug.torch_modes import Calls
+            return self._cuda_detection()
+        from drivetrain.debug.torch_modes import WaitingCalls
 
-        return Calls(self._count)
+        return WaitingCalls(self._count)
 
     @contextlib.contextmanager
-    def _told_by_cuda(self) -> Iterator[None]:
-        shown = warnings.showwarning
+    def _cuda_detection(self) -> Iterator[None]:
+        showwarning = warnings.showwarning
 
-        def told(message: Any, *rest: Any, **more: Any) -> None:
+        def count_or_show(message: Any, *rest: Any, **more: Any) -> None:
             if "synchronizing CUDA operation" in str(message):
                 self._count("waits for the device")
-            elif "Synchronization debug mode" not in str(message):  # torch's remark on the mode itself
-                shown(message, *rest, **more)
+            elif "Synchronization debug mode" not in str(message):  # torch's warning about the mode itself
+                showwarning(message, *rest, **more)
 
-        with warnings.catch_warnings():  # takes `told` back as well
+        with warnings.catch_warnings():  # also restores showwarning
             warnings.filterwarnings("always", message=".*synchronizing CUDA operation")
-            warnings.showwarning = told
+            warnings.showwarning = count_or_show
             torch.cuda.set_sync_debug_mode("warn")
             try:
                 yield
@@ -89,23 +89,23 @@ class HostSync(Debug):
                 torch.cuda.set_sync_debug_mode("default")
 
     def _count(self, call: str) -> None:
-        place = self._place(sys._getframe(1))
-        if place is not None:
-            self.found[place, call] += 1
+        line = self._calling_line(sys._getframe(1))
+        if line is not None:
+            self.found[line, call] += 1
 
-    def _place(self, frame: FrameType | None) -> str | None:
-        """file:line of the innermost frame outside torch; None for a read on purpose."""
-        place = None
+    def _calling_line(self, frame: FrameType | None) -> str | None:
+        """Return file:line of the innermost frame outside of torch; None for an intended read."""
+        line = None
         while frame is not None:
             code = frame.f_code
             if code in ON_PURPOSE:
                 return None
-            if code.co_name == "_get_value" and code.co_filename.endswith(_COUNTERS):
+            if code.co_name == "_get_value" and code.co_filename.endswith(_OPTIMIZER):
                 return None
-            if place is None and not code.co_filename.startswith(self._between):
-                place = f"{_short(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
+            if line is None and not code.co_filename.startswith(self._ignored):
+                line = f"{_relative(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
             frame = frame.f_back
-        return place or "a thread of torch's own"
+        return line or "a thread of torch's own"
 
     def report(self) -> list[str]:
         if self._context.world.rank != 0:
@@ -114,12 +114,12 @@ class HostSync(Debug):
             return [f"debug=host_sync watched no update: the run was over after debug.skip={self.skip}"]
         if not self.found:
             return [f"debug=host_sync: no hidden host synchronisation in {self._steps} updates"]
-        head = (
+        header = (
             f"debug=host_sync: {len(self.found)} hidden host synchronisations in {self._steps} updates, the most frequent first"
         )
-        return [head, *(f"  {place}: {call}, {n} times" for (place, call), n in self.found.most_common())]
+        return [header, *(f"  {line}: {call}, {n} times" for (line, call), n in self.found.most_common())]
 
 
-def _short(path: str) -> str:
-    """The path from here, where it lies below."""
+def _relative(path: str) -> str:
+    """Return the path relative to the working directory, if it is inside."""
     return os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else path

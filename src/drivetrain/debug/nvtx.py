@@ -1,4 +1,4 @@
-"""Named ranges for NVIDIA's profilers."""
+"""NVTX ranges for NVIDIA's profilers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from drivetrain.debug.window import Window
 
 
 class Nvtx(Window):
-    """NVTX ranges for the phases of a step, and for each operation in a window that Nsight Systems can be limited to:
+    """Adds NVTX ranges for the phases of a step, and for each operation in a window that Nsight Systems can capture alone:
 
     nsys profile --capture-range=cudaProfilerApi drivetrain train debug=nvtx …
     """
@@ -35,9 +35,9 @@ class Nvtx(Window):
         return torch.cuda.nvtx.range(name)
 
     @contextmanager
-    def looking(self, warmup: int, window: int) -> Iterator[Callable[[], None]]:
+    def record(self, warmup: int, window: int) -> Iterator[Callable[[], None]]:
         with ExitStack() as stack:
-            torch.cuda.synchronize()  # what was queued before is not the window's
+            torch.cuda.synchronize()  # work queued before does not belong to the window
             torch.cuda.profiler.start()
             stack.callback(torch.cuda.profiler.stop)
             stack.callback(torch.cuda.synchronize)

@@ -1,4 +1,4 @@
-"""The first question to ask a model: can it learn one batch by heart?"""
+"""Tests whether a model can overfit one batch."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class Overfit(Debug):
-    """Train on the first batch again and again, evaluate on it, and say whether the loss gets below `target`.
+    """Trains on the first batch only, evaluates on it, and reports whether the loss gets below `target`.
 
-    A model that cannot learn one batch by heart is broken, or its loss, its learning rate or its labels are.
+    If a model cannot overfit one batch, the model, its loss, its learning rate or its labels are wrong.
     """
 
     augments = False
@@ -39,17 +39,17 @@ class Overfit(Debug):
 
     def choose_data(self, train: Any, test: Any) -> tuple[Any, Any]:
         context = self._context
-        whole = context.batch.requests(
+        requests = context.batch.requests(
             len(train.source), context.seed, 0, World(), context.run.data.drop_last, order=getattr(train.source, "order", None)
         )
-        batch = torch.cat([request.indices for request in one_update(whole)])
-        return train, train._replace(source=_Part(train.source, batch))
+        batch = torch.cat([request.indices for request in one_update(requests)])
+        return train, train._replace(source=_Subset(train.source, batch))
 
     def stream_watchers(self) -> list[StreamWatcher]:
-        return [self._repeated]
+        return [self._repeat_first_update]
 
-    def _repeated(self, stream: Any) -> Iterator[MicroBatch]:
-        """The first update's micro-batches again and again, in place of the stream."""
+    def _repeat_first_update(self, stream: Any) -> Iterator[MicroBatch]:
+        """Yield the first update's micro-batches again and again, in place of the stream."""
         stream.close()
         context = self._context
         samples, drop_last = len(context.train_data.source), context.run.data.drop_last
@@ -57,7 +57,7 @@ class Overfit(Debug):
             samples, context.seed, 0, context.parallel.data_world, drop_last, device=context.device,
             order=getattr(context.train_data.source, "order", None),
         )  # fmt: skip
-        first = one_update(requests)  # of the run's start, wherever it goes on
+        first = one_update(requests)  # of the run, also when it is resumed
         batch = list(context.loader.stream(context.train_data, first, context.device, context.memory_format))
         start, skip = context.progress.epoch, context.progress.window
         for epoch in range(start, context.run.values["epochs"]):
@@ -79,8 +79,8 @@ class Overfit(Debug):
         ]
 
 
-class _Part:
-    """Some of a source's samples, as a source."""
+class _Subset:
+    """A subset of a source's samples, as a source."""
 
     def __init__(self, source: Any, indices: torch.Tensor) -> None:
         self.source, self.indices = source, indices
@@ -88,5 +88,5 @@ class _Part:
     def __len__(self) -> int:
         return len(self.indices)
 
-    def fetch(self, indices: torch.Tensor, *how: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.source.fetch(self.indices[indices], *how)
+    def fetch(self, indices: torch.Tensor, *options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.source.fetch(self.indices[indices], *options)

@@ -1,4 +1,4 @@
-"""Where the time and the memory of a step go, by torch's profiler."""
+"""Profiles the time and the memory of a step with torch's profiler."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ PHASES = ("data", "forward", "backward", "update", "evaluate")
 
 
 class Profile(Window):
-    """torch.profiler over a window of updates: a trace for Perfetto, the top operations, and the memory over time.
+    """Runs torch.profiler over a window of updates: a trace for Perfetto, the top operations, and the memory over time.
 
-    The run goes on afterwards at full speed: `updates=…` ends it sooner. Leaves profile/ in the run's directory.
+    Afterwards the run continues at full speed: `updates=…` ends it sooner. Writes profile/ in the run's directory.
     """
 
     def __init__(
@@ -44,12 +44,12 @@ class Profile(Window):
         return torch.profiler.record_function(name)
 
     @contextmanager
-    def looking(self, warmup: int, window: int) -> Iterator[Callable[[], None]]:
+    def record(self, warmup: int, window: int) -> Iterator[Callable[[], None]]:
         silence_profiler()
         first = self._context.progress.updates + warmup + 1
-        self._where = f"update {first}" if window == 1 else f"updates {first} to {first + window - 1}"
+        self._window_title = f"update {first}" if window == 1 else f"updates {first} to {first + window - 1}"
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there is no warm-up: in a run of one update there cannot be
+            warnings.simplefilter("ignore")  # torch warns if there is no warm-up; a run of one update has none
             schedule = torch.profiler.schedule(wait=0, warmup=warmup, active=window, repeat=1)
         profiler = torch.profiler.profile(
             schedule=schedule,
@@ -79,25 +79,25 @@ class Profile(Window):
         self._findings.append(f"{folder}: open trace.json.gz in https://ui.perfetto.dev; operations.txt has every operation")
 
     def _shares(self, averages: Any) -> str:
-        """A line: the time of an update, and the phases' shares of it. The host's: kernels may run on behind it."""
+        """Return a line with the host time of an update and the phases' shares of it. Kernels may run asynchronously."""
         ranges = {e.key: e for e in averages if e.is_user_annotation}
         steps = next(e for name, e in ranges.items() if name.startswith("ProfilerStep"))
         shares = {p: ranges[p].cpu_time_total / steps.cpu_time_total for p in PHASES if p in ranges}
         shares["rest"] = max(0.0, 1.0 - sum(shares.values()))
-        told = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
-        return f"profile of {self._where}: {steps.cpu_time_total / steps.count / 1e3:.2f} ms each on the host ({told})"
+        phases = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
+        return f"profile of {self._window_title}: {steps.cpu_time_total / steps.count / 1e3:.2f} ms each on the host ({phases})"
 
     def _operations(self, averages: Any, order: str) -> Iterator[str]:
-        own = [(getattr(e, order), e) for e in averages if not e.is_user_annotation]
-        total = sum(time for time, _ in own) or 1.0
-        for time, event in sorted(own, key=lambda pair: -pair[0])[: self.top]:
+        times = [(getattr(e, order), e) for e in averages if not e.is_user_annotation]
+        total = sum(time for time, _ in times) or 1.0
+        for time, event in sorted(times, key=lambda pair: -pair[0])[: self.top]:
             yield f"  {time / total:6.1%}  {time / 1e3:9.2f} ms  {event.count:6} calls  {event.key}"
 
 
 def _memory(events: list[dict[str, Any]], file: Path) -> list[str]:
-    """Add the allocators' levels to the trace as counters, write them to a file, and say where each was highest.
+    """Add the allocated memory to the trace as counters, write it to a file, and return each device's peak and its phase.
 
-    A CPU's level counts from the window's start, CUDA's is all that is allocated.
+    A CPU's memory is relative to the window's start; CUDA's is all allocated memory.
     """
     phases = sorted((e["ts"], e["ts"] + e["dur"], e["name"]) for e in events if e.get("ph") == "X" and e["name"] in PHASES)
     starts = [start for start, _, _ in phases]
@@ -109,8 +109,8 @@ def _memory(events: list[dict[str, Any]], file: Path) -> list[str]:
         for e in changes:
             args, at = e["args"], e["ts"]
             device = "cpu" if args["Device Type"] == 0 else f"cuda:{args['Device Id']}"
-            place = bisect_right(starts, at) - 1
-            phase = phases[place][2] if place >= 0 and at <= phases[place][1] else ""
+            index = bisect_right(starts, at) - 1
+            phase = phases[index][2] if index >= 0 and at <= phases[index][1] else ""
             level = args["Total Allocated"]
             rows.writerow((f"{(at - changes[0]['ts']) / 1e3:.3f}", device, level, args["Bytes"], phase))
             events.append({"ph": "C", "name": f"memory {device}", "pid": e["pid"], "ts": at, "args": {"bytes": level}})
@@ -123,5 +123,5 @@ def _memory(events: list[dict[str, Any]], file: Path) -> list[str]:
 
 
 def silence_profiler() -> None:
-    """torch's profiler reports each start, and every machine without a GPU as an error."""
+    """Silence torch's profiler, which logs each start, and a missing GPU as an error."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")

@@ -1,4 +1,4 @@
-"""Modes that watch every call that torch is given."""
+"""Torch modes that observe every call to torch."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Python's ways to read a tensor, which end in no operation, or in one that does not name them.
+# Tensor methods that read values into Python. They dispatch no operation, or one of another name.
 READS = frozenset((
     "item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__complex__", "__index__", "__array__",
     "__repr__", "__format__", "__contains__",
 ))  # fmt: skip
-# Operations whose result's shape, or whose Python value, depends on the data.
+# Operations that depend on the data for the shape of their result or for a Python value.
 WAITS = frozenset((
     "_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal", "bincount",
 ))  # fmt: skip
 MASKS = (torch.bool, torch.uint8)
 
 
-class Calls:
-    """Within the context, `found` is told the name of each call that would wait for the device."""
+class WaitingCalls:
+    """A context that calls `found` with the name of each call that would wait for the device."""
 
     def __init__(self, found: Callable[[str], None]) -> None:
         self._operations = _Operations(found)
@@ -40,26 +40,26 @@ class Calls:
 
 
 class _Operations(TorchDispatchMode):
-    """What reaches the dispatcher, also from within torch's own functions and the backward."""
+    """Observes dispatched operations, including those within torch's own functions and the backward."""
 
     def __init__(self, found: Callable[[str], None]) -> None:
         super().__init__()
-        self.found, self.named = found, False  # named: Python's call was told already
+        self.found, self.named = found, False  # named: the Python call has been reported already
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
         if not self.named:
             if name in WAITS:
                 self.found(name)
-            elif name.startswith("index") and _by_a_mask(name, args):
+            elif name.startswith("index") and _indexes_by_mask(name, args):
                 self.found(f"{name} by a mask")
             elif name == "repeat_interleave" and (kwargs or {}).get("output_size") is None:
                 self.found(name)
         return func(*args, **(kwargs or {}))
 
 
-def _by_a_mask(name: str, args: Any) -> bool:
-    """Whether places are picked by a mask, of which the host must know how many there are; one value fills them unasked."""
+def _indexes_by_mask(name: str, args: Any) -> bool:
+    """Return whether a mask selects elements, so that the host needs their number. Filling with one value does not."""
     if name not in ("index", "index_put", "index_put_"):
         return False
     masked = any(i is not None and i.dtype in MASKS for i in args[1])
@@ -67,7 +67,7 @@ def _by_a_mask(name: str, args: Any) -> bool:
 
 
 class _Reads(TorchFunctionMode):
-    """What Python calls on a tensor."""
+    """Observes the methods that Python calls on tensors."""
 
     def __init__(self, found: Callable[[str], None], operations: _Operations) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class _Reads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.backward:
-            with self:  # torch leaves the mode for a call, but in this one other Python is called
+            with self:  # torch leaves the mode during a call, but backward calls further Python code
                 return _backward(*args, **(kwargs or {}))
         if getattr(func, "__name__", "") not in READS:
             return func(*args, **(kwargs or {}))
@@ -90,12 +90,12 @@ class _Reads(TorchFunctionMode):
 def _backward(
     tensor: Any, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
 ) -> None:
-    """Tensor.backward, which would only ask for the mode again."""
+    """Run Tensor.backward without entering the mode again."""
     torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
 
 
-class Narrow(TorchDispatchMode):
-    """Calls `found` at each operation whose result is a float narrower than float64."""
+class NarrowFloats(TorchDispatchMode):
+    """Calls `found` at each operation that returns floats narrower than float64."""
 
     def __init__(self, found: Callable[[], None]) -> None:
         super().__init__()

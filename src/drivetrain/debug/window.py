@@ -1,4 +1,4 @@
-"""What profiling and NVTX marks share: a window of updates after a warm-up, and a name for each phase of a step."""
+"""The base of profiling and NVTX ranges: a window of updates after a warm-up, with a named range for each phase of a step."""
 
 from __future__ import annotations
 
@@ -19,52 +19,52 @@ Mark = Callable[[str], AbstractContextManager[Any]]
 
 
 class Window(Debug):
-    """The base of options that look at the updates `skip + warmup + 1` to `skip + warmup + window`, on rank 0."""
+    """The base of options that record the updates `skip + warmup + 1` to `skip + warmup + window`, on rank 0."""
 
-    warmup = 0  # updates that the option's own machinery warms up with
+    warmup = 0  # updates for the profiler's own warm-up
 
     def __init__(self, skip: int, window: int) -> None:
         self.skip, self.window = skip, window
 
     def advise(self, run: RunSpec) -> Iterator[str]:
-        asked, updates = self.skip + self.warmup + self.window, run.values["updates"]
-        if updates is not None and asked > updates:
+        last, updates = self.skip + self.warmup + self.window, run.values["updates"]
+        if updates is not None and last > updates:
             yield (
-                f"{run.named('debug')} looks at updates up to {asked}, but updates={updates}: "
+                f"{run.named('debug')} looks at updates up to {last}, but updates={updates}: "
                 "it will look at the last ones; lower debug.skip or debug.window, or raise updates"
             )
 
     def mark(self, name: str) -> AbstractContextManager[Any]:
-        """A named range of the step."""
+        """Return a context that marks a named range of the step."""
         raise NotImplementedError
 
-    def looking(self, warmup: int, window: int) -> AbstractContextManager[Callable[[], None]]:
-        """The context of warm-up and window, in updates; what it gives is called after each of them."""
+    def record(self, warmup: int, window: int) -> AbstractContextManager[Callable[[], None]]:
+        """Return the context of warm-up and window, in updates. It yields a function to call after each update."""
         raise NotImplementedError
 
     def setup(self, context: BuildContext) -> None:
         self._context = context
 
     def wrap_precision(self, precision: Any) -> Any:
-        return Marked(precision, self.mark) if self._context.world.rank == 0 else precision
+        return MarkedPrecision(precision, self.mark) if self._context.world.rank == 0 else precision
 
     def stream_watchers(self) -> list[StreamWatcher]:
-        return [self._watched] if self._context.world.rank == 0 else []
+        return [self._record_window] if self._context.world.rank == 0 else []
 
-    def _watched(self, stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-        """The stream, whose window is looked at. A run too short for it has it end with its last update."""
-        left = self._context.horizon.updates - self._context.progress.updates
-        window = min(self.window, max(1, left - self.warmup))
-        warmup = min(self.warmup, left - window)
-        for _ in range(min(self.skip, left - window - warmup)):
+    def _record_window(self, stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        """Yield the stream and record the window. If the run is too short, the window ends with its last update."""
+        remaining = self._context.horizon.updates - self._context.progress.updates
+        window = min(self.window, max(1, remaining - self.warmup))
+        warmup = min(self.warmup, remaining - window)
+        for _ in range(min(self.skip, remaining - window - warmup)):
             yield from one_update(stream)
-        with self.looking(warmup, window) as updated:
+        with self.record(warmup, window) as end_update:
             for _ in range(warmup + window):
-                yield from one_update(self._marked(stream))
-                updated()
+                yield from one_update(self._mark_data(stream))
+                end_update()
         yield from stream
 
-    def _marked(self, stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+    def _mark_data(self, stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         while True:
             with self.mark("data"):
                 micro = next(stream, None)
@@ -73,8 +73,8 @@ class Window(Debug):
             yield micro
 
 
-class Marked:
-    """A precision whose hooks, the phases of a step, are named ranges; in all else the precision itself."""
+class MarkedPrecision:
+    """Wraps a precision and marks its methods, the phases of a step, as named ranges."""
 
     def __init__(self, precision: Any, mark: Mark) -> None:
         self._precision, self._mark = precision, mark

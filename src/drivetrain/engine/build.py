@@ -1,4 +1,4 @@
-"""A run's options become a Trainer. The build order is written here and nowhere else, each line with its reason."""
+"""Builds a Trainer from a run's options. The build order is written here and nowhere else, each line with its reason."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ logger = logging.getLogger(__name__)
 
 
 def build(context: BuildContext, log_writers: Sequence[LogWriter]) -> Trainer:
-    """One rank's trainer, ready to fit or to be restored. Raises UserError where model and data do not fit the run."""
+    """Build one rank's trainer, ready to fit or to be restored. Raises UserError where model or data do not fit the run."""
     run = context.run
     # The device and the seed come before anything that allocates memory or draws random numbers.
     context.device, context.seed = run.runtime.start(context.world), run.runtime.seed
-    # The ranks meet before they build, so that a difference between them ends the run here.
+    # The ranks join before anything is built, so that a difference between their configs ends the run here.
     parallel = context.parallel = run.parallel.build(context)
     debug: Debug = run.debug.build(context)
     context.findings = debug.report
@@ -49,12 +49,12 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter]) -> Trainer:
         optimizer = context.optimizer = precision.build_optimizer(run.optimizer, context)
         ema = run.ema.build(context)
     scheduler = run.scheduler.build(context)
-    # The ranks have made the same model; from here on each draws its own dropout, but where they share activations.
+    # All ranks have initialised the same model; from here on each draws its own dropout, except where ranks share activations.
     run.runtime.seed_rank(world)
     loader = context.loader = run.loader.build(context)
     _log(loader.autotune(context.train_data, batch.micro_batch(world), context.device))
 
-    # From the inside out: the step of one process, the ranks' shared gradients, one graph of both, and whoever watches.
+    # From the inside out: the step of one process, gradient synchronisation, one graph of both, then debugging hooks.
     parameters = [p for p in model.parameters() if p.requires_grad]
     plain = PlainStep(forward, run.loss, precision, optimizer, run.clip.build(context), lambda: run.runtime.zero(parameters))
     step = debug.wrap_step(compiler.wrap_step(parallel.wrap_step(plain, context), context))
@@ -77,13 +77,13 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter]) -> Trainer:
     )  # fmt: skip
     if batch.preallocate:
         dry_run.preallocate(trainer)
-    # Last: what watches a run sees nothing of its preparations.
+    # Stream watchers come last, so that they do not see the dry run.
     trainer.stream_watchers = [*input_checks.watchers(timer, loader.advice(context.train_data)), *debug.stream_watchers()]
     return trainer
 
 
 def _load_data(context: BuildContext, debug: Debug) -> Batch:
-    """Read the data. How long its samples are may decide how many make an update, and so how many updates the run has."""
+    """Load the data and build the batch. Sample lengths may set the batch size, and so the number of updates of the run."""
     run, data = context.run, context.run.data.load(context.device)
     context.data, context.train_source = data, data.train
     known_before = horizons.run_horizon(run) is not None
@@ -97,21 +97,21 @@ def _load_data(context: BuildContext, debug: Debug) -> Batch:
 
 
 def _build_model(context: BuildContext, debug: Debug) -> torch.nn.Module:
-    """The model on its device, edited, in the run's precision, recomputing and sharded as the run asks for."""
+    """Build the model: on its device, edited, in the run's precision, with activation checkpointing and sharding applied."""
     run, data, world = context.run, context.data, context.parallel.data_world
     model: torch.nn.Module = run.model.build(context)
-    # Edits of the module tree first: every later step works on the modules that remain. The memory format is one of
-    # them, and precedes compiling, which specialises on strides.
+    # Edits of the module tree come first: every later step works on the final modules. The memory format is one of
+    # them; it is set before compiling, which specialises on strides.
     formats = [e.memory_format for e in run.surgery if e.memory_format is not None]
     context.memory_format = getattr(torch, formats[-1] if formats else "contiguous_format")
     example = context.example = torch.zeros(2, *data.shape, device=context.device, dtype=data.dtype)
     _log(surgery.apply_all(run.surgery, model, example))
     model = context.precision.convert(model, example)
-    # Gradients are checked on a copy of the modules, before anything patches their forwards.
+    # Gradcheck copies the modules, so it runs before anything patches their forwards.
     debug.check_model(model, run.loss, context.train_data)
-    # Recomputation changes forwards in place, inside what compile traces and DDP wraps; names stay plain.
+    # Activation checkpointing patches forwards in place, inside what compile traces and DDP wraps; parameter names stay plain.
     run.checkpointing.apply(model)
-    # Sharding is in place too, and what compile traces are the shards' modules.
+    # Sharding is in place too; compile traces the sharded modules.
     context.parallel.shard(model, run.precision.dtype, example)
     _log(surgery.partial_statistics(model, context.batch.micro_batch(world), context.batch.size(0), world.size))
     context.model, context.loss = model, run.loss
@@ -119,7 +119,7 @@ def _build_model(context: BuildContext, debug: Debug) -> torch.nn.Module:
 
 
 def _horizon(context: BuildContext, batch: Batch, known_before: bool) -> Horizon:
-    """The run's length. Checks its schedule where the length was not known before the data was read. Raises UserError."""
+    """Compute the run's length. Checks the schedule if the length was not known before the data was read. Raises UserError."""
     run, samples = context.run, len(context.train_source)
     if samples < context.parallel.data_world.size:
         raise UserError(f"{context.parallel.data_world.size} ranks, but only {samples} training samples: lower parallel.nproc")

@@ -1,4 +1,4 @@
-"""A step that leaves no trace but the memory it claimed."""
+"""Runs a step to allocate its memory, and restores everything else."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from drivetrain.saving import checkpoint_io
 
 
 def forward_backward(trainer: Trainer, size: int) -> None:
-    """Forward and backward of the largest micro-batch of `size` samples. The gradients are there afterwards."""
+    """Run forward and backward on the largest micro-batch of `size` samples. Leaves the gradients in place."""
     indices = trainer.batch.largest(len(trainer.train_data.source), size)
     request = Request(0, indices, torch.ones((), device=trainer.device))
     loss_sum = torch.zeros((), device=trainer.device)
@@ -19,12 +19,12 @@ def forward_backward(trainer: Trainer, size: int) -> None:
 
 
 def preallocate(trainer: Trainer) -> None:
-    """Claim the memory of the largest micro-batch now. Buffers, gradients and random streams are put back."""
+    """Allocate the memory of the largest micro-batch now. Buffers, gradients and random states are restored."""
     random = checkpoint_io.random_state()
     buffers = {name: b.clone() for name, b in trainer.model.named_buffers()}
     forward_backward(trainer, trainer.batch.micro_batch(trainer.parallel.data_world))
     trainer.step.zero_grad()
-    trainer.parallel.rank_metrics(0.0, trainer.timer.wait)  # begin anew: the trial is no rank's work
+    trainer.parallel.rank_metrics(0.0, trainer.timer.wait)  # reset: the dry run does not count as a rank's work
     for name, buffer in trainer.model.named_buffers():
         buffer.copy_(buffers[name])
     checkpoint_io.restore_random_state([random])

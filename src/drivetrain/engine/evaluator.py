@@ -1,4 +1,4 @@
-"""Evaluation: the metrics of the model over a data set."""
+"""Computes the metrics of a model over a data set."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from drivetrain.precision.base import Precision
 class Evaluator:
     """Evaluates a model and the average of its weights on `data`."""
 
-    model: torch.nn.Module  # put into evaluation mode, and back into training mode
+    model: torch.nn.Module  # set to evaluation mode during evaluation, then back to training mode
     forward: Callable[[torch.Tensor], torch.Tensor]  # the model as evaluation calls it
-    eval_weights: Callable[[], AbstractContextManager[None]]  # a context in which the model has the weights to evaluate
+    eval_weights: Callable[[], AbstractContextManager[None]]  # a context in which the model holds the weights to evaluate
     ema: Ema
     loss: Loss
     precision: Precision
@@ -37,27 +37,27 @@ class Evaluator:
     max_batches: int | None = None
 
     def evaluate(self) -> dict[str, float]:
-        """The metrics by name; those of the averaged weights begin with "ema_". Raises Diverged where one is not finite."""
+        """Return the metrics by name; those of the averaged weights begin with "ema_". Raises Diverged if one is not finite."""
         self.parallel.broadcast_buffers(self.model)
         with self.eval_weights():
             metrics = self.metrics()
         if self.ema.active:
             with self.ema.swapped():
-                self.parallel.broadcast_buffers(self.model)  # each rank averaged its own
+                self.parallel.broadcast_buffers(self.model)  # each rank averaged its own buffers
                 metrics |= {f"ema_{name}": value for name, value in self.metrics().items()}
         if not all(map(math.isfinite, metrics.values())):
             raise Diverged(f"an evaluation is not finite: {metrics}")
         return metrics
 
     def metrics(self) -> dict[str, float]:
-        """The metrics of the weights that are in the model.
+        """Return the metrics of the model's current weights.
 
-        Every sample counts once on any number of ranks: sums and counts are reduced, not means.
+        Sums and counts are reduced over the ranks, not means, so that every sample counts once on any number of ranks.
         """
         self.model.eval()
         sums = torch.zeros(len(self.loss.metrics) + 1, dtype=torch.float64, device=self.device)
         world, lockstep = self.parallel.data_world, self.parallel.lockstep_evaluation
-        requests = self.batch.of_evaluation(self.data.source, world, self.max_batches, self.device, lockstep)
+        requests = self.batch.evaluation_requests(self.data.source, world, self.max_batches, self.device, lockstep)
         stream = self.loader.stream(self.data, requests, self.device, self.memory_format)
         with self.parallel.evaluation_context():
             for batch in stream:

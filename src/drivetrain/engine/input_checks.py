@@ -1,4 +1,4 @@
-"""Checks of the training stream: inputs that are not normalised, and inputs that come late."""
+"""Checks the training stream for inputs that are not normalised and for steps that wait for data."""
 
 from __future__ import annotations
 
@@ -12,42 +12,45 @@ from drivetrain.engine.step_timer import StepTimer
 
 logger = logging.getLogger(__name__)
 
-LOOK_AT = 32  # samples: enough to tell 128 from 0
-FAR = 3.0  # a spread of 3 or 1/3 is far from 1
-LATE = 0.2  # of the time: less is not worth a word
-STEPS, SECONDS = 20, 2.0  # that are looked at, after the warm-up
+MAX_SAMPLES = 32  # samples checked: enough to tell a mean of 128 from 0
+MAX_STD = 3.0  # a standard deviation above 3 or below 1/3 is far from 1
+MAX_WAIT = 0.2  # share of the time; less is not worth a warning
+MIN_STEPS, MIN_SECONDS = 20, 2.0  # measured after the warm-up before the wait is judged
 
 
-def remark(x: torch.Tensor) -> str | None:
-    """What to say of inputs (n, …) whose mean is beyond their spread, or whose spread is far from 1; images by channel."""
+def normalisation_warning(x: torch.Tensor) -> str | None:
+    """Return a warning if the inputs (n, …) have a mean beyond their standard deviation, or one far from 1; None if not.
+
+    Images are checked by channel.
+    """
     if not x.is_floating_point() or x[:1].numel() < 2:
         return None
-    x = x[:LOOK_AT].detach().float()
+    x = x[:MAX_SAMPLES].detach().float()
     by_channel = x.transpose(0, 1).flatten(1) if x.ndim > 2 else x.reshape(1, -1)
     std, mean = torch.std_mean(by_channel, dim=1)
-    off = [
+    bad = [
         f"channel {channel}: mean {m:.3g}, std {s:.3g}"
         for channel, (m, s) in enumerate(torch.stack([mean, std], 1).tolist())
-        if s > FAR or s < 1 / FAR or abs(m) > s
+        if s > MAX_STD or s < 1 / MAX_STD or abs(m) > s
     ]
-    if not off:
+    if not bad:
         return None
-    more = f" and {len(off) - 3} more" if len(off) > 3 else ""
+    more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
     return (
-        f"the model's inputs are not normalised ({'; '.join(off[:3])}{more}; wanted about 0 and 1): training is slower and less "
+        f"the model's inputs are not normalised ({'; '.join(bad[:3])}{more}; wanted about 0 and 1): training is slower and less "
         "stable so: set data.normalize, or normalise in your own data"
     )
 
 
 def watchers(timer: StepTimer, advice: str | None) -> list[StreamWatcher]:
-    """The checks, as functions that the training stream passes through; `advice` is what helps where data comes late."""
+    """Return the checks as stream watchers; `advice` is the remedy to name where data comes late."""
     return [check_normalisation, lambda stream: check_waiting(stream, timer, advice)]
 
 
 def check_normalisation(stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-    """Look at the first micro-batch: one read of the device, before the first step."""
+    """Check the first micro-batch: one read from the device, before the first step."""
     for first in stream:
-        if (line := remark(first.x)) is not None:
+        if (line := normalisation_warning(first.x)) is not None:
             logger.warning(line)
         yield first
         break
@@ -55,12 +58,12 @@ def check_normalisation(stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
 
 
 def check_waiting(stream: Iterator[MicroBatch], timer: StepTimer, advice: str | None) -> Iterator[MicroBatch]:
-    """Warn once if the steps wait for their data, as soon as there are enough of them to judge by."""
+    """Warn once if the steps wait for data, as soon as enough of them are measured."""
     for batch in stream:
         yield batch
-        if len(timer.steps) % STEPS or not (steady := timer.steady()) or steady[0] < SECONDS:
+        if len(timer.steps) % MIN_STEPS or not (steady := timer.steady()) or steady[0] < MIN_SECONDS:
             continue
-        if steady[1] > LATE:
+        if steady[1] > MAX_WAIT:
             logger.warning(f"the device waits for data {100 * steady[1]:.0f} % of the time{f': {advice}' if advice else ''}")
         break
     yield from stream

@@ -1,4 +1,4 @@
-"""The step of one process, as it is written by hand."""
+"""The training step of one process."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from drivetrain.precision.base import Precision
 
 @dataclass(frozen=True, eq=False)
 class PlainStep:
-    """Forward and backward of each micro-batch, then one update. `Step` in core/step.py says what each method promises."""
+    """Runs forward and backward of each micro-batch, then one update. `Step` in core/step.py documents the methods."""
 
-    forward: Callable[..., torch.Tensor]  # the model: compiled and wrapped as the run asks for
+    forward: Callable[..., torch.Tensor]  # the model, compiled and wrapped
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     precision: Precision
     optimizer: torch.optim.Optimizer
     clip: Callable[[], None]
-    forget: Callable[[], None]  # forgets the gradients
+    clear_gradients: Callable[[], None]
 
     def micro_batch(self, batch: MicroBatch, loss_sum: torch.Tensor) -> None:
         with self.precision.autocast():
@@ -32,7 +32,7 @@ class PlainStep:
         return self.precision.step(self.optimizer, self.clip)
 
     def zero_grad(self) -> None:
-        self.forget()
+        self.clear_gradients()
 
     def with_forward(self, forward: Callable[..., torch.Tensor]) -> PlainStep:
         return replace(self, forward=forward)

@@ -1,4 +1,4 @@
-"""The training loop. It sees no config, and no technique by name."""
+"""The training loop. It knows no config, and no technique by name."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from drivetrain.saving.options import Saving
 from drivetrain.saving.writer import Writer
 from drivetrain.scheduler.base import Scheduler
 
-SAVE, STOP = 1, 2  # what the ranks agree on after an update; the higher wins
+SAVE, STOP = 1, 2  # flags that are all-reduced after an update; the higher wins
 STATEFUL = ("scheduler", "precision", "ema", "batch")  # restored in this order, after the optimizer
 MAX_SKIPS = 50  # updates skipped in a row before the run counts as diverged
 ENDLESS = 2**62
@@ -42,9 +42,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Trainer:
-    """One rank of a run. `engine.build` makes it."""
+    """Trains one rank of a run. `engine.build` constructs it."""
 
-    model: torch.nn.Module  # plain: evaluated and saved under its own names
+    model: torch.nn.Module  # not wrapped: evaluated and saved under its own parameter names
     step: Step
     loss: Loss
     optimizer: torch.optim.Optimizer
@@ -71,10 +71,10 @@ class Trainer:
     timer: StepTimer
     log: TrainingLog
     compile_seconds: Callable[[], float | None]  # spent compiling so far
-    stream_watchers: list[StreamWatcher] = field(default_factory=list)  # the training stream passes through them, in order
+    stream_watchers: list[StreamWatcher] = field(default_factory=list)  # wrap the training stream, in order
 
     def fit(self, stop: StopFlag | None = None) -> None:
-        """Train to the end. Raises Diverged, and Interrupted when `stop` is raised."""
+        """Train to the end of the run. Raises Diverged, and Interrupted when `stop` is raised."""
         self._stop = stop or StopFlag()
         self._skips_in_a_row = 0
         self.writer.start()
@@ -85,8 +85,8 @@ class Trainer:
         self.timer.first_samples = self.progress.samples + self.timer.warmup * self.batch.size(self.progress.epoch)
         while self.progress.updates < self.max_updates:
             stream = self.loader.stream(self.train_data, self.requests(), self.device, self.memory_format)
-            for watch in self.stream_watchers:
-                stream = watch(stream)
+            for watcher in self.stream_watchers:
+                stream = watcher(stream)
             self.timer.resume()
             try:
                 with closing(stream):  # type: ignore[type-var]
@@ -118,7 +118,7 @@ class Trainer:
                 return
 
     def requests(self) -> Iterator[Request]:
-        """This rank's micro-batches from here to the end of the run."""
+        """Yield this rank's micro-batches from the current progress to the end of the run."""
         start = self.progress.epoch
         for epoch in range(start, self.epochs):
             yield from self.batch.requests(
@@ -127,7 +127,7 @@ class Trainer:
             )  # fmt: skip
 
     def endless(self) -> None:
-        """Take away the run's end and its evaluations: whoever measures it decides when it is over."""
+        """Remove the run's end and its evaluations, so that a benchmark decides when to stop."""
         self.max_updates = self.epochs = self.evaluate_every = ENDLESS
 
     def _halve_micro_batch(self, error: RuntimeError) -> None:
@@ -147,12 +147,12 @@ class Trainer:
 
     @reads_device_on_purpose
     def _after_update(self, epoch_end: bool) -> bool:
-        """Log, evaluate, save and stop where they are due. True when the run is done."""
+        """Log, evaluate, save and stop where due. Returns True when the run is done."""
         self.timer.step()
         progress = self.progress
         progress.window += 1
-        wanted = STOP if self._stop.raised else SAVE if self.saving.due(progress.updates) else 0
-        agreed = self.parallel.all_reduce_flag(wanted)
+        flag = STOP if self._stop.raised else SAVE if self.saving.due(progress.updates) else 0
+        agreed = self.parallel.all_reduce_flag(flag)
         done = progress.updates >= self.max_updates
         if not (epoch_end or agreed or done or progress.steps % self.log_every == 0):
             return False
@@ -181,7 +181,7 @@ class Trainer:
         self.saving.start(self.progress.updates)
 
     def state(self) -> dict[str, Any]:
-        """Everything but the weights that a resumed run needs."""
+        """Return everything except the weights that a resumed run needs."""
         return {
             "progress": self.progress.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -190,7 +190,7 @@ class Trainer:
         }
 
     def restore(self, weights: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
-        """Go on from a checkpoint: weights and state as one process has them."""
+        """Continue from a checkpoint. Weights and state are those of the full, unsharded model."""
         weights, state = self.parallel.shard_state_dict(weights, state)
         self.model.load_state_dict(weights)
         self.progress.load_state_dict(state["progress"])

@@ -1,4 +1,4 @@
-"""What a run logs: the loss since the last record, the pace, and the records themselves."""
+"""Logs a run: the mean loss and the throughput since the last record."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from drivetrain.parallel.base import Parallel
 
 @dataclass
 class TrainingLog:
-    """Collects the loss on the device and reads it back once for each record."""
+    """Sums the loss on the device and reads it back once for each record."""
 
     writers: Sequence[LogWriter]  # loggers and the live progress line; empty on all ranks but 0
     progress: Progress
     parallel: Parallel
     timer: StepTimer
     device: torch.device
-    loss_sum: torch.Tensor = field(init=False)  # 0-d: the updates' losses since the last record
+    loss_sum: torch.Tensor = field(init=False)  # 0-d: the sum of the updates' losses since the last record
 
     def __post_init__(self) -> None:
         self.loss_sum = torch.zeros((), device=self.device)
         self.restart()
 
     def restart(self) -> None:
-        """Begin a record here; what was summed since the last one is dropped."""
+        """Start a new record here and drop the losses summed so far."""
         self.loss_sum.zero_()
         progress = self.progress
         self._last = (progress.updates, progress.samples, progress.steps)
 
     def train(self, lr: float) -> None:
-        """Write the record of the updates since the last one. Raises Diverged where their loss is not finite."""
+        """Write the record of the updates since the last one. Raises Diverged if their loss is not finite."""
         progress, (updates, samples, steps) = self.progress, self._last
         count = progress.steps - steps
         loss = float(self.parallel.all_reduce_sum(self.loss_sum)) / (count * self.parallel.data_world.size)

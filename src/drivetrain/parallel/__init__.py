@@ -1,4 +1,4 @@
-"""parallel: one process or many, and what each of them holds: the batch's share, the weights' share, or the model's."""
+"""Parallel strategies: one process or many, which split the batch, the weights or the model."""
 
 from drivetrain.parallel.base import Parallel
 from drivetrain.parallel.ddp import Ddp

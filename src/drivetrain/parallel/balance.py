@@ -1,4 +1,4 @@
-"""Rows of blocks, cut where the work on both sides is equal."""
+"""Splits a sequence of blocks into stages of about equal cost."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from itertools import accumulate, pairwise
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 
-TIMES = 3  # the quickest of so many forwards counts
+REPEATS = 3  # forwards; the fastest counts
 
 
-def measured(model: torch.nn.Module, blocks: Sequence[torch.nn.Module], example: torch.Tensor) -> list[float]:
-    """Seconds of each block's forward on `example`, the model in evaluation: nothing of it changes.
+def measure_costs(model: torch.nn.Module, blocks: Sequence[torch.nn.Module], example: torch.Tensor) -> list[float]:
+    """Measure the seconds of each block's forward on `example`, in evaluation mode, so that the model does not change.
 
-    Raises UserError where a block is not part of the forward.
+    Raises UserError if the model's forward does not call a block.
     """
-    began: dict[int, float] = {}
+    started: dict[int, float] = {}
     seconds = {id(block): float("inf") for block in blocks}
 
     def now() -> float:
@@ -26,31 +26,31 @@ def measured(model: torch.nn.Module, blocks: Sequence[torch.nn.Module], example:
             torch.cuda.synchronize(example.device)
         return time.perf_counter()
 
-    def enter(module: torch.nn.Module, *_: object) -> None:
-        began[id(module)] = now()
+    def before_forward(module: torch.nn.Module, *_: object) -> None:
+        started[id(module)] = now()
 
-    def leave(module: torch.nn.Module, *_: object) -> None:
-        seconds[id(module)] = min(seconds[id(module)], now() - began[id(module)])
+    def after_forward(module: torch.nn.Module, *_: object) -> None:
+        seconds[id(module)] = min(seconds[id(module)], now() - started[id(module)])
 
     training = model.training
     with ExitStack() as hooks, torch.no_grad():
         for block in blocks:
-            hooks.callback(block.register_forward_pre_hook(enter).remove)
-            hooks.callback(block.register_forward_hook(leave).remove)
+            hooks.callback(block.register_forward_pre_hook(before_forward).remove)
+            hooks.callback(block.register_forward_hook(after_forward).remove)
         model.eval()
-        for _ in range(TIMES):
+        for _ in range(REPEATS):
             model(example)
     model.train(training)
-    if idle := [i for i, block in enumerate(blocks) if id(block) not in began]:
+    if uncalled := [i for i, block in enumerate(blocks) if id(block) not in started]:
         raise UserError(
-            f"block {idle[0]} ({type(blocks[idle[0]]).__name__}) of the model's row of {len(blocks)} is not called in its "
-            "forward, so the row cannot be cut: name the class of its blocks in parallel.block, or set parallel=ddp or fsdp"
+            f"block {uncalled[0]} ({type(blocks[uncalled[0]]).__name__}) of the model's sequence of {len(blocks)} is not called "
+            "in its forward, so it cannot be cut: name the class of its blocks in parallel.block, or set parallel=ddp or fsdp"
         )
     return [seconds[id(block)] for block in blocks]
 
 
-def cuts(costs: Sequence[float], parts: int) -> list[int]:
-    """Where a row of costs is cut into `parts` runs, none empty, whose dearest is as cheap as can be: parts + 1 places."""
+def balanced_boundaries(costs: Sequence[float], parts: int) -> list[int]:
+    """Return the parts + 1 boundaries that split `costs` into `parts` non-empty ranges with the lowest possible maximum."""
     total = [0.0, *accumulate(costs)]
     best = {1: [(total[i], [0, i]) for i in range(len(costs) + 1)]}
     for n in range(2, parts + 1):
@@ -64,9 +64,9 @@ def cuts(costs: Sequence[float], parts: int) -> list[int]:
     return best[parts][len(costs)][1]
 
 
-def described(places: Sequence[int], costs: Sequence[float]) -> str:
-    """The runs, and what each takes of the whole: "4 + 5 blocks (48 % + 52 % of the forward)"."""
-    whole = sum(costs) or 1.0
-    runs = list(pairwise(places))
-    shares = " + ".join(f"{sum(costs[a:b]) / whole:.0%}".replace("%", " %") for a, b in runs)
-    return f"{' + '.join(str(b - a) for a, b in runs)} blocks ({shares} of their forward)"
+def describe_split(boundaries: Sequence[int], costs: Sequence[float]) -> str:
+    """Describe the ranges and their shares of the cost, as in "4 + 5 blocks (48 % + 52 % of their forward)"."""
+    total = sum(costs) or 1.0
+    ranges = list(pairwise(boundaries))
+    shares = " + ".join(f"{sum(costs[a:b]) / total:.0%}".replace("%", " %") for a, b in ranges)
+    return f"{' + '.join(str(b - a) for a, b in ranges)} blocks ({shares} of their forward)"

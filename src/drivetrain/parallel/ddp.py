@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, eq=False)
 class Ddp(ProcessGroupStrategy):
-    """One process per device, gradients all-reduced in buckets during the backward (Li et al. 2020).
+    """Runs one process per device and all-reduces gradients in buckets during the backward (Li et al. 2020).
 
-    `compress` sends gradients as 16 bits (fp16, bf16), or as products of two thin matrices of rank `powersgd_rank`
-    (PowerSGD, Vogels et al. 2019), of which what is lost is added to the next update's.
+    `compress` sends gradients in 16 bits (fp16, bf16), or as products of two matrices of rank `powersgd_rank` (PowerSGD,
+    Vogels et al. 2019) with error feedback: the error is added to the next update's gradients.
     """
 
     bucket_mb: Positive = 25.0
@@ -40,7 +40,7 @@ class Ddp(ProcessGroupStrategy):
             )
 
     def wrap_model(self, model: Any) -> Any:
-        self._work.through(model)
+        self._work.time_forward(model)
         wrapped = torch.nn.parallel.DistributedDataParallel(
             model,
             device_ids=[self._device.index] if self._device.type == "cuda" else None,
@@ -55,11 +55,11 @@ class Ddp(ProcessGroupStrategy):
         return wrapped
 
     def _hook(self) -> tuple[Any, Any]:
-        """A communication hook's state and function."""
+        """Return the communication hook's state and function."""
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
         if self.compress == "powersgd":
-            # From the second update on: the first makes DDP's final buckets.
+            # From the second update on, because DDP builds its final buckets in the first.
             state = powerSGD_hook.PowerSGDState(None, self.powersgd_rank, start_powerSGD_iter=2)
             return state, powerSGD_hook.powerSGD_hook
         return None, getattr(default_hooks, f"{self.compress}_compress_hook")
@@ -70,7 +70,7 @@ class Ddp(ProcessGroupStrategy):
 
 @dataclass(frozen=True, eq=False)
 class AccumulatingStep:
-    """A step whose gradients are all-reduced in an update's last micro-batch alone."""
+    """All-reduces gradients only in the last micro-batch of an update."""
 
     inner: Step
     model: Any  # DistributedDataParallel
@@ -79,7 +79,7 @@ class AccumulatingStep:
         if batch.last:
             self.inner.micro_batch(batch, loss_sum)
         else:
-            with self.model.no_sync():  # forward and backward
+            with self.model.no_sync():  # needed around forward and backward
                 self.inner.micro_batch(batch, loss_sum)
 
     def update(self) -> bool:

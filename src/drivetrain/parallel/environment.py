@@ -1,4 +1,4 @@
-"""Which process this is among how many: told by torchrun's or Slurm's environment. No torch."""
+"""Reads rank and world size from the environment that torchrun or Slurm sets. Does not import torch."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from collections.abc import Mapping
 from drivetrain.core.errors import UserError
 from drivetrain.core.world import World
 
-PORTS = range(20_000, 30_000)  # where the ranks of a Slurm step meet: one of these, by the step's number
+PORTS = range(20_000, 30_000)  # MASTER_PORT of a Slurm step is one of these, by the step's number
 
 
 def launched() -> int | None:
-    """How many ranks torchrun or Slurm started, of which this is one; None where neither did."""
-    place = _of_slurm(os.environ) or os.environ
-    size = place.get("WORLD_SIZE", "")
-    return int(size) if size.isdecimal() and "RANK" in place else None
+    """Return how many ranks torchrun or Slurm started, of which this is one; None if neither did."""
+    environ = _slurm_environment(os.environ) or os.environ
+    size = environ.get("WORLD_SIZE", "")
+    return int(size) if size.isdecimal() and "RANK" in environ else None
 
 
 def world_of_environment() -> World:
-    """This process's place as torchrun or Slurm gave it; alone where nothing did. Raises UserError."""
-    slurm = _of_slurm(os.environ)
-    place: dict[str, int] = {}
+    """Return this process's world as torchrun or Slurm set it; a single process if neither did. Raises UserError."""
+    slurm = _slurm_environment(os.environ)
+    values: dict[str, int] = {}
     problems = []
     for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", None)):
-        given = (slurm or os.environ).get(name, default or str(place.get("WORLD_SIZE", 1)))
+        given = (slurm or os.environ).get(name, default or str(values.get("WORLD_SIZE", 1)))
         if given.isdecimal():
-            place[name] = int(given)
+            values[name] = int(given)
         else:
             problems.append(f"{name}={given} in the environment is no number: a launcher sets it, else unset it")
     if problems:
@@ -37,13 +37,13 @@ def world_of_environment() -> World:
         return World()
     if slurm is not None:
         os.environ.update(slurm)
-    return World(*(place[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")))
+    return World(*(values[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")))
 
 
-def _of_slurm(environ: Mapping[str, str]) -> dict[str, str] | None:
-    """torchrun's words for a task of a Slurm step (srun); None outside of one, or where a step is a single task.
+def _slurm_environment(environ: Mapping[str, str]) -> dict[str, str] | None:
+    """Return torchrun's variables for a task of a Slurm step (srun); None outside of one, or if the step is a single task.
 
-    A batch script itself is no step: it has SLURM_NTASKS, and nothing has started those tasks.
+    A batch script itself is not a step: it has SLURM_NTASKS, but its tasks are not started.
     """
     size = environ.get("SLURM_STEP_NUM_TASKS", "1")
     if "RANK" in environ or "SLURM_PROCID" not in environ or not size.isdecimal() or int(size) < 2:
@@ -58,7 +58,7 @@ def _of_slurm(environ: Mapping[str, str]) -> dict[str, str] | None:
 
 
 def _tasks_of_node(environ: Mapping[str, str]) -> int:
-    """Tasks on this node: entry number SLURM_NODEID of, say, "2(x3),1"."""
+    """Return the tasks on this node: entry number SLURM_NODEID of a list such as "2(x3),1"."""
     counts: list[int] = []
     for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", "1")):
         counts += [int(tasks)] * int(times or 1)
@@ -67,17 +67,17 @@ def _tasks_of_node(environ: Mapping[str, str]) -> int:
 
 
 def _first_host(nodes: str) -> str:
-    """The first host of Slurm's compressed list, such as "gpu[03-05,7],login": Slurm's own tool tells, else its pattern."""
+    """Return the first host of Slurm's compressed list, such as "gpu[03-05,7],login", by scontrol if there is one."""
     try:
-        told = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True, timeout=10)
-        return told.stdout.split()[0]
+        result = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True, timeout=10)
+        return result.stdout.split()[0]
     except (OSError, subprocess.SubprocessError, IndexError):
         prefix, _, rest = nodes.partition("[")
         return prefix.split(",")[0] + re.split(r"[-,\]]", rest)[0] if rest and "," not in prefix else prefix.split(",")[0]
 
 
 def cuda_devices() -> int:
-    """CUDA devices, told without starting CUDA or importing torch: the ranks are forked from this process."""
+    """Count CUDA devices without initialising CUDA or importing torch, because the ranks are forked from this process."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([d for d in visible.split(",") if d.strip() not in ("", "-1")])

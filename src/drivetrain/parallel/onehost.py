@@ -1,4 +1,4 @@
-"""One process with several devices: the two techniques that came before a process for each."""
+"""Strategies with several devices in one process: DataParallel and naive model parallelism."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class Dp(Parallel):
-    """torch's DataParallel: one process, a thread per device. Here to compare with."""
+    """torch's DataParallel: one process, a thread per device. Included for comparison."""
 
     one_process = False
     thread_per_device = True
@@ -53,9 +53,9 @@ class Dp(Parallel):
 
 @dataclass(kw_only=True, eq=False)
 class Split(Parallel):
-    """Naive model parallelism: the blocks lie one after the other on `devices`, which work in turns. One process.
+    """Naive model parallelism in one process: consecutive blocks are on consecutive `devices`, which work in turns.
 
-    null is all CUDA devices. Blocks go by measured cost: each device gets about the same time of a forward of two samples.
+    null means all CUDA devices. Blocks are split by measured cost, so that each device gets about the same forward time.
     """
 
     one_process = False
@@ -93,40 +93,40 @@ class Split(Parallel):
     def shard(self, model: torch.nn.Module, dtype: str | None, example: torch.Tensor) -> None:
         names = self.devices or [f"cuda:{i}" for i in range(torch.cuda.device_count())]
         devices = [torch.device(name) for name in names]
-        row = sequential_blocks("parallel=split", model, self.block)
-        if len(row) < len(devices):
+        blocks = sequential_blocks("parallel=split", model, self.block)
+        if len(blocks) < len(devices):
             raise UserError(
-                f"parallel=split: the model is a row of {len(row)} blocks, too few for {len(devices)} devices: name at most "
-                f"{len(row)} in parallel.devices"
+                f"parallel=split: the model is a sequence of {len(blocks)} blocks, too few for {len(devices)} devices: name at "
+                f"most {len(blocks)} in parallel.devices"
             )
-        costs = balance.measured(model, row, example)
-        places = balance.cuts(costs, len(devices))
-        home = example.device
-        for device, (first, last) in zip(devices, pairwise(places), strict=True):
-            for block in row[first:last]:
+        costs = balance.measure_costs(model, blocks, example)
+        boundaries = balance.balanced_boundaries(costs, len(devices))
+        first_device = example.device
+        for device, (first, last) in zip(devices, pairwise(boundaries), strict=True):
+            for block in blocks[first:last]:
                 block.to(device)
-                block.register_forward_pre_hook(_moves_to(device), with_kwargs=True)
-        inside = {id(p) for block in row for p in block.parameters()}
-        for module in _after(model, row[-1]):
-            if not any(id(p) in inside for p in module.parameters()):
+                block.register_forward_pre_hook(_move_inputs_hook(device), with_kwargs=True)
+        in_blocks = {id(p) for block in blocks for p in block.parameters()}
+        for module in _children_after(model, blocks[-1]):
+            if not any(id(p) in in_blocks for p in module.parameters()):
                 module.to(devices[-1])
-                module.register_forward_pre_hook(_moves_to(devices[-1]), with_kwargs=True)
-        model.register_forward_hook(lambda _, args, output: output.to(home))  # where the targets are
-        logger.info("%s on %s", balance.described(places, costs), ", ".join(names))
+                module.register_forward_pre_hook(_move_inputs_hook(devices[-1]), with_kwargs=True)
+        model.register_forward_hook(lambda _, args, output: output.to(first_device))  # where the targets are
+        logger.info("%s on %s", balance.describe_split(boundaries, costs), ", ".join(names))
 
 
-def _moves_to(device: torch.device) -> Any:
-    """A hook before a forward that brings its tensors to `device`."""
+def _move_inputs_hook(device: torch.device) -> Any:
+    """Return a forward pre-hook that moves the inputs to `device`."""
     from torch.utils._pytree import tree_map
 
-    def bring(value: Any) -> Any:
+    def move(value: Any) -> Any:
         return value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
 
-    return lambda module, args, kwargs: (tree_map(bring, args), tree_map(bring, kwargs))
+    return lambda module, args, kwargs: (tree_map(move, args), tree_map(move, kwargs))
 
 
-def _after(model: torch.nn.Module, block: torch.nn.Module) -> list[torch.nn.Module]:
-    """The model's own children that are registered after the one that holds `block`."""
+def _children_after(model: torch.nn.Module, block: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the model's direct children that are registered after the one that contains `block`."""
     children = list(model.children())
     holder = next(i for i, child in enumerate(children) if any(m is block for m in child.modules()))
     return children[holder + 1 :]

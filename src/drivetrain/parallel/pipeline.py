@@ -1,9 +1,9 @@
-"""Pipeline parallelism: each rank has some of the blocks, and an update's micro-batches follow one another through them.
+"""Pipeline parallelism: each rank holds some of the blocks, and an update's micro-batches pass through them in turn.
 
-A stage runs the model's own forward. Blocks before its own let their input pass, its first block takes what came from the
-stage before, and after its last block the forward is left. So any model whose forward goes through a row of blocks can be
-cut, masks and tables that it makes of its input included. What lies outside of the row (an embedding, a head, weights they
-share) every rank has; its gradients are summed over the stages.
+A stage runs the model's own forward. Blocks before the stage pass their input through, its first block takes the tensor
+received from the stage before, and after its last block an exception ends the forward. So any model that calls a sequence
+of blocks can be split, also if it computes masks or tables from its input. Every rank has the modules outside of the blocks
+(an embedding, a head, weights they share); their gradients are summed over the stages.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from drivetrain.parallel import balance
 from drivetrain.parallel.base import State, Weights
 from drivetrain.parallel.fsdp import fully_shard_block
 from drivetrain.parallel.sharded import Sharded
-from drivetrain.parallel.tensor import cannot_be_laid, lay
-from drivetrain.saving.sharded_checkpoint import merged
+from drivetrain.parallel.tensor import shard_blocks, tensor_parallel_problems
+from drivetrain.saving.sharded_checkpoint import merge_optimizer_states
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, eq=False)
 class Pipeline(Sharded):
-    """torch.distributed.pipelining over `stages` ranks (auto: all), by measured cost; batch=accumulate gives the micro-batches.
+    """Uses torch.distributed.pipelining over `stages` ranks (auto: all), split by measured cost; needs batch=accumulate.
 
-    1f1b (Narayanan et al. 2019) holds the activations of at most as many micro-batches as there are stages; gpipe (Huang et
-    al. 2019) of all; interleaved (Narayanan et al. 2021) gives each rank `per_rank` shorter stages, so that less of the time
-    is idle. More ranks than stages are pipelines that split the batch; with `shard_stages` they share out the weights of their
-    stage's blocks too, as parallel=fsdp does, their gradients meeting at every micro-batch. With `tensor` a stage is so many
-    ranks, over which its blocks are laid as with parallel=tensor.
+    1f1b (Narayanan et al. 2019) keeps the activations of at most as many micro-batches as there are stages; gpipe (Huang et
+    al. 2019) keeps those of all; interleaved (Narayanan et al. 2021) gives each rank `per_rank` shorter stages, so that less
+    time is idle. More ranks than stages form several pipelines, which split the batch; with `shard_stages` these also shard
+    their stage's weights, as parallel=fsdp does, and reduce gradients at every micro-batch. With `tensor` each stage has that
+    many ranks, over which its blocks are sharded as with parallel=tensor.
     """
 
     portable_shards = False
@@ -52,24 +52,27 @@ class Pipeline(Sharded):
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)
         ranks, stages, steps = self.ranks(), self._stage_ranks(), run.batch.accumulation_steps
-        yield from self._divides()
+        yield from self._ranks_problems()
         if self.tensor > 1:
-            yield from cannot_be_laid(f"parallel.tensor={self.tensor}", run)
+            yield from tensor_parallel_problems(f"parallel.tensor={self.tensor}", run)
         if self.schedule == "interleaved" and steps % stages:
             yield (
                 f"parallel.schedule=interleaved wants micro-batches in multiples of the {stages} stages, but "
                 f"{run.named('batch')} makes {steps} of an update: "
                 f"set batch=accumulate batch.accumulation_steps={max(stages, steps // stages * stages)}"
             )
-        alike = {"schedule=interleaved": self.schedule == "interleaved", "shard_stages=true": self.shard_stages}
-        for setting in (setting for setting, given in alike.items() if given):
+        needs_equal_updates = {"schedule=interleaved": self.schedule == "interleaved", "shard_stages=true": self.shard_stages}
+        for setting in (setting for setting, given in needs_equal_updates.items() if given):
             if not run.data.drop_last:
                 yield (
-                    f"parallel.{setting} wants all updates alike, and data.drop_last=false leaves a short one: set "
+                    f"parallel.{setting} needs all updates to be equal, and data.drop_last=false leaves a short one: set "
                     f"data.drop_last=true, or leave parallel.{setting.partition('=')[0]} out"
                 )
             if run.batch.buckets_lengths:
-                yield f"parallel.{setting} wants micro-batches alike, and batch=bucketed has many lengths: set batch=accumulate"
+                yield (
+                    f"parallel.{setting} needs micro-batches of equal shape, and batch=bucketed has many lengths: "
+                    "set batch=accumulate"
+                )
         if self.shard_stages and ranks == self.model_ranks():
             yield (
                 f"parallel.shard_stages=true has nothing to share out where all {ranks} ranks are one pipeline: give it more "
@@ -105,9 +108,9 @@ class Pipeline(Sharded):
     def _stage_ranks(self) -> int:
         return max(1, self.ranks() // self.tensor) if self.stages == "auto" else self.stages
 
-    def _divides(self) -> Iterator[str]:
+    def _ranks_problems(self) -> Iterator[str]:
         if self.tensor == 1:
-            yield from self.divides("stages", self.stages, self._stage_ranks())
+            yield from self.divisibility_problems("stages", self.stages, self._stage_ranks())
         elif self.ranks() % self.model_ranks():
             stages = "" if self.stages == "auto" else f"parallel.stages={self.stages} × "
             yield (
@@ -115,72 +118,72 @@ class Pipeline(Sharded):
                 "of them"
             )
 
-    # --- what this rank keeps of the model ---
+    # --- this rank's part of the model ---
 
-    def _split(self, model: torch.nn.Module, dtype: str | None, example: torch.Tensor) -> list[str]:
-        from drivetrain.parallel.cuttable import refuse
-        from drivetrain.parallel.stages import Row, names
+    def _shard_model(self, model: torch.nn.Module, dtype: str | None, example: torch.Tensor) -> list[str]:
+        from drivetrain.parallel.stage_checks import check_stages
+        from drivetrain.parallel.stages import StagedForward, split_names
 
         ranks = self._stage_ranks()
-        mesh = self._mesh = self.made_mesh(data=self.data_world.size, pipe=ranks, tensor=self.tensor)
+        mesh = self._mesh = self.device_mesh(data=self.data_world.size, pipe=ranks, tensor=self.tensor)
         self.stage_group, self.data_group = mesh.get_group("pipe"), mesh.get_group("data")
-        self._place, self._slice = mesh.get_local_rank("pipe"), mesh.get_local_rank("tensor")
-        self._peers = mesh.mesh[self.data_world.rank, :, self._slice].tolist()  # this pipeline's ranks in the world
-        row = sequential_blocks("parallel=pipeline", model, self.block)
+        self._pipe_rank, self._tensor_rank = mesh.get_local_rank("pipe"), mesh.get_local_rank("tensor")
+        self._pipeline_ranks = mesh.mesh[self.data_world.rank, :, self._tensor_rank].tolist()  # global ranks of this pipeline
+        blocks = sequential_blocks("parallel=pipeline", model, self.block)
         count = ranks * (self.per_rank if self.schedule == "interleaved" else 1)
-        if count > len(row):
+        if count > len(blocks):
             raise UserError(
-                f"parallel=pipeline: {count} stages, but the model is a row of {len(row)} blocks: set parallel.stages to "
-                f"{len(row)} or less (and parallel.nproc with it)"
+                f"parallel=pipeline: {count} stages, but the model is a sequence of {len(blocks)} blocks: set parallel.stages to "
+                f"{len(blocks)} or less (and parallel.nproc with it)"
             )
-        costs = self.broadcast_object(balance.measured(model, row, example))
-        places = balance.cuts(costs, count)
-        self._ranges = list(itertools.pairwise(places))
-        refuse(model, row, self._ranges, example)
-        self.my_stages = range(self._place, count, ranks)
+        costs = self.broadcast_object(balance.measure_costs(model, blocks, example))
+        boundaries = balance.balanced_boundaries(costs, count)
+        self._ranges = list(itertools.pairwise(boundaries))
+        check_stages(model, blocks, self._ranges, example)
+        self.my_stages = range(self._pipe_rank, count, ranks)
         owned = [i for stage in self.my_stages for i in range(*self._ranges[stage])]
         if self.tensor > 1:
-            lay(f"parallel.tensor={self.tensor}", [row[i] for i in owned], mesh["tensor"], self._work)
+            shard_blocks(f"parallel.tensor={self.tensor}", [blocks[i] for i in owned], mesh["tensor"], self._work)
         else:
             for i in owned:
-                self._work.through(row[i])
-        self.own_names, self.common_names = names(model, row, owned)
-        for i, block in enumerate(row):
+                self._work.time_forward(blocks[i])
+        self.own_names, self.common_names = split_names(model, blocks, owned)
+        for i, block in enumerate(blocks):
             if i not in owned:
                 block.to("meta")
                 block.requires_grad_(False)
         if self.shard_stages:
             for i in owned:
-                fully_shard_block(row[i], mesh["data"], dtype)
-        self._row = Row(model, row)
-        over = f", each over {self.tensor} ranks" if self.tensor > 1 else ""
-        times = f", {self.data_world.size} pipelines" if self.data_world.size > 1 else ""
-        return [f"{count} stages of {balance.described(places, costs)}{over}{times}"]
+                fully_shard_block(blocks[i], mesh["data"], dtype)
+        self._staged = StagedForward(model, blocks)
+        tensor = f", each over {self.tensor} ranks" if self.tensor > 1 else ""
+        pipelines = f", {self.data_world.size} pipelines" if self.data_world.size > 1 else ""
+        return [f"{count} stages of {balance.describe_split(boundaries, costs)}{tensor}{pipelines}"]
 
-    def _dimensions_of(self, name: str) -> tuple[str, ...]:
-        return () if name in self.common_names else ("pipe", *super()._dimensions_of(name))
+    def _shard_dims(self, name: str) -> tuple[str, ...]:
+        return () if name in self.common_names else ("pipe", *super()._shard_dims(name))
 
     def rng_rank(self) -> int:
-        return self.world.rank - self._slice
+        return self.world.rank - self._tensor_rank
 
     @property
     def stage_count(self) -> int:
-        """Stages of the whole pipeline."""
+        """The number of stages of the whole pipeline."""
         return len(self._ranges)
 
     @property
     def has_first_stage(self) -> bool:
-        """Whether this rank reads the inputs."""
+        """Whether this rank runs the first stage, which reads the inputs."""
         return 0 in self.my_stages
 
     @property
     def has_last_stage(self) -> bool:
-        """Whether this rank computes the loss."""
+        """Whether this rank runs the last stage, which computes the loss."""
         return self.stage_count - 1 in self.my_stages
 
     def stage_forward(self, stage: int, h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """The forward of one stage: `h` comes from the stage before, `x` is the model's input."""
-        return self._row.run(*self._ranges[stage], h, x)  # type: ignore[no-any-return]
+        """Run the forward of one stage: `h` is the previous stage's output, `x` the model's input."""
+        return self._staged.run(*self._ranges[stage], h, x)  # type: ignore[no-any-return]
 
     def wrap_step(self, step: Step, context: BuildContext) -> Step:
         from drivetrain.parallel.pipeline_step import PipelineStep
@@ -193,12 +196,12 @@ class Pipeline(Sharded):
         from drivetrain.parallel import stages
 
         def outputs(x: torch.Tensor) -> torch.Tensor:
-            """Stage after stage; the last one's output, on every rank."""
+            """Run stage after stage and return the last one's output, on every rank."""
             self.shapes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
             for stage in self.my_stages:
                 h = x if stage == 0 else stages.receive(self._rank_of(stage - 1), self._control, self._device)
                 out = self.stage_forward(stage, h, x)
-                self.shapes[stage] = _like(h), _like(out)
+                self.shapes[stage] = _meta_like(h), _meta_like(out)
                 if stage + 1 < len(self._ranges):
                     stages.send(out, self._rank_of(stage + 1), self._control)
             return stages.broadcast(out, self._rank_of(len(self._ranges) - 1), self.stage_group)
@@ -206,17 +209,17 @@ class Pipeline(Sharded):
         return outputs
 
     def _rank_of(self, stage: int) -> int:
-        return self._peers[stage % len(self._peers)]
+        return self._pipeline_ranks[stage % len(self._pipeline_ranks)]
 
     def all_reduce_sum(self, sums: torch.Tensor) -> torch.Tensor:
-        """Of the last stage's: the others have seen no loss."""
+        """Sum the values of the last stage over the pipelines: only the last stage computes the loss."""
         import torch.distributed as dist
 
         dist.broadcast(sums, self._rank_of(len(self._ranges) - 1), group=self.stage_group)
         return super().all_reduce_sum(sums)
 
     def broadcast_buffers(self, model: torch.nn.Module) -> None:
-        """Each stage's from the first pipeline's; what lies outside of the blocks is the last stage's."""
+        """Broadcast each stage's buffers from the first pipeline, and those outside of the blocks from the last stage."""
         import torch.distributed as dist
 
         for name, buffer in model.named_buffers():
@@ -228,26 +231,26 @@ class Pipeline(Sharded):
     # --- saving ---
 
     def full_state_dict(self, model: torch.nn.Module, state: State) -> tuple[Weights, State]:
-        mine = {n: self._whole(n, t).cpu() for n, t in model.state_dict().items() if not t.is_meta}
-        state = self._over_state(state, self._whole)
+        own = {n: self._gather_full(n, t).cpu() for n, t in model.state_dict().items() if not t.is_meta}
+        state = self._map_state(state, self._gather_full)
         tensors = state["ema"].get("tensors", {})
         average = {n: t.cpu() for n, t in tensors.items() if not t.is_meta}
-        parts = self.gather_object((mine, state["optimizer"], average) if self.data_world.rank == self._slice == 0 else None)
+        parts = self.gather_object((own, state["optimizer"], average) if self.data_world.rank == self._tensor_rank == 0 else None)
         parts = [part for part in parts if part is not None]
         if self.world.rank != 0:
             return {}, {}
         weights = {n: next(w[n] for w, _, _ in parts if n in w) for n in model.state_dict()}
-        state = {**state, "optimizer": merged([optimizer for _, optimizer, _ in parts])}
+        state = {**state, "optimizer": merge_optimizer_states([optimizer for _, optimizer, _ in parts])}
         if state["ema"]:
             state["ema"] = {**state["ema"], "tensors": {n: next(a[n] for _, _, a in parts if n in a) for n in tensors}}
         return weights, state
 
     def shard_state_dict(self, weights: Weights, state: State) -> tuple[Weights, State]:
-        mine = self._root.state_dict()
-        held, state = super().shard_state_dict({n: weights[n] for n, t in mine.items() if not t.is_meta}, state)
-        return {n: t if t.is_meta else held[n] for n, t in mine.items()}, state
+        own = self._root.state_dict()
+        shards, state = super().shard_state_dict({n: weights[n] for n, t in own.items() if not t.is_meta}, state)
+        return {n: t if t.is_meta else shards[n] for n, t in own.items()}, state
 
 
-def _like(h: torch.Tensor) -> torch.Tensor:
-    """Its shape and dtype."""
+def _meta_like(h: torch.Tensor) -> torch.Tensor:
+    """Return an empty meta tensor of the same shape and dtype."""
     return torch.empty(h.shape, dtype=h.dtype, device="meta")

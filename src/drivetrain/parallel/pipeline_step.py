@@ -1,4 +1,4 @@
-"""The step of a pipeline: an update's micro-batches follow one another through the stages."""
+"""The training step of a pipeline: an update's micro-batches pass through the stages in turn."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ if TYPE_CHECKING:
 
 
 class PipelineStep:
-    """Collects an update's micro-batches and runs them through torch's schedule; `inner` makes the update."""
+    """Collects an update's micro-batches and runs them by torch's schedule; `inner` updates the weights."""
 
     def __init__(self, inner: Step, pipeline: Pipeline, context: BuildContext) -> None:
         self.inner, self._pipeline = inner, pipeline
         self._model, self._loss, self._precision, self._device = context.model, context.loss, context.precision, context.device
         self._stage_forward = pipeline.stage_forward
-        self._micro_batches: list[MicroBatch] = []  # of the update, so far
+        self._micro_batches: list[MicroBatch] = []  # of the current update, so far
         self._schedules: dict[Any, Any] = {}  # by count and shape of the micro-batches
         parameters = {name: p for name, p in context.model.named_parameters() if p.requires_grad}
         self._common = [p for name, p in parameters.items() if name in pipeline.common_names]
         self._trained = [*self._common, *(p for name, p in parameters.items() if name in pipeline.own_names)]
         zero = torch.zeros((), device=self._device)
-        self._precision.scaled(zero, zero)  # a loss scale begins with the first loss, which only one stage has
+        self._precision.scaled(zero, zero)  # initialises the loss scale on all ranks: only the last stage computes a loss
 
     def micro_batch(self, batch: MicroBatch, loss_sum: torch.Tensor) -> None:
         self._micro_batches.append(batch)
         if batch.last:
-            window, self._micro_batches = self._micro_batches, []
-            for _, alike in itertools.groupby(window, lambda b: b.x.shape):
-                self._run(list(alike), loss_sum)
-            self._share_gradients()
+            micro_batches, self._micro_batches = self._micro_batches, []
+            for _, same_shape in itertools.groupby(micro_batches, lambda b: b.x.shape):
+                self._run(list(same_shape), loss_sum)
+            self._reduce_gradients()
 
     def update(self) -> bool:
         return self.inner.update()
@@ -54,12 +54,12 @@ class PipelineStep:
         raise NotImplementedError("a stage has no forward of its own")
 
     def _run(self, batches: list[MicroBatch], loss_sum: torch.Tensor) -> None:
-        """Forward and backward of micro-batches of one shape; the last stage adds up their losses."""
+        """Run forward and backward of micro-batches of one shape. The last stage adds up their losses."""
         key = (len(batches), batches[0].x.shape)
         if key not in self._schedules:
             self._schedules[key] = self._schedule(len(batches), batches[0].x)
         self._running, self._losses = batches, list[torch.Tensor]()
-        numbers = torch.arange(len(batches))  # a stage knows its micro-batch by its number
+        numbers = torch.arange(len(batches))  # a stage finds its micro-batch by its number
         first, last = self._pipeline.has_first_stage, self._pipeline.has_last_stage
         x = (torch.cat([b.x for b in batches]),) if first else ()
         self._schedules[key].step(*x, number=numbers, **({"target": numbers} if last else {}), return_outputs=False)
@@ -67,9 +67,9 @@ class PipelineStep:
             loss_sum.addcmul_(loss, batch.weight)
 
     def _schedule(self, count: int, x: torch.Tensor) -> Any:
-        """torch's schedule for `count` micro-batches of the shape of `x`; it holds for the whole run."""
+        """Build torch's schedule for `count` micro-batches of the shape of `x`. It is reused for the whole run."""
         training = self._model.training
-        self._model.eval()  # only shapes are wanted: no statistics, no random numbers
+        self._model.eval()  # run only for the shapes: no running statistics, no random numbers
         with torch.no_grad(), self._precision.autocast():
             self._pipeline.inference_model(self._model)(x)
         self._model.train(training)
@@ -77,7 +77,7 @@ class PipelineStep:
         return schedule(self._pipeline.schedule, stages, self._pipeline.stage_count, count, self._loss_of)
 
     def _stage(self, stage: int) -> Any:
-        """One of torch's stages, its shapes known beforehand. What a stage receives wants a gradient back."""
+        """Build a PipelineStage from known shapes. Tensors passed between stages require gradients."""
         count, (h, out) = self._pipeline.stage_count, self._pipeline.shapes[stage]
         inputs, outputs = (h.requires_grad_(stage > 0),), (out.requires_grad_(stage + 1 < count),)
         module = Stage(functools.partial(self._forward, stage))
@@ -86,19 +86,19 @@ class PipelineStep:
 
     def _forward(self, stage: int, h: torch.Tensor, number: int) -> torch.Tensor:
         with self._precision.autocast():
-            # In rows, whatever the memory format: so it is sent, and so it arrives.
+            # Contiguous whatever the memory format, because that is how it is sent and received.
             return self._stage_forward(stage, h, self._running[number].x).contiguous()
 
     def _loss_of(self, output: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-        """The tensor that the last stage's backward starts from."""
+        """Return the tensor on which the last stage calls backward."""
         batch = self._running[int(number)]
         with self._precision.autocast():
             loss = self._loss(output, batch.y)
         self._losses.append(loss.detach())
         return self._precision.scaled(loss, batch.weight)
 
-    def _share_gradients(self) -> None:
-        """Sum over the stages what all of them have; take the mean of everything over the pipelines."""
+    def _reduce_gradients(self) -> None:
+        """Sum the shared modules' gradients over the stages, then average all gradients over the pipelines."""
         for p in self._common:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
@@ -115,5 +115,5 @@ class PipelineStep:
             torch._foreach_div_(gradients, pipelines)
 
     def _is_averaged(self, p: torch.Tensor) -> bool:
-        """Whether FSDP has taken the mean of a weight's gradients already."""
+        """Return whether FSDP has averaged a weight's gradients already."""
         return self._pipeline.shard_stages and is_sharded(p)

@@ -1,4 +1,4 @@
-"""What all strategies of several processes share: how many there are, how they meet, and what they agree on."""
+"""The base of the strategies with several processes: rank counts, process groups and collectives."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from drivetrain.parallel.rank_work import RankWork
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
 
-MOST_KEYS = 8  # that are named where ranks were started differently
+MAX_KEYS = 8  # named in the message where ranks were started with different configs
 ENDPOINT = re.compile(r"[^\s:]+:\d{1,5}")
 
 
 def _is_endpoint(given: str) -> bool:
-    """Whether it is a host:port to meet at."""
+    """Return whether `given` is a host:port with a valid port."""
     return ENDPOINT.fullmatch(given) is not None and 0 < int(given.rpartition(":")[2]) < 2**16
 
 
 @dataclass(kw_only=True, eq=False)
 class ProcessGroupStrategy(Parallel):
-    """Processes that train together, on one machine or several.
+    """Runs processes that train together, on one machine or several.
 
-    `nproc` is the ranks on this machine: auto is one per CUDA device, two on a CPU. With `nnodes` machines the same
-    command on each of them meets at `rendezvous`, a host:port of one of them. A rank that dies, was stopped for
-    `heartbeat_timeout_s`, or gives no sign of life for `timeout_s`, ends the others; they all start again from the newest
+    `nproc` is the number of ranks on this machine: auto is one per CUDA device, two on a CPU. With `nnodes` machines the same
+    command on each of them connects to `rendezvous`, a host:port of one of them. If a rank dies, is stopped for
+    `heartbeat_timeout_s`, or sends no heartbeat for `timeout_s`, the others are ended; all start again from the newest
     checkpoint, `max_restarts` times. A collective that takes longer than `timeout_s` fails.
     """
 
@@ -49,9 +49,9 @@ class ProcessGroupStrategy(Parallel):
 
     distributed = True
     one_process = False
-    _work: RankWork = field(default_factory=RankWork, init=False)  # this rank's own
-    _told: float = field(default=0.0, init=False)  # of its seconds, up to the last log
-    data_group: Any = field(default=None, init=False)  # the ranks that the samples are split among; None: all of them
+    _work: RankWork = field(default_factory=RankWork, init=False)  # time that this rank works alone
+    _reported_work: float = field(default=0.0, init=False)  # seconds of it at the last log
+    data_group: Any = field(default=None, init=False)  # the data-parallel ranks; None: all ranks
     machine_local_keys = ("nnodes", "rendezvous", "rendezvous_s")
 
     def validate(self, run: RunSpec) -> Iterator[str]:
@@ -65,8 +65,8 @@ class ProcessGroupStrategy(Parallel):
             )
         if self.nnodes > 1 and self.rendezvous is None:
             yield (
-                f"parallel.nnodes={self.nnodes} machines need a place to meet: set parallel.rendezvous=host:port, a free port of "
-                "one of them, the same on each"
+                f"parallel.nnodes={self.nnodes} machines need an address to connect to: set parallel.rendezvous=host:port, a "
+                "free port of one of them, the same on each"
             )
         if self.rendezvous is not None and not _is_endpoint(self.rendezvous):
             yield f"parallel.rendezvous={self.rendezvous} is no host:port: give one such as node1:29500, a port of 1 to 65535"
@@ -91,25 +91,25 @@ class ProcessGroupStrategy(Parallel):
             )
 
     def ranks(self) -> int:
-        if (size := launched()) is not None:  # torchrun's or Slurm's ranks are honoured
+        if (size := launched()) is not None:  # torchrun or Slurm has set the number of ranks
             return size
         return self.nnodes * self.local_ranks()
 
     def model_ranks(self) -> int:
-        """Ranks that take the same samples, each with its part of the model."""
+        """Return the number of ranks that share one replica of the model and take the same samples."""
         return 1
 
     def data_ranks(self) -> int:
         return max(1, self.ranks() // self.model_ranks())
 
-    def divides(self, knob: str, given: object, number: int) -> Iterator[str]:
-        """The problem of a number of ranks that the ranks do not divide into, if it is one."""
+    def divisibility_problems(self, setting: str, given: object, number: int) -> Iterator[str]:
+        """Yield a problem if the ranks cannot be divided into groups of `number`."""
         if self.ranks() % number:
             near = ", ".join(str(n) for n in range(1, self.ranks() + 1) if self.ranks() % n == 0)
-            yield f"parallel.{knob}={given} does not divide the {self.ranks()} ranks: set it to one of {near}"
+            yield f"parallel.{setting}={given} does not divide the {self.ranks()} ranks: set it to one of {near}"
 
     def local_ranks(self) -> int:
-        """Ranks on this machine."""
+        """Return the number of ranks on this machine."""
         return int(self.nproc) if self.nproc != "auto" else cuda_devices() or 2
 
     def setup(self, context: BuildContext) -> None:
@@ -117,82 +117,82 @@ class ProcessGroupStrategy(Parallel):
 
         world, device = context.world, context.device
         self.world, self._device = world, device
-        together = self.model_ranks()
-        self.data_world = World(world.rank // together, world.size // together, world.local_rank, world.local_size)
+        model_ranks = self.model_ranks()
+        self.data_world = World(world.rank // model_ranks, world.size // model_ranks, world.local_rank, world.local_size)
         timeout = timedelta(seconds=self.timeout_s)
         try:
             store, _, _ = next(dist.rendezvous("env://", world.rank, world.size, timeout=timeout))
-            # Ranks that start again may not read the addresses that those before them left in the launcher's store.
+            # A prefix per restart, so that restarted ranks do not read old addresses from the launcher's store.
             store = dist.PrefixStore(f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # shards may rest on the CPU
+            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # shards may be offloaded to the CPU
             dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             raise UserError(f"the {world.size} ranks did not meet: {str(error).splitlines()[0]}") from None
-        # Flags travel on the CPU whatever the device: reading one must not wait for the device's queue.
+        # Flags are reduced on the CPU whatever the device, because reading one must not wait for the device.
         self._control: Any = dist.new_group(backend="gloo", timeout=timeout) if device.type == "cuda" else dist.group.WORLD
         self._flag = torch.zeros((), dtype=torch.int64)
         self._pending: Any = None
-        self._refuse_different_starts(context)
+        self._check_same_start(context)
 
-    def made_mesh(self, **sizes: int) -> Any:
-        """The ranks as a mesh of these dimensions, the last one's next to each other; collectives over any keep to timeout_s."""
+    def device_mesh(self, **sizes: int) -> Any:
+        """Return a DeviceMesh of all ranks with these dimensions, the last one varying fastest, with `timeout_s` on each."""
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
 
         mesh = init_device_mesh(self._device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        limit: Any = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+        set_timeout: Any = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
         for name in sizes:
-            limit(timedelta(seconds=self.timeout_s), mesh.get_group(name))
+            set_timeout(timedelta(seconds=self.timeout_s), mesh.get_group(name))
         return mesh
 
-    def _refuse_different_starts(self, context: BuildContext) -> None:
-        """Raise UserError, on all ranks, where they were started with different configs or versions."""
+    def _check_same_start(self, context: BuildContext) -> None:
+        """Raise UserError on all ranks if they were started with different configs or versions."""
         import socket
 
         import torch.distributed as dist
 
         from drivetrain.core import process
 
-        mine = (context.config_hash, f"drivetrain {process.__version__}", f"torch {torch.__version__}")
+        own_start = (context.config_hash, f"drivetrain {process.__version__}", f"torch {torch.__version__}")
         ranks: list[Any] = [None] * self.world.size
-        dist.all_gather_object(ranks, (mine, socket.gethostname()), group=self._control)
-        kinds: dict[Any, list[int]] = {}
-        for rank, (about, _) in enumerate(ranks):
-            kinds.setdefault(about, []).append(rank)
-        if len(kinds) > 1:
+        dist.all_gather_object(ranks, (own_start, socket.gethostname()), group=self._control)
+        ranks_by_start: dict[Any, list[int]] = {}
+        for rank, (start, _) in enumerate(ranks):
+            ranks_by_start.setdefault(start, []).append(rank)
+        if len(ranks_by_start) > 1:
             described = "; ".join(
-                f"{'ranks' if len(of) > 1 else 'rank'} {', '.join(map(str, of))} on {ranks[of[0]][1]}: config {about[0]}, "
-                f"{about[1]}, {about[2]}"
-                for about, of in kinds.items()
+                f"{'ranks' if len(same) > 1 else 'rank'} {', '.join(map(str, same))} on {ranks[same[0]][1]}: config {start[0]}, "
+                f"{start[1]}, {start[2]}"
+                for start, same in ranks_by_start.items()
             )
-            first = [of[0] for of in kinds.values()]
+            first_of_each = [same[0] for same in ranks_by_start.values()]
             raise UserError(
-                f"the ranks were not started alike ({described}{self._different_keys(first, context.config)}): "
+                f"the ranks were not started alike ({described}{self._different_keys(first_of_each, context.config)}): "
                 "give the same command everywhere"
             )
 
     def rank_metrics(self, seconds: float, waited: float) -> dict[str, float]:
-        """The share of the steps for which the ranks wait, on average, for the one with the most work of its own; its number."""
+        """Return the slowest rank and the share of the step time for which the ranks wait for it on average."""
         import torch.distributed as dist
 
         if self.world.size == 1:
             return {}
-        of_ranks = torch.zeros(2, self.world.size, dtype=torch.float64)
-        of_ranks[:, self.world.rank] = torch.tensor([self._worked(waited), seconds])
-        dist.all_reduce(of_ranks, group=self._control)
-        works, steps = of_ranks
+        all_ranks = torch.zeros(2, self.world.size, dtype=torch.float64)
+        all_ranks[:, self.world.rank] = torch.tensor([self._work_since_last(waited), seconds])
+        dist.all_reduce(all_ranks, group=self._control)
+        works, steps = all_ranks
         slowest, longest = int(works.argmax()), float(steps.max())
-        more = float(works[slowest] - works.mean())
-        return {"rank_work_excess": more / longest if longest else 0.0, "slowest_rank": slowest}
+        excess = float(works[slowest] - works.mean())
+        return {"rank_work_excess": excess / longest if longest else 0.0, "slowest_rank": slowest}
 
-    def _worked(self, waited: float) -> float:
-        """Seconds of this rank's own work since the last call. Its wait for data is part of it: the others wait for that too."""
+    def _work_since_last(self, waited: float) -> float:
+        """Return the seconds of this rank's own work since the last call. Its waits for data count: the others wait too."""
         worked = waited + self._work.seconds
-        since, self._told = worked - self._told, worked
+        since, self._reported_work = worked - self._reported_work, worked
         return since
 
     def _different_keys(self, ranks: list[int], config: Mapping[str, Any]) -> str:
-        """The keys whose values differ between the configs of these ranks."""
+        """Describe the keys that have different values in the configs of these ranks."""
         import torch.distributed as dist
 
         configs: list[Any] = [None] * self.world.size
@@ -200,17 +200,17 @@ class ProcessGroupStrategy(Parallel):
         keys = sorted(set().union(*(configs[rank] for rank in ranks)))
         values = {key: [configs[rank].get(key, "absent") for rank in ranks] for key in keys}
         differ = [f"{key} is {' and '.join(map(str, v))}" for key, v in values.items() if any(v[0] != other for other in v)]
-        return "; " + ", ".join(differ[:MOST_KEYS]) + (" …" if len(differ) > MOST_KEYS else "") if differ else ""
+        return "; " + ", ".join(differ[:MAX_KEYS]) + (" …" if len(differ) > MAX_KEYS else "") if differ else ""
 
     def all_reduce_flag(self, flag: int) -> int:
-        """Answers with what was asked at the update before: that all-reduce ran beside a step and costs no wait."""
+        """Return the highest flag of the previous update: its all-reduce ran during a step, so nothing waits for it."""
         import torch.distributed as dist
 
         agreed = 0
         if self._pending is not None:
             self._pending.wait()
             agreed = int(self._flag)
-        self._flag.fill_(0 if agreed else flag)  # what was agreed is done now; what is still wanted is asked for again
+        self._flag.fill_(0 if agreed else flag)  # an agreed flag is handled now; any other is sent again
         self._pending = dist.all_reduce(self._flag, dist.ReduceOp.MAX, group=self._control, async_op=True)
         return agreed
 

@@ -1,4 +1,4 @@
-"""What a rank does by itself, where the others do the same: who has more of it is who they all wait for."""
+"""Measures how long each rank works without waiting for others, to find the slowest one."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from drivetrain.core.lazy import torch
 
 
 class RankWork:
-    """Seconds of the host's clock, in the parts of training's forward in which no rank waits for another.
+    """Adds up the host's time in those parts of the training forward in which no rank waits for another.
 
-    The backward, in which they all wait, is not in it, nor are parts inside compiled code, which a clock would cut in pieces.
+    It leaves out the backward, in which all ranks wait, and compiled code, where a clock would cause graph breaks.
     """
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self._since: float | None = None
 
-    def through(self, module: torch.nn.Module) -> None:
-        """All of a module's forward. Given before what makes ranks meet around it hooks on, it counts none of that."""
+    def time_forward(self, module: torch.nn.Module) -> None:
+        """Time a module's whole forward. Call it before FSDP or DDP add their hooks, so that these are not timed."""
         module.register_forward_pre_hook(self._begin, prepend=True)
         module.register_forward_hook(self._end)
 
-    def between(self, first: torch.nn.Module, last: torch.nn.Module) -> None:
-        """From where the forward of `first` begins to where that of `last`, which is inside of it, does."""
+    def time_between(self, first: torch.nn.Module, last: torch.nn.Module) -> None:
+        """Time from the start of `first`'s forward to the start of `last`'s, which is inside of it."""
         first.register_forward_pre_hook(self._begin)
         last.register_forward_pre_hook(self._end)
 

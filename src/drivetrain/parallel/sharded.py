@@ -1,7 +1,7 @@
-"""What strategies have in common whose ranks each hold a part of the weights, as torch's DTensors.
+"""The base of the strategies that shard weights over ranks, as torch's DTensors.
 
-Gradients, optimizer, average and loss scaling work on this rank's shards as plain tensors: the fused kernels as they are,
-no dispatch per operation. What looks across shards is here: the norm, an overflow anywhere, saving and loading.
+Clipping, optimizer, EMA and loss scaling work on this rank's shards as plain tensors: with the fused kernels, and without
+DTensor's dispatch per operation. Operations across shards are here: the norm, overflows, saving and loading.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from drivetrain.core.option import RunSpec
 from drivetrain.core.step import Step
 from drivetrain.parallel.base import State, Weights
 from drivetrain.parallel.process_group import ProcessGroupStrategy
-from drivetrain.saving.sharded_checkpoint import names_of
+from drivetrain.saving.sharded_checkpoint import parameter_names
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
@@ -34,14 +34,14 @@ class Sharded(ProcessGroupStrategy):
 
     lockstep_evaluation = True
     _mesh: Any = field(default=None, init=False)
-    _once_an_update: bool = field(default=False, init=False)  # FSDP's gradients meet in an update's last micro-batch alone
+    _sync_last_only: bool = field(default=False, init=False)  # FSDP reduces gradients only in an update's last micro-batch
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)
         name = run.named("parallel")
         if not run.optimizer.elementwise:
             yield (
-                f"{run.named('optimizer')} wants whole tensors, and {name} leaves each rank a part of them: "
+                f"{run.named('optimizer')} needs whole tensors, and {name} leaves each rank a part of them: "
                 "set parallel=ddp, or an optimizer that works element by element (adamw, sgd, lion)"
             )
         if run.clip.needs_whole_rows:
@@ -52,54 +52,56 @@ class Sharded(ProcessGroupStrategy):
         if run.precision.owns_weights:
             yield (f"{run.named('precision')} and {name} exclude each other (both keep weights of their own): set precision=bf16")
         if run.runtime.zero_grad == "memset":
-            yield f"runtime.zero_grad=memset and {name} exclude each other (gradients of shards come anew): set it to none"
+            yield f"runtime.zero_grad=memset and {name} exclude each other (shards get new gradients every step): set it to none"
         if run.compile.torchscript:
-            yield f"compile=jit and {name} exclude each other (TorchScript knows no sharded weights): set compile=inductor"
+            yield (
+                f"compile=jit and {name} exclude each other (TorchScript does not support sharded weights): set compile=inductor"
+            )
 
     def shard(self, model: torch.nn.Module, dtype: str | None, example: torch.Tensor) -> None:
         self._plain_shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
         self._root: Any = model
-        for line in self._split(model, dtype, example):
+        for line in self._shard_model(model, dtype, example):
             logger.info(line)
         self._sharded: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
         self._shards: dict[int, torch.nn.Parameter] = {}
         for name, p in self._sharded.items():
             if is_sharded(p) and id(p) not in self._shards:
-                plain = _as_plain(shard_of(p), len(self._plain_shapes[name]))
+                plain = _flatten_parts(shard_of(p), len(self._plain_shapes[name]))
                 self._shards[id(p)] = torch.nn.Parameter(plain, requires_grad=p.requires_grad)
-        self._over = {id(self._shards.get(id(p), p)): self._dimensions_of(name) for name, p in self._sharded.items()}
-        self._kinds = self._all_kinds({self._dimensions_of(name) for name, p in self._sharded.items() if p.requires_grad})
+        self._dims_by_id = {id(self._shards.get(id(p), p)): self._shard_dims(name) for name, p in self._sharded.items()}
+        self._all_dims = self._gather_all_dims({self._shard_dims(name) for name, p in self._sharded.items() if p.requires_grad})
 
-    def _all_kinds(self, mine: set[tuple[str, ...]]) -> list[tuple[str, ...]]:
-        """Over which dimensions of the mesh weights lie in parts, on any rank, in one order: all ranks add up all of them."""
+    def _gather_all_dims(self, own: set[tuple[str, ...]]) -> list[tuple[str, ...]]:
+        """Return all sets of mesh dimensions over which any rank's weights are sharded, in the same order on all ranks."""
         import torch.distributed as dist
 
-        of_ranks: list[Any] = [None] * self.world.size
-        dist.all_gather_object(of_ranks, mine, group=self._control)
-        return sorted(set().union(*of_ranks))
+        all_ranks: list[Any] = [None] * self.world.size
+        dist.all_gather_object(all_ranks, own, group=self._control)
+        return sorted(set().union(*all_ranks))
 
-    def _split(self, model: torch.nn.Module, dtype: str | None, example: torch.Tensor) -> list[str]:
-        """Make the model's parameters DTensors, in place, over the dimensions of `self._mesh`; what was done, a line each."""
+    def _shard_model(self, model: torch.nn.Module, dtype: str | None, example: torch.Tensor) -> list[str]:
+        """Make the model's parameters DTensors over `self._mesh`, in place. Returns lines to log."""
         raise NotImplementedError
 
     @contextmanager
     def plain_parameters(self, model: torch.nn.Module) -> Iterator[None]:
-        self._exchange(model, self._shards)
+        self._replace_parameters(model, self._shards)
         try:
             yield
         finally:
-            self._exchange(model, {id(shard): p for p, shard in self._pairs()})
+            self._replace_parameters(model, {id(shard): p for p, shard in self._pairs()})
 
     @staticmethod
-    def _exchange(model: torch.nn.Module, others: dict[int, Any]) -> None:
+    def _replace_parameters(model: torch.nn.Module, replacements: dict[int, Any]) -> None:
         for module in model.modules():
             for name, p in module._parameters.items():
-                if id(p) in others:
-                    module._parameters[name] = others[id(p)]
+                if id(p) in replacements:
+                    module._parameters[name] = replacements[id(p)]
 
     @contextmanager
     def evaluation_context(self) -> Iterator[None]:
-        """Not inference mode, whose tensors cannot be trained on; afterwards no gathered weights are left to go stale."""
+        """Disable gradients and reshard afterwards. Inference mode would leave tensors that cannot be trained."""
         from torch.distributed.fsdp import FSDPModule
 
         with torch.no_grad():
@@ -110,7 +112,7 @@ class Sharded(ProcessGroupStrategy):
 
     def wrap_step(self, step: Step, context: BuildContext) -> Step:
         pairs = [(p, shard) for p, shard in self._pairs() if p.requires_grad]
-        return ShardedStep(step, pairs, self._root if self._once_an_update else None)
+        return ShardedStep(step, pairs, self._root if self._sync_last_only else None)
 
     def all_reduce_max(self, found: torch.Tensor) -> torch.Tensor:
         import torch.distributed as dist
@@ -119,93 +121,93 @@ class Sharded(ProcessGroupStrategy):
         return found
 
     def norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-        """Sums of powers over the shards, added over the ranks that hold the others; each weight counts once."""
+        """Sum powers over this rank's shards, then over the ranks that hold the others, so that each weight counts once."""
         import torch.distributed as dist
 
-        kinds: dict[Any, list[torch.Tensor]] = defaultdict(list)
+        gradients: dict[Any, list[torch.Tensor]] = defaultdict(list)
         for p in parameters:
             if p.grad is not None:
-                kinds[self._over[id(p)]].append(p.grad)
+                gradients[self._dims_by_id[id(p)]].append(p.grad)
         total = torch.zeros((), device=self._device, dtype=torch.float64)
-        for over in self._kinds:
-            power = torch.zeros((), device=self._device, dtype=torch.float64)  # a rank may have no weight of a kind
-            if kinds[over]:
-                power += torch.nn.utils.get_total_norm(kinds[over], norm_type) ** norm_type
-            for name in over:
+        for dimensions in self._all_dims:
+            power = torch.zeros((), device=self._device, dtype=torch.float64)  # a rank may have no weights with these dimensions
+            if gradients[dimensions]:
+                power += torch.nn.utils.get_total_norm(gradients[dimensions], norm_type) ** norm_type
+            for name in dimensions:
                 dist.all_reduce(power, group=self._mesh.get_group(name))
             total = total + power
-        dtypes = [torch.float32, *(g.dtype for of_kind in kinds.values() for g in of_kind[:1])]
+        dtypes = [torch.float32, *(g.dtype for group in gradients.values() for g in group[:1])]
         return (total ** (1.0 / norm_type)).to(functools.reduce(torch.promote_types, dtypes))
 
-    def _dimensions_of(self, name: str) -> tuple[str, ...]:
-        """The dimensions of the mesh over which a weight lies in parts."""
+    def _shard_dims(self, name: str) -> tuple[str, ...]:
+        """Return the mesh dimensions over which a weight is sharded."""
         p = self._sharded[name]
         return _dimensions(p) if is_sharded(p) else ()
 
     def _pairs(self) -> list[tuple[Any, torch.nn.Parameter]]:
-        """Each sharded weight once, with its shard as the optimizer has it."""
+        """Return each sharded weight once, with its shard as the optimizer has it."""
         return [(p, self._shards[i]) for i, p in {id(p): p for p in self._sharded.values()}.items() if i in self._shards]
 
-    # --- saving: what every rank holds ↔ what one process would ---
+    # --- saving: this rank's shards ↔ full tensors ---
 
     def full_state_dict(self, model: torch.nn.Module, state: State) -> tuple[Weights, State]:
-        first = self.world.rank == 0
+        is_first = self.world.rank == 0
 
-        def whole(name: str, tensor: torch.Tensor) -> Any:
-            full = self._whole(name, tensor)
-            return full.cpu() if first else None
+        def gather(name: str, tensor: torch.Tensor) -> Any:
+            full = self._gather_full(name, tensor)
+            return full.cpu() if is_first else None
 
-        weights = {name: whole(name, t) for name, t in model.state_dict().items()}
-        return weights, self._over_state(state, whole)
+        weights = {name: gather(name, t) for name, t in model.state_dict().items()}
+        return weights, self._map_state(state, gather)
 
     def as_distributed(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         p = self._sharded.get(name)
-        return tensor if p is None or not is_sharded(p) or is_sharded(tensor) else _like(tensor, p)
+        return tensor if p is None or not is_sharded(p) or is_sharded(tensor) else _as_dtensor(tensor, p)
 
     def empty_shard(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         p = self._sharded.get(name)
         if p is None or not is_sharded(p) or tuple(p.shape) != shape:
             return super().empty_shard(name, shape, dtype)
-        return _like(torch.empty(p.to_local().shape, dtype=dtype, device=p.device), p)
+        return _as_dtensor(torch.empty(p.to_local().shape, dtype=dtype, device=p.device), p)
 
     def shard_state_dict(self, weights: Weights, state: State) -> tuple[Weights, State]:
-        held = {name: self._part(name, t) for name, t in weights.items()}
+        shards = {name: self._local_shard(name, t) for name, t in weights.items()}
         for name, p in self._sharded.items():
-            if name in held and is_sharded(p):
-                held[name] = _like(held[name], p)
-        return held, self._over_state(state, self._part)
+            if name in shards and is_sharded(p):
+                shards[name] = _as_dtensor(shards[name], p)
+        return shards, self._map_state(state, self._local_shard)
 
-    def _over_state(self, state: State, change: Callable[[str, torch.Tensor], Any]) -> State:
-        """The state with `change(name of the weight, tensor)` in place of each tensor that belongs to a weight."""
+    def _map_state(self, state: State, change: Callable[[str, torch.Tensor], Any]) -> State:
+        """Return the state with each tensor that belongs to a weight replaced by `change(name of the weight, tensor)`."""
         optimizer, ema = state["optimizer"], state["ema"]
-        names = names_of(optimizer)
+        names = parameter_names(optimizer)
         changed = {
-            i: {k: change(names[i], v) if self._is_of(names[i], v) else v for k, v in of_weight.items()}
-            for i, of_weight in optimizer["state"].items()
+            i: {k: change(names[i], v) if self._is_elementwise_state(names[i], v) else v for k, v in parameter_state.items()}
+            for i, parameter_state in optimizer["state"].items()
         }
         state = {**state, "optimizer": {**optimizer, "state": changed}}
         if ema:
             state["ema"] = {**ema, "tensors": {name: change(name, t) for name, t in ema["tensors"].items()}}
         return state
 
-    def _is_of(self, name: str, value: Any) -> bool:
-        """Whether a value of an optimizer's state has an element for each of the weight's."""
+    def _is_elementwise_state(self, name: str, value: Any) -> bool:
+        """Return whether a value of an optimizer's state has one element per element of the weight."""
         if not isinstance(value, torch.Tensor) or name not in self._sharded:
             return False
         shard = self._shards.get(id(self._sharded[name]))
         shapes = [self._plain_shapes[name], *([tuple(shard.shape)] if shard is not None else [])]
         return value.ndim > 0 and tuple(value.shape) in shapes
 
-    def _whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A shard (or a DTensor) of what belongs to a weight, as one process would have it."""
+    def _gather_full(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Gather the full tensor from a shard (or DTensor) of a weight or of its state."""
         p = self._sharded.get(name)
         if p is None or not is_sharded(p):
             return tensor.detach()
-        full: Any = tensor.detach() if is_sharded(tensor) else _like(tensor, p)
+        full: Any = tensor.detach() if is_sharded(tensor) else _as_dtensor(tensor, p)
         return full.full_tensor().reshape(self._plain_shapes[name])
 
-    def _part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's shard of what belongs to a weight."""
+    def _local_shard(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this rank's shard of a weight or of its state."""
         from torch.distributed.tensor import distribute_tensor
 
         p = self._sharded.get(name)
@@ -213,17 +215,17 @@ class Sharded(ProcessGroupStrategy):
             return tensor
         if is_sharded(tensor):
             return shard_of(tensor)
-        whole = tensor.to(p.device, copy=True).reshape(p.shape)
-        return _as_plain(shard_of(distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None)), tensor.ndim)
+        full = tensor.to(p.device, copy=True).reshape(p.shape)
+        return _flatten_parts(shard_of(distribute_tensor(full, p.device_mesh, p.placements, src_data_rank=None)), tensor.ndim)
 
 
 @dataclass(frozen=True, eq=False)
 class ShardedStep:
-    """A step whose optimizer works on this rank's shards, as plain tensors."""
+    """Gives the optimizer the gradients of this rank's shards, as plain tensors."""
 
     inner: Step
     shards: Sequence[tuple[Any, torch.nn.Parameter]]  # each sharded weight, and its shard as the optimizer has it
-    root: Any  # the model, if FSDP is to share gradients once an update; None: after every micro-batch
+    root: Any  # the model, if FSDP reduces gradients once an update; None: after every micro-batch
 
     def micro_batch(self, batch: MicroBatch, loss_sum: torch.Tensor) -> None:
         if self.root is not None:
@@ -245,24 +247,24 @@ class ShardedStep:
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether it is a DTensor."""
+    """Return whether a tensor is a DTensor."""
     from torch.distributed.tensor import DTensor
 
     return isinstance(tensor, DTensor)
 
 
 def shard_of(tensor: Any) -> torch.Tensor:
-    """This rank's part of a DTensor, or a plain tensor, sharing its memory."""
+    """Return this rank's shard of a DTensor, or a plain tensor itself, sharing its memory."""
     return tensor.detach().to_local() if is_sharded(tensor) else tensor.detach()
 
 
-def _as_plain(shard: torch.Tensor, ndim: int) -> torch.Tensor:
-    """A shard in as many dimensions as the weight has: the parts of a fused product (tensor.py) lie in one more."""
+def _flatten_parts(shard: torch.Tensor, ndim: int) -> torch.Tensor:
+    """Reshape a shard to as many dimensions as the weight has: fused projections (tensor.py) have one more, for their parts."""
     return shard.flatten(0, 1) if shard.ndim > ndim else shard
 
 
-def _like(shard: torch.Tensor, p: Any) -> Any:
-    """A shard as the DTensor that it is a part of."""
+def _as_dtensor(shard: torch.Tensor, p: Any) -> Any:
+    """Return the DTensor with the layout of `p` that a shard belongs to."""
     from torch.distributed.tensor import DTensor
 
     local = shard.reshape(p.to_local().shape)
@@ -270,5 +272,6 @@ def _like(shard: torch.Tensor, p: Any) -> Any:
 
 
 def _dimensions(p: Any) -> tuple[str, ...]:
-    """The dimensions of its mesh over which a DTensor's shards lie."""
-    return tuple(name for name, place in zip(p.device_mesh.mesh_dim_names, p.placements, strict=True) if not place.is_replicate())
+    """Return the names of the mesh dimensions over which a DTensor is sharded."""
+    names = p.device_mesh.mesh_dim_names
+    return tuple(n for n, placement in zip(names, p.placements, strict=True) if not placement.is_replicate())

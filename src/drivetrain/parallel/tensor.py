@@ -1,4 +1,4 @@
-"""Tensor parallelism: each rank computes with a slice of every large matrix of a transformer's blocks."""
+"""Tensor parallelism: each rank computes with a slice of every large matrix in a transformer's blocks."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from drivetrain.parallel.sharded import Sharded
 
 @dataclass(kw_only=True, eq=False)
 class Tensor(Sharded):
-    """Heads and hidden units over `size` ranks (Shoeybi et al. 2019), by torch's DeviceMesh; auto is all ranks.
+    """Shards heads and hidden units over `size` ranks (Shoeybi et al. 2019), by torch's DeviceMesh; auto is all ranks.
 
-    More ranks than `size` are groups that split the batch, and their weights are sharded over the groups as with
-    parallel=fsdp. There are plans for the blocks of timm's vision transformers and of model=gpt.
+    More ranks than `size` form groups that split the batch; weights are also sharded over the groups, as with
+    parallel=fsdp. There are sharding plans for the blocks of timm's vision transformers and of model=gpt.
     """
 
     portable_shards = False
@@ -30,11 +30,11 @@ class Tensor(Sharded):
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)
-        yield from self.divides("size", self.size, self.model_ranks())
-        yield from cannot_be_laid("parallel=tensor", run)
+        yield from self.divisibility_problems("size", self.size, self.model_ranks())
+        yield from tensor_parallel_problems("parallel=tensor", run)
         if run.compile.cuda_graphs:
             yield (
-                "compile=cudagraph and parallel=tensor exclude each other (nobody has seen the ranks' sums replayed right): "
+                "compile=cudagraph and parallel=tensor exclude each other (replaying the ranks' all-reduces is not tested): "
                 "set compile=inductor"
             )
         if run.checkpointing.chosen_by_compiler:
@@ -47,32 +47,32 @@ class Tensor(Sharded):
         return self.ranks() if self.size == "auto" else self.size
 
     def rng_rank(self) -> int:
-        return self.world.rank - self.world.rank % self.model_ranks()  # a dropout is the same on the ranks of a block
+        return self.world.rank - self.world.rank % self.model_ranks()  # dropout must be the same on all ranks of a block
 
-    def _split(self, model: torch.nn.Module, dtype: str | None, example: torch.Tensor) -> list[str]:
+    def _shard_model(self, model: torch.nn.Module, dtype: str | None, example: torch.Tensor) -> list[str]:
         size = self.model_ranks()
-        mesh = self.made_mesh(data=self.data_world.size, tensor=size)
+        mesh = self.device_mesh(data=self.data_world.size, tensor=size)
         self._mesh, self.data_group = mesh, mesh.get_group("data")
         blocks = repeated_blocks(model)
-        plans = lay("parallel=tensor", blocks, mesh["tensor"], self._work)
-        self._once_an_update = self.data_world.size > 1
+        count = shard_blocks("parallel=tensor", blocks, mesh["tensor"], self._work)
+        self._sync_last_only = self.data_world.size > 1
         if self.data_world.size > 1:
             fully_shard_blocks(model, blocks, mesh["data"], dtype)
         groups = f", {self.data_world.size} groups" if self.data_world.size > 1 else ""
-        return [f"{plans} blocks, each over {size} ranks{groups}"]
+        return [f"{count} blocks, each over {size} ranks{groups}"]
 
 
-Plan = Callable[[Any, RankWork], None]  # (mesh of the tensor ranks, what counts their work): changes its block; raises UserError
+Plan = Callable[[Any, RankWork], None]  # (tensor mesh, timer of the ranks' work): shards its block in place; raises UserError
 
 
-def cannot_be_laid(setting: str, run: RunSpec) -> Iterator[str]:
-    """What cannot be laid over ranks, as far as the options tell: a model that is no transformer, say."""
+def tensor_parallel_problems(setting: str, run: RunSpec) -> Iterator[str]:
+    """Yield what excludes tensor parallelism, as far as the options show, such as a model that is not a transformer."""
     if run.debug.names_backward_lines:
-        yield f"debug=anomaly and {setting} exclude each other (torch looks for NaN in no sharded tensor): set parallel=ddp"
+        yield f"debug=anomaly and {setting} exclude each other (torch does not check sharded tensors for NaN): set parallel=ddp"
     if run.batch.buckets_lengths and run.compile.dynamic is not False:
         yield (
             f"{run.named('compile')}, batch=bucketed and {setting} are not compiled for all lengths at once (torch's compiler "
-            "comes to no end over sharded weights): set compile.dynamic=false, which compiles for each"
+            "does not finish with sharded weights): set compile.dynamic=false, which compiles for each"
         )
     if not run.model.may_be_transformer:
         yield (
@@ -81,10 +81,10 @@ def cannot_be_laid(setting: str, run: RunSpec) -> Iterator[str]:
         )
 
 
-def lay(setting: str, blocks: Sequence[torch.nn.Module], mesh: Any, work: RankWork) -> int:
-    """Lay the blocks that we know over the mesh's ranks, in place; how many. Raises UserError where it is none.
+def shard_blocks(setting: str, blocks: Sequence[torch.nn.Module], mesh: Any, work: RankWork) -> int:
+    """Shard the blocks that have a plan over the mesh's ranks, in place. Returns their number. Raises UserError if it is 0.
 
-    `work` counts what a rank does in them before it adds up with the others.
+    `work` times what a rank computes in them before the all-reduce.
     """
     plans = [plan for block in blocks if (plan := plan_for(block)) is not None]
     if not plans:
@@ -99,7 +99,7 @@ def lay(setting: str, blocks: Sequence[torch.nn.Module], mesh: Any, work: RankWo
 
 
 def plan_for(block: Any) -> Plan | None:
-    """How to lay a block over ranks, if we know it: by its exact classes, for others with the same names compute otherwise."""
+    """Return the sharding plan of a block, or None. Matches exact classes: derived ones may compute something else."""
     from timm.layers.attention import Attention
     from timm.layers.mlp import Mlp
 
@@ -110,70 +110,70 @@ def plan_for(block: Any) -> Plan | None:
         and _is_plain(attn, "gate", "norm", "q_norm", "k_norm")
         and _is_plain(mlp, "norm")
     ):
-        return functools.partial(_timm, block)
-    if "tensor_layout" in vars(type(block)):  # the class's own word: a class derived from it may compute otherwise
-        return functools.partial(_by_layout, block.tensor_layout())
+        return functools.partial(_shard_timm_block, block)
+    if "tensor_layout" in vars(type(block)):  # defined by this very class: a derived one may compute something else
+        return functools.partial(_shard_by_layout, block.tensor_layout())
     return None
 
 
 def _is_plain(module: Any, *parts: str) -> bool:
-    """Whether these parts of a module, which all heads or hidden units share, are off."""
+    """Return whether these parts of a module, which would mix all heads or hidden units, are absent."""
     return all(isinstance(getattr(module, part, None), torch.nn.Identity | None) for part in parts)
 
 
-def _timm(block: Any, mesh: Any, work: RankWork) -> None:
-    """timm's Block: heads of the attention, hidden units of the mlp."""
+def _shard_timm_block(block: Any, mesh: Any, work: RankWork) -> None:
+    """Shard timm's Block: the heads of its attention and the hidden units of its MLP."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     attn, size = block.attn, mesh.size()
-    _divisible(attn.num_heads, "heads", size)
-    _divisible(block.mlp.fc1.out_features, "hidden units", size)
+    _check_divisible(attn.num_heads, "heads", size)
+    _check_divisible(block.mlp.fc1.out_features, "hidden units", size)
     attn.num_heads //= size
     attn.attn_dim = attn.num_heads * attn.head_dim
-    attn.qkv = _fused(attn.qkv, 3, mesh)
+    attn.qkv = _shard_fused_linear(attn.qkv, 3, mesh)
     parallelize_module(attn, mesh, {"proj": RowwiseParallel()}, src_data_rank=None)
     parallelize_module(block.mlp, mesh, {"fc1": ColwiseParallel(), "fc2": RowwiseParallel()}, src_data_rank=None)
-    work.between(attn, attn.proj)
-    work.between(block.mlp, block.mlp.fc2)
+    work.time_between(attn, attn.proj)
+    work.time_between(block.mlp, block.mlp.fc2)
 
 
-def _by_layout(layout: TensorLayout, mesh: Any, work: RankWork) -> None:
-    """A block that names its own heads and hidden units."""
+def _shard_by_layout(layout: TensorLayout, mesh: Any, work: RankWork) -> None:
+    """Shard a block that declares its heads and hidden units (`TensorLayout`)."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     attention, feed_forward = layout.attention, layout.feed_forward
-    _divisible(layout.heads, "heads", mesh.size())
-    setattr(attention, layout.qkv, _fused(getattr(attention, layout.qkv), 3, mesh))
+    _check_divisible(layout.heads, "heads", mesh.size())
+    setattr(attention, layout.qkv, _shard_fused_linear(getattr(attention, layout.qkv), 3, mesh))
     parallelize_module(attention, mesh, {layout.out: RowwiseParallel()}, src_data_rank=None)
-    halves = {layout.up: ColwiseParallel(), layout.down: RowwiseParallel()}
-    parallelize_module(feed_forward, mesh, halves, src_data_rank=None)
-    work.between(attention, getattr(attention, layout.out))
-    work.between(feed_forward, getattr(feed_forward, layout.down))
+    styles = {layout.up: ColwiseParallel(), layout.down: RowwiseParallel()}
+    parallelize_module(feed_forward, mesh, styles, src_data_rank=None)
+    work.time_between(attention, getattr(attention, layout.out))
+    work.time_between(feed_forward, getattr(feed_forward, layout.down))
 
 
-def _divisible(number: int, what: str, size: int) -> None:
+def _check_divisible(number: int, what: str, size: int) -> None:
     if number % size:
         near = [n for n in range(size, 0, -1) if number % n == 0]
         raise UserError(
-            f"a block's {number} {what} do not divide into {size} ranks: lay it over {near[0]} (parallel.size; of a pipeline "
+            f"a block's {number} {what} do not divide into {size} ranks: shard it over {near[0]} (parallel.size; of a pipeline "
             "parallel.tensor)"
         )
 
 
-def _fused(linear: Any, parts: int, mesh: Any) -> Any:
-    """A Linear whose rows are those of `parts` matrices, laid over the ranks matrix by matrix: each has its heads' q, k, v.
+def _shard_fused_linear(linear: Any, parts: int, mesh: Any) -> Any:
+    """Shard a Linear that fuses `parts` matrices, matrix by matrix, so that each rank has the q, k and v of its heads.
 
-    Weight and bias get a dimension for the parts, so that a shard is a shard of each of them; saved, they have none.
+    Weight and bias get a dimension for the parts, so that a shard is a slice of each part. Checkpoints have no such dimension.
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
     for name, p in linear.named_parameters():
-        split = p.detach().unflatten(0, (parts, -1))
-        laid = distribute_tensor(split, mesh, [Shard(1)], src_data_rank=None)
-        linear.register_parameter(name, torch.nn.Parameter(laid, requires_grad=p.requires_grad))
+        separate = p.detach().unflatten(0, (parts, -1))
+        sharded = distribute_tensor(separate, mesh, [Shard(1)], src_data_rank=None)
+        linear.register_parameter(name, torch.nn.Parameter(sharded, requires_grad=p.requires_grad))
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        # The input is the same on all ranks; its gradient is the sum of theirs.
+        # The input is the same on all ranks; its gradient is the sum of the ranks' gradients.
         x = DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
         bias = None if linear.bias is None else linear.bias.to_local().flatten(0, 1)
         return torch.nn.functional.linear(x, linear.weight.to_local().flatten(0, 1), bias)

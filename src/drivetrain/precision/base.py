@@ -19,10 +19,10 @@ logger = logging.getLogger(__name__)
 
 
 def backpropagate(loss: torch.Tensor, weight: torch.Tensor) -> None:
-    """`loss.backward(weight)` by torch's engine itself. Both are 0-d.
+    """Run `loss.backward(weight)` by torch's engine directly. Both are 0-d.
 
-    What Tensor.backward does before that to weights of any shape costs some 10 µs a step, and 0.3 s at the first, for
-    importing symbolic shapes.
+    Tensor.backward first checks the gradient's shape, which costs about 10 µs a step, and 0.3 s at the first one to import
+    symbolic shapes.
     """
     engine = torch.autograd.Variable._execution_engine
     engine.run_backward((loss,), (weight,), False, False, (), allow_unreachable=True, accumulate_grad=True)
@@ -31,57 +31,57 @@ def backpropagate(loss: torch.Tensor, weight: torch.Tensor) -> None:
 class Precision(Option):
     """precision=fp32: everything in float32."""
 
-    dtype: str | None = None  # autocast's
+    dtype: str | None = None  # that autocast computes in
     full_float32 = True  # every tensor is float32
-    scales_loss = False  # overflows happen, and skip updates
-    owns_weights = False  # keeps weights of its own beside the model's
+    scales_loss = False  # an overflow skips the update
+    owns_weights = False  # keeps its own copies of the weights
 
     def setup(self, context: BuildContext) -> None:
-        """Bind to the device that the step runs on."""
+        """Store the device that the step runs on."""
         self._device = context.device
 
     def convert(self, model: torch.nn.Module, example: torch.Tensor) -> torch.nn.Module:
-        """The model in this precision, before it is compiled or wrapped. `example` is a batch of two zeros."""
+        """Convert the model to this precision, before it is compiled or wrapped. `example` is a batch of two zeros."""
         return model
 
     def build_optimizer(self, option: Any, context: BuildContext) -> torch.optim.Optimizer:
-        """The option's optimizer, over the parameters in which updates add up: here the model's own."""
+        """Build the optimizer over the parameters that it updates: the model's own, or master weights."""
         return option.build(context)
 
     def eval_weights(self, option: Any, optimizer: torch.optim.Optimizer) -> Callable[[], AbstractContextManager[None]]:
-        """Makes the context in which the model has the weights to evaluate and to save."""
+        """Return a function that makes the context in which the model holds the weights to evaluate and to save."""
         return lambda: option.eval_weights(optimizer)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The context of forward and loss."""
+        """Return the context for forward and loss."""
         return _NULL
 
     def backward(self, loss: torch.Tensor, weight: torch.Tensor) -> None:
-        """Add the gradients of `weight × loss`. The weight seeds the backward, which saves a multiplication."""
+        """Accumulate the gradients of `weight × loss`. The weight is the backward's initial gradient: no multiplication."""
         backpropagate(loss, weight)
 
     def scaled(self, loss: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """What a backward that somebody else starts is to start from."""
+        """Return the tensor to call backward on, where the caller does so itself."""
         return loss * weight
 
     def step(self, optimizer: torch.optim.Optimizer, clip: Callable[[], None]) -> bool:
-        """Clip and update; False if the update was skipped, and then nothing may move."""
+        """Clip and update. Returns False if the update was skipped; then schedule and EMA must not move."""
         clip()
         optimizer.step()
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs."""
+        """Return what a resumed run needs."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take `state_dict()` back."""
+        """Load a `state_dict()`."""
 
 
 class Tf32(Precision):
-    """float32 whose matrix products are rounded to TensorFloat-32: 10 bits of mantissa, on tensor cores from Ampere on.
+    """float32 with matrix products in TensorFloat-32: 10 bits of mantissa, on tensor cores from Ampere on.
 
-    `matmul` is torch.set_float32_matmul_precision's; `cudnn` rounds the convolutions too, which is torch's own default.
+    `matmul` sets torch.set_float32_matmul_precision; `cudnn` uses TF32 for convolutions too, which is torch's default.
     """
 
     def __init__(self, matmul: Literal["high", "medium"] = "high", cudnn: bool = True) -> None:
@@ -121,7 +121,7 @@ class Bf16(Precision):
 class Amp(Bf16):
     """float16 autocast with dynamic loss scaling (Micikevicius et al. 2018): an overflow skips the update.
 
-    On a CPU that has no float16 convolution, convolutions stay in float32: torch's fallback is 50 times slower.
+    On a CPU without float16 convolutions they stay in float32: torch's fallback is 50 times slower.
     """
 
     dtype = "float16"
@@ -139,7 +139,7 @@ class Amp(Bf16):
         if self._device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_fp16_supported():
             for module in model.modules():
                 if isinstance(module, torch.nn.modules.conv._ConvNd):
-                    _stay_float32(module)
+                    _run_in_float32(module)
         return model
 
     def backward(self, loss: torch.Tensor, weight: torch.Tensor) -> None:
@@ -149,13 +149,13 @@ class Amp(Bf16):
         return self.scaler.scale(loss) * weight
 
     def step(self, optimizer: torch.optim.Optimizer, clip: Callable[[], None]) -> bool:
-        """One read of the device: was there an overflow? It waits for the backward alone, and the clipping is queued by then.
+        """Update unless there was an overflow. Reading that waits for the backward only; clipping is queued by then.
 
-        Doing without it takes a schedule, an average and counters that live on the device and move by `1 - overflow`.
+        Without that read, the schedule, the EMA and the counters would have to live on the device and advance by `1 - overflow`.
         """
         self.scaler.unscale_(optimizer)
         clip()
-        found = self.scaler._found_inf_per_device(optimizer)  # `scaler.step` would read it too, and tell nobody
+        found = self.scaler._found_inf_per_device(optimizer)  # `scaler.step` would read it too, but does not return it
         overflow = any(float(self._all_reduce_max(inf)) for inf in found.values())
         if not overflow:
             optimizer.step()
@@ -166,12 +166,12 @@ class Amp(Bf16):
         return self.scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state:  # none in a checkpoint of another precision: the scale starts anew
-            self.scaler.load_state_dict({**state, "growth_interval": self.growth_interval})  # a knob, no state
+        if state:  # empty in a checkpoint of another precision: the scale then starts at init_scale
+            self.scaler.load_state_dict({**state, "growth_interval": self.growth_interval})  # a setting of the config, not state
 
 
-def _stay_float32(module: torch.nn.Module) -> None:
-    """Run a module's forward in float32 whatever autocast says."""
+def _run_in_float32(module: torch.nn.Module) -> None:
+    """Make a module's forward run in float32 under autocast."""
     forward = module.forward
 
     def in_float32(x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Everything in bfloat16, and where the updates add up."""
+"""Weights, activations and gradients in bfloat16."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ logger = logging.getLogger(__name__)
 
 
 class Bf16Pure(Precision):
-    """Weights, activations and gradients in bfloat16, whose 8 bits lose most updates; `master` says where those add up.
+    """Weights, activations and gradients in bfloat16. Its 8 bits would lose most updates; `master` sets how they are kept.
 
-    fp32 keeps a float32 copy of each weight: the optimizer updates it, the model's weight is rounded from it. stochastic
-    keeps none: each update widens the weights and rounds them back up or down by chance, in proportion to the distance,
-    so that updates add up in the mean (Gupta et al. 2015). The optimizer and its state are float32 either way, whatever
-    the optimizer; BatchNorm stays in float32, for its running statistics; the loss is taken of float32 outputs.
+    fp32 keeps a float32 master copy of each weight, which the optimizer updates and the model's weight is rounded from.
+    stochastic keeps none: each update converts the weights to float32 and rounds them back stochastically, with a
+    probability in proportion to the distance, so that updates are kept on average (Gupta et al. 2015). The optimizer and
+    its state are float32 either way; BatchNorm stays in float32, for its running statistics; so does the loss.
     """
 
     full_float32 = False
@@ -43,17 +43,17 @@ class Bf16Pure(Precision):
 
     def setup(self, context: BuildContext) -> None:
         super().setup(context)
-        self._bits = torch.Generator(self._device).manual_seed(torch.initial_seed())  # every rank rounds alike
+        self._generator = torch.Generator(self._device).manual_seed(torch.initial_seed())  # the same rounding on every rank
 
     def convert(self, model: torch.nn.Module, example: torch.Tensor) -> torch.nn.Module:
         if self._device.type == "cpu":
             for line in one_pixel_conv.without_strides(model, example):
                 logger.info(line)
         norms = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._NormBase)]
-        stay = {id(p) for m in norms for p in m.parameters(recurse=False)}
-        mine = {n: p for n, p in model.named_parameters() if p.is_floating_point() and id(p) not in stay}
-        named = {n: p for n, p in mine.items() if p.requires_grad}
-        self._names, self._parameters = list(named), list(named.values())
+        in_float32 = {id(p) for m in norms for p in m.parameters(recurse=False)}
+        converted = {n: p for n, p in model.named_parameters() if p.is_floating_point() and id(p) not in in_float32}
+        trained = {n: p for n, p in converted.items() if p.requires_grad}
+        self._names, self._parameters = list(trained), list(trained.values())
         self._flat, self._masters = _flat_copies(self._parameters)  # before the weights lose their lower bits
         for module in model.modules():
             if module not in norms:
@@ -61,87 +61,87 @@ class Bf16Pure(Precision):
         self._weights = [p.detach() for p in self._parameters]
         model.register_forward_pre_hook(lambda _, args: tuple(_to_bfloat16(a) for a in args))
         model.register_forward_hook(lambda _, args, output: output.float())
-        kept = {"fp32": "float32 masters", "stochastic": "stochastic rounding"}[self.master]
-        logger.info(f"{len(mine)} of {sum(1 for _ in model.parameters())} parameters in bfloat16, with {kept}")
+        masters = {"fp32": "float32 masters", "stochastic": "stochastic rounding"}[self.master]
+        logger.info(f"{len(converted)} of {sum(1 for _ in model.parameters())} parameters in bfloat16, with {masters}")
         return model
 
     def build_optimizer(self, option: Any, context: BuildContext) -> torch.optim.Optimizer:
-        """An optimizer of the masters: they are in the model while it is built, and there while it saves and loads."""
+        """Build an optimizer over the masters: they replace the model's parameters while the optimizer is built."""
         model = context.model
-        self._exchange(model, dict(zip(self._parameters, self._masters, strict=True)))
+        self._replace_parameters(model, dict(zip(self._parameters, self._masters, strict=True)))
         try:
             optimizer = option.build(context)
         finally:
-            self._exchange(model, dict(zip(self._masters, self._parameters, strict=True)))
+            self._replace_parameters(model, dict(zip(self._masters, self._parameters, strict=True)))
         for name in ("state_dict", "load_state_dict"):
-            setattr(optimizer, name, self._with_masters(getattr(optimizer, name)))
+            setattr(optimizer, name, self._while_materialized(getattr(optimizer, name)))
         self._release()
         return optimizer
 
     def eval_weights(self, option: Any, optimizer: torch.optim.Optimizer) -> Callable[[], AbstractContextManager[None]]:
         @contextmanager
-        def shown() -> Iterator[None]:
-            with self._opened(), option.eval_weights(optimizer):
+        def weights_to_evaluate() -> Iterator[None]:
+            with self._materialized(), option.eval_weights(optimizer):
                 torch._foreach_copy_(self._weights, self._views)
                 yield
 
-        return shown
+        return weights_to_evaluate
 
-    def _with_masters(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _while_materialized(self, method: Callable[..., Any]) -> Callable[..., Any]:
         from torch.utils._pytree import tree_map
 
         @functools.wraps(method)
-        def opened(*args: Any, **kwargs: Any) -> Any:
-            with self._opened():
-                return tree_map(self._kept, method(*args, **kwargs))
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            with self._materialized():
+                return tree_map(self._detach_from_masters, method(*args, **kwargs))
 
-        return opened
+        return wrapped
 
     @contextmanager
-    def _opened(self) -> Iterator[None]:
-        """Outside of an update: the masters are there, and what they are afterwards is what the model has."""
-        self._widen()
+    def _materialized(self) -> Iterator[None]:
+        """Materialize the masters outside of an update; afterwards the model's weights are set from them."""
+        self._copy_weights_to_masters()
         try:
             yield
         finally:
             torch._foreach_copy_(self._weights, self._views)
             self._release()
 
-    def _kept(self, value: Any) -> Any:
-        """A master that somebody keeps must not go when the masters' memory does."""
+    def _detach_from_masters(self, value: Any) -> Any:
+        """Clone a tensor that shares the masters' memory, which is freed between updates."""
         if self.master == "fp32" or not isinstance(value, torch.Tensor):
             return value
         return value.clone() if value.untyped_storage().data_ptr() == self._flat.untyped_storage().data_ptr() else value
 
     def step(self, optimizer: torch.optim.Optimizer, clip: Callable[[], None]) -> bool:
-        self._widen()
-        graded = [(m, p.grad) for m, p in zip(self._masters, self._parameters, strict=True) if p.grad is not None]
-        wide = [torch.empty_like(m) for m, _ in graded]
-        torch._foreach_copy_(wide, [grad for _, grad in graded])
-        for (master, _), grad in zip(graded, wide, strict=True):
+        self._copy_weights_to_masters()
+        with_gradient = [(m, p.grad) for m, p in zip(self._masters, self._parameters, strict=True) if p.grad is not None]
+        gradients = [torch.empty_like(m) for m, _ in with_gradient]
+        torch._foreach_copy_(gradients, [grad for _, grad in with_gradient])
+        for (master, _), grad in zip(with_gradient, gradients, strict=True):
             master.grad = grad
         clip()
         optimizer.step()
-        self._narrow()
+        self._round_masters_to_weights()
         for master in self._masters:
             master.grad = None
         return True
 
-    def _widen(self) -> None:
+    def _copy_weights_to_masters(self) -> None:
         if self.master == "stochastic":
             self._flat.untyped_storage().resize_(self._flat.nbytes)
             torch._foreach_copy_(self._views, self._weights)
 
-    def _narrow(self) -> None:
+    def _round_masters_to_weights(self) -> None:
         if self.master == "stochastic":
             bits = self._flat.view(torch.int32)  # bfloat16 is float32's upper half: a random lower half carries into it
-            noise = torch.randint(1 << 16, bits.shape, dtype=torch.int32, generator=self._bits, device=bits.device)
+            noise = torch.randint(1 << 16, bits.shape, dtype=torch.int32, generator=self._generator, device=bits.device)
             bits.add_(noise).bitwise_and_(-1 << 16)
         torch._foreach_copy_(self._weights, self._views)
         self._release()
 
     def _release(self) -> None:
-        """Between updates nothing needs the widened weights: the activations may have their memory."""
+        """Free the masters' memory between updates with stochastic rounding, so that activations can use it."""
         if self.master == "stochastic":
             self._flat.untyped_storage().resize_(0)
 
@@ -149,21 +149,21 @@ class Bf16Pure(Precision):
     def _views(self) -> list[torch.Tensor]:
         return [m.detach() for m in self._masters]
 
-    def _exchange(self, model: torch.nn.Module, by: dict[torch.nn.Parameter, torch.nn.Parameter]) -> None:
+    def _replace_parameters(self, model: torch.nn.Module, replacements: dict[torch.nn.Parameter, torch.nn.Parameter]) -> None:
         for module in model.modules():
             for name, parameter in module._parameters.items():
-                if parameter in by:
-                    module._parameters[name] = by[parameter]
+                if parameter in replacements:
+                    module._parameters[name] = replacements[parameter]
 
     def state_dict(self) -> dict[str, Any]:
         if self.master == "stochastic":
-            return {"random": self._bits.get_state()}
-        # Copies: while the state is written, other weights may stand in the masters (`eval_weights`).
+            return {"random": self._generator.get_state()}
+        # Copies, because `eval_weights` may put other weights into the masters while the state is written.
         return {"masters": {name: v.to("cpu", copy=True) for name, v in zip(self._names, self._views, strict=True)}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "random" in state and self.master == "stochastic":
-            self._bits.set_state(state["random"])
+            self._generator.set_state(state["random"])
         elif self.master == "fp32":
             saved = state.get("masters") or dict(zip(self._names, self._weights, strict=True))
             for name, master in zip(self._names, self._views, strict=True):
@@ -176,11 +176,11 @@ def _to_bfloat16(value: Any) -> Any:
 
 
 def _flat_copies(parameters: list[torch.nn.Parameter]) -> tuple[torch.Tensor, list[torch.nn.Parameter]]:
-    """Parameters' copies in float32, with their strides, as views of one buffer: it is rounded and freed as a whole."""
+    """Copy parameters to float32, with their strides, as views of one buffer, which is rounded and freed as a whole."""
     starts, size = [], 0
     for p in parameters:
         starts.append(size)
-        size += -(-p.numel() // 16) * 16  # 64 bytes: where vectorised kernels want a tensor to begin
+        size += -(-p.numel() // 16) * 16  # align tensors to 64 bytes, for vectorised kernels
     flat = torch.zeros(size, device=parameters[0].device if parameters else None)
     copies = [torch.nn.Parameter(flat.as_strided(p.shape, p.stride(), at)) for p, at in zip(parameters, starts, strict=True)]
     torch._foreach_copy_([c.detach() for c in copies], [p.detach() for p in parameters])

@@ -1,4 +1,4 @@
-"""float8 training, by torchao."""
+"""float8 training with torchao."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 class Fp8(Bf16):
     """float8 matrix products in large Linear layers (torchao's float8 training), bfloat16 elsewhere.
 
-    Layers of fewer than `min_features` inputs or outputs stay: the casts would cost more than the product gains; so do those
-    that 16 does not divide. `scaling` is torchao's recipe, `emulate` computes the same on any device, slowly.
+    Layers of fewer than `min_features` inputs or outputs stay in bfloat16, because the casts would cost more than the product
+    gains; so do layers of sizes that 16 does not divide. `scaling` is torchao's recipe; `emulate` runs on any device, slowly.
     """
 
     owns_weights = True
@@ -52,38 +52,38 @@ class Fp8(Bf16):
 
     def convert(self, model: torch.nn.Module, example: torch.Tensor) -> torch.nn.Module:
         model = super().convert(model, example)
-        noisy = logging.getLogger("torch.utils._pytree")  # torchao's import deprecates itself there
-        level = noisy.level
-        noisy.setLevel(logging.ERROR)
+        pytree_logger = logging.getLogger("torch.utils._pytree")  # torchao's import logs deprecation warnings there
+        level = pytree_logger.level
+        pytree_logger.setLevel(logging.ERROR)
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-        noisy.setLevel(level)
+        pytree_logger.setLevel(level)
         linears = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
-        chosen = [m for m in linears if self._suits(m)]
-        if not chosen:
+        convertible = [m for m in linears if self._is_convertible(m)]
+        if not convertible:
             sizes = ", ".join(sorted({f"{m.in_features}→{m.out_features}" for m in linears})) or "it has none"
             raise UserError(
                 f"precision=fp8 finds no Linear layer to convert ({sizes}): it wants ≥ {self.min_features} inputs and outputs "
                 "(precision.min_features) that 16 divides; set precision=bf16"
             )
-        # The backward's inner dimension is the batch, which 16 need not divide: padded.
+        # The backward's inner dimension is the batch size, which may not be a multiple of 16: it is padded.
         config = dataclasses.replace(Float8LinearConfig.from_recipe_name(self.scaling), emulate=self.emulate, pad_inner_dim=True)
-        logger.info(f"{len(chosen)} of {len(linears)} Linear layers compute in float8")
-        model = convert_to_float8_training(model, config=config, module_filter_fn=lambda m, _: self._suits(m))
-        if self._device.type != "cuda":  # torchao looks at CUDA's autocast alone
-            for layer in (m for m in model.modules() if isinstance(m, torch.nn.Linear) and self._suits(m)):
+        logger.info(f"{len(convertible)} of {len(linears)} Linear layers compute in float8")
+        model = convert_to_float8_training(model, config=config, module_filter_fn=lambda m, _: self._is_convertible(m))
+        if self._device.type != "cuda":  # torchao respects only CUDA's autocast
+            for layer in (m for m in model.modules() if isinstance(m, torch.nn.Linear) and self._is_convertible(m)):
                 layer.register_forward_pre_hook(lambda _, args: (args[0].to(torch.bfloat16),))
         return model
 
     def autocast(self) -> AbstractContextManager[Any]:
-        return self._evaluating() if torch.is_inference_mode_enabled() else super().autocast()
+        return self._autocast_without_inference_mode() if torch.is_inference_mode_enabled() else super().autocast()
 
     @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        """torchao's tensors do not know the composite operations that inference mode leaves whole."""
+    def _autocast_without_inference_mode(self) -> Iterator[None]:
+        """Use no_grad in place of inference mode, whose composite operations torchao's tensors do not implement."""
         with torch.inference_mode(False), torch.no_grad(), super().autocast():
             yield
 
-    def _suits(self, layer: torch.nn.Linear) -> bool:
+    def _is_convertible(self, layer: torch.nn.Linear) -> bool:
         sizes = layer.in_features, layer.out_features
         return min(sizes) >= self.min_features and all(n % 16 == 0 for n in sizes)

@@ -1,4 +1,4 @@
-"""The process: device, seeds, threads, and the flags of torch's backends."""
+"""Sets up the process: device, seeds, threads, and the flags of torch's backends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from drivetrain.core.world import World
 
 
 class Runtime(Option):
-    """Where and how reproducibly a run runs."""
+    """The device, the seed, the CPU threads and the backend flags of a run."""
 
     machine_local_keys = ("device", "threads")
 
@@ -45,11 +45,11 @@ class Runtime(Option):
             yield "runtime.device=cuda, but torch finds no CUDA device: set runtime.device=cpu or auto"
 
     def device_type(self) -> str:
-        """The device type that `device` means here."""
+        """Return the device type, with `auto` resolved."""
         return ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
 
     def start(self, world: World) -> torch.device:
-        """Set the process up and return its device."""
+        """Set up the process and return its device."""
         device = torch.device(f"cuda:{world.local_rank}" if self.device_type() == "cuda" else "cpu")
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -65,11 +65,11 @@ class Runtime(Option):
         return device
 
     def seed_rank(self, world: World) -> None:
-        """From here on each rank's own stream (dropout) differs."""
+        """Seed each rank differently from here on, for dropout."""
         torch.manual_seed(rng.mix(self.seed, 4, world.rank))
 
     def zero(self, parameters: list[torch.nn.Parameter]) -> None:
-        """Forget the gradients. None, not zero: no memset, and the next backward writes where it would add."""
+        """Clear the gradients. None rather than zero saves the memset, and the next backward writes instead of adding."""
         if self.zero_grad == "memset":
             torch._foreach_zero_([p.grad for p in parameters if p.grad is not None])
         else:

@@ -1,4 +1,4 @@
-"""Saving a run's state: when, what, and in which format."""
+"""Checkpoints: when a run's state is saved, what is saved, and in which format."""
 
 from drivetrain.saving.options import Best, Last, Saving
 

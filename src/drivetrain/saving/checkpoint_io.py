@@ -1,4 +1,4 @@
-"""Save and restore everything that has state. A save is whole or not there; a load verifies every byte."""
+"""Saves and restores everything that has state. Saves are atomic; loads verify every byte."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from drivetrain.saving import sharded_checkpoint as parts
+from drivetrain.saving import sharded_checkpoint
 from drivetrain.saving.manifest import FORMAT, checkpoints, sha256
 
 
 def save(run_dir: Path, update: int, weights: dict[str, torch.Tensor], state: dict[str, Any]) -> Path:
-    """Write checkpoints/<update>/ atomically: weights under plain names, training state, manifest of SHA-256 sums."""
+    """Write checkpoints/<update>/ atomically: weights under plain names, training state, and a manifest of SHA-256 sums."""
     temporary = _begin(run_dir, update)
     safetensors.torch.save_file(_contiguous(weights), temporary / "model.safetensors")
     torch.save(state, temporary / "state.pt")
     return _finish(run_dir, update)
 
 
-def save_sharded(run_dir: Path, update: int, pieces: dict[str, torch.Tensor], rest: dict[str, Any], ranks: Any) -> None:
-    """The same in files of every rank, called on all of them: `pieces` are tensors or this rank's parts of DTensors.
+def save_sharded(run_dir: Path, update: int, tensors: dict[str, torch.Tensor], rest: dict[str, Any], group: Any) -> None:
+    """Write a checkpoint of which every rank writes its shards. Called on all ranks; `tensors` may hold DTensors.
 
-    `ranks` is a process group of gloo's; None where there is one process.
+    `rest` is the state without these tensors; `group` is a gloo process group, None for a single process.
     """
     import torch.distributed as dist
 
-    first = ranks is None or dist.get_rank(ranks) == 0
-    folder = _begin(run_dir, update) if first else run_dir / "checkpoints" / f".writing-{update}"
-    if ranks is not None:
-        dist.barrier(ranks)
-    parts.write(folder, pieces, ranks)
-    if first:
-        torch.save({**rest, "pieces": {name: (tuple(t.shape), t.dtype) for name, t in pieces.items()}}, folder / "state.pt")
+    is_first = group is None or dist.get_rank(group) == 0
+    folder = _begin(run_dir, update) if is_first else run_dir / "checkpoints" / f".writing-{update}"
+    if group is not None:
+        dist.barrier(group)
+    sharded_checkpoint.write(folder, tensors, group)
+    if is_first:
+        torch.save({**rest, "pieces": {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}}, folder / "state.pt")
         _finish(run_dir, update)
-    if ranks is not None:
-        dist.barrier(ranks)
+    if group is not None:
+        dist.barrier(group)
 
 
 def _begin(run_dir: Path, update: int) -> Path:
@@ -51,7 +51,7 @@ def _begin(run_dir: Path, update: int) -> Path:
 
 
 def _finish(run_dir: Path, update: int) -> Path:
-    """From here on it is a checkpoint."""
+    """Write the manifest and rename the temporary folder: from here on it is a checkpoint."""
     root = run_dir / "checkpoints"
     target, temporary = root / str(update), root / f".writing-{update}"
     hashes = {f.name: sha256(f) for f in sorted(temporary.iterdir())}
@@ -68,19 +68,21 @@ def _finish(run_dir: Path, update: int) -> Path:
     return target
 
 
-def load(checkpoint: Path, room: parts.Room | None = None) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Weights and state of a verified checkpoint; the state as plain tensors and containers, never a pickled object.
+def load(checkpoint: Path, allocate: sharded_checkpoint.Allocate | None = None) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Load weights and state of a verified checkpoint. The state holds plain tensors and containers, never a pickled object.
 
-    Of a sharded one all ranks read, each what `room(name of the weight, shape, dtype)` has a place for. Without that it is
-    one process that reads all of it.
+    Every rank reads its shards of a sharded checkpoint, into the tensors that `allocate(name of the weight, shape, dtype)`
+    returns. Without `allocate` a single process reads all of it.
     """
     state = torch.load(checkpoint / "state.pt", map_location="cpu", weights_only=True)
     if (checkpoint / "model.safetensors").exists():
         return safetensors.torch.load_file(checkpoint / "model.safetensors"), state
-    about = state.pop("pieces")
-    if room is None:
-        return parts.together(parts.read(checkpoint, about, lambda _, *of: torch.empty(of[0], dtype=of[1]), alone=True), state)
-    return parts.together(parts.read(checkpoint, about, room), state)
+    shapes = state.pop("pieces")
+    if allocate is None:
+        tensors = sharded_checkpoint.read(checkpoint, shapes, lambda _, shape, dtype: torch.empty(shape, dtype=dtype), alone=True)
+    else:
+        tensors = sharded_checkpoint.read(checkpoint, shapes, allocate)
+    return sharded_checkpoint.unflatten_state(tensors, state)
 
 
 def prune(run_dir: Path, keep: int, best: int | None) -> None:
@@ -91,41 +93,41 @@ def prune(run_dir: Path, keep: int, best: int | None) -> None:
 
 
 def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
-    """Take back what the state holds of this optimizer's weights, told by their names.
+    """Load the state of this optimizer's parameters, which are matched by name.
 
-    Its settings stay those of the config, which a resumed run may have changed.
+    The optimizer's settings stay those of the config, which a resumed run may have changed.
     """
     settings = [{k: v for k, v in group.items() if k in optimizer.defaults} for group in optimizer.param_groups]
-    optimizer.load_state_dict(_of_its_weights(optimizer, state))
+    optimizer.load_state_dict(_state_for(optimizer, state))
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)
 
 
-def _of_its_weights(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """A state whose groups are this optimizer's: that may be of other weights, in another order."""
+def _state_for(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the saved state rearranged into this optimizer's groups: it may hold other parameters, in another order."""
     if "members" in state:
         pairs = zip(optimizer.members, state["members"], strict=True)
-        return {"members": [_of_its_weights(member, of_member) for member, of_member in pairs]}
-    number = {name: i for i, name in parts.names_of(state).items()}
+        return {"members": [_state_for(member, member_state) for member, member_state in pairs]}
+    saved_index = {name: i for i, name in sharded_checkpoint.parameter_names(state).items()}
     settings = {name: group for group in state["param_groups"] for name in group["param_names"]}
     groups: list[dict[str, Any]] = []
-    held: dict[int, Any] = {}
-    for group, numbers in zip(optimizer.param_groups, _numbered(optimizer), strict=True):
+    states: dict[int, Any] = {}
+    for group, indices in zip(optimizer.param_groups, _parameter_indices(optimizer), strict=True):
         names = group["param_names"]
-        groups.append({**settings[names[0]], "params": numbers, "param_names": names})
-        mine = {i: number[name] for i, name in zip(numbers, names, strict=True)}
-        held |= {i: state["state"][before] for i, before in mine.items() if before in state["state"]}
-    return {**state, "state": held, "param_groups": groups}
+        groups.append({**settings[names[0]], "params": indices, "param_names": names})
+        saved = {i: saved_index[name] for i, name in zip(indices, names, strict=True)}
+        states |= {i: state["state"][old] for i, old in saved.items() if old in state["state"]}
+    return {**state, "state": states, "param_groups": groups}
 
 
-def _numbered(optimizer: torch.optim.Optimizer) -> list[list[int]]:
-    """The numbers of each group's weights, as in a state_dict."""
-    numbers = itertools.count()
-    return [[next(numbers) for _ in group["params"]] for group in optimizer.param_groups]
+def _parameter_indices(optimizer: torch.optim.Optimizer) -> list[list[int]]:
+    """Return the indices of each group's parameters, as in a state_dict."""
+    indices = itertools.count()
+    return [[next(indices) for _ in group["params"]] for group in optimizer.param_groups]
 
 
 def random_state() -> dict[str, torch.Tensor]:
-    """This process's random streams (the model's: the data has none)."""
+    """Return the state of this process's random generators. They serve the model only: data order needs no state."""
     state = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
@@ -133,7 +135,7 @@ def random_state() -> dict[str, torch.Tensor]:
 
 
 def restore_random_state(states: list[dict[str, torch.Tensor]], rank: int = 0) -> None:
-    """Take this rank's `random_state()` back; a rank that was not there when they were saved keeps its own."""
+    """Restore this rank's `random_state()`. A rank beyond those that were saved keeps its own."""
     if rank >= len(states):
         return
     state = states[rank]
@@ -143,7 +145,10 @@ def restore_random_state(states: list[dict[str, torch.Tensor]], rank: int = 0) -
 
 
 def _contiguous(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """safetensors keeps neither strides nor shared storage: tied weights are written once for each name."""
+    """Copy the weights to the CPU as contiguous tensors: safetensors keeps neither strides nor shared storage.
+
+    Tied weights are written once for each name.
+    """
     return {name: t.detach().to("cpu", copy=True).contiguous() for name, t in weights.items()}
 
 

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run are whole: told from their manifests and hashes, without torch."""
+"""Verifies checkpoints by their manifests and hashes, without torch."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import json
 from pathlib import Path
 
 FORMAT = 2
-WHOLE = {"model.safetensors", "state.pt"}
-SHARDED = {".metadata", "state.pt"}  # torch.distributed.checkpoint's, beside its files of shards
+FULL = {"model.safetensors", "state.pt"}
+SHARDED = {".metadata", "state.pt"}  # .metadata is torch.distributed.checkpoint's; its shards are in further files
 
 
 def verify(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint, or None."""
+    """Return what is wrong with a checkpoint, or None."""
     try:
         manifest = json.loads((checkpoint / "manifest.json").read_text())
         if manifest["format"] != FORMAT:
@@ -24,7 +24,7 @@ def verify(checkpoint: Path) -> str | None:
                 return f"lacks {name}"
             if sha256(checkpoint / name) != expected:
                 return f"has a damaged {name} (its SHA-256 differs)"
-        if not any(kind <= set(manifest["sha256"]) for kind in (WHOLE, SHARDED)):
+        if not any(kind <= set(manifest["sha256"]) for kind in (FULL, SHARDED)):
             return "is incomplete"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"has no readable manifest.json ({error})"
@@ -32,23 +32,23 @@ def verify(checkpoint: Path) -> str | None:
 
 
 def newest_valid(run_dir: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that verifies, and one line for each newer one that does not."""
-    complaints: list[str] = []
+    """Return the newest valid checkpoint, and one line for each newer one that is invalid."""
+    problems: list[str] = []
     for checkpoint in sorted(checkpoints(run_dir), key=lambda p: int(p.name), reverse=True):
-        wrong = verify(checkpoint)
-        if wrong is None:
-            return checkpoint, complaints
-        complaints.append(f"checkpoint {checkpoint} {wrong}: passed over")
-    return None, complaints
+        problem = verify(checkpoint)
+        if problem is None:
+            return checkpoint, problems
+        problems.append(f"checkpoint {checkpoint} {problem}: passed over")
+    return None, problems
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
-    """The checkpoints in a run's directory, in no order."""
+    """Return the checkpoints in a run's directory, in no order."""
     root = run_dir / "checkpoints"
     return [p for p in root.iterdir() if p.name.isdigit()] if root.is_dir() else []
 
 
 def sha256(path: Path) -> str:
-    """The SHA-256 of a file's bytes."""
+    """Return the SHA-256 of a file's bytes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,4 +1,4 @@
-"""When a run's state is saved, and which saves are kept."""
+"""When checkpoints are written, and which are kept."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ class Saving(Option):
     keep = 0
 
     def start(self, update: int) -> None:
-        """Count from here."""
+        """Start counting updates and minutes from here."""
 
     def due(self, update: int) -> bool:
-        """Whether the state is to be saved after this update, within an epoch."""
+        """Return whether to save after this update, within an epoch."""
         return False
 
 
 class Last(Saving):
-    """The newest states: at the end of every epoch, and every so many updates or minutes.
+    """Saves at the end of every epoch, and every `every_updates` or `every_minutes`; keeps the newest `keep` checkpoints.
 
-    `sharded` lets every rank write its part (torch.distributed.checkpoint), onto a disk that all of them share: nobody holds
-    the whole model, and `drivetrain export` puts it together. `asynchronous` copies the state and writes it beside the
-    training.
+    With `sharded` every rank writes its shards (torch.distributed.checkpoint) to a shared disk: no rank holds the whole
+    model, and `drivetrain export` merges the shards. `asynchronous` copies the state and writes it in a thread while
+    training continues.
     """
 
     active = True
@@ -63,7 +63,7 @@ class Last(Saving):
 
 
 class Best(Last):
-    """As saving=last, and the state with the best evaluation besides."""
+    """Saves as saving=last does, and also keeps the checkpoint with the best evaluation."""
 
     keep_best = True
 

@@ -1,4 +1,4 @@
-"""Who writes a run's checkpoints, when, and beside what."""
+"""Writes a run's checkpoints, by one rank or all, in the training loop or in a thread."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from drivetrain.saving.options import Saving
 
 
 class Writer:
-    """Writes a trainer's state as `saving` says: whole by rank 0 or in parts by all, at once or beside the training."""
+    """Writes a trainer's state as the `saving` option sets: full by rank 0 or sharded by all, synchronously or in a thread."""
 
     def __init__(
         self, run_dir: Path, saving: Saving, parallel: Strategy, eval_weights: Callable[[], AbstractContextManager[None]]
@@ -26,37 +26,41 @@ class Writer:
         self._run_dir, self._saving, self._parallel, self._eval_weights = run_dir, saving, parallel, eval_weights
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._ranks: Any = None
+        self._group: Any = None  # process group of the saving threads
 
     def start(self) -> None:
-        """Called on all ranks. Raises UserError where not all of them can write."""
+        """Prepare to write. Called on all ranks. Raises UserError if one of them cannot write."""
         if self._saving.active and self._saving.sharded:
-            self._ranks = self._parallel.saving_group()
+            self._group = self._parallel.saving_group()
             self._run_dir = directory.same_on_all_ranks(self._run_dir, self._parallel)
 
     def save(self, trainer: Checkpointed) -> None:
-        """The state as it is now. Called on all ranks."""
+        """Save the current state. Called on all ranks."""
         if not self._saving.active:
             return
         state = trainer.state()  # gathers from all ranks, as does full_state_dict
         with self._eval_weights():
             if self._saving.sharded:
-                weights, state = sharded_checkpoint.apart(trainer.model.state_dict(), state, self._parallel.as_distributed)
+                weights, state = sharded_checkpoint.flatten_state(
+                    trainer.model.state_dict(), state, self._parallel.as_distributed
+                )
             else:
                 weights, state = self._parallel.full_state_dict(trainer.model, state)
             if self._saving.asynchronous:
-                weights, state = tree_map(_copied, (weights, state))
+                weights, state = tree_map(_copy_to_cpu, (weights, state))
             self.wait()
             update, best = trainer.progress.updates, trainer.progress.best
-            write = self._shards if self._saving.sharded else self._whole
+            write = self._write_shards if self._saving.sharded else self._write_full
             if self._saving.asynchronous:
-                self._thread = threading.Thread(target=self._beside, args=(write, update, weights, state, best), name="saving")
+                self._thread = threading.Thread(
+                    target=self._write_in_thread, args=(write, update, weights, state, best), name="saving"
+                )
                 self._thread.start()
             else:
                 write(update, weights, state, best)
 
     def wait(self) -> None:
-        """Until what is being written is there. Raises what went wrong with it."""
+        """Wait until the current write is complete. Raises its error."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -65,30 +69,30 @@ class Writer:
             raise error
 
     def finish(self, seconds: float) -> None:
-        """Give what is being written so long to be there, after a failure: its own does not matter any more."""
+        """Wait up to `seconds` for the current write, after a failure of the run. Ignores the write's own error."""
         if self._thread is not None:
             self._thread.join(seconds)
 
-    def _beside(self, write: Callable[..., None], *what: Any) -> None:
+    def _write_in_thread(self, write: Callable[..., None], *arguments: Any) -> None:
         try:
-            write(*what)
-        except BaseException as error:  # raised where the loop is: a full disk ends the run here as there
+            write(*arguments)
+        except BaseException as error:  # `wait` raises it in the training loop, so that a full disk ends the run
             self._error = error
 
-    def _whole(self, update: int, weights: Any, state: Any, best: Any) -> None:
+    def _write_full(self, update: int, weights: Any, state: Any, best: Any) -> None:
         if self._parallel.world.rank == 0:
             checkpoint_io.save(self._run_dir, update, weights, state)
             self._prune(best)
 
-    def _shards(self, update: int, pieces: Any, rest: Any, best: Any) -> None:
-        checkpoint_io.save_sharded(self._run_dir, update, pieces, rest, self._ranks)
+    def _write_shards(self, update: int, tensors: Any, rest: Any, best: Any) -> None:
+        checkpoint_io.save_sharded(self._run_dir, update, tensors, rest, self._group)
         if self._parallel.world.rank == 0:
             self._prune(best)
 
     def _prune(self, best: Any) -> None:
-        kept = int(best["update"]) if self._saving.keep_best and best else None
-        checkpoint_io.prune(self._run_dir, self._saving.keep, kept)
+        best_update = int(best["update"]) if self._saving.keep_best and best else None
+        checkpoint_io.prune(self._run_dir, self._saving.keep, best_update)
 
 
-def _copied(value: Any) -> Any:
+def _copy_to_cpu(value: Any) -> Any:
     return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value

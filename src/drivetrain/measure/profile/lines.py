@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drivetrain.core import process
-from drivetrain.debug.torch_modes import Calls
+from drivetrain.debug.torch_modes import WaitingCalls
 
 SAMPLE_S = 0.001  # between two samples of the stack
 UPDATES = 3  # in which every operation is recorded
@@ -162,7 +162,7 @@ def _host_reads(trainer: Any, stream: TrackedStream) -> Counter[str]:
         if place is not None and not stream.reading:
             found[place] += 1
 
-    with Calls(count):
+    with WaitingCalls(count):
         for _ in range(UPDATES):
             update(trainer, stream)
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from drivetrain.compile import op_by_op
+from drivetrain.compile import eager_only_settings
 from drivetrain.config.catalog import option_keys, options
 from drivetrain.core.cpus import usable_cores
 from drivetrain.launch.job import Job
@@ -46,7 +46,7 @@ def arithmetic(job: Job) -> list[str]:
 
 def compilers(job: Job) -> list[str]:
     """Every way to compile the step; a captured step gets the keys reset that would make parts of it run op by op."""
-    reset = {"step": "".join(f" {key}={free}" for key, (_, free) in op_by_op(job.run).items())}
+    reset = {"step": "".join(f" {key}={free}" for key, (_, free) in eager_only_settings(job.run).items())}
     return _not_current([f"compile={option}{reset.get(option, '')}" for option in options()["compile"]], job, "compile")
 
 
