@@ -377,9 +377,9 @@ def test_the_average_of_bfloat16_weights_is_float32(make, each_update, master):
 
 def test_ranks_round_alike_and_runs_of_another_seed_do_not(make):
     words = ["precision=bf16_pure", "precision.master=stochastic"]
-    ranks = [make(*words, world=World(rank, 2)).precision._bits.get_state() for rank in (0, 1)]
+    ranks = [make(*words, world=World(rank, 2)).precision._generator.get_state() for rank in (0, 1)]
     assert torch.equal(*ranks)
-    assert not torch.equal(make(*words, "runtime.seed=1").precision._bits.get_state(), ranks[0])
+    assert not torch.equal(make(*words, "runtime.seed=1").precision._generator.get_state(), ranks[0])
 
 
 @masters
@@ -433,7 +433,7 @@ def test_what_bfloat16_does_to_accumulation_is_said(tiny):
 
     said = launcher.prepare(tiny("precision=bf16_pure", "batch=accumulate", "batch.accumulation_steps=2")).notices
     assert any(
-        "precision=bf16_pure adds the gradients of batch.accumulation_steps=2 micro-batches up in bfloat16" in line
+        "precision=bf16_pure adds up the gradients of 2 micro-batches (batch.accumulation_steps) in bfloat16" in line
         for line in said
     )
     assert not launcher.prepare(tiny("precision=bf16_pure")).notices
