@@ -68,13 +68,13 @@ def fully_shard_blocks(model: Any, blocks: Sequence[torch.nn.Module], mesh: Any,
         fully_shard_block(module, mesh, None if has_norms else dtype, **options)
 
 
-def fully_shard_block(block: Any, mesh: Any, dtype: str | None, **options: Any) -> None:
+def fully_shard_block(block: Any, mesh: Any, dtype: str | None, cast_inputs: bool = False, **options: Any) -> None:
     """Apply `fully_shard`. Weights are gathered in bfloat16 if `dtype` is, unless the block has a BatchNorm."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy()
     if dtype == "bfloat16" and not _has_batch_norm(block):  # BatchNorm has float32 statistics, and needs float32 weights
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=cast_inputs)
     for p in block.parameters():  # FSDP shards along dimension 0 of contiguous memory, so not channels_last
         if not is_sharded(p):
             p.data = p.data.contiguous()

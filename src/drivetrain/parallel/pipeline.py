@@ -154,7 +154,8 @@ class Pipeline(Sharded):
                 block.requires_grad_(False)
         if self.shard_stages:
             for i in owned:
-                fully_shard_block(blocks[i], mesh["data"], dtype)
+                # Outside of the blocks weights are float32: what comes from there would not fit weights in bfloat16.
+                fully_shard_block(blocks[i], mesh["data"], dtype, cast_inputs=True)
         self._staged = StagedForward(model, blocks)
         tensor = f", each over {self.tensor} ranks" if self.tensor > 1 else ""
         pipelines = f", {self.data_world.size} pipelines" if self.data_world.size > 1 else ""
