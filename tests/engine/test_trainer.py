@@ -2,6 +2,7 @@
 
 import signal
 from dataclasses import replace
+from itertools import islice
 
 import pytest
 import torch
@@ -260,3 +261,14 @@ def test_a_run_of_a_process_that_is_old_already_counts_its_own_time(train, monke
     monkeypatch.setattr(process, "started", process.started - 10_000)
     result = train()
     assert 0 < result.time_to_first_step_s < result.wall_s < 5_000
+
+
+def test_a_loader_that_ends_early_ends_the_run(train, monkeypatch):
+    """Else a run that saw a part of its data would count as completed."""
+    from drivetrain.loader import Loader
+
+    whole = Loader.batches
+    monkeypatch.setattr(Loader, "batches", lambda *args, **kwargs: islice(whole(*args, **kwargs), 1))
+    result = train()
+    assert result.status == "failed"
+    assert "stream ended after 1 of 2 updates" in result.error

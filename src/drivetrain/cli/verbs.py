@@ -25,9 +25,15 @@ class Verb:
     takes_overrides: bool = False  # TAB completes groups, options, keys and recipes
 
     def run(self, argv: list[str]) -> int:
-        """Run the verb; its exit code. Raises UserError where a plugin's verb cannot be imported."""
-        module, _, function = self.target.partition(":")
-        return int(getattr(self._import(module), function or "command")(argv))
+        """Run the verb; its exit code. Raises UserError where a plugin's verb cannot be imported or returns no exit code."""
+        module, _, name = self.target.partition(":")
+        function = getattr(self._import(module), name or "command", None)
+        if function is None:
+            raise UserError(f"the verb {self.name} is {self.target}, but {module} has no '{name or 'command'}'")
+        code = function(argv)
+        if not isinstance(code, int):
+            raise UserError(f"the verb {self.name} returned {code!r}: {self.target} must return an exit code, 0 if all went well")
+        return code
 
     def complete(self, words: list[str], last: str) -> list[str]:
         """The words that `last` may become, by the module's function `complete(words, last)`, if it has one."""

@@ -75,8 +75,7 @@ class Trainer:
 
     def fit(self, stop: StopFlag | None = None) -> None:
         """Train to the end of the run. Raises Diverged, and Interrupted when `stop` is raised."""
-        self._stop = stop or StopFlag()
-        self._skips_in_a_row = 0
+        self._stop, self._skips_in_a_row = stop or StopFlag(), 0
         self.writer.start()
         self.model.train()
         self.scheduler.step(self.progress.updates)
@@ -116,6 +115,8 @@ class Trainer:
             step.zero_grad()
             if self._after_update(batch.epoch_end):
                 return
+        if progress.epoch < self.epochs:
+            raise RuntimeError(f"the loader's stream ended after {progress.updates} of {self.max_updates} updates")
 
     def requests(self) -> Iterator[Request]:
         """Yield this rank's micro-batches from the current progress to the end of the run."""
