@@ -152,8 +152,7 @@ class Trainer:
         self.timer.step()
         progress = self.progress
         progress.window += 1
-        flag = STOP if self._stop.raised else SAVE if self.saving.due(progress.updates) else 0
-        agreed = self.parallel.all_reduce_flag(flag)
+        agreed = self.parallel.all_reduce_flag(STOP if self._stop.raised else SAVE if self.saving.due(progress.updates) else 0)
         done = progress.updates >= self.max_updates
         if not (epoch_end or agreed or done or progress.steps % self.log_every == 0):
             return False
