@@ -32,15 +32,21 @@ class Sink(list[dict[str, Any]]):
         self.append(record)
 
 
+@pytest.fixture
+def _no_launcher() -> Iterator[None]:
+    """Remove what a test leaves of a launcher's variables, such as a Slurm task adds, after monkeypatch has undone its own."""
+    yield
+    for name in OF_LAUNCHERS:
+        os.environ.pop(name, None)
+
+
 @pytest.fixture(autouse=True)
-def _own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _own_place(_no_launcher: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Runs land in the test's directory; torch's switches are put back."""
     monkeypatch.chdir(tmp_path)
     for name in OF_LAUNCHERS:
         monkeypatch.delenv(name, raising=False)
     yield
-    for name in OF_LAUNCHERS:  # what a Slurm step's task adds to its own environment
-        os.environ.pop(name, None)
     torch = sys.modules.get("torch")
     if torch is not None:  # only where the test has loaded it
         torch.set_default_dtype(torch.float32)
