@@ -55,7 +55,7 @@ def _own_place(_no_launcher: None, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.fixture(autouse=True)
-def _forked_or_not(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _forked_or_not(_no_launcher: None, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A test that is marked `own_process` starts every command as a new interpreter."""
     if request.node.get_closest_marker("own_process"):
         monkeypatch.setattr(fork_server.Popen, "forking", False)
