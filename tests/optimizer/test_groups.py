@@ -115,7 +115,7 @@ def test_the_schedule_keeps_the_multiples() -> None:
     model = mlp()
     optimizer = options.Lamb(lr=0.1, lr_multipliers={"head": 10}).create(model, lr_factor=2.0)
     schedule = Cosine()
-    schedule.start(optimizer, 10)
+    schedule.bind(optimizer, 10)
     schedule.step(5)
     rates = sorted({round(g["lr"], 9) for g in optimizer.param_groups})
     assert rates == [0.1, 1.0]  # half of 0.2, and ten times that

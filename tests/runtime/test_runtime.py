@@ -29,7 +29,7 @@ def test_ranks_start_from_the_same_weights_and_drop_differently():
     draws = []
     for rank in range(2):
         runtime = Runtime()
-        runtime.start(World(rank, 2, rank, 2))
+        runtime.set_up_process(World(rank, 2, rank, 2))
         start = torch.rand(3)
         runtime.seed_rank(World(rank, 2, rank, 2))
         draws.append((start, torch.rand(3)))
@@ -88,7 +88,7 @@ def test_the_ranks_of_a_machine_share_its_cores(monkeypatch):
         monkeypatch.delenv("OMP_NUM_THREADS")
         monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
         torch.set_num_threads(8)
-        Runtime().start(World(0, 2, 0, 2))
+        Runtime().set_up_process(World(0, 2, 0, 2))
         assert torch.get_num_threads() == 4
     finally:
         torch.set_num_threads(before)

@@ -41,13 +41,13 @@ def test_every_so_many_minutes(monkeypatch):
     now = [1000.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     last = saving.Last(every_minutes=2.0)
-    last.start(0)
+    last.restart(0)
     assert not last.due(50)
     now[0] += 119
     assert not last.due(60)
     now[0] += 2
     assert last.due(61)
-    last.start(61)
+    last.restart(61)
     assert not last.due(62)
 
 
@@ -55,7 +55,7 @@ def test_the_sooner_of_the_two_counts(monkeypatch):
     now = [1000.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     last = saving.Last(every_updates=10, every_minutes=1.0)
-    last.start(5)
+    last.restart(5)
     assert not last.due(14)
     assert last.due(15)
     now[0] += 61
@@ -84,7 +84,7 @@ def test_of_equals_the_first_stays_the_best(make, monkeypatch):
 
 def test_an_off_switch_that_is_asked_says_no():
     off = saving.Saving()
-    off.start(0)
+    off.restart(0)
     assert not off.active
     assert not off.due(10**9)
 

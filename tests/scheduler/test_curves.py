@@ -40,7 +40,7 @@ def seen(optimizer: Optimizer) -> list[tuple[float, float]]:
 
 
 def our_curve(scheduler: ours.Scheduler, optimizer: Optimizer, updates: int = UPDATES) -> list[Any]:
-    scheduler.start(optimizer, *OVER)
+    scheduler.bind(optimizer, *OVER)
     values = []
     for update in range(updates):
         scheduler.step(update)
@@ -269,7 +269,7 @@ class TestPlateau:
         }
         optimizer, reference = adam(), adam()
         mine = ours.Plateau(**knobs, final=0.1)
-        mine.start(optimizer, *OVER)
+        mine.bind(optimizer, *OVER)
         other = theirs.ReduceLROnPlateau(reference, **knobs, min_lr=0.1 * LR)
         rates = []
         for epoch, loss in enumerate(self.LOSSES):
@@ -284,7 +284,7 @@ class TestPlateau:
         for cut in range(len(self.LOSSES)):
             one, two = ours.Plateau(patience=1), ours.Plateau(patience=1)
             for scheduler in (one, two):
-                scheduler.start(adam(), *OVER)
+                scheduler.bind(adam(), *OVER)
             for loss in self.LOSSES[:cut]:
                 one.evaluated({"loss": loss})
             two.load_state_dict(one.state_dict())
@@ -296,7 +296,7 @@ class TestPlateau:
 
     def test_warms_up_to_where_it_stands(self) -> None:
         scheduler = ours.Plateau(warmup=9)
-        scheduler.start(adam(), *OVER)
+        scheduler.bind(adam(), *OVER)
         assert [scheduler.lr_factor(u) for u in (0, 4, 9)] == [0.1, 0.5, 1.0]
 
 
@@ -320,7 +320,7 @@ def test_plateau_in_a_run_and_in_its_resumed_half(make: Any) -> None:
 
 def test_the_base_class_hears_evaluations_and_has_no_state() -> None:
     scheduler = ours.Scheduler()
-    scheduler.start(adam(), *OVER)
+    scheduler.bind(adam(), *OVER)
     scheduler.evaluated({"loss": 1.0})
     assert scheduler.state_dict() == {}
 
@@ -459,8 +459,8 @@ def test_momentum_that_cannot_cycle_is_refused_where_it_is_known_and_at_the_star
     assert [p for p in job.run.scheduler.validate(job.run) if "neither momentum nor beta1" in p]
     adagrad = torch.optim.Adagrad([torch.zeros(1, requires_grad=True)])
     with pytest.raises(UserError, match="but Adagrad has neither momentum nor beta1"):
-        job.run.scheduler.start(adagrad, *OVER)
-    ours.OneCycle().start(adagrad, *OVER)  # nothing to cycle, nothing to refuse
+        job.run.scheduler.bind(adagrad, *OVER)
+    ours.OneCycle().bind(adagrad, *OVER)  # nothing to cycle, nothing to refuse
 
 
 def test_rules_are_asked_when_the_data_is_read_where_only_that_tells_the_length(tmp_path, monkeypatch, caplog):

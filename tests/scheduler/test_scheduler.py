@@ -16,7 +16,7 @@ def optimizer() -> torch.optim.Optimizer:
 def curve(scheduler: Scheduler, updates: int) -> list[float]:
     """The learning rate that each update is made with, by ours."""
     optim = optimizer()
-    scheduler.start(optim, updates)
+    scheduler.bind(optim, updates)
     rates = []
     for update in range(updates):
         scheduler.step(update)
@@ -106,7 +106,7 @@ def test_each_group_keeps_its_own_base_rate():
     optim = optimizer()
     optim.add_param_group({"params": [torch.zeros(1, requires_grad=True)], "lr": 0.5 * LR})
     scheduler = Cosine()
-    scheduler.start(optim, 4)
+    scheduler.bind(optim, 4)
     scheduler.step(2)
     assert [g["lr"] for g in optim.param_groups] == pytest.approx([LR / 2, LR / 4])
 
@@ -120,7 +120,7 @@ def test_a_run_makes_each_update_with_its_rate(make, each_update):
     trainer.optimizer.step = lambda: (used.append(trainer.optimizer.param_groups[0]["lr"]), step())
     trainer.fit()
     scheduler = Cosine(warmup=2)
-    scheduler.start(trainer.optimizer, 6)
+    scheduler.bind(trainer.optimizer, 6)
     assert used == pytest.approx([0.05 * scheduler.lr_factor(u) for u in range(6)])
     assert len(set(used)) > 3
 

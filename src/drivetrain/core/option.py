@@ -22,7 +22,7 @@ Share = Annotated[float, Ge(0), Le(1)]  # 0 … 1
 Momentum = Annotated[float, Ge(0), Lt(1)]  # 0 … below 1
 Count = Annotated[int, Ge(1)]
 CountOrZero = Annotated[int, Ge(0)]
-Length = float | str  # below 1: a share of the run; a whole number: updates; "5ep": epochs (read by plan.Horizon)
+Length = float | str  # below 1: a share of the run; a whole number: updates; "5ep": epochs (read by horizon.Horizon)
 
 
 @dataclass

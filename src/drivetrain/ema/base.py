@@ -18,12 +18,6 @@ class Ema(Option):
 
     active = False
 
-    def setup(self, context: BuildContext) -> None:
-        self.start(context.model)
-
-    def start(self, model: torch.nn.Module) -> None:
-        """Start the average from the model's weights."""
-
     def update(self) -> None:
         """Add the current weights to the average, after an update that was not skipped."""
 
@@ -53,7 +47,9 @@ class Average(Ema):
     def __init__(self, decay: Share = 0.999, warmup: bool = True, buffers: Literal["average", "copy"] = "average") -> None:
         self.decay, self.warmup, self.buffers = decay, warmup, buffers
 
-    def start(self, model: torch.nn.Module) -> None:
+    def setup(self, context: BuildContext) -> None:
+        """Start the average from the model's weights."""
+        model = context.model
         averaged: dict[str, torch.Tensor] = dict(model.named_parameters())
         copied: dict[str, torch.Tensor] = {}
         for name, buffer in model.named_buffers():

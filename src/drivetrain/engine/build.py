@@ -31,7 +31,7 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter]) -> Trainer:
     """Build one rank's trainer, ready to fit or to be restored. Raises UserError where model or data do not fit the run."""
     run = context.run
     # The device and the seed come before anything that allocates memory or draws random numbers.
-    context.device, context.seed = run.runtime.start(context.world), run.runtime.seed
+    context.device, context.seed = run.runtime.set_up_process(context.world), run.runtime.seed
     # The ranks join before anything is built, so that a difference between their configs ends the run here.
     parallel = context.parallel = run.parallel.build(context)
     debug: Debug = run.debug.build(context)

@@ -79,7 +79,7 @@ class Trainer:
         self.writer.start()
         self.model.train()
         self.scheduler.step(self.progress.updates)
-        self.saving.start(self.progress.updates)
+        self.saving.restart(self.progress.updates)
         self.log.restart()
         self.timer.first_samples = self.progress.samples + self.timer.warmup * self.batch.size(self.progress.epoch)
         while self.progress.updates < self.max_updates:
@@ -178,7 +178,7 @@ class Trainer:
 
     def _save(self) -> None:
         self.writer.save(self)
-        self.saving.start(self.progress.updates)
+        self.saving.restart(self.progress.updates)
 
     def state(self) -> dict[str, Any]:
         """Return everything except the weights that a resumed run needs."""

@@ -131,9 +131,7 @@ def _build(job: Job, context: BuildContext, writers: list[RunWriter], quiet: boo
         loggers = job.run.logger
         if not any(isinstance(each, Files) for each in loggers):
             loggers = [Files(), *loggers]  # always: resume and report read its files
-        writers += loggers
-        for each in loggers:
-            each.start(context.run_dir, trainer.progress.updates)
+        writers += [each.build(context) for each in loggers]
         if not quiet:
             writers.append(terminal.Progress(trainer.max_updates, trainer.epochs))
     return trainer

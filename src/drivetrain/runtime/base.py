@@ -48,7 +48,7 @@ class Runtime(Option):
         """Return the device type, with `auto` resolved."""
         return ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
 
-    def start(self, world: World) -> torch.device:
+    def set_up_process(self, world: World) -> torch.device:
         """Set up the process and return its device."""
         device = torch.device(f"cuda:{world.local_rank}" if self.device_type() == "cuda" else "cpu")
         if device.type == "cuda":

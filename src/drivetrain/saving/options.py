@@ -17,7 +17,7 @@ class Saving(Option):
     asynchronous = False
     keep = 0
 
-    def start(self, update: int) -> None:
+    def restart(self, update: int) -> None:
         """Start counting updates and minutes from here."""
 
     def due(self, update: int) -> bool:
@@ -53,7 +53,7 @@ class Last(Saving):
                 "the parts that its ranks hold: set saving.sharded=false, or parallel=fsdp"
             )
 
-    def start(self, update: int) -> None:
+    def restart(self, update: int) -> None:
         self._update, self._time = update, time.monotonic()
 
     def due(self, update: int) -> bool:

@@ -60,9 +60,9 @@ class Scheduler(Option):
         self._warmup = round(horizon.in_updates(self.warmup))
 
     def setup(self, context: BuildContext) -> None:
-        self.start(context.optimizer, *context.horizon)
+        self.bind(context.optimizer, *context.horizon)
 
-    def start(self, optimizer: torch.optim.Optimizer, updates: int, ends: Sequence[int] | None = None) -> None:
+    def bind(self, optimizer: torch.optim.Optimizer, updates: int, ends: Sequence[int] | None = None) -> None:
         """Control this optimizer in a run of `updates` updates. `ends` are the numbers of updates made when each epoch ends."""
         self.set_horizon(Horizon(updates, ends or [updates]))
         self.optimizer, self._update = optimizer, 0

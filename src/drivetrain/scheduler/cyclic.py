@@ -33,13 +33,13 @@ class MomentumCycling(Scheduler):
         if self.momentum[0] > self.momentum[1]:
             yield f"scheduler.momentum={self.momentum} must be [low, high]: exchange the two"
         knobs = inspect.signature(type(run.optimizer)).parameters
-        if not {"momentum", "beta1", "betas", "kwargs"} & set(knobs):  # with kwargs, `start` checks the optimizer itself
+        if not {"momentum", "beta1", "betas", "kwargs"} & set(knobs):  # with kwargs, `bind` checks the optimizer itself
             yield self._no_momentum(run.named("optimizer"))
         if run.compile.captures_step:
             yield "scheduler.momentum and compile=step exclude each other (its graph keeps the momentum): set it to null"
 
-    def start(self, optimizer: torch.optim.Optimizer, updates: int, ends: Sequence[int] | None = None) -> None:
-        super().start(optimizer, updates, ends)
+    def bind(self, optimizer: torch.optim.Optimizer, updates: int, ends: Sequence[int] | None = None) -> None:
+        super().bind(optimizer, updates, ends)
         if self.momentum is not None and not any("betas" in g or "momentum" in g for g in optimizer.param_groups):
             raise UserError(self._no_momentum(type(optimizer).__name__))
 
