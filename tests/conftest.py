@@ -13,9 +13,10 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the workers of xdist and the ranks share the cores already
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # a thread that waits by spinning takes the core from the one it waits for
 
-from tests.support import fork_server
+from tests.support import composed, fork_server
 
 fork_server.install()
+composed.install()
 
 OF_LAUNCHERS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TINY = [

@@ -49,6 +49,7 @@ def test_overhead_measures_what_is_there_and_names_what_is_not(tmp_path: Path) -
         assert min(figures["blocks_us"]["wall"]["ours"]) > 0
 
 
+@pytest.mark.slow
 def test_startup_measures(tmp_path: Path) -> None:
     out = tmp_path / "s.json"
     content = read(out, run("-m", "bench.startup", "--quick", "--out", str(out)))
@@ -104,6 +105,7 @@ def test_pairs_are_compared_within_their_round() -> None:
     assert harness.spread(list(range(11))) == {"median": 5, "p10": 1, "p90": 9}
 
 
+@pytest.mark.slow
 def test_a_sweep_is_measured(tmp_path: Path) -> None:
     out = tmp_path / "w.json"
     content = read(out, run("-m", "bench.sweep", "--quick", "--out", str(out)))
@@ -111,6 +113,7 @@ def test_a_sweep_is_measured(tmp_path: Path) -> None:
     assert min(content[name]["median"] for name in ("processes", "sweep")) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bench", ["memory", "layout", "optimizers"])
 def test_the_short_form_runs(bench: str, tmp_path: Path) -> None:
     out = tmp_path / "o.json"

@@ -347,14 +347,19 @@ def test_one_batch_by_heart_needs_no_partners(make):
 @pytest.mark.parametrize(
     "words",
     [
-        ["batch=accumulate", "batch.accumulation_steps=3"],
-        ["loader=workers", "data=digits", "model=resnet9", "model.width=4"],
-        ["precision=bf16_pure"],
         ["precision=amp"],
         ["debug=overfit", "debug.updates=2"],
-        ["debug=gradcheck"],
         ["batch.preallocate=true"],
-        ["parallel=ddp", "parallel.nproc=2"],
+        *(
+            pytest.param(words, marks=pytest.mark.slow)
+            for words in (
+                ["batch=accumulate", "batch.accumulation_steps=3"],
+                ["loader=workers", "data=digits", "model=resnet9", "model.width=4"],
+                ["precision=bf16_pure"],
+                ["debug=gradcheck"],
+                ["parallel=ddp", "parallel.nproc=2"],
+            )
+        ),
     ],
     ids=" ".join,
 )

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from drivetrain.cli import completion
 from drivetrain.cli.verbs import VERBS, Verb
 from tests.support.command import (
     OWN,
@@ -337,6 +338,20 @@ def completed(line: str, place: Path, point: int | None = None) -> list[str]:
         ("drivetrain recipe diff naive fa", {"fast"}),
         ("drivetrain recipe verify fast precision=a", {"amp"}),
         ("drivetrain completion ", {"bash", "zsh", "fish"}),
+        ("drivetrain train nothing-like-it", set()),
+    ],
+)
+def test_completion(line: str, offered: set[str]) -> None:
+    """Bash shows what stands after the "="."""
+    assert {candidate.partition("=")[2] or candidate for candidate in completion.candidates([line])} == offered
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("drivetrain train pre", {"precision=", "precision."}),
+        ("drivetrain train precision=a", {"amp"}),
+        ("drivetrain recipe diff naive fa", {"fast"}),
         ("drivetrain train nothing-like-it", set()),
     ],
 )

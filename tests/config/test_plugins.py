@@ -103,15 +103,21 @@ def _not_imported_yet() -> Iterator[None]:
         del sys.modules[name]
 
 
+@pytest.fixture(scope="module")
+def sites(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The package as a folder of files, and as an installed one. No test changes them."""
+    places = {name: tmp_path_factory.mktemp(name) for name in ("config_dir", "entry_point")}
+    for place in places.values():
+        write_package(place)
+    install(places["entry_point"])
+    return places
+
+
 @pytest.fixture(params=["config_dir", "entry_point"])
-def outside(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Outside:
-    site = tmp_path / "site"
-    conf = write_package(site)
+def outside(request: pytest.FixtureRequest, sites: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Outside:
+    site = sites[request.param]
     monkeypatch.syspath_prepend(site)
-    if request.param == "entry_point":
-        install(site)
-        return Outside([], [])
-    return Outside([str(conf)], ["trust=[made_up]"])
+    return Outside([], []) if request.param == "entry_point" else Outside([str(site / "made_up" / "conf")], ["trust=[made_up]"])
 
 
 @pytest.fixture

@@ -320,6 +320,7 @@ def test_a_killed_packing_goes_on_to_the_same_bytes(images, tmp_path, form, monk
     assert contents(out) == contents(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_kill_from_outside_goes_on_too(images, tmp_path):
     root, out = images(150, (400, 400)), tmp_path / "killed"
     env = {**os.environ, "PYTHONPATH": str(SRC)}

@@ -173,10 +173,10 @@ def report(result) -> list[str]:
 @pytest.mark.parametrize(
     ("option", "loaded"),
     [
-        ("none", []),
-        ("fast", []),
         ("host_sync", ["drivetrain.debug.host_sync", "drivetrain.debug.torch_modes"]),
-        ("overfit", ["drivetrain.debug.overfit"]),
+        pytest.param("none", [], marks=pytest.mark.slow),
+        pytest.param("fast", [], marks=pytest.mark.slow),
+        pytest.param("overfit", ["drivetrain.debug.overfit"], marks=pytest.mark.slow),
     ],
 )
 def test_only_the_option_that_is_asked_for_is_imported(tiny, tmp_path, option, loaded):

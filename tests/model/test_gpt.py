@@ -93,10 +93,10 @@ SMALL = [*TEXT, "model=gpt", "model.width=32", "model.heads=2", "model.depth=2",
 @pytest.mark.parametrize(
     "words",
     [
-        ["checkpointing=blocks"],
+        pytest.param(["checkpointing=blocks"], marks=pytest.mark.slow),
         ["checkpointing=selective"],
-        ["compile=jit"],
-        ["model.dropout=0.1"],
+        pytest.param(["compile=jit"], marks=pytest.mark.slow),
+        pytest.param(["model.dropout=0.1"], marks=pytest.mark.slow),
         ["batch=bucketed", "precision=bf16"],
     ],
     ids=lambda w: "+".join(w),

@@ -112,11 +112,9 @@ def by_name(optimizer: dict) -> dict:
     return {names[i]: state for i, state in optimizer["state"].items()}
 
 
-SHORT = {(strategy, "all that must be exact") for strategy in STRATEGIES} - {
-    (strategy, "all that must be exact") for strategy in ("fsdp, more gathered", "hybrid", "pipeline × data", "all three")
-} | {
-    ("fsdp", "bf16"), ("pipeline", "amp"),
-}  # fmt: skip
+SHORT = {("fsdp", "bf16")} | {
+    (strategy, "all that must be exact") for strategy in ("ddp", "fsdp", "tensor", "pipeline", "pipeline × tensor", "split", "dp")
+}
 
 
 @pytest.mark.parametrize(
@@ -162,6 +160,7 @@ CHAIN = [("ddp", 1), ("one process", 2), ("fsdp", 3), ("tensor", 4), ("pipeline 
         pytest.param(["saving.asynchronous=true"], id="beside the training"),
     ],
 )
+@pytest.mark.slow  # the next test reads the parts of one strategy in another
 def test_a_run_goes_on_under_any_other_strategy(done, tmp_path, kept):
     """Six updates, under one strategy after the other, are the six of one process."""
     whole = done(*EXACT)
@@ -215,7 +214,10 @@ def test_export(done, tmp_path, capsys):
 # --- a rank that has more to do ---
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor", "pipeline", "pipeline × tensor"])
+SLOW_TOO = [pytest.param(s, marks=pytest.mark.slow) for s in ("fsdp", "tensor", "pipeline")]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", *SLOW_TOO, "pipeline × tensor"])
 def test_the_slowest_rank_is_named_in_the_metrics(strategy, tmp_path, monkeypatch, capfd):
     slow = "3" if "×" in strategy else "1"
     monkeypatch.setenv("SLOW_RANK", slow)
@@ -225,9 +227,9 @@ def test_the_slowest_rank_is_named_in_the_metrics(strategy, tmp_path, monkeypatc
     assert result.status == "completed", result.error
     lines = map(json.loads, (Path(result.run_dir) / "metrics.jsonl").read_text().splitlines())
     told = [(r["slowest_rank"], r["rank_work_excess"]) for r in lines if r["event"] == "train"][1:]
-    # 100 to 200 ms against a few: a busy machine may delay another rank as long once, not most of the time.
+    # 300 to 600 ms against a few: a busy machine may delay another rank as long once, not most of the time.
     assert statistics.mode(rank for rank, _ in told) == int(slow), told
-    assert statistics.median(excess for _, excess in told) > 0.2, told
+    assert statistics.median(excess for _, excess in told) > 0.05, told
     assert f"% waits for rank {slow}" in capfd.readouterr().out
 
 
@@ -243,7 +245,7 @@ def test_a_rank_that_reads_slowly_is_named_though_rank_0_waits_for_no_data(strat
     lines = map(json.loads, (Path(result.run_dir) / "metrics.jsonl").read_text().splitlines())
     told = [(r["slowest_rank"], r["rank_work_excess"]) for r in lines if r["event"] == "train"][1:]
     assert statistics.mode(rank for rank, _ in told) == 1, told
-    assert statistics.median(excess for _, excess in told) > 0.2, told
+    assert statistics.median(excess for _, excess in told) > 0.05, told
 
 
 # --- other models ---
@@ -287,7 +289,9 @@ def test_a_network_with_batch_norms_in_shards(done, words, to):
     equal(done(*words, "parallel=ddp"), done(*words, "parallel=fsdp"), to)
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "tensor", pytest.param("tensor × fsdp", marks=pytest.mark.slow), "pipeline"])
+@pytest.mark.parametrize(
+    "strategy", ["pipeline", *(pytest.param(s, marks=pytest.mark.slow) for s in ("fsdp", "tensor", "tensor × fsdp"))]
+)
 def test_a_text_model_whose_output_is_tied_to_its_input(done, strategy):
     words = [*(w for w in RUN if not w.startswith("data")), *TEXT, *STEPS, "batch.accumulation_steps=2", "clip=norm", "updates=4"]
     equal(done(*words), done(*words, *STRATEGIES[strategy]), 1e-4)

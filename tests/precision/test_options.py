@@ -310,7 +310,9 @@ def test_every_optimizer_updates_in_float32(make, master, optimizer):
 
 
 @masters
-@pytest.mark.parametrize("optimizer", ["adagrad", "muon", "lamb", "schedulefree"])
+@pytest.mark.parametrize(
+    "optimizer", ["schedulefree", *(pytest.param(o, marks=pytest.mark.slow) for o in ("adagrad", "muon", "lamb"))]
+)
 def test_every_kind_of_optimizer_goes_on_bit_for_bit(tiny, master, optimizer):
     """Those with state from the start, of their own layout, and with other weights to evaluate than to train."""
     words = ["precision=bf16_pure", master, f"optimizer={optimizer}", "epochs=9"]

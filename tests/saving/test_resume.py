@@ -75,7 +75,7 @@ def numbers(run_dir: Path) -> list[tuple]:
     return [tuple(r.get(k) for k in keys) for r in lines(run_dir)]
 
 
-NORMAL = ("adamw, cosine", "accumulated, clipped", "augmented, batch norm, average", "overflows", "workers")
+NORMAL = ("accumulated, clipped", "augmented, batch norm, average", "overflows")
 
 
 @pytest.mark.parametrize("name", [n if n in NORMAL else pytest.param(n, marks=pytest.mark.slow) for n in RUNS])

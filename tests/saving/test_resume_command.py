@@ -56,7 +56,7 @@ ARMS: dict[str, tuple[tuple[str, ...], int, int]] = {
         ("parallel=ddp", "precision=amp", "ema=ema", *ACCUMULATE, "loader=workers", "data.drop_last=false"), 2, 2,
     ),
 }  # fmt: skip
-NORMAL = [("sync", TERM), ("sync", KILL), ("workers", KILL), ("amp, ema, accumulation", TERM), ("ddp", KILL)]
+NORMAL = [("workers", KILL), ("amp, ema, accumulation", TERM), ("ddp", KILL)]
 MATRIX = [
     *(pytest.param(arm, by, id=f"{arm} {by.name}") for arm, by in NORMAL),
     *(

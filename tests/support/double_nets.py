@@ -36,9 +36,9 @@ class SlowPictures(torch.utils.data.Dataset):
 
 
 def slow_on_a_rank(shape: tuple[int, ...], classes: int) -> torch.nn.Module:
-    """The same, each block of which takes 50 ms more on rank SLOW_RANK."""
+    """The same, each block of which takes 150 ms more on rank SLOW_RANK."""
     model = vit(shape, classes)
     if os.environ.get("RANK") == os.environ.get("SLOW_RANK"):
         for block in model.blocks:
-            block.mlp.act.register_forward_pre_hook(lambda *_: time.sleep(0.05))
+            block.mlp.act.register_forward_pre_hook(lambda *_: time.sleep(0.15))
     return model

@@ -126,6 +126,7 @@ def test_several_at_a_time_and_the_signal_that_stops_them(tmp_path: Path) -> Non
     assert "going on from" in (sweep / "0" / "output.txt").read_text()
 
 
+@pytest.mark.slow
 def test_submitit_on_this_machine(tmp_path: Path) -> None:
     """Two jobs in processes of submitit's, with the files that any job leaves."""
     words = ("hydra/launcher=submitit_local", "hydra.launcher.array_parallelism=2", "hydra.launcher.timeout_min=5")
