@@ -32,6 +32,8 @@ class Gradcheck(Debug):
     before training and is named by its module. Modules that do not compute in float64 are left out and logged.
     """
 
+    needs_real_tensors = "it compares numbers"
+
     def __init__(
         self,
         samples: Count = 4,

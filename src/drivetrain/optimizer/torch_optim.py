@@ -106,7 +106,8 @@ class Adagrad(TorchOptimizer):
     eps: Positive = 1e-10
 
     def has_fused(self, device: str) -> bool:
-        return torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_adagrad_", device.upper())  # older torch: CPUs only
+        # Older torch has a kernel for CPUs only.
+        return device in self.fused_on and torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_adagrad_", device.upper())
 
 
 @dataclass(kw_only=True, eq=False)
@@ -119,6 +120,7 @@ class Adafactor(TorchOptimizer):
     """
 
     torch_name = "Adafactor"
+    step_waits = "torch's implementation reads the root mean square of each parameter"
     lr: Positive = 0.03
     weight_decay: NonNegative = 0.0
     beta2_decay: float = -0.8

@@ -126,6 +126,7 @@ class Amp(Bf16):
 
     dtype = "float16"
     scales_loss = True
+    step_waits = "an overflow, which the host reads after each backward, skips the update"
 
     def __init__(self, init_scale: Positive = 65536.0, growth_interval: Count = 2000) -> None:
         self.init_scale, self.growth_interval = init_scale, growth_interval
