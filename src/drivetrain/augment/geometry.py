@@ -16,6 +16,7 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
 from drivetrain.core.option import CountOrZero, Positive, RunSpec, Share
 from drivetrain.core.source import CropBox, SamplePipeline
+from drivetrain.core.tensors import send
 
 LARGE = 2**15  # values of an image: a CPU mirrors larger ones faster one by one (224×224: in 0.4 of the time)
 Interval = Annotated[Sequence[Positive], annotated_types.Len(2, 2)]  # lowest, highest
@@ -106,6 +107,8 @@ class RandomResizedCrop(Augment):
 
     Image files are cropped while they are decoded, at their full resolution; images in memory are cropped as they are.
     """
+
+    draws_on_cpu = True  # boxes are computed in float64, which MPS has not, and in hundreds of kernels of a few numbers
 
     def __init__(
         self,
@@ -217,6 +220,7 @@ def resized_crop(
             part = image[:, :, t : t + h, le : le + w]
             target.copy_(torch.nn.functional.interpolate(part, x.shape[2:], mode=interpolation, antialias=True))
         return out
+    top, left, height, width = (send(t, x.device) for t in (top, left, height, width))
     return _stretched(
         x, _resize_matrix(top, height, x.shape[2], interpolation), _resize_matrix(left, width, x.shape[3], interpolation)
     )

@@ -14,6 +14,7 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
 from drivetrain.core.option import Positive, RunSpec, Share
 from drivetrain.core.source import SamplePipeline
+from drivetrain.core.tensors import send
 
 KNOTS = 4096  # of the table of a Beta distribution
 
@@ -57,7 +58,7 @@ class Mixing(Augment):
         if self is not mixers[0]:
             return x, y, indices  # the first mixing option has mixed for all
         n = len(request.indices)
-        partner = _partner_rows(request).to(x.device, non_blocking=True)
+        partner = send(_partner_rows(request), x.device)
         other, indices = x.index_select(0, partner), indices[:n]
         x, share = x[:n], torch.ones(n, device=x.device)
         drawn = (rng.uniform(pipeline.seed, request.epoch, indices, random_streams.MIXER[0]) * len(mixers)).long()
@@ -139,4 +140,4 @@ def _beta(alpha: float, device: torch.device) -> tuple[torch.Tensor, torch.Tenso
     area = torch.cumulative_trapezoid((1 - t) ** (alpha - 1), t**alpha)
     lower = torch.cat([area.new_zeros(1), area / area[-1] / 2])
     below, values = torch.cat([lower, 1 - lower.flip(0)[1:]]), torch.cat([t, 1 - t.flip(0)[1:]])
-    return below.float().to(device), values.float().to(device)
+    return below.float().to(device), values.float().to(device)  # once; it waits, so that every stream may read the table

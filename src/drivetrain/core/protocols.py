@@ -97,7 +97,6 @@ class Batch(Protocol):
         world: World,
         drop_last: bool,
         skip: int = 0,
-        device: torch.device | None = None,
         order: Callable[[int, int], torch.Tensor] | None = None,
     ) -> Iterator[Request]:
         """Yield the micro-batches of one rank in an epoch, in order, from update number `skip` on."""

@@ -57,7 +57,7 @@ class Evaluator:
         self.model.eval()
         sums = torch.zeros(len(self.loss.metrics) + 1, dtype=torch.float64, device=self.device)
         world, lockstep = self.parallel.data_world, self.parallel.lockstep_evaluation
-        requests = self.batch.evaluation_requests(self.data.source, world, self.max_batches, self.device, lockstep)
+        requests = self.batch.evaluation_requests(self.data.source, world, self.max_batches, lockstep)
         stream = self.loader.stream(self.data, requests, self.device, self.memory_format)
         with self.parallel.evaluation_context():
             for batch in stream:

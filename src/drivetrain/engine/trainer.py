@@ -123,7 +123,7 @@ class Trainer:
         start = self.progress.epoch
         for epoch in range(start, self.epochs):
             yield from self.batch.requests(
-                len(self.train_data.source), self.seed, epoch, self.parallel.data_world, self.drop_last, device=self.device,
+                len(self.train_data.source), self.seed, epoch, self.parallel.data_world, self.drop_last,
                 skip=self.progress.window if epoch == start else 0, order=getattr(self.train_data.source, "order", None),
             )  # fmt: skip
 

@@ -14,6 +14,7 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
 from drivetrain.core.option import Count, RunSpec, needs_extra
 from drivetrain.core.source import CropBox
+from drivetrain.core.tensors import send
 from drivetrain.loader.base import Loader, Pipeline, ReadBatch, reading_advice
 
 
@@ -23,8 +24,6 @@ class Dali(Loader):
     Samples, order and crops are the same as theirs, but pixels differ by one or two levels of 255: DALI's resizing is another.
     Files that are not plain JPEGs, and batches that DALI fails on, are decoded as by the other loaders.
     """
-
-    non_blocking = True
 
     def __init__(
         self,
@@ -43,8 +42,11 @@ class Dali(Loader):
 
     def validate_device(self, run: RunSpec) -> Iterator[str]:
         yield from needs_extra("nvidia.dali", "dali", "loader=dali")
-        if self.decoder == "mixed" and run.runtime.device_type() == "cpu":
+        if self.decoder == "mixed" and run.runtime.device_type() != "cuda":
             yield "loader.decoder=mixed needs a CUDA device, which this run has not: set loader.decoder=cpu"
+
+    def copies_ahead(self) -> int:
+        return 1
 
     def advice(self, pipeline: Pipeline) -> str | None:
         return reading_advice(pipeline)
@@ -79,8 +81,8 @@ class Dali(Loader):
             batch = files.at_dali.popleft()
             x = torch.from_dlpack(images.as_tensor()).clone().permute(0, 3, 1, 2)
             for row, image in batch.replacements:
-                x[row] = image.to(x.device)
-            yield x, batch.labels, batch.request
+                x[row] = send(image, x.device)
+            yield x, send(batch.labels, x.device), batch.request
         for batch in files.at_dali:
             yield *files.pipeline.read(batch.request), batch.request
         if files.error is not None:
@@ -147,7 +149,7 @@ def _build_graph(batches: FileBatches, threads: int, ahead: int, device: int | N
     types: Any = nvidia.dali.types  # its names are made at run time
     source: Any = batches.pipeline.source
     some = torch.zeros(1, dtype=torch.int64)
-    boxes = batches.pipeline.crop_boxes(some, Request(0, some, torch.ones(())))
+    boxes = batches.pipeline.crop_boxes(some, Request(0, some, 1.0))
     cubic = boxes is not None and boxes[0].interpolation == "bicubic"
     graph = Graph(batch_size=batches.size, num_threads=threads, device_id=device, prefetch_queue_depth=ahead)
     with graph:
