@@ -43,7 +43,7 @@ class Ddp(ProcessGroupStrategy):
         self._work.time_forward(model)
         wrapped = torch.nn.parallel.DistributedDataParallel(
             model,
-            device_ids=[self._device.index] if self._device.type == "cuda" else None,
+            device_ids=[self._device.index] if self._device.type != "cpu" else None,
             bucket_cap_mb=self.bucket_mb,
             static_graph=self.static_graph,
             gradient_as_bucket_view=self.gradient_as_bucket_view,

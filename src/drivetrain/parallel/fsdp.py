@@ -40,8 +40,8 @@ class Fsdp(Sharded):
 
     def validate_device(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate_device(run)
-        if self.offload and run.runtime.device_type() != "cuda":
-            yield "parallel.offload=true moves shards from a CUDA device to the CPU, and the device is a CPU: set it to false"
+        if self.offload and run.runtime.device_type() == "cpu":
+            yield "parallel.offload=true moves shards from the device to the CPU, and the device is a CPU: set it to false"
 
     def _shard_model(self, model: torch.nn.Module, dtype: str | None, example: torch.Tensor) -> list[str]:
         shards = self.world.size // self.replicate
