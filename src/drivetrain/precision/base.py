@@ -35,6 +35,7 @@ class Precision(Option):
     full_float32 = True  # every tensor is float32
     scales_loss = False  # an overflow skips the update
     owns_weights = False  # keeps its own copies of the weights
+    frees_weights = False  # frees these copies between updates
 
     def setup(self, context: BuildContext) -> None:
         """Store the device that the step runs on. Where every tensor is float32, every product is computed in it too."""
