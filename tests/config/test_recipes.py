@@ -1,6 +1,7 @@
 """The recipes that ship: each is a valid run, and holds what its description promises."""
 
 import pytest
+import torch
 
 from drivetrain.core.paths import recipes_dir
 from drivetrain.launch.job import prepare
@@ -23,6 +24,8 @@ def test_the_recipe_for_a_gpu_is_fast_and_what_only_a_gpu_gains_from():
     assert gpu.optimizer.fused
 
 
-def test_on_a_cpu_the_recipe_for_a_gpu_says_what_it_cannot_do_there(logged):
-    lines = logged("recipe=fast_gpu", "model=resnet9", "model.width=8", "compile=none", "runtime.device=cpu")
-    assert any("loader=device: the device is the CPU" in line for line in lines)
+def test_on_a_cpu_the_recipe_for_a_gpu_says_what_it_cannot_do_there():
+    loader = prepare(["recipe=fast_gpu"]).run.loader
+    (line,) = loader.autotune(None, 1, torch.device("cpu"))
+    assert "loader=device: the device is the CPU" in line
+    assert loader.autotune(None, 1, torch.device("cuda")) == []
