@@ -100,7 +100,7 @@ def make(tiny: Callable[..., list[str]], tmp_path: Path) -> Iterator[Callable[..
     contexts: list[Any] = []
     built.contexts = contexts  # type: ignore[attr-defined]
     yield built
-    for context in contexts:
+    for context in reversed(contexts):
         context.on_exit.close()
 
 

@@ -1,9 +1,14 @@
 """Compiling parts, steps and scripts: in effect, equal to the plain run, and refused where it cannot be."""
 
+from contextlib import contextmanager
+
 import pytest
 import safetensors.torch
 import torch
 from torch import nn
+
+from drivetrain.compile import CudaGraph
+from drivetrain.compile.whole_step import CapturedGraph
 
 RESNET = ["model=resnet9", "model.width=8", "optimizer.lr=0.01", "updates=4"]
 OWN = ["model=own", "trust=[tests]"]
@@ -93,6 +98,7 @@ def test_evaluation_is_not_compiled(make, eager_backend):
         ["optimizer=adamw", "scheduler=cosine", "clip=norm", "clip.max_norm=0.1"],
         ["batch=accumulate", "batch.accumulation_steps=3"],
         ["precision=bf16", "ema=ema"],
+        ["precision=bf16_pure", "clip=norm"],
         ["checkpointing=blocks", "model.dropout=0.0"],
         ["optimizer=lamb", "optimizer.lr=0.01"],
     ],
@@ -170,7 +176,70 @@ def test_inductor_itself_trains_the_same(train, make, option):
     assert all(torch.allclose(b[name].float(), a[name].float(), rtol=1e-3, atol=1e-4) for name in a)
 
 
+# --- step on CUDA: the graph is captured, and replayed by one launch ---
+
+
+class SimulatedCuda:
+    """Stands in for torch.cuda's graphs: a replay computes what was captured; a capture may fail."""
+
+    def __init__(self, monkeypatch, error: str = "") -> None:
+        self.captures, self.replays, self.error, self.stream = [], 0, error, "main"
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: self)
+        monkeypatch.setattr(torch.cuda, "graph", self.capture)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: self.stream)
+        monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(self, "stream", stream))
+
+    @contextmanager
+    def capture(self, graph, **settings):
+        self.captures.append(settings)
+        self.stream = "capture"
+        yield
+        if self.error:  # as in releases of torch that leave the capture's stream current
+            raise RuntimeError(self.error)
+        self.stream = "main"
+
+    def replay(self) -> None:
+        self.replays += 1
+        self.compute()
+
+
+def test_a_graph_is_captured_at_its_second_call_and_replayed(monkeypatch):
+    cuda, total = SimulatedCuda(monkeypatch), torch.zeros(())
+
+    def run(x):
+        calls.append(len(x))
+        return total.copy_(x.sum())
+
+    calls, graphs = [], [CapturedGraph(run, "pool") for _ in range(2)]
+    for graph, size in zip(graphs, (2, 3), strict=True):  # one for each shape of a micro-batch
+        for i in range(4):
+            x = torch.full((size,), float(i))
+            cuda.compute = lambda graph=graph: total.copy_(graph._inputs[0].sum())
+            assert float(graph(x)) == size * i
+    assert calls == [2, 2, 3, 3], "once to load the kernels, once captured"
+    assert cuda.replays == 6
+    assert cuda.captures == [{"pool": "pool", "capture_error_mode": "thread_local"}] * 2
+
+
+def test_a_step_that_cuda_cannot_capture_goes_on_without(monkeypatch, caplog):
+    cuda = SimulatedCuda(monkeypatch, error="operation not permitted when stream is capturing")
+    graph = CapturedGraph(lambda x: x * 2, "pool")
+    assert [float(graph(torch.tensor(float(i)))) for i in range(4)] == [0, 2, 4, 6]
+    assert (cuda.replays, len(cuda.captures), cuda.stream) == (0, 1, "main")
+    (line,) = caplog.messages
+    assert "no CUDA graph" in line
+    assert "not permitted" in line
+
+
 # --- jit, cudagraph, and what is refused ---
+
+
+def test_cudagraph_is_torchs_mode_that_keeps_the_parameters_in_place(monkeypatch):
+    """torch's backend "cudagraphs" takes parameters for inputs that change, and copies them before each replay."""
+    asked = []
+    monkeypatch.setattr("drivetrain.core.lazy.torch.compile", lambda model, **knobs: asked.append(knobs))
+    CudaGraph(fullgraph=True).apply(nn.Linear(2, 2), torch.zeros(2, 2), 1.0)
+    assert asked == [{"mode": "reduce-overhead", "dynamic": False, "fullgraph": True}]
 
 
 @pytest.mark.parametrize("method", ["trace", "script"])
@@ -217,9 +286,11 @@ def test_what_cannot_be_is_refused_at_once(problems):
         (["compile=cudagraph"], ("compile=cudagraph", "CUDA")),
         (["compile=cudagraph", "runtime.device=cpu"], ("runtime.device=cpu", "compile=inductor")),
         (["compile=step", "precision=amp"], ("compile=step", "precision=amp")),
+        (["compile=step", "precision=bf16_pure", "precision.master=stochastic"], ("compile=step", "precision.master=fp32")),
+        (["compile=inductor", "compile.mode=reduce-overhead", "parallel=fsdp"], ("compile=inductor", "CUDA graphs", "fsdp")),
         (["compile=step", "parallel=ddp"], ("compile=step", "parallel=ddp")),
         (["compile=step", "optimizer=adamw", "optimizer.fused=true"], ("optimizer.fused=true", "compile=step")),
-        (["compile=inductor", "compile.mode=reduce-overhead", "runtime.device=cpu"], ("compile.mode=reduce-overhead", "CPU")),
+        (["compile=inductor", "compile.mode=reduce-overhead", "runtime.device=cpu"], ("compile.mode=reduce-overhead", "cpu")),
         (["compile=jit", "debug=anomaly"], ("compile=jit", "debug=anomaly")),
     ):
         said = " ".join(problems(*words))

@@ -50,6 +50,11 @@ class StepGraph(Dynamo):
                 f"compile=step and {run.named('precision')} exclude each other (the loss scaler decides in Python whether to "
                 "update): set precision=bf16 or compile=inductor"
             )
+        if run.precision.frees_weights:
+            yield (
+                f"compile=step and {run.named('precision')} with precision.master=stochastic exclude each other (a graph's "
+                "memory cannot be freed between updates): set precision.master=fp32 or compile=inductor"
+            )
         for key, (given, neutral) in eager_only_settings(run).items():
             yield f"{key}={given} has no effect in compile=step, which makes the update in its own way: set it to {neutral}"
 

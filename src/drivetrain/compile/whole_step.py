@@ -31,7 +31,7 @@ INDUCTOR = {"reorder_for_locality": False}
 # torch.optim's settings for an update without Python numbers; the compiler fuses it.
 TRACEABLE = {"fused": False, "foreach": True, "capturable": True}
 
-Graph = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # inputs, targets, weight → weighted loss
+Graph = Callable[..., torch.Tensor]  # inputs, targets, weight → weighted loss
 
 
 class CannotRecordError(Exception):
@@ -58,6 +58,7 @@ class WholeStep:
         self._eager, self._started = True, False
         self._updated = False  # the update's last micro-batch has updated already
         self._graphs: dict[tuple[Any, ...], Graph] = {}
+        self._pool: Any = None  # the memory of all CUDA graphs
         self._trained: list[torch.nn.Parameter] = []  # parameters that get gradients
         self._gradient_sums: list[torch.Tensor] = []  # their gradients, where an update has several micro-batches
         self._lr_tensors: list[torch.Tensor] = []
@@ -231,7 +232,10 @@ class WholeStep:
         def run(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             return compiled(*static, x, y, weight)
 
-        return CapturedGraph(run) if self._cudagraph and batch.x.is_cuda else run
+        if not (self._cudagraph and batch.x.is_cuda):
+            return run
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        return CapturedGraph(run, self._pool)
 
     def _give_up(self, reason: str) -> None:
         self._eager = True
@@ -241,24 +245,46 @@ class WholeStep:
 
 
 class CapturedGraph:
-    """Captures a graph's second call as a CUDA graph, and replays it from then on."""
+    """Captures a graph's second call as a CUDA graph, and replays it from then on.
 
-    def __init__(self, run: Graph) -> None:
-        self.run, self.graph, self.warm = run, torch.cuda.CUDAGraph(), False
-        self.inputs: list[torch.Tensor] = []
+    The graphs of all shapes take their memory from one `pool`. They never run at the same time, and what one returns, its
+    loss, has been added up before the next one runs.
+    """
+
+    def __init__(self, run: Graph, pool: Any) -> None:
+        self._run, self._pool, self._call = run, pool, self._first
 
     def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
-        if not self.warm:  # loads and autotunes kernels, which a capture cannot do
-            self.warm = True
-            return self.run(*inputs)  # type: ignore[call-arg]
-        if not self.inputs:
-            self.inputs = [t.clone() for t in inputs]
-            with torch.cuda.graph(self.graph):
-                self.loss = self.run(*self.inputs)  # type: ignore[call-arg]
-        for captured, given in zip(self.inputs, inputs, strict=True):
+        return self._call(*inputs)
+
+    def _first(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """Load and autotune kernels, which a capture cannot do."""
+        self._call = self._second
+        return self._run(*inputs)
+
+    def _second(self, *inputs: torch.Tensor) -> torch.Tensor:
+        self._call = self._replay if self._capture(inputs) else self._run
+        return self._call(*inputs)
+
+    def _capture(self, inputs: tuple[torch.Tensor, ...]) -> bool:
+        """Capture one call. Returns False if CUDA cannot: nothing has been computed then, because a capture only records."""
+        self._graph, self._inputs = torch.cuda.CUDAGraph(), [t.clone() for t in inputs]
+        stream = torch.cuda.current_stream()
+        try:
+            # In "global" mode the capture would fail when a loader's thread pins memory in the meantime.
+            with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
+                self._loss = self._run(*self._inputs)
+        except RuntimeError as error:
+            torch.cuda.set_stream(stream)  # some releases of torch leave the stream of a failed capture current
+            logger.warning("compile=step: no CUDA graph: %s. Going on with one launch for each kernel", _first_line(error))
+            return False
+        return True
+
+    def _replay(self, *inputs: torch.Tensor) -> torch.Tensor:
+        for captured, given in zip(self._inputs, inputs, strict=True):
             captured.copy_(given, non_blocking=True)
-        self.graph.replay()
-        return self.loss
+        self._graph.replay()
+        return self._loss
 
 
 @contextmanager

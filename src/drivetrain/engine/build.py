@@ -41,7 +41,8 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter]) -> Trainer:
     world = parallel.data_world
 
     model = _build_model(context, debug)
-    # Compile before DDP: each bucket's all-reduce still starts as its gradients appear, and evaluation keeps the plain model.
+    # Compile before DDP, so that evaluation keeps the plain model. The first call is within DDP's forward: there torch splits
+    # the compiled model at DDP's buckets (DDPOptimizer), so that all-reduces still overlap with the backward.
     compiler = run.compile.build(context)
     forward = parallel.wrap_model(compiler.apply(model, context.example, run.checkpointing.budget))
     # The optimizer comes after every edit that may replace or move parameters; the average after the weights are final.

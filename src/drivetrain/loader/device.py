@@ -33,6 +33,10 @@ class Device(Loader):
     def copies_ahead(self) -> int:
         return self.ahead
 
+    def autotune(self, pipeline: Pipeline, size: int, device: torch.device) -> list[str]:
+        on_cpu = "loader=device: the device is the CPU, so batches are prepared between the steps, not beside them"
+        return [on_cpu] if device.type == "cpu" else []
+
     def raise_if_worker_died(self, error: RuntimeError) -> None:
         self._cpu_loader().raise_if_worker_died(error)
 

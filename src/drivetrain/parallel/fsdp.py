@@ -34,8 +34,8 @@ class Fsdp(Sharded):
         yield from self.divisibility_problems("replicate", self.replicate, self.replicate)
         if run.compile.cuda_graphs:
             yield (
-                "compile=cudagraph and parallel=fsdp exclude each other (weights are gathered and freed within a forward): "
-                "set compile=regional"
+                f"{run.named('compile')} with CUDA graphs and parallel=fsdp exclude each other (weights are gathered and freed "
+                "within a forward): set compile=regional compile.mode=default"
             )
 
     def validate_device(self, run: RunSpec) -> Iterator[str]:

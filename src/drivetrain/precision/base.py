@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, Option, Positive
-from drivetrain.precision import one_pixel_conv
+from drivetrain.precision import float32_products, one_pixel_conv
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
@@ -29,16 +29,19 @@ def backpropagate(loss: torch.Tensor, weight: torch.Tensor) -> None:
 
 
 class Precision(Option):
-    """precision=fp32: everything in float32."""
+    """precision=fp32: everything in float32. torch would round the inputs of convolutions to TensorFloat-32 on CUDA."""
 
     dtype: str | None = None  # that autocast computes in
     full_float32 = True  # every tensor is float32
     scales_loss = False  # an overflow skips the update
     owns_weights = False  # keeps its own copies of the weights
+    frees_weights = False  # frees these copies between updates
 
     def setup(self, context: BuildContext) -> None:
-        """Store the device that the step runs on."""
+        """Store the device that the step runs on. Where every tensor is float32, every product is computed in it too."""
         self._device = context.device
+        if self.full_float32:
+            float32_products.set_until_exit(context.on_exit, "highest", tf32_convolutions=False)
 
     def convert(self, model: torch.nn.Module, example: torch.Tensor) -> torch.nn.Module:
         """Convert the model to this precision, before it is compiled or wrapped. `example` is a batch of two zeros."""
@@ -89,13 +92,11 @@ class Tf32(Precision):
 
     def setup(self, context: BuildContext) -> None:
         super().setup(context)
-        device = context.device
-        context.on_exit.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
-        context.on_exit.callback(setattr, torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)
-        torch.set_float32_matmul_precision(self.matmul)
-        torch.backends.cudnn.allow_tf32 = self.cudnn
-        if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
-            logger.warning("precision=tf32 rounds nothing here (CUDA devices from Ampere on have TF32): this is float32")
+        float32_products.set_until_exit(context.on_exit, self.matmul, tf32_convolutions=self.cudnn)
+        if not float32_products.are_rounded(context.device):
+            logger.warning(
+                "precision=tf32 rounds nothing on this device (CUDA devices have TF32 from Ampere on): this is float32"
+            )
 
 
 class Bf16(Precision):
