@@ -7,7 +7,7 @@ import pytest
 from drivetrain.config import validate as check
 from drivetrain.core.context import BuildContext
 from drivetrain.core.world import World
-from drivetrain.engine import build
+from drivetrain.engine import build, flops
 from drivetrain.launch import launcher
 from drivetrain.saving import checkpoint_io
 from tests.conftest import Sink
@@ -39,9 +39,9 @@ def pretend(monkeypatch):
 
 @pytest.fixture
 def fake_run(tiny, folder, monkeypatch, tmp_path, pretend):
-    """`fake_run(kind, *words)`: the trainer of a tiny run that has made three updates on a fake device, and the device.
+    """`fake_run(kind, *words)`: the trainer of a tiny run that has made two updates on a fake device, and the device.
 
-    What makes the host wait is found in the updates after the first, which makes the optimizer's state.
+    What makes the host wait is found in the second update: the first makes the optimizer's state.
     """
     contexts = []
 
@@ -50,13 +50,15 @@ def fake_run(tiny, folder, monkeypatch, tmp_path, pretend):
         monkeypatch.syspath_prepend(folder)
         for name in ("save", "save_sharded"):  # files hold real tensors
             monkeypatch.setattr(checkpoint_io, name, lambda *_: None)
+        monkeypatch.setattr(flops, "count", lambda *_: flops.ModelFlops(None, "not of interest here"))
         device = pretend(kind)
-        job = prepared(tuple(tiny(*words, "updates=3", "epochs=3")))
+        job = prepared(tuple(tiny(*words, "updates=2")))
         check.validate_device(job.run)
         context = BuildContext(job.run, world, tmp_path / "run")
         contexts.append(context)
         with device:
             trainer = build.build(context, [Sink()])
+            trainer.evaluator.max_batches = 1
             trainer.stream_watchers.append(fake_device.watch_steps(device, 1))
             trainer.fit()
         return trainer, device

@@ -43,7 +43,7 @@ ROWS = in_rows(option for option in OPTIONS if option not in (*REAL, *SEVERAL_RA
 
 def train(fake_run, kind, row):
     """Train the options of a row; yields what this machine lacks for some of them."""
-    words = [word for option in row for word in words_of(option)]
+    words = [word.replace("[cpu,cpu]", f"['{kind}:0','{kind}:0']") for option in row for word in words_of(option)]
     try:
         trainer, device = fake_run(kind, *words, *([] if any(group == "saving" for group, _ in row) else ["saving=none"]))
         assert trainer.progress.updates == trainer.max_updates
@@ -56,14 +56,16 @@ def train(fake_run, kind, row):
         problems = error.problems if isinstance(error, UserError) else []
         lacking = [p for p in problems if any(lack in p for lack in LACKING)]
         yield from lacking
-        able = [o for o in row if not any("{}={}".format(*o) in p for p in lacking)]
-        if lacking and len(able) < len(row):
-            parts = [able] if able else []
-        elif len(row) > 1:
-            parts = [row[: len(row) // 2], row[len(row) // 2 :]]
-        else:
+        named = [o for o in row if any("{}={}".format(*o) in p for p in lacking or problems)]
+        if lacking and named:
+            parts = [[o for o in row if o not in named]]
+        elif len(row) == 1:
             raise
-        for part in parts:
+        elif named:  # two that exclude each other
+            parts = [[o for o in row if o != named[-1]], named[-1:]]
+        else:
+            parts = [row[: len(row) // 2], row[len(row) // 2 :]]
+        for part in filter(None, parts):
             yield from train(fake_run, kind, part)
         if not problems:
             raise  # the options fail together

@@ -19,7 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import arg_tree_leaves
 
-from drivetrain.core import lazy
+from drivetrain.core import accelerators, lazy
+from drivetrain.core.accelerators import Accelerator
 from drivetrain.core.host_reads import ON_PURPOSE
 from drivetrain.core.microbatch import MicroBatch
 
@@ -44,7 +45,7 @@ class FakeDevice(TorchDispatchMode):
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
+        self.device = torch.device(kind, 0)
         self.fakes = _Fakes(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         self.in_step, self.watching, self.waits = False, False, set[str]()
 
@@ -75,11 +76,14 @@ class FakeDevice(TorchDispatchMode):
         line = calling_line(sys._getframe(1)) if wait else None
         if line and self.watching:
             self.waits.add(f"{line}: {wait}")
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return torch.tensor(0 if line else 1, dtype=args[0].dtype).tolist()
-        if func._schema.name in ("aten::_fused_sgd_", "aten::_fused_adagrad_"):  # updates without a fake form, which return nothing
-            FakeTensor._find_common_device(func, leaves)
-            return None
+        if func._schema.name in ("aten::_local_scalar_dense", "aten::equal", "aten::allclose"):
+            kind = args[0].dtype if len(args) == 1 else torch.bool
+            return torch.tensor(0 if line else 1, dtype=kind).tolist()
+        if func._schema.name.startswith(("aten::_foreach", "aten::_fused")) and "copy" not in func._schema.name:
+            for column in zip(*(a for a in args if isinstance(a, list | tuple) and a), strict=False):  # torch checks the first row
+                FakeTensor._find_common_device(func, list(column))
+        if func._schema.name in ("aten::_fused_sgd_", "aten::_fused_adagrad_"):
+            return None  # updates without a fake form
         for name in ("generator", "pin_memory"):
             if kwargs.get(name):
                 kwargs[name] = None
@@ -111,7 +115,7 @@ class FakeDevice(TorchDispatchMode):
 
 WAITS = frozenset((
     "_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal", "bincount",
-    "is_nonzero", "histc",
+    "is_nonzero", "histc", "allclose",
 ))  # fmt: skip
 
 
@@ -152,12 +156,16 @@ def pretend(monkeypatch: pytest.MonkeyPatch, kind: str) -> torch.device:
     from drivetrain.precision import base
     from drivetrain.runtime import Runtime
 
-    device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
-    monkeypatch.setattr(Runtime, "set_up_process", lambda self, world: device)
-    monkeypatch.setattr(Runtime, "device_type", lambda self: kind)
+    device = torch.device(kind, 0)
+    monkeypatch.setattr(Runtime, "_device", lambda self, world: device)
+    monkeypatch.setattr(Runtime, "accelerator", lambda self: Accelerator(kind, 2, (9, 0)))
+    monkeypatch.setattr(accelerators, "find", lambda: Accelerator(kind, 2, (9, 0)))
     for module in (torch, lazy.torch):  # the latter has copies of torch's names
         monkeypatch.setattr(module, "Generator", Generator)
         monkeypatch.setattr(module, "autocast", Autocast)
+        monkeypatch.setattr(module, "Event", Stream)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device=None: None)
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device=None: 2**20)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     monkeypatch.setattr(torch.utils, "swap_tensors", swap)
     monkeypatch.setattr(FakeTensor, "data_ptr", lambda self: id(self.untyped_storage()) + self.storage_offset())
@@ -193,6 +201,27 @@ def swap(a: torch.Tensor, b: torch.Tensor) -> None:
     torch._C._swap_tensor_impl(a, b)
 
 
+def pretend_ranks(monkeypatch: pytest.MonkeyPatch, kind: str, ranks: int) -> None:
+    """Make this process the first of several ranks, whose collectives return at once, with what they were given."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from drivetrain.parallel import process_group
+
+    def all_gather_object(values: list[Any], value: Any, group: Any = None) -> None:
+        values[:] = [value] * len(values)
+
+    join = dist.init_process_group
+    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(FakeStore(), 0, ranks)]))
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: join(f"cpu:fake,{kind}:fake", store=FakeStore(), rank=0, world_size=ranks))
+    monkeypatch.setattr(dist, "get_default_backend_for_device", lambda device: "fake")
+    monkeypatch.setattr(dist, "new_group", lambda *_, **__: dist.group.WORLD)
+    monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
+    monkeypatch.setattr(dist, "gather_object", lambda value, values, **_: all_gather_object(values, value))
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda values, **_: None)
+    monkeypatch.setattr(process_group, "device_id", lambda device: None)
+
+
 class Generator(torch.Generator):
     """A generator of the CPU in place of the device's, where no fake tensor takes numbers from it."""
 
@@ -215,12 +244,19 @@ class Autocast(torch.autocast):
 class Stream:
     """A stream or an event on which nothing is ever waiting."""
 
+    stream_id = device_index = device_type = 0
+
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *_, **__: None
+    def elapsed_time(self, end: Stream) -> float:
+        """Milliseconds."""
+        return 1.0
+
+    def __getattr__(self, name: str) -> Callable[..., Stream]:
+        return lambda *_, **__: Stream()
 
 
+PROPERTIES = SimpleNamespace(uuid="fake", total_memory=2**33, multi_processor_count=100)
 MODULE = SimpleNamespace(
     _lazy_init=lambda: None, is_available=lambda: True, device_count=lambda: 1, current_device=lambda: 0,
     get_device_capability=lambda device=None: (9, 0), is_bf16_supported=lambda including_emulation=True: True,
@@ -230,7 +266,8 @@ MODULE = SimpleNamespace(
     get_rng_state_all=lambda: [torch.zeros(16, dtype=torch.uint8)], set_rng_state_all=lambda states: None,
     manual_seed_all=lambda seed: None, manual_seed=lambda seed: None, max_memory_allocated=lambda device=None: 2**20,
     memory_reserved=lambda device=None: 2**20, memory_allocated=lambda device=None: 2**20, is_initialized=lambda: True,
+    get_device_name=lambda device=None: "fake", get_device_properties=lambda device=None: PROPERTIES,
     profiler=SimpleNamespace(start=lambda: None, stop=lambda: None),
-    nvtx=SimpleNamespace(range_push=lambda name: None, range_pop=lambda: None),
+    nvtx=SimpleNamespace(range=lambda name: contextlib.nullcontext()),
     device=lambda index: contextlib.nullcontext(), empty_cache=lambda: None, _is_in_bad_fork=lambda: False,
 )  # fmt: skip

@@ -25,6 +25,8 @@ class Dali(Loader):
     Files that are not plain JPEGs, and batches that DALI fails on, are decoded as by the other loaders.
     """
 
+    needs_real_tensors = "DALI decodes on the device"
+
     def __init__(
         self,
         num_threads: Count | Literal["auto"] = "auto",

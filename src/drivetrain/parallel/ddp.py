@@ -36,6 +36,8 @@ class Ddp(ProcessGroupStrategy):
     compress: Literal["none", "fp16", "bf16", "powersgd"] = "none"
     powersgd_rank: Count = 1
 
+    needs_real_tensors = "DDP's reducer reads the memory of gradients"
+
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)
         if self.compress == "powersgd" and run.precision.scales_loss:

@@ -1,0 +1,28 @@
+"""Sharded models on a fake device: one of two ranks, whose collectives return at once."""
+
+import pytest
+import torch.distributed as dist
+
+from drivetrain.core.world import World
+from tests.cuda.test_options import CLASSES, SEVERAL_RANKS
+from tests.support import fake_device
+from tests.test_contract import ids, words_of
+
+SHARDED = [option for option in SEVERAL_RANKS if not CLASSES[option].needs_real_tensors]
+VARIANTS = {
+    ("parallel", "fsdp"): [[], ["parallel.replicate=2"], ["parallel.sync_each_micro=true", "batch=accumulate"], ["clip=norm", "ema=ema"]],
+}
+
+
+@pytest.mark.parametrize("option", SHARDED, ids=ids(SHARDED))
+def test_it_trains_and_its_steps_do_not_wait(fake_run, monkeypatch, option):
+    for words in VARIANTS.get(option, [[]]):
+        fake_device.pretend_ranks(monkeypatch, "lazy", 2)
+        try:
+            trainer, device = fake_run("lazy", *words_of(option), "parallel.nproc=2", "saving=none", *words, world=World(0, 2, 0, 2))
+            assert trainer.progress.updates == 2
+            assert not device.waits
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            monkeypatch.undo()
