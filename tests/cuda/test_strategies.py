@@ -10,7 +10,7 @@ from tests.test_contract import ids, words_of
 
 SHARDED = [option for option in SEVERAL_RANKS if not CLASSES[option].needs_real_tensors]
 VARIANTS = {
-    ("parallel", "fsdp"): [[], ["parallel.replicate=2"], ["parallel.sync_each_micro=true", "batch=accumulate"], ["clip=norm", "ema=ema"]],
+    ("parallel", "fsdp"): [[], ["parallel.replicate=2"], ["parallel.sync_each_micro=true", "batch=accumulate", "batch.accumulation_steps=2"], ["clip=norm", "ema=ema"]],
 }
 
 

@@ -80,8 +80,7 @@ class FakeDevice(TorchDispatchMode):
             kind = args[0].dtype if len(args) == 1 else torch.bool
             return torch.tensor(0 if line else 1, dtype=kind).tolist()
         if func._schema.name.startswith(("aten::_foreach", "aten::_fused")) and "copy" not in func._schema.name:
-            for column in zip(*(a for a in args if isinstance(a, list | tuple) and a), strict=False):  # torch checks the first row
-                FakeTensor._find_common_device(func, list(column))
+            check_rows(args)
         if func._schema.name in ("aten::_fused_sgd_", "aten::_fused_adagrad_"):
             return None  # updates without a fake form
         for name in ("generator", "pin_memory"):
@@ -111,6 +110,14 @@ class FakeDevice(TorchDispatchMode):
             if any(i.dtype in (torch.bool, torch.uint8) for i in indices) and (name == "index" or args[2].numel() > 1):
                 return f"{name} by a mask"
         return None
+
+
+def check_rows(args: Any) -> None:
+    """Raise where the lists of a multi-tensor operation mix devices: torch's fake tensors do not look at them all."""
+    for row in zip(*(a for a in args if isinstance(a, list | tuple) and a), strict=False):
+        devices = {str(t.device) for t in row if isinstance(t, torch.Tensor) and t.ndim}
+        if len(devices) > 1:
+            raise RuntimeError(f"Expected all tensors to be on the same device, but found {' and '.join(sorted(devices))}")
 
 
 WAITS = frozenset((
