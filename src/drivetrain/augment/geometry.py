@@ -137,8 +137,9 @@ class RandomResizedCrop(Augment):
     def apply(
         self, x: torch.Tensor, y: torch.Tensor, indices: torch.Tensor, pipeline: SamplePipeline, request: Request
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        cropped = getattr(pipeline.source, "crops", False)  # by the source already, while decoding
-        return (x if cropped else self(x, pipeline.seed, request.epoch, indices)), y, indices
+        if getattr(pipeline.source, "crops", False):  # the source has cropped them already, while decoding
+            return x, y, indices
+        return super().apply(x, y, indices, pipeline, request)
 
     def __call__(self, x: torch.Tensor, seed: int, epoch: int, indices: torch.Tensor) -> torch.Tensor:
         draws = torch.stack([rng.uniform(seed, epoch, indices, stream) for stream in random_streams.CROP])
