@@ -221,7 +221,7 @@ def resized_crop(
             part = image[:, :, t : t + h, le : le + w]
             target.copy_(torch.nn.functional.interpolate(part, x.shape[2:], mode=interpolation, antialias=True))
         return out
-    top, left, height, width = (send(t, x.device) for t in (top, left, height, width))
+    top, left, height, width = send(torch.stack([top, left, height, width]), x.device).unbind()
     return _stretched(
         x, _resize_matrix(top, height, x.shape[2], interpolation), _resize_matrix(left, width, x.shape[3], interpolation)
     )

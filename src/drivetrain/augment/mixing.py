@@ -115,7 +115,8 @@ class CutMix(Mixing):
             begin, end = (middle - half).clamp(min=0), (middle + half).clamp(max=size)
             spans.append((begin, end - begin))
         (top, height), (left, width) = spans
-        mask = box_mask(*(send(v, x.device) for v in (top, left, height, width)), h, w)
+        box = send(torch.stack([top, left, height, width]), x.device)
+        mask = box_mask(box[0], box[1], box[2], box[3], h, w)
         return where(mask, other, x), 1 - (height * width).to(share.dtype) / (h * w)
 
 
