@@ -137,8 +137,9 @@ class RandomResizedCrop(Augment):
     def apply(
         self, x: torch.Tensor, y: torch.Tensor, indices: torch.Tensor, pipeline: SamplePipeline, request: Request
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        cropped = getattr(pipeline.source, "crops", False)  # by the source already, while decoding
-        return (x if cropped else self(x, pipeline.seed, request.epoch, indices)), y, indices
+        if getattr(pipeline.source, "crops", False):  # the source has cropped them already, while decoding
+            return x, y, indices
+        return super().apply(x, y, indices, pipeline, request)
 
     def __call__(self, x: torch.Tensor, seed: int, epoch: int, indices: torch.Tensor) -> torch.Tensor:
         draws = torch.stack([rng.uniform(seed, epoch, indices, stream) for stream in random_streams.CROP])
@@ -220,7 +221,7 @@ def resized_crop(
             part = image[:, :, t : t + h, le : le + w]
             target.copy_(torch.nn.functional.interpolate(part, x.shape[2:], mode=interpolation, antialias=True))
         return out
-    top, left, height, width = (send(t, x.device) for t in (top, left, height, width))
+    top, left, height, width = send(torch.stack([top, left, height, width]), x.device).unbind()
     return _stretched(
         x, _resize_matrix(top, height, x.shape[2], interpolation), _resize_matrix(left, width, x.shape[3], interpolation)
     )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from drivetrain.core.lazy import torch
 
-WITH_STREAMS = ("cuda", "xpu")  # ROCm calls itself cuda; MPS copies from the CPU's own pages, which it may still read later
+WITHOUT_STREAMS = ("cpu", "mps")  # MPS copies straight from the CPU's pages, and may still read them when the host goes on
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether a device copies from pinned memory while the host goes on, and works in streams."""
-    return device.type in WITH_STREAMS
+    """Whether a device works in streams, and copies from pinned memory while the host goes on (CUDA, ROCm, XPU)."""
+    return device.type not in WITHOUT_STREAMS
 
 
 def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

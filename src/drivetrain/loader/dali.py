@@ -72,7 +72,7 @@ class Dali(Loader):
         threads = usable_cores() if self.num_threads == "auto" else self.num_threads
         mixed = device.type == "cuda" and self.decoder != "cpu"
         graph = _build_graph(files, threads, self.prefetch_factor, device.index or 0 if mixed else None)
-        stream = {"cuda_stream": torch.cuda.current_stream(device)} if mixed else {}
+        stream = {"cuda_stream": torch.get_device_module(device).current_stream(device)} if mixed else {}
         while True:
             try:
                 (images,) = graph.run(**stream)
