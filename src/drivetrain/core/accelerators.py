@@ -12,9 +12,10 @@ import multiprocessing
 import os
 import re
 import sys
+from dataclasses import dataclass
 from importlib import metadata
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any
 
 from drivetrain.core import nvidia_driver
 from drivetrain.core.lazy import torch
@@ -25,7 +26,8 @@ TYPES = ("cuda", "xpu", "mps")  # those that runs are made for; torch names AMD'
 TIMEOUT_S = 60.0
 
 
-class Accelerator(NamedTuple):
+@dataclass(frozen=True)
+class Accelerator:
     """The devices of one type that torch can use here."""
 
     type: str = "cpu"  # as torch names it; cpu: there is no other device

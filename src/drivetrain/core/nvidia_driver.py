@@ -10,7 +10,8 @@ import ctypes
 import json
 import subprocess
 import sys
-from typing import Any, NamedTuple
+from dataclasses import astuple, dataclass
+from typing import Any
 
 LIBRARY = "libcuda.so.1"
 NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE, also where CUDA_VISIBLE_DEVICES is empty
@@ -18,7 +19,8 @@ CAPABILITY = (75, 76)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
 TIMEOUT_S = 60.0  # a machine of eight devices needs seconds where its driver is not kept running
 
 
-class Devices(NamedTuple):
+@dataclass(frozen=True)
+class Devices:
     """What the driver shows to this process, given CUDA_VISIBLE_DEVICES, containers and MIG."""
 
     count: int = 0
@@ -67,4 +69,4 @@ def _attribute(driver: Any, number: int, attribute: int) -> int:
 
 
 if __name__ == "__main__":
-    print(json.dumps(ask(ctypes.CDLL(LIBRARY))))
+    print(json.dumps(astuple(ask(ctypes.CDLL(LIBRARY)))))

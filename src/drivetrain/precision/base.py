@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, Option, Positive
-from drivetrain.precision import float32_products, one_pixel_conv
+from drivetrain.precision import cpu_float16, float32_products, one_pixel_conv
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
@@ -122,7 +122,7 @@ class Bf16(Precision):
 class Amp(Bf16):
     """float16 autocast with dynamic loss scaling (Micikevicius et al. 2018): an overflow skips the update.
 
-    On a CPU without float16 convolutions they stay in float32: torch's fallback is 50 times slower.
+    On a CPU, layers whose float16 kernels are slow stay in float32: that is measured, once, before training.
     """
 
     dtype = "float16"
@@ -134,15 +134,27 @@ class Amp(Bf16):
 
     def setup(self, context: BuildContext) -> None:
         super().setup(context)
-        self._all_reduce_max = context.parallel.all_reduce_max
+        self._parallel = context.parallel
         self.scaler = torch.amp.GradScaler(self._device.type, init_scale=self.init_scale, growth_interval=self.growth_interval)
 
     def convert(self, model: torch.nn.Module, example: torch.Tensor) -> torch.nn.Module:
-        if self._device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_fp16_supported():
+        if self._device.type == "cpu":
+            self._keep_slow_layers_in_float32(model, example)
+        return model
+
+    def _keep_slow_layers_in_float32(self, model: torch.nn.Module, example: torch.Tensor) -> None:
+        """Measure on this CPU what float16 costs. What is too slow for one rank is for all: they must compute alike."""
+        ranks = self._parallel.gather_object(cpu_float16.measure(model, example))
+        slowest = cpu_float16.Slowness(*self._parallel.broadcast_object([max(times) for times in zip(*ranks, strict=True)]))
+        says = "in float32: on this CPU float16 takes %.0f times as long"
+        if slowest.matrices > cpu_float16.LIMIT:
+            logger.info(f"everything stays {says}", slowest.matrices)
+            self._autocast = torch.autocast(self._device.type, enabled=False)
+        elif slowest.convolutions > cpu_float16.LIMIT:
+            logger.info(f"convolutions stay {says}", slowest.convolutions)
             for module in model.modules():
                 if isinstance(module, torch.nn.modules.conv._ConvNd):
                     _run_in_float32(module)
-        return model
 
     def backward(self, loss: torch.Tensor, weight: torch.Tensor) -> None:
         backpropagate(self.scaler.scale(loss), weight)
@@ -158,7 +170,7 @@ class Amp(Bf16):
         self.scaler.unscale_(optimizer)
         clip()
         found = self.scaler._found_inf_per_device(optimizer)  # `scaler.step` would read it too, but does not return it
-        overflow = any(float(self._all_reduce_max(inf)) for inf in found.values())
+        overflow = any(float(self._parallel.all_reduce_max(inf)) for inf in found.values())
         if not overflow:
             optimizer.step()
         self.scaler.update()

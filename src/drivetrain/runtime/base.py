@@ -6,6 +6,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Literal
 
 from drivetrain.core import accelerators, rng
@@ -78,7 +79,7 @@ class Runtime(Option):
             found = accelerators.find()
             return found if found.type in CHOSEN_BY_AUTO else Accelerator()
         type_ = self.device.partition(":")[0]
-        return Accelerator() if type_ == "cpu" else accelerators.find()._replace(type=type_)
+        return Accelerator() if type_ == "cpu" else replace(accelerators.find(), type=type_)
 
     def _device(self, world: World) -> torch.device:
         """Return the device of this rank. Raises UserError where it cannot be used."""
