@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 ROW = 64  # elements; each parameter begins a new row, so that norms and factors of single parameters are computed by rows
-# Elements of a vector. On a CPU the vectors of an update should fit the cache; on a GPU a large vector saves kernel launches.
-CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24}
+# Elements of a vector. On a CPU the vectors of an update should fit the cache; elsewhere a large vector saves kernel launches.
+CPU_CHUNK, DEVICE_CHUNK = 1 << 18, 1 << 24
 
 
 class Chunk:
@@ -167,7 +167,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         parts: list[list[Tensor]] = []
         size, last = 0, None
         for p in params:
-            limit = 0 if self.loop else CHUNK_ELEMENTS.get(p.device.type, CHUNK_ELEMENTS["cpu"])
+            limit = 0 if self.loop else CPU_CHUNK if p.device.type == "cpu" else DEVICE_CHUNK
             numbers = [float(self.state[p][name]) for name in ("step", *self.state_chunk_numbers) if p in self.state]
             kind = (p.device, p.dtype, *numbers)  # the same for all parameters of a chunk
             if kind != last or size + p.numel() > limit:
