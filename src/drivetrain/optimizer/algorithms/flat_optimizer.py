@@ -32,7 +32,7 @@ class Chunk:
         self.flat_params = [_flatten(p.detach(), order) for p, order in zip(params, self.orders, strict=True)]
         counts = [-(-p.numel() // self.row) for p in params]
         self.rows = torch.tensor(counts, device=like.device)  # (n,) rows of each parameter
-        self.owner = torch.repeat_interleave(self.rows)  # (rows,) index of the parameter that each row belongs to
+        self.owner = torch.repeat_interleave(self.rows, output_size=sum(counts))  # (rows,) index of each row's parameter
         padding = [like.new_zeros(c * self.row - p.numel(), dtype=self.dtype) for c, p in zip(counts, params, strict=True)]
         self.parts = [part for pair in zip(self.flat_params, padding, strict=True) for part in pair]
         self.size = sum(part.numel() for part in self.parts)
