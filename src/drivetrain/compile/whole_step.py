@@ -59,7 +59,7 @@ class WholeStep:
         self.seconds = 0.0  # spent recording and compiling
         self._eager, self._started = True, False
         self._updated = False  # the update's last micro-batch has updated already
-        self._made: Outputs = ()  # whether it did, where the graph decides
+        self._made: list[torch.Tensor] = []  # whether it did, where the graph decides
         self._graphs: dict[tuple[Any, ...], Graph] = {}
         self._pool: Any = None  # the memory of all CUDA graphs
         self._trained: list[torch.nn.Parameter] = []  # parameters that get gradients

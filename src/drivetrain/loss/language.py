@@ -32,9 +32,12 @@ class NextToken(Loss):
     def _in_chunks(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         from torch.utils.checkpoint import checkpoint
 
+        def part(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+            arguments = (_token_loss, logits, tokens, "sum")
+            return checkpoint(*arguments, use_reentrant=False, preserve_rng_state=False)  # nothing in it is random
+
         rows = zip(output.flatten(0, 1).chunk(self.chunks), target.flatten().chunk(self.chunks), strict=True)
-        settings = {"use_reentrant": False, "preserve_rng_state": False}  # nothing random is computed again
-        total: torch.Tensor = sum(checkpoint(_token_loss, logits, tokens, "sum", **settings) for logits, tokens in rows)
+        total = torch.stack([part(*row) for row in rows]).sum()
         return total / (target != PADDING).sum()
 
     def sums(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
