@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from drivetrain.compile import CudaGraph
-from drivetrain.compile.whole_step import CapturedGraph
+from drivetrain.compile.captured_graph import CapturedGraph
 
 RESNET = ["model=resnet9", "model.width=8", "optimizer.lr=0.01", "updates=4"]
 OWN = ["model=own", "trust=[tests]"]
@@ -99,6 +99,7 @@ def test_evaluation_is_not_compiled(make, eager_backend):
         ["batch=accumulate", "batch.accumulation_steps=3"],
         ["precision=bf16", "ema=ema"],
         ["precision=bf16_pure", "clip=norm"],
+        ["precision=amp", "clip=norm", "optimizer=adamw", "ema=ema"],
         ["checkpointing=blocks", "model.dropout=0.0"],
         ["optimizer=lamb", "optimizer.lr=0.01"],
     ],
@@ -109,6 +110,21 @@ def test_a_step_as_one_graph_is_the_plain_step(train, make, recorded, words):
     assert_close(weights(plain), weights(step), make(*MLP, *words).model.state_dict())
     assert recorded, "it was recorded"
     assert step.compile_s is not None
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "muon", "lamb"])
+def test_an_overflow_within_the_graph_moves_nothing_but_the_scale(make, recorded, optimizer):
+    """The scale doubles after each update, until it overflows. The graph decides on the device whether an update counts."""
+    words = [*MLP, "precision=amp", f"precision.init_scale={2.0**13}", "precision.growth_interval=1", "epochs=9", "updates=8"]
+    words += [f"optimizer={optimizer}", "optimizer.lr=0.01", "ema=ema", "scheduler=linear", "clip=norm", "saving=none"]
+    plain, step = make(*words), make(*words, "compile=step")
+    for trainer in (plain, step):
+        trainer.fit()
+    assert len(recorded) == 1
+    assert step.progress.skipped == plain.progress.skipped > 0
+    assert step.precision.scaler.get_scale() == plain.precision.scaler.get_scale()
+    for a, b in zip(plain.ema.state_dict()["tensors"].values(), step.ema.state_dict()["tensors"].values(), strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-3, atol=1e-4)
 
 
 def test_the_graph_holds_forward_backward_and_update(make, recorded):
@@ -285,7 +301,6 @@ def test_what_cannot_be_is_refused_at_once(problems):
     for words, names in (
         (["compile=cudagraph"], ("compile=cudagraph", "CUDA")),
         (["compile=cudagraph", "runtime.device=cpu"], ("runtime.device=cpu", "compile=inductor")),
-        (["compile=step", "precision=amp"], ("compile=step", "precision=amp")),
         (["compile=step", "precision=bf16_pure", "precision.master=stochastic"], ("compile=step", "precision.master=fp32")),
         (["compile=inductor", "compile.mode=reduce-overhead", "parallel=fsdp"], ("compile=inductor", "CUDA graphs", "fsdp")),
         (["compile=step", "parallel=ddp"], ("compile=step", "parallel=ddp")),

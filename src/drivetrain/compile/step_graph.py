@@ -45,11 +45,6 @@ class StepGraph(Dynamo):
                 f"compile=step and {run.named('parallel')} exclude each other (gradients are reduced in hooks, which a graph of "
                 "the whole step does not call): set compile=inductor or parallel=single"
             )
-        if run.precision.scales_loss:
-            yield (
-                f"compile=step and {run.named('precision')} exclude each other (the loss scaler decides in Python whether to "
-                "update): set precision=bf16 or compile=inductor"
-            )
         if run.precision.frees_weights:
             yield (
                 f"compile=step and {run.named('precision')} with precision.master=stochastic exclude each other (a graph's "
@@ -66,7 +61,9 @@ class StepGraph(Dynamo):
         from drivetrain.compile.whole_step import WholeStep
 
         model = context.model
-        self._step = WholeStep(step, model, context.optimizer, lambda: torch.compile(model), self.cudagraph)
+        self._step = WholeStep(
+            step, model, context.optimizer, lambda: torch.compile(model), self.cudagraph, context.precision.update_state
+        )
         return self._step
 
     def seconds(self) -> float | None:

@@ -21,6 +21,12 @@ class TorchOptimizer(Optimizer):
         flags = {"foreach": implementation == "foreach"} | ({"fused": implementation == "fused"} if self.fused_on else {})
         return getattr(torch.optim, self.torch_name)(groups, **flags, **self.arguments())
 
+    def has_fused(self, device: str) -> bool:
+        """Whether this build of torch has the kernel for this device type: releases and devices differ."""
+        key = torch._C._dispatch_key_for_device(device)
+        kernel = f"aten::_fused_{self.torch_name.lower()}_"
+        return bool(self.fused_on) and bool(torch._C._dispatch_has_kernel_for_dispatch_key(kernel, key))
+
 
 @dataclass(kw_only=True, eq=False)
 class Sgd(TorchOptimizer):
@@ -104,10 +110,6 @@ class Adagrad(TorchOptimizer):
     lr_decay: NonNegative = 0.0
     initial_accumulator_value: NonNegative = 0.0
     eps: Positive = 1e-10
-
-    def has_fused(self, device: str) -> bool:
-        # Older torch has a kernel for CPUs only.
-        return device in self.fused_on and torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_adagrad_", device.upper())
 
 
 @dataclass(kw_only=True, eq=False)

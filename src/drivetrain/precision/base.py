@@ -73,6 +73,10 @@ class Precision(Option):
         optimizer.step()
         return True
 
+    def update_state(self) -> list[torch.Tensor]:
+        """Return the tensors that an update changes besides those of the model and the optimizer."""
+        return []
+
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs."""
         return {}
@@ -167,6 +171,8 @@ class Amp(Bf16):
 
         Without that read, the schedule, the EMA and the counters would have to live on the device and advance by `1 - overflow`.
         """
+        if torch.compiler.is_compiling():
+            return self._recorded_step(optimizer, clip)  # type: ignore[return-value]
         self.scaler.unscale_(optimizer)
         clip()
         found = self.scaler._found_inf_per_device(optimizer)  # `scaler.step` would read it too, but does not return it
@@ -175,6 +181,22 @@ class Amp(Bf16):
             optimizer.step()
         self.scaler.update()
         return not overflow
+
+    def _recorded_step(self, optimizer: torch.optim.Optimizer, clip: Callable[[], None]) -> torch.Tensor:
+        """Make the update in any case, and return whether it counts, 0-d: compile=step then decides on the device."""
+        try:
+            self.scaler.unscale_(optimizer)
+            clip()
+            overflow = sum(self.scaler._found_inf_per_device(optimizer).values()) > 0
+            optimizer.step()
+            self.scaler.update()
+        finally:
+            self.scaler._per_optimizer_states.clear()  # a recording that fails would leave gradients that count as unscaled
+        return torch.logical_not(overflow)
+
+    def update_state(self) -> list[torch.Tensor]:
+        scale, growth = self.scaler._scale, self.scaler._growth_tracker
+        return [] if scale is None or growth is None else [scale, growth]
 
     def state_dict(self) -> dict[str, Any]:
         return self.scaler.state_dict()

@@ -27,8 +27,8 @@ def are_rounded(device: torch.device) -> bool:
 
 def _parts() -> tuple[Any, ...]:
     """Return the holders of the newer settings that the older ones write."""
-    cudnn = torch.backends.cudnn
-    return torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn, torch.backends.mkldnn.matmul
+    cudnn, mkldnn = (getattr(torch.backends, name) for name in ("cudnn", "mkldnn"))  # torch's types do not know their parts
+    return torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul
 
 
 def _older_settings() -> tuple[str, bool]:
