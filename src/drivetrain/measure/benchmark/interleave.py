@@ -182,8 +182,7 @@ def _run_round(arms: Sequence[Arm], number: int, block_s: float) -> None:
         _try(baseline, lambda arm: arm.start_warm(number, block_s))
         while True:
             group = _start_group(baseline, waiting, number, block_s)
-            live = [arm for arm in (baseline, *group) if arm.error is None]
-            order = live if number % 2 == 0 else live[::-1]
+            order = [*group, baseline] if number % 2 else [baseline, *group]
             for arm in (*order, *reversed(order)):
                 _try(arm, timed_block)
             for arm in group:
