@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from drivetrain.core.lazy import torch
-from drivetrain.loss.base import Loss
+from drivetrain.loss.base import Loss, sum_dtype
 
 
 class NextToken(Loss):
@@ -20,9 +20,10 @@ class NextToken(Loss):
         return _token_loss(output, target, "mean")
 
     def sums(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Sums of the loss in nats and in bits, and the number of tokens: float64 (3,)."""
-        loss = _token_loss(output, target, "sum").double()
-        return torch.stack([loss, loss / math.log(2), (target >= 0).sum().double()])
+        """Sums of the loss in nats and in bits, and the number of tokens (3,)."""
+        dtype = sum_dtype(output.device)
+        loss = _token_loss(output, target, "sum").to(dtype)
+        return torch.stack([loss, loss / math.log(2), (target >= 0).sum().to(dtype)])
 
 
 def _token_loss(output: torch.Tensor, target: torch.Tensor, reduction: str) -> torch.Tensor:
