@@ -43,6 +43,7 @@ _TABLE: tuple[tuple[str, dict[str, float]], ...] = (
 _OTHERS = {"MIG", "Laptop", "Ti", "D"}  # words of a slice of a device, or of another one with a similar name
 _ENOUGH_S = 2e-3  # a product that takes as long fills the device
 _SMALLEST, _LARGEST = 256, 8192
+_SIZE_S = 8e-3  # in which products of one size are repeated, at least once
 
 
 class Peak(NamedTuple):
@@ -54,10 +55,10 @@ class Peak(NamedTuple):
 
 def peak(device: torch.device, number_format: str) -> Peak:
     """Return a device's peak in "float32", "tf32", "bfloat16" or "float16". It takes some ms where it must be measured."""
-    if device.type != "cpu":
-        name = str(torch.get_device_module(device).get_device_name(device))
-        if (tflops := from_table(name, number_format)) is not None:
-            return Peak(1e12 * tflops, f"{tflops:g} TFLOP/s in {number_format}, data sheet of {name}")
+    name_of = getattr(torch.get_device_module(device), "get_device_name", None)  # CPU and MPS have none
+    name = str(name_of(device)) if name_of is not None else ""
+    if (tflops := from_table(name, number_format)) is not None:
+        return Peak(1e12 * tflops, f"{tflops:g} TFLOP/s in {number_format}, data sheet of {name}")
     flops = _measured_once(device, number_format, torch.get_num_threads())
     return Peak(flops, f"{flops / 1e12:.3g} TFLOP/s in {number_format}, measured with matrix products")
 
@@ -82,7 +83,7 @@ def measured(device: torch.device, number_format: str) -> float:
     size, best = _SMALLEST, 0.0
     while True:
         a = torch.ones(size, size, device=device, dtype=dtype)
-        seconds = min(_seconds(a) for _ in range(3))
+        seconds = _best_seconds(a)
         best = max(best, 2.0 * size**3 / seconds)
         if seconds > _ENOUGH_S or size == _LARGEST:
             return best
@@ -90,9 +91,13 @@ def measured(device: torch.device, number_format: str) -> float:
 
 
 @torch.no_grad()
-def _seconds(a: torch.Tensor) -> float:
-    synchronize(a.device)
-    began = time.perf_counter()
-    torch.mm(a, a)
-    synchronize(a.device)
-    return time.perf_counter() - began
+def _best_seconds(a: torch.Tensor) -> float:
+    """Return the seconds of the fastest of several products: other programs may disturb some."""
+    taken: list[float] = []
+    while len(taken) < 2 or sum(taken) < _SIZE_S:
+        synchronize(a.device)
+        began = time.perf_counter()
+        torch.mm(a, a)
+        synchronize(a.device)
+        taken.append(time.perf_counter() - began)
+    return min(taken)

@@ -131,7 +131,7 @@ def _count_flops(context: BuildContext, model: torch.nn.Module, example: torch.T
     """Count the operations that a sample takes, on rank 0, which logs the MFU."""
     if context.world.rank:
         return flops.ModelFlops(None, "it is known on rank 0")
-    if context.batch.pad_to > 1:
+    if context.train_data.pad_to > 1:
         return flops.ModelFlops(None, f"{context.run.named('batch')}: samples of different lengths take different operations")
     counted = flops.count(model, example)
     if counted.reason:

@@ -47,17 +47,18 @@ def _count(model: torch.nn.Module, example: torch.Tensor) -> int:
         sums = [t.sum() for t in outputs if isinstance(t, torch.Tensor) and t.requires_grad]
         if sums:
             torch.autograd.backward(sums)
-    return counter.total
+    total: int = counter.total
+    return total
 
 
-class _Counter(TorchDispatchMode):
+class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up torch's formulas, those of FlopCounterMode, and remembers operations that it has seen.
 
     torch runs many operations without values step by step in Python, for a millisecond each. A model repeats its blocks.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.total = 0
         self._seen: dict[Any, tuple[int, Any]] = {}  # operation and shapes → its count, its outputs' shapes
 

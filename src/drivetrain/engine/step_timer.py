@@ -30,6 +30,7 @@ class StepTimer:
         self.to_first_step: float | None = None  # seconds from the start of the process
         self.reading = Reading()
         self._clock = clock or Clock()
+        self._start: Mark  # of the step that is running
         self._waits: list[tuple[Mark, Mark]]  # of the step that is running
         self._unread: deque[tuple[Mark, Mark, list[tuple[Mark, Mark]]]] = deque()  # steps: start, end, waits
         self._logged = (0, 0.0)  # steps and wait at the last log

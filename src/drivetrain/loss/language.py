@@ -6,7 +6,7 @@ import math
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count
-from drivetrain.loss.base import Loss
+from drivetrain.loss.base import Loss, sum_dtype
 
 PADDING = -100  # a target that does not count
 
@@ -41,9 +41,10 @@ class NextToken(Loss):
         return total / (target != PADDING).sum()
 
     def sums(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Sums of the loss in nats and in bits, and the number of tokens: float64 (3,)."""
-        loss = _token_loss(output, target, "sum").double()
-        return torch.stack([loss, loss / math.log(2), (target >= 0).sum().double()])
+        """Sums of the loss in nats and in bits, and the number of tokens (3,)."""
+        dtype = sum_dtype(output.device)
+        loss = _token_loss(output, target, "sum").to(dtype)
+        return torch.stack([loss, loss / math.log(2), (target >= 0).sum().to(dtype)])
 
 
 def _token_loss(output: torch.Tensor, target: torch.Tensor, reduction: str) -> torch.Tensor:

@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 from drivetrain.core import accelerators
+from drivetrain.core.clock import clock_for
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, CountOrZero, Positive, RunSpec
@@ -128,7 +129,7 @@ class ProcessGroupStrategy(Parallel):
         import torch.distributed as dist
 
         world, device = context.world, context.device
-        self.world, self._device = world, device
+        self.world, self._device, self._work = world, device, RankWork(clock_for(device))
         model_ranks = self.model_ranks()
         self.data_world = World(world.rank // model_ranks, world.size // model_ranks, world.local_rank, world.local_size)
         timeout = timedelta(seconds=self.timeout_s)
@@ -209,7 +210,7 @@ class ProcessGroupStrategy(Parallel):
 
     def _work_since_last(self, waited: float) -> float:
         """Return the seconds of this rank's own work since the last call. Its waits for data count: the others wait too."""
-        worked = waited + self._work.seconds
+        worked = waited + self._work.seconds()
         since, self._reported_work = worked - self._reported_work, worked
         return since
 
@@ -235,6 +236,10 @@ class ProcessGroupStrategy(Parallel):
         self._flag.fill_(0 if agreed else flag)  # an agreed flag is handled now; any other is sent again
         self._pending = dist.all_reduce(self._flag, dist.ReduceOp.MAX, group=self._control, async_op=True)
         return agreed
+
+    def finish_collectives(self) -> None:
+        if self._pending is not None:
+            self._pending.wait()
 
     def all_reduce_sum(self, sums: torch.Tensor) -> torch.Tensor:
         import torch.distributed as dist
