@@ -45,7 +45,7 @@ def fake_run(tiny, folder, monkeypatch, tmp_path, pretend):
     """
     contexts = []
 
-    def trained(kind, *words, world=World()):
+    def trained(kind, *words, world=None):
         monkeypatch.chdir(folder)
         monkeypatch.syspath_prepend(folder)
         for name in ("save", "save_sharded"):  # files hold real tensors
@@ -54,7 +54,7 @@ def fake_run(tiny, folder, monkeypatch, tmp_path, pretend):
         device = pretend(kind)
         job = prepared(tuple(tiny(*words, "updates=2")))
         check.validate_device(job.run)
-        context = BuildContext(job.run, world, tmp_path / "run")
+        context = BuildContext(job.run, world or World(), tmp_path / "run")
         contexts.append(context)
         with device:
             trainer = build.build(context, [Sink()])

@@ -117,7 +117,9 @@ def test_a_defect_in_the_code_is_found_by_a_run(fake_run, monkeypatch, kind):
 @KINDS
 def test_a_read_in_an_update_is_found_by_a_run(fake_run, monkeypatch, kind):
     update = PlainStep.update
-    monkeypatch.setattr(PlainStep, "update", lambda self: self.optimizer.param_groups[0]["params"][0].sum().item() == 0 or update(self))
+    monkeypatch.setattr(
+        PlainStep, "update", lambda self: self.optimizer.param_groups[0]["params"][0].sum().item() == 0 or update(self)
+    )
     _, device = fake_run(kind, "saving=none")
     (wait,) = device.waits
     assert wait.endswith("_local_scalar_dense")
@@ -135,8 +137,7 @@ def test_a_weight_on_the_cpu_is_found_by_a_run(fake_run, monkeypatch, kind):
 
     monkeypatch.setattr(base.Loader, "to_device", defective)
     try:
-        _, device = fake_run(kind, "saving=none")
-    except RuntimeError as error:
-        assert "cpu" in str(error)
-    else:
-        assert device.waits
+        found = bool(fake_run(kind, "saving=none")[1].waits)
+    except RuntimeError:
+        found = True
+    assert found

@@ -10,7 +10,11 @@ from tests.test_contract import ids, words_of
 
 SHARDED = [option for option in SEVERAL_RANKS if not CLASSES[option].needs_real_tensors]
 VARIANTS = {
-    ("parallel", "fsdp"): [[], ["parallel.replicate=2"], ["parallel.sync_each_micro=true", "batch=accumulate", "batch.accumulation_steps=2"], ["clip=norm", "ema=ema"]],
+    ("parallel", "fsdp"): [
+        [],
+        ["parallel.replicate=2", "clip=norm", "ema=ema"],
+        ["parallel.sync_each_micro=true", "batch=accumulate", "batch.accumulation_steps=2"],
+    ],
 }
 
 
@@ -19,7 +23,8 @@ def test_it_trains_and_its_steps_do_not_wait(fake_run, monkeypatch, option):
     for words in VARIANTS.get(option, [[]]):
         fake_device.pretend_ranks(monkeypatch, "lazy", 2)
         try:
-            trainer, device = fake_run("lazy", *words_of(option), "parallel.nproc=2", "saving=none", *words, world=World(0, 2, 0, 2))
+            given = [*words_of(option), "parallel.nproc=2", "saving=none", *words]
+            trainer, device = fake_run("lazy", *given, world=World(0, 2, 0, 2))
             assert trainer.progress.updates == 2
             assert not device.waits
         finally:

@@ -68,8 +68,8 @@ class FakeDevice(TorchDispatchMode):
         target = kwargs.get("device")
         if not any(isinstance(leaf, FakeTensor) for leaf in leaves) and (target is None or target.type != self.device.type):
             return func(*args, **kwargs)
-        if func.namespace == "aten" and torch.is_inference_mode_enabled():  # below it, what is composed of other operations arrives undivided
-            with self:
+        if func.namespace == "aten" and torch.is_inference_mode_enabled():
+            with self:  # here operations that are composed of others arrive undivided
                 if (result := func.decompose(*args, **kwargs)) is not NotImplemented:
                     return result
         wait = self._wait(func, args, kwargs, leaves) if self.in_step else None
@@ -220,7 +220,9 @@ def pretend_ranks(monkeypatch: pytest.MonkeyPatch, kind: str, ranks: int) -> Non
 
     join = dist.init_process_group
     monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(FakeStore(), 0, ranks)]))
-    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: join(f"cpu:fake,{kind}:fake", store=FakeStore(), rank=0, world_size=ranks))
+    backends = f"cpu:fake,{kind}:fake"
+    joined = lambda *_, **__: join(backends, store=FakeStore(), rank=0, world_size=ranks)  # noqa: E731
+    monkeypatch.setattr(dist, "init_process_group", joined)
     monkeypatch.setattr(dist, "get_default_backend_for_device", lambda device: "fake")
     monkeypatch.setattr(dist, "new_group", lambda *_, **__: dist.group.WORLD)
     monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
