@@ -6,6 +6,7 @@ import pytest
 
 from drivetrain.config import validate as check
 from drivetrain.core.context import BuildContext
+from drivetrain.core.errors import UserError
 from drivetrain.core.world import World
 from drivetrain.engine import build, flops
 from drivetrain.launch import launcher
@@ -14,7 +15,21 @@ from tests.conftest import Sink
 from tests.support import fake_device, sets
 from tests.test_contract import write_outside
 
-prepared = functools.lru_cache(maxsize=1)(lambda words: launcher.prepare(list(words)))  # composing takes longer than training
+
+@functools.lru_cache(maxsize=4)  # composing takes longer than training
+def composed(words):
+    try:
+        return launcher.prepare(list(words))
+    except UserError as refused:
+        return refused
+
+
+def prepared(words):
+    """The job of a run with these words. Raises UserError."""
+    job = composed(words)
+    if isinstance(job, UserError):
+        raise job
+    return job
 
 
 @pytest.fixture(scope="session")

@@ -4,11 +4,10 @@ import pytest
 import torch.distributed as dist
 
 from drivetrain.core.world import World
-from tests.cuda.test_options import CLASSES, SEVERAL_RANKS
+from tests.cuda.test_options import SEVERAL_RANKS
 from tests.support import fake_device
 from tests.test_contract import ids, words_of
 
-SHARDED = [option for option in SEVERAL_RANKS if not CLASSES[option].needs_real_tensors]
 VARIANTS = {
     ("parallel", "fsdp"): [
         [],
@@ -18,7 +17,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("option", SHARDED, ids=ids(SHARDED))
+@pytest.mark.parametrize("option", SEVERAL_RANKS, ids=ids(SEVERAL_RANKS))
 def test_it_trains_and_its_steps_do_not_wait(fake_run, monkeypatch, option):
     for words in VARIANTS.get(option, [[]]):
         fake_device.pretend_ranks(monkeypatch, "lazy", 2)
