@@ -10,6 +10,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.world import World
 from drivetrain.engine import build, flops
 from drivetrain.launch import launcher
+from drivetrain.loader.side_stream import side_stream
 from drivetrain.saving import checkpoint_io
 from tests.conftest import Sink
 from tests.support import fake_device, sets
@@ -47,9 +48,11 @@ def pretend(monkeypatch):
 
     def device(kind):
         fake_device.pretend(monkeypatch, kind)
+        side_stream.cache_clear()
         return fake_device.FakeDevice(kind)
 
-    return device
+    yield device
+    side_stream.cache_clear()  # the next test is to have a stream of its own device
 
 
 @pytest.fixture
