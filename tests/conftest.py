@@ -62,6 +62,14 @@ def _forked_or_not(_no_launcher: None, request: pytest.FixtureRequest, monkeypat
         monkeypatch.setattr(fork_server.Popen, "forking", False)
 
 
+@pytest.fixture(autouse=True)
+def _float16_as_on_any_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """precision=amp computes matrix products in float16 and convolutions in float32, whatever this CPU is good at."""
+    from drivetrain.precision import cpu_float16
+
+    monkeypatch.setattr(cpu_float16, "measure", lambda model, example: cpu_float16.Slowness(50.0, 1.0))
+
+
 @pytest.fixture
 def tiny() -> Callable[..., list[str]]:
     """The words of a tiny run and the given ones. A group that is given another option loses its tiny values."""
@@ -101,7 +109,7 @@ def make(tiny: Callable[..., list[str]], tmp_path: Path) -> Iterator[Callable[..
     contexts: list[Any] = []
     built.contexts = contexts  # type: ignore[attr-defined]
     yield built
-    for context in contexts:
+    for context in reversed(contexts):
         context.on_exit.close()
 
 

@@ -104,14 +104,18 @@ def ids(pairs) -> list[str]:
 @pytest.fixture
 def outside(tmp_path, monkeypatch):
     """What lies outside of drivetrain: images, and a class of one's own."""
-    (tmp_path / "outside.py").write_text(NET)
+    write_outside(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    for label, name in enumerate(("cat", "dog")):
-        folder = tmp_path / "images" / name
-        folder.mkdir(parents=True)
-        for i in range(25):
-            Image.new("RGB", (12, 10), (100 * label, 5 * i, 50)).save(folder / f"{i}.png")
     sets.write(tmp_path)
+
+
+def write_outside(folder: Path) -> None:
+    (folder / "outside.py").write_text(NET)
+    for label, name in enumerate(("cat", "dog")):
+        of_class = folder / "images" / name
+        of_class.mkdir(parents=True)
+        for i in range(25):
+            Image.new("RGB", (12, 10), (100 * label, 5 * i, 50)).save(of_class / f"{i}.png")
 
 
 def words_of(option: Option) -> list[str]:

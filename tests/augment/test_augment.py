@@ -69,12 +69,10 @@ def test_training_is_augmented_and_evaluation_is_not(make):
     assert trainer.evaluator.data.steps == ()
     indices = torch.arange(6)
     raw, _ = trainer.train_data.source.fetch(indices)
-    x, _ = trainer.train_data(Request(0, indices, torch.ones(())))
+    x, _ = trainer.train_data(Request(0, indices, 1.0))
     assert not torch.equal(x, raw)
     assert torch.equal(x, FlipCrop()(raw, 0, 0, indices))
-    assert torch.equal(
-        trainer.evaluator.data(Request(0, indices, torch.ones(())))[0], trainer.evaluator.data.source.fetch(indices)[0]
-    )
+    assert torch.equal(trainer.evaluator.data(Request(0, indices, 1.0))[0], trainer.evaluator.data.source.fetch(indices)[0])
 
 
 def test_none_is_nothing(make):

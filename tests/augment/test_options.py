@@ -24,10 +24,7 @@ from drivetrain.augment import (
 from drivetrain.augment import erasing as erasing_module
 from drivetrain.augment.geometry import _resize_matrix, _stretched, random_boxes, resized_crop, warp
 from drivetrain.augment.randaugment import OPERATIONS
-from drivetrain.batch import Batch
 from drivetrain.core import rng
-from drivetrain.core.world import World
-from drivetrain.loader import Pipeline
 
 functional = pytest.importorskip("torchvision.transforms.v2.functional")
 
@@ -96,25 +93,6 @@ def test_torchvision_is_not_imported():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout == "done False\n", done.stderr
-
-
-@pytest.mark.parametrize(
-    "steps",
-    [(FlipCrop, CutMix), (RandomResizedCrop, Mixup), (ColorJitter, RandomErasing), (RandAugment, CutMix, Mixup)],
-    ids=lambda steps: " ".join(step.__name__ for step in steps),
-)
-def test_on_a_device_nothing_is_read_back_and_all_is_there(steps):
-    """A meta tensor has no values: reading one, or mixing it with a CPU's, is an error."""
-    batch = Batch(24)
-    batch.pairs = steps[-1].mixes
-    (request,) = batch.requests(24, 0, 0, World(), True)
-    x = torch.empty(24, 3, 16, 16, dtype=torch.uint8, device="meta")
-    y = torch.empty(24, dtype=torch.long, device="meta")
-    images, targets = Pipeline(None, tuple(step() for step in steps), None, 0, 5).finish(x, y, request)
-    assert (images.device.type, images.shape) == ("meta", x.shape)
-    assert targets.shape == ((24, 5) if batch.pairs else (24,))
-    with pytest.raises(RuntimeError):
-        x.sum().item()
 
 
 # --- colours ---

@@ -16,7 +16,7 @@ from drivetrain.data import Images, Normalize, Tensors, decode
 from drivetrain.loader import Loader, Pipeline, Resident, Workers
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-CPU, ONE, ALONE = torch.device("cpu"), torch.ones(()), World()
+CPU, ONE, ALONE = torch.device("cpu"), 1.0, World()
 SAMPLES, CLASSES = 29, 5
 SOFT = ["augment=[cutmix,mixup]", "augment.mixup.alpha=1.0"]
 

@@ -1,9 +1,14 @@
 """Compiling parts, steps and scripts: in effect, equal to the plain run, and refused where it cannot be."""
 
+from contextlib import contextmanager
+
 import pytest
 import safetensors.torch
 import torch
 from torch import nn
+
+from drivetrain.compile import CudaGraph
+from drivetrain.compile.captured_graph import CapturedGraph
 
 RESNET = ["model=resnet9", "model.width=8", "optimizer.lr=0.01", "updates=4"]
 OWN = ["model=own", "trust=[tests]"]
@@ -93,6 +98,8 @@ def test_evaluation_is_not_compiled(make, eager_backend):
         ["optimizer=adamw", "scheduler=cosine", "clip=norm", "clip.max_norm=0.1"],
         ["batch=accumulate", "batch.accumulation_steps=3"],
         ["precision=bf16", "ema=ema"],
+        ["precision=bf16_pure", "clip=norm"],
+        ["precision=amp", "clip=norm", "optimizer=adamw", "ema=ema"],
         ["checkpointing=blocks", "model.dropout=0.0"],
         ["optimizer=lamb", "optimizer.lr=0.01"],
     ],
@@ -103,6 +110,21 @@ def test_a_step_as_one_graph_is_the_plain_step(train, make, recorded, words):
     assert_close(weights(plain), weights(step), make(*MLP, *words).model.state_dict())
     assert recorded, "it was recorded"
     assert step.compile_s is not None
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "muon", "lamb"])
+def test_an_overflow_within_the_graph_moves_nothing_but_the_scale(make, recorded, optimizer):
+    """The scale doubles after each update, until it overflows. The graph decides on the device whether an update counts."""
+    words = [*MLP, "precision=amp", f"precision.init_scale={2.0**13}", "precision.growth_interval=1", "epochs=9", "updates=8"]
+    words += [f"optimizer={optimizer}", "optimizer.lr=0.01", "ema=ema", "scheduler=linear", "clip=norm", "saving=none"]
+    plain, step = make(*words), make(*words, "compile=step")
+    for trainer in (plain, step):
+        trainer.fit()
+    assert len(recorded) == 1
+    assert step.progress.skipped == plain.progress.skipped > 0
+    assert step.precision.scaler.get_scale() == plain.precision.scaler.get_scale()
+    for a, b in zip(plain.ema.state_dict()["tensors"].values(), step.ema.state_dict()["tensors"].values(), strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-3, atol=1e-4)
 
 
 def test_the_graph_holds_forward_backward_and_update(make, recorded):
@@ -170,7 +192,70 @@ def test_inductor_itself_trains_the_same(train, make, option):
     assert all(torch.allclose(b[name].float(), a[name].float(), rtol=1e-3, atol=1e-4) for name in a)
 
 
+# --- step on CUDA: the graph is captured, and replayed by one launch ---
+
+
+class SimulatedCuda:
+    """Stands in for torch.cuda's graphs: a replay computes what was captured; a capture may fail."""
+
+    def __init__(self, monkeypatch, error: str = "") -> None:
+        self.captures, self.replays, self.error, self.stream = [], 0, error, "main"
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: self)
+        monkeypatch.setattr(torch.cuda, "graph", self.capture)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: self.stream)
+        monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(self, "stream", stream))
+
+    @contextmanager
+    def capture(self, graph, **settings):
+        self.captures.append(settings)
+        self.stream = "capture"
+        yield
+        if self.error:  # as in releases of torch that leave the capture's stream current
+            raise RuntimeError(self.error)
+        self.stream = "main"
+
+    def replay(self) -> None:
+        self.replays += 1
+        self.compute()
+
+
+def test_a_graph_is_captured_at_its_second_call_and_replayed(monkeypatch):
+    cuda, total = SimulatedCuda(monkeypatch), torch.zeros(())
+
+    def run(x):
+        calls.append(len(x))
+        return total.copy_(x.sum())
+
+    calls, graphs = [], [CapturedGraph(run, "pool") for _ in range(2)]
+    for graph, size in zip(graphs, (2, 3), strict=True):  # one for each shape of a micro-batch
+        for i in range(4):
+            x = torch.full((size,), float(i))
+            cuda.compute = lambda graph=graph: total.copy_(graph._inputs[0].sum())
+            assert float(graph(x)) == size * i
+    assert calls == [2, 2, 3, 3], "once to load the kernels, once captured"
+    assert cuda.replays == 6
+    assert cuda.captures == [{"pool": "pool", "capture_error_mode": "thread_local"}] * 2
+
+
+def test_a_step_that_cuda_cannot_capture_goes_on_without(monkeypatch, caplog):
+    cuda = SimulatedCuda(monkeypatch, error="operation not permitted when stream is capturing")
+    graph = CapturedGraph(lambda x: x * 2, "pool")
+    assert [float(graph(torch.tensor(float(i)))) for i in range(4)] == [0, 2, 4, 6]
+    assert (cuda.replays, len(cuda.captures), cuda.stream) == (0, 1, "main")
+    (line,) = caplog.messages
+    assert "no CUDA graph" in line
+    assert "not permitted" in line
+
+
 # --- jit, cudagraph, and what is refused ---
+
+
+def test_cudagraph_is_torchs_mode_that_keeps_the_parameters_in_place(monkeypatch):
+    """torch's backend "cudagraphs" takes parameters for inputs that change, and copies them before each replay."""
+    asked = []
+    monkeypatch.setattr("drivetrain.core.lazy.torch.compile", lambda model, **knobs: asked.append(knobs))
+    CudaGraph(fullgraph=True).apply(nn.Linear(2, 2), torch.zeros(2, 2), 1.0)
+    assert asked == [{"mode": "reduce-overhead", "dynamic": False, "fullgraph": True}]
 
 
 @pytest.mark.parametrize("method", ["trace", "script"])
@@ -216,10 +301,11 @@ def test_what_cannot_be_is_refused_at_once(problems):
     for words, names in (
         (["compile=cudagraph"], ("compile=cudagraph", "CUDA")),
         (["compile=cudagraph", "runtime.device=cpu"], ("runtime.device=cpu", "compile=inductor")),
-        (["compile=step", "precision=amp"], ("compile=step", "precision=amp")),
+        (["compile=step", "precision=bf16_pure", "precision.master=stochastic"], ("compile=step", "precision.master=fp32")),
+        (["compile=inductor", "compile.mode=reduce-overhead", "parallel=fsdp"], ("compile=inductor", "CUDA graphs", "fsdp")),
         (["compile=step", "parallel=ddp"], ("compile=step", "parallel=ddp")),
         (["compile=step", "optimizer=adamw", "optimizer.fused=true"], ("optimizer.fused=true", "compile=step")),
-        (["compile=inductor", "compile.mode=reduce-overhead", "runtime.device=cpu"], ("compile.mode=reduce-overhead", "CPU")),
+        (["compile=inductor", "compile.mode=reduce-overhead", "runtime.device=cpu"], ("compile.mode=reduce-overhead", "cpu")),
         (["compile=jit", "debug=anomaly"], ("compile=jit", "debug=anomaly")),
     ):
         said = " ".join(problems(*words))

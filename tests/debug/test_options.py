@@ -16,9 +16,11 @@ import torch
 
 import drivetrain
 from drivetrain.core.errors import UserError
+from drivetrain.debug import profile
 from drivetrain.debug.gradcheck import WrongGradient
 from drivetrain.debug.host_sync import HostSync
 from drivetrain.debug.nvtx import Nvtx
+from drivetrain.debug.profile import Profile
 from drivetrain.launch import launcher
 
 SOURCE = Path(drivetrain.__file__).parents[1]
@@ -286,6 +288,46 @@ def test_profile_has_the_memory_over_time_in_a_file_and_in_the_trace(profiled):
     (said,) = re.findall(r"at most ([\d.]+) MiB above the start, in (\w+)", "\n".join(report(profiled)))
     peak = max(range(len(levels)), key=levels.__getitem__)
     assert (float(said[0]), said[1]) == (round(levels[peak] / 2**20, 1), rows[peak]["phase"])
+
+
+class Row:
+    """A row of the profiler's averages."""
+
+    def __init__(self, key, cpu, device, type_=torch.autograd.DeviceType.CPU, annotation=False) -> None:
+        self.key, self.cpu_time_total, self.self_device_time_total, self.count = key, cpu, device, 1
+        self.device_type, self.is_user_annotation = type_, annotation
+
+
+def test_profile_tells_the_hosts_rows_from_the_devices():
+    """On CUDA the profiler repeats every range on the device, with no host time, and lists each kernel beside its operation."""
+    cuda = torch.autograd.DeviceType.CUDA
+    rows = [
+        Row("ProfilerStep*", 1000.0, 0.0, annotation=True), Row("forward", 600.0, 0.0, annotation=True),
+        Row("aten::mm", 300.0, 90.0),
+        Row("ProfilerStep*", 0.0, 800.0, cuda, annotation=True), Row("forward", 0.0, 700.0, cuda, annotation=True),
+        Row("aten::add", 200.0, 10.0), Row("gemm_kernel", 0.0, 90.0, cuda), Row("add_kernel", 0.0, 10.0, cuda),
+    ]  # fmt: skip
+    option = Profile()
+    option._window_title = "update 3"
+    assert option._shares(rows) == "profile of update 3: 1.00 ms each on the host (forward 60%, rest 40%)"
+    found = [line.split() for line in option._operations(rows, "self_device_time_total")]
+    assert [(line[0], line[-1]) for line in found] == [("90.0%", "aten::mm"), ("10.0%", "aten::add")]
+
+
+def test_profile_finds_the_phase_of_memory_by_the_hosts_ranges(tmp_path):
+    def span(name, cat, start, length):
+        return {"ph": "X", "name": name, "cat": cat, "ts": start, "dur": length, "pid": 1}
+
+    def level(at, total):
+        args = {"Device Type": 1, "Device Id": 0, "Total Allocated": total, "Bytes": total}
+        return {"name": "[memory]", "ts": at, "pid": 1, "args": args}
+
+    events = [
+        span("forward", "user_annotation", 0, 10), span("backward", "user_annotation", 10, 10),
+        span("forward", "gpu_user_annotation", 12, 15),  # the device is later than the host, whose allocations these are
+        level(5, 2**20), level(15, 2**21),
+    ]  # fmt: skip
+    assert profile._memory(events, tmp_path / "memory.csv", "xpu")[0].startswith("memory xpu:0: at most 2.0 MiB, in backward;")
 
 
 def test_profile_names_a_planted_slow_operation_first(train, tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from drivetrain.core import lazy
 from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.data import digits
 from drivetrain.engine import input_checks
-from drivetrain.loader import Loader
+from drivetrain.loader import Loader, Pipeline
 
 PACKAGE = Path(drivetrain.__file__).parent
 
@@ -100,7 +100,9 @@ def pointer(tensor: torch.Tensor) -> int:
 
 def test_a_batch_on_its_device_reaches_the_step_as_it_is():
     x, y = images(0, 1), torch.zeros(16, dtype=torch.long)
-    micro = Loader().to_device(x, y, Request(0, torch.arange(16), torch.ones(())), torch.device("cpu"), torch.contiguous_format)
+    micro = Loader().to_device(
+        Pipeline(None, (), None, 0), x, y, Request(0, torch.arange(16), 1.0), torch.device("cpu"), torch.contiguous_format
+    )
     assert (pointer(micro.x), pointer(micro.y)) == (pointer(x), pointer(y))
 
 

@@ -66,7 +66,7 @@ def test_readers_that_cannot_tell_are_left_out():
 def test_every_reader_tells_its_time_and_what_lay_ready(loader, ahead, most):
     """A step takes as long as the readers take to be `ahead`: no clock decides how many lie ready."""
     source, batches, seconds = Slow(), 16, []
-    requests = [Request(0, torch.arange(4), ONE) for _ in range(batches)]
+    requests = [Request(0, torch.arange(4), 1.0) for _ in range(batches)]
     clock = StepTimer()
     stream = loader.stream(Pipeline(source, (), None, 0), requests, CPU, torch.contiguous_format)
     for taken, batch in enumerate(clock.waits(stream), 1):

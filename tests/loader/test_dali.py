@@ -71,7 +71,7 @@ def test_other_kinds_of_files_are_read_as_elsewhere(tmp_path, files):
 
 def test_a_batch_larger_than_the_first_is_read(files):
     source = Images(files, 32, 10**6)
-    requests = [Request(0, torch.arange(n), torch.ones(())) for n in (3, 3, 9, 2, 12)]
+    requests = [Request(0, torch.arange(n), 1.0) for n in (3, 3, 9, 2, 12)]
     got = [len(x) for x, _, _ in Dali().batches(Pipeline(source, (), None, 0, 3), requests, CPU)]
     assert got == [3, 3, 9, 2, 12]
 
@@ -89,7 +89,7 @@ def test_damaged_files_are_treated_as_the_other_loaders_treat_them(files, damage
 def test_a_vanished_file_is_named_after_the_batches_before_it(files):
     source = Images(files, 32, 10**6)
     files[5][0].unlink()
-    requests = [Request(0, torch.arange(n, n + 2), torch.ones(())) for n in (0, 2, 4)]
+    requests = [Request(0, torch.arange(n, n + 2), 1.0) for n in (0, 2, 4)]
     stream = Dali().batches(Pipeline(source, (), None, 0, 3), requests, CPU)
     assert len([next(stream), next(stream)]) == 2
     with pytest.raises(DataError, match=r"05\.jpg"):

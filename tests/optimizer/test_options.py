@@ -258,3 +258,10 @@ def test_a_key_is_not_held_against_the_default_where_the_option_is_misspelt(prob
     assert problems("augment=[mixupp]", "augment.mixup.alpha=1") == [
         "augment=mixupp is no option of augment: did you mean 'mixup'?"
     ]
+
+
+def test_a_fused_kernel_is_looked_up_where_it_would_run():
+    assert options.Sgd().has_fused("cpu")
+    assert options.AdamW().has_fused("cuda")
+    assert not options.RmsProp().has_fused("cuda"), "torch has none"
+    assert not options.AdamW().has_fused("lazy"), "a device without such kernels"

@@ -143,6 +143,43 @@ def test_ddp_is_told_its_knobs(make, one_rank):
     trainer.parallel.shutdown()
 
 
+def test_buckets_are_reduced_during_a_compiled_backward(make, one_rank, each_update, monkeypatch):
+    """torch splits a compiled model at DDP's buckets, so that the first meets before the last gradients are there."""
+    compile_ = torch.compile
+    monkeypatch.setattr("drivetrain.core.lazy.torch.compile", lambda model, **_: compile_(model, backend="aot_eager"))
+    trainer = make("parallel=ddp", "parallel.bucket_mb=1", "compile=inductor", "model.hidden=[512,512,512]", "updates=2")
+    order = []
+
+    def hook(state, bucket):
+        order.append("bucket")
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    trainer.step.inner.forward.register_comm_hook(None, hook)
+    for p in trainer.model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: order.append("gradient"))
+    updates = each_update(trainer, lambda: [order.copy(), order.clear()][0])
+    trainer.fit()
+    assert 1 <= updates[-1].index("bucket") < updates[-1].count("gradient")
+    trainer.parallel.shutdown()
+
+
+def test_buckets_that_torch_cannot_compile_for_are_refused(problems):
+    (line,) = problems("parallel=ddp", "parallel.bucket_mb=0.5", "compile=inductor")
+    assert "parallel.bucket_mb=0.5 and compile=inductor" in line
+
+
+@pytest.mark.parametrize(("word", "shared"), [([], False), (["parallel.forward_sync_buffers=true"], True)], ids=["own", "shared"])
+def test_buffers_are_sent_before_each_forward_only_if_asked(make, one_rank, monkeypatch, word, shared):
+    trainer = make("parallel=ddp", "model=resnet9", "model.width=8", *word)
+    sent = []
+    monkeypatch.setattr(torch.nn.parallel.DistributedDataParallel, "_sync_buffers", lambda self: sent.append(1))
+    trainer.fit()
+    assert bool(sent) == shared
+    trainer.parallel.shutdown()
+
+
 def test_states_are_saved_as_often_as_asked_for_on_ranks_too(make, one_rank, tmp_path):
     """The ranks agree an update late; that must not save twice, nor shift the next save."""
     trainer = make("parallel=ddp", "saving.every_updates=3", "saving.keep=50", "data.samples=480", "updates=13")

@@ -11,7 +11,7 @@ import drivetrain
 from drivetrain.config.catalog import options
 from drivetrain.core.errors import UserError
 from drivetrain.core.world import World
-from drivetrain.precision import Amp
+from drivetrain.precision import Amp, float32_products
 from drivetrain.precision.bf16_pure import Bf16Pure
 from drivetrain.saving import checkpoint_io
 from tests.support.context import context
@@ -116,14 +116,58 @@ def test_tf32_sets_what_torch_looks_at(make):
     assert torch.backends.cudnn.allow_tf32 is True
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says it where there is no CUDA device")
-def test_tf32_says_that_it_does_nothing_here_and_does_nothing(make, caplog):
-    trainer, plain = make("precision=tf32"), make()
-    assert any("precision=tf32 rounds nothing here" in line for line in caplog.messages)
-    trainer.fit()
-    make.contexts[0].on_exit.close()
-    plain.fit()
-    assert losses(trainer) == losses(plain)
+def test_tf32_says_where_it_does_nothing(make, caplog, monkeypatch):
+    for rounded, remarks in ((True, 0), (False, 1)):
+        monkeypatch.setattr(float32_products, "are_rounded", lambda device, rounded=rounded: rounded)
+        caplog.clear()
+        make("precision=tf32")
+        assert sum("precision=tf32 rounds nothing on this device" in line for line in caplog.messages) == remarks
+
+
+def test_rounding_is_measured():
+    class InBfloat16(torch.overrides.TorchFunctionMode):
+        """A device whose matrix products round their inputs."""
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if func.__name__ in ("matmul", "__matmul__"):
+                args = [a.bfloat16().float() for a in args]
+            return func(*args, **(kwargs or {}))
+
+    cpu = torch.device("cpu")
+    assert not float32_products.are_rounded(cpu)
+    with InBfloat16():
+        assert float32_products.are_rounded(cpu)
+
+
+def test_float32_means_every_product(make):
+    """torch's default rounds convolutions to TF32 on CUDA, and a calling program may have set more."""
+    torch.set_float32_matmul_precision("medium")
+    make("precision=fp32")
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert torch.backends.cudnn.allow_tf32 is False
+    make.contexts[-1].on_exit.close()
+    assert torch.get_float32_matmul_precision() == "medium"
+    assert torch.backends.cudnn.allow_tf32 is True
+    torch.set_float32_matmul_precision("highest")
+    make("precision=bf16")
+    assert torch.backends.cudnn.allow_tf32 is True, "what autocast leaves in float32 is as torch has it"
+
+
+def test_the_newer_names_of_torch_are_set_back_too(make):
+    """A program that sets fp32_precision: torch's older names can then raise an error where they are read."""
+    parts = [torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn, torch.backends.mkldnn.matmul]
+    untouched = [part.fp32_precision for part in parts]
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    torch.backends.cudnn.conv.fp32_precision = "ieee"
+    given = [part.fp32_precision for part in parts]
+    try:
+        make("precision=fp32")
+        assert [torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32] == ["highest", False]
+        make.contexts[-1].on_exit.close()
+        assert [part.fp32_precision for part in parts] == given
+    finally:
+        for part, value in zip(parts, untouched, strict=True):
+            part.fp32_precision = value
 
 
 @pytest.mark.cuda

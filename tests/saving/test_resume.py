@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -301,3 +302,18 @@ def test_random_streams_come_back():
     first = torch.rand(4)
     checkpoint_io.restore_random_state([state])
     assert torch.equal(torch.rand(4), first)
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_only_a_device_that_was_started_has_a_random_state(monkeypatch, started):
+    """Reading the state would start it: in a run on the CPU, and in a process that forks."""
+    states = [torch.ones(2)]
+    device = SimpleNamespace(
+        is_initialized=lambda: started, get_rng_state=lambda: states[-1].clone(), set_rng_state=states.append
+    )
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch, "get_device_module", lambda _: device)
+    saved = checkpoint_io.random_state()
+    assert set(saved) == ({"cpu", "cuda"} if started else {"cpu"})
+    checkpoint_io.restore_random_state([{**saved, "cuda": torch.zeros(2)}])
+    assert len(states) == (2 if started else 1)

@@ -50,7 +50,7 @@ def test_batch_norms_that_see_a_part_of_the_update_are_told_of(logged):
     assert line == "8 BatchNorms compute their statistics from 12 samples at a time, not from an update's 24"
     norm = nn.Sequential(nn.BatchNorm1d(2))
     assert partial_statistics(norm, 12, 24, 2)[0].endswith("24; surgery=[sync_bn] joins those of the ranks")
-    synchronise(norm[0], on_cuda=False)
+    synchronise(norm[0], by_torch=False)
     assert partial_statistics(norm, 12, 24, 2) == []
 
 

@@ -16,7 +16,7 @@ class Augment(Option):
     """augment=none: samples as they are."""
 
     mixes = False  # mixes each sample with the next one in the epoch's order
-    draws_on_cpu = False  # groups samples by their draws: on the CPU the groups' sizes are known without waiting for the device
+    draws_on_cpu = False  # `__call__` gets its indices on the CPU, where numbers drawn can be read without waiting for the device
 
     def __call__(self, x: torch.Tensor, seed: int, epoch: int, indices: torch.Tensor) -> torch.Tensor:
         """Augment a batch (n, c, h, w). Sample i draws from (seed, epoch, indices[i]) alone."""

@@ -13,6 +13,7 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
 from drivetrain.core.option import RunSpec, Share
 from drivetrain.core.source import SamplePipeline
+from drivetrain.core.tensors import send
 
 LARGE = 2**15  # values of an image: on a CPU, larger images are erased one by one, which touches fewer pixels
 
@@ -68,10 +69,15 @@ class RandomErasing(Augment):
         draws = torch.stack([rng.uniform(seed, epoch, indices, stream) for stream in box_streams])
         boxes = torch.stack(random_boxes(draws, x.shape[2], x.shape[3], self.scale, self.ratio, fall_back=False), 1)
         keys = (rng.uniform(seed, epoch, indices, noise_stream) * 2**24).int()
-        value = torch.zeros(()) if mean is None else mean
-        value = value if x.is_floating_point() else value.round().clamp(0, 255)
         erase = _one_by_one if x.device.type == "cpu" and x[0].numel() >= LARGE else _at_once
-        return erase(x, which, boxes, keys, None if self.fill == "noise" else value.to(x.dtype).expand(len(x[0]), 1, 1))
+        return erase(x, which, boxes, keys, None if self.fill == "noise" else _fill_value(x, mean))
+
+
+def _fill_value(x: torch.Tensor, mean: torch.Tensor | None) -> torch.Tensor:
+    """Return the mean (c, 1, 1) as a value of the images x; zeros where there is none."""
+    value = torch.zeros((), device=x.device) if mean is None else send(mean, x.device)
+    value = value if x.is_floating_point() else value.round().clamp(0, 255)
+    return value.to(x.dtype).expand(len(x[0]), 1, 1)
 
 
 def _one_by_one(
@@ -92,8 +98,8 @@ def _at_once(
     x: torch.Tensor, which: torch.Tensor, boxes: torch.Tensor, keys: torch.Tensor, value: torch.Tensor | None
 ) -> torch.Tensor:
     """Do the same in a few kernels for all images: on a device a launch costs more than the pixels."""
-    which, boxes, keys = (t.to(x.device, non_blocking=True) for t in (which, boxes, keys))
-    filled = noise(_places(x), per_sample(keys), x.dtype) if value is None else value.to(x.device, non_blocking=True)
+    which, boxes, keys = (send(t, x.device) for t in (which, boxes, keys))
+    filled = noise(_places(x), per_sample(keys), x.dtype) if value is None else value
     top, left, height, width = boxes.unbind(1)
     mask = box_mask(top, left, height, width, x.shape[2], x.shape[3])
     return x.index_copy(0, which, where(mask, filled, x.index_select(0, which)))

@@ -16,6 +16,7 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
 from drivetrain.core.option import CountOrZero, Positive, RunSpec, Share
 from drivetrain.core.source import CropBox, SamplePipeline
+from drivetrain.core.tensors import send
 
 LARGE = 2**15  # values of an image: a CPU mirrors larger ones faster one by one (224×224: in 0.4 of the time)
 Interval = Annotated[Sequence[Positive], annotated_types.Len(2, 2)]  # lowest, highest
@@ -107,6 +108,8 @@ class RandomResizedCrop(Augment):
     Image files are cropped while they are decoded, at their full resolution; images in memory are cropped as they are.
     """
 
+    draws_on_cpu = True  # boxes are computed in float64, which MPS has not, and in hundreds of kernels of a few numbers
+
     def __init__(
         self,
         scale: Interval = (0.08, 1.0),
@@ -134,8 +137,9 @@ class RandomResizedCrop(Augment):
     def apply(
         self, x: torch.Tensor, y: torch.Tensor, indices: torch.Tensor, pipeline: SamplePipeline, request: Request
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        cropped = getattr(pipeline.source, "crops", False)  # by the source already, while decoding
-        return (x if cropped else self(x, pipeline.seed, request.epoch, indices)), y, indices
+        if getattr(pipeline.source, "crops", False):  # the source has cropped them already, while decoding
+            return x, y, indices
+        return super().apply(x, y, indices, pipeline, request)
 
     def __call__(self, x: torch.Tensor, seed: int, epoch: int, indices: torch.Tensor) -> torch.Tensor:
         draws = torch.stack([rng.uniform(seed, epoch, indices, stream) for stream in random_streams.CROP])
@@ -217,6 +221,7 @@ def resized_crop(
             part = image[:, :, t : t + h, le : le + w]
             target.copy_(torch.nn.functional.interpolate(part, x.shape[2:], mode=interpolation, antialias=True))
         return out
+    top, left, height, width = send(torch.stack([top, left, height, width]), x.device).unbind()
     return _stretched(
         x, _resize_matrix(top, height, x.shape[2], interpolation), _resize_matrix(left, width, x.shape[3], interpolation)
     )

@@ -14,6 +14,7 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
 from drivetrain.core.option import Positive, RunSpec, Share
 from drivetrain.core.source import SamplePipeline
+from drivetrain.core.tensors import send
 
 KNOTS = 4096  # of the table of a Beta distribution
 
@@ -56,24 +57,28 @@ class Mixing(Augment):
         mixers = [cast(Mixing, step) for step in pipeline.steps if step.mixes]
         if self is not mixers[0]:
             return x, y, indices  # the first mixing option has mixed for all
-        n = len(request.indices)
-        partner = _partner_rows(request).to(x.device, non_blocking=True)
-        other, indices = x.index_select(0, partner), indices[:n]
-        x, share = x[:n], torch.ones(n, device=x.device)
-        drawn = (rng.uniform(pipeline.seed, request.epoch, indices, random_streams.MIXER[0]) * len(mixers)).long()
+        n, mixed = len(request.indices), request.indices
+        partner = send(_partner_rows(request), x.device)
+        other = x.index_select(0, partner)
+        x, share = x[:n], torch.ones(n)  # shares are drawn on the CPU: a few numbers, for which a device runs a hundred kernels
+        drawn = (rng.uniform(pipeline.seed, request.epoch, mixed, random_streams.MIXER[0]) * len(mixers)).long()
         for number, mixer in enumerate(mixers):
-            whether, beta, *box_draws = (rng.uniform(pipeline.seed, request.epoch, indices, stream) for stream in mixer.draws)
+            whether, beta, *box_draws = (rng.uniform(pipeline.seed, request.epoch, mixed, stream) for stream in mixer.draws)
             mine = (drawn == number) & (whether < mixer.prob)
-            x, own = mixer.mix(x, other, torch.where(mine, quantile(beta, mixer.alpha), 1.0), *box_draws)
-            share = share * own
+            x, kept = mixer.mix(x, other, torch.where(mine, quantile(beta, mixer.alpha), 1.0), *box_draws)
+            share = share * kept
         classes = torch.arange(pipeline.classes, device=y.device)
+        share = send(share, y.device)
         first, second = (labels.view(-1, 1) == classes for labels in (y[:n], y[partner]))
-        return x, first * share.view(-1, 1) + second * (1 - share).view(-1, 1), indices
+        return x, first * share.view(-1, 1) + second * (1 - share).view(-1, 1), indices[:n]
 
     def mix(
         self, x: torch.Tensor, other: torch.Tensor, share: torch.Tensor, *draws: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mix images (n, c, h, w), of which `share` (n,) stays; return them and the exact shares. 1 changes nothing."""
+        """Mix images (n, c, h, w), of which `share` (n,) stays; return them and the exact shares. 1 changes nothing.
+
+        Shares and draws are on the CPU.
+        """
         raise NotImplementedError
 
 
@@ -89,7 +94,9 @@ class Mixup(Mixing):
         self, x: torch.Tensor, other: torch.Tensor, share: torch.Tensor, *draws: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         kind = x.dtype if x.is_floating_point() else torch.float32
-        return in_chunks(lambda a, b, by: torch.lerp(b.to(kind), a.to(kind), per_sample(by).to(kind)), x, other, share), share
+        return in_chunks(
+            lambda a, b, by: torch.lerp(b.to(kind), a.to(kind), per_sample(by).to(kind)), x, other, send(share, x.device)
+        ), share
 
 
 class CutMix(Mixing):
@@ -108,7 +115,8 @@ class CutMix(Mixing):
             begin, end = (middle - half).clamp(min=0), (middle + half).clamp(max=size)
             spans.append((begin, end - begin))
         (top, height), (left, width) = spans
-        mask = box_mask(top, left, height, width, h, w)
+        box = send(torch.stack([top, left, height, width]), x.device)
+        mask = box_mask(box[0], box[1], box[2], box[3], h, w)
         return where(mask, other, x), 1 - (height * width).to(share.dtype) / (h * w)
 
 
@@ -122,7 +130,7 @@ def _partner_rows(request: Request) -> torch.Tensor:
 
 def quantile(u: torch.Tensor, alpha: float) -> torch.Tensor:
     """Return the quantiles of Beta(alpha, alpha) at u (n,) in [0, 1), interpolated in a table."""
-    below, values = _beta(alpha, u.device)
+    below, values = _beta(alpha)
     right = torch.searchsorted(below, u, right=True).clamp_(max=len(below) - 1)
     left = right - 1
     step = (below[right] - below[left]).clamp_(min=1e-30)
@@ -130,7 +138,7 @@ def quantile(u: torch.Tensor, alpha: float) -> torch.Tensor:
 
 
 @cache
-def _beta(alpha: float, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _beta(alpha: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Tabulate the distribution function of Beta(alpha, alpha) at KNOTS values, which are denser towards 0 and 1.
 
     It is integrated over s = t^alpha, where the density t^(alpha−1)·(1−t)^(alpha−1) has no pole, up to the middle, and mirrored.
@@ -139,4 +147,4 @@ def _beta(alpha: float, device: torch.device) -> tuple[torch.Tensor, torch.Tenso
     area = torch.cumulative_trapezoid((1 - t) ** (alpha - 1), t**alpha)
     lower = torch.cat([area.new_zeros(1), area / area[-1] / 2])
     below, values = torch.cat([lower, 1 - lower.flip(0)[1:]]), torch.cat([t, 1 - t.flip(0)[1:]])
-    return below.float().to(device), values.float().to(device)
+    return below.float(), values.float()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Annotated
+from typing import Annotated, Any
 
 import annotated_types
 
@@ -13,6 +13,7 @@ from drivetrain.augment.geometry import warp
 from drivetrain.core import rng
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
+from drivetrain.core.tensors import send
 
 Operations = Annotated[int, annotated_types.Ge(1), annotated_types.Le(len(random_streams.OPERATION))]
 Magnitude = Annotated[float, annotated_types.Ge(0), annotated_types.Le(30)]
@@ -41,12 +42,12 @@ class RandAugment(Augment):
             minus = rng.uniform(seed, epoch, indices, random_streams.SIGN[slot]) < 0.5
             level = torch.where(minus, -self.magnitude / 30, self.magnitude / 30)
             order = chosen.argsort(stable=True)  # groups of one operation are views; one copy there and back
-            levels = level[order].to(x.device, non_blocking=True)
+            levels = send(level[order], x.device)
             counts = chosen.bincount(minlength=len(OPERATIONS)).tolist()
-            out = out.index_select(0, order.to(x.device, non_blocking=True))
+            out = out.index_select(0, send(order, x.device))
             parts = zip(OPERATIONS.values(), out.split(counts), levels.split(counts), strict=True)
             out = torch.cat([self._operate(*part) for part in parts])
-            out = out.index_select(0, order.argsort().to(x.device, non_blocking=True))
+            out = out.index_select(0, send(order.argsort(), x.device))
         return out.to(x.dtype).div_(255) if x.is_floating_point() else out
 
     def _operate(self, operation: Operation | None, x: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
@@ -57,7 +58,9 @@ class RandAugment(Augment):
 
 def _affine(x: torch.Tensor, fill: int, *entries: torch.Tensor | float) -> torch.Tensor:
     """Map images by an affine matrix whose six entries, row by row, are numbers or tensors (n,)."""
-    columns = [torch.as_tensor(e, dtype=torch.float32, device=x.device).expand(len(x)) for e in entries]
+    kind: Any = {"dtype": torch.float32, "device": x.device}
+    # torch.tensor(a number) on a device copies the number and waits; torch.full does neither.
+    columns = [e.float() if isinstance(e, torch.Tensor) else torch.full((len(x),), e, **kind) for e in entries]
     return warp(x, torch.stack(columns, 1).view(-1, 2, 3), fill)
 
 

@@ -30,7 +30,6 @@ logger = logging.getLogger(__name__)
 Scaling = Literal["none", "linear", "sqrt"]
 Factor = Annotated[int, Ge(2)]
 SEARCH_FACTOR = 1.1  # batch=auto finds the largest micro-batch to within this factor
-MAX_CACHED_WEIGHTS = 64  # weight tensors kept for reuse; weights by tokens hardly ever repeat
 
 
 @dataclass(eq=False)
@@ -144,7 +143,6 @@ class Batch(Option):
         world: World,
         drop_last: bool,
         skip: int = 0,
-        device: torch.device | None = None,
         order: Callable[[int, int], torch.Tensor] | None = None,
     ) -> Iterator[Request]:
         """Yield this rank's micro-batches of one epoch in order, from update number `skip` on.
@@ -158,7 +156,6 @@ class Batch(Option):
         ordered = order(seed, epoch) if order is not None else rng.permutation(seed, epoch, samples)
         total, size, micro = self.updates(samples, epoch, drop_last), self.size(epoch), self.micro_batch(world)
         partners = ordered[(torch.arange(samples) ^ 1).clamp_(max=samples - 1)] if self.pairs else None
-        weights: dict[float, torch.Tensor] = {}
         for update in range(skip, total):
             window = ordered[update * size : (update + 1) * size]
             mine = window if world.size == 1 else window.tensor_split(world.size)[world.rank]
@@ -168,14 +165,10 @@ class Batch(Option):
             amount = self.amount(window)
             for step, indices in enumerate(chunks, 1):
                 share = self.amount(indices) * world.size / amount
-                if share not in weights:
-                    if len(weights) > MAX_CACHED_WEIGHTS:
-                        weights.clear()
-                    weights[share] = torch.full((), share, device=device)
                 if not share:  # fewer samples than ranks: this rank joins the all-reduce with a sample of weight 0
                     indices = window[:1]
                 last = step == len(chunks)
-                request = Request(epoch, indices, weights[share], last, last and update + 1 == total)
+                request = Request(epoch, indices, share, last, last and update + 1 == total)
                 if partners is not None:
                     start = indices.storage_offset()  # position in the order
                     request.mix_with = partners[start : start + len(indices)]
@@ -192,7 +185,7 @@ class Batch(Option):
         return order.split(self.micro_batch(world))
 
     def evaluation_requests(
-        self, source: Any, world: World, max_batches: int | None, device: torch.device, lockstep: bool = False
+        self, source: Any, world: World, max_batches: int | None, lockstep: bool = False
     ) -> Iterator[Request]:
         """Yield this rank's share of the first `max_batches` batches of an evaluation.
 
@@ -201,7 +194,7 @@ class Batch(Option):
         batches = self.evaluation(source, world)[:max_batches]
         count = math.ceil(len(batches) / world.size) * world.size if lockstep else len(batches)
         for n in range(world.rank, count, world.size):
-            yield Request(0, batches[min(n, len(batches) - 1)], torch.full((), float(n < len(batches)), device=device))
+            yield Request(0, batches[min(n, len(batches) - 1)], float(n < len(batches)))
 
     def largest(self, samples: int, size: int) -> torch.Tensor:
         """Return the micro-batch of `size` samples that needs the most memory: the longest, where samples have lengths."""

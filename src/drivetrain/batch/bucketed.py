@@ -105,7 +105,6 @@ class Bucketed(Batch):
         world: World,
         drop_last: bool,
         skip: int = 0,
-        device: torch.device | None = None,
         order: Callable[[int, int], torch.Tensor] | None = None,
     ) -> Iterator[Request]:
         """Yield this rank's micro-batches of one epoch in order, from update number `skip` on, weighted by their tokens.
@@ -118,7 +117,7 @@ class Bucketed(Batch):
             chunks = self._round_robin(window, world, self.size(epoch) // self.global_batch)
             tokens = self.amount(window)
             for step, indices in enumerate(chunks, 1):
-                weight = torch.full((), self.amount(indices) * world.size / tokens, device=device)
+                weight = self.amount(indices) * world.size / tokens
                 last = step == len(chunks)
                 # Fewer samples than ranks: this rank joins the all-reduce with a sample of weight 0.
                 yield Request(epoch, indices if len(indices) else window[:1], weight, last, last and update == total)

@@ -127,6 +127,7 @@ class Budget(Checkpointing):
 
     active = True
     chosen_by_compiler = True
+    needs_real_tensors = "compilers make code for a device, and run it"
 
     def __init__(self, budget: Share = 0.5) -> None:
         self.budget = budget

@@ -52,6 +52,7 @@ class Compiled(Compile):
     """The base of all options that compile."""
 
     active = True
+    needs_real_tensors = "compilers make code for a device, and run it"
     specializes_on_shapes = True
     ranks_meet_in_forward = True
     whole_forward = True

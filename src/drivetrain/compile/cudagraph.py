@@ -1,25 +1,29 @@
-"""compile=cudagraph: launches all kernels of the model at once."""
+"""compile=cudagraph: replays the kernels of the forward, and those of the backward, by a single launch each."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-from drivetrain.compile.base import Compiled, dynamo_seconds
-from drivetrain.compile.inductor import graphs_keep_gradients
+from drivetrain.compile.inductor import Dynamo, graphs_keep_gradients
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
 
 
-class CudaGraph(Compiled):
-    """Uses torch.compile's cudagraphs backend: the model's eager kernels, launched all at once. CUDA only."""
+class CudaGraph(Dynamo):
+    """torch.compile with mode=reduce-overhead: fused kernels, captured as CUDA graphs, one for each shape. CUDA only.
+
+    torch's backend "cudagraphs", which captures the eager kernels, is not used: it takes the parameters for inputs, and
+    copies all of them before each replay.
+    """
 
     cuda_graphs = True
+    partitions_activations = True
     ranks_meet_in_forward = False
     crosses_devices = False
 
-    def __init__(self, fullgraph: bool = False) -> None:
-        self.fullgraph = fullgraph
+    def __init__(self, fullgraph: bool = False, cache_dir: str | None = None) -> None:
+        self.fullgraph, self.cache_dir = fullgraph, cache_dir
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)
@@ -32,12 +36,8 @@ class CudaGraph(Compiled):
             yield _no_cuda("torch finds no CUDA device here")
 
     def apply(self, model: torch.nn.Module, example: torch.Tensor, budget: float) -> Any:
-        torch.compiler.reset()
-        self._seconds_before = dynamo_seconds()
-        return torch.compile(model, backend="cudagraphs", dynamic=False, fullgraph=self.fullgraph)
-
-    def seconds(self) -> float | None:
-        return dynamo_seconds() - self._seconds_before
+        self.prepare(budget)
+        return torch.compile(model, mode="reduce-overhead", dynamic=False, fullgraph=self.fullgraph)
 
 
 def _no_cuda(reason: str) -> str:

@@ -71,6 +71,8 @@ class Inductor(Dynamo):
         cache_dir: str | None = None,
     ) -> None:
         self.mode, self.dynamic, self.fullgraph, self.cache_dir = mode, dynamic, fullgraph, cache_dir
+        if mode == "reduce-overhead":
+            self.cuda_graphs, self.ranks_meet_in_forward, self.crosses_devices = True, False, False
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)
@@ -78,8 +80,9 @@ class Inductor(Dynamo):
             yield from graphs_keep_gradients(run, f"compile.mode={self.mode}", "set compile.mode=default, or compile=step")
 
     def validate_device(self, run: RunSpec) -> Iterator[str]:
-        if self.mode == "reduce-overhead" and run.runtime.device_type() != "cuda":
-            yield "compile.mode=reduce-overhead is CUDA graphs, and the device is a CPU: set compile.mode=default"
+        kind = run.runtime.device_type()
+        if self.mode == "reduce-overhead" and kind != "cuda":
+            yield f"compile.mode=reduce-overhead is CUDA graphs, and the device is of type {kind}: set compile.mode=default"
 
     def apply(self, model: torch.nn.Module, example: torch.Tensor, budget: float) -> Any:
         self.prepare(budget)

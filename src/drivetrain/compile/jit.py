@@ -47,7 +47,8 @@ class Jit(Compiled):
         return jitted
 
     def _trace(self, model: torch.nn.Module, example: torch.Tensor) -> Any:
-        with torch.random.fork_rng():
+        device = example.device  # the only one that is used: by default torch would start all of them
+        with torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=device.type):
             return torch.jit.trace(model, example, check_trace=False)
 
     def seconds(self) -> float | None:

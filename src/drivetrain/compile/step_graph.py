@@ -45,10 +45,10 @@ class StepGraph(Dynamo):
                 f"compile=step and {run.named('parallel')} exclude each other (gradients are reduced in hooks, which a graph of "
                 "the whole step does not call): set compile=inductor or parallel=single"
             )
-        if run.precision.scales_loss:
+        if run.precision.frees_weights:
             yield (
-                f"compile=step and {run.named('precision')} exclude each other (the loss scaler decides in Python whether to "
-                "update): set precision=bf16 or compile=inductor"
+                f"compile=step and {run.named('precision')} with precision.master=stochastic exclude each other (a graph's "
+                "memory cannot be freed between updates): set precision.master=fp32 or compile=inductor"
             )
         for key, (given, neutral) in eager_only_settings(run).items():
             yield f"{key}={given} has no effect in compile=step, which makes the update in its own way: set it to {neutral}"
@@ -61,7 +61,9 @@ class StepGraph(Dynamo):
         from drivetrain.compile.whole_step import WholeStep
 
         model = context.model
-        self._step = WholeStep(step, model, context.optimizer, lambda: torch.compile(model), self.cudagraph)
+        self._step = WholeStep(
+            step, model, context.optimizer, lambda: torch.compile(model), self.cudagraph, context.precision.update_state
+        )
         return self._step
 
     def seconds(self) -> float | None:

@@ -21,6 +21,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from drivetrain.compile.captured_graph import CapturedGraph, Outputs, first_line
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.step import Step
 
@@ -31,7 +32,7 @@ INDUCTOR = {"reorder_for_locality": False}
 # torch.optim's settings for an update without Python numbers; the compiler fuses it.
 TRACEABLE = {"fused": False, "foreach": True, "capturable": True}
 
-Graph = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # inputs, targets, weight → weighted loss
+Graph = Callable[..., Outputs]  # inputs, targets, weight → weighted loss; with loss scaling also whether it updated
 
 
 class CannotRecordError(Exception):
@@ -51,13 +52,16 @@ class WholeStep:
         optimizer: torch.optim.Optimizer,
         fallback: Callable[[], Callable[..., torch.Tensor]],
         cudagraph: bool,
+        update_state: Callable[[], list[torch.Tensor]] = list,
     ) -> None:
-        self.inner, self._model, self._optimizer = inner, model, optimizer
+        self.inner, self._model, self._optimizer, self._update_state = inner, model, optimizer, update_state
         self._fallback, self._cudagraph = fallback, cudagraph
         self.seconds = 0.0  # spent recording and compiling
         self._eager, self._started = True, False
         self._updated = False  # the update's last micro-batch has updated already
+        self._made: list[torch.Tensor] = []  # whether it did, where the graph decides
         self._graphs: dict[tuple[Any, ...], Graph] = {}
+        self._pool: Any = None  # the memory of all CUDA graphs
         self._trained: list[torch.nn.Parameter] = []  # parameters that get gradients
         self._gradient_sums: list[torch.Tensor] = []  # their gradients, where an update has several micro-batches
         self._lr_tensors: list[torch.Tensor] = []
@@ -79,13 +83,14 @@ class WholeStep:
             self._record(key, batch, loss_sum)
             return
         self._updated = batch.last
-        loss_sum += self._call_graph(graph, batch)
+        loss, *self._made = self._call_graph(graph, batch)
+        loss_sum += loss
 
     def update(self) -> bool:
         """Update the weights, unless the graph has done so."""
         if self._updated:
             self._updated = False
-            return True
+            return all(map(bool, self._made))  # read where loss scaling may skip an update, as an eager one does
         trained = [p for p in self._model.parameters() if p.grad is not None]
         done = self.inner.update()
         if done and not self._started:
@@ -103,11 +108,11 @@ class WholeStep:
         """Return the inner step with another forward: a graph has none to replace."""
         return self.inner.with_forward(forward)
 
-    def _call_graph(self, graph: Graph, batch: MicroBatch) -> torch.Tensor:
+    def _call_graph(self, graph: Graph, batch: MicroBatch) -> Outputs:
         try:
             return graph(batch.x, batch.y, batch.weight)
         except Exception as error:  # some weights may be updated already, so the update must not be repeated
-            raise RuntimeError(f"compile=step: the graph of an update failed half-way: {_first_line(error)}") from None
+            raise RuntimeError(f"compile=step: the graph of an update failed half-way: {first_line(error)}") from None
 
     def _start_graphs(self, trained: list[torch.nn.Parameter]) -> None:
         """Use graphs from here on: the optimizer has its state, and it is known which parameters get gradients."""
@@ -142,7 +147,7 @@ class WholeStep:
         saved = [t.detach().to("cpu", copy=True) for t in static]
         self._set_gradients(self._gradient_sums or [None] * len(self._trained))
         try:
-            recording, loss = self._trace(static, batch)
+            recording, (loss, *self._made) = self._trace(static, batch)
         except Exception as error:  # user code may do anything with a tensor that is being recorded
             with torch.no_grad():
                 for tensor, value in zip(static, saved, strict=True):
@@ -162,7 +167,8 @@ class WholeStep:
     def _state(self) -> tuple[list[torch.Tensor], list[Any]]:
         """Return every tensor that persists between updates, and the Python values of the optimizer's state."""
         model, optimizer = self._model, self._optimizer
-        tensors = {id(t): t for t in (*model.parameters(), *model.buffers(), *self._lr_tensors, *self._gradient_sums)}
+        update = (*self._lr_tensors, *self._gradient_sums, *self._update_state())
+        tensors = {id(t): t for t in (*model.parameters(), *model.buffers(), *update)}
         numbers: list[Any] = []
         _collect([optimizer.state, vars(optimizer)], tensors, numbers, set())
         return list(tensors.values()), numbers
@@ -171,26 +177,40 @@ class WholeStep:
         for p, gradient in zip(self._trained, gradients, strict=True):
             p.grad = gradient
 
-    def _trace(self, static: list[torch.Tensor], batch: MicroBatch) -> tuple[torch.fx.GraphModule, torch.Tensor]:
-        losses = []
+    def _trace(self, static: list[torch.Tensor], batch: MicroBatch) -> tuple[torch.fx.GraphModule, Outputs]:
+        outputs: list[Outputs] = []
 
-        def run(*tensors: torch.Tensor) -> torch.Tensor:
+        def run(*tensors: torch.Tensor) -> Outputs:
             x, y, weight = tensors[-3:]
             loss = torch.zeros_like(weight)
             self.inner.micro_batch(MicroBatch(x, y, weight, batch.last, batch.epoch_end), loss)
-            losses.append(loss)
-            if batch.last:
-                if not self.inner.update():
-                    raise CannotRecordError("the precision decides in Python whether to update")
-                if self._gradient_sums:
-                    torch._foreach_zero_(self._gradient_sums)
-                else:
-                    self._set_gradients([None] * len(self._trained))
-            return loss
+            outputs.append((loss, *self._trace_update()) if batch.last else (loss,))
+            return outputs[0]
 
         with self._traceable():
             recording = make_fx(run)(*static, batch.x, batch.y, batch.weight)
-        return recording, losses[0]
+        return recording, outputs[0]
+
+    def _trace_update(self) -> Outputs:
+        """Make the update and clear the gradients. Returns whether it was made, where that is known on the device only."""
+        with torch.no_grad():
+            before = [(t, t.clone()) for t in self._optimizer_tensors()] if self._update_state() else []
+            made: Any = self.inner.update()
+            if made is False:
+                raise CannotRecordError("the precision decides in Python whether to update")
+            for tensor, value in before:  # set back after an overflow
+                tensor.copy_(torch.where(made, tensor, value))
+            if self._gradient_sums:
+                torch._foreach_zero_(self._gradient_sums)
+            else:
+                self._set_gradients([None] * len(self._trained))
+        return (made,) if isinstance(made, torch.Tensor) else ()
+
+    def _optimizer_tensors(self) -> list[torch.Tensor]:
+        """Return the parameters that are updated, and the optimizer's state."""
+        tensors: dict[int, torch.Tensor] = {}
+        _collect([self._optimizer.state, vars(self._optimizer)], tensors, [], set())
+        return list(tensors.values())
 
     @contextmanager
     def _traceable(self) -> Iterator[None]:
@@ -228,37 +248,19 @@ class WholeStep:
             compiled = torch._inductor.compile(recording, inputs, options=INDUCTOR)
 
         @torch.no_grad()
-        def run(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            return compiled(*static, x, y, weight)
+        def run(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor) -> Outputs:
+            return tuple(compiled(*static, x, y, weight))
 
-        return CapturedGraph(run) if self._cudagraph and batch.x.is_cuda else run
+        if not (self._cudagraph and batch.x.is_cuda):
+            return run
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        return CapturedGraph(run, self._pool)
 
     def _give_up(self, reason: str) -> None:
         self._eager = True
         self._set_gradients(self._gradient_sums or [None] * len(self._trained))
         self.inner = self.inner.with_forward(self._fallback())
         logger.warning("compile=step: this step cannot be one graph: %s. Going on with compile=inductor", reason)
-
-
-class CapturedGraph:
-    """Captures a graph's second call as a CUDA graph, and replays it from then on."""
-
-    def __init__(self, run: Graph) -> None:
-        self.run, self.graph, self.warm = run, torch.cuda.CUDAGraph(), False
-        self.inputs: list[torch.Tensor] = []
-
-    def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
-        if not self.warm:  # loads and autotunes kernels, which a capture cannot do
-            self.warm = True
-            return self.run(*inputs)  # type: ignore[call-arg]
-        if not self.inputs:
-            self.inputs = [t.clone() for t in inputs]
-            with torch.cuda.graph(self.graph):
-                self.loss = self.run(*self.inputs)  # type: ignore[call-arg]
-        for captured, given in zip(self.inputs, inputs, strict=True):
-            captured.copy_(given, non_blocking=True)
-        self.graph.replay()
-        return self.loss
 
 
 @contextmanager
@@ -289,9 +291,5 @@ def _collect(value: Any, tensors: dict[int, torch.Tensor], numbers: list[Any], s
             _collect(item, tensors, numbers, seen)
 
 
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
-
-
 def _reason(error: Exception) -> str:
-    return str(error) if isinstance(error, CannotRecordError) else _first_line(error)
+    return str(error) if isinstance(error, CannotRecordError) else first_line(error)

@@ -26,15 +26,17 @@ def keep_freed_memory() -> bool:
 
 def synchronize(device: torch.device) -> None:
     """Wait until the device has finished its queued work; a CPU has none."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def peak_memory(device: torch.device) -> int:
-    """The peak in bytes of the CUDA allocator, or on a CPU of this process's resident set."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return peak_memory_of_process()
+    """The peak in bytes of the device's allocator, or on a CPU of this process's resident set."""
+    if device.type == "cpu":
+        return peak_memory_of_process()
+    if device.type == "mps":  # keeps no peak: what Metal holds for this process, which it seldom returns
+        return torch.mps.driver_allocated_memory()
+    return torch.accelerator.max_memory_allocated(device)
 
 
 def peak_memory_of_process() -> int:
@@ -47,9 +49,10 @@ def peak_memory_of_process() -> int:
 
 
 def memory_now() -> int:
-    """The bytes in use now: CUDA's reserved memory if CUDA runs, else this process's resident set."""
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return torch.cuda.memory_reserved()
+    """The bytes in use now: what the device's allocator holds if it has been used, else this process's resident set."""
+    device = torch.accelerator.current_accelerator()  # that torch was built for: it looks at no device
+    if device is not None and device.type != "mps" and torch.get_device_module(device).is_initialized():
+        return torch.accelerator.memory_reserved()
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

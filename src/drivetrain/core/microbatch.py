@@ -11,11 +11,11 @@ from drivetrain.core.lazy import torch
 
 @dataclass(slots=True)
 class Request:
-    """The indices of one micro-batch that the loader is to fetch."""
+    """The indices of one micro-batch that the loader is to fetch. It travels to worker processes: its tensors are on the CPU."""
 
     epoch: int
     indices: torch.Tensor  # (n,) int64
-    weight: torch.Tensor  # 0-d; 1 in evaluation
+    weight: float  # the micro-batch's share of the update's samples, times the ranks (which average); 1 in evaluation
     last: bool = True  # the update's last micro-batch
     epoch_end: bool = False  # the epoch's last micro-batch
     mix_with: torch.Tensor | None = None  # (n,) the sample that each one is mixed with (mixup, CutMix)
@@ -32,11 +32,11 @@ class Request:
 
 @dataclass(slots=True)
 class MicroBatch:
-    """One micro-batch on the device. `weight` is its share of the update's samples, times the ranks (which average)."""
+    """One micro-batch on the device."""
 
     x: torch.Tensor
     y: torch.Tensor
-    weight: torch.Tensor
+    weight: torch.Tensor  # 0-d, as in its request
     last: bool
     epoch_end: bool
     seconds: float | None = None  # as in its request

@@ -55,6 +55,8 @@ class Option:
     An option is data: its settings as the config gave them. The object that `build` returns does the work in a run.
     """
 
+    step_waits = ""  # why a step waits for the device, where it has to; "" means that it never does
+    needs_real_tensors = ""  # why it cannot run on torch's fake tensors, by which the tests stand in for a device
     machine_local_keys: tuple[str, ...] = ()  # settings of this machine (paths, devices): not in recipes, not in the config hash
 
     def validate(self, run: RunSpec) -> Iterator[str]:

@@ -43,6 +43,9 @@ class Strategy(Protocol):
     def full_state_dict(self, model: torch.nn.Module, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the full, unsharded weights and training state, on rank 0."""
 
+    def broadcast_buffers(self, model: torch.nn.Module) -> None:
+        """Give all ranks rank 0's buffers, such as BatchNorm's statistics."""
+
     def as_distributed(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor that belongs to the weight `name` as a DTensor over all ranks, if that weight is sharded."""
 
@@ -97,7 +100,6 @@ class Batch(Protocol):
         world: World,
         drop_last: bool,
         skip: int = 0,
-        device: torch.device | None = None,
         order: Callable[[int, int], torch.Tensor] | None = None,
     ) -> Iterator[Request]:
         """Yield the micro-batches of one rank in an epoch, in order, from update number `skip` on."""

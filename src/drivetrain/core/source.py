@@ -67,7 +67,13 @@ class Normalizer(Protocol):
 
     mean: torch.Tensor  # (c, 1, 1), of the source's values
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the normalised inputs; x is on the normaliser's device."""
+        ...
+
+    def to(self, device: torch.device) -> Normalizer:
+        """Return the same normaliser for inputs on a device."""
+        ...
 
 
 class Augmentation(Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -38,7 +39,15 @@ class Normalize:
         self.mean, self.std = torch.tensor(mean).view(-1, 1, 1), torch.tensor(std).view(-1, 1, 1)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return (x.float() - self.mean).div_(self.std)  # not sub_: float() of a float is no copy, and x is the source's
+        """Normalise inputs (n, c, h, w) that are on this normaliser's device."""
+        values = x.float() if x.is_floating_point() else x  # bytes become floats as the mean is subtracted: one kernel fewer
+        return (values - self.mean).div_(self.std)  # not sub_: float() of a float is no copy, and x is the source's
+
+    def to(self, device: torch.device) -> Normalize:
+        """Return the same normalisation for inputs on a device."""
+        moved = copy(self)
+        moved.mean, moved.std = self.mean.to(device), self.std.to(device)
+        return moved
 
 
 class Data(Option):

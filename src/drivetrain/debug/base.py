@@ -59,6 +59,7 @@ class Anomaly(Debug):
     """Uses torch's anomaly detection: a NaN in the backward stops the run and names its forward line. Slow."""
 
     names_backward_lines = True
+    step_waits = "torch looks for a NaN in the gradients of each operation"
 
     def __init__(self, check_nan: bool = True) -> None:
         self.check_nan = check_nan

@@ -32,6 +32,8 @@ class Gradcheck(Debug):
     before training and is named by its module. Modules that do not compute in float64 are left out and logged.
     """
 
+    needs_real_tensors = "it compares numbers"
+
     def __init__(
         self,
         samples: Count = 4,
@@ -56,7 +58,7 @@ class Gradcheck(Debug):
 
     def check_model(self, model: torch.nn.Module, loss: Any, data: Any) -> None:
         device = next(model.parameters()).device
-        request = Request(0, torch.arange(min(self.samples, len(data.source))), torch.ones(()))
+        request = Request(0, torch.arange(min(self.samples, len(data.source))), 1.0)
         x, y = (t.to(device) for t in data(request))
         with _float64_and_own_rng(device):
             copy, x, y = _float64_copy(model), _double(x), _double(y)

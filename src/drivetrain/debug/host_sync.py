@@ -28,8 +28,8 @@ _OPTIMIZER = os.path.join("torch", "optim", "optimizer.py")  # reads its step co
 class HostSync(Debug):
     """Names each line in the step that makes the host wait for the device, and counts how often it does.
 
-    On CUDA it uses torch.cuda.set_sync_debug_mode; on a CPU, where nothing waits, it finds the calls that would wait on
-    CUDA. Intended reads of the training loop, at the end of an update, do not count.
+    On CUDA it uses torch.cuda.set_sync_debug_mode. Other devices have no such mode, and a CPU waits for nothing: there it
+    finds the calls that would wait on CUDA. Intended reads of the training loop, at the end of an update, do not count.
     """
 
     def __init__(self, skip: CountOrZero = 1) -> None:
@@ -38,8 +38,9 @@ class HostSync(Debug):
         self._steps = 0
 
     def validate_device(self, run: RunSpec) -> Iterator[str]:
-        if run.runtime.device_type() == "cpu" and run.compile.active:
-            yield f"debug=host_sync watches calls on a CPU, and {run.named('compile')} makes none: set compile=none"
+        if (device := run.runtime.device_type()) != "cuda" and run.compile.active:
+            where = "a CPU" if device == "cpu" else device
+            yield f"debug=host_sync watches calls on {where}, and {run.named('compile')} makes none: set compile=none"
 
     def setup(self, context: BuildContext) -> None:
         from drivetrain.debug import torch_modes

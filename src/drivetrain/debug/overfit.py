@@ -54,7 +54,7 @@ class Overfit(Debug):
         context = self._context
         samples, drop_last = len(context.train_data.source), context.run.data.drop_last
         requests = context.batch.requests(
-            samples, context.seed, 0, context.parallel.data_world, drop_last, device=context.device,
+            samples, context.seed, 0, context.parallel.data_world, drop_last,
             order=getattr(context.train_data.source, "order", None),
         )  # fmt: skip
         first = one_update(requests)  # of the run, also when it is resumed

@@ -65,7 +65,8 @@ class Profile(Window):
         folder = self._context.run_dir / "profile"
         folder.mkdir(exist_ok=True)
         averages = profiler.key_averages()
-        order = "self_device_time_total" if self._context.device.type == "cuda" else "self_cpu_time_total"
+        # A CPU has no device time, nor has a device that the profiler does not know, such as MPS.
+        order = "self_device_time_total" if any(e.self_device_time_total for e in averages) else "self_cpu_time_total"
         (folder / "operations.txt").write_text(averages.table(sort_by=order, row_limit=-1, max_name_column_width=80))
         raw = folder / "trace.json"
         profiler.export_chrome_trace(str(raw))
@@ -73,14 +74,15 @@ class Profile(Window):
         raw.unlink()
         self._findings += [self._shares(averages), *self._operations(averages, order)]
         if self.memory:
-            self._findings += _memory(trace["traceEvents"], folder / "memory.csv")
+            self._findings += _memory(trace["traceEvents"], folder / "memory.csv", self._context.device.type)
         with gzip.open(folder / "trace.json.gz", "wt") as file:
             json.dump(trace, file)
         self._findings.append(f"{folder}: open trace.json.gz in https://ui.perfetto.dev; operations.txt has every operation")
 
     def _shares(self, averages: Any) -> str:
         """Return a line with the host time of an update and the phases' shares of it. Kernels may run asynchronously."""
-        ranges = {e.key: e for e in averages if e.is_user_annotation}
+        # The profiler repeats each range of the host on the device, under the same name and without any host time.
+        ranges = {e.key: e for e in averages if e.is_user_annotation and e.device_type == torch.autograd.DeviceType.CPU}
         steps = next(e for name, e in ranges.items() if name.startswith("ProfilerStep"))
         shares = {p: ranges[p].cpu_time_total / steps.cpu_time_total for p in PHASES if p in ranges}
         shares["rest"] = max(0.0, 1.0 - sum(shares.values()))
@@ -88,18 +90,24 @@ class Profile(Window):
         return f"profile of {self._window_title}: {steps.cpu_time_total / steps.count / 1e3:.2f} ms each on the host ({phases})"
 
     def _operations(self, averages: Any, order: str) -> Iterator[str]:
-        times = [(getattr(e, order), e) for e in averages if not e.is_user_annotation]
+        """Return the operations with the most time of their own.
+
+        With device time these are the host's operations, each with its kernels: the kernels' own rows would count it twice.
+        """
+        on_host = [e for e in averages if e.device_type == torch.autograd.DeviceType.CPU]
+        times = [(getattr(e, order), e) for e in on_host if not e.is_user_annotation]
         total = sum(time for time, _ in times) or 1.0
         for time, event in sorted(times, key=lambda pair: -pair[0])[: self.top]:
             yield f"  {time / total:6.1%}  {time / 1e3:9.2f} ms  {event.count:6} calls  {event.key}"
 
 
-def _memory(events: list[dict[str, Any]], file: Path) -> list[str]:
+def _memory(events: list[dict[str, Any]], file: Path, accelerator: str) -> list[str]:
     """Add the allocated memory to the trace as counters, write it to a file, and return each device's peak and its phase.
 
-    A CPU's memory is relative to the window's start; CUDA's is all allocated memory.
+    A CPU's memory is relative to the window's start; that of an accelerator, such as "cuda", is all allocated memory.
     """
-    phases = sorted((e["ts"], e["ts"] + e["dur"], e["name"]) for e in events if e.get("ph") == "X" and e["name"] in PHASES)
+    ranges = (e for e in events if e.get("cat") == "user_annotation" and e["name"] in PHASES)  # the host's, not the device's
+    phases = sorted((e["ts"], e["ts"] + e["dur"], e["name"]) for e in ranges)
     starts = [start for start, _, _ in phases]
     changes = sorted((e for e in events if e["name"] == "[memory]"), key=lambda e: e["ts"])
     peaks: dict[str, tuple[int, str]] = {}
@@ -108,7 +116,7 @@ def _memory(events: list[dict[str, Any]], file: Path) -> list[str]:
         rows.writerow(("ms", "device", "allocated_bytes", "change_bytes", "phase"))
         for e in changes:
             args, at = e["args"], e["ts"]
-            device = "cpu" if args["Device Type"] == 0 else f"cuda:{args['Device Id']}"
+            device = "cpu" if args["Device Type"] == 0 else f"{accelerator}:{args['Device Id']}"
             index = bisect_right(starts, at) - 1
             phase = phases[index][2] if index >= 0 and at <= phases[index][1] else ""
             level = args["Total Allocated"]

@@ -10,13 +10,15 @@ import torch
 from drivetrain import surgery
 from drivetrain.batch.base import Batch
 from drivetrain.core import horizon as horizons
+from drivetrain.core.clock import clock_for
 from drivetrain.core.context import BuildContext
 from drivetrain.core.errors import UserError
 from drivetrain.core.horizon import Horizon
 from drivetrain.core.protocols import LogWriter
 from drivetrain.debug.base import Debug
-from drivetrain.engine import dry_run, input_checks
+from drivetrain.engine import dry_run, flops, input_checks
 from drivetrain.engine.evaluator import Evaluator
+from drivetrain.engine.mfu import Mfu, number_format
 from drivetrain.engine.step import PlainStep
 from drivetrain.engine.step_timer import StepTimer
 from drivetrain.engine.trainer import Trainer
@@ -40,8 +42,9 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter]) -> Trainer:
     batch = _load_data(context, debug)
     world = parallel.data_world
 
-    model = _build_model(context, debug)
-    # Compile before DDP: each bucket's all-reduce still starts as its gradients appear, and evaluation keeps the plain model.
+    model, model_flops = _build_model(context, debug)
+    # Compile before DDP, so that evaluation keeps the plain model. The first call is within DDP's forward: there torch splits
+    # the compiled model at DDP's buckets (DDPOptimizer), so that all-reduces still overlap with the backward.
     compiler = run.compile.build(context)
     forward = parallel.wrap_model(compiler.apply(model, context.example, run.checkpointing.budget))
     # The optimizer comes after every edit that may replace or move parameters; the average after the weights are final.
@@ -60,7 +63,8 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter]) -> Trainer:
     step = debug.wrap_step(compiler.wrap_step(parallel.wrap_step(plain, context), context))
 
     eval_weights = precision.eval_weights(run.optimizer, optimizer)
-    timer, saving = StepTimer(compiler.warmup), run.saving.build(context)
+    timer, saving = StepTimer(compiler.warmup, clock_for(context.device)), run.saving.build(context)
+    mfu = Mfu(model_flops, context.device, number_format(model, run.precision.dtype), parallel.world.size)
     evaluator = Evaluator(
         model=model, forward=parallel.inference_model(model), eval_weights=eval_weights, ema=ema, loss=run.loss,
         precision=precision, parallel=parallel, batch=batch, loader=loader, data=context.test_data, device=context.device,
@@ -73,7 +77,7 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter]) -> Trainer:
         epochs=run.values["epochs"], max_updates=context.horizon.updates, log_every=run.values["log_every"],
         evaluate_every=run.values["evaluate_every"], saving=saving, run_dir=context.run_dir,
         writer=Writer(context.run_dir, saving, parallel, eval_weights), progress=context.progress, timer=timer,
-        log=TrainingLog(log_writers, context.progress, parallel, timer, context.device), compile_seconds=compiler.seconds,
+        log=TrainingLog(log_writers, context.progress, parallel, timer, context.device, mfu), compile_seconds=compiler.seconds,
     )  # fmt: skip
     if batch.preallocate:
         dry_run.preallocate(trainer)
@@ -96,8 +100,11 @@ def _load_data(context: BuildContext, debug: Debug) -> Batch:
     return batch
 
 
-def _build_model(context: BuildContext, debug: Debug) -> torch.nn.Module:
-    """Build the model: on its device, edited, in the run's precision, with activation checkpointing and sharding applied."""
+def _build_model(context: BuildContext, debug: Debug) -> tuple[torch.nn.Module, flops.ModelFlops]:
+    """Build the model: on its device, edited, in the run's precision, with activation checkpointing and sharding applied.
+
+    Return it and the operations that a sample takes.
+    """
     run, data, world = context.run, context.data, context.parallel.data_world
     model: torch.nn.Module = run.model.build(context)
     # Edits of the module tree come first: every later step works on the final modules. The memory format is one of
@@ -106,6 +113,8 @@ def _build_model(context: BuildContext, debug: Debug) -> torch.nn.Module:
     context.memory_format = getattr(torch, formats[-1] if formats else "contiguous_format")
     example = context.example = torch.zeros(2, *data.shape, device=context.device, dtype=data.dtype)
     _log(surgery.apply_all(run.surgery, model, example))
+    # Counted before activation checkpointing, which computes some twice, and before sharding, which leaves a part here.
+    model_flops = _count_flops(context, model, example)
     model = context.precision.convert(model, example)
     # Gradcheck copies the modules, so it runs before anything patches their forwards.
     debug.check_model(model, run.loss, context.train_data)
@@ -115,7 +124,19 @@ def _build_model(context: BuildContext, debug: Debug) -> torch.nn.Module:
     context.parallel.shard(model, run.precision.dtype, example)
     _log(surgery.partial_statistics(model, context.batch.micro_batch(world), context.batch.size(0), world.size))
     context.model, context.loss = model, run.loss
-    return model
+    return model, model_flops
+
+
+def _count_flops(context: BuildContext, model: torch.nn.Module, example: torch.Tensor) -> flops.ModelFlops:
+    """Count the operations that a sample takes, on rank 0, which logs the MFU."""
+    if context.world.rank:
+        return flops.ModelFlops(None, "it is known on rank 0")
+    if context.train_data.pad_to > 1:
+        return flops.ModelFlops(None, f"{context.run.named('batch')}: samples of different lengths take different operations")
+    counted = flops.count(model, example)
+    if counted.reason:
+        logger.info("no MFU: %s", counted.reason)
+    return counted
 
 
 def _horizon(context: BuildContext, batch: Batch, known_before: bool) -> Horizon:

@@ -12,7 +12,7 @@ from drivetrain.saving import checkpoint_io
 def forward_backward(trainer: Trainer, size: int) -> None:
     """Run forward and backward on the largest micro-batch of `size` samples. Leaves the gradients in place."""
     indices = trainer.batch.largest(len(trainer.train_data.source), size)
-    request = Request(0, indices, torch.ones((), device=trainer.device))
+    request = Request(0, indices, 1.0)
     loss_sum = torch.zeros((), device=trainer.device)
     for batch in trainer.loader.stream(trainer.train_data, [request], trainer.device, trainer.memory_format):
         trainer.step.micro_batch(batch, loss_sum)

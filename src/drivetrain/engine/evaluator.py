@@ -13,7 +13,7 @@ from drivetrain.batch.base import Batch
 from drivetrain.core.errors import Diverged
 from drivetrain.ema.base import Ema
 from drivetrain.loader.base import Loader, Pipeline
-from drivetrain.loss.base import Loss
+from drivetrain.loss.base import Loss, sum_dtype
 from drivetrain.parallel.base import Parallel
 from drivetrain.precision.base import Precision
 
@@ -55,9 +55,9 @@ class Evaluator:
         Sums and counts are reduced over the ranks, not means, so that every sample counts once on any number of ranks.
         """
         self.model.eval()
-        sums = torch.zeros(len(self.loss.metrics) + 1, dtype=torch.float64, device=self.device)
+        sums = torch.zeros(len(self.loss.metrics) + 1, dtype=sum_dtype(self.device), device=self.device)
         world, lockstep = self.parallel.data_world, self.parallel.lockstep_evaluation
-        requests = self.batch.evaluation_requests(self.data.source, world, self.max_batches, self.device, lockstep)
+        requests = self.batch.evaluation_requests(self.data.source, world, self.max_batches, lockstep)
         stream = self.loader.stream(self.data, requests, self.device, self.memory_format)
         with self.parallel.evaluation_context():
             for batch in stream:

@@ -59,9 +59,13 @@ def check_normalisation(stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
 
 def check_waiting(stream: Iterator[MicroBatch], timer: StepTimer, advice: str | None) -> Iterator[MicroBatch]:
     """Warn once if the steps wait for data, as soon as enough of them are measured."""
+    judged = 0  # steps
     for batch in stream:
         yield batch
-        if len(timer.steps) % MIN_STEPS or not (steady := timer.steady()) or steady[0] < MIN_SECONDS:
+        if len(timer.steps) < judged + MIN_STEPS:
+            continue
+        judged = len(timer.steps)
+        if not (steady := timer.steady()) or steady[0] < MIN_SECONDS:
             continue
         if steady[1] > MAX_WAIT:
             logger.warning(f"the device waits for data {100 * steady[1]:.0f} % of the time{f': {advice}' if advice else ''}")

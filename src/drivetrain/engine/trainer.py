@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from drivetrain.batch.base import Batch
-from drivetrain.core.device import is_out_of_memory
 from drivetrain.core.errors import Diverged, Interrupted
 from drivetrain.core.host_reads import reads_device_on_purpose
 from drivetrain.core.microbatch import MicroBatch, Request
@@ -21,6 +20,7 @@ from drivetrain.core.signals import StopFlag
 from drivetrain.core.step import Step, StreamWatcher
 from drivetrain.ema.base import Ema
 from drivetrain.engine.evaluator import Evaluator
+from drivetrain.engine.out_of_memory import halve_micro_batch
 from drivetrain.engine.step_timer import StepTimer
 from drivetrain.engine.training_log import TrainingLog
 from drivetrain.loader.base import Loader, Pipeline
@@ -93,7 +93,7 @@ class Trainer:
                 break
             except RuntimeError as error:
                 self.loader.raise_if_worker_died(error)
-                self._halve_micro_batch(error)
+                halve_micro_batch(self, error)
         if self.progress.evaluated != self.progress.updates:
             self._evaluate()
             self._save()
@@ -123,22 +123,13 @@ class Trainer:
         start = self.progress.epoch
         for epoch in range(start, self.epochs):
             yield from self.batch.requests(
-                len(self.train_data.source), self.seed, epoch, self.parallel.data_world, self.drop_last, device=self.device,
+                len(self.train_data.source), self.seed, epoch, self.parallel.data_world, self.drop_last,
                 skip=self.progress.window if epoch == start else 0, order=getattr(self.train_data.source, "order", None),
             )  # fmt: skip
 
     def endless(self) -> None:
         """Remove the run's end and its evaluations, so that a benchmark decides when to stop."""
         self.max_updates = self.epochs = self.evaluate_every = ENDLESS
-
-    def _halve_micro_batch(self, error: RuntimeError) -> None:
-        """After running out of memory, repeat the update in micro-batches half as large. Raises any other error."""
-        world = self.parallel.world
-        if not is_out_of_memory(error) or world.size > 1 or not self.batch.halve(world):
-            raise error
-        self.step.zero_grad()
-        self.log.restart()
-        logger.warning("out of memory: training goes on with %d samples at once", self.batch.micro_batch(world))
 
     def _skip(self) -> None:
         self.progress.skipped += 1

@@ -11,6 +11,7 @@ import torch
 from drivetrain.core.errors import Diverged
 from drivetrain.core.progress import Progress
 from drivetrain.core.protocols import LogWriter
+from drivetrain.engine.mfu import Mfu
 from drivetrain.engine.step_timer import StepTimer
 from drivetrain.parallel.base import Parallel
 
@@ -24,6 +25,7 @@ class TrainingLog:
     parallel: Parallel
     timer: StepTimer
     device: torch.device
+    mfu: Mfu
     loss_sum: torch.Tensor = field(init=False)  # 0-d: the sum of the updates' losses since the last record
 
     def __post_init__(self) -> None:
@@ -47,9 +49,10 @@ class TrainingLog:
         skipped = count - (progress.updates - updates)
         if not math.isfinite(loss) and not skipped:
             raise Diverged(f"the loss is {loss} (updates {updates + 1} to {progress.updates})")
+        rate = (progress.samples - samples) / seconds if seconds else None
         self.write(
             "train", loss=loss if math.isfinite(loss) else None, skipped=progress.skipped, samples=progress.samples, lr=lr,
-            samples_per_second=(progress.samples - samples) / seconds if seconds else None, **figures,
+            samples_per_second=rate, mfu=self.mfu.at(rate) if self.writers else None, **figures,
         )  # fmt: skip
 
     def write(self, event: str, **figures: object) -> None:

@@ -19,7 +19,7 @@ from drivetrain.core.errors import FAILED, UserError
 
 OUT_OF_MEMORY = 3  # the child's exit code
 FITS = "fits"  # the child's line for one size that fits
-MEMORY_FRACTION = 0.95  # of a CUDA device; the rest is for fragmentation and the ranks' communication
+MEMORY_FRACTION = 0.95  # of a device; the rest is for fragmentation and the ranks' communication
 
 
 def count_fitting(overrides: Sequence[str], config_dirs: Sequence[str], sizes: Sequence[int], limit_gb: float | None) -> int:
@@ -60,10 +60,10 @@ def main() -> None:
     overrides = [override for override in task["overrides"] if key_of(override).split(".")[0] not in groups]
     job = prepare([*overrides, *off], task["config_dirs"])
     trainer = build.build(BuildContext(job.run, World(), Path(os.devnull)), [])
-    if trainer.device.type == "cuda":
+    if trainer.device.type != "cpu":
         import torch
 
-        torch.cuda.set_per_process_memory_fraction(MEMORY_FRACTION)
+        torch.get_device_module(trainer.device).set_per_process_memory_fraction(MEMORY_FRACTION)
     for size in task["sizes"]:
         try:
             for _ in range(2):  # at the second the optimizer's state is in memory

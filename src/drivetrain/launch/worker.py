@@ -168,8 +168,10 @@ def _record_measurements(result: Result, trainer: Trainer) -> None:
     if (steady := timer.steady()) is not None:
         seconds, result.data_wait_fraction = steady
         result.samples_per_second = (progress.samples - timer.first_samples) / seconds
+        result.mfu, result.mfu_note = trainer.log.mfu.at(result.samples_per_second), trainer.log.mfu.note()
     if (percentiles := timer.percentiles()) is not None:
         result.step_ms_p50, result.step_ms_p95 = percentiles
+    result.flops_per_sample = trainer.log.mfu.model.per_sample
     result.compile_s = trainer.compile_seconds()
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Iterator
 
 from drivetrain.core.cpus import usable_cores
+from drivetrain.core.device import synchronize
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.option import Positive
@@ -25,7 +26,7 @@ ROUNDS = 3
 class Auto(Loader):
     """Each loader reads the same batches, in turns, and the fastest is chosen; of equally fast ones, the simplest.
 
-    On CUDA the fastest has the shortest wall time. On a CPU the step needs the cores too, so the fastest takes the fewest
+    On a device the fastest has the shortest wall time. On a CPU the step needs the cores too, so the fastest takes the fewest
     core-seconds. The first round always runs; the others stop after `budget_s` seconds.
     """
 
@@ -46,7 +47,7 @@ class Auto(Loader):
         found: dict[str, Loader] = {"loader=sync": Loader()}
         found |= {f"loader=threads loader.num_threads={n}": Threads(n) for n in counts}
         found |= {f"loader=workers loader.num_workers={n}": Workers(n) for n in counts}
-        if device.type == "cuda":
+        if device.type != "cpu":
             found |= {f"loader=device loader.num_readers={n}": Device("threads", n) for n in counts}
             if isinstance(pipeline.source, Tensors) and pipeline.source.x.nbytes < 0.5 * (free_memory(device) or 0):
                 found |= {"loader=resident": Resident()}
@@ -66,7 +67,7 @@ class Auto(Loader):
         chosen = next(name for name, s in seconds.items() if s * TIE <= least)
         self._chosen = loaders[chosen]
         others = ", ".join(f"{_short(name)} {seconds[chosen] / s:.2f}" for name, s in seconds.items() if name != chosen)
-        unit = "samples/s" if device.type == "cuda" else "samples per core-second"
+        unit = "samples/s" if device.type != "cpu" else "samples per core-second"
         return [f"loader=auto took {chosen}: {size / seconds[chosen]:,.0f} {unit} (others, relative to it: {others})"]
 
     def stream(
@@ -81,12 +82,12 @@ def _short(overrides: str) -> str:
 
 
 class CostPerBatch:
-    """Measures seconds per batch: wall time on CUDA, else CPU time of this process and its children."""
+    """Measures seconds per batch: wall time on a device, else CPU time of this process and its children."""
 
     def __init__(self, pipeline: Pipeline, size: int, device: torch.device, batches: int = 4) -> None:
         self.pipeline, self.device, self.batches = pipeline, device, batches
-        n, weight = len(pipeline.source), torch.ones(())
-        self.requests = [Request(0, (torch.arange(size) + i * size) % n, weight) for i in range(batches + 1)]
+        n = len(pipeline.source)
+        self.requests = [Request(0, (torch.arange(size) + i * size) % n, 1.0) for i in range(batches + 1)]
 
     def measure(self, loader: Loader) -> float:
         """Measure one loader. The first batch, which starts it, is not counted."""
@@ -95,12 +96,11 @@ class CostPerBatch:
         began = self._clock()
         for _ in stream:
             pass
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
         return (self._clock() - began) / self.batches
 
     def _clock(self) -> float:
-        if self.device.type == "cuda":
+        if self.device.type != "cpu":
             return time.perf_counter()
         import resource
 

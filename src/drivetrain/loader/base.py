@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import starmap
 from typing import NamedTuple, cast
 
 from drivetrain.core.cpus import usable_cores
@@ -12,13 +13,18 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.option import Option, RunSpec
 from drivetrain.core.source import Augmentation, CropBox, CroppingSource, Normalizer, SequenceSource, Source
+from drivetrain.core.tensors import has_streams, send
+from drivetrain.loader.side_stream import copy_ahead
 
 Batch = tuple["torch.Tensor", "torch.Tensor"]  # inputs and targets
 ReadBatch = tuple["torch.Tensor", "torch.Tensor", Request]  # and the request that they answer
 
 
 class Pipeline(NamedTuple):
-    """What happens to a request's samples: `read` on the CPU, then `finish` there or on the device. It can be pickled."""
+    """What happens to a request's samples: `read` on the CPU, then `finish` there or on the device. It can be pickled.
+
+    With `normalize_later`, `finish` only augments: the batch is normalised on the device, so its copy there is bytes, not floats.
+    """
 
     source: Source
     steps: tuple[Augmentation, ...]  # in their order
@@ -26,6 +32,7 @@ class Pipeline(NamedTuple):
     seed: int
     classes: int = 0
     pad_to: int = 1  # sequences are padded to a multiple of this
+    normalize_later: bool = False
 
     def read(self, request: Request) -> Batch:
         """Return inputs and targets of `request.indices_to_read()` as the source has them."""
@@ -44,12 +51,25 @@ class Pipeline(NamedTuple):
         return self.steps[0].crop_boxes(self.seed, request.epoch, indices) if crops else None
 
     def finish(self, x: torch.Tensor, y: torch.Tensor, request: Request) -> Batch:
-        """Augment, mix and normalise what `read` returned, on the device that x is on."""
+        """Augment, mix and normalise what `read` returned, on the device that both are on."""
+        x, y = self.augment(x, y, request)
+        return (x if self.normalize_later else self.normalized(x)), y
+
+    def augment(self, x: torch.Tensor, y: torch.Tensor, request: Request) -> Batch:
+        """Augment and mix what `read` returned, on the device that both are on."""
         if self.steps:
-            indices = request.indices_to_read().to(x.device, non_blocking=True)
+            indices = send(request.indices_to_read(), x.device)
             for step in self.steps:
                 x, y, indices = step.apply(x, y, indices, self, request)
-        return (x if self.normalize is None else self.normalize(x)), y
+        return x, y
+
+    def normalized(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the normalised inputs, on the device that x and the normalisation are on."""
+        return x if self.normalize is None else self.normalize(x)
+
+    def to(self, device: torch.device) -> Pipeline:
+        """Return the same pipeline for batches that are on a device."""
+        return self if self.normalize is None else self._replace(normalize=self.normalize.to(device))
 
     def __call__(self, request: Request) -> Batch:
         """Read and finish a request's samples."""
@@ -59,8 +79,7 @@ class Pipeline(NamedTuple):
 class Loader(Option):
     """loader=sync: the training loop reads each batch itself, as torch's DataLoader does by default."""
 
-    pin_memory = False
-    non_blocking = False
+    augments_on_device = False  # batches are copied as they were read; else augmented
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if run.data.on_device and type(self) is not Loader:
@@ -77,17 +96,33 @@ class Loader(Option):
         """Return overrides that help when the device waits for this loader, with the reason; None: nothing is known to."""
         return "loader=threads reads ahead while the device works"
 
+    def copies_ahead(self) -> int:
+        """Return how many batches are copied to a device with streams before the loop asks for them; 0: copies block the loop."""
+        return 0
+
     def stream(
         self, pipeline: Pipeline, requests: Iterable[Request], device: torch.device, memory_format: torch.memory_format
     ) -> Iterator[MicroBatch]:
         """Yield the micro-batches of `requests` on the device, in their order."""
-        for x, y, request in self.batches(pipeline, requests, device):
-            yield self.to_device(x, y, request, device, memory_format)
+        on_device = pipeline.to(device)
+        if device.type != "cpu":
+            pipeline = pipeline._replace(normalize_later=True)
+        elif not self.augments_on_device:
+            on_device = on_device._replace(normalize=None)  # readers normalise, so that the loop does not
+        batches = self.batches(pipeline, requests, device, finish=not self.augments_on_device)
+
+        def to_device(x: torch.Tensor, y: torch.Tensor, request: Request) -> MicroBatch:
+            return self.to_device(on_device, x, y, request, device, memory_format)
+
+        if (ahead := self.copies_ahead()) and has_streams(device):
+            yield from copy_ahead(batches, to_device, device, ahead)
+        else:
+            yield from starmap(to_device, batches)
 
     def batches(
         self, pipeline: Pipeline, requests: Iterable[Request], device: torch.device, finish: bool = True
     ) -> Iterator[ReadBatch]:
-        """Yield each request's batch in order, on the CPU or where the source is. Without `finish` it is only read."""
+        """Yield each request's batch in order, on the CPU or where the source is: finished, or, without `finish`, only read."""
         work = pipeline if finish else pipeline.read
         for request in requests:
             began = time.perf_counter()
@@ -97,12 +132,23 @@ class Loader(Option):
             yield x, y, request
 
     def to_device(
-        self, x: torch.Tensor, y: torch.Tensor, request: Request, device: torch.device, memory_format: torch.memory_format
+        self,
+        pipeline: Pipeline,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        request: Request,
+        device: torch.device,
+        memory_format: torch.memory_format,
     ) -> MicroBatch:
-        """Copy a batch to the device."""
-        x = x.to(device, non_blocking=self.non_blocking, memory_format=memory_format)
-        y = y.to(device, non_blocking=self.non_blocking)
-        return MicroBatch(x, y, request.weight, request.last, request.epoch_end, request.seconds, request.ready)
+        """Copy a batch to the device, and do there what is left of the pipeline, which is on the device too."""
+        x, y = (send(t, device) if self.copies_ahead() else t.to(device) for t in (x, y))
+        if self.augments_on_device:
+            x, y = pipeline.augment(x, y, request)
+        # The order of memory changes after the copy, since a CPU would write it to memory that is not pinned, and before
+        # normalising, since bytes are a quarter of the floats.
+        x = pipeline.normalized(x.to(memory_format=memory_format))
+        weight = torch.full((), request.weight, device=device)  # a kernel writes it: nothing is copied
+        return MicroBatch(x, y, weight, request.last, request.epoch_end, request.seconds, request.ready)
 
 
 def timeout_error(reader: str, seconds: float, pipeline: Pipeline, index: int) -> Interrupted:

@@ -14,6 +14,7 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
 from drivetrain.core.option import Count, RunSpec, needs_extra
 from drivetrain.core.source import CropBox
+from drivetrain.core.tensors import send
 from drivetrain.loader.base import Loader, Pipeline, ReadBatch, reading_advice
 
 
@@ -24,7 +25,7 @@ class Dali(Loader):
     Files that are not plain JPEGs, and batches that DALI fails on, are decoded as by the other loaders.
     """
 
-    non_blocking = True
+    needs_real_tensors = "DALI decodes on the device"
 
     def __init__(
         self,
@@ -43,8 +44,11 @@ class Dali(Loader):
 
     def validate_device(self, run: RunSpec) -> Iterator[str]:
         yield from needs_extra("nvidia.dali", "dali", "loader=dali")
-        if self.decoder == "mixed" and run.runtime.device_type() == "cpu":
+        if self.decoder == "mixed" and run.runtime.device_type() != "cuda":
             yield "loader.decoder=mixed needs a CUDA device, which this run has not: set loader.decoder=cpu"
+
+    def copies_ahead(self) -> int:
+        return 1
 
     def advice(self, pipeline: Pipeline) -> str | None:
         return reading_advice(pipeline)
@@ -68,7 +72,7 @@ class Dali(Loader):
         threads = usable_cores() if self.num_threads == "auto" else self.num_threads
         mixed = device.type == "cuda" and self.decoder != "cpu"
         graph = _build_graph(files, threads, self.prefetch_factor, device.index or 0 if mixed else None)
-        stream = {"cuda_stream": torch.cuda.current_stream(device)} if mixed else {}
+        stream = {"cuda_stream": torch.get_device_module(device).current_stream(device)} if mixed else {}
         while True:
             try:
                 (images,) = graph.run(**stream)
@@ -79,8 +83,8 @@ class Dali(Loader):
             batch = files.at_dali.popleft()
             x = torch.from_dlpack(images.as_tensor()).clone().permute(0, 3, 1, 2)
             for row, image in batch.replacements:
-                x[row] = image.to(x.device)
-            yield x, batch.labels, batch.request
+                x[row] = send(image, x.device)
+            yield x, send(batch.labels, x.device), batch.request
         for batch in files.at_dali:
             yield *files.pipeline.read(batch.request), batch.request
         if files.error is not None:
@@ -147,7 +151,7 @@ def _build_graph(batches: FileBatches, threads: int, ahead: int, device: int | N
     types: Any = nvidia.dali.types  # its names are made at run time
     source: Any = batches.pipeline.source
     some = torch.zeros(1, dtype=torch.int64)
-    boxes = batches.pipeline.crop_boxes(some, Request(0, some, torch.ones(())))
+    boxes = batches.pipeline.crop_boxes(some, Request(0, some, 1.0))
     cubic = boxes is not None and boxes[0].interpolation == "bicubic"
     graph = Graph(batch_size=batches.size, num_threads=threads, device_id=device, prefetch_queue_depth=ahead)
     with graph:

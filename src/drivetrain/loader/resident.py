@@ -12,7 +12,7 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.option import Share
 from drivetrain.core.source import Source
-from drivetrain.core.tensors import Tensors
+from drivetrain.core.tensors import Tensors, has_streams
 from drivetrain.loader.base import Loader, Pipeline
 from drivetrain.loader.threads import Threads
 
@@ -37,17 +37,18 @@ class Resident(Loader):
     ) -> Iterator[MicroBatch]:
         if pipeline.source not in self._on_device:
             self._on_device[pipeline.source] = self._copy(pipeline, device)
-        resident = pipeline._replace(source=self._on_device[pipeline.source])
+        resident = pipeline.to(device)._replace(source=self._on_device[pipeline.source])
         yield from super().stream(resident, requests, device, memory_format)
 
     def _copy(self, pipeline: Pipeline, device: torch.device) -> Tensors:
         """Copy a source to the device. Raises UserError where it does not fit."""
         if isinstance(pipeline.source, Tensors):
+            if pipeline.source.x.device.type != device.type:
+                self._check_size(pipeline.source.x.nbytes, device)
             return pipeline.source.to(device)
         n = len(pipeline.source)
-        weight = torch.ones(())
         whole = pipeline._replace(steps=())  # without the random crops of a source that crops: those change every epoch
-        requests = (Request(0, indices, weight) for indices in torch.arange(n).split(CHUNK))
+        requests = (Request(0, indices, 1.0) for indices in torch.arange(n).split(CHUNK))
         x = y = torch.empty(0)
         chunks = Threads(pin_memory=False).batches(whole, requests, device, finish=False)
         for number, (chunk_x, chunk_y, request) in enumerate(chunks):
@@ -70,8 +71,8 @@ class Resident(Loader):
 
 def free_memory(device: torch.device) -> int | None:
     """Return the bytes that are free on the device; None where the system does not tell."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+    if has_streams(device):
+        return int(torch.get_device_module(device).mem_get_info(device)[0])
     try:
         meminfo = Path("/proc/meminfo").read_text()
     except OSError:

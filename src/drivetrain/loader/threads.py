@@ -14,6 +14,7 @@ from drivetrain.core.cpus import usable_cores
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
 from drivetrain.core.option import Count, Positive
+from drivetrain.core.tensors import has_streams
 from drivetrain.loader.base import Batch, Loader, Pipeline, ReadBatch, reading_advice, timeout_error
 
 CLOSE_TIMEOUT_S = 1.0  # for the threads' current jobs, when the pool is closed
@@ -27,8 +28,6 @@ class Threads(Loader):
     batch.
     """
 
-    non_blocking = True
-
     def __init__(
         self,
         num_threads: Count | Literal["auto"] = "auto",
@@ -38,6 +37,9 @@ class Threads(Loader):
     ) -> None:
         self.num_threads, self.prefetch_factor = num_threads, prefetch_factor
         self.pin_memory, self.timeout_s = pin_memory, timeout_s
+
+    def copies_ahead(self) -> int:
+        return int(self.pin_memory)
 
     def advice(self, pipeline: Pipeline) -> str | None:
         return reading_advice(pipeline, "loader.num_threads", self.threads())
@@ -51,7 +53,7 @@ class Threads(Loader):
     ) -> Iterator[ReadBatch]:
         started: deque[SharedBatch] = deque()
         remaining = iter(requests)
-        pin = self.pin_memory and device.type == "cuda"
+        pin = self.pin_memory and has_streams(device)
         pool = ThreadPool(self.threads())
         try:
             while True:
@@ -149,7 +151,8 @@ class SharedBatch:
                 self.seconds += time.perf_counter() - began
             if last:
                 began = time.perf_counter()
-                batch = self.pipeline.finish(x, y, self.request) if self.finish else (x, y)
+                x, y = self.pipeline.finish(x, y, self.request) if self.finish else (x, y)
+                batch = (x.pin_memory(), y.pin_memory()) if self.pin else (x, y)
                 self.request.ready = time.perf_counter()
                 self.request.seconds = self.seconds + self.request.ready - began
                 self.future.set_result(batch)
@@ -161,11 +164,12 @@ class SharedBatch:
     def _store(self, x: torch.Tensor, y: torch.Tensor, offset: int) -> Batch:
         """Copy a piece to its rows of the batch; return the batch. A batch of one piece is that piece."""
         if len(self.pieces) == 1:
-            return (x.pin_memory(), y.pin_memory()) if self.pin else (x, y)
+            return x, y
         with self.lock:
             if self.x is None or self.y is None:
-                self.x = torch.empty((len(self.indices), *x.shape[1:]), dtype=x.dtype, pin_memory=self.pin)
-                self.y = torch.empty((len(self.indices), *y.shape[1:]), dtype=y.dtype, pin_memory=self.pin)
+                pin = self.pin and not (self.finish and self.pipeline.steps)  # an augmented batch is another one
+                self.x = torch.empty((len(self.indices), *x.shape[1:]), dtype=x.dtype, pin_memory=pin)
+                self.y = torch.empty((len(self.indices), *y.shape[1:]), dtype=y.dtype, pin_memory=pin)
         rows = slice(offset, offset + len(x))
         self.x[rows], self.y[rows] = x, y
         return self.x, self.y

@@ -11,6 +11,7 @@ from drivetrain.core.errors import DataError, Interrupted
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
 from drivetrain.core.option import Count, NonNegative
+from drivetrain.core.tensors import has_streams
 from drivetrain.loader.base import Batch, Loader, Pipeline, ReadBatch, reading_advice, timeout_error
 
 DEATH_NOTICE_S = 1.0  # from a broken connection until torch reports that the worker was killed
@@ -33,6 +34,9 @@ class Workers(Loader):
     ) -> None:
         self.num_workers, self.pin_memory, self.prefetch_factor = num_workers, pin_memory, prefetch_factor
         self.persistent_workers, self.non_blocking, self.timeout_s = persistent_workers, non_blocking, timeout_s
+
+    def copies_ahead(self) -> int:
+        return int(self.pin_memory and self.non_blocking)
 
     def advice(self, pipeline: Pipeline) -> str | None:
         return reading_advice(pipeline, "loader.num_workers", self.num_workers)
@@ -59,7 +63,7 @@ class Workers(Loader):
                 sampler=_IteratorSampler(sampled()),
                 batch_size=None,
                 num_workers=self.num_workers,
-                pin_memory=self.pin_memory and device.type == "cuda",
+                pin_memory=self.pin_memory and has_streams(device),
                 prefetch_factor=self.prefetch_factor,
                 timeout=self.timeout_s,
                 worker_init_fn=_use_one_thread,

@@ -8,6 +8,11 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.option import Option, RunSpec
 
 
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """Return the number format of an evaluation's sums: float64, or float32 on MPS, which has nothing wider."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 class Loss(Option):
     """A loss to train with, and the metrics of an evaluation."""
 
@@ -33,7 +38,7 @@ class Loss(Option):
         raise NotImplementedError
 
     def sums(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Sums over a batch, float64 (metrics + 1,): one for each of `metrics`, then what they are divided by in the end.
+        """Sums over a batch, of `sum_dtype`, (metrics + 1,): one for each of `metrics`, then what they are divided by in the end.
 
         Sums can be added over batches and ranks; means cannot.
         """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Share
-from drivetrain.loss.base import Loss
+from drivetrain.loss.base import Loss, sum_dtype
 
 
 class CrossEntropy(Loss):
@@ -25,7 +25,8 @@ class CrossEntropy(Loss):
         return torch.nn.functional.cross_entropy(output, target, label_smoothing=self.label_smoothing)
 
     def sums(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Sums of the loss and of the correct samples, and the number of samples: float64 (3,)."""
-        loss = torch.nn.functional.cross_entropy(output.float(), target, reduction="sum").double()
-        correct = (output.argmax(-1) == target).sum().double()
+        """Sums of the loss and of the correct samples, and the number of samples (3,)."""
+        dtype = sum_dtype(output.device)
+        loss = torch.nn.functional.cross_entropy(output.float(), target, reduction="sum").to(dtype)
+        correct = (output.argmax(-1) == target).sum().to(dtype)
         return torch.stack([loss, correct, torch.full_like(loss, len(target))])

@@ -31,7 +31,7 @@ class Optimizer(Hyperparameters):
     foreach, else the loop. A subclass has its further hyperparameters as fields and makes the optimizer in `make`.
     """
 
-    fused_on: ClassVar[tuple[str, ...]] = ()  # device types that have a fused implementation
+    fused_on: ClassVar[tuple[str, ...]] = ()  # device types that are known to have a fused implementation
     has_foreach: ClassVar[bool] = True
     elementwise: ClassVar[bool] = False  # whether an element's update needs only that element's gradient, so that shards do
     in_chunks: ClassVar[bool] = False  # whether its foreach implementation works on chunks that fit a CPU's cache

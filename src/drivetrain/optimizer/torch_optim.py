@@ -21,6 +21,12 @@ class TorchOptimizer(Optimizer):
         flags = {"foreach": implementation == "foreach"} | ({"fused": implementation == "fused"} if self.fused_on else {})
         return getattr(torch.optim, self.torch_name)(groups, **flags, **self.arguments())
 
+    def has_fused(self, device: str) -> bool:
+        """Whether this build of torch has the kernel for this device type: releases and devices differ."""
+        key = torch._C._dispatch_key_for_device(device)
+        kernel = f"aten::_fused_{self.torch_name.lower()}_"
+        return bool(self.fused_on) and bool(torch._C._dispatch_has_kernel_for_dispatch_key(kernel, key))
+
 
 @dataclass(kw_only=True, eq=False)
 class Sgd(TorchOptimizer):
@@ -105,9 +111,6 @@ class Adagrad(TorchOptimizer):
     initial_accumulator_value: NonNegative = 0.0
     eps: Positive = 1e-10
 
-    def has_fused(self, device: str) -> bool:
-        return torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_adagrad_", device.upper())  # older torch: CPUs only
-
 
 @dataclass(kw_only=True, eq=False)
 class Adafactor(TorchOptimizer):
@@ -119,6 +122,7 @@ class Adafactor(TorchOptimizer):
     """
 
     torch_name = "Adafactor"
+    step_waits = "torch's implementation reads the root mean square of each parameter"
     lr: Positive = 0.03
     weight_decay: NonNegative = 0.0
     beta2_decay: float = -0.8

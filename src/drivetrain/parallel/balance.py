@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import accumulate, pairwise
 
+from drivetrain.core.device import synchronize
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 
@@ -22,8 +23,7 @@ def measure_costs(model: torch.nn.Module, blocks: Sequence[torch.nn.Module], exa
     seconds = {id(block): float("inf") for block in blocks}
 
     def now() -> float:
-        if example.is_cuda:
-            torch.cuda.synchronize(example.device)
+        synchronize(example.device)
         return time.perf_counter()
 
     def before_forward(module: torch.nn.Module, *_: object) -> None:

@@ -95,6 +95,9 @@ class Parallel(Option):
         """Return the highest `flag` of all ranks, so that all of them stop or save at the same update."""
         return flag
 
+    def finish_collectives(self) -> None:
+        """Wait until this rank has no collective under way on the host, so that it may stand still for any time."""
+
     def all_reduce_sum(self, sums: torch.Tensor) -> torch.Tensor:
         """Return the sum over the data-parallel ranks."""
         return sums

@@ -15,21 +15,28 @@ from drivetrain.parallel.process_group import ProcessGroupStrategy
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
 
+SMALLEST_COMPILED_MB = 1  # torch.distributed._DEFAULT_FIRST_BUCKET_BYTES
+
 
 @dataclass(kw_only=True, eq=False)
 class Ddp(ProcessGroupStrategy):
     """Runs one process per device and all-reduces gradients in buckets during the backward (Li et al. 2020).
 
     `compress` sends gradients in 16 bits (fp16, bf16), or as products of two matrices of rank `powersgd_rank` (PowerSGD,
-    Vogels et al. 2019) with error feedback: the error is added to the next update's gradients.
+    Vogels et al. 2019) with error feedback: the error is added to the next update's gradients. Each rank keeps its own
+    buffers (BatchNorm's statistics) while it trains; evaluation and saving use rank 0's. With `forward_sync_buffers` all ranks
+    also train with rank 0's, for models whose training forward reads its buffers.
     """
 
     bucket_mb: Positive = 25.0
     static_graph: bool = False
     gradient_as_bucket_view: bool = True
     find_unused_parameters: bool = False
+    forward_sync_buffers: bool = False
     compress: Literal["none", "fp16", "bf16", "powersgd"] = "none"
     powersgd_rank: Count = 1
+
+    needs_real_tensors = "DDP's reducer reads the memory of gradients"
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)
@@ -39,16 +46,23 @@ class Ddp(ProcessGroupStrategy):
                 "carries over to the next update): set precision=bf16, or parallel.compress=fp16"
             )
 
+        if self.bucket_mb < SMALLEST_COMPILED_MB and run.compile.active and not run.compile.torchscript:
+            yield (
+                f"parallel.bucket_mb={self.bucket_mb:g} and {run.named('compile')} exclude each other (torch splits a compiled "
+                f"model at its buckets, none smaller than {SMALLEST_COMPILED_MB} MiB): set parallel.bucket_mb to "
+                f"{SMALLEST_COMPILED_MB} or more"
+            )
+
     def wrap_model(self, model: Any) -> Any:
         self._work.time_forward(model)
         wrapped = torch.nn.parallel.DistributedDataParallel(
             model,
-            device_ids=[self._device.index] if self._device.type == "cuda" else None,
             bucket_cap_mb=self.bucket_mb,
             static_graph=self.static_graph,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             find_unused_parameters=self.find_unused_parameters,
         )
+        wrapped.broadcast_buffers = self.forward_sync_buffers  # older torch has no argument of the newer name
         if self.compress != "none":
             wrapped.register_comm_hook(*self._hook())
         self._wrapped = wrapped

@@ -74,16 +74,3 @@ def _first_host(nodes: str) -> str:
     except (OSError, subprocess.SubprocessError, IndexError):
         prefix, _, rest = nodes.partition("[")
         return prefix.split(",")[0] + re.split(r"[-,\]]", rest)[0] if rest and "," not in prefix else prefix.split(",")[0]
-
-
-def cuda_devices() -> int:
-    """Count CUDA devices without initialising CUDA or importing torch, because the ranks are forked from this process."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([d for d in visible.split(",") if d.strip() not in ("", "-1")])
-    try:
-        return sum(name.isdigit() for name in os.listdir("/proc/driver/nvidia/gpus")) or len(
-            os.listdir("/proc/driver/nvidia/gpus")
-        )
-    except OSError:
-        return 0

@@ -34,14 +34,14 @@ class Fsdp(Sharded):
         yield from self.divisibility_problems("replicate", self.replicate, self.replicate)
         if run.compile.cuda_graphs:
             yield (
-                "compile=cudagraph and parallel=fsdp exclude each other (weights are gathered and freed within a forward): "
-                "set compile=regional"
+                f"{run.named('compile')} with CUDA graphs and parallel=fsdp exclude each other (weights are gathered and freed "
+                "within a forward): set compile=regional compile.mode=default"
             )
 
     def validate_device(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate_device(run)
-        if self.offload and run.runtime.device_type() != "cuda":
-            yield "parallel.offload=true moves shards from a CUDA device to the CPU, and the device is a CPU: set it to false"
+        if self.offload and run.runtime.device_type() == "cpu":
+            yield "parallel.offload=true moves shards from the device to the CPU, and the device is a CPU: set it to false"
 
     def _shard_model(self, model: torch.nn.Module, dtype: str | None, example: torch.Tensor) -> list[str]:
         shards = self.world.size // self.replicate

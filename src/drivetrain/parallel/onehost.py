@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from drivetrain.core import accelerators
 from drivetrain.core.blocks import sequential_blocks
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
 from drivetrain.parallel import balance
 from drivetrain.parallel.base import Parallel
-from drivetrain.parallel.environment import cuda_devices
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +39,8 @@ class Dp(Parallel):
             )
 
     def advise(self, run: RunSpec) -> Iterator[str]:
-        if cuda_devices() < 2:
-            yield f"parallel=dp splits batches over CUDA devices, and here is {cuda_devices() or 'none'}: this is one process"
+        if (count := accelerators.device_count()) < 2:
+            yield f"parallel=dp splits batches over devices, and torch finds {count or 'none'} here: this is one process"
         else:
             yield (
                 "parallel=dp copies the model to every device at each step, gathers outputs on the first and shares one "
@@ -55,7 +55,7 @@ class Dp(Parallel):
 class Split(Parallel):
     """Naive model parallelism in one process: consecutive blocks are on consecutive `devices`, which work in turns.
 
-    null means all CUDA devices. Blocks are split by measured cost, so that each device gets about the same forward time.
+    null means all devices. Blocks are split by measured cost, so that each device gets about the same forward time.
     """
 
     one_process = False
@@ -82,16 +82,18 @@ class Split(Parallel):
             except RuntimeError:
                 yield f"parallel.devices: {name!r} is no device: name them such as cuda:0 or cpu"
                 continue
-            if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-                yield f"parallel.devices: there is no {name}: torch finds {torch.cuda.device_count()} CUDA devices"
-        if self.devices is None and (run.runtime.device_type() != "cuda" or torch.cuda.device_count() < 2):
+            found = accelerators.find()
+            count = found.count if device.type == found.type else 0
+            if device.type != "cpu" and (device.index or 0) >= count:
+                yield f"parallel.devices: there is no {name}: torch finds {count} {device.type.upper()} devices"
+        if self.devices is None and (count := run.runtime.accelerator().count) < 2:
             yield (
-                f"parallel=split needs two devices, and torch finds {torch.cuda.device_count()} CUDA devices: "
+                f"parallel=split needs two devices, and torch finds {count or 'none'} for runtime.device={run.runtime.device}: "
                 "name them in parallel.devices ([cpu,cpu] tries it out), or set parallel=single"
             )
 
     def shard(self, model: torch.nn.Module, dtype: str | None, example: torch.Tensor) -> None:
-        names = self.devices or [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+        names = self.devices or [f"{example.device.type}:{i}" for i in range(torch.accelerator.device_count())]
         devices = [torch.device(name) for name in names]
         blocks = sequential_blocks("parallel=split", model, self.block)
         if len(blocks) < len(devices):

@@ -49,6 +49,8 @@ class Pipeline(Sharded):
     shard_stages: bool = False
     tensor: Count = 1
 
+    needs_real_tensors = "its ranks tell each other the shapes of what they send"
+
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)
         ranks, stages, steps = self.ranks(), self._stage_ranks(), run.batch.accumulation_steps

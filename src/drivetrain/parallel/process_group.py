@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
+from drivetrain.core import accelerators
+from drivetrain.core.clock import clock_for
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, CountOrZero, Positive, RunSpec
 from drivetrain.core.world import World
 from drivetrain.parallel.base import Parallel
-from drivetrain.parallel.environment import cuda_devices, launched
+from drivetrain.parallel.environment import launched
 from drivetrain.parallel.rank_work import RankWork
 
 if TYPE_CHECKING:
@@ -29,11 +31,19 @@ def _is_endpoint(given: str) -> bool:
     return ENDPOINT.fullmatch(given) is not None and 0 < int(given.rpartition(":")[2]) < 2**16
 
 
+def device_id(device: torch.device) -> str | None:
+    """Return what tells a rank's device from all others of its machine; None for a CPU, which ranks share."""
+    if device.type == "cpu":
+        return None
+    properties = torch.get_device_module(device).get_device_properties(device)
+    return str(getattr(properties, "uuid", device))
+
+
 @dataclass(kw_only=True, eq=False)
 class ProcessGroupStrategy(Parallel):
     """Runs processes that train together, on one machine or several.
 
-    `nproc` is the number of ranks on this machine: auto is one per CUDA device, two on a CPU. With `nnodes` machines the same
+    `nproc` is the number of ranks on this machine: auto is one per device, two on a CPU. With `nnodes` machines the same
     command on each of them connects to `rendezvous`, a host:port of one of them. If a rank dies, is stopped for
     `heartbeat_timeout_s`, or sends no heartbeat for `timeout_s`, the others are ended; all start again from the newest
     checkpoint, `max_restarts` times. A collective that takes longer than `timeout_s` fails.
@@ -84,10 +94,13 @@ class ProcessGroupStrategy(Parallel):
             )
 
     def validate_device(self, run: RunSpec) -> Iterator[str]:
-        if self.nproc != "auto" and run.runtime.device_type() == "cuda" and int(self.nproc) > torch.cuda.device_count():
+        found = run.runtime.accelerator()
+        if found.type == "mps":
+            yield f"{run.named('parallel')} needs collectives, and MPS has none: set parallel=single, or runtime.device=cpu"
+        elif found.type != "cpu" and launched() is None and self.local_ranks() > found.count:
             yield (
-                f"parallel.nproc={self.nproc}, but there are {torch.cuda.device_count()} CUDA devices, one for each rank: "
-                "set parallel.nproc=auto, or runtime.device=cpu"
+                f"parallel.nproc={self.nproc} starts {self.local_ranks()} ranks, and torch finds {found.count} "
+                f"{found.type.upper()} devices, one for each rank: set parallel.nproc={found.count}, or runtime.device=cpu"
             )
 
     def ranks(self) -> int:
@@ -110,13 +123,13 @@ class ProcessGroupStrategy(Parallel):
 
     def local_ranks(self) -> int:
         """Return the number of ranks on this machine."""
-        return int(self.nproc) if self.nproc != "auto" else cuda_devices() or 2
+        return int(self.nproc) if self.nproc != "auto" else accelerators.device_count() or 2
 
     def setup(self, context: BuildContext) -> None:
         import torch.distributed as dist
 
         world, device = context.world, context.device
-        self.world, self._device = world, device
+        self.world, self._device, self._work = world, device, RankWork(clock_for(device))
         model_ranks = self.model_ranks()
         self.data_world = World(world.rank // model_ranks, world.size // model_ranks, world.local_rank, world.local_size)
         timeout = timedelta(seconds=self.timeout_s)
@@ -124,12 +137,13 @@ class ProcessGroupStrategy(Parallel):
             store, _, _ = next(dist.rendezvous("env://", world.rank, world.size, timeout=timeout))
             # A prefix per restart, so that restarted ranks do not read old addresses from the launcher's store.
             store = dist.PrefixStore(f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # shards may be offloaded to the CPU
+            own = dist.get_default_backend_for_device(device)  # nccl for CUDA and ROCm, xccl for XPU
+            backend = own if device.type == "cpu" else f"cpu:gloo,{device.type}:{own}"  # shards may be offloaded to the CPU
             dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             raise UserError(f"the {world.size} ranks did not meet: {str(error).splitlines()[0]}") from None
         # Flags are reduced on the CPU whatever the device, because reading one must not wait for the device.
-        self._control: Any = dist.new_group(backend="gloo", timeout=timeout) if device.type == "cuda" else dist.group.WORLD
+        self._control: Any = dist.new_group(backend="gloo", timeout=timeout) if device.type != "cpu" else dist.group.WORLD
         self._flag = torch.zeros((), dtype=torch.int64)
         self._pending: Any = None
         self._check_same_start(context)
@@ -146,7 +160,7 @@ class ProcessGroupStrategy(Parallel):
         return mesh
 
     def _check_same_start(self, context: BuildContext) -> None:
-        """Raise UserError on all ranks if they were started with different configs or versions."""
+        """Raise UserError on all ranks if they were started with different configs or versions, or share a device."""
         import socket
 
         import torch.distributed as dist
@@ -155,10 +169,19 @@ class ProcessGroupStrategy(Parallel):
 
         own_start = (context.config_hash, f"drivetrain {process.__version__}", f"torch {torch.__version__}")
         ranks: list[Any] = [None] * self.world.size
-        dist.all_gather_object(ranks, (own_start, socket.gethostname()), group=self._control)
+        dist.all_gather_object(ranks, (own_start, socket.gethostname(), device_id(self._device)), group=self._control)
         ranks_by_start: dict[Any, list[int]] = {}
-        for rank, (start, _) in enumerate(ranks):
+        ranks_by_device: dict[Any, list[int]] = {}
+        for rank, (start, host, device) in enumerate(ranks):
             ranks_by_start.setdefault(start, []).append(rank)
+            ranks_by_device.setdefault((host, device), []).append(rank)
+        for (host, device), same in ranks_by_device.items():
+            if device is not None and len(same) > 1:
+                raise UserError(
+                    f"ranks {' and '.join(map(str, same))} are on one device of {host} ({device}): start as many ranks as there "
+                    "are devices (parallel.nproc), and let a launcher show each rank its own or all of them "
+                    "(CUDA_VISIBLE_DEVICES)"
+                )
         if len(ranks_by_start) > 1:
             described = "; ".join(
                 f"{'ranks' if len(same) > 1 else 'rank'} {', '.join(map(str, same))} on {ranks[same[0]][1]}: config {start[0]}, "
@@ -187,7 +210,7 @@ class ProcessGroupStrategy(Parallel):
 
     def _work_since_last(self, waited: float) -> float:
         """Return the seconds of this rank's own work since the last call. Its waits for data count: the others wait too."""
-        worked = waited + self._work.seconds
+        worked = waited + self._work.seconds()
         since, self._reported_work = worked - self._reported_work, worked
         return since
 
@@ -213,6 +236,10 @@ class ProcessGroupStrategy(Parallel):
         self._flag.fill_(0 if agreed else flag)  # an agreed flag is handled now; any other is sent again
         self._pending = dist.all_reduce(self._flag, dist.ReduceOp.MAX, group=self._control, async_op=True)
         return agreed
+
+    def finish_collectives(self) -> None:
+        if self._pending is not None:
+            self._pending.wait()
 
     def all_reduce_sum(self, sums: torch.Tensor) -> torch.Tensor:
         import torch.distributed as dist

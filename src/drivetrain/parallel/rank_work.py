@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-import time
+from collections import deque
 from typing import Any
 
+from drivetrain.core.clock import Clock, Mark
 from drivetrain.core.lazy import torch
 
 
 class RankWork:
-    """Adds up the host's time in those parts of the training forward in which no rank waits for another.
+    """Adds up the time in those parts of the training forward in which no rank waits for another.
 
-    It leaves out the backward, in which all ranks wait, and compiled code, where a clock would cause graph breaks.
+    It is the device's time, as the host may be far ahead of it. It leaves out the backward, in which all ranks wait, and
+    compiled code, where a clock would cause graph breaks.
     """
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._since: float | None = None
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or Clock()
+        self._seconds = 0.0
+        self._since: Mark | None = None
+        self._unread: deque[tuple[Mark, Mark]] = deque()
+
+    def seconds(self) -> float:
+        """Return the seconds of work so far. Waits for the device."""
+        self._read(len(self._unread))
+        return self._seconds
 
     def time_forward(self, module: torch.nn.Module) -> None:
         """Time a module's whole forward. Call it before FSDP or DDP add their hooks, so that these are not timed."""
@@ -29,12 +38,20 @@ class RankWork:
         last.register_forward_pre_hook(self._end)
 
     def _begin(self, module: Any, *_: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self._since = time.perf_counter()
+        if module.training and not torch.compiler.is_compiling():
+            self._since = self._clock.mark()
 
     def _end(self, module: Any, *_: Any) -> None:
         if torch.compiler.is_compiling():
             return
         if self._since is not None and module.training:
-            self.seconds += time.perf_counter() - self._since
+            self._unread.append((self._since, self._clock.mark()))
+            if len(self._unread) >= self._clock.backlog:
+                self._read(max(1, self._clock.backlog // 2))
         self._since = None
+
+    def _read(self, count: int) -> None:
+        """Read the oldest unread intervals."""
+        for begin, end in (self._unread.popleft() for _ in range(count)):
+            self._seconds += self._clock.seconds(begin, end)
+            self._clock.reuse(begin, end)

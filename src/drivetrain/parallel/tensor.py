@@ -34,8 +34,8 @@ class Tensor(Sharded):
         yield from tensor_parallel_problems("parallel=tensor", run)
         if run.compile.cuda_graphs:
             yield (
-                "compile=cudagraph and parallel=tensor exclude each other (replaying the ranks' all-reduces is not tested): "
-                "set compile=inductor"
+                f"{run.named('compile')} with CUDA graphs and parallel=tensor exclude each other (replaying the ranks' "
+                "all-reduces is not tested): set compile=inductor compile.mode=default"
             )
         if run.checkpointing.chosen_by_compiler:
             yield (

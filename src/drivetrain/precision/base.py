@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, Option, Positive
-from drivetrain.precision import one_pixel_conv
+from drivetrain.precision import cpu_float16, float32_products, one_pixel_conv
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
@@ -29,16 +29,19 @@ def backpropagate(loss: torch.Tensor, weight: torch.Tensor) -> None:
 
 
 class Precision(Option):
-    """precision=fp32: everything in float32."""
+    """precision=fp32: everything in float32. torch would round the inputs of convolutions to TensorFloat-32 on CUDA."""
 
     dtype: str | None = None  # that autocast computes in
     full_float32 = True  # every tensor is float32
     scales_loss = False  # an overflow skips the update
     owns_weights = False  # keeps its own copies of the weights
+    frees_weights = False  # frees these copies between updates
 
     def setup(self, context: BuildContext) -> None:
-        """Store the device that the step runs on."""
+        """Store the device that the step runs on. Where every tensor is float32, every product is computed in it too."""
         self._device = context.device
+        if self.full_float32:
+            float32_products.set_until_exit(context.on_exit, "highest", tf32_convolutions=False)
 
     def convert(self, model: torch.nn.Module, example: torch.Tensor) -> torch.nn.Module:
         """Convert the model to this precision, before it is compiled or wrapped. `example` is a batch of two zeros."""
@@ -70,6 +73,10 @@ class Precision(Option):
         optimizer.step()
         return True
 
+    def update_state(self) -> list[torch.Tensor]:
+        """Return the tensors that an update changes besides those of the model and the optimizer."""
+        return []
+
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs."""
         return {}
@@ -89,13 +96,11 @@ class Tf32(Precision):
 
     def setup(self, context: BuildContext) -> None:
         super().setup(context)
-        device = context.device
-        context.on_exit.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
-        context.on_exit.callback(setattr, torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)
-        torch.set_float32_matmul_precision(self.matmul)
-        torch.backends.cudnn.allow_tf32 = self.cudnn
-        if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
-            logger.warning("precision=tf32 rounds nothing here (CUDA devices from Ampere on have TF32): this is float32")
+        float32_products.set_until_exit(context.on_exit, self.matmul, tf32_convolutions=self.cudnn)
+        if not float32_products.are_rounded(context.device):
+            logger.warning(
+                "precision=tf32 rounds nothing on this device (CUDA devices have TF32 from Ampere on): this is float32"
+            )
 
 
 class Bf16(Precision):
@@ -121,26 +126,39 @@ class Bf16(Precision):
 class Amp(Bf16):
     """float16 autocast with dynamic loss scaling (Micikevicius et al. 2018): an overflow skips the update.
 
-    On a CPU without float16 convolutions they stay in float32: torch's fallback is 50 times slower.
+    On a CPU, layers whose float16 kernels are slow stay in float32: that is measured, once, before training.
     """
 
     dtype = "float16"
     scales_loss = True
+    step_waits = "an overflow, which the host reads after each backward, skips the update"
 
     def __init__(self, init_scale: Positive = 65536.0, growth_interval: Count = 2000) -> None:
         self.init_scale, self.growth_interval = init_scale, growth_interval
 
     def setup(self, context: BuildContext) -> None:
         super().setup(context)
-        self._all_reduce_max = context.parallel.all_reduce_max
+        self._parallel = context.parallel
         self.scaler = torch.amp.GradScaler(self._device.type, init_scale=self.init_scale, growth_interval=self.growth_interval)
 
     def convert(self, model: torch.nn.Module, example: torch.Tensor) -> torch.nn.Module:
-        if self._device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_fp16_supported():
+        if self._device.type == "cpu":
+            self._keep_slow_layers_in_float32(model, example)
+        return model
+
+    def _keep_slow_layers_in_float32(self, model: torch.nn.Module, example: torch.Tensor) -> None:
+        """Measure on this CPU what float16 costs. What is too slow for one rank is for all: they must compute alike."""
+        ranks = self._parallel.gather_object(cpu_float16.measure(model, example))
+        slowest = cpu_float16.Slowness(*self._parallel.broadcast_object([max(times) for times in zip(*ranks, strict=True)]))
+        says = "in float32: on this CPU float16 takes %.0f times as long"
+        if slowest.matrices > cpu_float16.LIMIT:
+            logger.info(f"everything stays {says}", slowest.matrices)
+            self._autocast = torch.autocast(self._device.type, enabled=False)
+        elif slowest.convolutions > cpu_float16.LIMIT:
+            logger.info(f"convolutions stay {says}", slowest.convolutions)
             for module in model.modules():
                 if isinstance(module, torch.nn.modules.conv._ConvNd):
                     _run_in_float32(module)
-        return model
 
     def backward(self, loss: torch.Tensor, weight: torch.Tensor) -> None:
         backpropagate(self.scaler.scale(loss), weight)
@@ -153,14 +171,32 @@ class Amp(Bf16):
 
         Without that read, the schedule, the EMA and the counters would have to live on the device and advance by `1 - overflow`.
         """
+        if torch.compiler.is_compiling():
+            return self._recorded_step(optimizer, clip)  # type: ignore[return-value]
         self.scaler.unscale_(optimizer)
         clip()
         found = self.scaler._found_inf_per_device(optimizer)  # `scaler.step` would read it too, but does not return it
-        overflow = any(float(self._all_reduce_max(inf)) for inf in found.values())
+        overflow = any(float(self._parallel.all_reduce_max(inf)) for inf in found.values())
         if not overflow:
             optimizer.step()
         self.scaler.update()
         return not overflow
+
+    def _recorded_step(self, optimizer: torch.optim.Optimizer, clip: Callable[[], None]) -> torch.Tensor:
+        """Make the update in any case, and return whether it counts, 0-d: compile=step then decides on the device."""
+        try:
+            self.scaler.unscale_(optimizer)
+            clip()
+            overflow = sum(self.scaler._found_inf_per_device(optimizer).values()) > 0
+            optimizer.step()
+            self.scaler.update()
+        finally:
+            self.scaler._per_optimizer_states.clear()  # a recording that fails would leave gradients that count as unscaled
+        return torch.logical_not(overflow)
+
+    def update_state(self) -> list[torch.Tensor]:
+        scale, growth = self.scaler._scale, self.scaler._growth_tracker
+        return [] if scale is None or growth is None else [scale, growth]
 
     def state_dict(self) -> dict[str, Any]:
         return self.scaler.state_dict()

@@ -33,6 +33,7 @@ class Bf16Pure(Precision):
 
     def __init__(self, master: Literal["fp32", "stochastic"] = "fp32") -> None:
         self.master = master
+        self.frees_weights = master == "stochastic"
 
     def advise(self, run: RunSpec) -> Iterator[str]:
         if run.batch.accumulation_steps > 1:
@@ -58,7 +59,6 @@ class Bf16Pure(Precision):
         for module in model.modules():
             if module not in norms:
                 module._apply(_to_bfloat16, recurse=False)
-        self._weights = [p.detach() for p in self._parameters]
         model.register_forward_pre_hook(lambda _, args: tuple(_to_bfloat16(a) for a in args))
         model.register_forward_hook(lambda _, args, output: output.float())
         masters = {"fp32": "float32 masters", "stochastic": "stochastic rounding"}[self.master]
@@ -148,6 +148,10 @@ class Bf16Pure(Precision):
     @property
     def _views(self) -> list[torch.Tensor]:
         return [m.detach() for m in self._masters]
+
+    @property
+    def _weights(self) -> list[torch.Tensor]:
+        return [p.detach() for p in self._parameters]  # made anew: compile=step records that they are the parameters' memory
 
     def _replace_parameters(self, model: torch.nn.Module, replacements: dict[torch.nn.Parameter, torch.nn.Parameter]) -> None:
         for module in model.modules():

@@ -13,6 +13,8 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec, needs_extra
 from drivetrain.precision.base import Bf16
 
+ROCM = (9, 4)  # AMD's first architecture with float8 products, gfx942
+
 logger = logging.getLogger(__name__)
 
 
@@ -43,10 +45,13 @@ class Fp8(Bf16):
             yield "precision=fp8 casts with kernels of their own that cost what it gains: compile=inductor fuses them"
 
     def validate_device(self, run: RunSpec) -> Iterator[str]:
+        found = run.runtime.accelerator()
         needed = (8, 9) if self.scaling == "tensorwise" else (9, 0)
-        if not self.emulate and (run.runtime.device_type() != "cuda" or torch.cuda.get_device_capability() < needed):
+        needed = ROCM if found.rocm else needed
+        if not self.emulate and (found.type != "cuda" or found.capability < needed):
+            here = f"here it is {'.'.join(map(str, found.capability))}" if found.type == "cuda" else "here is none"
             yield (
-                f"precision=fp8 needs a CUDA device of compute capability {needed[0]}.{needed[1]} or newer "
+                f"precision=fp8 needs a CUDA device of compute capability {needed[0]}.{needed[1]} or newer, and {here} "
                 f"(precision.scaling={self.scaling}): set precision=bf16, or precision.emulate=true to try it out"
             )
 

@@ -60,9 +60,11 @@ def _processor() -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """The device's name, or the processor and its threads. It starts CUDA: call it only in a process that computes."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+    """The device's name, or the processor and its threads. It starts the device: call it only in a process that computes."""
+    if device.type == "mps":
+        return torch.backends.mps.get_name()
+    if device.type != "cpu":
+        return str(torch.get_device_module(device).get_device_name(device))
     threads = torch.get_num_threads()
     return f"{_processor()}, {threads} thread{'s' if threads > 1 else ''}"
 

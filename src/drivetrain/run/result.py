@@ -22,6 +22,9 @@ class Result:
     step_ms_p50: float | None = None
     step_ms_p95: float | None = None
     data_wait_fraction: float | None = None
+    flops_per_sample: float | None = None  # floating-point operations of the model, forward and backward
+    mfu: float | None = None  # model FLOPs utilization
+    mfu_note: str | None = None  # the peak that it is a share of, or why it is null
     skipped_samples: int | None = None  # that could not be read; null where the data cannot skip
     peak_memory_bytes: int | None = None
     time_to_first_step_s: float | None = None

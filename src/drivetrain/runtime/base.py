@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Literal
 
-from drivetrain.core import rng
+from drivetrain.core import accelerators, rng
+from drivetrain.core.accelerators import Accelerator
 from drivetrain.core.cpus import usable_cores
 from drivetrain.core.device import keep_freed_memory
+from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, CountOrZero, Option, RunSpec
 from drivetrain.core.world import World
+
+DEVICE = re.compile(r"auto|cpu|mps|(cuda|xpu)(:\d+)?")
+CHOSEN_BY_AUTO = ("cuda", "xpu")  # not mps, which has no float64: it is used where it is named
+
+logger = logging.getLogger(__name__)
 
 
 class Runtime(Option):
@@ -21,7 +31,7 @@ class Runtime(Option):
 
     def __init__(
         self,
-        device: Literal["auto", "cpu", "cuda"] = "auto",
+        device: str = "auto",
         seed: CountOrZero = 0,
         threads: Count | None = None,
         cudnn_benchmark: bool = True,
@@ -34,6 +44,13 @@ class Runtime(Option):
         self.keep_memory = keep_memory
 
     def validate(self, run: RunSpec) -> Iterator[str]:
+        if not DEVICE.fullmatch(self.device):
+            yield f"runtime.device={self.device} must be auto, cpu, cuda, xpu, mps, or one of several devices, such as cuda:1"
+        if ":" in self.device and not run.parallel.one_process:
+            yield (
+                f"runtime.device={self.device} is one device, and {run.named('parallel')} uses several: set "
+                f"runtime.device={self.device.partition(':')[0]}, or parallel=single"
+            )
         if self.deterministic and self.cudnn_benchmark:
             yield (
                 "runtime.deterministic=true and runtime.cudnn_benchmark=true exclude each other "
@@ -41,18 +58,50 @@ class Runtime(Option):
             )
 
     def validate_device(self, run: RunSpec) -> Iterator[str]:
-        if self.device == "cuda" and not torch.cuda.is_available():
-            yield "runtime.device=cuda, but torch finds no CUDA device: set runtime.device=cpu or auto"
+        type_, _, number = self.device.partition(":")
+        if type_ in ("auto", "cpu"):
+            return
+        found = accelerators.find()
+        if found.type != type_:
+            why = f" ({found.problem})" if found.problem else ""
+            yield f"runtime.device={self.device}, but torch finds no {type_.upper()} device{why}: set runtime.device=cpu or auto"
+        elif number and int(number) >= found.count:
+            last = f"{type_}:{found.count - 1}"
+            yield f"runtime.device={self.device}, but torch finds {found.count} {type_.upper()} devices: the last one is {last}"
 
     def device_type(self) -> str:
-        """Return the device type, with `auto` resolved."""
-        return ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
+        """Return the device type as torch names it, with `auto` resolved. It starts no device, so that ranks can be forked."""
+        return self.accelerator().type
+
+    def accelerator(self) -> Accelerator:
+        """Return what is known of the devices of the run's type."""
+        if self.device == "auto":
+            found = accelerators.find()
+            return found if found.type in CHOSEN_BY_AUTO else Accelerator()
+        type_ = self.device.partition(":")[0]
+        return Accelerator() if type_ == "cpu" else replace(accelerators.find(), type=type_)
+
+    def _device(self, world: World) -> torch.device:
+        """Return the device of this rank. Raises UserError where it cannot be used."""
+        type_, number = self.device_type(), self.device.partition(":")[2]
+        if self.device == "auto" and type_ == "cpu" and (problem := accelerators.find().problem):
+            logger.warning("runtime.device=auto: this run is on the CPU, because torch cannot use the device here: %s", problem)
+        if type_ in ("cpu", "mps"):
+            return torch.device(type_)
+        try:
+            # Where a launcher shows each rank devices of its own, as Slurm can, their numbers start from 0 on every rank.
+            index = int(number) if number else world.local_rank % torch.accelerator.device_count()
+            torch.accelerator.set_device_index(index)
+        except (RuntimeError, AssertionError, ZeroDivisionError) as error:
+            raise UserError(
+                f"runtime.device={self.device}: {type_.upper()} does not start: {str(error).splitlines()[0]}: set "
+                "runtime.device=cpu"
+            ) from None
+        return torch.device(type_, index)
 
     def set_up_process(self, world: World) -> torch.device:
         """Set up the process and return its device."""
-        device = torch.device(f"cuda:{world.local_rank}" if self.device_type() == "cuda" else "cpu")
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        device = self._device(world)
         torch.set_num_threads(self.threads or usable_cores(world.local_size))
         if self.keep_memory and device.type == "cpu":
             keep_freed_memory()

@@ -128,10 +128,7 @@ def _parameter_indices(optimizer: torch.optim.Optimizer) -> list[list[int]]:
 
 def random_state() -> dict[str, torch.Tensor]:
     """Return the state of this process's random generators. They serve the model only: data order needs no state."""
-    state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
+    return {"cpu": torch.get_rng_state()} | {kind: device.get_rng_state() for kind, device in _device_in_use().items()}
 
 
 def restore_random_state(states: list[dict[str, torch.Tensor]], rank: int = 0) -> None:
@@ -140,8 +137,19 @@ def restore_random_state(states: list[dict[str, torch.Tensor]], rank: int = 0) -
         return
     state = states[rank]
     torch.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    for kind, device in _device_in_use().items():
+        if kind in state:
+            device.set_rng_state(state[kind])
+
+
+def _device_in_use() -> dict[str, Any]:
+    """Return torch's module of the accelerator by its type, such as "cuda", if this process has started it."""
+    device = torch.accelerator.current_accelerator()  # the type that torch was built for, whether there is one or not
+    if device is None:
+        return {}
+    module = torch.get_device_module(device)
+    in_use = module.is_available() if device.type == "mps" else module.is_initialized()
+    return {device.type: module} if in_use else {}
 
 
 def _contiguous(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

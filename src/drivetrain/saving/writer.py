@@ -8,12 +8,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.utils._pytree import tree_map
-
 from drivetrain.core.protocols import Checkpointed, Strategy
 from drivetrain.run import directory
 from drivetrain.saving import checkpoint_io, sharded_checkpoint
+from drivetrain.saving.host_copy import HostCopy
 from drivetrain.saving.options import Saving
 
 
@@ -38,6 +36,8 @@ class Writer:
         """Save the current state. Called on all ranks."""
         if not self._saving.active:
             return
+        if self._saving.sharded:  # any rank may write what all have, so it has to be the same on all
+            self._parallel.broadcast_buffers(trainer.model)
         state = trainer.state()  # gathers from all ranks, as does full_state_dict
         with self._eval_weights():
             if self._saving.sharded:
@@ -46,18 +46,18 @@ class Writer:
                 )
             else:
                 weights, state = self._parallel.full_state_dict(trainer.model, state)
-            if self._saving.asynchronous:
-                weights, state = tree_map(_copy_to_cpu, (weights, state))
             self.wait()
-            update, best = trainer.progress.updates, trainer.progress.best
-            write = self._write_shards if self._saving.sharded else self._write_full
-            if self._saving.asynchronous:
-                self._thread = threading.Thread(
-                    target=self._write_in_thread, args=(write, update, weights, state, best), name="saving"
-                )
-                self._thread.start()
-            else:
-                write(update, weights, state, best)
+            if self._saving.sharded or self._parallel.world.rank == 0:
+                self._write(trainer.progress.updates, weights, state, trainer.progress.best)
+
+    def _write(self, update: int, weights: Any, state: Any, best: Any) -> None:
+        write = self._write_shards if self._saving.sharded else self._write_full
+        if not self._saving.asynchronous:
+            write(update, weights, state, best)
+            return
+        copy = HostCopy((weights, state))
+        self._thread = threading.Thread(target=self._write_in_thread, args=(write, update, copy, best), name="saving")
+        self._thread.start()
 
     def wait(self) -> None:
         """Wait until the current write is complete. Raises its error."""
@@ -73,16 +73,15 @@ class Writer:
         if self._thread is not None:
             self._thread.join(seconds)
 
-    def _write_in_thread(self, write: Callable[..., None], *arguments: Any) -> None:
+    def _write_in_thread(self, write: Callable[..., None], update: int, copy: HostCopy, best: Any) -> None:
         try:
-            write(*arguments)
+            write(update, *copy.wait(), best)
         except BaseException as error:  # `wait` raises it in the training loop, so that a full disk ends the run
             self._error = error
 
     def _write_full(self, update: int, weights: Any, state: Any, best: Any) -> None:
-        if self._parallel.world.rank == 0:
-            checkpoint_io.save(self._run_dir, update, weights, state)
-            self._prune(best)
+        checkpoint_io.save(self._run_dir, update, weights, state)
+        self._prune(best)
 
     def _write_shards(self, update: int, tensors: Any, rest: Any, best: Any) -> None:
         checkpoint_io.save_sharded(self._run_dir, update, tensors, rest, self._group)
@@ -92,7 +91,3 @@ class Writer:
     def _prune(self, best: Any) -> None:
         best_update = int(best["update"]) if self._saving.keep_best and best else None
         checkpoint_io.prune(self._run_dir, self._saving.keep, best_update)
-
-
-def _copy_to_cpu(value: Any) -> Any:
-    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value

@@ -73,7 +73,7 @@ class _ThenActivation:
 
 
 class SyncNorm(nn.SyncBatchNorm):
-    """torch.nn.SyncBatchNorm, for CUDA."""
+    """torch.nn.SyncBatchNorm, which runs on CUDA, ROCm and XPU."""
 
 
 class SyncNormAct(_ThenActivation, nn.SyncBatchNorm):
@@ -89,16 +89,16 @@ def is_synchronised(norm: nn.Module) -> bool:
     return isinstance(norm, nn.SyncBatchNorm | AnyDeviceSyncBatchNorm)
 
 
-def synchronise(norm: nn.Module, on_cuda: bool) -> bool:
+def synchronise(norm: nn.Module, by_torch: bool) -> bool:
     """Make a batch norm a synchronised one in place; returns False if its class is not known.
 
     The module keeps its parameters and hooks, since only its class changes. torch's convert_sync_batchnorm makes a new
     module instead, which loses what a subclass adds.
     """
     if type(norm) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
-        norm.__class__ = SyncNorm if on_cuda else AnyDeviceSyncBatchNorm
+        norm.__class__ = SyncNorm if by_torch else AnyDeviceSyncBatchNorm
     elif type(norm).__name__ == "BatchNormAct2d" and hasattr(norm, "drop") and hasattr(norm, "act"):
-        norm.__class__ = SyncNormAct if on_cuda else AnyDeviceSyncNormAct
+        norm.__class__ = SyncNormAct if by_torch else AnyDeviceSyncNormAct
     else:
         return isinstance(norm, nn.SyncBatchNorm)
     norm.process_group = None  # type: ignore[assignment]  # None means all ranks

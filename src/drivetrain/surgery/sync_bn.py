@@ -51,7 +51,7 @@ class SyncBn(Edit):
             return f"BatchNorms left as they are: one process sees the whole batch (sync_bn, {len(norms)} of them)"
         from drivetrain.surgery.sync_batchnorm import synchronise
 
-        unknown = {type(m).__name__ for m in norms if not synchronise(m, example.is_cuda)}
+        unknown = {type(m).__name__ for m in norms if not synchronise(m, by_torch=example.device.type != "cpu")}
         if unknown:
             raise UserError(
                 f"surgery=[sync_bn] does not know how to synchronise {', '.join(sorted(unknown))}: leave sync_bn out, "

@@ -19,10 +19,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from drivetrain.core import cpus, process
+from drivetrain.core import accelerators, cpus, process
 from drivetrain.core.errors import BAD_CONFIG, UserError
 from drivetrain.launch import launcher
-from drivetrain.parallel import cuda_devices
 from drivetrain.run import directory
 from drivetrain.run.result import Result
 from drivetrain.sweep.grid import SweepJob
@@ -121,7 +120,7 @@ class Forked(Launcher):
 def own_device(entry: Entry, slot: int) -> dict[str, str]:
     """The environment that gives a job of one device the CUDA device of its slot, in rotation; {} for other jobs."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    devices = [str(n) for n in range(cuda_devices())] if visible is None else visible.split(",")
+    devices = [str(n) for n in range(accelerators.device_count())] if visible is None else visible.split(",")
     if len(devices) < 2 or entry.job.job is None or not entry.job.job.run.parallel.one_process:
         return {}
     return {"CUDA_VISIBLE_DEVICES": devices[slot % len(devices)]}

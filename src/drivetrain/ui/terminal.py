@@ -144,10 +144,11 @@ class Progress:
         loss = "overflow" if r["loss"] is None else number(r["loss"])
         rate = number(r["samples_per_second"]) if r["samples_per_second"] else "–"
         waits = r.get("rank_work_excess", 0.0)
+        mfu = f"  MFU {100 * r['mfu']:.1f} %" if r.get("mfu") is not None else ""
         straggler = f"  {100 * waits:.0f} % waits for rank {r['slowest_rank']}" if waits > SLOW_RANK else ""
         return (
             f"epoch {r['epoch'] + 1}/{self.epochs}  update {r['update']}/{self.total}  loss {loss}  lr {r['lr']:.2e}"
-            f"  {rate} samples/s  data wait {100 * r['data_wait']:.0f} %{straggler}  {memory_now() / 2**30:.2f} GiB"
+            f"  {rate} samples/s{mfu}  data wait {100 * r['data_wait']:.0f} %{straggler}  {memory_now() / 2**30:.2f} GiB"
         )
 
     def close(self) -> None:
@@ -179,6 +180,7 @@ def show_result(result: Result) -> None:
     rows += [
         ("updates", f"{result.updates:,} in {result.epochs:.4g} epochs, {result.wall_s:.1f} s"),
         ("samples/s", number(result.samples_per_second) if result.samples_per_second else "–"),
+        ("MFU", f"{100 * result.mfu:.1f} % {result.mfu_note}" if result.mfu is not None else result.mfu_note or "–"),
         (
             "step",
             f"{result.step_ms_p50:.2f} ms (p95 {result.step_ms_p95:.2f})" if result.step_ms_p50 and result.step_ms_p95 else "–",

@@ -182,9 +182,16 @@ print(*[Path(f"/proc/{pid}").exists() for pid in processes])
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads the states of processes from /proc")
-def test_who_waits_stands_still_with_its_workers(tiny):
-    words = tiny("data=digits", "loader=workers", "loader.num_workers=2")
-    done = subprocess.run([sys.executable, "-c", WATCHED, *words], capture_output=True, text=True, check=True)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["data=digits", "loader=workers", "loader.num_workers=2"],
+        pytest.param(["parallel=ddp", "parallel.nproc=2"], marks=pytest.mark.slow),
+    ],
+    ids=["workers", "ranks"],
+)
+def test_who_waits_stands_still_with_its_workers_and_ranks(tiny, words):
+    done = subprocess.run([sys.executable, "-c", WATCHED, *tiny(*words)], capture_output=True, text=True, check=True)
     assert done.stdout.split("\n")[:3] == ["2 T T", "T T True", "False False"]
 
 

@@ -22,9 +22,11 @@ class Range(NamedTuple):
 
 
 class Event:
-    def __init__(self, name: str, start: float, end: float, device: DeviceType = DeviceType.CPU, thread: int = 1) -> None:
+    def __init__(
+        self, name: str, start: float, end: float, device: DeviceType = DeviceType.CPU, thread: int = 1, annotation: bool = False
+    ) -> None:
         self.name, self.time_range, self.device_type, self.thread = name, Range(start, end), device, thread
-        self.cpu_parent = None
+        self.cpu_parent, self.is_user_annotation = None, annotation
 
 
 def test_what_overlaps_is_counted_once():
@@ -42,18 +44,21 @@ def test_on_a_cpu_other_threads_are_not_the_steps():
     assert utilization._cpu_shares([Event(READING, 0, 20)], 100.0) == {}
 
 
-def test_on_cuda_our_own_waiting_is_not_the_hosts():
-    cuda = DeviceType.CUDA
+@pytest.mark.parametrize("device", [DeviceType.CUDA, DeviceType.XPU])
+def test_on_a_device_our_own_waiting_is_not_the_hosts(device):
+    cuda = device
     events = [
+        # Named ranges are repeated on the device: they are no work of it.
+        Event("Optimizer.step#SGD.step", 0, 90, cuda, annotation=True), Event(END, 70, 100, cuda, annotation=True),
         Event("gemm", 0, 30, cuda), Event("Memcpy HtoD", 20, 40, cuda), Event("relu", 50, 60, cuda),
         Event("cudaStreamSynchronize", 10, 15), Event(END, 80, 100), Event("cudaDeviceSynchronize", 81, 99),
     ]  # fmt: skip
-    found = utilization._cuda_shares(events, 100.0)
+    found = utilization._device_shares(events, 100.0)
     assert found == {
         "the device computes": pytest.approx(0.4), "the device copies": pytest.approx(0.2),
         "the device is idle": pytest.approx(0.5), "the host waits for the device": pytest.approx(0.05),
     }  # fmt: skip
-    assert utilization._cuda_shares(events[3:], 100.0) == {}, "a profiler that sees nothing of the device"
+    assert utilization._device_shares(events[5:], 100.0) == {}, "a profiler that sees nothing of the device"
 
 
 class Trainer:

@@ -12,8 +12,9 @@ from drivetrain.config.catalog import options
 from drivetrain.launch.job import prepare
 from drivetrain.measure import overrides
 from drivetrain.measure.benchmark import stopping
+from drivetrain.measure.benchmark.agent import TimedBlock
 from drivetrain.measure.benchmark.comparison import Row
-from drivetrain.measure.benchmark.interleave import Arm, TimedBlock
+from drivetrain.measure.benchmark.interleave import Arm
 from drivetrain.measure.claims.recommend import recommend
 from drivetrain.measure.intervals import Interval
 from drivetrain.measure.tune import candidates, range_test, tune

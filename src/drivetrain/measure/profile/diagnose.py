@@ -142,7 +142,7 @@ def _lines(profile: StepProfile) -> Iterator[Problem]:
             )
         elif created > MIN_CREATED:
             names = ", ".join(f"torch.{name}" for name in line.created_ms)
-            where = "on the CPU" if profile.device == "cuda" else "anew in each step"
+            where = "anew in each step" if profile.device == "cpu" else "on the CPU"
             yield Problem(
                 created,
                 "created",
@@ -152,7 +152,7 @@ def _lines(profile: StepProfile) -> Iterator[Problem]:
             )
         elif line.host_reads:
             yield Problem(
-                max(line.share if profile.device == "cuda" else 0.0, HOST_READ_SHARE),
+                max(0.0 if profile.device == "cpu" else line.share, HOST_READ_SHARE),
                 "sync",
                 "the step reads a value back from the device",
                 f"{line.place}: {line.host_reads} times an update; each makes the host wait for the device: keep it a tensor, "

@@ -21,10 +21,11 @@ class Roofline(NamedTuple):
     step_flops: float  # of forward and backward; 0 where torch cannot count them
 
 
-def measure(trainer: Any, micro: Any, micro_batches: int) -> Roofline:
-    """Measure the device, and count the floating-point operations of an update of `micro_batches` times `micro`."""
+def measure(trainer: Any, samples: int) -> Roofline:
+    """Measure the device; the floating-point operations are those of an update of `samples`."""
     device = trainer.device
-    return Roofline(_matmul_flops(trainer, device), _copy_bandwidth(device), micro_batches * _step_flops(trainer, micro))
+    step_flops = samples * (trainer.log.mfu.model.per_sample or 0.0)
+    return Roofline(_matmul_flops(trainer, device), _copy_bandwidth(device), step_flops)
 
 
 def _best_rate(work: Callable[[], object], amount: float, device: torch.device) -> float:
@@ -41,7 +42,7 @@ def _best_rate(work: Callable[[], object], amount: float, device: torch.device) 
 
 
 def _matmul_flops(trainer: Any, device: torch.device) -> float:
-    n = 8192 if device.type == "cuda" else 1024
+    n = 1024 if device.type == "cpu" else 8192
     a, b = torch.randn(n, n, device=device), torch.randn(n, n, device=device)
     with torch.no_grad(), trainer.precision.autocast():
         dtype = (a @ b).dtype  # autocast's; the cast itself is not measured
@@ -50,20 +51,7 @@ def _matmul_flops(trainer: Any, device: torch.device) -> float:
 
 
 def _copy_bandwidth(device: torch.device) -> float:
-    size = 2**30 if device.type == "cuda" else 2**27  # larger than every cache
+    size = 2**27 if device.type == "cpu" else 2**30  # larger than every cache
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return _best_rate(lambda: target.copy_(source), 2.0 * size, device)
-
-
-def _step_flops(trainer: Any, micro: Any) -> float:
-    from torch.utils.flop_counter import FlopCounterMode
-
-    try:
-        with FlopCounterMode(display=False) as counter, trainer.precision.autocast():
-            trainer.loss(trainer.model(micro.x), micro.y).backward()
-    except Exception:  # an operation that torch cannot count
-        return 0.0
-    finally:
-        trainer.step.zero_grad()
-    return float(counter.get_total_flops())

@@ -17,7 +17,7 @@ import torch
 
 from drivetrain.core.device import synchronize
 from drivetrain.engine.step import PlainStep
-from drivetrain.measure.benchmark.interleave import WARMUP_UPDATES
+from drivetrain.measure.benchmark.agent import WARMUP_UPDATES
 from drivetrain.measure.profile import roofline, utilization
 from drivetrain.measure.profile.lines import UPDATES, Line, TrackedStream, profile_lines, read_update, update
 from drivetrain.saving import checkpoint_io
@@ -54,7 +54,7 @@ def profile_step(trainer: Any, profile_s: float) -> StepProfile:
     shares = utilization.time_shares(trainer, stream)
     lines, operations = profile_lines(trainer, stream, profile_s)
     micro, micro_batches = read_update(stream)
-    limits = roofline.measure(trainer, micro, micro_batches)
+    limits = roofline.measure(trainer, micro_batches * len(micro.x))
     larger_batch = _larger_batch(trainer, micro, profile_s)
     evaluation_s, saving_s = _evaluation_s(trainer), _saving_s(trainer)
     return StepProfile(
@@ -76,6 +76,7 @@ def profile_step(trainer: Any, profile_s: float) -> StepProfile:
 
 def _step_ms(trainer: Any, stream: TrackedStream, profile_s: float) -> float:
     """Milliseconds of an update without any profiling."""
+    synchronize(trainer.device)
     began, count = time.perf_counter(), 0
     while time.perf_counter() - began < profile_s or count < UPDATES:
         update(trainer, stream)
@@ -88,6 +89,7 @@ def _phases(trainer: Any, stream: TrackedStream, profile_s: float) -> tuple[dict
     """Milliseconds of each phase of an update, synchronized after each, and those of reading a micro-batch."""
     spent: defaultdict[str, float] = defaultdict(float)
     read_s: list[float] = []
+    synchronize(trainer.device)
     began, count = time.perf_counter(), 0
 
     def done(name: str, since: float) -> float:
@@ -169,6 +171,7 @@ def _evaluation_s(trainer: Any) -> float:
     source = trainer.evaluator.data.source
     batches = len(trainer.batch.evaluation(source, trainer.parallel.data_world))
     trainer.evaluator.max_batches = min(batches, trainer.evaluator.max_batches or batches, 8)
+    synchronize(trainer.device)
     began = time.perf_counter()
     trainer.evaluator.metrics()
     return (time.perf_counter() - began) * batches / max(1, trainer.evaluator.max_batches)
@@ -178,6 +181,7 @@ def _saving_s(trainer: Any) -> float | None:
     """Seconds of saving one checkpoint."""
     if not trainer.saving.active:
         return None
+    synchronize(trainer.device)
     with tempfile.TemporaryDirectory(dir=trainer.run_dir) as folder:
         began = time.perf_counter()
         checkpoint_io.save(Path(folder), 0, trainer.model.state_dict(), trainer.state())

@@ -21,13 +21,11 @@ SYNCHRONIZING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSyn
 def time_shares(trainer: Any, stream: TrackedStream) -> dict[str, float]:
     """Shares of an update's time; empty where the profiler sees nothing of the device.
 
-    On CUDA these are the device's own times of kernels and copies, and beside them the host's time waiting for the device.
+    On an accelerator these are the device's own times of kernels and copies, and beside them the host's time waiting for it.
     On a CPU it is the time in operations, and the time between them, which is Python's and torch's dispatcher's.
     """
     silence_profiler()
-    on_cuda = trainer.device.type == "cuda"
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
-    with profile(activities=activities) as profiler:
+    with profile(activities=_activities(trainer.device)) as profiler:
         began = time.perf_counter()
         marked = _MarkedStream(stream)
         for _ in range(UPDATES):
@@ -35,9 +33,14 @@ def time_shares(trainer: Any, stream: TrackedStream) -> dict[str, float]:
         with record_function(END):
             synchronize(trainer.device)
         whole_us = 1e6 * (time.perf_counter() - began)
-    on_cpu = torch.autograd.DeviceType.CPU
-    events = [e for e in profiler.events() or [] if e.device_type == on_cpu or e.name not in (READING, END)]
-    return _cuda_shares(events, whole_us) if on_cuda else _cpu_shares(events, whole_us)
+    events = profiler.events() or []
+    return _cpu_shares(events, whole_us) if trainer.device.type == "cpu" else _device_shares(events, whole_us)
+
+
+def _activities(device: torch.device) -> list[ProfilerActivity]:
+    """What the profiler records: the host, and the device where the profiler knows its type (CUDA, XPU; not MPS)."""
+    known = getattr(ProfilerActivity, device.type.upper(), ProfilerActivity.CPU)
+    return [ProfilerActivity.CPU] if known is ProfilerActivity.CPU else [ProfilerActivity.CPU, known]
 
 
 class _MarkedStream:
@@ -65,13 +68,15 @@ def _cpu_shares(events: Iterable[Any], whole_us: float) -> dict[str, float]:
     return {"in operations": computing / whole_us, "between operations (Python, dispatch)": between / whole_us}
 
 
-def _cuda_shares(events: Iterable[Any], whole_us: float) -> dict[str, float]:
-    on_device = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA]
+def _device_shares(events: Iterable[Any], whole_us: float) -> dict[str, float]:
+    on_host = [e for e in events if e.device_type == torch.autograd.DeviceType.CPU]
+    # A named range of the host, such as torch's own of the optimizer, is repeated on the device, with the gaps in it.
+    on_device = [e for e in events if e.device_type != torch.autograd.DeviceType.CPU and not e.is_user_annotation]
     if not on_device:
         return {}
     copies = [e for e in on_device if e.name.startswith("Memcpy")]
-    end = next(e.time_range.start for e in events if e.name == END)  # the profile's own synchronization comes after it
-    waits = sum(e.time_range.elapsed_us() for e in events if e.name in SYNCHRONIZING and e.time_range.end < end)
+    end = next(e.time_range.start for e in on_host if e.name == END)  # the profile's own synchronization comes after it
+    waits = sum(e.time_range.elapsed_us() for e in on_host if e.name in SYNCHRONIZING and e.time_range.end < end)
     return {
         "the device computes": _union_us(e for e in on_device if not e.name.startswith("Memcpy")) / whole_us,
         "the device copies": _union_us(copies) / whole_us,

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from drivetrain.compile import eager_only_settings
 from drivetrain.config.catalog import option_keys, options
+from drivetrain.core import accelerators
 from drivetrain.core.cpus import usable_cores
 from drivetrain.launch.job import Job
 from drivetrain.measure.overrides import with_channels_last
-from drivetrain.parallel import cuda_devices
 
 MAX_ACCUMULATION_STEPS = 16
 
@@ -38,8 +38,8 @@ def micro_batches(job: Job) -> list[str]:
 def arithmetic(job: Job) -> list[str]:
     """Precision and memory layout, alone and together, because one may be faster only with the other."""
     layouts = with_channels_last(job.run)
-    # float16 is for CUDA devices without bfloat16; hardly any CPU has it.
-    faster = ("bf16", "amp") if cuda_devices() else ("bf16",)
+    # float16 is for devices without bfloat16; hardly any CPU has it.
+    faster = ("bf16", "amp") if accelerators.device_count() else ("bf16",)
     precisions = [f"precision={name}" for name in faster] if job.run.precision.full_float32 else []
     return [*precisions, *layouts, *(f"{precision} {layout}" for precision in precisions for layout in layouts)]
 

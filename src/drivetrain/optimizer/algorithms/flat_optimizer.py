@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 ROW = 64  # elements; each parameter begins a new row, so that norms and factors of single parameters are computed by rows
-# Elements of a vector. On a CPU the vectors of an update should fit the cache; on a GPU a large vector saves kernel launches.
-CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24}
+# Elements of a vector. On a CPU the vectors of an update should fit the cache; elsewhere a large vector saves kernel launches.
+CPU_CHUNK, DEVICE_CHUNK = 1 << 18, 1 << 24
 
 
 class Chunk:
@@ -32,7 +32,7 @@ class Chunk:
         self.flat_params = [_flatten(p.detach(), order) for p, order in zip(params, self.orders, strict=True)]
         counts = [-(-p.numel() // self.row) for p in params]
         self.rows = torch.tensor(counts, device=like.device)  # (n,) rows of each parameter
-        self.owner = torch.repeat_interleave(self.rows)  # (rows,) index of the parameter that each row belongs to
+        self.owner = torch.repeat_interleave(self.rows, output_size=sum(counts))  # (rows,) index of each row's parameter
         padding = [like.new_zeros(c * self.row - p.numel(), dtype=self.dtype) for c, p in zip(counts, params, strict=True)]
         self.parts = [part for pair in zip(self.flat_params, padding, strict=True) for part in pair]
         self.size = sum(part.numel() for part in self.parts)
@@ -167,7 +167,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         parts: list[list[Tensor]] = []
         size, last = 0, None
         for p in params:
-            limit = 0 if self.loop else CHUNK_ELEMENTS.get(p.device.type, CHUNK_ELEMENTS["cpu"])
+            limit = 0 if self.loop else CPU_CHUNK if p.device.type == "cpu" else DEVICE_CHUNK
             numbers = [float(self.state[p][name]) for name in ("step", *self.state_chunk_numbers) if p in self.state]
             kind = (p.device, p.dtype, *numbers)  # the same for all parameters of a chunk
             if kind != last or size + p.numel() > limit:

@@ -1,0 +1,119 @@
+"""The accelerators that this process can use, found without starting them.
+
+CUDA, ROCm and XPU do not survive a fork, and ranks, jobs of a sweep and measured arms are forked. A process that asks
+torch.cuda.is_available() or a device's name has started the device. So NVIDIA's driver is asked by a program of its own,
+and the others by torch in a forked child.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import re
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from multiprocessing.connection import Connection
+from typing import Any
+
+from drivetrain.core import nvidia_driver
+from drivetrain.core.lazy import torch
+
+# The environment variables that hide devices: where one changes, what was found before no longer counts.
+VISIBILITY = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "CUDA_DEVICE_ORDER")
+TYPES = ("cuda", "xpu", "mps")  # those that runs are made for; torch names AMD's devices cuda, too
+TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """The devices of one type that torch can use here."""
+
+    type: str = "cpu"  # as torch names it; cpu: there is no other device
+    count: int = 0
+    capability: tuple[int, int] = (0, 0)  # CUDA's lowest compute capability; under ROCm the architecture, 9.4 for gfx94x
+    rocm: bool = False
+    problem: str = ""  # why torch cannot use a device that the machine has
+
+
+def find() -> Accelerator:
+    """The accelerator that torch was built for, where it can be used. Imports torch, and does not start the device."""
+    return _find(_visibility())
+
+
+def device_count() -> int:
+    """The number of devices that ranks of this process can have. Imports no torch for NVIDIA's, and does not start them."""
+    if nvidia_driver.installed():
+        return _nvidia_devices(_visibility()).count
+    return find().count if re.search(r"\+(rocm|xpu)", metadata.version("torch")) else 0
+
+
+def _visibility() -> tuple[str | None, ...]:
+    return tuple(os.environ.get(name) for name in VISIBILITY)
+
+
+@functools.cache
+def _nvidia_devices(visibility: tuple[str | None, ...]) -> nvidia_driver.Devices:
+    return nvidia_driver.devices()
+
+
+@functools.cache
+def _find(visibility: tuple[str | None, ...]) -> Accelerator:
+    device = torch.accelerator.current_accelerator()  # that torch was built for: it looks at no device
+    if device is None or device.type not in TYPES:
+        return Accelerator()
+    if device.type == "cuda" and torch.version.hip is None:
+        return _nvidia(visibility)
+    if device.type == "mps":  # one device: no process with it is forked
+        return Accelerator("mps", 1) if torch.backends.mps.is_available() else Accelerator()
+    return ask_torch(device.type) if _started(device.type) else _ask_in_child(device.type)
+
+
+def _nvidia(visibility: tuple[str | None, ...]) -> Accelerator:
+    if not nvidia_driver.installed():
+        return Accelerator()
+    found, needed = _nvidia_devices(visibility), str(torch.version.cuda)
+    if found.count and found.cuda < int(needed.partition(".")[0]):
+        return Accelerator(problem=f"NVIDIA's driver runs CUDA {found.cuda}, and this torch was built for CUDA {needed}")
+    return Accelerator("cuda", found.count, found.capability) if found.count else Accelerator(problem=found.problem)
+
+
+def _started(type_: str) -> bool:
+    """Whether this process has used the device, so that it cannot fork a child that does."""
+    return bool(torch.get_device_module(type_).is_initialized())
+
+
+def ask_torch(type_: str) -> Accelerator:
+    """What torch says of the device, which it starts in this process."""
+    module: Any = torch.get_device_module(type_)
+    try:
+        module.init()
+        count = int(module.device_count())
+        capability = min(module.get_device_capability(n) for n in range(count)) if type_ == "cuda" else (0, 0)
+    except (RuntimeError, AssertionError) as error:
+        return Accelerator(problem=str(error).splitlines()[0])
+    return Accelerator(type_, count, capability, rocm=torch.version.hip is not None) if count else Accelerator()
+
+
+def _ask_in_child(type_: str) -> Accelerator:
+    context = multiprocessing.get_context("fork")
+    connection, child_end = context.Pipe(duplex=False)
+    child = context.Process(target=_send_answer, args=(type_, child_end))
+    child.start()
+    child_end.close()
+    try:
+        found: Accelerator | None = connection.recv() if connection.poll(TIMEOUT_S) else Accelerator(problem="it does not answer")
+    except EOFError:
+        found = Accelerator(problem="the process that asked for it died")
+    finally:
+        child.kill()
+        child.join()
+    return found or ask_torch(type_)
+
+
+def _send_answer(type_: str, connection: Connection) -> None:
+    """The child. It sends None where the parent has asked the device before, which leaves it unusable after a fork."""
+    connection.send(None if torch.get_device_module(type_)._is_in_bad_fork() else ask_torch(type_))
+    sys.stderr.flush()
+    os._exit(0)

@@ -1,0 +1,51 @@
+"""Copies batches to a device on a stream of their own, while the main stream runs the step."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from typing import Any
+
+from drivetrain.core.lazy import torch
+from drivetrain.core.microbatch import MicroBatch, Request
+
+
+@cache
+def side_stream(device: torch.device) -> Any:
+    """Return the stream that all loaders of this process copy on: the allocator keeps freed memory for each stream apart."""
+    return torch.get_device_module(device).Stream(device)
+
+
+def copy_ahead(
+    batches: Iterable[tuple[torch.Tensor, torch.Tensor, Request]],
+    to_device: Callable[[torch.Tensor, torch.Tensor, Request], MicroBatch],
+    device: torch.device,
+    ahead: int,
+) -> Iterator[MicroBatch]:
+    """Yield the micro-batches that `to_device` makes of `batches`, each of which was started `ahead` batches before.
+
+    A micro-batch's memory belongs to the side stream, and the main stream reads it. Each start first waits for all that the
+    main stream has been given, so memory that the loop has dropped is free by then. `record_stream` would do too, but then
+    dropped memory stays taken until the device gets there: a host that is many steps ahead would fill the device.
+    """
+    module, side = torch.get_device_module(device), side_stream(device)
+    started: deque[tuple[MicroBatch, Any]] = deque()
+    for batch in batches:
+        main = module.current_stream(device)
+        if batch[0].device.type == "cpu":
+            side.wait_stream(main)
+            with module.stream(side):
+                started.append((to_device(*batch), side.record_event()))
+        else:  # the main stream's memory
+            started.append((to_device(*batch), main.record_event()))
+        if len(started) > ahead:
+            yield _wait_for(*started.popleft(), module.current_stream(device))
+    while started:
+        yield _wait_for(*started.popleft(), module.current_stream(device))
+
+
+def _wait_for(micro: MicroBatch, event: Any, main: Any) -> MicroBatch:
+    """Make the main stream wait until a micro-batch is ready."""
+    main.wait_event(event)
+    return micro

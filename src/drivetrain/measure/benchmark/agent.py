@@ -1,0 +1,156 @@
+"""The benchmark's side within an arm's process: it gets control between two updates, runs timed blocks and pauses."""
+
+from __future__ import annotations
+
+import multiprocessing
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+from drivetrain.core.clock import Clock, Mark, clock_for
+from drivetrain.core.device import peak_memory, synchronize
+from drivetrain.measure.benchmark import memory
+from drivetrain.run import environment
+
+WARMUP_UPDATES = 3  # beyond those that a run itself counts as its warm-up
+LEAD = 0.15  # share of a block that runs untimed before it: prefetched batches are used up and caches are warm again
+WATCHDOG_S = 0.5  # within which the watchdog of NCCL has seen that a collective is done; else a pause would count as its time
+
+
+@dataclass
+class TimedBlock:
+    """Measurements of one timed block of updates, or of an arm's blocks of one round together."""
+
+    seconds: float
+    updates: int
+    samples: int
+    data_wait_s: float  # seconds in which the device waited for data
+    step_s: list[float]  # seconds of each update
+    peak_memory: int  # bytes, since the process started
+
+    @property
+    def rate(self) -> float:
+        """Samples a second."""
+        return self.samples / self.seconds
+
+    def __add__(self, other: TimedBlock) -> TimedBlock:
+        return TimedBlock(
+            self.seconds + other.seconds,
+            self.updates + other.updates,
+            self.samples + other.samples,
+            self.data_wait_s + other.data_wait_s,
+            self.step_s + other.step_s,
+            max(self.peak_memory, other.peak_memory),
+        )
+
+
+@dataclass
+class Times:
+    """Marks of updates and of waits for data, to be read after the last update."""
+
+    clock: Clock
+    updates: list[tuple[Mark, Mark]] = field(default_factory=list)
+    waits: list[tuple[Mark, Mark]] = field(default_factory=list)
+    samples: int = 0  # of this rank
+
+    def step_s(self) -> list[float]:
+        """Return the seconds of each update. Waits for the device."""
+        return [self.clock.seconds(*marks) for marks in self.updates]
+
+    def data_wait_s(self) -> float:
+        """Return the seconds in which the device waited for data. Waits for the device."""
+        return sum(self.clock.seconds(*marks) for marks in self.waits)
+
+
+class BenchmarkAgent:
+    """Wraps the training stream on every rank. The ranks run equal numbers of updates, and pause between them together.
+
+    A paused rank waits at a pipe: on the device nothing of it runs, and none of its collectives is under way. So it may stand
+    still for longer than a collective may take.
+    """
+
+    def __init__(self, connection: Connection, ranks: int) -> None:
+        self._connection = connection  # to the benchmark, from rank 0
+        # From rank 0 to each other rank, and back. The ranks are forked from this process, so all have them.
+        self._pipes = [multiprocessing.Pipe() for _ in range(ranks - 1)]
+        self._started = False
+
+    def attach(self, trainer: Any) -> None:
+        """Wrap a finished trainer's stream, and let the run go on without end."""
+        trainer.endless()
+        trainer.stream_watchers.append(lambda stream: self._serve(stream, trainer))
+
+    def _serve(self, stream: Iterator[Any], trainer: Any) -> Iterator[Any]:
+        """Warm up and report; then time a block of as many updates as each message asks for."""
+        if self._started:  # the trainer starts again with a micro-batch half as large, which is another arm
+            raise RuntimeError("out of memory")
+        self._started = True
+        clock, began = clock_for(trainer.device), time.perf_counter()
+        times = Times(clock)
+        yield from _updates(stream, trainer.timer.warmup + WARMUP_UPDATES, times)
+        synchronize(trainer.device)
+        report: Any = _facts(trainer, time.perf_counter() - began, times)
+        while True:
+            updates = self._pause(trainer, report)
+            yield from _updates(stream, max(1, round(LEAD * updates)), Times(clock))
+            synchronize(trainer.device)
+            times, began = Times(clock), time.perf_counter()
+            yield from _updates(stream, updates, times)
+            synchronize(trainer.device)
+            seconds = time.perf_counter() - began
+            samples = times.samples * trainer.parallel.data_world.size
+            report = TimedBlock(
+                seconds, updates, samples, times.data_wait_s(), times.step_s(), peak_memory(trainer.device)
+            )  # fmt: skip
+
+    def _pause(self, trainer: Any, report: Any) -> int:
+        """Wait until every rank stands still, send rank 0's report, and return the number of updates of the next block."""
+        trainer.parallel.finish_collectives()
+        if self._pipes and trainer.device.type != "cpu":
+            time.sleep(WATCHDOG_S)
+        if trainer.parallel.world.rank:
+            _, to_first = self._pipes[trainer.parallel.world.rank - 1]
+            to_first.send(None)
+            return int(to_first.recv())
+        for other, _ in self._pipes:
+            other.recv()
+        self._connection.send(report)
+        updates: int = self._connection.recv()
+        for other, _ in self._pipes:
+            other.send(updates)
+        return updates
+
+
+def _facts(trainer: Any, warmup_s: float, times: Times) -> dict[str, Any]:
+    """What an arm reports of itself after the warm-up."""
+    return {
+        "warmup_s": warmup_s,
+        "step_s": statistics.median(times.step_s()[trainer.timer.warmup :]),
+        "compile_s": trainer.compile_seconds(),
+        "device": environment.device_name(trainer.device),
+        "global_batch": trainer.batch.size(0),
+        "samples": len(trainer.train_data.source),
+        "parameters": sum(p.numel() for p in trainer.model.parameters()),
+        "memory": memory.read(trainer.device, trainer.parallel.world),
+    }
+
+
+def _updates(stream: Iterator[Any], count: int, times: Times) -> Iterator[Any]:
+    """Yield the micro-batches of `count` whole updates, and mark them in `times`."""
+    mark = times.clock.mark
+    start = mark()
+    while count:
+        asked = mark()
+        micro = next(stream)
+        times.waits.append((asked, mark()))
+        times.samples += len(micro.x)
+        last = micro.last
+        yield micro
+        if last:  # control returns when the trainer asks for the next micro-batch: the update has been queued
+            count -= 1
+            end = mark()
+            times.updates.append((start, end))
+            start = end

@@ -1,0 +1,132 @@
+"""Measures whether a CPU computes float16 layers at a useful speed.
+
+torch says which CPUs support float16, and cannot be relied on: where the forward is supported, the backward may fall back to
+a reference kernel that takes 50 times as long as float32.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from drivetrain.core.lazy import torch
+
+LIMIT = 2.0  # times as long as in float32: layers that take longer stay in float32
+MIN_WORK = 1 << 21  # multiplications of a measured layer, so that they take most of its time: small batches are enlarged
+ENOUGH_S = 0.02  # of measuring a layer in one format
+
+
+class Slowness(NamedTuple):
+    """How many times as long as in float32 a model's layers take in float16."""
+
+    convolutions: float
+    matrices: float
+
+
+class Call(NamedTuple):
+    """A layer of a model, and the input that it gets."""
+
+    layer: torch.nn.Module
+    x: torch.Tensor
+
+    def work(self) -> int:
+        """The multiplications, up to a convolution's stride, which is the same for all batch sizes."""
+        weight: Any = self.layer.weight
+        positions = self.x.numel() // (self.x.shape[1] if _is_convolution(self.layer) else self.x.shape[-1])
+        return int(weight.numel()) * positions
+
+    def seconds(self, float16: bool) -> float:
+        """The processor time of forward and backward, the shortest of some."""
+        times = [self._once(float16)]  # it may prepare the kernels
+        while len(times) == 1 or sum(times) < ENOUGH_S:
+            times.append(self._once(float16))
+        return min(times)
+
+    def _once(self, float16: bool) -> float:
+        leaves = [self.x, *(p for p in self.layer.parameters() if p.requires_grad)]
+        began = time.thread_time()
+        with torch.autocast("cpu", torch.float16, enabled=float16):
+            output = self.layer(self.x)
+        torch.autograd.grad(output, leaves, torch.ones_like(output), allow_unused=True)
+        return time.thread_time() - began
+
+    def enlarged(self) -> Call:
+        """The same call with a batch that is large enough to be measured. The numbers make no difference to the time."""
+        shape = (self.x.shape[0] * max(1, MIN_WORK // max(1, self.work())), *self.x.shape[1:])
+        x = torch.ones(shape)
+        if x.dim() == 4 and not self.x.is_contiguous():
+            x = x.contiguous(memory_format=torch.channels_last)
+        return Call(self.layer, x.requires_grad_())
+
+
+_measured: dict[tuple[str, torch.Size, bool], float] = {}  # one answer in a process, so that all its runs compute alike
+
+
+def measure(model: torch.nn.Module, example: torch.Tensor) -> Slowness:
+    """Measure the largest convolution and the largest Linear layer of the model's forward on `example`, which is on the CPU."""
+    with _evaluating(model), _one_thread(), torch.random.fork_rng([]):
+        calls = _calls(model, example)
+        matrices = _slowness([call for call in calls if not _is_convolution(call.layer)] or [_usual()])
+        convolutions = [call for call in calls if _is_convolution(call.layer)]
+        return Slowness(_slowness(convolutions) if convolutions else matrices, matrices)
+
+
+def _slowness(calls: list[Call]) -> float:
+    """How many times as long the largest of these calls takes in float16."""
+    call = max(calls, key=Call.work).enlarged()
+    key = repr(call.layer), call.x.shape, call.x.is_contiguous()
+    if key not in _measured:
+        _measured[key] = call.seconds(float16=True) / call.seconds(float16=False)
+    return _measured[key]
+
+
+def _usual() -> Call:
+    """A matrix product, for a model that has no Linear layer: its own may be hidden in other operations."""
+    return Call(torch.nn.Linear(256, 256), torch.ones(256, 256))
+
+
+def _calls(model: torch.nn.Module, example: torch.Tensor) -> list[Call]:
+    """The calls of convolutions and Linear layers in one forward."""
+    calls: list[Call] = []
+
+    def add(layer: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        weight: Any = layer.weight
+        if args and args[0].dim() >= weight.dim():  # else it has no batch dimension
+            calls.append(Call(layer, args[0]))
+
+    layers = [m for m in model.modules() if isinstance(m, torch.nn.Linear) or _is_convolution(m)]
+    hooks = [layer.register_forward_pre_hook(add) for layer in layers]
+    try:
+        with torch.no_grad():
+            model(example)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls
+
+
+@contextmanager
+def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Within the context processor time is what counts, and other processes of the machine do not change it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _is_convolution(layer: torch.nn.Module) -> bool:
+    return isinstance(layer, torch.nn.modules.conv._ConvNd)

@@ -1,0 +1,91 @@
+"""Every option of every group trains on a fake device: nothing mixes devices, and no step waits for the device.
+
+The options are those of the catalog, so a new one is tested by being there. They are trained in rows of options of different
+groups. Where a row is refused or fails, its halves are trained, down to the option that is to blame.
+"""
+
+import importlib
+
+import pytest
+import yaml
+
+from drivetrain.core.errors import UserError
+from tests.support import fake_device
+from tests.test_contract import FILES, LACKING, OPTIONS, groups_of, ids, words_of
+
+
+def class_of(option):
+    module, _, name = yaml.safe_load(FILES[option].read_text())["_target_"].rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+CLASSES = {option: class_of(option) for option in OPTIONS}
+REAL = [option for option in OPTIONS if CLASSES[option].needs_real_tensors]
+WAITING = [option for option in OPTIONS if CLASSES[option].step_waits]
+SEVERAL_RANKS = [o for o in OPTIONS if getattr(CLASSES[o], "distributed", False) and o not in REAL]  # test_strategies.py
+
+
+def in_rows(options):
+    """The options, in each row as many of different groups as there are; those whose steps wait by themselves."""
+    rows = []
+    for option in sorted(options, key=lambda option: -len(groups_of(option))):
+        fitting = (row for row in rows if not any(o in WAITING or groups_of(option) & groups_of(o) for o in row))
+        row = None if option in WAITING else next(fitting, None)
+        if row is None:
+            rows.append([option])
+        else:
+            row.append(option)
+    return rows
+
+
+ROWS = in_rows(option for option in OPTIONS if option not in (*REAL, *SEVERAL_RANKS))
+
+
+def train(fake_run, kind, row):
+    """Train the options of a row; yields what this machine lacks for some of them."""
+    words = [word.replace("[cpu,cpu]", f"['{kind}:0','{kind}:0']") for option in row for word in words_of(option)]
+    try:
+        trainer, device = fake_run(kind, *words, *([] if any(group == "saving" for group, _ in row) else ["saving=none"]))
+        assert trainer.progress.updates == trainer.max_updates
+        assert {t.device.type for t in (*trainer.model.parameters(), *trainer.model.buffers())} == {kind}
+        if row[0] not in WAITING:
+            assert not device.waits
+        elif kind == "lazy":  # on cuda the backward is only played
+            assert device.waits, f"{ids(row)}: its steps do not wait any more: take step_waits away"
+    except Exception as error:
+        problems = error.problems if isinstance(error, UserError) else []
+        lacking = [p for p in problems if any(lack in p for lack in LACKING)]
+        yield from lacking
+        named = [o for o in row if any("{}={}".format(*o) in p for p in lacking or problems)]
+        if lacking and named:
+            parts = [[o for o in row if o not in named]]
+        elif len(row) == 1:
+            raise
+        elif named:  # two that exclude each other
+            parts = [[o for o in row if o != named[-1]], named[-1:]]
+        else:
+            parts = [row[: len(row) // 2], row[len(row) // 2 :]]
+        for part in filter(None, parts):
+            yield from train(fake_run, kind, part)
+        if not problems:
+            raise  # the options fail together
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[" ".join(ids(row)) for row in ROWS])
+def test_options_train_on_a_device_and_their_steps_do_not_wait(fake_run, row):
+    """A row of options on each kind of fake device."""
+    lacking = [lack for kind in fake_device.KINDS for lack in train(fake_run, kind, row)]
+    if lacking:
+        pytest.skip("trained, but for: " + "; ".join(dict.fromkeys(lacking)))
+
+
+@pytest.mark.parametrize("option", REAL, ids=ids(REAL))
+def test_what_fake_tensors_cannot_stand_for(option):
+    """So that the report shows which options are left to a real device, and why."""
+    pytest.skip(CLASSES[option].needs_real_tensors)
+
+
+def test_every_option_is_in_a_row_or_says_why_not():
+    assert sorted([o for row in ROWS for o in row] + REAL + SEVERAL_RANKS) == sorted(OPTIONS)
+    assert len(ROWS) < 40
+    assert len(REAL) <= 12

@@ -1,0 +1,234 @@
+"""Reported times are those of a synchronised clock, on a simulated device whose work is queued."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from drivetrain.core import lazy
+from drivetrain.core.clock import Clock, DeviceClock, clock_for
+from drivetrain.core.microbatch import MicroBatch
+from drivetrain.engine import build
+from drivetrain.engine.step_timer import StepTimer
+from drivetrain.parallel.rank_work import RankWork
+from tests.support.simulated_device import Queue, reads
+
+ONE = torch.ones(())
+STEP, LAUNCH = 0.1, 0.001  # seconds of a step on the device, and to queue it on the host
+
+
+@pytest.fixture
+def queue(monkeypatch):
+    """The simulated device, as torch's current accelerator."""
+    queue = Queue()
+    monkeypatch.setattr(lazy.torch, "Event", queue.event_type())
+    monkeypatch.setattr(torch, "Event", queue.event_type())
+    monkeypatch.setattr(build, "clock_for", lambda device: DeviceClock(device))
+    return queue
+
+
+def micro() -> MicroBatch:
+    return MicroBatch(ONE, ONE, ONE, True, False)
+
+
+def steps(timer: StepTimer, queue: Queue, count: int, read: float = 0.0, work: float = STEP) -> None:
+    timer.resume()
+    for _ in timer.waits(reads(queue, [read] * count, [micro()] * count)):
+        queue.launch(work, LAUNCH)
+        timer.step()
+
+
+def test_a_cpu_has_the_hosts_clock():
+    assert type(clock_for(torch.device("cpu"))) is Clock
+    assert type(clock_for(torch.device("meta"))) is Clock
+
+
+def test_steps_are_as_long_as_on_the_device(queue):
+    timer = StepTimer(clock=DeviceClock(torch.device("cuda", 0)))
+    steps(timer, queue, 20)
+    assert queue.now < 0.1  # the host has queued all of it
+    seconds, _ = timer.since_last()
+    assert queue.now == pytest.approx(20 * STEP + LAUNCH)
+    assert seconds == pytest.approx(20 * STEP + LAUNCH)
+    assert timer.percentiles() == pytest.approx((1e3 * STEP, 1e3 * STEP))
+    assert timer.steady() == (pytest.approx(19 * STEP), 0.0)
+    assert timer.to_first_step - timer._resumed == pytest.approx(STEP + LAUNCH)
+    assert queue.events < 70
+    for _ in range(9):
+        steps(timer, queue, 20)
+        timer.since_last()
+    assert queue.events < 90, "events are reused"
+
+
+def test_nobody_waits_for_the_device_within_the_steps(queue):
+    timer = StepTimer(clock=DeviceClock(torch.device("cuda", 0)))
+    steps(timer, queue, 900)
+    assert queue.now == pytest.approx(900 * LAUNCH)
+    assert len(timer.steps) == 0
+
+
+def test_without_a_log_marks_do_not_pile_up(queue):
+    queue.depth = 10 * STEP
+    timer = StepTimer(clock=DeviceClock(torch.device("cuda", 0)))
+    steps(timer, queue, 3000)
+    assert len(timer.steps) > 2000 - 1024
+    assert queue.events < 3 * 1024 + 10
+    timer.since_last()
+    assert len(timer.steps) == 3000
+    assert sum(timer.steps) == pytest.approx(3000 * STEP + LAUNCH)
+
+
+def test_a_full_queue_is_not_waiting_for_data(queue):
+    """The reader's time passes while the device has work for a second."""
+    queue.depth = 1.0
+    timer = StepTimer(clock=DeviceClock(torch.device("cuda", 0)))
+    steps(timer, queue, 100, read=0.05)
+    seconds, figures = timer.since_last()
+    assert seconds == pytest.approx(100 * STEP + 0.05 + LAUNCH)
+    assert figures["data_wait"] * seconds == pytest.approx(0.05), "the first micro-batch alone"
+
+
+def test_waiting_for_data_is_when_the_device_has_nothing_to_do(queue):
+    timer = StepTimer(clock=DeviceClock(torch.device("cuda", 0)))
+    steps(timer, queue, 100, read=0.25)
+    seconds, figures = timer.since_last()
+    assert seconds == pytest.approx(queue.now)
+    # The host is as slow as before, but 0.1 s of each read pass while the device computes; launching is no waiting.
+    assert figures["data_wait"] * seconds == pytest.approx(queue.idle - 100 * LAUNCH, abs=0.01)
+    assert figures["data_wait"] == pytest.approx(0.15 / 0.25, abs=0.01)
+
+
+def test_copying_to_the_device_is_waiting_for_data(queue):
+    def copied():
+        for _ in range(50):
+            queue.launch(0.3)  # in the step's own stream
+            yield micro()
+
+    timer = StepTimer(clock=DeviceClock(torch.device("cuda", 0)))
+    timer.resume()
+    for _ in timer.waits(copied()):
+        queue.launch(STEP)
+        timer.step()
+    assert timer.since_last()[1]["data_wait"] == pytest.approx(0.75)
+
+
+def test_work_of_a_rank_is_the_devices(queue):
+    """Launches that wait for a full queue are no work; what the device does between the marks is."""
+    queue.depth = 0.5
+    work = RankWork(DeviceClock(torch.device("cuda", 0)))
+    module = torch.nn.Identity()
+    work.time_forward(module)
+    module.register_forward_pre_hook(lambda *_: queue.launch(STEP, LAUNCH))
+    for _ in range(40):
+        queue.launch(1.0)  # the backward, in which ranks wait for each other
+        module(ONE)
+    module.eval()(ONE)
+    assert work.seconds() == pytest.approx(40 * STEP)
+
+
+@pytest.fixture
+def trainer(make, queue, monkeypatch):
+    """A trainer whose steps and evaluations take their time on the simulated device; reading the loss waits for it."""
+    trainer = make("updates=null", "epochs=4", "log_every=2", "data.samples=96", "saving=none")  # 8 updates an epoch
+    inner, parallel, evaluate = trainer.step, trainer.parallel, trainer.evaluator.evaluate
+
+    class Step:
+        update, zero_grad = inner.update, inner.zero_grad
+
+        def micro_batch(self, batch, loss_sum):
+            queue.launch(STEP, LAUNCH)
+            inner.micro_batch(batch, loss_sum)
+
+    def read_loss(sums):
+        queue.synchronize()
+        queue.now += 0.5  # what logging itself takes is left out
+        return sums
+
+    def evaluation():
+        queue.launch(7.0)
+        queue.synchronize()
+        return evaluate()
+
+    trainer.step = Step()
+    monkeypatch.setattr(parallel, "all_reduce_sum", read_loss)
+    monkeypatch.setattr(trainer.evaluator, "evaluate", evaluation)
+    return trainer
+
+
+def test_a_runs_rates_are_those_of_a_synchronised_clock(trainer, queue):
+    """12 samples an update; after each log the device has nothing queued, so the next update begins with a launch."""
+    trainer.fit()
+    rates = [r["samples_per_second"] for r in trainer.log.writers[0] if r["event"] == "train"]
+    assert rates == pytest.approx([24 / (2 * STEP + LAUNCH)] * 16)
+    seconds, wait = trainer.timer.steady()
+    assert seconds == pytest.approx(31 * STEP + 15 * LAUNCH)
+    assert wait == pytest.approx(0.0, abs=1e-9)
+    assert trainer.timer.percentiles() == pytest.approx((100.0, 101.0))
+    assert math.isclose(queue.now, 32 * STEP + 16 * (LAUNCH + 0.5) + 4 * (7.0 + 0.5), rel_tol=1e-9), "the device's whole time"
+
+
+# --- running out of memory ---
+
+
+def test_after_running_out_of_memory_it_is_freed_and_shapes_are_forgotten(monkeypatch):
+    import weakref
+
+    from drivetrain.engine.out_of_memory import release_memory
+
+    done = []
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Module())
+    monkeypatch.setattr(torch.compiler, "reset", lambda: done.append("reset"))
+    monkeypatch.setitem(__import__("sys").modules, "torch._dynamo", torch._C)  # as after a compilation
+
+    class Module:
+        def empty_cache(self):
+            done.append(("empty_cache", activations() is None))
+
+    def forward():
+        nonlocal activations
+        held = torch.zeros(3)
+        activations = weakref.ref(held)
+        raise RuntimeError("out of memory")
+
+    activations = None
+    try:
+        forward()
+    except RuntimeError as error:
+        release_memory(error, torch.device("cuda", 0))
+    assert done == [("empty_cache", True), "reset"], "what the error's frames hold goes first"
+
+
+def test_a_shape_after_running_out_of_memory_is_compiled_as_the_first_was():
+    """A second batch size would be compiled for any size, which is slower code."""
+    from drivetrain.engine.out_of_memory import release_memory
+
+    dynamic = []
+
+    def backend(graph, inputs):
+        dynamic.append(any(isinstance(given, torch.SymInt) for given in inputs))
+        return graph.forward
+
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: x * 2, backend=backend)
+    compiled(torch.zeros(8, 4))
+    release_memory(RuntimeError("out of memory"), torch.device("cpu"))
+    compiled(torch.zeros(4, 4))
+    torch.compiler.reset()
+    assert dynamic == [False, False]
+
+
+# --- MFU ---
+
+
+def test_a_run_reports_its_mfu(train):
+    result = train("updates=6", "epochs=3", "log_every=2")
+    assert result.flops_per_sample > 0
+    assert result.mfu > 0
+    assert "measured with matrix products" in result.mfu_note
+    lines = map(json.loads, (result.run_dir / "metrics.jsonl").read_text().splitlines())
+    shares = [(r["mfu"], r["samples_per_second"]) for r in lines if r["event"] == "train"]
+    peaks = [result.flops_per_sample * rate / mfu for mfu, rate in shares]
+    assert peaks == pytest.approx([result.flops_per_sample * result.samples_per_second / result.mfu] * len(peaks))

@@ -1,0 +1,319 @@
+"""What loaders and augmentations do on a device: the host waits for nothing, no devices mix, streams wait for each other."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from PIL import Image
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+from drivetrain.augment import Augment, CutMix, Mixup, RandomErasing, RandomResizedCrop
+from drivetrain.batch import Batch
+from drivetrain.config.catalog import options
+from drivetrain.core.microbatch import Request
+from drivetrain.core.world import World
+from drivetrain.data import Images, Normalize, Tensors, Texts
+from drivetrain.launch import launcher
+from drivetrain.loader import Dali, Device, Loader, Pipeline, Threads, Workers, dali
+from tests.support import sets
+from tests.support.streams import CUDA, Stream, StreamedDevice, streamed_device
+from tests.test_contract import NET, words_of
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+    pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning"),
+]
+CPU, SIZE, SAMPLES = torch.device("cpu"), 6, 24
+NAMES = options()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """What options read: images, a class of one's own, small data sets."""
+    folder = tmp_path_factory.mktemp("sets")
+    (folder / "outside.py").write_text(NET)
+    for label, name in enumerate(("cat", "dog")):
+        (folder / "images" / name).mkdir(parents=True)
+        for i in range(25):
+            Image.new("RGB", (12, 10), (100 * label, 5 * i, 50)).save(folder / "images" / name / f"{i}.png")
+    sets.write(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _beside_the_sets(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+
+
+@pytest.fixture
+def device(monkeypatch):
+    with streamed_device(monkeypatch) as simulated:
+        yield simulated
+
+
+def option(tiny, group: str, name: str):
+    """An option as its YAML has it."""
+    job = launcher.prepare(tiny(*words_of((group, name))))
+    found = getattr(job.run, group)
+    return copy.deepcopy(found[0] if isinstance(found, list) else found)
+
+
+def images(dtype=torch.uint8) -> Tensors:
+    values = torch.randint(256, (SAMPLES, 3, 16, 16), generator=torch.Generator().manual_seed(0)).to(dtype)
+    return Tensors(values / 255 if dtype.is_floating_point else values, torch.arange(SAMPLES) % 4)
+
+
+def pipeline(source, steps=()) -> Pipeline:
+    return Pipeline(source, tuple(steps), Normalize([100.0] * 3, [50.0] * 3), 0, 4)
+
+
+def requests(pipeline: Pipeline, size: int = SIZE) -> list[Request]:
+    batch = Batch(global_batch=size)
+    batch.pairs = any(step.mixes for step in pipeline.steps)
+    return list(batch.requests(len(pipeline.source), 0, 0, World(), True))
+
+
+def train(device: StreamedDevice, loader: Loader, work: Pipeline) -> set[torch.dtype]:
+    """What a training loop does: it keeps a micro-batch until it has the next one, and queues work that reads all of it.
+
+    What is made once, such as a table, may be copied while the first micro-batch is made.
+    """
+    kinds, device.strict = [], False
+    for micro in loader.stream(work, requests(work), CUDA, torch.contiguous_format):
+        device.strict = type(loader) is not Loader  # loader=sync waits for its copies
+        for tensor in (micro.x, micro.y, micro.weight):
+            assert tensor.device == CUDA
+            tensor.mul(2)
+        kinds.append(micro.x.dtype)
+    assert len(kinds) == SAMPLES // SIZE
+    assert device.problems == []
+    return set(kinds)
+
+
+def all_augmentations(tiny) -> list[Augment]:
+    """Every option of the group at once, in an order that is allowed."""
+    chosen = [option(tiny, "augment", name) for name in NAMES["augment"] if name != "none"]
+    return sorted(chosen, key=lambda step: (step.mixes, type(step).crop_boxes is Augment.crop_boxes))
+
+
+@pytest.mark.parametrize("name", NAMES["loader"])
+def test_every_loader_with_all_augmentations(tiny, device, monkeypatch, name):
+    loader = option(tiny, "loader", name)
+    work = pipeline(images(), all_augmentations(tiny))
+    if name == "auto":
+        monkeypatch.setattr("drivetrain.loader.auto.usable_cores", lambda: 1)
+        loader.budget_s, device.strict = 1e-9, False
+        loader.autotune(work._replace(steps=()), SIZE, CUDA)
+    assert train(device, loader, work) == {torch.float32}
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES["loader"] if name != "auto"])
+def test_every_loader_with_text(tiny, device, name):
+    texts = Texts([bytes(range(n)) for n in range(4, 4 + SAMPLES)], 64)
+    work = Pipeline(texts, (), None, 0)
+    if name == "resident":  # holds samples of one shape
+        work = work._replace(
+            source=Tensors(torch.zeros(SAMPLES, 9, dtype=torch.int64), torch.zeros(SAMPLES, 9, dtype=torch.int64))
+        )
+    assert train(device, option(tiny, "loader", name), work) == {torch.int64}
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32], ids=["bytes", "floats"])
+@pytest.mark.parametrize("name", NAMES["augment"])
+def test_every_augmentation_on_the_device(tiny, device, name, dtype):
+    steps = [] if name == "none" else [option(tiny, "augment", name)]
+    train(device, Device("sync"), pipeline(images(dtype), steps))
+
+
+@pytest.mark.parametrize("fill", ["noise", "mean"])
+@pytest.mark.parametrize("loader", [Device("sync"), Loader()], ids=["on the device", "on the CPU"])
+def test_erasing_with_either_value(device, fill, loader):
+    train(device, loader, pipeline(images(), [RandomErasing(prob=1.0, fill=fill)]))
+
+
+@pytest.mark.parametrize("name", NAMES["data"])
+def test_every_data_set(tiny, device, name):
+    if name == "huggingface":
+        pytest.importorskip("datasets")
+    data = option(tiny, "data", name)
+    device.strict = False
+    splits = data.load(CUDA if data.on_device else CPU)
+    loader = Loader() if data.on_device else Device("sync")
+    for source in (splits.train, splits.test):
+        work, device.strict = Pipeline(source, (), splits.normalize, 0), False
+        asked, given = requests(work, min(SIZE, len(source)))[:3], 0
+        for micro in loader.stream(work, asked, CUDA, torch.contiguous_format):
+            device.strict = True
+            micro.x.mul(2)
+            given += 1
+        assert given == len(asked)
+    assert device.problems == []
+
+
+# --- what crosses to the device ---
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES["loader"] if name != "auto"])
+def test_images_cross_as_bytes(tiny, device, name):
+    train(device, option(tiny, "loader", name), pipeline(images(), [RandomErasing(prob=1.0)]))
+    crossed = {dtype for shape, dtype in device.copied if len(shape) == 4}
+    assert crossed == {torch.uint8}
+
+
+class Pieces(Tensors):
+    """A source that threads share."""
+
+    parallel_read = True
+
+
+@pytest.mark.parametrize("steps", [(), (RandomErasing(prob=1.0),)], ids=["raw", "augmented"])
+@pytest.mark.parametrize("source", [Tensors, Pieces])
+def test_threads_pin_the_batch_that_is_copied(device, source, steps):
+    work = pipeline(source(images().x, images().y), steps)
+    for finish in (True, False):
+        for x, y, _ in Threads(2).batches(work._replace(normalize_later=True), requests(work), CUDA, finish):
+            assert x.dtype == torch.uint8
+            assert (x.pinned, y.pinned) == (True, True)
+    for x, _, _ in Threads(2, pin_memory=False).batches(work, requests(work), CUDA):
+        assert not hasattr(x, "pinned")
+
+
+@pytest.mark.parametrize("loader", [Threads(1, pin_memory=False), Workers(1, pin_memory=False), Workers(1, non_blocking=False)])
+def test_a_copy_that_waits_is_made_where_it_is_asked_for(device, loader):
+    assert loader.copies_ahead() == 0
+    device.strict = False
+    work = pipeline(images())
+    for micro in loader.stream(work, requests(work)[:2], CUDA, torch.contiguous_format):
+        micro.x.mul(2)
+    assert device.problems == []
+
+
+def test_the_order_of_memory_is_changed_on_the_device(device):
+    """A CPU would write the other order to memory that is not pinned."""
+    nhwc = Tensors(images().x.contiguous(memory_format=torch.channels_last), images().y)
+    train(device, Device("sync"), pipeline(nhwc))
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        work = pipeline(images())
+        (micro, *_) = Threads(1).stream(work, requests(work), CUDA, memory_format)
+        assert micro.x.is_contiguous(memory_format=memory_format)
+
+
+# --- dali on the device ---
+
+
+class Graph:
+    """DALI's pipeline on a device: its images lie there."""
+
+    def __init__(self, files) -> None:
+        self.files = files
+
+    def run(self, cuda_stream: Stream):
+        contents, _, _ = self.files()
+        self.shape = (len(contents), 16, 16, 3)
+        return (self,)
+
+    def as_tensor(self) -> torch.Tensor:
+        return torch.zeros(self.shape, dtype=torch.uint8, device=CUDA)
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_dali_mixes_images_and_labels_where_they_are(device, tmp_path, monkeypatch, mixed):
+    """Images that DALI decodes on the device meet their labels there; one that it cannot decode comes from the CPU."""
+    named = []
+    for n in range(SAMPLES):
+        path = tmp_path / f"{n}.{'png' if n % 5 == 4 else 'jpg'}"
+        Image.new("RGB", (20, 20), (n, 2 * n, 0)).save(path)
+        named.append((path, n % 4))
+    from drivetrain.core.lazy import torch as seen
+
+    if mixed:
+        monkeypatch.setattr(dali, "_build_graph", lambda files, *_: Graph(files))
+        monkeypatch.setattr(seen, "from_dlpack", lambda tensor: tensor)
+    else:
+        pytest.importorskip("nvidia.dali")
+    loader = Dali(num_threads=1, decoder="mixed" if mixed else "cpu")
+    train(device, loader, pipeline(Images(named, 16, 10**6), [RandomResizedCrop(), RandomErasing(prob=1.0), CutMix(), Mixup()]))
+
+
+# --- what travels to workers ---
+
+
+def devices_of(value: object) -> set[str]:
+    """The devices of all tensors that pickle finds in a value."""
+    found = set()
+
+    class Walk(pickle.Pickler):
+        def persistent_id(self, item):
+            if isinstance(item, torch.Tensor):
+                found.add(item.device.type)
+                return "tensor"
+            return None
+
+    Walk(io.BytesIO()).dump(value)
+    return found
+
+
+def test_requests_hold_only_tensors_of_the_cpu(make, device):
+    trainer = make("augment=[mixup]", "data.samples=50", "data.drop_last=false")
+    trainer.device = CUDA
+    evaluated = trainer.batch.evaluation_requests(trainer.evaluator.data.source, World(), None)
+    assert devices_of([*trainer.requests(), *evaluated]) == {"cpu"}
+
+
+def test_workers_get_only_tensors_of_the_cpu(device, monkeypatch):
+    """Also once the same pipeline has been used on the device."""
+    sent = set()
+
+    class InThisProcess:
+        def __init__(self, dataset, sampler, **_):
+            self.dataset, self.sampler = dataset, sampler
+
+        def __iter__(self):
+            for request in self.sampler:
+                sent.update(devices_of((self.dataset, request)))
+                yield self.dataset[request]
+
+    work = pipeline(images(), [RandomErasing(prob=1.0, fill="mean"), CutMix()])
+    train(device, Device("sync"), work)
+    monkeypatch.setattr(torch.utils.data, "DataLoader", InThisProcess)
+    train(device, Workers(2), work)
+    assert sent == {"cpu"}
+
+
+# --- the simulation finds what it is for ---
+
+
+@pytest.mark.parametrize("forgotten", ["wait_event", "wait_stream"])
+def test_a_stream_that_does_not_wait_is_found(device, monkeypatch, forgotten):
+    monkeypatch.setattr(Stream, forgotten, lambda *_: None)
+    with pytest.raises(AssertionError, match="before the stream that wrote it" if forgotten == "wait_event" else "still uses"):
+        train(device, Threads(1), pipeline(images())._replace(normalize=None))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: x.sum().item(), lambda x: x.nonzero(), lambda x: x[x > 0], lambda x: bool(x.any()), lambda x: x.tolist(),
+        lambda x: x + torch.ones(6),
+    ],
+)  # fmt: skip
+def test_reading_a_value_or_mixing_devices_fails(device, call):
+    with pytest.raises((DataDependentOutputException, DynamicOutputShapeException, RuntimeError)):
+        call(torch.zeros(6, device=CUDA))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: x.cpu(),
+        lambda x: torch.tensor(1.0, device=CUDA),
+        lambda x: torch.ones(6).to(CUDA),
+        lambda x: x[torch.ones(2).long()],
+    ],
+)
+def test_a_copy_that_waits_is_found(device, call):
+    call(torch.zeros(6, device=CUDA))
+    assert device.problems

@@ -1,0 +1,20 @@
+"""What an evaluation sums is as wide as the device has it."""
+
+import torch
+
+from drivetrain.loss.base import sum_dtype
+
+
+def test_mps_has_no_float64():
+    assert sum_dtype(torch.device("mps")) == torch.float32
+    assert {sum_dtype(torch.device(device)) for device in ("cpu", "cuda", "xpu")} == {torch.float64}
+
+
+def test_sums_are_of_that_width(make, monkeypatch):
+    trainer = make()
+    found = []
+    for dtype in (torch.float64, torch.float32):
+        for module in ("drivetrain.loss.classification", "drivetrain.loss.language"):
+            monkeypatch.setattr(f"{module}.sum_dtype", lambda device, dtype=dtype: dtype)
+        found.append(trainer.loss.sums(torch.randn(4, 4), torch.zeros(4, dtype=torch.int64)).dtype)
+    assert found == [torch.float64, torch.float32]

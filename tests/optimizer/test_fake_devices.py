@@ -1,0 +1,82 @@
+"""What changes weights, on devices that are not there: fake tensors catch a mix of devices, and each read by the host."""
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from drivetrain.config.catalog import options
+from drivetrain.config.compose import compose
+from drivetrain.config.validate import validate
+from drivetrain.core.errors import UserError
+from drivetrain.parallel import Parallel
+from tests.support.context import context
+
+pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+devices = pytest.mark.parametrize("device", ["cuda:0", "lazy:0"])
+BESIDE = {"schedulefree": ["scheduler=constant"]}
+# Kernels that torch has no fake form of.
+NOT_FAKED = {"sgd": ["optimizer.fused=false"], "adagrad": ["optimizer.fused=false"]}
+READS = {"adafactor"}  # torch's implementation reads values back, as the option's documentation says
+
+
+def model_on(device: str) -> nn.Module:
+    with torch.device(device):
+        return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8, 70), nn.Linear(70, 70))
+
+
+def give_gradients(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+
+
+@devices
+@pytest.mark.parametrize("name", sorted(options()["optimizer"]))
+def test_an_optimizer_makes_two_steps_on_the_device_alone(name, device):
+    try:
+        option = validate(compose([f"optimizer={name}", *BESIDE.get(name, []), *NOT_FAKED.get(name, [])])).optimizer
+    except UserError as missing:
+        pytest.skip(str(missing))
+    with FakeTensorMode():
+        model = model_on(device)
+        optimizer = option.create(model)
+        for _ in range(2):
+            give_gradients(model)
+            if name in READS:
+                with pytest.raises(DataDependentOutputException):
+                    optimizer.step()
+            else:
+                optimizer.step()
+
+
+@devices
+@pytest.mark.parametrize("name", sorted(options()["clip"]))
+def test_gradients_are_clipped_on_the_device_alone(name, device):
+    option = validate(compose([f"clip={name}"])).clip
+    with FakeTensorMode():
+        model = model_on(device)
+        give_gradients(model)
+        option.create(list(model.parameters()), Parallel().norm)()
+
+
+@devices
+@pytest.mark.parametrize("name", sorted(options()["ema"]))
+def test_weights_are_averaged_on_the_device_alone(name, device):
+    option = validate(compose([f"ema={name}"])).ema
+    with FakeTensorMode():
+        average = option.build(context(model=model_on(device)))
+        average.update()
+        with average.swapped():
+            pass
+
+
+@devices
+@pytest.mark.parametrize("name", sorted(options()["loss"]))
+def test_a_loss_and_its_sums_stay_on_the_device(name, device):
+    text = ["data=stdlib", "model=gpt"]
+    option = validate(compose([f"loss={name}", *(text if name == "next_token" else [])])).loss
+    shape = (2, 5, 7) if option.tokens else (2, 7)
+    with FakeTensorMode():
+        output = torch.randn(shape, device=device, requires_grad=True)
+        target = torch.zeros(shape[:-1], dtype=torch.int64, device=device)
+        assert option(output, target).device == option.sums(output, target).device == torch.device(device)

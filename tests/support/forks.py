@@ -1,0 +1,121 @@
+"""A program that takes every way on which drivetrain forks, on a machine that seems to have two CUDA devices.
+
+Each forked process reports whether CUDA could be used in it, and ends. This process reports each call that would have
+started CUDA in it. `python -m tests.support.forks PATH …` runs these ways and writes a JSON object to standard output.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from drivetrain.core import nvidia_driver
+from drivetrain.launch import elastic
+from drivetrain.measure.benchmark import interleave
+from drivetrain.measure.profile import isolated
+from drivetrain.sweep import forked
+
+# The functions by which torch starts CUDA, in any way of asking it.
+STARTING = ("_cuda_getDeviceCount", "_cuda_init", "_cuda_setDevice", "_cuda_getDevice", "_cuda_exchangeDevice")
+TINY = ("data=digits", "model=mlp", "model.hidden=[8]", "updates=1", "optimizer=adamw")
+HERE = os.getpid()
+started: list[str] = []  # the calls in this process that started CUDA
+reports = Path("forks").absolute()
+
+
+def train() -> None:
+    """The ranks of a run."""
+    from drivetrain.launch import launcher
+
+    launcher.launch(launcher.prepare([*TINY, "parallel=ddp"]), quiet=True)
+
+
+def sweep() -> None:
+    """The jobs of a sweep, two at a time, each with a device of its own."""
+    from drivetrain import sweep
+
+    words = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "optimizer.lr=0.1,0.2"]
+    sweep.run([*TINY, *words], quiet=True)
+
+
+def compare() -> None:
+    """The arms of a comparison."""
+    from drivetrain.measure.benchmark import compare
+
+    compare.command([*TINY, "precision=fp32,bf16", "rounds=1"])
+
+
+def ablate() -> None:
+    """The arms of an ablation."""
+    from drivetrain.measure.benchmark import ablate
+
+    ablate.command([*TINY, "rounds=1"])
+
+
+def tune() -> None:
+    """The arms of a search."""
+    from drivetrain.measure.tune import tune
+
+    tune.command([*TINY, "rounds=1"])
+
+
+def doctor() -> None:
+    """The process that profiles a run."""
+    from drivetrain.measure.profile import doctor
+
+    doctor.command([*TINY])
+
+
+WAYS: dict[str, Callable[[], None]] = {f.__name__: f for f in (train, sweep, compare, ablate, tune, doctor)}
+
+
+def report(*_: object, **__: object) -> NoReturn:
+    """The forked process, in place of what it should do."""
+    with open(reports, "a") as file:
+        file.write("spoilt\n" if torch.cuda._is_in_bad_fork() else "usable\n")
+    os._exit(1)  # torch's launcher would wait for the answer of a rank that ends well
+
+
+def guarded(name: str, function: Any) -> Any:
+    """A function of torch that reports a call in this process."""
+
+    def call(*args: Any) -> Any:
+        if os.getpid() == HERE:
+            started.append(f"{name}: {traceback.format_stack()[-8:-1]}")
+        return function(*args)
+
+    return call
+
+
+def main(names: list[str]) -> None:
+    nvidia_driver.installed = lambda: True
+    nvidia_driver.devices = lambda: nvidia_driver.Devices(2, (9, 0), 99)
+    for place, name in ((elastic, "_rank_entry"), (forked, "run_job"), (interleave, "_child"), (isolated, "_child")):
+        setattr(place, name, report)
+    for name in STARTING:
+        if hasattr(torch._C, name):
+            setattr(torch._C, name, guarded(name, getattr(torch._C, name)))
+    found: dict[str, Any] = {}
+    out, sys.stdout = sys.stdout, sys.stderr
+    for name in names:
+        reports.unlink(missing_ok=True)
+        ended = "returned"
+        try:
+            WAYS[name]()
+        except Exception as error:  # no forked process did its work
+            ended = f"{type(error).__name__}: {error}"
+        forks = reports.read_text().split() if reports.exists() else []
+        found[name] = {"forks": forks, "started": [*started], "initialized": torch.cuda.is_initialized(), "ended": ended}
+        started.clear()
+    print(json.dumps(found), file=out)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
