@@ -99,7 +99,7 @@ def test_evaluation_is_not_compiled(make, eager_backend):
         ["batch=accumulate", "batch.accumulation_steps=3"],
         ["precision=bf16", "ema=ema"],
         ["precision=bf16_pure", "clip=norm"],
-        ["precision=amp", "clip=norm", "optimizer=adamw", "ema=ema"],
+        ["precision=amp", "clip=norm", "optimizer=adamw", "batch=accumulate", "batch.accumulation_steps=3"],
         ["checkpointing=blocks", "model.dropout=0.0"],
         ["optimizer=lamb", "optimizer.lr=0.01"],
     ],
