@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ def count(model: torch.nn.Module, example: torch.Tensor) -> ModelFlops:
     random = checkpoint_io.random_state()
     try:
         total = _count(model, example)
-    except Exception as error:  # a forward that needs more than zeros
+    except (Exception, SystemExit) as error:  # a forward that needs more than zeros; what is wrong in it ends the first step
         lines = str(error).strip().splitlines() or [""]
         return ModelFlops(None, f"the model's operations cannot be counted: {type(error).__name__}: {lines[0]}")
     finally:
@@ -39,11 +40,12 @@ def count(model: torch.nn.Module, example: torch.Tensor) -> ModelFlops:
 
 
 def _count(model: torch.nn.Module, example: torch.Tensor) -> int:
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # the statistics of BatchNorm
+    # A copy with the same weights has its own buffers (BatchNorm's statistics), and its own counters of the user's.
+    twin = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
     no_search = torch.backends.cudnn.flags(benchmark=False)  # for kernels of this batch size
     # Attention as two matrix products: torch has no formula for a CPU's fused kernel.
     with _Counter() as counter, sdpa_kernel(SDPBackend.MATH), no_search:
-        torch.func.functional_call(model, buffers, (example,))
+        twin(example)
     total: int = counter.total
     return total
 
