@@ -35,7 +35,7 @@ RESULT_KEYS = {
     "status", "error", "metrics", "updates", "epochs", "samples_per_second", "step_ms_p50", "step_ms_p95", "data_wait_fraction",
     "peak_memory_bytes", "time_to_first_step_s", "compile_s", "wall_s", "world_size", "device", "device_name",
     "overrides", "config_hash",
-    "skipped_samples",
+    "skipped_samples", "flops_per_sample", "mfu", "mfu_note",
 }  # fmt: skip
 TRAIN_KEYS = {
     "event",
@@ -46,6 +46,7 @@ TRAIN_KEYS = {
     "samples",
     "skipped",
     "samples_per_second",
+    "mfu",
     "data_wait",
     "decode_ms",
     "queue_depth",
