@@ -28,8 +28,8 @@ class Nvtx(Window):
             yield "debug.shapes=true is of operations, and debug.operations=false leaves them out: set one of them otherwise"
 
     def validate_device(self, run: RunSpec) -> Iterator[str]:
-        if run.runtime.device == "auto" and run.runtime.device_type() != "cuda":
-            yield "debug=nvtx needs a CUDA device, and torch finds none: set debug=profile"
+        if run.runtime.device != "cpu" and run.runtime.device_type() != "cuda":
+            yield f"debug=nvtx needs a CUDA device, and runtime.device={run.runtime.device} is none here: set debug=profile"
 
     def mark(self, name: str) -> AbstractContextManager[Any]:
         return torch.cuda.nvtx.range(name)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from drivetrain.batch.base import Batch
+from drivetrain.core.device import sum_dtype
 from drivetrain.core.errors import Diverged
 from drivetrain.ema.base import Ema
 from drivetrain.loader.base import Loader, Pipeline
@@ -55,7 +56,7 @@ class Evaluator:
         Sums and counts are reduced over the ranks, not means, so that every sample counts once on any number of ranks.
         """
         self.model.eval()
-        sums = torch.zeros(len(self.loss.metrics) + 1, dtype=torch.float64, device=self.device)
+        sums = torch.zeros(len(self.loss.metrics) + 1, dtype=sum_dtype(self.device), device=self.device)
         world, lockstep = self.parallel.data_world, self.parallel.lockstep_evaluation
         requests = self.batch.evaluation_requests(self.data.source, world, self.max_batches, self.device, lockstep)
         stream = self.loader.stream(self.data, requests, self.device, self.memory_format)

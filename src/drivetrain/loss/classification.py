@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from drivetrain.core.device import sum_dtype
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Share
 from drivetrain.loss.base import Loss
@@ -26,6 +27,6 @@ class CrossEntropy(Loss):
 
     def sums(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Sums of the loss and of the correct samples, and the number of samples: float64 (3,)."""
-        loss = torch.nn.functional.cross_entropy(output.float(), target, reduction="sum").double()
-        correct = (output.argmax(-1) == target).sum().double()
+        loss = torch.nn.functional.cross_entropy(output.float(), target, reduction="sum").to(sum_dtype(output.device))
+        correct = (output.argmax(-1) == target).sum().to(loss.dtype)
         return torch.stack([loss, correct, torch.full_like(loss, len(target))])

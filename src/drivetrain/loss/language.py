@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from drivetrain.core.device import sum_dtype
 from drivetrain.core.lazy import torch
 from drivetrain.loss.base import Loss
 
@@ -21,8 +22,8 @@ class NextToken(Loss):
 
     def sums(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Sums of the loss in nats and in bits, and the number of tokens: float64 (3,)."""
-        loss = _token_loss(output, target, "sum").double()
-        return torch.stack([loss, loss / math.log(2), (target >= 0).sum().double()])
+        loss = _token_loss(output, target, "sum").to(sum_dtype(output.device))
+        return torch.stack([loss, loss / math.log(2), (target >= 0).sum().to(loss.dtype)])
 
 
 def _token_loss(output: torch.Tensor, target: torch.Tensor, reduction: str) -> torch.Tensor:

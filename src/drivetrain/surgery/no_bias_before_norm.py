@@ -130,7 +130,7 @@ def _restored(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     buffers = [(m, name, b, b.clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None]
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=device.type):
             yield
     finally:
         for module, mode in modes:
