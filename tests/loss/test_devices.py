@@ -2,7 +2,7 @@
 
 import torch
 
-from drivetrain.loss.base import sum_dtype
+from drivetrain.core.device import sum_dtype
 
 
 def test_mps_has_no_float64():

@@ -1,12 +1,17 @@
 """Which process this is among how many, as launchers tell it."""
 
 import pytest
+import torch
 
+from drivetrain.core import accelerators
+from drivetrain.core.accelerators import Accelerator
 from drivetrain.core.errors import UserError
 from drivetrain.core.world import World
+from drivetrain.launch.job import prepare
 from drivetrain.parallel import Ddp, Tensor
 from drivetrain.parallel.environment import launched, world_of_environment
 from tests.support import command
+from tests.support.context import context
 
 STEP = {
     "SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "6", "SLURM_PROCID": "5", "SLURM_LOCALID": "0",
@@ -94,6 +99,64 @@ def test_two_tasks_of_a_slurm_step_train_as_one(tmp_path):
     ended = [command.finish(process) for process in begun]
     assert [done.code for done in ended] == [0, 0], ended
     assert command.result(command.only_run(tmp_path / "outputs"))["world_size"] == 2
+
+
+# --- devices ---
+
+
+def of_devices(monkeypatch, found, *words):
+    """The problems of a run on a machine with these devices."""
+    monkeypatch.setattr(accelerators, "find", lambda: found)
+    monkeypatch.setattr(accelerators, "device_count", lambda: found.count)
+    run = prepare(["data=digits", *words]).run
+    return run, list(run.parallel.validate_device(run))
+
+
+def test_there_is_a_rank_for_each_device(monkeypatch):
+    run, problems = of_devices(monkeypatch, Accelerator("cuda", 4, (9, 0)), "parallel=ddp")
+    assert (run.parallel.local_ranks(), problems) == (4, [])
+    run, problems = of_devices(monkeypatch, Accelerator(), "parallel=ddp")
+    assert (run.parallel.local_ranks(), problems) == (2, [])
+
+
+def test_more_ranks_than_devices_are_refused(monkeypatch):
+    _, (problem,) = of_devices(monkeypatch, Accelerator("xpu", 1), "parallel=ddp", "parallel.nproc=2")
+    assert "parallel.nproc=2 starts 2 ranks, and torch finds 1 XPU devices" in problem
+    assert not of_devices(monkeypatch, Accelerator("cuda", 1), "parallel=ddp", "parallel.nproc=2", "runtime.device=cpu")[1]
+
+
+def test_what_mps_cannot_do_is_refused(monkeypatch):
+    _, (problem,) = of_devices(monkeypatch, Accelerator("mps", 1), "parallel=ddp", "runtime.device=mps")
+    assert "parallel=ddp needs collectives, and MPS has none" in problem
+
+
+def test_split_needs_devices_that_there_are(monkeypatch):
+    _, (problem,) = of_devices(monkeypatch, Accelerator("cuda", 2), "parallel=split", "parallel.devices=[cuda:0,cuda:2]")
+    assert "there is no cuda:2: torch finds 2 CUDA devices" in problem
+    _, (problem,) = of_devices(monkeypatch, Accelerator(), "parallel=split")
+    assert "parallel=split needs two devices, and torch finds none" in problem
+    assert not of_devices(monkeypatch, Accelerator("cuda", 2), "parallel=split")[1]
+
+
+def test_ranks_on_one_device_are_refused(monkeypatch):
+    """As where two tasks were given the same CUDA_VISIBLE_DEVICES. Other machines have devices of the same number."""
+    import torch.distributed as dist
+
+    ids = {0: ("a", "GPU-1"), 1: ("b", "GPU-1"), 2: ("b", "GPU-1")}
+    ddp = Ddp(nproc=3)
+    ddp.world, ddp._device, ddp._control = World(0, 3), torch.device("cpu"), None
+
+    def gather(ranks, own, group):
+        for rank, (host, device) in ids.items():
+            ranks[rank] = (own[0], host, device)
+
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    with pytest.raises(UserError, match="ranks 1 and 2 are on one device of b"):
+        ddp._check_same_start(context())
+    ids[2] = ("b", "GPU-2")
+    ddp._check_same_start(context())
+    ids.update(dict.fromkeys(ids, ("a", None)))  # CPUs, which ranks share
+    ddp._check_same_start(context())
 
 
 @pytest.mark.parametrize(("rank", "stream"), [(0, 0), (1, 0), (2, 2), (3, 2)])

@@ -5,6 +5,9 @@ import json
 import pytest
 import torch
 
+from drivetrain.core import accelerators
+from drivetrain.core.accelerators import Accelerator
+
 
 def matmul_types(trainer, tmp_path) -> set[str]:
     """The element types that the matrix products of a run work on, from a profiler's trace."""
@@ -172,6 +175,13 @@ def test_fp8_without_its_library_or_device_is_refused(problems, monkeypatch):
     assert "precision=fp8 needs the package 'torchao'" in problem
     assert "pip install 'drivetrain[torchao]'" in problem
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: object() if name == "torchao" else find_spec(name, *a))
-    if not torch.cuda.is_available():
+    for found, here in (
+        (Accelerator(), "here is none"),
+        (Accelerator("xpu", 1), "here is none"),
+        (Accelerator("cuda", 1, (8, 6)), "here it is 8.6"),
+        (Accelerator("cuda", 1, (9, 0), rocm=True), "9.4 or newer, and here it is 9.0"),
+    ):
+        monkeypatch.setattr(accelerators, "find", lambda found=found: found)
         (problem,) = problems("precision=fp8")
         assert "precision=fp8 needs a CUDA device" in problem
+        assert here in problem

@@ -6,6 +6,9 @@ import sys
 import pytest
 import torch
 
+from drivetrain.core import accelerators
+from drivetrain.core.accelerators import Accelerator
+from drivetrain.core.errors import UserError
 from drivetrain.core.world import World
 from drivetrain.runtime import Runtime
 
@@ -60,10 +63,76 @@ def test_memset_writes_zeros_and_trains_the_same(make):
 
 
 def test_auto_is_the_cpu_where_there_is_no_cuda(make, problems, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("drivetrain.core.lazy.torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(accelerators, "find", Accelerator)
     assert make().device == torch.device("cpu")
-    assert any("runtime.device=cuda, but torch finds no CUDA device" in p for p in problems("runtime.device=cuda"))
+    for device in ("cuda", "xpu", "mps"):
+        (problem,) = problems(f"runtime.device={device}")
+        assert f"runtime.device={device}, but torch finds no {device.upper()} device: set" in problem
+
+
+def test_a_device_that_does_not_start_is_said(make, problems, monkeypatch, caplog):
+    monkeypatch.setattr(accelerators, "find", lambda: Accelerator(problem="the driver is too old"))
+    assert make().device == torch.device("cpu")
+    assert any(
+        "this run is on the CPU, because torch cannot use the device here: the driver is too old" in m for m in caplog.messages
+    )
+    assert "no CUDA device (the driver is too old)" in problems("runtime.device=cuda")[0]
+
+
+@pytest.fixture
+def devices(monkeypatch):
+    """Let torch have devices of this type, which are only named; the numbers that are chosen."""
+
+    def have(type_: str, count: int) -> list[int]:
+        chosen: list[int] = []
+        monkeypatch.setattr(accelerators, "find", lambda: Accelerator(type_, count, (9, 0)))
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+        monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
+        return chosen
+
+    return have
+
+
+@pytest.mark.parametrize(
+    ("device", "type_", "count", "local_rank", "name"),
+    [
+        ("auto", "cuda", 4, 3, "cuda:3"),
+        ("auto", "xpu", 2, 1, "xpu:1"),
+        ("cuda", "cuda", 1, 3, "cuda:0"),  # a Slurm task that sees one device
+        ("cuda", "cuda", 2, 3, "cuda:1"),  # one that sees two
+        ("cuda:1", "cuda", 2, 0, "cuda:1"),
+        ("xpu:1", "xpu", 2, 0, "xpu:1"),
+        ("auto", "mps", 1, 0, "cpu"),
+        ("mps", "mps", 1, 0, "mps"),
+        ("cpu", "cuda", 2, 0, "cpu"),
+    ],
+)
+def test_a_rank_takes_its_device(devices, device, type_, count, local_rank, name):
+    chosen = devices(type_, count)
+    runtime = Runtime(device=device)
+    found = runtime._device(World(local_rank, 4, local_rank, 4))
+    assert found == torch.device(name)
+    assert runtime.device_type() == found.type
+    assert chosen == ([] if found.index is None else [found.index])
+
+
+def test_a_device_that_fails_in_the_rank_is_a_users_error(devices, monkeypatch):
+    devices("cuda", 2)
+
+    def fail(index):
+        raise RuntimeError("CUDA error: out of memory\nmore")
+
+    monkeypatch.setattr(torch.accelerator, "set_device_index", fail)
+    with pytest.raises(UserError, match=r"runtime.device=auto: CUDA does not start: CUDA error: out of memory: set"):
+        Runtime()._device(World())
+
+
+def test_a_number_beyond_the_devices_is_refused(devices, problems):
+    devices("cuda", 2)
+    (problem,) = problems("runtime.device=cuda:2")
+    assert "torch finds 2 CUDA devices: the last one is cuda:1" in problem
+    (problem,) = problems("runtime.device=cuda:1", "parallel=ddp")
+    assert "runtime.device=cuda:1 is one device, and parallel=ddp uses several" in problem
 
 
 def test_threads_are_what_was_asked_for_also_after_another_run(make, monkeypatch):

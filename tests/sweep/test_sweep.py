@@ -159,6 +159,8 @@ def test_jobs_at_a_time_go_round_the_devices(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     assert [own_device(one, place)["CUDA_VISIBLE_DEVICES"] for place in range(3)] == ["4", "6", "4"]
     assert own_device(two, 1) == {}, "it has several"
+    (numbered,) = (Entry(n, job, tmp_path) for n, job in enumerate(prepare(["runtime.device=cuda:1"])))
+    assert own_device(numbered, 1) == {}, "it names one"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
     assert own_device(one, 1) == {}
 

@@ -30,6 +30,11 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """The dtype of sums over many samples: float64, which MPS does not have."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def peak_memory(device: torch.device) -> int:
     """The peak in bytes of the device's allocator, or on a CPU of this process's resident set."""
     if device.type == "cpu":

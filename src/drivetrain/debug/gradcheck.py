@@ -214,7 +214,7 @@ def _run_in_float32(module: torch.nn.Module) -> None:
 def _float64_and_own_rng(device: torch.device) -> Iterator[None]:
     """Make float64 the default dtype and fork the random state, so that the check does not affect training."""
     before = torch.get_default_dtype()
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
+    with torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=device.type), torch.enable_grad():
         torch.set_default_dtype(torch.float64)
         try:
             yield

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import torch
 
 from drivetrain.batch.base import Batch
+from drivetrain.core.device import sum_dtype
 from drivetrain.core.errors import Diverged
 from drivetrain.ema.base import Ema
 from drivetrain.loader.base import Loader, Pipeline
-from drivetrain.loss.base import Loss, sum_dtype
+from drivetrain.loss.base import Loss
 from drivetrain.parallel.base import Parallel
 from drivetrain.precision.base import Precision
 

@@ -8,11 +8,6 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.option import Option, RunSpec
 
 
-def sum_dtype(device: torch.device) -> torch.dtype:
-    """Return the number format of an evaluation's sums: float64, or float32 on MPS, which has nothing wider."""
-    return torch.float32 if device.type == "mps" else torch.float64
-
-
 class Loss(Option):
     """A loss to train with, and the metrics of an evaluation."""
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from drivetrain.core.device import sum_dtype
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Share
-from drivetrain.loss.base import Loss, sum_dtype
+from drivetrain.loss.base import Loss
 
 
 class CrossEntropy(Loss):
@@ -26,7 +27,6 @@ class CrossEntropy(Loss):
 
     def sums(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Sums of the loss and of the correct samples, and the number of samples (3,)."""
-        dtype = sum_dtype(output.device)
-        loss = torch.nn.functional.cross_entropy(output.float(), target, reduction="sum").to(dtype)
-        correct = (output.argmax(-1) == target).sum().to(dtype)
+        loss = torch.nn.functional.cross_entropy(output.float(), target, reduction="sum").to(sum_dtype(output.device))
+        correct = (output.argmax(-1) == target).sum().to(loss.dtype)
         return torch.stack([loss, correct, torch.full_like(loss, len(target))])

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 
+from drivetrain.core.device import sum_dtype
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count
-from drivetrain.loss.base import Loss, sum_dtype
+from drivetrain.loss.base import Loss
 
 PADDING = -100  # a target that does not count
 
@@ -42,9 +43,8 @@ class NextToken(Loss):
 
     def sums(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Sums of the loss in nats and in bits, and the number of tokens (3,)."""
-        dtype = sum_dtype(output.device)
-        loss = _token_loss(output, target, "sum").to(dtype)
-        return torch.stack([loss, loss / math.log(2), (target >= 0).sum().to(dtype)])
+        loss = _token_loss(output, target, "sum").to(sum_dtype(output.device))
+        return torch.stack([loss, loss / math.log(2), (target >= 0).sum().to(loss.dtype)])
 
 
 def _token_loss(output: torch.Tensor, target: torch.Tensor, reduction: str) -> torch.Tensor:

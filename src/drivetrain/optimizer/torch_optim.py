@@ -34,7 +34,7 @@ class Sgd(TorchOptimizer):
 
     elementwise = True
     torch_name = "SGD"
-    fused_on = ("cpu", "cuda")
+    fused_on = ("cpu", "cuda", "xpu", "mps")
     lr: Positive = 0.1
     weight_decay: NonNegative = 5e-4
     momentum: Momentum = 0.9
@@ -61,7 +61,7 @@ class Adam(TorchOptimizer):
 
     elementwise = True
     torch_name = "Adam"
-    fused_on = ("cpu", "cuda")
+    fused_on = ("cpu", "cuda", "xpu", "mps")
     lr: Positive = 0.003
     weight_decay: NonNegative = 0.0
     beta1: Momentum = 0.9
@@ -76,7 +76,7 @@ class AdamW(TorchOptimizer):
 
     elementwise = True
     torch_name = "AdamW"
-    fused_on = ("cpu", "cuda")
+    fused_on = ("cpu", "cuda", "xpu", "mps")
     lr: Positive = 0.003
     weight_decay: NonNegative = 0.01
     beta1: Momentum = 0.9
@@ -104,7 +104,7 @@ class Adagrad(TorchOptimizer):
 
     elementwise = True
     torch_name = "Adagrad"
-    fused_on = ("cpu", "cuda")
+    fused_on = ("cpu", "cuda", "xpu", "mps")
     lr: Positive = 0.02
     weight_decay: NonNegative = 0.0
     lr_decay: NonNegative = 0.0

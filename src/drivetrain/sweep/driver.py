@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from drivetrain.core import accelerators
 from drivetrain.core.cpus import usable_cores
 from drivetrain.core.errors import FAILED, INTERRUPTED, UserError
 from drivetrain.core.option import RunSpec
@@ -132,6 +133,7 @@ def _run_in(path: Path, plan: Plan, quiet: bool) -> int:
     """Run the plan's jobs in the sweep's folder; return the exit code."""
     for module in PRELOADED:
         importlib.import_module(module)
+    accelerators.find()  # once, and not in every job
     began = time.monotonic()
     with directory.locked(path):
         sweep = Sweep(path, plan.overrides, plan.config_dirs)

@@ -118,12 +118,14 @@ class Forked(Launcher):
 
 
 def own_device(entry: Entry, slot: int) -> dict[str, str]:
-    """The environment that gives a job of one device the CUDA device of its slot, in rotation; {} for other jobs."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    """The environment that gives a job of one device the device of its slot, in rotation; {} for other jobs."""
+    variable = "ZE_AFFINITY_MASK" if accelerators.find().type == "xpu" else "CUDA_VISIBLE_DEVICES"  # the latter for ROCm, too
+    visible = os.environ.get(variable)
     devices = [str(n) for n in range(accelerators.device_count())] if visible is None else visible.split(",")
-    if len(devices) < 2 or entry.job.job is None or not entry.job.job.run.parallel.one_process:
+    run = entry.job.job.run if entry.job.job is not None else None
+    if len(devices) < 2 or run is None or not run.parallel.one_process or ":" in run.runtime.device:
         return {}
-    return {"CUDA_VISIBLE_DEVICES": devices[slot % len(devices)]}
+    return {variable: devices[slot % len(devices)]}
 
 
 def run_job(entry: Entry, quiet: bool) -> int:

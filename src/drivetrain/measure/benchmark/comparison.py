@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from drivetrain.core import accelerators
 from drivetrain.core.option import Count, Positive
 from drivetrain.core.signals import ended_by_signals
 from drivetrain.measure.benchmark import noninferiority, stopping
@@ -152,8 +153,7 @@ def measure(
     `overrides` are recorded as what all arms have in common. Raises UserError if the first arm cannot run.
     """
     first = baseline_job(specs)
-    import torch  # noqa: F401 - imported once here, because the arms are forked
-
+    accelerators.find()  # this, and the import of torch, once here, because the arms are forked
     began = time.perf_counter()
     root = Path(first.run.values["output_dir"])
     folder = directory.create(root, "compare", "arms")
