@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -32,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"not installed here: {', '.join(missing)}. Carry their wheels, and put them on PYTHONPATH (docs/gpu.md)")
     if given.cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the children are ended too
     return run(given.stage, given)
 
 
@@ -58,9 +60,7 @@ def run(stage: str, given: argparse.Namespace) -> int:
     work.content["open"] = left
     work.write()
     bad = [row.name for row in rows if work.rows.get(row.name, {}).get("status") in ("failed", "killed")]
-    print(
-        f"written to {work.file}: {len(rows) - len(left)} of {len(rows)} rows are done, {len(bad)} failed: {', '.join(bad) or '–'}"
-    )
+    print(f"written to {work.file}: {len(rows) - len(left)} of {len(rows)} rows are done, {len(bad)} failed", *bad, sep="\n  ")
     if left:
         print(f"the same command goes on with the other {len(left)}")
     return int(bool(bad))

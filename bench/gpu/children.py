@@ -5,6 +5,7 @@ The process that forks has imported torch but run nothing of it, so that a child
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import os
 import signal
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 POLL_S = 0.02
+PR_SET_PDEATHSIG = 1  # of Linux' prctl
 LAST_WORDS_S = 0.5  # for a child that is over its time to write where it stands
 
 _to_parent: Connection | None = None  # in a child
@@ -31,7 +33,7 @@ class Child:
     def __init__(self, run: Callable[..., dict[str, Any] | None], args: tuple[Any, ...], limit_s: float) -> None:
         context = get_context("fork")
         self._limit_s, self._began = limit_s, time.monotonic()
-        self._output = tempfile.TemporaryFile("w+b")
+        self._output = tempfile.TemporaryFile("w+b")  # noqa: SIM115 - closed when it has ended
         self._connection, theirs = context.Pipe(duplex=False)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -41,7 +43,7 @@ class Child:
         self.reported: dict[str, Any] = {}  # what it has reported so far
 
     def outcome(self) -> dict[str, Any] | None:
-        """None while it runs; then its status (ok, refused, failed or killed), its figures, and of a failure all that it wrote."""
+        """None while it runs; then its status (ok, refused, failed or killed), its figures, and what it wrote."""
         alive = self._process.is_alive()  # asked first: what it sent before its end is in the pipe
         while (message := self._receive()) is not None:
             kind, content = message
@@ -132,6 +134,8 @@ def _serve(run: Callable[..., Any], args: tuple[Any, ...], connection: Connectio
     _to_parent = connection
     with suppress(PermissionError):
         os.setpgid(0, 0)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # it ends with the process that forked it
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(output, number)

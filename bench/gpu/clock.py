@@ -79,7 +79,8 @@ def rates(seen: Sequence[tuple[float, ...]], step_ms_p50: float | None) -> dict[
     reported_s = sum((after[2] - before[2]) / after[3] for before, after in counted)
     ratio = seconds / reported_s  # of the rates, reported to outside
     return {
-        "reported_samples_per_s": samples / reported_s, "outside_samples_per_s": samples / seconds, "reported_over_outside": ratio,
+        "reported_samples_per_s": samples / reported_s, "outside_samples_per_s": samples / seconds,
+        "reported_over_outside": ratio,
         "outside_step_ms": 1e3 * seconds / updates, "reported_step_ms_p50": step_ms_p50,
         "within": abs(ratio - 1) <= WITHIN, "tolerance": {"ratio": WITHIN, "reason": REASON},
     }  # fmt: skip

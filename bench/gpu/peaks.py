@@ -62,7 +62,7 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def adamw_ms(device: str) -> dict[str, float]:
+def adamw_ms(device: str, rounds: int) -> dict[str, float]:
     """In a child: milliseconds of one AdamW update over ViT-B's parameters, in a loop, foreach and fused, interleaved."""
     import timm
     import torch
@@ -77,7 +77,7 @@ def adamw_ms(device: str) -> dict[str, float]:
         for p in parameters:
             p.grad = torch.randn_like(p)
         arms[kind] = torch.optim.AdamW(parameters, **options)
-    for _ in range(8):
+    for _ in range(rounds):
         for kind, optimizer in arms.items():
             taken.setdefault(kind, []).append(1e3 * _best_s(optimizer.step, times=3))
     return {kind: harness.spread(times)["median"] for kind, times in taken.items()}

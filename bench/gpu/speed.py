@@ -36,7 +36,9 @@ WORKS = {
     "vit_s": image_network("vit_small_patch16_224", 256, 12, False),
 }
 SMALL = {  # of the CPU's form
-    "resnet50": Work(("model=timm", "model.name=test_resnet"), (3, 32, 32), 10, 8, 2, "cpu", conv=True, compile=False),
+    "resnet50": Work(
+        ("model=timm", "model.name=test_resnet"), (3, 32, 32), 10, 4, 2, "cpu", conv=True, compile=False, half=False
+    ),
     "mlp": Work(("model=mlp", "model.hidden=[16]"), (3, 8, 8), 10, 8, 4, "cpu", compile=False),
     "gpt": Work(
         ("model=gpt", "model.width=16", "model.depth=1", "model.heads=2"), (16,), 32, 4, 2, "cpu", tokens=True, compile=False
@@ -66,7 +68,8 @@ CPU_ROWS = ("ceilings", "adamw", "mlp", "resnet50", "gpt", "ladder", "fed")
 def rows(device: str, folder: Path) -> list[Row]:
     """The device's ceilings, the networks, the ladder, and data from a disk."""
     works = WORKS if device == "cuda" else SMALL
-    found = [Row("ceilings", peaks.ceilings, (device,)), Row("adamw", peaks.adamw_ms, (device,))]
+    found = [Row("ceilings", peaks.ceilings, (device,))]
+    found.append(Row("adamw", peaks.adamw_ms, (device, 8 if device == "cuda" else 1)))
     for name, work in works.items():
         found.append(Row(name, measure, (work, arms(work)), LIMIT_S, 60.0 if device == "cuda" else 5.0))
         if name == "resnet50":
@@ -97,7 +100,7 @@ def ladder(work: Work) -> dict[str, Loop]:
     overrides: list[str] = []
     for name, added in LADDER:
         overrides = [*overrides, *added]
-        if work.compile or not added[0].startswith(("compile=", "precision=tf32")):
+        if work.device == "cuda" or not added[0].startswith(("compile=", "precision=")):
             found[name] = (loops.ours, (work, overrides))
     return found
 

@@ -12,35 +12,15 @@ from bench.gpu import children, training
 from bench.gpu.campaign import Row
 
 RESNET = (
-    "data=synthetic",
-    "data.shape=[3,64,64]",
-    "data.samples=4096",
-    "model=resnet9",
-    "model.width=64",
-    "batch.global_batch=256",
-)
+    "data=synthetic", "data.shape=[3,64,64]", "data.samples=4096", "model=resnet9", "model.width=64", "batch.global_batch=256",
+)  # fmt: skip
 DIGITS = ("data=digits", "model=resnet9")
+SHORT = ("rounds=3", "block_s=0.3")
 RUNS: dict[str, tuple[str, ...]] = {
-    "compare": ("compare", *RESNET, "precision=fp32,tf32,bf16,amp", "surgery=[],[channels_last]", "rounds=3", "block_s=0.3"),
-    "compare compilers": (
-        "compare",
-        *RESNET,
-        "precision=bf16",
-        "compile=none,inductor,step,cudagraph",
-        "rounds=3",
-        "block_s=0.3",
-    ),
-    "compare loaders": ("compare", *DIGITS, "loader=sync,threads,device,resident", "rounds=3", "block_s=0.3"),
-    "compare quality": (
-        "compare",
-        *DIGITS,
-        "precision=fp32,bf16",
-        "quality=true",
-        "seeds=5",
-        "epochs=5",
-        "rounds=2",
-        "block_s=0.2",
-    ),
+    "compare": ("compare", *RESNET, *SHORT, "precision=fp32,tf32,bf16,amp", "surgery=[],[channels_last]"),
+    "compare compilers": ("compare", *RESNET, *SHORT, "precision=bf16", "compile=none,inductor,step,cudagraph"),
+    "compare loaders": ("compare", *DIGITS, *SHORT, "loader=sync,threads,device,resident"),
+    "compare quality": ("compare", *DIGITS, *SHORT, "precision=fp32,bf16", "quality=true", "seeds=5", "epochs=5"),
     "doctor": ("doctor", *DIGITS, "profile_s=1", "rounds=4", "block_s=0.2"),
     "doctor on synthetic data": ("doctor", *RESNET, "prove=false", "profile_s=1"),
     "tune": ("tune", *DIGITS, "budget_s=150", "rounds=4", "block_s=0.2", "quality=false", "lr_updates=60"),
