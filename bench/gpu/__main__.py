@@ -15,6 +15,11 @@ from bench import harness
 from bench.gpu import campaign, children
 from bench.gpu.campaign import Campaign
 
+PRELOADED = (
+    "torch", "torch._dynamo", "torch.utils.flop_counter", "torchvision", "timm", "timm.data.loader", "timm.optim",
+    "drivetrain.config.validate", "drivetrain.engine.build", "drivetrain.launch.elastic", "drivetrain.launch.launcher",
+    "drivetrain.measure.benchmark.compare", "drivetrain.measure.profile.doctor", "drivetrain.measure.tune.tune",
+)  # fmt: skip
 STAGES = ("smoke", "right", "clock", "speed", "verbs")
 
 
@@ -39,8 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(stage: str, given: argparse.Namespace) -> int:
     """Run what is open of a stage."""
-    import torch  # noqa: F401 - imported once here, for all children; nothing of it runs in this process
-
+    _preload()
     module = import_module(f"bench.gpu.{stage}")
     device = children.call(campaign.device_facts)
     about = {key: value for key, value in device.items() if key not in ("status", "seconds", "output")}
@@ -64,6 +68,13 @@ def run(stage: str, given: argparse.Namespace) -> int:
     if left:
         print(f"the same command goes on with the other {len(left)}")
     return int(bool(bad))
+
+
+def _preload() -> None:
+    """Import what the children need, once for all of them. Nothing of torch runs here, so that they can use CUDA and fork."""
+    for name in PRELOADED:
+        import_module(name)
+    import_module("drivetrain.launch.job").prepare([])  # what reads the config has parsed its grammars then
 
 
 def _jobs(stage: str, given: argparse.Namespace) -> int:

@@ -92,7 +92,7 @@ class Campaign:
             return True
         if done["status"] == "killed":
             return done["limit_s"] + 1 < min(row.limit_s, self.left_s() if time_s is None else time_s)
-        return retry and done["status"] == "failed"
+        return retry and (done["status"] == "failed" or bool(done.get("failed_arms")))
 
     def _keep(self, row: Row, outcome: dict[str, Any]) -> None:
         if outcome["status"] == "ok" and not row.keep_output:
@@ -131,9 +131,9 @@ def commit() -> str | None:
 MODULES = {  # distribution → module, of what the campaign cannot do without
     "hydra-core": "hydra", "omegaconf": "omegaconf", "antlr4-python3-runtime": "antlr4", "pyyaml": "yaml", "pydantic": "pydantic",
     "annotated-types": "annotated_types", "torch": "torch", "timm": "timm", "numpy": "numpy", "pillow": "PIL", "rich": "rich",
-    "safetensors": "safetensors", "scipy": "scipy", "scikit-learn": "sklearn",
+    "safetensors": "safetensors", "scipy": "scipy", "scikit-learn": "sklearn", "torchvision": "torchvision",
 }  # fmt: skip
-OF_USE = {"plotly": "plotly", "plotext": "plotext", "simplejpeg": "simplejpeg", "torchvision": "torchvision"}
+OF_USE = {"plotly": "plotly", "plotext": "plotext", "simplejpeg": "simplejpeg"}
 
 
 def missing(modules: dict[str, str]) -> list[str]:

@@ -134,7 +134,8 @@ def _serve(run: Callable[..., Any], args: tuple[Any, ...], connection: Connectio
     _to_parent = connection
     with suppress(PermissionError):
         os.setpgid(0, 0)
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # it ends with the process that forked it
+    with suppress(AttributeError):  # on Linux it ends with the process that forked it
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for number, name in ((1, "stdout"), (2, "stderr")):

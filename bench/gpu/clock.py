@@ -30,21 +30,21 @@ SMALL = {
     CONVS: ("model=resnet9", "model.width=4", "data.shape=[3,8,8]", "batch.global_batch=16", "log_every=4"),
 }
 RUNS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "launch-bound, eager": (MLP, ()),
-    "launch-bound, inductor": (MLP, ("compile=inductor",)),
-    "launch-bound, whole step": (MLP, ("compile=step",)),
-    "launch-bound, CUDA graph": (MLP, ("compile=cudagraph",)),
-    "launch-bound, accumulated": (MLP, ("batch=accumulate", "batch.accumulation_steps=4")),
-    "launch-bound, ddp of one rank": (MLP, ("parallel=ddp", "parallel.nproc=1")),
-    "device-bound, eager": (CONVS, ()),
-    "device-bound, bf16": (CONVS, ("precision=bf16", "surgery=[channels_last]")),
-    "device-bound, amp": (CONVS, ("precision=amp",)),
-    "device-bound, whole step": (CONVS, ("compile=step", "precision=bf16")),
+    "launch-bound eager": (MLP, ()),
+    "launch-bound inductor": (MLP, ("compile=inductor",)),
+    "launch-bound whole step": (MLP, ("compile=step",)),
+    "launch-bound CUDA graph": (MLP, ("compile=cudagraph",)),
+    "launch-bound accumulated": (MLP, ("batch=accumulate", "batch.accumulation_steps=4")),
+    "launch-bound ddp of one rank": (MLP, ("parallel=ddp", "parallel.nproc=1")),
+    "device-bound eager": (CONVS, ()),
+    "device-bound bf16": (CONVS, ("precision=bf16", "surgery=[channels_last]")),
+    "device-bound amp": (CONVS, ("precision=amp",)),
+    "device-bound whole step": (CONVS, ("compile=step", "precision=bf16")),
     "fed by threads": (CONVS, ("data=digits", "loader=threads", "model=resnet9", "model.width=8")),
     "fed by the device loader": (CONVS, ("data=digits", "loader=device", "model=resnet9", "model.width=8")),
     "resident": (CONVS, ("data=digits", "loader=resident", "model=resnet9", "model.width=8")),
 }
-CPU_ROWS = ("launch-bound, eager", "launch-bound, accumulated", "device-bound, bf16", "fed by threads")
+CPU_ROWS = ("launch-bound eager", "launch-bound accumulated", "device-bound bf16", "fed by threads")
 
 
 def rows(device: str, folder: Path) -> list[Row]:

@@ -45,8 +45,8 @@ class Family:
 
 
 FUSED = Tolerance(
-    1e-4, 1e-2, 0.05, "float32 in another order: a fused kernel sums in another order than eager ones, 2^-24 each; BatchNorm over "
-    "small maps and SGD amplify it about tenfold in an update",
+    1e-4, 1e-2, 0.05, "float32 in another order: a fused kernel sums in another order than eager ones, 2^-24 each; BatchNorm "
+    "over small maps and SGD amplify it about tenfold in an update",
 )  # fmt: skip
 SAME = Tolerance(
     1e-5, 1e-3, 0.02, "the same float32 arithmetic on the same samples; where the device normalises them instead of the CPU, an "

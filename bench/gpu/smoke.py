@@ -27,10 +27,10 @@ SPECIAL: dict[str, tuple[str, ...]] = {
     "the profiler's window": ("debug=profile", "debug.skip=0", "debug.warmup=1", "debug.window=2", "updates=4"),
     "host_sync from the start": ("debug=host_sync", "debug.skip=0", "updates=4", "log_every=2"),
     "nvtx's window": ("debug=nvtx", "debug.skip=0", "debug.window=2", "updates=4"),
-    "amp, compiled, ddp, device": ("loader=device", "compile=inductor", "precision=amp", "parallel=ddp"),
-    "bf16, regional, fsdp, threads": ("loader=threads", "compile=regional", "precision=bf16", "parallel=fsdp"),
-    "amp, whole step, resident": ("loader=resident", "compile=step", "precision=amp", "data=digits"),
-    "bf16, CUDA graph, workers": ("loader=workers", "compile=cudagraph", "precision=bf16"),
+    "amp compiled ddp device": ("loader=device", "compile=inductor", "precision=amp", "parallel=ddp"),
+    "bf16 regional fsdp threads": ("loader=threads", "compile=regional", "precision=bf16", "parallel=fsdp"),
+    "amp whole step resident": ("loader=resident", "compile=step", "precision=amp", "data=digits"),
+    "bf16 CUDA graph workers": ("loader=workers", "compile=cudagraph", "precision=bf16"),
     "out of memory": ("batch=auto", "batch.memory_gb=null", "batch.global_batch=32", "model=resnet9", "model.width=64"),
 }
 CPU_ROWS = (
