@@ -25,6 +25,7 @@ PR_SET_PDEATHSIG = 1  # of Linux' prctl
 LAST_WORDS_S = 0.5  # for a child that is over its time to write where it stands
 
 _to_parent: Connection | None = None  # in a child
+_deadline = float("inf")  # in a child: of time.monotonic()
 
 
 class Child:
@@ -37,7 +38,7 @@ class Child:
         self._connection, theirs = context.Pipe(duplex=False)
         sys.stdout.flush()
         sys.stderr.flush()
-        self._process = context.Process(target=_serve, args=(run, args, theirs, self._output.fileno()))
+        self._process = context.Process(target=_serve, args=(run, args, theirs, self._output.fileno(), self._began + limit_s))
         self._process.start()
         theirs.close()
         self.reported: dict[str, Any] = {}  # what it has reported so far
@@ -113,6 +114,11 @@ def report(figures: dict[str, Any]) -> None:
         _to_parent.send(("report", figures))
 
 
+def left_s() -> float:
+    """In a child: the seconds until it is killed."""
+    return _deadline - time.monotonic()
+
+
 def descendants(pid: int) -> list[int]:
     """The processes that a process has started, and theirs."""
     children: dict[int, list[int]] = {}
@@ -126,12 +132,12 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def _serve(run: Callable[..., Any], args: tuple[Any, ...], connection: Connection, output: int) -> None:
-    global _to_parent
+def _serve(run: Callable[..., Any], args: tuple[Any, ...], connection: Connection, output: int, deadline: float) -> None:
+    global _to_parent, _deadline
     from drivetrain.core import process
     from drivetrain.core.errors import UserError
 
-    _to_parent = connection
+    _to_parent, _deadline = connection, deadline
     with suppress(PermissionError):
         os.setpgid(0, 0)
     with suppress(AttributeError):  # on Linux it ends with the process that forked it

@@ -97,7 +97,7 @@ class _Outside:
         self.device, self.file = device, file
 
     def log(self, record: dict[str, Any]) -> None:
-        if record["event"] == "train":
+        if record["event"] == "train" and record["samples_per_second"]:
             import torch
 
             if self.device.type == "cuda":

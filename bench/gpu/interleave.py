@@ -32,10 +32,14 @@ class Interleaved:
     groups: list[list[str]] = field(default_factory=list)
 
 
-def run(loops: dict[str, Loop], rounds: int, seconds: float, folder: Path, free: Callable[[], float]) -> Interleaved:
+def run(
+    loops: dict[str, Loop], rounds: int, seconds: float, folder: Path, free: Callable[[], float],
+    on_group: Callable[[Interleaved], None] = lambda _: None,
+) -> Interleaved:  # fmt: skip
     """Measure the arms, the first of them the base. `free` tells the bytes of device memory that are free.
 
-    Where `seconds` get short, each group runs fewer rounds. Raises RuntimeError where the base fails.
+    Where `seconds` get short, each group runs fewer rounds. `on_group` gets what is measured after each group. Raises
+    RuntimeError where the base fails.
     """
     found, (base, *waiting), until = Interleaved(), loops, time.monotonic() + seconds
     while waiting:
@@ -51,6 +55,7 @@ def run(loops: dict[str, Loop], rounds: int, seconds: float, folder: Path, free:
         finally:
             for arm in live:
                 arm.kill()
+        on_group(found)
     return found
 
 

@@ -118,8 +118,9 @@ def hand(work: Work, sync: BlockSync) -> None:
     forward = torch.compile(model) if work.compile else model
     for blocks in blocks_of(work, sync):
         for picked in blocks:
+            batch = x[picked].contiguous(memory_format=torch.channels_last) if work.conv else x[picked]
             with torch.autocast(work.device, torch.bfloat16, enabled=work.half):
-                loss = loss_of(forward(x[picked]), y[picked])
+                loss = loss_of(forward(batch), y[picked])
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

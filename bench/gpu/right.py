@@ -22,8 +22,10 @@ EARLY, LATE = 5, 10  # updates
 BASE = (
     "data=digits", "model=resnet9", "model.width=16", "optimizer=sgd", "optimizer.lr=0.02", "scheduler=constant",
     "batch.global_batch=128", "log_every=1", "updates=40", "epochs=100", "evaluate_every=100", "saving=none",
-    "runtime.deterministic=true", "runtime.cudnn_benchmark=false",
+    "runtime.cudnn_benchmark=false",
 )  # fmt: skip
+# Deterministic kernels, and a network that has no others: torch may refuse the backward of max-pooling on CUDA.
+EXACTLY = ("model=mlp", "model.hidden=[64,64]", "runtime.deterministic=true", "optimizer=adamw", "saving=last")
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ FUSED = Tolerance(
 )  # fmt: skip
 SAME = Tolerance(
     1e-5, 1e-3, 0.02, "the same float32 arithmetic on the same samples; where the device normalises them instead of the CPU, an "
-    "input may differ in its last bit",
+    "input may differ in its last bit, as may sums of atomic additions",
 )  # fmt: skip
 FORMATS = {
     "tf32": Tolerance(2e-3, 0.05, 0.1, "factors of products have 11 significant bits: 2^-11 each, averaged over many terms"),
@@ -74,7 +76,7 @@ def rows(device: str, folder: Path) -> list[Row]:
     words = dict.fromkeys(run for family in FAMILIES.values() for run in family.runs.values())
     common = [*BASE, *(() if device == "cuda" else SMALL), f"runtime.device={device}", f"output_dir={folder}/runs"]
     found = [Row(" ".join(run), curve, ([*common, *run],), 180.0) for run in words]
-    return [*found, Row("interrupted", interrupted, ([*common, "saving=last", "optimizer=adamw"],), 180.0)]
+    return [*found, Row("interrupted", interrupted, ([*common, *EXACTLY],), 180.0)]
 
 
 def curve(words: Sequence[str]) -> dict[str, Any]:
@@ -85,7 +87,7 @@ def curve(words: Sequence[str]) -> dict[str, Any]:
 
 def interrupted(words: Sequence[str]) -> dict[str, Any]:
     """A run that a signal ends half-way and a resume takes to its end, and the same run as a whole."""
-    words = training.distinct(words)
+    words = [word for word in training.distinct(words) if not word.startswith("model.width")]
     whole = training.losses(training.train(words).run_dir)
     stopped = training.train(words, attach=_stop_half_way, ends="interrupted")
     again = training.train([f"resume={stopped.run_dir}"])

@@ -31,7 +31,6 @@ SPECIAL: dict[str, tuple[str, ...]] = {
     "bf16 regional fsdp threads": ("loader=threads", "compile=regional", "precision=bf16", "parallel=fsdp"),
     "amp whole step resident": ("loader=resident", "compile=step", "precision=amp", "data=digits"),
     "bf16 CUDA graph workers": ("loader=workers", "compile=cudagraph", "precision=bf16"),
-    "out of memory": ("batch=auto", "batch.memory_gb=null", "batch.global_batch=32", "model=resnet9", "model.width=64"),
 }
 CPU_ROWS = (
     "optimizer=lion", "augment=[mixup]", "parallel=ddp", "compile=cudagraph", "loader=threads precision=bf16", "save and resume",

@@ -29,7 +29,7 @@ def image_network(name: str, batch: int, steps: int, conv: bool) -> Work:
 GPT = ("model=gpt", "model.width=768", "model.depth=12", "model.heads=12")
 WORKS = {
     "resnet50": image_network("resnet50", 256, 12, True),
-    "mlp": Work(("model=mlp", f"model.hidden={[256] * 8}".replace(" ", "")), (3, 8, 8), 10, 64, 200),
+    "mlp": Work(("model=mlp", f"model.hidden={[256] * 8}".replace(" ", "")), (3, 8, 8), 10, 64, 200, half=False),
     "vit_b": image_network("vit_base_patch16_224", 256, 8, False),
     "gpt": Work(GPT, (1024,), 256, 32, 8, tokens=True),
     "convnext_b": image_network("convnext_base", 256, 6, True),
@@ -54,7 +54,7 @@ LADDER = (  # each rung adds its overrides to those before it
     ("compiled", ("compile=inductor",)),
     ("whole step", ("compile=step",)),
 )
-# (row, our arms by their first letters, the other arm, the ratio of samples a second that issue and docs ask for)
+# (row, our arms by their first letters, the other arm, the ratio of their samples a second that is asked for)
 MARKS = (
     ("resnet50", "ours", "timm", 1.25),
     ("resnet50", "ours", "timm fast", 1.0),
@@ -105,12 +105,12 @@ def ladder(work: Work) -> dict[str, Loop]:
     return found
 
 
-def fed(work: Work, folder: Path) -> dict[str, Any]:
+def fed(work: Work, folder: Path) -> None:
     """Our fastest loop on images from a disk, against the same on data that is made on the device."""
     children.call(pack, work, folder, limit_s=240.0)
     fast = [*loops.fast_overrides(work), *(["compile=inductor"] if work.compile else [])]
     packed = [*fast, "data=packed", f"data.root={folder}"]
-    return measure(work, {
+    measure(work, {
         "synthetic": (loops.ours, (work, fast)),
         "packed, device": (loops.ours, (work, [*packed, "loader=device"])),
         "packed, threads": (loops.ours, (work, [*packed, "loader=threads"])),
@@ -131,19 +131,20 @@ def pack(work: Work, folder: Path) -> None:
     packing.pack(splits, folder, packing.Raw(), work.shape, "", 8, lambda *_: None)
 
 
-def measure(work: Work, arms: dict[str, Loop]) -> dict[str, Any]:
-    """In a child: the row's figures. An arm that fails says why, and the others go on."""
+def measure(work: Work, arms: dict[str, Loop]) -> None:
+    """In a child: report the row's figures after each group of arms. An arm that fails says why, and the others go on."""
     flops = children.call(loops.count_flops, work)["flops"]
     name = children.call(_device_name)["name"]
     peak = peaks.data_sheet_tflops(name)
-    small = work.device == "cpu"
+    children.report({"work": asdict(work), "gflop_per_sample": flops / 1e9, "data_sheet_bf16_tflops": peak})
+
+    def keep(found: Interleaved) -> None:
+        arms = figures(found, work, flops, peak)
+        children.report({"live_together": found.groups, "failed_arms": found.failed, "arms": arms})
+
+    rounds, free = 2 if work.device == "cpu" else ROUNDS, interleave.free_memory(work.device)
     with tempfile.TemporaryDirectory() as folder:
-        free = interleave.free_memory(work.device)
-        found = interleave.run(arms, 2 if small else ROUNDS, 0.5 * LIMIT_S, Path(folder), free)
-    return {
-        "work": asdict(work), "gflop_per_sample": flops / 1e9, "device_name": name, "data_sheet_bf16_tflops": peak,
-        "live_together": found.groups, "failed_arms": found.failed, "arms": figures(found, work, flops, peak),
-    }  # fmt: skip
+        interleave.run(arms, rounds, 0.8 * children.left_s(), Path(folder), free, keep)
 
 
 def figures(found: Interleaved, work: Work, flops: float, peak: float | None) -> dict[str, Any]:
