@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,14 @@ def stage(out: Path, name: str, rows: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "bench.gpu", name, "--cpu", "--rows", rows, "--out", str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     (file,) = out.glob("*.json")
-    content = json.loads(file.read_text())
+    text = file.read_text()
+    content = json.loads(text)
     assert done.returncode == 0, done.stdout + done.stderr + json.dumps(content["rows"], indent=1)
     assert file.name == f"gpu-{name}-cpu.json"
     assert content["machine"]["cpu"]
     assert content["open"] == []
+    assert f"{ROOT}/" not in text  # no places on this machine
+    assert f"{tempfile.gettempdir()}/tmp" not in text
     assert set(content["rows"]) == set(rows.split(","))
     return content
 

@@ -59,6 +59,7 @@ def run(stage: str, given: argparse.Namespace) -> int:
     patterns = given.rows.split(",") if given.rows else ["*"] if about["device"] == "cuda" else module.CPU_ROWS
     with tempfile.TemporaryDirectory() as folder:
         rows = campaign.chosen(module.rows(about["device"], Path(folder)), patterns)
+        work.hidden.append(f"{folder}/")
         left = work.run(rows, _jobs(stage, given), given.retry)
     work.content["summary"] = module.summary(work.rows)
     work.content["open"] = left

@@ -42,6 +42,7 @@ class Campaign:
         self.content: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"rows": {}}
         self.content |= about
         self._code = code()
+        self.hidden = [f"{harness.ROOT}/"]  # places on this machine, which are left out of the file
 
     @property
     def rows(self) -> dict[str, dict[str, Any]]:
@@ -76,7 +77,10 @@ class Campaign:
         """Write the file, at once or not at all."""
         self.file.parent.mkdir(parents=True, exist_ok=True)
         new = self.file.with_suffix(".new")
-        new.write_text(json.dumps(self.content, indent=1) + "\n")
+        text = json.dumps(self.content, indent=1)
+        for place in self.hidden:
+            text = text.replace(place, "")
+        new.write_text(text + "\n")
         os.replace(new, self.file)
 
     def _next(self, waiting: list[Row]) -> Row | None:
