@@ -16,6 +16,7 @@ import re
 import statistics
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
@@ -63,24 +64,30 @@ def _clocks() -> tuple[float, float]:
 
 
 def _serve(arm: Callable[..., None], args: tuple[Any, ...], connection: Connection, terminal: str) -> None:
-    screen = os.open(terminal, os.O_RDWR)  # every arm writes to a terminal, as it would before a person
+    screen = os.open(terminal, os.O_RDWR | os.O_APPEND)  # every arm writes to a terminal, as it would before a person
     os.dup2(screen, 1)
     os.dup2(screen, 2)
     try:
         arm(*args, BlockSync(connection))
     except Done:
         pass
-    except BaseException as error:
-        connection.send(f"{type(error).__name__}: {error}")
+    except BaseException:
+        connection.send(traceback.format_exc())
         raise
 
 
 class Arm:
-    """One live process. It starts at once; `ready` waits for it."""
+    """One live process. It starts at once; `ready` waits for it.
 
-    def __init__(self, name: str, run: Callable[..., None], args: tuple[Any, ...], terminal: str) -> None:
-        context = get_context("spawn")  # a fresh interpreter
-        self.name = name
+    `terminal` is a terminal, or a file that gets what the arm writes. `method` is spawn, a fresh interpreter, or fork.
+    """
+
+    def __init__(
+        self, name: str, run: Callable[..., None], args: tuple[Any, ...], terminal: str, method: str = "spawn",
+        answers_s: float | None = None,
+    ) -> None:  # fmt: skip
+        context: Any = get_context(method)
+        self.name, self._answers_s = name, answers_s
         self._connection, theirs = context.Pipe()
         # No daemon: a loader's arm has workers of its own.
         self._process = context.Process(target=_serve, args=(run, args, theirs, terminal), daemon=False)
@@ -106,11 +113,14 @@ class Arm:
     def kill(self) -> None:
         """End the process whatever it does."""
         self._process.kill()
+        self._process.join()
 
     def _receive(self) -> Any:
         try:
-            message = self._connection.recv()
+            answered = self._connection.poll(self._answers_s)
+            message = self._connection.recv() if answered else f"did not answer for {self._answers_s} s"
         except EOFError:
+            self._process.join(1)
             message = f"died with exit code {self._process.exitcode}"
         if isinstance(message, str):
             raise RuntimeError(f"arm {self.name}: {message}")

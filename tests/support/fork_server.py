@@ -30,7 +30,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
-MODULES = ("drivetrain", "src.train")
+MODULES = ("drivetrain", "src.train", "bench.gpu")
 # What an interpreter and its libraries read once, when they start: a command with other values needs an interpreter of its own.
 READ_AT_START = ("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "LD_", "TORCH_", "TORCHINDUCTOR_", "KMP_", "CUDA_", "TZ", "LC_", "LANG")
 # What libraries set in the tests' own process when they are imported: no test means a command to have it.
@@ -132,7 +132,7 @@ class Popen(_Popen):  # type: ignore[type-arg]
         if any((p / f"{name}.py").exists() for p in places[1:] for name in ("sitecustomize", "usercustomize")):
             return False
         checkout = self.package.parents[1]
-        if args[2] == "src.train":
+        if args[2] != "drivetrain":  # found in the working directory alone
             return Path(cwd) == checkout
         found = next((p / "drivetrain" for p in places if (p / "drivetrain" / "__init__.py").exists()), None)
         return found == self.package or (found is None and str(self.package.parent) in site.getsitepackages())

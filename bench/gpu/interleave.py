@@ -1,0 +1,134 @@
+"""Arms that run short blocks in turn, as many of them alive at once as the device's memory holds: two at least.
+
+The first arm is the base, with which all others are compared. Where not all fit, they run in groups, the base in each.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.gpu import children
+from bench.harness import Arm
+
+Loop = tuple[Callable[..., None], tuple[Any, ...]]  # a function and its arguments; `sync` is added
+WARMUP = 2  # blocks
+SPARE = 1.3  # times the memory of the largest arm so far that must be free for one more
+MIN_ROUNDS = 2
+
+
+@dataclass
+class Interleaved:
+    """What a row came to."""
+
+    blocks: dict[str, list[float]] = field(default_factory=dict)  # seconds
+    base: dict[str, list[float]] = field(default_factory=dict)  # of an arm's group: the base's blocks in the same rounds
+    peak_bytes: dict[str, float] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)  # the traceback and all that the arm wrote
+    groups: list[list[str]] = field(default_factory=list)
+
+
+def run(
+    loops: dict[str, Loop], rounds: int, seconds: float, folder: Path, free: Callable[[], float],
+    on_group: Callable[[Interleaved], None] = lambda _: None,
+) -> Interleaved:  # fmt: skip
+    """Measure the arms, the first of them the base. `free` tells the bytes of device memory that are free.
+
+    Where `seconds` get short, each group runs fewer rounds. `on_group` gets what is measured after each group. Raises
+    RuntimeError where the base fails.
+    """
+    found, (base, *waiting), until = Interleaved(), loops, time.monotonic() + seconds
+    while waiting:
+        live: list[Arm] = []
+        try:
+            _begin(base, loops[base], live, found, folder)
+            if base in found.failed:
+                raise RuntimeError(found.failed[base])
+            _fill(live, waiting, loops, found, folder, free)
+            found.groups.append([arm.name for arm in live])
+            share = len(live) / (len(live) + len(waiting))
+            _rounds(live, rounds, time.monotonic() + share * (until - time.monotonic()), found, folder)
+        finally:
+            for arm in live:
+                arm.kill()
+        on_group(found)
+    return found
+
+
+def _fill(
+    live: list[Arm], waiting: list[str], loops: dict[str, Loop], found: Interleaved, folder: Path, free: Callable[[], float]
+) -> None:
+    """Begin further arms, the first whether or not its memory is known to be there, the others while it is."""
+    largest, before = 0.0, free()
+    while waiting and (len(live) == 1 or before > SPARE * largest):
+        name = waiting.pop(0)
+        _begin(name, loops[name], live, found, folder)
+        if "OutOfMemoryError" in found.failed.get(name, "") and len(live) > 1:  # not by itself beside the base
+            del found.failed[name]
+            waiting.insert(0, name)
+            return
+        after = free()
+        largest, before = max(largest, before - after), after
+
+
+def _begin(name: str, loop: Loop, live: list[Arm], found: Interleaved, folder: Path) -> None:
+    """Start an arm and warm it up; one that fails is not among the live ones."""
+    output = folder / f"{name}.txt"
+    output.write_bytes(b"")
+    arm = Arm(name, *loop, str(output), method="fork", answers_s=240.0)
+    try:
+        arm.ready()
+        for _ in range(WARMUP):
+            arm.block()
+        live.append(arm)
+    except RuntimeError as error:
+        _fail(arm, error, found, folder)
+
+
+def _rounds(live: list[Arm], rounds: int, until: float, found: Interleaved, folder: Path) -> None:
+    base = live[0]
+    times: dict[str, list[float]] = {arm.name: [] for arm in live}
+    for number in range(rounds):
+        if number >= MIN_ROUNDS and time.monotonic() > until:
+            break
+        for arm in list(live) if number % 2 == 0 else list(reversed(live)):
+            try:
+                times[arm.name].append(arm.block()[0])
+            except RuntimeError as error:
+                live.remove(arm)
+                _fail(arm, error, found, folder)
+        if base not in live:
+            raise RuntimeError(found.failed[base.name])
+    for arm in live:
+        found.blocks[arm.name] = found.blocks.get(arm.name, []) + times[arm.name]
+        found.base[arm.name] = times[base.name]
+        found.peak_bytes[arm.name] = arm.stop()["loss_last"]
+
+
+def _fail(arm: Arm, error: RuntimeError, found: Interleaved, folder: Path) -> None:
+    arm.kill()
+    found.failed[arm.name] = f"{error}\n{(folder / f'{arm.name}.txt').read_text(errors='replace')}"
+
+
+def free_memory(device: str) -> Callable[[], float]:
+    """Tells the free bytes of the device, asked in a child; of a CPU, of the machine's memory."""
+    if device == "cuda":
+        return lambda: children.call(_free_on_cuda)["free"]
+    return _available
+
+
+def _free_on_cuda() -> dict[str, Any]:
+    import torch
+
+    return {"free": torch.cuda.mem_get_info()[0]}
+
+
+def _available() -> float:
+    with suppress(OSError, StopIteration, ValueError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return 1024.0 * float(next(line for line in lines if line.startswith("MemAvailable")).split()[1])
+    return float("inf")

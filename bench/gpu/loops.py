@@ -1,0 +1,238 @@
+"""The arms of a speed row: a naive loop, a hand-tuned one, timm's, and ours. All train the same network on the same data.
+
+An arm calls `sync` at the end of each block, when the device has done all its work.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.gpu import training
+from bench.gpu.peaks import flops_per_sample, synchronize
+from bench.harness import BlockSync
+
+ENDLESS = 1_000_000  # epochs; an arm ends after its last block
+LR, MOMENTUM, DECAY = 0.01, 0.9, 5e-4
+
+
+@dataclass(frozen=True)
+class Work:
+    """A network, and what one block of it is."""
+
+    network: tuple[str, ...]  # our overrides that choose it
+    shape: tuple[int, ...]
+    classes: int
+    batch: int
+    steps: int  # updates of a block
+    device: str = "cuda"
+    tokens: bool = False
+    conv: bool = False  # channels_last is of use
+    compile: bool = True
+    half: bool = True  # in bfloat16
+
+    @property
+    def samples(self) -> int:
+        """Samples of the training set: a block is one epoch."""
+        return self.batch * self.steps
+
+
+def base_overrides(work: Work) -> list[str]:
+    """What all of our arms have in common."""
+    shape = ",".join(map(str, work.shape))
+    text = ["data.tokens=true", "loss=next_token"] if work.tokens else []
+    return [
+        *work.network, *text, "data=synthetic", f"data.shape=[{shape}]", f"data.classes={work.classes}",
+        f"data.samples={work.samples}", "data.test_samples=1", "optimizer=sgd", f"optimizer.lr={LR}",
+        f"optimizer.momentum={MOMENTUM}", f"optimizer.weight_decay={DECAY}", "scheduler=constant", "saving=none",
+        f"epochs={ENDLESS}", f"evaluate_every={ENDLESS}", f"batch.global_batch={work.batch}", f"log_every={work.steps}",
+        f"runtime.device={work.device}", *(["runtime.threads=1"] if work.device == "cpu" else []),
+    ]  # fmt: skip
+
+
+def fast_overrides(work: Work) -> list[str]:
+    """bfloat16, a fused update, and channels_last for convolutions."""
+    half, layout = ["precision=bf16"] if work.half else [], ["surgery=[channels_last]"] if work.conv else []
+    return [*half, *layout, "optimizer.fused=true"]
+
+
+def ours(work: Work, overrides: Sequence[str], sync: BlockSync) -> None:
+    """drivetrain's own `fit`; a block ends with the training record of its last update."""
+    from drivetrain.config import validate
+    from drivetrain.core.context import BuildContext
+    from drivetrain.core.world import World
+    from drivetrain.engine import build
+    from drivetrain.launch import launcher
+
+    words = training.distinct([*base_overrides(work), *overrides])
+    if "data=synthetic" not in words:
+        words = [w for w in words if not w.startswith(("data.shape", "data.classes", "data.samples", "data.test_samples"))]
+    job = launcher.prepare(words)
+    validate.validate_device(job.run)
+    sinks: list[Any] = []
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = build.build(BuildContext(job.run, World(), Path(folder)), sinks)
+        sync.watch(lambda: peak_memory(work))
+        sinks.append(BlockSink(sync))
+        sync(0)
+        trainer.fit()
+
+
+class BlockSink:
+    """Ends a block at a training record; evaluations and whatever else is logged end none."""
+
+    def __init__(self, sync: Callable[[int], None]) -> None:
+        self.sync = sync
+
+    def log(self, record: dict[str, Any]) -> None:
+        if record["event"] == "train":
+            synchronize()
+            self.sync(record["update"])
+
+
+def naive(work: Work, sync: BlockSync) -> None:
+    """The loop of a first tutorial: float32, eager, an update that loops over the parameters."""
+    import torch
+
+    x, y, model = start(work)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=DECAY, foreach=False)
+    for blocks in blocks_of(work, sync):
+        for picked in blocks:
+            optimizer.zero_grad(set_to_none=False)
+            loss_of(model(x[picked]), y[picked]).backward()
+            optimizer.step()
+
+
+def hand(work: Work, sync: BlockSync) -> None:
+    """What a good engineer writes by hand: bfloat16, channels_last, compiled, fused."""
+    import torch
+
+    torch.backends.cudnn.benchmark = True
+    x, y, model = start(work, work.conv)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=LR, momentum=MOMENTUM, nesterov=True, weight_decay=DECAY, fused=True
+    )  # fmt: skip
+    forward = torch.compile(model) if work.compile else model
+    for blocks in blocks_of(work, sync):
+        for picked in blocks:
+            batch = x[picked].contiguous(memory_format=torch.channels_last) if work.conv else x[picked]
+            with torch.autocast(work.device, torch.bfloat16, enabled=work.half):
+                loss = loss_of(forward(batch), y[picked])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def timm(work: Work, fast: bool, sync: BlockSync) -> None:
+    """timm's loop, as its train.py puts it together with --amp --amp-dtype bfloat16: its optimizer, its prefetching loader.
+
+    The loader gets uint8 batches that are on the device already, so that no arm reads data. `fast` adds what train.py has
+    for speed: --channels-last --torchcompile --opt-kwargs fused=True.
+    """
+    from functools import partial
+
+    import torch
+    from timm.data.loader import PrefetchLoader
+    from timm.optim import create_optimizer_v2
+
+    torch.backends.cuda.matmul.allow_tf32 = True
+    torch.backends.cudnn.benchmark = True
+    x, y, model = start(work)
+    if fast and work.conv:
+        model = model.to(memory_format=torch.channels_last)
+    options = {"fused": True} if fast else {}
+    optimizer = create_optimizer_v2(model, opt="sgd", lr=LR, momentum=MOMENTUM, weight_decay=DECAY, **options)
+    forward = torch.compile(model) if fast and work.compile else model
+    autocast = partial(torch.autocast, device_type=work.device, dtype=torch.bfloat16, enabled=work.half)
+    source = Batches(work, x if work.tokens else x.mul(64).add(128).clamp(0, 255).to(torch.uint8), y)
+    loader: Any = source if work.tokens else PrefetchLoader(source, channels=work.shape[0], device=torch.device(work.device))
+    model.train()
+    for _ in blocks_of(work, sync):
+        for batch, target in loader:
+            if fast and work.conv:
+                batch = batch.contiguous(memory_format=torch.channels_last)
+            with autocast():
+                loss = loss_of(forward(batch), target)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class Batches:
+    """An epoch of shuffled batches (n, …) and targets (n,)."""
+
+    def __init__(self, work: Work, x: Any, y: Any) -> None:
+        self.work, self.x, self.y = work, x, y
+
+    def __len__(self) -> int:
+        return self.work.steps
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        for picked in shuffled(self.work):
+            yield self.x[picked], self.y[picked]
+
+
+def start(work: Work, channels_last: bool = False) -> tuple[Any, Any, Any]:
+    """The data, on the device, and the network, both those of our arms."""
+    import torch
+
+    device, run = torch.device(work.device), _run(work)
+    torch.manual_seed(0)
+    data, model = run.data.load(device).train, run.model.create(work.shape, work.classes).to(device)
+    x, y = data.x, data.y
+    if channels_last:
+        model, x = model.to(memory_format=torch.channels_last), x.contiguous(memory_format=torch.channels_last)
+    return x, y, model
+
+
+def blocks_of(work: Work, sync: BlockSync) -> Iterator[Iterator[Any]]:
+    """For each block the indices of its batches, without end."""
+    sync.watch(lambda: peak_memory(work))
+    sync(0)
+    for number in range(1, ENDLESS):
+        yield shuffled(work)
+        synchronize()
+        sync(number * work.steps)
+
+
+def shuffled(work: Work) -> Iterator[Any]:
+    """An epoch's indices, a batch at a time, on the device."""
+    import torch
+
+    yield from torch.randperm(work.samples).to(work.device).split(work.batch)
+
+
+def loss_of(output: Any, target: Any) -> Any:
+    """Cross entropy of logits (n, classes) or (n, length, classes)."""
+    import torch
+
+    return torch.nn.functional.cross_entropy(output.flatten(0, -2), target.flatten())
+
+
+def peak_memory(work: Work) -> float:
+    """Bytes at this arm's peak: the marker that arms here hand over at their end."""
+    import torch
+
+    from drivetrain.core.device import peak_memory as peak
+
+    return float(peak(torch.device(work.device)))
+
+
+def count_flops(work: Work) -> dict[str, Any]:
+    """In a child: FLOP of one training sample."""
+    import torch
+
+    run = _run(work)
+    model = run.model.create(work.shape, work.classes)
+    batch = torch.zeros(2, *work.shape, dtype=torch.int64 if work.tokens else torch.float32)
+    targets = torch.zeros(batch.shape if work.tokens else (2,), dtype=torch.int64, device="meta")
+    return {"flops": flops_per_sample(model, batch, lambda output: loss_of(output, targets))}
+
+
+def _run(work: Work) -> Any:
+    from drivetrain.launch import launcher
+
+    return launcher.prepare(base_overrides(work)).run

@@ -1,0 +1,278 @@
+"""`python -m bench.gpu`: each stage runs on a CPU in small, so that it works on the day a device is there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench.gpu import campaign, children, clock, interleave, loops, peaks, right, smoke, speed
+from bench.gpu.campaign import Campaign, Row
+from bench.gpu.interleave import Loop
+
+from drivetrain.config.catalog import LISTS, options
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def stage(out: Path, name: str, rows: str) -> dict[str, Any]:
+    """Run rows of a stage as the command does; its JSON."""
+    command = [sys.executable, "-m", "bench.gpu", name, "--cpu", "--rows", rows, "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    (file,) = out.glob("*.json")
+    text = file.read_text()
+    content = json.loads(text)
+    assert done.returncode == 0, done.stdout + done.stderr + json.dumps(content["rows"], indent=1)
+    assert file.name == f"gpu-{name}-cpu.json"
+    assert content["machine"]["cpu"]
+    assert content["open"] == []
+    assert f"{ROOT}/" not in text  # no places on this machine
+    assert f"{tempfile.gettempdir()}/tmp" not in text
+    assert set(content["rows"]) == set(rows.split(","))
+    return content
+
+
+def test_smoke(tmp_path: Path) -> None:
+    content = stage(tmp_path, "smoke", "compile=cudagraph,optimizer=lion,save and resume")
+    refused, trained, resumed = (content["rows"][name] for name in ("compile=cudagraph", "optimizer=lion", "save and resume"))
+    assert refused["status"] == "refused"
+    assert "needs a CUDA device" in refused["reason"]
+    assert (trained["updates"], resumed["updates"]) == (2, 4)
+    assert content["summary"]["counts"] == {"refused": 1, "ok": 2}
+
+
+def test_right(tmp_path: Path) -> None:
+    content = stage(tmp_path, "right", "loader=sync,loader=device,interrupted")
+    (compared,) = content["summary"]["compared"].values()
+    assert compared["within"]
+    assert compared["tolerance"]["reason"]
+    interrupted = content["rows"]["interrupted"]
+    assert interrupted["stopped_at"] < interrupted["of"]
+
+
+def test_clock(tmp_path: Path) -> None:
+    (row,) = stage(tmp_path, "clock", "launch-bound eager")["rows"].values()
+    assert row["outside_samples_per_s"] > 0
+    assert isinstance(row["within"], bool)
+
+
+def test_speed(tmp_path: Path) -> None:
+    content = stage(tmp_path, "speed", "mlp,gpt")
+    for row in content["rows"].values():
+        assert row["failed_arms"] == {}
+        assert set(row["arms"]) == {"hand", "naive", "timm", "timm fast", "ours eager"}
+        assert row["live_together"] == [list(row["arms"])]
+        assert min(arm["model_tflops"] for arm in row["arms"].values()) > 0
+
+
+@pytest.mark.slow
+def test_the_whole_form_of_a_cpu(tmp_path: Path) -> None:
+    for name, module in (("smoke", smoke), ("right", right), ("clock", clock), ("speed", speed)):
+        found = stage(tmp_path / name, name, ",".join(module.CPU_ROWS))
+        assert not any(row.get("failed_arms") for row in found["rows"].values())
+
+
+def test_verbs(tmp_path: Path) -> None:
+    compare, doctor = stage(tmp_path, "verbs", "compare,doctor")["rows"].values()
+    assert len(compare["written"]["compare.json"]["rows"]) == 2
+    assert "verdict:" in doctor["output"]
+
+
+def test_smoke_has_every_option_and_every_risky_pair(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(children, "call", lambda *_: {})  # which would write the images
+    names = {row.name for row in smoke.rows("cuda", tmp_path)}
+    for group, found in options().items():
+        assert {f"{group}=[{name}]" if group in LISTS else f"{group}={name}" for name in found} <= names
+    assert {"loader=device compile=step", "compile=cudagraph precision=amp", "precision=amp parallel=ddp", "torchrun"} <= names
+
+
+def test_a_small_run_on_a_device_has_one_rank_and_its_device_alone(tmp_path: Path) -> None:
+    words = smoke.overrides(("parallel=ddp", "updates=4"), "cuda", tmp_path)
+    assert {"parallel.nproc=1", "runtime.device=cuda", "updates=4"} <= set(words)
+    assert "updates=2" not in words
+    assert "parallel.devices=[cuda:0,cuda:0]" in smoke.overrides(("parallel=split",), "cuda", tmp_path)
+
+
+# The campaign: rows are kept, skipped, killed and told apart.
+
+
+def fine() -> dict[str, Any]:
+    return {"figure": 1}
+
+
+def fails() -> None:
+    print("what it wrote")
+    raise ValueError("why")
+
+
+def hangs() -> None:
+    children.report({"so_far": 1})
+    subprocess.run(["sleep", "600"], start_new_session=True, check=True)
+
+
+def dies() -> None:
+    os._exit(9)
+
+
+def test_a_failure_has_its_traceback_and_a_second_call_goes_on(tmp_path: Path) -> None:
+    file, rows = tmp_path / "c.json", [Row("fine", fine), Row("fails", fails), Row("dies", dies)]
+    first = Campaign(file, {"about": 1}, 1)
+    assert first.run(rows) == []
+    kept = json.loads(file.read_text())
+    assert kept["rows"]["fine"]["figure"] == 1
+    failed = kept["rows"]["fails"]
+    assert "Traceback" in failed["error"]
+    assert "ValueError: why" in failed["error"]
+    assert "what it wrote" in failed["output"]
+    assert "code 9" in kept["rows"]["dies"]["error"]
+    again = Campaign(file, {}, 1)
+    rerun = [Row("fine", fails), Row("fails", fine), Row("new", fine)]
+    again.run(rerun)
+    assert [again.rows[name]["status"] for name in ("fine", "fails", "new")] == ["ok", "failed", "ok"]
+    again.run(rerun, retry=True)
+    assert again.rows["fails"]["status"] == "ok"
+
+
+def test_a_row_over_its_time_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
+    work = Campaign(tmp_path / "c.json", {}, 1)
+    assert work.run([Row("hangs", hangs, limit_s=0.6)]) == []
+    row = work.rows["hangs"]
+    assert (row["status"], row["so_far"]) == ("killed", 1)
+    assert "in hangs" in row["output"]  # where it stood
+    assert not _sleeping()
+    # A call with little time gives less to a row; one with more time runs it again, and one with as much does not.
+    assert work.run([Row("hangs", fine, limit_s=0.6)]) == []
+    assert work.rows["hangs"]["status"] == "killed"
+    work.run([Row("hangs", fine, limit_s=30)])
+    assert work.rows["hangs"]["status"] == "ok"
+
+
+def _sleeping() -> bool:
+    """Whether a `sleep 600` of this test is left."""
+    commands = []
+    for pid in children.descendants(os.getpid()):
+        try:
+            commands.append(Path(f"/proc/{pid}/cmdline").read_bytes())
+        except OSError:
+            continue
+    return any(command.startswith(b"sleep\x00600") for command in commands)
+
+
+def test_rows_for_which_there_is_no_time_stay_open(tmp_path: Path) -> None:
+    began = time.monotonic()
+    work = Campaign(tmp_path / "c.json", {}, 0.02)
+    assert work.run([Row("long", fine, least_s=60), Row("short", fine, least_s=0)]) == ["long"]
+    assert list(work.rows) == ["short"]
+    assert time.monotonic() - began < 60
+
+
+def test_rows_are_chosen_by_name_in_which_only_a_star_is_special() -> None:
+    rows = [Row("augment=[mixup]", fine), Row("augment=m", fine), Row("loader=sync compile=step", fine)]
+    assert [row.name for row in campaign.chosen(rows, ["augment=[mixup]"])] == ["augment=[mixup]"]
+    assert [row.name for row in campaign.chosen(rows, ["*compile=step"])] == ["loader=sync compile=step"]
+
+
+# Arms: as many at once as the memory holds, and what fails says why.
+
+
+def arm(updates: float, sync: Any) -> None:
+    sync.watch(lambda: updates)
+    for block in range(100):
+        sync(block)
+
+
+def broken(sync: Any) -> None:
+    os.write(1, b"from the arm")
+    raise RuntimeError("CUDA error: device-side assert triggered")
+
+
+ARMS: dict[str, Loop] = {name: (arm, (n,)) for n, name in enumerate(("base", "a", "b", "c"))}
+
+
+@pytest.mark.parametrize(
+    ("free", "groups"),
+    [
+        ([100, 90, 80, 70], [["base", "a", "b", "c"]]),
+        ([100, 60, 20, 100, 60], [["base", "a", "b"], ["base", "c"]]),
+        ([40, 5, 40, 5, 40, 5], [["base", "a"], ["base", "b"], ["base", "c"]]),  # the base and one at least
+    ],
+)
+def test_live_arms_are_capped_by_memory(free: list[float], groups: list[list[str]], tmp_path: Path) -> None:
+    told = iter(free)
+    found = interleave.run(ARMS, 2, 60.0, tmp_path, lambda: next(told))
+    assert found.groups == groups
+    assert set(found.blocks) == set(ARMS)
+    assert all(len(found.base[name]) == 2 for name in ARMS)
+    assert found.peak_bytes["c"] == 3
+
+
+def test_an_arm_that_fails_says_why_and_the_others_go_on(tmp_path: Path) -> None:
+    found = interleave.run({**ARMS, "broken": (broken, ())}, 2, 60.0, tmp_path, lambda: 1e9)
+    assert set(found.blocks) == set(ARMS)
+    assert "Traceback" in found.failed["broken"]
+    assert "device-side assert" in found.failed["broken"]
+    assert "from the arm" in found.failed["broken"]
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        interleave.run({"broken": (broken, ()), **ARMS}, 2, 60.0, tmp_path, lambda: 1e9)
+
+
+def test_only_a_training_record_ends_a_block() -> None:
+    ended: list[int] = []
+    sink = loops.BlockSink(ended.append)
+    for event in ("evaluate", "remark", "train"):
+        sink.log({"event": event, "update": 7})
+    assert ended == [7]
+
+
+# The arithmetic.
+
+
+def test_a_rate_that_leaves_out_the_devices_work_is_found_out() -> None:
+    honest = [(float(n), 20.0 * n, 1280.0 * n, 1280.0) for n in range(1, 9)]
+    assert clock.rates(honest, 50.0)["within"]
+    too_fast = [(seconds, updates, samples, 1.1 * rate) for seconds, updates, samples, rate in honest]
+    found = clock.rates(too_fast, 50.0)
+    assert found["reported_over_outside"] == pytest.approx(1.1)
+    assert not found["within"]
+    assert found["outside_step_ms"] == pytest.approx(50.0)
+
+
+def test_losses_are_compared_at_three_places() -> None:
+    reference = [2.0] * 40
+    assert right.compare(reference, reference, right.EXACT)["within"]
+    assert not right.compare([2.0 + 1e-12, *reference[1:]], reference, right.EXACT)["within"]
+    late = [*reference[:-10], *[2.4] * 10]
+    found = right.compare(late, reference, right.FORMATS["bf16"])
+    assert found["difference"] == {"first": 0.0, "early": 0.0, "late": pytest.approx(0.2)}
+    assert not found["within"]
+
+
+def test_flops_are_those_of_forward_and_backward() -> None:
+    import torch
+
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+    flops = peaks.flops_per_sample(model, torch.zeros(2, 8), lambda output: output.sum())
+    assert flops == 2 * (2 * 8 * 16 + 3 * 16 * 4)  # the first layer's input needs no gradient
+
+
+def test_a_devices_peak_is_found_by_its_name() -> None:
+    assert peaks.data_sheet_tflops("NVIDIA H200") == 989.4
+    assert peaks.data_sheet_tflops("NVIDIA A100-SXM4-80GB") == 312.0
+    assert peaks.data_sheet_tflops("NVIDIA L40S") == 362.05
+    assert peaks.data_sheet_tflops("CPU") is None
+
+
+def test_marks_take_the_best_of_our_arms() -> None:
+    def row(**rates: float) -> dict[str, Any]:
+        return {"arms": {name.replace("_", " "): {"samples_per_s": r, "model_tflops": r / 10} for name, r in rates.items()}}
+
+    found = speed.summary({"ceilings": {"bf16_matmul_tflops": 800.0}, "resnet50": row(ours_eager=2.0, ours_step=3.0, timm=2.0)})
+    (mark,) = found["marks"]
+    assert (mark["arm"], mark["reached"], mark["asked"]) == ("ours step", 1.5, 1.25)
+    assert found["of_measured_bf16_matmul"]["resnet50"]["timm"] == round(0.2 / 800, 4)
