@@ -262,9 +262,9 @@ def test_flops_are_those_of_forward_and_backward() -> None:
 
 
 def test_a_devices_peak_is_found_by_its_name() -> None:
-    assert peaks.data_sheet_tflops("NVIDIA H200") == 989.4
+    assert peaks.data_sheet_tflops("NVIDIA H200") == 989.5
     assert peaks.data_sheet_tflops("NVIDIA A100-SXM4-80GB") == 312.0
-    assert peaks.data_sheet_tflops("NVIDIA L40S") == 362.05
+    assert peaks.data_sheet_tflops("NVIDIA L40S") == 362
     assert peaks.data_sheet_tflops("CPU") is None
 
 
