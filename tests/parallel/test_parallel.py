@@ -8,7 +8,6 @@ import pytest
 import safetensors.torch
 import torch
 
-from drivetrain.core import accelerators
 from drivetrain.core.world import World
 from drivetrain.parallel import Ddp, Parallel
 from drivetrain.saving import checkpoint_io
@@ -215,7 +214,7 @@ def test_single_is_one_process_and_changes_nothing(make):
 
 @pytest.mark.parametrize(("devices", "ranks"), [(0, 2), (1, 1), (3, 3)], ids=["no device", "one", "three"])
 def test_ranks_follow_the_devices_two_on_a_cpu(monkeypatch, devices, ranks):
-    monkeypatch.setattr(accelerators, "device_count", lambda: devices)
+    monkeypatch.setattr("drivetrain.core.accelerators.device_count", lambda: devices)
     assert Ddp().ranks() == ranks
     assert Ddp(nproc=5).ranks() == 5
 
