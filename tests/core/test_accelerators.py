@@ -4,6 +4,7 @@ import ctypes
 import json
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
 import torch
@@ -57,6 +58,7 @@ def built_for_cuda(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.version, "cuda", "13.2")
     monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(metadata, "version", lambda name: "2.15.0+cu132")
 
 
 def test_the_driver_is_asked_for_count_and_lowest_capability():
@@ -113,7 +115,9 @@ def test_an_old_driver_is_told_from_no_device(nvidia, built_for_cuda):
 def test_what_a_torch_for_cpus_cannot_use_is_no_device(nvidia, monkeypatch):
     nvidia(Devices(1, (9, 0), 13))
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
+    monkeypatch.setattr(metadata, "version", lambda name: "2.15.0+cpu")
     assert accelerators.find() == Accelerator()
+    assert accelerators.device_count() == 0
 
 
 class Xpu:

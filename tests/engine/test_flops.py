@@ -156,3 +156,17 @@ def test_the_number_format_is_that_of_the_products(make):
         assert number_format(trainer.model, None) == "tf32"
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+def test_cudnn_counts_with_the_kernels_of_training_and_searches_for_none(monkeypatch):
+    class Looks(torch.nn.Linear):
+        def forward(self, x):
+            seen.append((torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32))
+            return super().forward(x)
+
+    seen: list[tuple[bool, bool, bool]] = []
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    flops.count(Looks(4, 2), torch.zeros(2, 4))
+    assert seen == [(True, False, False)]
+    assert (torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32) == (True, False)

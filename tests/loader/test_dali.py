@@ -112,3 +112,17 @@ def test_data_without_image_files_is_refused(problems):
 def test_a_decoder_that_cannot_be_is_refused(problems, files):
     words = ["data=imagefolder", f"data.root={files[0][0].parent}", "loader=dali", "loader.decoder=mixed", "runtime.device=cpu"]
     assert any("loader.decoder=cpu" in p for p in problems(*words))
+
+
+def test_dali_takes_the_stream_by_position(files):
+    """A keyword would be the name of an input, and a stream needs DALI's dynamic executor: what loader=dali relies on."""
+    import inspect
+
+    from nvidia.dali import Pipeline as Graph
+
+    from drivetrain.loader.dali import FileBatches, _build_graph
+
+    _, stream, *_ = inspect.signature(Graph.run).parameters.values()
+    assert (stream.name, stream.kind) == ("cuda_stream", inspect.Parameter.POSITIONAL_ONLY)
+    pipeline = Pipeline(Images(files, 32, 10**6), (), None, 0, 3)
+    assert _build_graph(FileBatches(pipeline, iter([]), 3), 1, 2, None).exec_dynamic

@@ -16,9 +16,9 @@ from drivetrain.core.microbatch import Request
 from drivetrain.core.world import World
 from drivetrain.data import Images, Normalize, Tensors, Texts
 from drivetrain.launch import launcher
-from drivetrain.loader import Dali, Device, Loader, Pipeline, Threads, Workers, dali
+from drivetrain.loader import Dali, Device, Loader, Pipeline, Threads, Workers, dali, side_stream
 from tests.support import sets
-from tests.support.streams import CUDA, Stream, StreamedDevice, streamed_device
+from tests.support.streams import CUDA, Event, Stream, StreamedDevice, streamed_device
 from tests.test_contract import NET, words_of
 
 pytestmark = [
@@ -201,6 +201,18 @@ def test_the_order_of_memory_is_changed_on_the_device(device):
         assert micro.x.is_contiguous(memory_format=memory_format)
 
 
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_a_host_far_ahead_of_the_device_keeps_few_batches_pinned(device, monkeypatch, ahead):
+    """Each holds its memory until its copy is done, so the host waits for the oldest one: not before there are many."""
+    waited: list[int] = []  # for each event that is waited for: how many copies there were by then
+    monkeypatch.setattr(Event, "synchronize", lambda event: waited.append(len(copied)))
+    copied: list[Event] = []
+    batch = (torch.zeros(2), torch.zeros(2), Request(0, torch.arange(2), 1.0))
+    ready = side_stream.copy_ahead([batch] * 30, lambda *_: copied.append(Event()), CUDA, ahead)
+    assert len(list(ready)) == len(copied) == 30
+    assert waited == list(range(side_stream.IN_FLIGHT + ahead, 30))
+
+
 # --- dali on the device ---
 
 
@@ -210,7 +222,7 @@ class Graph:
     def __init__(self, files) -> None:
         self.files = files
 
-    def run(self, cuda_stream: Stream):
+    def run(self, cuda_stream: Stream, /):
         contents, _, _ = self.files()
         self.shape = (len(contents), 16, 16, 3)
         return (self,)

@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from drivetrain.config.catalog import options
 from drivetrain.config.compose import compose
@@ -80,3 +82,29 @@ def test_a_loss_and_its_sums_stay_on_the_device(name, device):
         output = torch.randn(shape, device=device, requires_grad=True)
         target = torch.zeros(shape[:-1], dtype=torch.int64, device=device)
         assert option(output, target).device == option.sums(output, target).device == torch.device(device)
+
+
+@pytest.mark.parametrize("name", ["lamb", "nvlamb", "schedulefree"])
+def test_an_update_without_float64_where_the_device_has_none(monkeypatch, name):
+    """As on MPS, of which this torch has no fake tensors."""
+
+    class NoFloat64(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            results = tree_leaves(out := func(*args, **(kwargs or {})))
+            assert not any(t.dtype is torch.float64 for t in results if isinstance(t, torch.Tensor))
+            return out
+
+    for module in ("lamb", "flat_optimizer"):
+        where = f"drivetrain.optimizer.algorithms.{module}.sum_dtype"
+        monkeypatch.setattr(where, lambda device: torch.float32, raising=False)
+    model = model_on("cpu")
+    words = BESIDE.get(name, ["optimizer.fused=false"])  # as there is no fused one on MPS
+    option = validate(compose([f"optimizer={name}", *words])).optimizer
+    with NoFloat64():
+        optimizer = option.create(model)
+        give_gradients(model)
+        for lr in (0.0, 0.1):  # a warm-up begins at 0
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
+    assert all(p.isfinite().all() for p in model.parameters())

@@ -117,6 +117,8 @@ def test_there_is_a_rank_for_each_device(monkeypatch):
     assert (run.parallel.local_ranks(), problems) == (4, [])
     run, problems = of_devices(monkeypatch, Accelerator(), "parallel=ddp")
     assert (run.parallel.local_ranks(), problems) == (2, [])
+    run, problems = of_devices(monkeypatch, Accelerator("cuda", 4, (9, 0)), "parallel=ddp", "runtime.device=cpu")
+    assert (run.parallel.local_ranks(), problems) == (2, []), "a run on the CPU leaves the machine's devices alone"
 
 
 def test_more_ranks_than_devices_are_refused(monkeypatch):

@@ -52,6 +52,11 @@ def test_gradients_are_none_after_each_update(make, each_update):
     assert all(grad is None for grads in after for grad in grads)
 
 
+def test_memset_without_gradients_clears_nothing():
+    """As after a forward that does not fit into memory."""
+    Runtime(zero_grad="memset").zero([torch.nn.Parameter(torch.ones(2))])
+
+
 def test_memset_writes_zeros_and_trains_the_same(make):
     freed, zeroed = make(), make("runtime.zero_grad=memset")
     freed.fit()

@@ -30,6 +30,13 @@ class _Fakes(FakeTensorMode):
     avoid_device_init = True  # there is no driver to start
 
 
+class Event(dict[Any, int]):
+    """What was done when it was recorded."""
+
+    def synchronize(self) -> None:
+        """Make the host wait for it: here nothing takes time."""
+
+
 class Stream:
     """A queue of operations: `clock` is what is done by the time that its next operation runs."""
 
@@ -39,10 +46,10 @@ class Stream:
     def __hash__(self) -> int:
         return id(self)
 
-    def record_event(self) -> Clock:
-        return dict(self.clock)
+    def record_event(self) -> Event:
+        return Event(self.clock)
 
-    def wait_event(self, event: Clock) -> None:
+    def wait_event(self, event: Event) -> None:
         for stream, done in event.items():
             self.clock[stream] = max(done, self.clock.get(stream, 0))
 

@@ -11,7 +11,8 @@ import pytest
 
 from drivetrain.cli.completion import candidates
 from drivetrain.cli.main import main
-from drivetrain.core import cpus
+from drivetrain.core import accelerators, cpus
+from drivetrain.core.accelerators import Accelerator
 from drivetrain.core.errors import UserError
 from drivetrain.run import directory
 from drivetrain.run.result import Result
@@ -163,6 +164,9 @@ def test_jobs_at_a_time_go_round_the_devices(tmp_path: Path, monkeypatch: pytest
     assert own_device(numbered, 1) == {}, "it names one"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
     assert own_device(one, 1) == {}
+    monkeypatch.setattr(accelerators, "find", lambda: Accelerator("cuda", 2, (9, 4), rocm=True))
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "2,3")
+    assert own_device(one, 1) == {"HIP_VISIBLE_DEVICES": "3"}, "ROCm prefers it to the other"
 
 
 # --- going on ---

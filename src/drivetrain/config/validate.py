@@ -53,6 +53,8 @@ def validate(composed: Composed) -> RunSpec:
             made += [option] if option is not None else []
         run.parts[group] = made if group in LISTS else made[0] if made else None
     if not problems:  # rules look at several options: all of them must be there
+        for option in options_of(run):
+            option.see(run)
         problems += [problem for option in options_of(run) for problem in option.validate(run)]
     if problems:
         raise UserError(dict.fromkeys(problems))

@@ -44,9 +44,10 @@ def find() -> Accelerator:
 
 def device_count() -> int:
     """The number of devices that ranks of this process can have. Imports no torch for NVIDIA's, and does not start them."""
-    if nvidia_driver.installed():
-        return _nvidia_devices(_visibility()).count
-    return find().count if re.search(r"\+(rocm|xpu)", metadata.version("torch")) else 0
+    built_for = re.search(r"\+(rocm|xpu|cpu)", metadata.version("torch"))
+    if built_for is None:
+        return _nvidia_devices(_visibility()).count if nvidia_driver.installed() else 0
+    return find().count if built_for[1] != "cpu" else 0
 
 
 def _visibility() -> tuple[str | None, ...]:

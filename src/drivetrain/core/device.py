@@ -6,6 +6,9 @@ import os
 
 from drivetrain.core.lazy import torch
 
+# What the allocators of a CPU and of MPS say, then CUDA itself, and cuBLAS for its workspace.
+_OUT_OF_MEMORY = ("can't allocate memory", "MPS backend out of memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
 
 def keep_freed_memory() -> bool:
     """Keep freed memory in this process instead of returning it to the system; False where the C library is not glibc.
@@ -31,8 +34,9 @@ def synchronize(device: torch.device) -> None:
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
-    """The dtype of sums over many samples: float64, which MPS does not have."""
-    return torch.float32 if device.type == "mps" else torch.float64
+    """The dtype of sums over many samples: float64, which MPS and some of Intel's GPUs do not have."""
+    lacks = device.type == "mps" or (device.type == "xpu" and not torch.xpu.get_device_properties(device).has_fp64)
+    return torch.float32 if lacks else torch.float64
 
 
 def peak_memory(device: torch.device) -> int:
@@ -66,5 +70,5 @@ def memory_now() -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error is a failed allocation; torch has an exception type for CUDA only."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    """Whether an error is a failed allocation; torch's exception type is that of its allocators for CUDA and XPU only."""
+    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in _OUT_OF_MEMORY)

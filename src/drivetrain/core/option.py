@@ -59,6 +59,9 @@ class Option:
     needs_real_tensors = ""  # why it cannot run on torch's fake tensors, by which the tests stand in for a device
     machine_local_keys: tuple[str, ...] = ()  # settings of this machine (paths, devices): not in recipes, not in the config hash
 
+    def see(self, run: RunSpec) -> None:
+        """Note what this option's own answers depend on in the others. It is called once, before anything is validated."""
+
     def validate(self, run: RunSpec) -> Iterator[str]:
         """Yield the problems that can be found without torch, the model or the data, one line each."""
         return iter(())

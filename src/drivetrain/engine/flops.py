@@ -42,7 +42,8 @@ def count(model: torch.nn.Module, example: torch.Tensor) -> ModelFlops:
 def _count(model: torch.nn.Module, example: torch.Tensor) -> int:
     # A copy with the same weights has its own buffers (BatchNorm's statistics), and its own counters of the user's.
     twin = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
-    no_search = torch.backends.cudnn.flags(benchmark=False)  # for kernels of this batch size
+    cudnn = torch.backends.cudnn  # it stays on, which is not what `flags` does by itself
+    no_search = cudnn.flags(enabled=cudnn.enabled, benchmark=False, allow_tf32=cudnn.allow_tf32)  # for this batch size
     # Attention as two matrix products: torch has no formula for a CPU's fused kernel.
     with _Counter() as counter, sdpa_kernel(SDPBackend.MATH), no_search:
         twin(example)

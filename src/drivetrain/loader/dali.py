@@ -72,10 +72,11 @@ class Dali(Loader):
         threads = usable_cores() if self.num_threads == "auto" else self.num_threads
         mixed = device.type == "cuda" and self.decoder != "cpu"
         graph = _build_graph(files, threads, self.prefetch_factor, device.index or 0 if mixed else None)
-        stream = {"cuda_stream": torch.get_device_module(device).current_stream(device)} if mixed else {}
+        # The stream on which the images are read. DALI takes it by position alone: a keyword would be an input's name.
+        stream = [torch.get_device_module(device).current_stream(device)] if mixed else []
         while True:
             try:
-                (images,) = graph.run(**stream)
+                (images,) = graph.run(*stream)
             except StopIteration:
                 break
             except RuntimeError:  # a damaged file: the source decodes it below, and names or replaces it

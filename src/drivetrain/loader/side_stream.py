@@ -10,6 +10,8 @@ from typing import Any
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch, Request
 
+IN_FLIGHT = 8  # copies that may be queued: each holds a batch in pinned memory until the device gets there
+
 
 @cache
 def side_stream(device: torch.device) -> Any:
@@ -27,16 +29,22 @@ def copy_ahead(
 
     A micro-batch's memory belongs to the side stream, and the main stream reads it. Each start first waits for all that the
     main stream has been given, so memory that the loop has dropped is free by then. `record_stream` would do too, but then
-    dropped memory stays taken until the device gets there: a host that is many steps ahead would fill the device.
+    dropped memory stays taken until the device gets there: a host that is many steps ahead would fill the device. For the
+    same reason it may only be IN_FLIGHT copies ahead: it waits for an older one, which is done unless the device has that
+    many steps to do.
     """
     module, side = torch.get_device_module(device), side_stream(device)
     started: deque[tuple[MicroBatch, Any]] = deque()
+    copies: deque[Any] = deque()  # the events of those that may be under way
     for batch in batches:
         main = module.current_stream(device)
         if batch[0].device.type == "cpu":
+            if len(copies) == ahead + IN_FLIGHT:
+                copies.popleft().synchronize()
             side.wait_stream(main)
             with module.stream(side):
                 started.append((to_device(*batch), side.record_event()))
+            copies.append(started[-1][1])
         else:  # the main stream's memory
             started.append((to_device(*batch), main.record_event()))
         if len(started) > ahead:

@@ -62,7 +62,11 @@ class ProcessGroupStrategy(Parallel):
     _work: RankWork = field(default_factory=RankWork, init=False)  # time that this rank works alone
     _reported_work: float = field(default=0.0, init=False)  # seconds of it at the last log
     data_group: Any = field(default=None, init=False)  # the data-parallel ranks; None: all ranks
+    _on_cpu: bool = field(default=False, init=False)  # whatever devices the machine has
     machine_local_keys = ("nnodes", "rendezvous", "rendezvous_s")
+
+    def see(self, run: RunSpec) -> None:
+        self._on_cpu = run.runtime.device == "cpu"
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         size = launched()
@@ -123,7 +127,9 @@ class ProcessGroupStrategy(Parallel):
 
     def local_ranks(self) -> int:
         """Return the number of ranks on this machine."""
-        return int(self.nproc) if self.nproc != "auto" else accelerators.device_count() or 2
+        if self.nproc != "auto":
+            return self.nproc
+        return (0 if self._on_cpu else accelerators.device_count()) or 2
 
     def setup(self, context: BuildContext) -> None:
         import torch.distributed as dist

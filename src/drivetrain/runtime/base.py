@@ -120,7 +120,8 @@ class Runtime(Option):
     def zero(self, parameters: list[torch.nn.Parameter]) -> None:
         """Clear the gradients. None rather than zero saves the memset, and the next backward writes instead of adding."""
         if self.zero_grad == "memset":
-            torch._foreach_zero_([p.grad for p in parameters if p.grad is not None])
+            if gradients := [p.grad for p in parameters if p.grad is not None]:  # none before the first backward is done
+                torch._foreach_zero_(gradients)
         else:
             for p in parameters:
                 p.grad = None

@@ -119,7 +119,10 @@ class Forked(Launcher):
 
 def own_device(entry: Entry, slot: int) -> dict[str, str]:
     """The environment that gives a job of one device the device of its slot, in rotation; {} for other jobs."""
-    variable = "ZE_AFFINITY_MASK" if accelerators.find().type == "xpu" else "CUDA_VISIBLE_DEVICES"  # the latter for ROCm, too
+    found = accelerators.find()
+    variable = "ZE_AFFINITY_MASK" if found.type == "xpu" else "CUDA_VISIBLE_DEVICES"
+    if found.rocm and "HIP_VISIBLE_DEVICES" in os.environ:  # which ROCm prefers to the other
+        variable = "HIP_VISIBLE_DEVICES"
     visible = os.environ.get(variable)
     devices = [str(n) for n in range(accelerators.device_count())] if visible is None else visible.split(",")
     run = entry.job.job.run if entry.job.job is not None else None

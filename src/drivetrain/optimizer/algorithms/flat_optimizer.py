@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drivetrain.core.device import sum_dtype
+
 ROW = 64  # elements; each parameter begins a new row, so that norms and factors of single parameters are computed by rows
 # Elements of a vector. On a CPU the vectors of an update should fit the cache; elsewhere a large vector saves kernel launches.
 CPU_CHUNK, DEVICE_CHUNK = 1 << 18, 1 << 24
@@ -121,7 +123,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     state_vectors: tuple[str, ...] = ()  # names of state with a value for each element
     state_numbers: tuple[str, ...] = ()  # with one number for each parameter
-    state_chunk_numbers: tuple[str, ...] = ()  # with one float64 number for all parameters of a chunk
+    state_chunk_numbers: tuple[str, ...] = ()  # with one number for all parameters of a chunk, in float64 where there is that
 
     def __init__(self, params: Any, defaults: dict[str, Any], loop: bool = False) -> None:
         self.loop = loop  # every parameter is a chunk of its own
@@ -191,7 +193,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         device = chunk.step.device
         chunk.vectors = {name: torch.zeros(chunk.size, dtype=chunk.dtype, device=device) for name in self.state_vectors}
         chunk.numbers = {name: torch.zeros(len(params), dtype=chunk.dtype, device=device) for name in self.state_numbers}
-        chunk.numbers |= {name: torch.zeros((), dtype=torch.float64, device=device) for name in self.state_chunk_numbers}
+        chunk.numbers |= {name: torch.zeros((), dtype=sum_dtype(device), device=device) for name in self.state_chunk_numbers}
         views: dict[str, list[Tensor]] = {
             **{name: chunk.shaped(name) for name in self.state_vectors},
             **{name: list(chunk.numbers[name].unbind()) for name in self.state_numbers},

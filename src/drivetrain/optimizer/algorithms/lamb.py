@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drivetrain.core.device import sum_dtype
 from drivetrain.optimizer.algorithms.flat_optimizer import Chunk, FlatOptimizer
 
 
@@ -71,7 +72,7 @@ def _moments(g: Tensor, m: Tensor, v: Tensor, step: Tensor, beta1: float, beta2:
     """out ← m̂ / (√v̂ + ε); updates m and v."""
     m.lerp_(g, 1 - beta1)
     v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-    step = step.double()  # 1 - β2^t is tiny at first
+    step = step.to(sum_dtype(step.device))  # 1 - β2^t is tiny at first
     torch.div(v, 1 - beta2**step, out=out).sqrt_().add_(eps)
     torch.div(m, out, out=out).div_(1 - beta1**step)
 

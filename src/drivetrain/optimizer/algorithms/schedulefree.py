@@ -49,10 +49,10 @@ class ScheduleFree(FlatOptimizer):
         y, g, u = chunk.weights(), chunk.grads(), chunk.vectors["work"]
         z, v, total = chunk.vectors["z"], chunk.vectors["exp_avg_sq"], chunk.numbers["weight_sum"]
         v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-        torch.div(v, 1 - beta2 ** chunk.step.double(), out=u).sqrt_().add_(group["eps"])
+        torch.div(v, 1 - beta2 ** chunk.step.to(total.dtype), out=u).sqrt_().add_(group["eps"])
         torch.div(g, u, out=u).add_(y, alpha=group["weight_decay"]).mul_(lr)
         total.add_(lr * lr)
-        c = (lr * lr / total.clamp(min=torch.finfo(torch.float64).tiny)).to(y.dtype)
+        c = (lr * lr / total.clamp(min=torch.finfo(total.dtype).tiny)).to(y.dtype)
         y.lerp_(z, c).addcmul_(u, beta1 * (1 - c) - 1)
         chunk.write(y)
         z.sub_(u)
