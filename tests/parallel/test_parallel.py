@@ -273,3 +273,13 @@ def test_a_pipelines_ranks_send_what_they_save_on_the_cpu(monkeypatch):
         pipeline.full_state_dict(model, {"optimizer": {"param_groups": [group], "state": {0: state}}, "ema": {}})
     devices = {value.device.type for value in tree_leaves(sent) if isinstance(value, torch.Tensor)}
     assert devices == {"cpu"}
+
+
+@pytest.mark.parametrize(("device", "queued"), [("cpu", False), ("cuda:1", True)])
+def test_a_block_on_the_cpu_waits_for_what_the_device_sends_it(monkeypatch, device, queued):
+    from drivetrain.parallel.onehost import _move_inputs_hook
+
+    asked = []
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *args, **settings: asked.append((*args, settings["non_blocking"])))
+    _move_inputs_hook(torch.device(device))(None, (torch.ones(2),), {})
+    assert asked == [(torch.device(device), queued)]
