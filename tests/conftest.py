@@ -63,7 +63,7 @@ def _forked_or_not(_no_launcher: None, request: pytest.FixtureRequest, monkeypat
 
 
 @pytest.fixture(autouse=True)
-def _float16_as_on_any_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def _float16_as_on_any_cpu(_no_launcher: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """precision=amp computes matrix products in float16 and convolutions in float32, whatever this CPU is good at."""
     from drivetrain.precision import cpu_float16
 

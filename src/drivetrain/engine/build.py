@@ -128,9 +128,7 @@ def _build_model(context: BuildContext, debug: Debug) -> tuple[torch.nn.Module, 
 
 
 def _count_flops(context: BuildContext, model: torch.nn.Module, example: torch.Tensor) -> flops.ModelFlops:
-    """Count the operations that a sample takes, on rank 0, which logs the MFU."""
-    if context.world.rank:
-        return flops.ModelFlops(None, "it is known on rank 0")
+    """Count the operations that a sample takes. All ranks do: a forward may have collectives, as synchronized BatchNorm's has."""
     if context.train_data.pad_to > 1:
         return flops.ModelFlops(None, f"{context.run.named('batch')}: samples of different lengths take different operations")
     counted = flops.count(model, example)
