@@ -30,7 +30,8 @@ def from_sections(overrides: tuple[str, ...], folders: tuple[Path, ...]) -> Dict
     sections = {key: default._get_node(key) for key in default}
     for override in overrides:
         group = override.partition("=")[0]
-        sections[group] = _compose_once((override,), folders)._get_node(group)
+        composed = _compose_once((override,), folders)
+        sections[group] = composed._get_node(group) if group in composed else None
     order = [*default_options(), *default]  # the groups, then the other keys
     config = deepcopy(default)
     with open_dict(config):
