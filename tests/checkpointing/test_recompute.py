@@ -198,3 +198,17 @@ def test_what_the_compiler_recomputes_in_bfloat16_gives_the_same_gradients(make,
         found.append(torch.cat([p.grad.flatten().float() for p in trainer.model.parameters()]))
     assert torch.isfinite(found[1]).all()
     assert (found[0] - found[1]).norm() < 0.1 * found[0].norm()
+
+
+def test_torchs_synchronised_norm_is_recomputed_though_it_insists_on_its_counter():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from drivetrain.checkpointing.recompute import _frozen_statistics
+
+    with FakeTensorMode():
+        norm = nn.SyncBatchNorm(4, device="cuda:0")
+        counter, written = norm.num_batches_tracked, norm.num_batches_tracked._version
+        with _frozen_statistics([norm]):
+            norm(torch.ones(2, 4, 3, 3, device="cuda:0"))
+        assert norm.num_batches_tracked is counter
+        assert (counter._version, norm.momentum) == (written, 0.1)

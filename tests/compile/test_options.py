@@ -204,11 +204,20 @@ class SimulatedCuda:
         monkeypatch.setattr(torch.cuda, "graph", self.capture)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda: self.stream)
         monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(self, "stream", stream))
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "default_generators", (self,))
+        self.random_state = "before"
+
+    def clone_state(self) -> str:
+        return f"a copy of the state {self.random_state}"
+
+    def graphsafe_set_state(self, state: str) -> None:
+        self.random_state = state
 
     @contextmanager
     def capture(self, graph, **settings):
         self.captures.append(settings)
-        self.stream = "capture"
+        self.stream, self.random_state = "capture", "in a capture"
         yield
         if self.error:  # as in releases of torch that leave the capture's stream current
             raise RuntimeError(self.error)
@@ -242,6 +251,7 @@ def test_a_step_that_cuda_cannot_capture_goes_on_without(monkeypatch, caplog):
     graph = CapturedGraph(lambda x: x * 2, "pool")
     assert [float(graph(torch.tensor(float(i)))) for i in range(4)] == [0, 2, 4, 6]
     assert (cuda.replays, len(cuda.captures), cuda.stream) == (0, 1, "main")
+    assert cuda.random_state == "a copy of the state in a capture", "torch lets no generator draw whose capture has failed"
     (line,) = caplog.messages
     assert "no CUDA graph" in line
     assert "not permitted" in line
@@ -303,6 +313,7 @@ def test_what_cannot_be_is_refused_at_once(problems):
         (["compile=cudagraph", "runtime.device=cpu"], ("runtime.device=cpu", "compile=inductor")),
         (["compile=step", "precision=bf16_pure", "precision.master=stochastic"], ("compile=step", "precision.master=fp32")),
         (["compile=inductor", "compile.mode=reduce-overhead", "parallel=fsdp"], ("compile=inductor", "CUDA graphs", "fsdp")),
+        (["compile=inductor", "compile.mode=max-autotune", "parallel=fsdp"], ("compile=inductor", "CUDA graphs", "fsdp")),
         (["compile=step", "parallel=ddp"], ("compile=step", "parallel=ddp")),
         (["compile=step", "optimizer=adamw", "optimizer.fused=true"], ("optimizer.fused=true", "compile=step")),
         (["compile=inductor", "compile.mode=reduce-overhead", "runtime.device=cpu"], ("compile.mode=reduce-overhead", "cpu")),

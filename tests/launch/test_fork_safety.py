@@ -1,6 +1,7 @@
 """A process that forks ranks, jobs or arms never starts CUDA: what is forked from it afterwards could not use the devices."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -11,9 +12,10 @@ from tests.support import command
 
 def take(tmp_path, *ways: str) -> dict[str, dict]:
     """Take these ways of forking, on a machine that seems to have two CUDA devices (support/forks.py)."""
+    path = f"{command.PACKAGE}{os.pathsep}{command.ROOT}"
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.forks", *ways],
-        cwd=tmp_path, env=command.environment(), capture_output=True, text=True, check=False,
+        cwd=tmp_path, env=command.environment() | {"PYTHONPATH": path}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -108,3 +108,37 @@ def test_an_update_without_float64_where_the_device_has_none(monkeypatch, name):
                 group["lr"] = lr
             optimizer.step()
     assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["muon", "nvlamb"])
+def test_an_optimizer_updates_a_model_that_lies_on_two_devices(name):
+    """As parallel=split puts it: what is computed of several parameters at once is computed on each device."""
+    option = validate(compose([f"optimizer={name}"])).optimizer
+    with FakeTensorMode():
+        first, second = (model_on(f"cuda:{i}") for i in range(2))
+        model = nn.ModuleList([first, second])
+        optimizer = option.create(model)
+        give_gradients(model)
+        optimizer.step()
+        assert {p.device for p in model.parameters()} == {torch.device("cuda:0"), torch.device("cuda:1")}
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_step_counters_of_a_checkpoint_are_loaded_to_where_this_run_needs_them(fused):
+    """torch's fused kernels take them on the device, and the others on the CPU, whatever the run that saved them had."""
+    from drivetrain.saving.checkpoint_io import load_optimizer
+
+    saved = {"adamw": [], "muon": []}
+    for name in saved:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            before, after = (
+                validate(compose([f"optimizer={name}", f"optimizer.fused={str(value).lower()}"])).optimizer.create(model_on(at))
+                for value, at in ((not fused, "cpu"), (fused, "cuda:0"))
+            )
+            for p in (p for group in before.param_groups for p in group["params"]):
+                p.grad = torch.zeros_like(p)
+            before.step()
+            load_optimizer(after, before.state_dict())
+            for member in getattr(after, "members", [after]):
+                saved[name] += [state["step"].device.type for state in member.state.values() if "step" in state]
+        assert set(saved[name]) == {"cuda" if fused else "cpu"}

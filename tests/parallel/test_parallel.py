@@ -250,3 +250,34 @@ def test_sharded_weights_are_not_compiled_for_all_lengths_at_once(problems):
         assert told(*strategy)
         assert not told(*strategy, "compile.dynamic=false")
     assert not told("parallel=fsdp")
+
+
+def test_a_pipelines_ranks_send_what_they_save_on_the_cpu(monkeypatch):
+    """An object arrives on the device that it was on, by its number: rank 0 may have no such device, or little room on it."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils._pytree import tree_leaves
+
+    from drivetrain.parallel.pipeline import Pipeline
+
+    sent = []
+    monkeypatch.setattr(Pipeline, "gather_object", lambda self, value: sent.append(value) or [value])
+    pipeline = Pipeline()
+    pipeline._tensor_rank, pipeline._plain_shapes, pipeline._shards = 0, {"weight": (2, 3)}, {}
+    with FakeTensorMode():
+        model = torch.nn.Linear(3, 2, bias=False, device="cuda:1")
+        pipeline._sharded = dict(model.named_parameters())
+        group = {"lr": 0.1, "params": [0], "param_names": ["weight"]}
+        state = {"step": torch.ones((), device="cuda:1"), "exp_avg": torch.ones(2, 3, device="cuda:1")}
+        pipeline.full_state_dict(model, {"optimizer": {"param_groups": [group], "state": {0: state}}, "ema": {}})
+    devices = {value.device.type for value in tree_leaves(sent) if isinstance(value, torch.Tensor)}
+    assert devices == {"cpu"}
+
+
+@pytest.mark.parametrize(("device", "queued"), [("cpu", False), ("cuda:1", True)])
+def test_a_block_on_the_cpu_waits_for_what_the_device_sends_it(monkeypatch, device, queued):
+    from drivetrain.parallel.onehost import _move_inputs_hook
+
+    asked = []
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *args, **settings: asked.append((*args, settings["non_blocking"])))
+    _move_inputs_hook(torch.device(device))(None, (torch.ones(2),), {})
+    assert asked == [(torch.device(device), queued)]

@@ -559,3 +559,14 @@ def test_fp8_says_what_it_wants_beside_it(tiny):
 )
 def test_what_cannot_be_is_refused(problems, words):
     assert any(p.startswith(words[1]) for p in problems(*words))
+
+
+def test_stochastic_rounding_resumes_on_another_kind_of_device():
+    """The generators of a CPU and of a GPU have states of different sizes."""
+    precision = Bf16Pure("stochastic")
+    precision.setup(context())
+    own = precision.state_dict()["random"]
+    precision.load_state_dict({"random": torch.zeros(16, dtype=torch.uint8)})  # a GPU's: a seed and an offset
+    assert torch.equal(precision.state_dict()["random"], own)
+    precision.load_state_dict({"random": torch.Generator().manual_seed(5).get_state()})
+    assert not torch.equal(precision.state_dict()["random"], own)

@@ -185,3 +185,22 @@ def test_fp8_without_its_library_or_device_is_refused(problems, monkeypatch):
         (problem,) = problems("precision=fp8")
         assert "precision=fp8 needs a CUDA device" in problem
         assert here in problem
+
+
+def test_an_update_that_runs_out_of_memory_can_be_repeated_with_loss_scaling(make):
+    """torch counts gradients as unscaled until the scaler's update, and refuses to unscale them twice."""
+    trainer = make("precision=amp")
+    step, x = trainer.optimizer.step, torch.ones(2, 4)
+    weights = trainer.optimizer.param_groups[0]["params"]
+
+    def out_of_memory() -> None:
+        raise torch.OutOfMemoryError("no memory for the optimizer's state")
+
+    for p in weights:
+        p.grad = torch.zeros_like(p)
+    trainer.precision.scaler.scale(x)
+    trainer.optimizer.step = out_of_memory
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer.precision.step(trainer.optimizer, lambda: None)
+    trainer.optimizer.step = step
+    assert trainer.precision.step(trainer.optimizer, lambda: None)

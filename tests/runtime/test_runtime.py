@@ -216,3 +216,19 @@ def test_freed_memory_stays_with_the_process(tiny):
         done = subprocess.run([sys.executable, "-c", FAULTS, *words], capture_output=True, text=True, check=True)
         counts[keep] = int(done.stdout.splitlines()[-1])
     assert counts["true"] < counts["false"] / 2
+
+
+@pytest.mark.parametrize(("attention", "flash"), [("auto", True), ("flash", True), ("math", False)])
+def test_attention_runs_on_the_kernel_that_is_asked_for(attention, flash):
+    from torch.nn.functional import scaled_dot_product_attention
+
+    q, k, v = torch.randn(3, 2, 4, 8, 16)
+    expected = torch.softmax(q @ k.mT / 4, -1) @ v
+    try:
+        Runtime(attention=attention).set_up_process(World())
+        with torch.profiler.profile() as profile:
+            found = scaled_dot_product_attention(q, k, v)
+    finally:
+        Runtime().set_up_process(World())
+    torch.testing.assert_close(found, expected)
+    assert any("flash_attention" in event.key for event in profile.key_averages()) == flash

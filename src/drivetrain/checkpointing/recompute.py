@@ -195,11 +195,15 @@ def _both(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
 
 @contextmanager
 def _frozen_statistics(norms: list[Any]) -> Iterator[None]:
-    """Freeze the norms' statistics: momentum 0 writes them back unchanged, and without its counter a norm counts nothing."""
+    """Freeze the norms' statistics: momentum 0 writes them back unchanged, and without its counter a norm counts nothing.
+
+    torch.nn.SyncBatchNorm raises an error if it has no counter: it counts in a copy.
+    """
     saved = [(m.momentum, m.num_batches_tracked) for m in norms]
     try:
-        for m in norms:
-            m.momentum, m.num_batches_tracked = 0.0, None
+        for m, (_, counter) in zip(norms, saved, strict=True):
+            synchronised = isinstance(m, torch.nn.SyncBatchNorm) and counter is not None
+            m.momentum, m.num_batches_tracked = 0.0, counter.clone() if synchronised else None
         yield
     finally:
         for m, (momentum, counter) in zip(norms, saved, strict=True):

@@ -44,6 +44,7 @@ class CapturedGraph:
                 self._outputs = self._run(*self._inputs)
         except RuntimeError as error:
             torch.cuda.set_stream(stream)  # some releases of torch leave the stream of a failed capture current
+            _end_capture_of_random_numbers()
             logger.warning("compile=step: no CUDA graph: %s. Going on with one launch for each kernel", first_line(error))
             return False
         return True
@@ -53,6 +54,16 @@ class CapturedGraph:
             captured.copy_(given, non_blocking=True)
         self._graph.replay()
         return self._outputs
+
+
+def _end_capture_of_random_numbers() -> None:
+    """Let the device draw random numbers again.
+
+    Where a capture fails, torch leaves the device's generator as if it were still captured: each later draw would raise
+    "Offset increment outside graph capture". A copy of the generator's state is not captured.
+    """
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    generator.graphsafe_set_state(generator.clone_state())
 
 
 def first_line(error: Exception) -> str:

@@ -18,6 +18,7 @@ from drivetrain.core.option import RunSpec
 
 logger = logging.getLogger(__name__)
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+GRAPH_MODES = ("reduce-overhead", "max-autotune")  # on CUDA they capture what they compile as CUDA graphs
 _USERS_CACHE = os.environ.get(CACHE_VARIABLE)
 _GRAPH_MEMORY = "CUDA graphs reuse the gradients' memory"
 
@@ -71,12 +72,12 @@ class Inductor(Dynamo):
         cache_dir: str | None = None,
     ) -> None:
         self.mode, self.dynamic, self.fullgraph, self.cache_dir = mode, dynamic, fullgraph, cache_dir
-        if mode == "reduce-overhead":
+        if mode in GRAPH_MODES:
             self.cuda_graphs, self.ranks_meet_in_forward, self.crosses_devices = True, False, False
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)
-        if self.mode in ("reduce-overhead", "max-autotune"):
+        if self.mode in GRAPH_MODES:
             yield from graphs_keep_gradients(run, f"compile.mode={self.mode}", "set compile.mode=default, or compile=step")
 
     def validate_device(self, run: RunSpec) -> Iterator[str]:

@@ -118,11 +118,11 @@ class Split(Parallel):
 
 
 def _move_inputs_hook(device: torch.device) -> Any:
-    """Return a forward pre-hook that moves the inputs to `device`."""
+    """Return a forward pre-hook that moves the inputs to `device`. A CPU would read them before they are there: it waits."""
     from torch.utils._pytree import tree_map
 
     def move(value: Any) -> Any:
-        return value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+        return value.to(device, non_blocking=device.type != "cpu") if isinstance(value, torch.Tensor) else value
 
     return lambda module, args, kwargs: (tree_map(move, args), tree_map(move, kwargs))
 

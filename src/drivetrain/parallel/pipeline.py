@@ -234,11 +234,15 @@ class Pipeline(Sharded):
     # --- saving ---
 
     def full_state_dict(self, model: torch.nn.Module, state: State) -> tuple[Weights, State]:
+        from torch.utils._pytree import tree_map_only
+
         own = {n: self._gather_full(n, t).cpu() for n, t in model.state_dict().items() if not t.is_meta}
         state = self._map_state(state, self._gather_full)
         tensors = state["ema"].get("tensors", {})
         average = {n: t.cpu() for n, t in tensors.items() if not t.is_meta}
-        parts = self.gather_object((own, state["optimizer"], average) if self.data_world.rank == self._tensor_rank == 0 else None)
+        # On the CPU: what is sent as an object would be on the sender's device again, by its number, which rank 0 may not have.
+        optimizer = tree_map_only(torch.Tensor, torch.Tensor.cpu, state["optimizer"])
+        parts = self.gather_object((own, optimizer, average) if self.data_world.rank == self._tensor_rank == 0 else None)
         parts = [part for part in parts if part is not None]
         if self.world.rank != 0:
             return {}, {}

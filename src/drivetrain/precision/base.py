@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 from drivetrain.core.lazy import torch
@@ -173,26 +173,32 @@ class Amp(Bf16):
         """
         if torch.compiler.is_compiling():
             return self._recorded_step(optimizer, clip)  # type: ignore[return-value]
-        self.scaler.unscale_(optimizer)
-        clip()
-        found = self.scaler._found_inf_per_device(optimizer)  # `scaler.step` would read it too, but does not return it
-        overflow = any(float(self._parallel.all_reduce_max(inf)) for inf in found.values())
-        if not overflow:
-            optimizer.step()
-        self.scaler.update()
+        with self._unscaled(optimizer):
+            clip()
+            found = self.scaler._found_inf_per_device(optimizer)  # `scaler.step` would read it too, but does not return it
+            overflow = any(float(self._parallel.all_reduce_max(inf)) for inf in found.values())
+            if not overflow:
+                optimizer.step()
+            self.scaler.update()
         return not overflow
 
     def _recorded_step(self, optimizer: torch.optim.Optimizer, clip: Callable[[], None]) -> torch.Tensor:
         """Make the update in any case, and return whether it counts, 0-d: compile=step then decides on the device."""
-        try:
-            self.scaler.unscale_(optimizer)
+        with self._unscaled(optimizer):
             clip()
             overflow = sum(self.scaler._found_inf_per_device(optimizer).values()) > 0
             optimizer.step()
             self.scaler.update()
-        finally:
-            self.scaler._per_optimizer_states.clear()  # a recording that fails would leave gradients that count as unscaled
         return torch.logical_not(overflow)
+
+    @contextmanager
+    def _unscaled(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Unscale the gradients of one update. If it fails (out of memory), the next one has gradients to unscale again."""
+        try:
+            self.scaler.unscale_(optimizer)
+            yield
+        finally:
+            self.scaler._per_optimizer_states.clear()
 
     def update_state(self) -> list[torch.Tensor]:
         scale, growth = self.scaler._scale, self.scaler._growth_tracker

@@ -167,7 +167,8 @@ class Bf16Pure(Precision):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "random" in state and self.master == "stochastic":
-            self._generator.set_state(state["random"])
+            if len(state["random"]) == len(self._generator.get_state()):  # else it is another kind of device's
+                self._generator.set_state(state["random"])
         elif self.master == "fp32":
             saved = state.get("masters") or dict(zip(self._names, self._weights, strict=True))
             for name, master in zip(self._names, self._views, strict=True):

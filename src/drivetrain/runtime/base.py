@@ -19,6 +19,7 @@ from drivetrain.core.option import Count, CountOrZero, Option, RunSpec
 from drivetrain.core.world import World
 
 DEVICE = re.compile(r"auto|cpu|mps|(cuda|xpu)(:\d+)?")
+ATTENTION = {"flash": "flash", "efficient": "mem_efficient", "cudnn": "cudnn", "math": "math"}  # kernel → as torch's flags say
 CHOSEN_BY_AUTO = ("cuda", "xpu")  # not mps, which has no float64: it is used where it is named
 
 logger = logging.getLogger(__name__)
@@ -38,10 +39,11 @@ class Runtime(Option):
         deterministic: bool = False,
         zero_grad: Literal["none", "memset"] = "none",
         keep_memory: bool = True,
+        attention: Literal["auto", "flash", "efficient", "cudnn", "math"] = "auto",
     ) -> None:
         self.device, self.seed, self.threads, self.zero_grad = device, seed, threads, zero_grad
         self.cudnn_benchmark, self.deterministic = cudnn_benchmark, deterministic
-        self.keep_memory = keep_memory
+        self.keep_memory, self.attention = keep_memory, attention
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if not DEVICE.fullmatch(self.device):
@@ -106,6 +108,8 @@ class Runtime(Option):
         if self.keep_memory and device.type == "cpu":
             keep_freed_memory()
         torch.backends.cudnn.benchmark = self.cudnn_benchmark
+        for kernel, name in ATTENTION.items():
+            getattr(torch.backends.cuda, f"enable_{name}_sdp")(self.attention in ("auto", kernel))  # on a CPU too
         if self.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         if self.deterministic != torch.are_deterministic_algorithms_enabled():

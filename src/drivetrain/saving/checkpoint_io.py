@@ -95,12 +95,10 @@ def prune(run_dir: Path, keep: int, best: int | None) -> None:
 def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
     """Load the state of this optimizer's parameters, which are matched by name.
 
-    The optimizer's settings stay those of the config, which a resumed run may have changed.
+    The optimizer's settings stay those of the config, which a resumed run may have changed. They are in the state that torch
+    loads, because `fused` decides whether torch puts the step counters on the device or on the CPU.
     """
-    settings = [{k: v for k, v in group.items() if k in optimizer.defaults} for group in optimizer.param_groups]
     optimizer.load_state_dict(_state_for(optimizer, state))
-    for group, own in zip(optimizer.param_groups, settings, strict=True):
-        group.update(own)
 
 
 def _state_for(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
@@ -114,7 +112,8 @@ def _state_for(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
     states: dict[int, Any] = {}
     for group, indices in zip(optimizer.param_groups, _parameter_indices(optimizer), strict=True):
         names = group["param_names"]
-        groups.append({**settings[names[0]], "params": indices, "param_names": names})
+        own = {k: v for k, v in group.items() if k in optimizer.defaults}
+        groups.append({**settings[names[0]], **own, "params": indices, "param_names": names})
         saved = {i: saved_index[name] for i, name in zip(indices, names, strict=True)}
         states |= {i: state["state"][old] for i, old in saved.items() if old in state["state"]}
     return {**state, "state": states, "param_groups": groups}

@@ -51,13 +51,14 @@ class Lamb(FlatOptimizer):
     def before_updates(self, chunks: list[Chunk]) -> None:
         self._divisor = None
         if self.max_grad_norm is not None and chunks:
-            norms = [torch.linalg.vector_norm(chunk.grads()) for chunk in chunks]
+            device = chunks[0].step.device  # a model may lie on several
+            norms = [torch.linalg.vector_norm(chunk.grads()).to(device) for chunk in chunks]
             self._divisor = (torch.linalg.vector_norm(torch.stack(norms)) / self.max_grad_norm).clamp_(min=1.0)
 
     def update(self, chunk: Chunk, group: dict[str, Any]) -> None:
         w, g = chunk.weights(), chunk.grads()
         if self._divisor is not None:
-            g = g / self._divisor
+            g = g / self._divisor.to(g.device)
         step = chunk.step if group["bias_correction"] else torch.full_like(chunk.step, math.inf)  # β^∞ = 0 corrects nothing
         m, v, u = (chunk.vectors[name] for name in ("exp_avg", "exp_avg_sq", "work"))
         self._moments(g, m, v, step, *group["betas"], group["eps"], u)

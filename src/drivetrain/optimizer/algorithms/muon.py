@@ -21,7 +21,7 @@ class Muon(torch.optim.Optimizer):
         W ← W - lr · decay · W - lr · scale · NS(nesterov: (1 - μ) · G + μ · M)
 
     A convolution's kernel is a matrix of (out, in·h·w). NS, `ns_steps` Newton-Schulz iterations in bfloat16, makes all
-    singular values about 1. Matrices of one shape are updated together. The scale is √max(1, rows / columns); with
+    singular values about 1. Matrices of one shape and device are updated together. The scale is √max(1, rows / columns); with
     `match_rms_adamw` it is 0.2 · √max(rows, columns), which gives updates the size of AdamW's (Liu et al. 2025). On matrices
     this equals torch.optim.Muon, which takes no convolutions and works on one matrix at a time.
     """
@@ -44,13 +44,13 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update all matrices."""
         for group in self.param_groups:
-            batches: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
+            batches: dict[tuple[int, int, torch.device], list[Tensor]] = defaultdict(list)
             for p in group["params"]:
                 if p.grad is not None:
                     if p.grad.is_sparse:
                         raise TypeError("Muon takes no sparse gradients: set sparse=False in the Embedding")
-                    batches[len(p), p.numel() // len(p)].append(p)
-            for (rows, columns), params in batches.items():
+                    batches[len(p), p.numel() // len(p), p.device].append(p)
+            for (rows, columns, _), params in batches.items():
                 self._update(params, rows, columns, group)
 
     def _update(self, params: list[Tensor], rows: int, columns: int, group: dict[str, Any]) -> None:
