@@ -1,6 +1,7 @@
 """The house's rules: which module may know which, what the loop may not know, and what costs a start its time."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -44,10 +45,12 @@ def package_of(module: str) -> str:
     return "drivetrain" if module in ("__init__", "__main__", "") else module.split(".")[0]
 
 
+@functools.cache
 def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+@functools.cache
 def imports(path: Path) -> set[str]:
     """What a file imports when it runs; imports for the type checker alone are left out."""
     found: set[str] = set()

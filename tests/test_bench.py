@@ -31,6 +31,7 @@ def read(file: Path, done: subprocess.CompletedProcess[str]) -> Any:
     return json.loads(file.read_text())
 
 
+@pytest.mark.slow
 def test_overhead_measures_what_is_there_and_names_what_is_not(tmp_path: Path) -> None:
     out = tmp_path / "o.json"
     done = run("-c", WITHOUT_PEERS, "--quick", "--rounds", "2", "--arms", "ours,accelerate,lightning", "--out", str(out))
@@ -60,6 +61,7 @@ def test_startup_measures(tmp_path: Path) -> None:
     assert "torch" not in content["imports_beyond_torch"]["packages_ms"]
 
 
+@pytest.mark.slow
 def test_augmentations_are_measured(tmp_path: Path) -> None:
     out = tmp_path / "a.json"
     content = read(out, run("-m", "bench.augment", "--quick", "--rows", "read,randaugment,cutmix", "--out", str(out)))

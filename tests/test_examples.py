@@ -82,6 +82,7 @@ def test_both_train_through_the_command_and_come_to_the_same(tmp_path):
     assert found[0][-1] < 0.9 * found[0][0]
 
 
+@pytest.mark.slow
 @pytest.mark.own_process  # a forked one has the server's frames, which the doctor takes for the user's own code
 def test_the_doctor_names_the_line(tmp_path):
     done = run("doctor", *GIVEN, *SHORT, "loss=slow", "prove=false", "profile_s=0.3", "evaluate_every=1000", cwd=tmp_path)

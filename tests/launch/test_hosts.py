@@ -170,6 +170,7 @@ def test_a_rank_of_one_machine_dies_and_both_start_again(
     assert command.weights(run_dir) == command.weights(only_run(alone / "outputs"))
 
 
+@pytest.mark.slow
 def test_machines_that_were_told_different_things(together: Together, places: list[Path]) -> None:
     ended: list[Done] = [command.finish(p) for p in together("parallel=ddp", of_b=("optimizer.lr=0.5",))]
     assert [done.code for done in ended] == [2, 2], ended

@@ -2,13 +2,6 @@
 
 import torch
 
-from drivetrain.core.device import sum_dtype
-
-
-def test_mps_has_no_float64():
-    assert sum_dtype(torch.device("mps")) == torch.float32
-    assert {sum_dtype(torch.device(device)) for device in ("cpu", "cuda", "xpu")} == {torch.float64}
-
 
 def test_sums_are_of_that_width(make, monkeypatch):
     trainer = make()

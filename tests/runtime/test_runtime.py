@@ -207,6 +207,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
 def test_freed_memory_stays_with_the_process(tiny):
     """Pages that are fetched anew are counted: a block of many MB fetches none when what was freed is kept."""

@@ -107,6 +107,7 @@ def test_an_arm_that_fails_is_a_row(command, tiny):
     assert bad["error"] in done.stdout
 
 
+@pytest.mark.slow
 def test_an_arm_that_cannot_be_is_a_row_and_the_first_one_is_an_error(command, tiny):
     words = tiny("compile=none,cudagraph", "runtime.device=cpu", "rounds=1", "block_s=0.02")
     done, found = command("compare", *words)

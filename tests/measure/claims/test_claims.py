@@ -258,6 +258,7 @@ def here() -> str:
     return f"{environment._processor()}, {cores} thread{'s' if cores > 1 else ''}"
 
 
+@pytest.mark.slow
 def test_a_claim_on_a_planted_cost_holds(command, tiny, tmp_path, slow_set):
     """The user's own data comes by words; the baseline is the one that waits."""
     file = written(PAUSE, head="")

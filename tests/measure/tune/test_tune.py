@@ -164,6 +164,7 @@ def test_workers_are_found_for_data_that_sleeps(command, slow_set):
     assert told[tune.PROOF]["rows"][1]["ratio"][1] > 1
 
 
+@pytest.mark.slow
 def test_without_proof_nothing_is_kept(command, slow_set):
     """One round has no interval, so that no loader is taken, however fast."""
     done, _ = command("tune", *OWN, "what=workers", "rounds=1", "block_s=0.02")
