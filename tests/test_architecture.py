@@ -167,7 +167,15 @@ def test_no_config_library_below_the_config_side(module):
 
 def test_knobs_are_plain_values_when_they_reach_an_option(make):
     trainer = make("model.hidden=[8,8]", "batch=accumulate", "clip=norm", "precision=amp", "ema=ema")
-    parts = [trainer.batch, trainer.precision, trainer.scheduler, trainer.ema, trainer.loss, trainer.parallel, trainer.saving]
+    parts = [
+        trainer.batch,
+        trainer.precision,
+        trainer.scheduler,
+        trainer.ema,
+        trainer.evaluator.loss,
+        trainer.parallel,
+        trainer.saving,
+    ]
     values = [value for part in parts for value in vars(part).values()]
     assert len(values) > 15
     assert not [v for v in values if type(v).__module__.startswith("omegaconf")]

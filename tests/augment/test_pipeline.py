@@ -330,11 +330,12 @@ def test_the_loss_of_mixed_targets_is_the_mixture_of_losses(make):
     logits = trainer.model(micro.x)
     loss = torch.nn.CrossEntropyLoss(label_smoothing=0.2, reduction="none")
     by_label = torch.stack([loss(logits, torch.full((12,), label)) for label in range(4)], 1)
-    assert trainer.loss(logits, micro.y).item() == pytest.approx((by_label * micro.y).sum(1).mean().item(), rel=1e-5)
-    coarse = trainer.loss(logits.bfloat16(), micro.y)
+    loss = trainer.evaluator.loss
+    assert loss(logits, micro.y).item() == pytest.approx((by_label * micro.y).sum(1).mean().item(), rel=1e-5)
+    coarse = loss(logits.bfloat16(), micro.y)
     assert coarse.dtype == torch.float32
-    assert coarse.item() == trainer.loss(logits.bfloat16().float(), micro.y).item()  # not computed in 8 bits
-    assert trainer.loss(logits.double(), micro.y).item() == pytest.approx(trainer.loss(logits, micro.y).item(), rel=1e-5)
+    assert coarse.item() == loss(logits.bfloat16().float(), micro.y).item()  # not computed in 8 bits
+    assert loss(logits.double(), micro.y).item() == pytest.approx(loss(logits, micro.y).item(), rel=1e-5)
 
 
 def test_one_batch_by_heart_needs_no_partners(make):

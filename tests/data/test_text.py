@@ -223,10 +223,13 @@ def test_two_ranks_train_and_evaluate_as_one(train, library):
         ),
         (
             ["data=stdlib", "model=gpt"],
-            "loss=cross_entropy wants one target for each sample, but data=stdlib has one for each token",
+            "loss=cross_entropy wants one class for each sample, but data=stdlib has the next token at each position",
         ),
         (["model=gpt", "loss=next_token"], "model=gpt reads sequences of tokens, which data=synthetic does not give"),
-        (["loss=next_token"], "loss=next_token wants a target for each token, but data=synthetic has one for each sample"),
+        (
+            ["loss=next_token"],
+            "loss=next_token wants the next token at each position, but data=synthetic has one class for each sample",
+        ),
         (["data=stdlib", "augment=[flip_crop]"], "augment=[flip_crop] changes images, but data=stdlib is text"),
         (["data=stdlib", "data.root=/nowhere"], "data.root=/nowhere is no directory"),
     ],

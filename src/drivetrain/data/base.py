@@ -13,6 +13,7 @@ import annotated_types
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Option
 from drivetrain.core.source import Source as Source
+from drivetrain.core.targets import TargetKind
 from drivetrain.core.tensors import Tensors as Tensors
 
 IGNORE_INDEX = -100  # a target that the loss ignores: torch's own ignore_index
@@ -26,10 +27,11 @@ class Splits:
     train: Source
     test: Source
     shape: tuple[int, ...]  # of one input
-    classes: int
+    classes: int  # of the model's outputs: classes, labels or values
     normalize: Normalize | None
     names: Sequence[str] | None = None  # of the classes, where they have names
     dtype: torch.dtype | None = None  # of the inputs, where they are not floats
+    vocabulary: int | None = None  # of the inputs, where they are tokens; None: that of the outputs
 
 
 class Normalize:
@@ -57,7 +59,8 @@ class Data(Option):
     max_value: float | None = 255.0  # the largest value of an input; None where there is no bound
     on_device = False  # samples are made on the model's device
     mirrored_changes_label = False  # a mirrored image shows another class
-    tokens = False  # samples are sequences of tokens, with a target for each; they may differ in length
+    tokens = False  # inputs are sequences of tokens, which may differ in length
+    targets: TargetKind | None = "class"  # what a sample's target is; None where only the user knows
 
     def load(self, device: torch.device) -> Splits:
         """Load the data, or open its files. Raises UserError where it is missing or not usable."""

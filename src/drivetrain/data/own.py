@@ -21,6 +21,7 @@ class Own(Data):
 
     machine_local_keys = ("target",)
     max_value = None
+    targets = None
 
     def __init__(
         self,

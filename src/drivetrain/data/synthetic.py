@@ -10,6 +10,7 @@ import annotated_types
 from drivetrain.core import rng
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec
+from drivetrain.core.targets import TargetKind
 from drivetrain.data.base import Data, Splits, Tensors
 
 Shape = Annotated[Sequence[Count], annotated_types.MinLen(1)]  # of one input, without the batch
@@ -35,6 +36,7 @@ class Synthetic(Data):
     ) -> None:
         self._shape, self.classes, self.drop_last = tuple(shape), classes, drop_last
         self.samples, self.test_samples, self.tokens = samples, test_samples, tokens
+        self.targets: TargetKind = "tokens" if tokens else "class"
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if self.tokens and len(self._shape) != 1:

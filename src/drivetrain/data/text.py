@@ -28,6 +28,7 @@ class Stdlib(Data):
 
     machine_local_keys = ("root",)
     tokens = True
+    targets = "tokens"
 
     def __init__(
         self,

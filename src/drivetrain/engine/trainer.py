@@ -16,6 +16,7 @@ from drivetrain.core.errors import Diverged, Interrupted
 from drivetrain.core.host_reads import reads_device_on_purpose
 from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.progress import Progress
+from drivetrain.core.selection import Selection
 from drivetrain.core.signals import StopFlag
 from drivetrain.core.step import Step, StreamWatcher
 from drivetrain.ema.base import Ema
@@ -24,7 +25,6 @@ from drivetrain.engine.out_of_memory import halve_micro_batch
 from drivetrain.engine.step_timer import StepTimer
 from drivetrain.engine.training_log import TrainingLog
 from drivetrain.loader.base import Loader, Pipeline
-from drivetrain.loss.base import Loss
 from drivetrain.parallel.base import Parallel
 from drivetrain.precision.base import Precision
 from drivetrain.saving import checkpoint_io
@@ -46,7 +46,7 @@ class Trainer:
 
     model: torch.nn.Module  # not wrapped: evaluated and saved under its own parameter names
     step: Step
-    loss: Loss
+    selection: Selection
     optimizer: torch.optim.Optimizer
     scheduler: Scheduler
     precision: Precision
@@ -163,7 +163,7 @@ class Trainer:
 
     def _evaluate(self) -> None:
         metrics = self.evaluator.evaluate()
-        self.progress.record_evaluation(metrics, *self.loss.best)
+        self.progress.record_evaluation(metrics, *self.selection)
         self.scheduler.evaluated(metrics)
         self.log.write("evaluate", **metrics)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Option, RunSpec
+from drivetrain.core.targets import FITTING_LOSS, TargetKind, describe
 
 
 class Loss(Option):
@@ -13,19 +14,16 @@ class Loss(Option):
 
     metrics: tuple[str, ...]  # names of the metrics that an evaluation reports
     best: tuple[str, Callable[[float, float], float]]  # the metric that ranks models; picks the better of two values
-    tokens = False  # whether there is a target for each token of a sequence, not one for each sample
+    takes: tuple[TargetKind, ...]  # the kinds of targets that it can be computed from
     soft_targets = False  # whether it takes probabilities of classes as targets, as mixup makes them
 
     def validate(self, run: RunSpec) -> Iterator[str]:
-        if run.data.tokens and not self.tokens:
+        given = run.data.targets
+        if given is not None and given not in self.takes:
+            fitting = FITTING_LOSS.get(given)
             yield (
-                f"{run.named('loss')} wants one target for each sample, but {run.named('data')} has one for each token: "
-                "set loss=next_token"
-            )
-        if self.tokens and not run.data.tokens:
-            yield (
-                f"{run.named('loss')} wants a target for each token, but {run.named('data')} has one for each sample: "
-                "set loss=cross_entropy"
+                f"{run.named('loss')} wants {describe(self.takes)}, but {run.named('data')} has {describe((given,))}: "
+                + (f"set loss={fitting}" if fitting else "set another loss")
             )
 
     def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

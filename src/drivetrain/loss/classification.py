@@ -13,6 +13,7 @@ class CrossEntropy(Loss):
 
     metrics = ("loss", "accuracy")
     best = ("accuracy", max)
+    takes = ("class",)
     soft_targets = True
 
     def __init__(self, label_smoothing: Share = 0.0) -> None:

@@ -21,7 +21,7 @@ class NextToken(Loss):
 
     metrics = ("loss", "bits_per_byte")
     best = ("bits_per_byte", min)
-    tokens = True
+    takes = ("tokens",)
 
     def __init__(self, chunks: Count = 1) -> None:
         self.chunks = chunks

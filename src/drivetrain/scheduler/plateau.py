@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from drivetrain.core.horizon import Horizon
 from drivetrain.core.option import CountOrZero, Length, Momentum, NonNegative, RunSpec, Share
+from drivetrain.core.selection import evaluated
 from drivetrain.scheduler.base import Scheduler
 
 
@@ -38,11 +39,12 @@ class Plateau(Scheduler):
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)
-        known = [*run.loss.metrics, *(f"ema_{m}" for m in run.loss.metrics if run.ema.active)]
+        metrics = evaluated(run)
+        known = [*metrics, *(f"ema_{m}" for m in metrics if run.ema.active)]
         if self.metric not in known:
             yield f"scheduler.metric={self.metric} is not evaluated by {run.named('loss')}: set one of {', '.join(known)}"
-        best, better = run.loss.best
-        if self.metric.removeprefix("ema_") == best and self.mode != better.__name__:
+        better = metrics.get(self.metric.removeprefix("ema_"))
+        if better is not None and self.mode != better.__name__:
             name = better.__name__
             yield f"scheduler.mode={self.mode}, but the best {self.metric} is the {name}imum: set scheduler.mode={name}"
 

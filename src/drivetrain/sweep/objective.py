@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from drivetrain.core.files import write_json
 from drivetrain.core.option import RunSpec
+from drivetrain.core.selection import selected
 from drivetrain.run import environment
 from drivetrain.run.result import Result
 from drivetrain.sweep.options import is_hydra_override
@@ -26,9 +27,9 @@ class Objective:
 
     @classmethod
     def of(cls, run: RunSpec) -> Objective:
-        """The objective that a run's loss names."""
-        metric, better = run.loss.best
-        return cls(metric, better(0.0, 1.0) == 1.0)
+        """The objective that ranks a run's models."""
+        selection = selected(run)
+        return cls(selection.name, selection.maximize)
 
     @property
     def direction(self) -> Literal["minimize", "maximize"]:

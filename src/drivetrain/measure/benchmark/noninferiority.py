@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from drivetrain.core.errors import Interrupted, UserError
+from drivetrain.core.selection import selected
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure.benchmark.arms import ArmSpec, baseline_job
@@ -64,9 +65,9 @@ def judge(specs: Sequence[ArmSpec], seeds: int, root: Path, progress: Callable[.
             ]
     finally:
         directory.remove(folder)
-    metric, better = baseline_job(specs).run.loss.best
-    sign = -1.0 if better(0.0, 1.0) == 1.0 else 1.0
-    return [verdict(own, runs[0], metric, sign) if own else None for own in runs]
+    selection = selected(baseline_job(specs).run)
+    sign = -1.0 if selection.maximize else 1.0
+    return [verdict(own, runs[0], selection.name, sign) if own else None for own in runs]
 
 
 def verdict(runs: list[TrainedRun], base: list[TrainedRun], metric: str, sign: float) -> Verdict:
@@ -116,7 +117,7 @@ def _train(
             raise UserError([f"{spec.label}: {problem}" for problem in error.problems]) from None
         _, result = run_one(SweepJob(spec.label, overrides, job, []), folder / str(number), signals, quiet=True)
         run = replace(read(folder / str(number)), result=result, status=result.status)
-        runs.append(trained_run(run, seed, job.run.loss.best[0]))
+        runs.append(trained_run(run, seed, selected(job.run).name))
     return runs
 
 

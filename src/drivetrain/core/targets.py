@@ -1,0 +1,21 @@
+"""The kinds of targets that data gives, and that losses and metrics take."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+TargetKind = Literal["class", "labels", "values", "mask", "tokens", "pair"]
+DESCRIPTIONS: dict[TargetKind, str] = {
+    "class": "one class for each sample",
+    "labels": "any number of labels for each sample",
+    "values": "numbers for each sample (regression)",
+    "mask": "a class for each pixel",
+    "tokens": "the next token at each position",
+    "pair": "two views of each sample",
+}
+FITTING_LOSS: dict[TargetKind, str] = {"class": "cross_entropy", "tokens": "next_token"}  # named in messages
+
+
+def describe(kinds: tuple[TargetKind, ...]) -> str:
+    """Return the kinds in words, for messages."""
+    return " or ".join(DESCRIPTIONS[kind] for kind in kinds)
