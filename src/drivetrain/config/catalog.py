@@ -15,7 +15,7 @@ from drivetrain.config import plugins
 from drivetrain.core.errors import did_you_mean
 from drivetrain.core.paths import conf_dir
 
-LISTS = ("surgery", "augment", "logger")  # groups of which several options are chosen at once
+LISTS = ("surgery", "augment", "metrics", "logger")  # groups of which several options are chosen at once
 
 _TARGET = re.compile(r"^(?:  )?_target_: (\S+)", re.M)
 

@@ -19,6 +19,8 @@ class Progress:
     evaluated: int = -1  # the update of the last evaluation
     final: dict[str, float] = field(default_factory=dict)
     best: dict[str, float] = field(default_factory=dict)
+    ranked: dict[int, float] = field(default_factory=dict)  # update → the value of its evaluation, the best first
+    tables: dict[str, Any] = field(default_factory=dict)  # of the last evaluation, as result.json has them
 
     @property
     def steps(self) -> int:
@@ -29,6 +31,8 @@ class Progress:
         """Record an evaluation; `better` is min or max, and returns the better of two values of the metric `name`."""
         if not self.best or better(metrics[name], self.best[name]) != self.best[name]:
             self.best = {**metrics, "update": self.updates}
+        values = {**self.ranked, self.updates: metrics[name]}
+        self.ranked = dict(sorted(values.items(), key=lambda item: item[1], reverse=better(0.0, 1.0) == 1.0))
         self.evaluated, self.final = self.updates, metrics
 
     def state_dict(self) -> dict[str, Any]:

@@ -64,15 +64,18 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter]) -> Trainer:
     step = debug.wrap_step(compiler.wrap_step(parallel.wrap_step(plain, context), context))
 
     eval_weights = precision.eval_weights(run.optimizer, optimizer)
+    meters, selection = [metric.build(context) for metric in run.metrics], selected(run)
     timer, saving = StepTimer(compiler.warmup, clock_for(context.device)), run.saving.build(context)
     mfu = Mfu(model_flops, context.device, number_format(model, run.precision.dtype), parallel.world.size)
     evaluator = Evaluator(
         model=model, forward=parallel.inference_model(model), eval_weights=eval_weights, ema=ema, loss=run.loss,
+        meters=meters, selected=selection.name,
         precision=precision, parallel=parallel, batch=batch, loader=loader, data=context.test_data, device=context.device,
         memory_format=context.memory_format, max_batches=run.debug.eval_batches,
     )  # fmt: skip
     trainer = Trainer(
-        model=model, step=step, selection=selected(run), optimizer=optimizer, scheduler=scheduler, precision=precision,
+        model=model, step=step, selection=selection, optimizer=optimizer, scheduler=scheduler, precision=precision,
+        stopping=run.stop.build(context),
         parallel=parallel, ema=ema, batch=batch, loader=loader, train_data=context.train_data, evaluator=evaluator,
         device=context.device, memory_format=context.memory_format, seed=context.seed, drop_last=run.data.drop_last,
         epochs=run.values["epochs"], max_updates=context.horizon.updates, log_every=run.values["log_every"],

@@ -23,16 +23,14 @@ from drivetrain.core.errors import (
 from drivetrain.core.protocols import LogWriter
 from drivetrain.core.signals import StopFlag
 from drivetrain.core.world import World
+from drivetrain.launch import kept
 from drivetrain.launch.job import Job
 from drivetrain.run import environment, identity
 from drivetrain.run.result import Result
 from drivetrain.ui import terminal
 
 if TYPE_CHECKING:
-    import torch
-
     from drivetrain.engine.trainer import Trainer
-    from drivetrain.parallel import Parallel
 
 LAST_WRITE_S = 30.0  # for a checkpoint that is being written when the run fails
 
@@ -63,13 +61,16 @@ def run_rank(job: Job, world: World, run_dir: Path, stop: StopFlag, quiet: bool)
     try:
         trainer = _build(job, context, writers, quiet)
         trainer.fit(stop)
+        _record_measurements(result, trainer)
+        kept.evaluate(trainer, result, run_dir)
         result.status = "completed"
         code = EXIT_OF_STATUS["completed"]
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         code = _record_failure(result, error, job, world, run_dir)
     if trainer is not None:
         trainer.writer.finish(LAST_WRITE_S)
-        _record_measurements(result, trainer)
+        if result.status != "completed":
+            _record_measurements(result, trainer)
         _count_skipped(result, trainer, world, run_dir)
     for writer in writers:
         writer.close()
@@ -124,7 +125,7 @@ def _build(job: Job, context: BuildContext, writers: list[RunWriter], quiet: boo
 
     trainer = build.build(context, writers)
     if (checkpoint := trainer.parallel.broadcast_object(job.checkpoint)) is not None:
-        trainer.restore(*_load(checkpoint, trainer.parallel))
+        trainer.restore(*kept.load(checkpoint, trainer.parallel))
     if job.attach is not None:
         job.attach(trainer)
     if context.world.rank == 0:
@@ -137,25 +138,15 @@ def _build(job: Job, context: BuildContext, writers: list[RunWriter], quiet: boo
     return trainer
 
 
-def _load(checkpoint: Path, parallel: Parallel) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """A checkpoint's weights and state, on every rank. Rank 0 sends them where machines share no file system."""
-    from drivetrain.saving import checkpoint_io
-
-    here = parallel.gather_object(checkpoint.is_dir())
-    if parallel.broadcast_object(all(here)):
-        return checkpoint_io.load(checkpoint, parallel.empty_shard)
-    loaded: tuple[dict[str, torch.Tensor], dict[str, Any]] = parallel.broadcast_object(
-        checkpoint_io.load(checkpoint) if parallel.world.rank == 0 else None
-    )
-    return loaded
-
-
 def _record_measurements(result: Result, trainer: Trainer) -> None:
     """Fill in metrics, counts, times and memory."""
     from drivetrain.core.device import peak_memory
 
     progress, timer = trainer.progress, trainer.timer
     result.metrics = {"final": progress.final, "best": progress.best}
+    result.selection = {"metric": trainer.selection.name, "better": trainer.selection.better.__name__}
+    result.tables = {"final": progress.tables} if progress.tables else {}
+    result.stopped = trainer.stopping.reason
     result.updates = progress.updates
     result.epochs = progress.epoch
     if progress.window:

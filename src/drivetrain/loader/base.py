@@ -148,7 +148,7 @@ class Loader(Option):
         # normalising, since bytes are a quarter of the floats.
         x = pipeline.normalized(x.to(memory_format=memory_format))
         weight = torch.full((), request.weight, device=device)  # a kernel writes it: nothing is copied
-        return MicroBatch(x, y, weight, request.last, request.epoch_end, request.seconds, request.ready)
+        return MicroBatch(x, y, weight, request.last, request.epoch_end, request.seconds, request.ready, not request.weight)
 
 
 def timeout_error(reader: str, seconds: float, pipeline: Pipeline, index: int) -> Interrupted:

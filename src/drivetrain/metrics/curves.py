@@ -1,0 +1,88 @@
+"""Metrics of the probabilities of a classification, by torchmetrics."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+from annotated_types import Ge
+
+from drivetrain.core.device import sum_dtype
+from drivetrain.core.lazy import torch
+from drivetrain.core.option import Count
+from drivetrain.metrics.base import Metric
+from drivetrain.metrics.outputs import probabilities, rows
+
+if TYPE_CHECKING:
+    import torchmetrics
+
+    from drivetrain.core.context import BuildContext
+
+Thresholds = Annotated[int, Ge(2)]
+
+
+class _Curve(Metric):
+    """The area under a curve of each class against the rest, or of each label; the mean over them.
+
+    Without `thresholds` it is exact, and all probabilities of the test set are kept on the device.
+    """
+
+    takes = ("class", "labels")
+    needs_real_tensors = "the points of an exact curve are as many as there are different probabilities"
+
+    def __init__(self, thresholds: Thresholds | None = None) -> None:
+        self.thresholds = thresholds
+
+    def prepare(self, output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return probabilities(output, self.kind), target.long()
+
+
+class AUROC(_Curve):
+    """The area under the receiver operating characteristic."""
+
+    name = "auroc"
+
+    def create(self, context: BuildContext) -> torchmetrics.Metric:
+        from torchmetrics.classification import MulticlassAUROC, MultilabelAUROC
+
+        kind = MultilabelAUROC if self.kind == "labels" else MulticlassAUROC
+        return kind(self.classes, thresholds=self.thresholds, validate_args=False)
+
+
+class AveragePrecision(_Curve):
+    """The area under the curve of precision against recall."""
+
+    name = "average_precision"
+
+    def create(self, context: BuildContext) -> torchmetrics.Metric:
+        from torchmetrics.classification import MulticlassAveragePrecision, MultilabelAveragePrecision
+
+        kind = MultilabelAveragePrecision if self.kind == "labels" else MulticlassAveragePrecision
+        return kind(self.classes, thresholds=self.thresholds, validate_args=False)
+
+
+class CalibrationError(Metric):
+    """How far the probability of the predicted class is from the share that is right: the mean over bins of probability.
+
+    It is the expected calibration error (Naeini et al. 2015). Of several labels, that of each label's probability.
+    """
+
+    name = "calibration_error"
+    takes = ("class", "labels")
+    better = min
+
+    def __init__(self, bins: Count = 15) -> None:
+        self.bins = bins
+
+    def create(self, context: BuildContext) -> torchmetrics.Metric:
+        from torchmetrics.classification import BinaryCalibrationError
+
+        self._dtype = sum_dtype(context.device)
+        # The probability of the predicted class is one of "right": so the binary form serves any number of classes.
+        return BinaryCalibrationError(n_bins=self.bins, norm="l1", validate_args=False)
+
+    def prepare(self, output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if self.kind == "labels":
+            return probabilities(output, self.kind).flatten().to(self._dtype), target.flatten().long()
+        logits, target = rows(output, target, self.kind)
+        confidence, predicted = probabilities(logits, self.kind).max(-1)
+        return confidence.to(self._dtype), (predicted == target).long()
