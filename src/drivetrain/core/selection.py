@@ -22,6 +22,10 @@ class Selection(NamedTuple):
         """Whether higher is better."""
         return self.better(0.0, 1.0) == 1.0
 
+    def record(self) -> dict[str, str]:
+        """Return it as it is written to files."""
+        return {"metric": self.name, "better": "max" if self.maximize else "min"}
+
 
 def evaluated(run: RunSpec) -> dict[str, Better | None]:
     """Return the metrics that an evaluation of the run reports, and which of two values is better; None: neither is."""

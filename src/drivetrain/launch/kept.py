@@ -32,7 +32,7 @@ def load(checkpoint: Path, parallel: Parallel) -> tuple[dict[str, torch.Tensor],
     return loaded
 
 
-def evaluate(trainer: Trainer, result: Result, run_dir: Path) -> None:
+def evaluate_kept(trainer: Trainer, result: Result, run_dir: Path) -> None:
     """Evaluate what a completed run has kept. Called on all ranks, when all else is recorded: the trainer's weights change."""
     from drivetrain.saving import checkpoint_io
 

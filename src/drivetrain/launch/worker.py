@@ -23,8 +23,8 @@ from drivetrain.core.errors import (
 from drivetrain.core.protocols import LogWriter
 from drivetrain.core.signals import StopFlag
 from drivetrain.core.world import World
-from drivetrain.launch import kept
 from drivetrain.launch.job import Job
+from drivetrain.launch.kept import evaluate_kept, load
 from drivetrain.run import environment, identity
 from drivetrain.run.result import Result
 from drivetrain.ui import terminal
@@ -62,7 +62,7 @@ def run_rank(job: Job, world: World, run_dir: Path, stop: StopFlag, quiet: bool)
         trainer = _build(job, context, writers, quiet)
         trainer.fit(stop)
         _record_measurements(result, trainer)
-        kept.evaluate(trainer, result, run_dir)
+        evaluate_kept(trainer, result, run_dir)
         result.status = "completed"
         code = EXIT_OF_STATUS["completed"]
     except (Exception, SystemExit, KeyboardInterrupt) as error:
@@ -125,7 +125,7 @@ def _build(job: Job, context: BuildContext, writers: list[RunWriter], quiet: boo
 
     trainer = build.build(context, writers)
     if (checkpoint := trainer.parallel.broadcast_object(job.checkpoint)) is not None:
-        trainer.restore(*kept.load(checkpoint, trainer.parallel))
+        trainer.restore(*load(checkpoint, trainer.parallel))
     if job.attach is not None:
         job.attach(trainer)
     if context.world.rank == 0:
@@ -144,8 +144,9 @@ def _record_measurements(result: Result, trainer: Trainer) -> None:
 
     progress, timer = trainer.progress, trainer.timer
     result.metrics = {"final": progress.final, "best": progress.best}
-    result.selection = {"metric": trainer.selection.name, "better": trainer.selection.better.__name__}
-    result.tables = {"final": progress.tables} if progress.tables else {}
+    result.selection = trainer.selection.record()
+    if tables := trainer.evaluator.tables or progress.tables:  # a run that was finished before is not evaluated again
+        result.tables = {"final": tables}
     result.stopped = trainer.stopping.reason
     result.updates = progress.updates
     result.epochs = progress.epoch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Ge
@@ -9,7 +10,7 @@ from annotated_types import Ge
 from drivetrain.core.device import sum_dtype
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count
-from drivetrain.metrics.base import Metric
+from drivetrain.metrics.base import Metric, Table
 from drivetrain.metrics.outputs import probabilities, rows
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ Thresholds = Annotated[int, Ge(2)]
 
 
 class _Curve(Metric):
-    """The area under a curve of each class against the rest, or of each label; the mean over them.
+    """The area under a curve of each class against the rest, or of each label; the mean over those that both occur and do not.
 
     Without `thresholds` it is exact, and all probabilities of the test set are kept on the device.
     """
@@ -32,8 +33,41 @@ class _Curve(Metric):
     def __init__(self, thresholds: Thresholds | None = None) -> None:
         self.thresholds = thresholds
 
+    def setup(self, context: BuildContext) -> None:
+        from drivetrain.metrics.states import Sums, place
+
+        super().setup(context)
+        self._there = place(Sums((2, self.classes)), context.device, context.parallel)
+
+    def create(self, context: BuildContext) -> torchmetrics.Metric:
+        import torchmetrics.classification
+
+        kind = getattr(torchmetrics.classification, f"{'Multilabel' if self.kind == 'labels' else 'Multiclass'}{type(self).__name__}")
+        state: torchmetrics.Metric = kind(self.classes, thresholds=self.thresholds, average="none", validate_args=False)
+        return state
+
+    def reset(self) -> None:
+        super().reset()
+        self._there.reset()
+
+    def update(self, output: torch.Tensor, target: torch.Tensor) -> None:
+        super().update(output, target)
+        labels = target if self.kind == "labels" else torch.nn.functional.one_hot(target, self.classes)
+        there = (labels > 0.5).sum(0)
+        self._there.update(torch.stack([there, len(target) - there]))
+
     def prepare(self, output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return probabilities(output, self.kind), target.long()
+
+    def figures(self, computed: torch.Tensor) -> dict[str, float]:
+        there, absent = self._there.compute()
+        values = computed.cpu().double()[(there > 0) & (absent > 0)]
+        return {self.name: float(values.mean())}
+
+    def result(self) -> tuple[dict[str, float], dict[str, Table]]:
+        with warnings.catch_warnings():  # of classes that do not occur, which are left out here
+            warnings.simplefilter("ignore")
+            return super().result()
 
 
 class AUROC(_Curve):
@@ -41,23 +75,11 @@ class AUROC(_Curve):
 
     name = "auroc"
 
-    def create(self, context: BuildContext) -> torchmetrics.Metric:
-        from torchmetrics.classification import MulticlassAUROC, MultilabelAUROC
-
-        kind = MultilabelAUROC if self.kind == "labels" else MulticlassAUROC
-        return kind(self.classes, thresholds=self.thresholds, validate_args=False)
-
 
 class AveragePrecision(_Curve):
     """The area under the curve of precision against recall."""
 
     name = "average_precision"
-
-    def create(self, context: BuildContext) -> torchmetrics.Metric:
-        from torchmetrics.classification import MulticlassAveragePrecision, MultilabelAveragePrecision
-
-        kind = MultilabelAveragePrecision if self.kind == "labels" else MulticlassAveragePrecision
-        return kind(self.classes, thresholds=self.thresholds, validate_args=False)
 
 
 class CalibrationError(Metric):
