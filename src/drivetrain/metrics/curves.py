@@ -11,7 +11,7 @@ from drivetrain.core.device import sum_dtype
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count
 from drivetrain.metrics.base import Metric, Table
-from drivetrain.metrics.outputs import probabilities, rows
+from drivetrain.metrics.outputs import count, probabilities, rows
 
 if TYPE_CHECKING:
     import torchmetrics
@@ -52,8 +52,8 @@ class _Curve(Metric):
 
     def update(self, output: torch.Tensor, target: torch.Tensor) -> None:
         super().update(output, target)
-        labels = target if self.kind == "labels" else torch.nn.functional.one_hot(target, self.classes)
-        there = (labels > 0.5).sum(0)
+        of_labels = self.kind == "labels"
+        there = (target > 0.5).sum(0) if of_labels else count(target, torch.ones_like(target), self.classes)
         self._there.update(torch.stack([there, len(target) - there]))
 
     def prepare(self, output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, ...]:
