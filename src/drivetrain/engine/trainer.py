@@ -155,19 +155,17 @@ class Trainer:
             progress.epoch, progress.window = progress.epoch + 1, 0
             if progress.epoch % self.evaluate_every == 0 or progress.epoch == self.epochs:
                 self._evaluate()
-                done = done or self.stopping.reason is not None
         if epoch_end or agreed:
             self._save()
         if agreed == STOP and not done:
             self.writer.wait()
             raise Interrupted(f"stopped by a signal at update {progress.updates}", saved=self.saving.active)
         self.timer.resume()
-        return done
+        return done or self.stopping.reason is not None
 
     def _evaluate(self) -> None:
         metrics = self.evaluator.evaluate()
-        self.progress.record_evaluation(metrics, *self.selection)
-        self.progress.tables = dict(self.evaluator.tables)
+        self.progress.record_evaluation(metrics, *self.selection, self.evaluator.tables)
         self.scheduler.evaluated(metrics)
         self.stopping.evaluated(metrics)
         self.log.write("evaluate", **metrics)

@@ -8,6 +8,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from drivetrain.core import tables
 from drivetrain.core.context import BuildContext
 from drivetrain.core.errors import (
     BAD_CONFIG,
@@ -27,7 +28,7 @@ from drivetrain.launch.job import Job
 from drivetrain.launch.kept import evaluate_kept, load
 from drivetrain.run import environment, identity
 from drivetrain.run.result import Result
-from drivetrain.ui import terminal
+from drivetrain.ui import table_picture, terminal
 
 if TYPE_CHECKING:
     from drivetrain.engine.trainer import Trainer
@@ -63,6 +64,8 @@ def run_rank(job: Job, world: World, run_dir: Path, stop: StopFlag, quiet: bool)
         trainer.fit(stop)
         _record_measurements(result, trainer)
         evaluate_kept(trainer, result, run_dir)
+        if world.rank == 0:
+            _show_tables(result, trainer, run_dir)
         result.status = "completed"
         code = EXIT_OF_STATUS["completed"]
     except (Exception, SystemExit, KeyboardInterrupt) as error:
@@ -165,6 +168,16 @@ def _record_measurements(result: Result, trainer: Trainer) -> None:
         result.step_ms_p50, result.step_ms_p95 = percentiles
     result.flops_per_sample = trainer.log.mfu.model.per_sample
     result.compile_s = trainer.compile_seconds()
+
+
+def _show_tables(result: Result, trainer: Trainer, run_dir: Path) -> None:
+    """Draw the confusion matrices, and show the pictures in the loggers that take pictures."""
+    for name, table in tables.of_result(result.tables)[1].items():
+        if tables.is_confusion(table):
+            path = table_picture.draw(table, run_dir / "images" / f"{name}.png")
+            for writer in trainer.log.writers:
+                if hasattr(writer, "log_image"):
+                    writer.log_image(name, trainer.progress.updates, path)
 
 
 def _count_skipped(result: Result, trainer: Trainer, world: World, run_dir: Path) -> None:

@@ -13,6 +13,7 @@ from drivetrain.run.reader import RunFiles
 MOST_RUNS = 6  # the tables of more are in their result.json
 MOST_CELLS = 30  # classes of a matrix whose cells are large enough for a number
 ROWS = 40  # of a table of classes
+SHARES = ("precision", "recall", "f1", "iou")  # columns that are drawn
 
 
 def sections(runs: Sequence[RunFiles], numbers: dict[int, str]) -> tuple[list[str], dict[str, Any]]:
@@ -31,9 +32,24 @@ def sections(runs: Sequence[RunFiles], numbers: dict[int, str]) -> tuple[list[st
                 body += ['<p class="soft">Colour: the share of the class. Number: how many.</p>']
                 body.append(plot(key, 130 + min(26 * len(values["rows"]), 700)))
             else:
+                if len(values["rows"]) <= ROWS and set(SHARES) & set(values["columns"]):
+                    key = f"{name}{numbers[id(run)]}"
+                    figures[key] = bars(values)
+                    body.append(plot(key, 260))
                 shown = tables.shown(name, values, ROWS)
                 body.append(table(shown.header, shown.rows, sortable=True))
     return body, figures
+
+
+def bars(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The shares of each class, such as its precision and recall, side by side as a Plotly figure."""
+    shares = [n for n, name in enumerate(values["columns"]) if name in SHARES]
+    drawn = [
+        {"type": "bar", "name": values["columns"][n], "x": values["rows"], "y": [row[n] for row in values["values"]]}
+        for n in shares
+    ]
+    layout = {"margin": {"t": 10, "r": 10}, "xaxis": {"type": "category"}, "yaxis": {"range": [0, 1]}, "barmode": "group"}
+    return {"data": drawn, "layout": layout}
 
 
 def heatmap(values: Mapping[str, Any]) -> dict[str, Any]:
