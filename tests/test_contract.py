@@ -52,6 +52,9 @@ BESIDE = {
     ("model", "gpt"): TEXT,
     ("loss", "next_token"): TEXT,
     ("batch", "bucketed"): TEXT,
+    ("metrics", "perplexity"): TEXT,
+    ("metrics", "bits_per_byte"): TEXT,
+    ("metrics", "own"): ["metrics.own.target=outside.errors", "trust=[outside]", "data=digits"],
     ("data", "digits"): ["model=resnet9", "model.width=4"],
     ("parallel", "split"): ["parallel.devices=[cpu,cpu]"],
     ("parallel", "tensor"): ["model=timm", "model.name=vit_tiny_patch16_224", SMALL_VIT],
@@ -65,7 +68,9 @@ BESIDE = {
 LACKING = ("which is not installed", "needs a CUDA device", "has no effect on this model", "set compile=inductor")
 SLOW = {("compile", "inductor"), ("compile", "regional")}  # they compile kernels
 # Groups whose options keep something from update to update, or give what a checkpoint holds another form: they are resumed.
-WITH_STATE = {"batch", "ema", "loader", "logger", "model", "optimizer", "parallel", "precision", "saving", "scheduler", "surgery"}
+WITH_STATE = {
+    "batch", "ema", "loader", "logger", "model", "optimizer", "parallel", "precision", "saving", "scheduler", "stop", "surgery",
+}  # fmt: skip
 
 NET = '''
 """Somebody's own network."""
@@ -78,6 +83,9 @@ class Net(torch.nn.Module):
 
     def forward(self, x):
         return self.only(x.flatten(1))
+
+def errors(output, target):
+    return (output.argmax(1) != target).sum()
 
 class Pictures(torch.utils.data.Dataset):
     classes = ("cat", "dog")
@@ -217,6 +225,7 @@ def test_every_option_is_in_a_pair():
         (["data=own"], "data=own needs data.target"),
         (["data=own", "data.target=outside.Pictures"], "trust=[outside]"),
         (["data=huggingface"], "data=huggingface needs"),
+        (["metrics=[own]"], "metrics=[own] needs metrics.own.target"),
         (["model=own"], "model=own needs model.target"),
         (["model=own", "model.target=outside.Net"], "trust=[outside]"),
     ],
@@ -297,7 +306,7 @@ def test_every_group_has_its_off_switch_or_a_default():
     groups = options()
     assert set(groups) >= {
         "precision", "optimizer", "scheduler", "loader", "parallel", "checkpointing", "batch", "compile", "surgery", "clip",
-        "ema", "model", "data", "augment", "debug", "saving", "logger", "runtime",
+        "ema", "model", "data", "augment", "debug", "saving", "logger", "runtime", "metrics", "stop",
     }  # fmt: skip
     defaults = compose([]).choices
     assert set(defaults) == set(groups)

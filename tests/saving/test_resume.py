@@ -297,7 +297,6 @@ def test_pruning_keeps_the_newest_by_number_and_those_that_are_chosen(tmp_path):
     assert checkpoint_io.updates(tmp_path) == [100]
 
 
-
 def test_random_streams_come_back():
     state = checkpoint_io.random_state()
     first = torch.rand(4)

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from drivetrain.core import tables
 from drivetrain.core.context import BuildContext
