@@ -8,16 +8,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from drivetrain.config import validate as check
 from drivetrain.core import process
 from drivetrain.core.errors import BAD_CONFIG, UserError
+from drivetrain.core.paths import add_import_paths
 from drivetrain.core.signals import StopFlag
 from drivetrain.core.world import World
 from drivetrain.launch import batch_probe, elastic
-from drivetrain.launch.job import Job, prepare
+from drivetrain.launch.job import Job, prepare_run
 from drivetrain.launch.worker import run_rank
 from drivetrain.parallel import launched, world_of_environment
 from drivetrain.run import directory
@@ -37,16 +39,19 @@ class Ended:
     code: int
 
 
-def train(overrides: list[str]) -> Result:
+def train(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> Result:
     """`drivetrain.train`: train in this process where the run has one rank, else in a new one that starts the ranks."""
     process.restart_clock()
-    job = prepare(overrides)
+    if config_dirs:
+        add_import_paths(config_dirs)
+    job = prepare_run(overrides, config_dirs)
     if not job.run.parallel.distributed or launched() is not None:
         return launch(job).result
     # Ranks are forked, and only from a process that has run nothing of torch; this one may have.
     with tempfile.TemporaryDirectory() as folder:
         run_dir_file = Path(folder) / "run_dir"
-        command = [sys.executable, "-m", "drivetrain", "train", *overrides]
+        folders = [word for folder in config_dirs for word in ("--config-dir", folder)]
+        command = [sys.executable, "-m", "drivetrain", "train", *folders, *overrides]
         path = os.pathsep.join([str(process.PACKAGE.parent), *sys.path])
         env = {**os.environ, RUN_DIR_FILE: str(run_dir_file), "PYTHONPATH": path}
         done = subprocess.run(command, env=env, stderr=subprocess.PIPE, text=True, check=False)
@@ -69,9 +74,9 @@ def launch(job: Job, run_dir: Path | None = None, quiet: bool = False) -> Ended:
     _choose_micro_batch(job, world)
     run_dir = job.run_dir or run_dir
     if job.run.parallel.nnodes > 1 and launched() is None:
-        return _launch_on_several_machines(job, run_dir or directory.new(Path(job.run.values["output_dir"])), quiet)
+        return _launch_on_several_machines(job, run_dir or job.new_run_dir(), quiet)
     if is_new := run_dir is None:
-        run_dir = directory.create(Path(job.run.values["output_dir"]))
+        run_dir = job.make_run_dir()
     with directory.locked(run_dir):
         ended = _launch_in(run_dir, job, world, quiet)
     if ended.code == BAD_CONFIG and not ended.result.updates and is_new:
