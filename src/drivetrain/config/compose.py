@@ -59,7 +59,8 @@ class Composed:
         """Whether the value of a dotted key comes from the environment."""
         *above, last = key.split(".")
         section = OmegaConf.select(self.config, ".".join(above)) if above else self.config
-        return isinstance(section, DictConfig) and "${oc.env:" in str(section._get_node(last)._value())
+        plain: Any = OmegaConf.to_container(section) if isinstance(section, DictConfig) else {}
+        return "${oc.env:" in str(plain.get(last))
 
     def where(self, key: str) -> str:
         """The prefix "file:line: " of a value that the recipe set, for messages; empty for any other."""
@@ -137,7 +138,7 @@ def references(config: Any, prefix: str = "") -> dict[str, str]:
     if isinstance(config, DictConfig):
         config = OmegaConf.to_container(config)
     items = config.items() if isinstance(config, dict) else enumerate(config) if isinstance(config, list) else ()
-    found = {}
+    found: dict[str, str] = {}
     for key, value in items:
         name = f"{prefix}{key}" if isinstance(config, dict) else f"{prefix[:-1]}[{key}]"
         found |= {name: value} if isinstance(value, str) and "${" in value else references(value, f"{name}.")

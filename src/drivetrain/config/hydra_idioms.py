@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from drivetrain.config.catalog import EXPERIMENTS, LISTS, options
-from drivetrain.core.errors import did_you_mean
-from drivetrain.core.overrides import format_value, key_of
+from drivetrain.core.errors import UserError, did_you_mean
+from drivetrain.core.overrides import format_value, key_of, parse
+from drivetrain.recipe import reader as recipes
 
 HONOURED: dict[str, Any] = {  # keys below `hydra.` that a run or a sweep obeys, with what they take
     "run.dir": str,
@@ -25,6 +26,7 @@ HONOURED: dict[str, Any] = {  # keys below `hydra.` that a run or a sweep obeys,
 }
 _INSTEAD = {  # the start of a key → what to type
     "hydra.run.dir": "it is for one run by `drivetrain train`: set output_dir=… here",
+    "hydra.mode": "it is for several runs: say -m before it, or leave it out",
     "hydra.sweep.": "it is for several runs: say -m before it, or leave it out",
     "hydra.launcher": "it is for several runs: say -m before it, or leave it out",
     "hydra.sweeper": "it is for several runs: say -m before it, or leave it out",
@@ -61,7 +63,8 @@ def is_hydra_override(override: str) -> bool:
 def translated(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> list[str]:
     """The overrides with Hydra's idioms in drivetrain's words; those without a meaning here stay, and composing refuses them.
 
-    `experiment=NAME` is a recipe, also of a config dir's experiment/; `~GROUP` is its off switch; `GROUP@GROUP=x` is `GROUP=x`.
+    `experiment=NAME` is a recipe, also of a config dir's experiment/; `~GROUP` is its off switch; `GROUP@GROUP=x` is `GROUP=x`;
+    `GROUP=glob(a*)` lists the options that match. Raises UserError where none does.
     """
     groups = options(config_dirs)
     return [_translated(override, groups, config_dirs) for override in overrides]
@@ -70,6 +73,9 @@ def translated(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> lis
 def _translated(override: str, groups: Mapping[str, Sequence[str]], config_dirs: Sequence[str]) -> str:
     key, equals, value = override.partition("=")
     name, _, package = key.lstrip("+").partition("@")
+    if value.startswith("glob(") and (known := groups.get(name) or _files(name, config_dirs)):
+        value = ",".join(_matching(override, known))
+        override = f"{key}={value}"
     if name == "experiment" and equals:
         return "recipe=" + ",".join(recipe_word(each, config_dirs) for each in value.split(","))
     if package and package == name and name in groups:
@@ -77,6 +83,27 @@ def _translated(override: str, groups: Mapping[str, Sequence[str]], config_dirs:
     if override.startswith("~") and override[1:] in groups and (off := off_switch(override[1:], groups)):
         return off
     return override
+
+
+def _files(key: str, config_dirs: Sequence[str]) -> list[str]:
+    """The names that `recipe=` or `experiment=` takes; none for any other key."""
+    own = [file.stem for folder in config_dirs for file in sorted(Path(folder, EXPERIMENTS).glob("*.yaml"))]
+    return own if key == "experiment" and own else recipes.names() if key in ("experiment", "recipe") else []
+
+
+def _matching(override: str, known: Sequence[str]) -> list[str]:
+    """The known names that the glob of an override matches. Raises UserError."""
+    from hydra.core.override_parser.types import Glob
+    from hydra.errors import HydraException
+
+    try:
+        glob = parse(override).value()
+    except HydraException:
+        glob = None
+    found = glob.filter(list(known)) if isinstance(glob, Glob) else []
+    if not found:
+        raise UserError(f"'{override}' matches nothing: there is: {', '.join(known)}")
+    return found
 
 
 def off_switch(group: str, groups: Mapping[str, Sequence[str]]) -> str | None:

@@ -30,7 +30,13 @@ class HydraSettings:
     @property
     def folder(self) -> str | None:
         """The folder for Hydra's files beside a run's own; None: it is not wanted."""
-        return self.given.get("output_subdir", ".hydra")
+        folder: str | None = self.given.get("output_subdir", ".hydra")
+        return folder
+
+    def check_one_run(self) -> None:
+        """Raise UserError for settings of a sweep, which a single run would ignore."""
+        if wrong := [word for word in self.typed if word.startswith(("hydra.sweep.", "hydra.mode=MULTIRUN"))]:
+            raise UserError(map(instead, wrong))
 
     def path(self, key: str, composed: Composed) -> Path | None:
         """The path that `hydra.KEY` stands for in this run; None where it is not set. Raises UserError."""
@@ -66,7 +72,7 @@ class HydraSettings:
             },
             "runtime": {
                 "version": version, "version_base": "1.3", "cwd": os.getcwd(), "choices": composed.choices,
-                "output_dir": "???" if run_dir is None else str(run_dir.absolute()),
+                "output_dir": "???" if run_dir is None or self._is_secret(composed) else str(run_dir.absolute()),
             },
             "verbose": False,
         })  # fmt: skip
@@ -74,6 +80,11 @@ class HydraSettings:
             OmegaConf.update(node, key, value)
         node.job.override_dirname = _dirname(composed.overrides, **node.job.config.override_dirname)
         return OmegaConf.to_container(node)  # type: ignore[return-value]
+
+    def _is_secret(self, composed: Composed) -> bool:
+        """Whether the run's directory was named by the environment, of which nothing is written."""
+        named = (self.given.get(key, "") for key in ("run.dir", "sweep.dir", "sweep.subdir"))
+        return any("${oc.env" in text for text in named) or composed.from_environment("output_dir")
 
     def whole(self, composed: Composed) -> DictConfig:
         """The run's config and Hydra's node below `hydra`, as Hydra shows them."""

@@ -39,7 +39,8 @@ def parse_each(overrides: Iterable[str], form: str, problems: list[str]) -> Iter
         try:
             parsed = parse(text)
         except HydraException:
-            problems.append(f"{text!r} is not of the form {form}")
+            quotes = ": put a value with ${ in quotes, as key='${…}'" if "${" in text else ""
+            problems.append(f"{text!r} is not of the form {form}{quotes}")
             continue
         yield text, parsed
 

@@ -114,6 +114,7 @@ def prepare(
 def prepare_run(words: Sequence[str], config_dirs: Sequence[str] = ()) -> Job:
     """As `prepare`, for a single run whose words may be Hydra's: its idioms, and its settings such as hydra.run.dir."""
     settings, overrides = hydra_settings.split(hydra_idioms.translated(words, config_dirs))
+    settings.check_one_run()
     return prepare(overrides, config_dirs, hydra=settings)
 
 

@@ -8,18 +8,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from drivetrain.config import validate as check
+from drivetrain.config.composed_elsewhere import overrides_of
 from drivetrain.core import process
 from drivetrain.core.errors import BAD_CONFIG, UserError
+from drivetrain.core.overrides import format_value
 from drivetrain.core.paths import add_import_paths
 from drivetrain.core.signals import StopFlag
 from drivetrain.core.world import World
 from drivetrain.launch import batch_probe, elastic
 from drivetrain.launch.job import Job, prepare_run
+from drivetrain.launch.job import prepare as prepare
 from drivetrain.launch.worker import run_rank
 from drivetrain.parallel import launched, world_of_environment
 from drivetrain.run import directory
@@ -39,11 +43,17 @@ class Ended:
     code: int
 
 
-def train(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> Result:
+def train(config: Sequence[str] | Mapping[str, Any], config_dirs: Sequence[str] = ()) -> Result:
     """`drivetrain.train`: train in this process where the run has one rank, else in a new one that starts the ranks."""
     process.restart_clock()
+    if isinstance(config, str):
+        raise UserError(f"drivetrain.train({config!r}): give a list of overrides, as [{config!r}], or a config")
     if config_dirs:
         add_import_paths(config_dirs)
+    if isinstance(config, Mapping):
+        overrides = [*overrides_of(config, config_dirs), *_into_hydras_directory(config)]
+    else:
+        overrides = list(config)
     job = prepare_run(overrides, config_dirs)
     if not job.run.parallel.distributed or launched() is not None:
         return launch(job).result
@@ -61,6 +71,16 @@ def train(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> Result:
         errors = [line.removeprefix("error: ") for line in done.stderr.splitlines() if line.startswith("error: ")]
         raise UserError(errors or [f"the run ended with code {done.returncode}"])
     return result
+
+
+def _into_hydras_directory(config: Mapping[str, Any]) -> list[str]:
+    """The override that puts the run into the output directory of Hydra's job around it, if that has no run and none is set."""
+    from hydra.core.hydra_config import HydraConfig
+
+    if not HydraConfig.initialized() or config.get("output_dir", "outputs") != "outputs":
+        return []
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    return [] if any(directory.cannot_take(folder, "hydra.run.dir")) else [f"hydra.run.dir={format_value(str(folder))}"]
 
 
 def launch(job: Job, run_dir: Path | None = None, quiet: bool = False) -> Ended:
