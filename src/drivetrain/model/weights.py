@@ -162,13 +162,13 @@ def _drop_head(model: torch.nn.Module, weights: Weights, own: Mapping[str, torch
     """Remove the head's tensors that differ in the number of classes alone. Returns their names, and the file's number."""
     heads, outputs = _heads(model), getattr(model, "num_classes", classes)
     remade = {
-        name: len(given)
-        for name, given in weights.items()
-        if name in own
+        name: len(weights[name])
+        for name, wanted in own.items()
+        if name in weights
         and any(name.startswith(f"{head}.") for head in heads)
-        and given.ndim == own[name].ndim > 0
-        and len(given) != len(own[name]) == outputs
-        and given.shape[1:] == own[name].shape[1:]
+        and weights[name].ndim == wanted.ndim > 0
+        and len(weights[name]) != len(wanted) == outputs
+        and weights[name].shape[1:] == wanted.shape[1:]
     }
     for name in remade:
         del weights[name]
@@ -217,27 +217,32 @@ def _problem(weights: Weights, own: Mapping[str, torch.Tensor], may_be_missing: 
             f"no name is in both. The file has {_listed(weights)}; the model has {_listed(own)}: set the model options that the "
             "weights were trained with"
         )
-    other = {name: _difference(tensor, own[name]) for name, tensor in weights.items() if name in own}
-    other = {name: difference for name, difference in other.items() if difference}
+    differences = {name: _difference(weights[name], tensor) for name, tensor in own.items() if name in weights}
+    other = [name for name, difference in differences.items() if difference]
     missing = [name for name in own if name not in weights and name not in may_be_missing]
     unknown = [name for name in weights if name not in own]
+    shapes = [f"{name}: {differences[name]}" for name in other]
     found = [
-        f"{_count(other)} of another shape ({_listed(f'{name}: {difference}' for name, difference in other.items())})"
-        * bool(other),
+        f"{_count(other)} of another shape than the model wants ({_listed(shapes)})" * bool(other),
         f"{_count(missing)} not in the file ({_listed(missing)})" * bool(missing),
         f"{_count(unknown)} not in the model ({_listed(unknown)})" * bool(unknown),
     ]
-    parts = sorted({f"{name.split('.')[0]}.*" if "." in name else name for name in (*other, *missing, *unknown)})
-    skip = ",".join(parts) if len(parts) <= 3 else "name.*"
-    hint = f": set the model options that the weights were trained with, or leave these out by model.weights_skip=[{skip}]"
-    return "; ".join(filter(None, found)) + hint if any(found) else ""
+    return "; ".join(filter(None, found)) + _hint([*other, *missing, *unknown], own) if any(found) else ""
+
+
+def _hint(wrong: Sequence[str], own: Collection[str]) -> str:
+    parts = list(dict.fromkeys(f"{name.split('.')[0]}.*" if "." in name else name for name in wrong))
+    rest = [name for name in own if not any(matches(name, part) for part in parts)]
+    skip = f", or let them start anew: model.weights_skip=[{','.join(parts)}]" if rest and len(parts) <= NAMED else ""
+    return f": set the model options that the weights were trained with{skip}"
 
 
 def _difference(given: torch.Tensor, wanted: torch.Tensor) -> str:
+    """How the file's tensor differs from the one that the model wants."""
     if given.shape != wanted.shape:
-        return f"{_shape(given)} in the file, {_shape(wanted)} in the model"
+        return f"{_shape(given)} for {_shape(wanted)}"
     if given.is_floating_point() != wanted.is_floating_point():
-        return f"{given.dtype} in the file, {wanted.dtype} in the model".replace("torch.", "")
+        return f"{given.dtype} for {wanted.dtype}".replace("torch.", "")
     return ""
 
 
