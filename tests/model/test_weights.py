@@ -294,7 +294,10 @@ def test_biases_that_surgery_removes_are_accounted_for(make, train, tmp_path):
     torch.testing.assert_close(built.eval()(x), source.eval()(x))
 
     torch.save(built.state_dict(), tmp_path / "edited.pt")  # without biases
-    for again in (make(*edited, f"model.weights={tmp_path / 'edited.pt'}"), make(*words, f"model.weights={tmp_path / 'edited.pt'}")):
+    for again in (
+        make(*edited, f"model.weights={tmp_path / 'edited.pt'}"),
+        make(*words, f"model.weights={tmp_path / 'edited.pt'}"),
+    ):
         torch.testing.assert_close(again.model.eval()(x), source.eval()(x))
 
 
@@ -304,9 +307,7 @@ def test_master_weights_are_the_files_float32(make, tmp_path):
     trainer = make("precision=bf16_pure", f"model.weights={tmp_path / 'w.pt'}")
     assert trainer.model.head.weight.dtype == torch.bfloat16
     masters = {
-        name: p
-        for group in trainer.optimizer.param_groups
-        for name, p in zip(group["param_names"], group["params"], strict=True)
+        name: p for group in trainer.optimizer.param_groups for name, p in zip(group["param_names"], group["params"], strict=True)
     }
     assert same({name: p.detach() for name, p in masters.items()}, source)
 
@@ -355,6 +356,6 @@ def test_weights_make_another_run(train, tmp_path):
     assert prepare("model=mlp").config_hash != prepare("model=mlp", *words).config_hash
     run_dir = train(*words, "saving=last").run_dir
     assert f"# model.weights={tmp_path / 'w.pt'} is not part of a recipe" in (run_dir / "recipe.yaml").read_text()
-    with pytest.raises(UserError, match="model.weights: .*w.pt → other.pt"):
+    with pytest.raises(UserError, match=r"model\.weights: .*w.pt → other.pt"):
         prepare(f"resume={run_dir}", "model.weights=other.pt")
     assert prepare(f"resume={run_dir}").run.model.weights == str(tmp_path / "w.pt")

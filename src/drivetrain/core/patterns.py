@@ -16,7 +16,7 @@ def matches(name: str, pattern: str) -> bool:
 
 def check_patterns(names: Collection[str], patterns: Mapping[str, Collection[str]], what: str = "trainable parameter") -> None:
     """Raise UserError for every pattern that matches no parameter. `patterns` are given by the key that they are set in."""
-    modules = {name.rpartition(".")[0] for name in names} - {""}
+    modules = {name[:i] for name in names for i, character in enumerate(name) if character == "."}
     problems = [
         f"{key}: {pattern!r} matches no {what} of the model: {did_you_mean(pattern, {*names, *modules})}"
         for key, given in patterns.items()
