@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -31,7 +31,7 @@ class Model(Option):
     weights: str | None = None
     weights_skip: Sequence[str] = ()
     freeze: Sequence[str] = ()
-    unfreeze: dict[str, Any] | None = None
+    unfreeze: dict[str, Any] = field(default_factory=dict)
 
     tokens: ClassVar[bool | None] = False  # whether it reads sequences of tokens; None: not known
     may_be_transformer: ClassVar[bool] = False
@@ -52,7 +52,7 @@ class Model(Option):
         """Problems of the weights to start from, and of the parameters that do not train."""
         if self.weights_skip and self.weights is None:
             yield "model.weights_skip leaves out names of model.weights, which is not set: set model.weights=PATH"
-        starts = flatten(self.unfreeze or {})
+        starts = flatten(self.unfreeze)
         for pattern, length in starts.items():
             if isinstance(length, bool) or not isinstance(length, int | float | str):
                 yield f"model.unfreeze: {pattern}={length}: give the length of training after which it trains, such as 500 or 2ep"
@@ -112,4 +112,4 @@ class Model(Option):
     def _schedule(self, model: torch.nn.Module, context: BuildContext) -> Any:
         from drivetrain.model import freezing
 
-        return freezing.Schedule(list(dict(model.named_parameters())), self.freeze, flatten(self.unfreeze or {}), context.horizon)
+        return freezing.Schedule(list(dict(model.named_parameters())), self.freeze, flatten(self.unfreeze), context.horizon)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
@@ -22,7 +22,7 @@ class Own(Model):
     """
 
     target: str | None = None
-    kwargs: dict[str, Any] | None = None
+    kwargs: dict[str, Any] = field(default_factory=dict)
 
     machine_local_keys = ("target", *Model.machine_local_keys)
     tokens = None
@@ -42,7 +42,7 @@ class Own(Model):
         target = self._import()
         offered = {"shape": shape, "classes": classes, "num_classes": classes}
         parameters = inspect.signature(target).parameters
-        kwargs = {**{k: v for k, v in offered.items() if k in parameters}, **(self.kwargs or {})}
+        kwargs = {**{k: v for k, v in offered.items() if k in parameters}, **self.kwargs}
         try:
             return target(**kwargs)
         except TypeError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from drivetrain.core.errors import UserError
@@ -22,7 +22,7 @@ class Timm(Model):
 
     name: str = "resnet18"
     pretrained: bool = False
-    kwargs: dict[str, Any] | None = None
+    kwargs: dict[str, Any] = field(default_factory=dict)
 
     machine_local_keys = identifying_keys = (*Model.machine_local_keys, "pretrained")
     may_be_transformer = True
@@ -30,7 +30,7 @@ class Timm(Model):
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)
         for key, instead in {"pretrained": "model.pretrained=true", "checkpoint_path": "model.weights=PATH"}.items():
-            if key in (self.kwargs or {}):
+            if key in self.kwargs:
                 yield f"model.kwargs.{key} names weights to start from, which a run has a key of its own for: set {instead}"
         if self.pretrained and self.weights is not None:
             yield f"model.pretrained=true and model.weights={self.weights} are two sets of weights to start from: leave one out"
@@ -46,7 +46,7 @@ class Timm(Model):
     def create(self, shape: tuple[int, ...], classes: int) -> torch.nn.Module:
         import timm
 
-        kwargs = {"in_chans": shape[0], "num_classes": classes, **(self.kwargs or {})}
+        kwargs = {"in_chans": shape[0], "num_classes": classes, **self.kwargs}
         try:
             return timm.create_model(self.name, pretrained=self.pretrained, **kwargs)
         except TypeError as error:  # an argument that this network does not take

@@ -90,7 +90,7 @@ def _read_folder(folder: Path) -> tuple[Path, Weights]:
             "outputs/<date>/<time>-<id>"
         )
     if (folder / "model.safetensors").is_file():
-        return folder, safetensors.torch.load_file(folder / "model.safetensors")
+        return read(folder / "model.safetensors")
     return folder, checkpoint_io.load(folder)[0]  # shards, merged
 
 

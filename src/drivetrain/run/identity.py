@@ -88,7 +88,7 @@ def to_recipe(composed: Composed, machine_local_keys: set[str], identifying_keys
         OmegaConf.update(tree, key, value, force_add=True)
     lines = [f"description: {json.dumps(composed.recipe.description)}"] if composed.recipe and composed.recipe.description else []
     lines += ["defaults:"] + [f"  - override /{g}: {json.dumps(o) if isinstance(o, list) else o}" for g, o in chosen.items()]
-    lines += [f"# {key}={given[key]} is not part of a recipe: give it on the command line" for key in left_out]
+    lines += [f"# {key}={json.dumps(given[key])} is not part of a recipe: give it on the command line" for key in left_out]
     lines += [f"# {key} came from the environment: give it on the command line" for key in outside]
     return "\n".join(lines) + "\n" + (OmegaConf.to_yaml(tree) if differing else "")
 

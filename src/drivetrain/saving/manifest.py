@@ -49,8 +49,9 @@ def best_or_newest(run_dir: Path) -> Path:
     """Return the checkpoint of a run's best evaluation if it was kept, else the newest valid one. Raises UserError."""
     result = Result.read(run_dir)
     best = (result.metrics.get("best") or {}).get("update") if result is not None else None
-    if best is not None and (checkpoint := run_dir / "checkpoints" / str(int(best))).is_dir() and verify(checkpoint) is None:
-        return checkpoint
+    for checkpoint in checkpoints(run_dir):
+        if int(checkpoint.name) == best and verify(checkpoint) is None:
+            return checkpoint
     newest, problems = newest_valid(run_dir)
     if newest is None:
         raise UserError(problems or f"{run_dir} has no checkpoint: it was not saved (saving=none), or has not come that far")
