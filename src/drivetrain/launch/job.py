@@ -49,6 +49,11 @@ class Job:
     hydra: HydraSettings = field(default_factory=HydraSettings)
     attach: Callable[[Trainer], None] | None = None  # called with each rank's finished trainer, before it fits
 
+    @property
+    def not_compared(self) -> set[str]:
+        """The keys in which the same run may differ: machine-local ones, without those that make another run."""
+        return self.machine_local_keys - check.identifying_keys(self.run)
+
     def log_notices(self) -> None:
         """Log what composing found, also under `--quiet`. Composing itself is silent: sweeps and measuring compose many jobs."""
         for line in self.notices:
@@ -72,7 +77,9 @@ class Job:
         about = environment.describe(self.composed.overrides, self.config_hash, local)
         about["config_dirs"] = [str(Path(folder).resolve()) for folder in self.composed.config_dirs]
         about["signature"] = signature.sign(_of_this_machine(about))
-        (run_dir / "recipe.yaml").write_text(identity.to_recipe(self.composed, self.machine_local_keys))
+        (run_dir / "recipe.yaml").write_text(
+            identity.to_recipe(self.composed, self.machine_local_keys, check.identifying_keys(self.run))
+        )
         (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(self.composed.config))
         write_json(run_dir / "environment.json", about)
         hydra_folder.write(run_dir, self.composed, self.hydra, resumed=self.run_dir is not None)
@@ -138,7 +145,7 @@ def checked(composed: Composed, own: bool = False) -> Job:
         check.validate_recipe_keys(composed, run)
     local = check.machine_local_keys(run)
     notices = composed.notices + [line for part in check.options_of(run) for line in part.advise(run)]
-    return Job(composed, run, identity.config_hash(composed, local), local, notices=notices)
+    return Job(composed, run, identity.config_hash(composed, local - check.identifying_keys(run)), local, notices=notices)
 
 
 def _resumed(run_dir: Path, words: list[str], config_dirs: Sequence[str]) -> Job:
@@ -158,7 +165,7 @@ def _resumed(run_dir: Path, words: list[str], config_dirs: Sequence[str]) -> Job
     job = checked(composing.compose([*own, *words], dirs, base=base), own=base is not None)
     job.composed.overrides = words
     unresolved: Any = OmegaConf.to_container(job.composed.config)
-    different = identity.differences(check.read_config(run_dir / "config.yaml"), unresolved, job.machine_local_keys)
+    different = identity.differences(check.read_config(run_dir / "config.yaml"), unresolved, job.not_compared)
     if different and not job.run.values["resume_changed"]:
         raise UserError(
             [f"resume={run_dir}: the config differs from the run's, and only its length may: {'; '.join(different)}."
