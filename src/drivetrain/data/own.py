@@ -166,7 +166,7 @@ class OwnCollate:
         """Return inputs and targets. Raises UserError."""
         if pad_to > 1 and "pad_to" not in inspect.signature(self.collate).parameters:
             raise UserError(
-                f"{self.setting} takes no argument `pad_to`, the multiple that batch=bucketed and loader=resident pad lengths to: "
+                f"{self.setting} takes no argument `pad_to`, the multiple that batch=bucketed and loader=resident pad to: "
                 "give it one, or set batch.pad_to=1 and another loader"
             )
         batch = self.collate(samples, **({"pad_to": pad_to} if pad_to > 1 else {}))
