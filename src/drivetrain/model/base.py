@@ -25,7 +25,7 @@ class Model(Option):
     def validate(self, run: RunSpec) -> Iterator[str]:
         if run.data.tokens and self.tokens is False:
             yield f"{run.named('model')} does not read sequences of tokens, which {run.named('data')} gives: set model=gpt"
-        if self.tokens and not run.data.tokens:
+        if self.tokens and run.data.tokens is False:
             yield (
                 f"{run.named('model')} reads sequences of tokens, which {run.named('data')} does not give: "
                 "set data=stdlib loss=next_token, or another model"
