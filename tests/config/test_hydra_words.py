@@ -134,7 +134,8 @@ def test_info_says_who_chose_what(own: Path, capsys: pytest.CaptureFixture[str])
         (["hydra.mode=MULTIRUN", "hydra.run.dir=x", "epochs=1,2"], "hydra.sweep.dir="),
         (["--config-name", "nope"], "recipe=nope is not known"), (["hydra.run.dri=x"], "'hydra.run.dir'"),
         (["hydra.searchpath=[x]"], "--config-dir"), (["hydra.job.env_set.A=1"], "NAME=value"), (["hydra.verbose=true"], "-q"),
-        (["hydra/job_logging=none"], "log.txt"), (["hydra.output_subdir=3"], "must be a text"), (["hydra.job.id=3"], "cannot be set"),
+        (["hydra/job_logging=none"], "log.txt"), (["hydra.output_subdir=3"], "must be a text"),
+        (["hydra.job.id=3"], "cannot be set"),
         (["resume=x", "hydra.run.dir=y"], "leave out hydra.run.dir"), (["-m", "resume=x", "hydra.sweep.dir=y"], "no sweep"),
         (["optimizer.lr=${oc.decode:${oc.env:A}}"], "in quotes"),
     ],
@@ -206,8 +207,8 @@ def test_a_jobs_folder_is_named_by_subdir(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("subdir", "part"),
-    [("same", "two jobs"), ("../${hydra.job.num}", "inside the sweep's"), ("jobs.json", "inside"), (".", "inside"), ("/x", "inside"),
-     ("${nope}", "cannot be resolved")],
+    [("same", "two jobs"), ("../${hydra.job.num}", "inside the sweep's"), ("jobs.json", "inside"), (".", "inside"),
+     ("/x", "inside"), ("${nope}", "cannot be resolved")],
 )  # fmt: skip
 def test_a_folder_that_is_no_jobs_own(subdir: str, part: str, tmp_path: Path) -> None:
     sweep = Sweep(tmp_path, [], [], HydraSettings({"sweep.subdir": subdir}))
