@@ -12,7 +12,8 @@ from drivetrain.config.catalog import LISTS, option_keys, options
 from drivetrain.config.renamed import present_name, suggestion
 from drivetrain.core.errors import did_you_mean
 
-OPEN = {"kwargs", "lr_multipliers"}  # mappings whose keys are the user's: arguments of a class, patterns of parameters' names
+# Mappings whose keys are the user's: arguments of a class, patterns of parameters' names.
+OPEN = {"kwargs", "lr_multipliers", "unfreeze"}
 
 
 @dataclass

@@ -49,6 +49,8 @@ def _nowhere(key: str) -> str:
 def validate(composed: Composed) -> RunSpec:
     """The config's options as objects, after their rules have passed. Raises UserError with all problems; imports no torch."""
     plain = composed.plain
+    if plain.get("trust"):
+        paths.add_working_directory()
     groups = options(composed.config_dirs)
     run = RunSpec(composed.choices, {k: v for k, v in plain.items() if k not in groups})
     _decode(composed, "", _KINDS, run.values)
@@ -88,8 +90,12 @@ def validate_device(run: RunSpec) -> None:
 
 def options_of(run: RunSpec) -> Iterator[Option]:
     """All options of a run."""
-    for made in run.parts.values():
-        yield from made if isinstance(made, list) else [made] if made is not None else []
+    return (option for _, option in _by_group(run))
+
+
+def _by_group(run: RunSpec) -> Iterator[tuple[str, Option]]:
+    for group, made in run.parts.items():
+        yield from ((group, option) for option in (made if isinstance(made, list) else [made] if made is not None else []))
 
 
 def _sections(group: str, section: Any, composed: Composed) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -216,11 +222,13 @@ def _reason(errors: Iterable[Any]) -> str:
 
 def machine_local_keys(run: RunSpec) -> set[str]:
     """The dotted keys that depend on the machine or its operator: no recipe sets them, and the config's hash leaves them out."""
-    keys = {"output_dir", "resume", "resume_changed", "trust", "recipe", "logger"}
-    for group, made in run.parts.items():
-        for option in made if isinstance(made, list) else [made]:
-            keys |= {f"{group}.{knob}" for knob in option.machine_local_keys}
-    return keys
+    always = {"output_dir", "resume", "resume_changed", "trust", "recipe", "logger"}
+    return always | {f"{group}.{knob}" for group, option in _by_group(run) for knob in option.machine_local_keys}
+
+
+def identifying_keys(run: RunSpec) -> set[str]:
+    """The machine-local keys that make another run all the same: the config's hash has them, and a resumed run keeps them."""
+    return {f"{group}.{knob}" for group, option in _by_group(run) for knob in option.identifying_keys}
 
 
 def recipe_code_problems(composed: Composed) -> Iterator[str]:
@@ -246,5 +254,5 @@ def validate_recipe_keys(composed: Composed, run: RunSpec) -> None:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A run's config.yaml, resolved."""
-    return OmegaConf.to_container(OmegaConf.load(path), resolve=True)  # type: ignore[return-value]
+    """A run's config.yaml as it stands there: references are not followed, for anybody may have written the file."""
+    return OmegaConf.to_container(OmegaConf.load(path))  # type: ignore[return-value]

@@ -59,8 +59,8 @@ def run_rank(job: Job, world: World, run_dir: Path, stop: StopFlag, quiet: bool)
     )
     writers: list[RunWriter] = []
     trainer: Trainer | None = None
-    config = identity.without_machine_local(job.composed, job.machine_local_keys)
-    context = BuildContext(job.run, world, run_dir, job.config_hash, config)
+    config = identity.without_machine_local(job.composed, job.not_compared)
+    context = BuildContext(job.run, world, run_dir, job.config_hash, config, resumed=job.checkpoint is not None)
     try:
         trainer = _build(job, context, writers, quiet)
         trainer.fit(stop)
