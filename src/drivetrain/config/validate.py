@@ -18,6 +18,7 @@ from drivetrain.config.compose import Composed
 from drivetrain.config.plugins import trusted_packages
 from drivetrain.core import paths
 from drivetrain.core.errors import UserError, did_you_mean
+from drivetrain.core.model_call import ForwardInput
 from drivetrain.core.option import Count, Option, RunSpec
 
 _REASONS = {  # pydantic's error types
@@ -36,7 +37,7 @@ _REASONS = {  # pydantic's error types
 _LIMITS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 _KINDS: dict[str, Any] = {  # of the keys of conf/config.yaml that are no group
     "epochs": Count, "updates": Count | None, "log_every": Count, "evaluate_every": Count, "output_dir": str,
-    "resume": str | None, "resume_changed": bool, "trust": list[str], "recipe": str | None,
+    "resume": str | None, "resume_changed": bool, "trust": list[str], "recipe": str | None, "forward_input": ForwardInput,
 }  # fmt: skip
 
 Where = Callable[[str], str]  # key → "file:line: " of the recipe that set it, or ""
