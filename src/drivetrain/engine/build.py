@@ -62,10 +62,12 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter]) -> Trainer:
     loader = context.loader = run.loader.build(context)
     _log(loader.autotune(context.train_data, batch.micro_batch(world), context.device))
 
-    # From the inside out: the step of one process, gradient synchronisation, one graph of both, then debugging hooks.
+    # From the inside out: the step of one process, gradient synchronisation, one graph of both, unfreezing before an update,
+    # then debugging hooks.
     parameters = [p for p in model.parameters() if p.requires_grad]
     plain = PlainStep(forward, run.loss, precision, optimizer, run.clip.build(context), lambda: run.runtime.zero(parameters))
-    step = debug.wrap_step(compiler.wrap_step(parallel.wrap_step(plain, context), context))
+    graph = compiler.wrap_step(parallel.wrap_step(plain, context), context)
+    step = debug.wrap_step(run.model.wrap_step(graph, context))
 
     eval_weights = precision.eval_weights(run.optimizer, optimizer)
     timer, saving = StepTimer(compiler.warmup, clock_for(context.device)), run.saving.build(context)
@@ -136,6 +138,9 @@ def _build_model(context: BuildContext, debug: Debug) -> tuple[torch.nn.Module, 
     context.model_call.check(model, inputs)
     example = context.example = context.model_call.arguments(inputs)
     _log(surgery.apply_all(run.surgery, model, example))
+    # Parameters are frozen once they are final, and before all that asks which of them train: the count of operations,
+    # master weights, sharding, DDP and the optimizer.
+    _log(run.model.freeze_parameters(model, context))
     # Counted before activation checkpointing, which computes some twice, and before sharding, which leaves a part here.
     model_flops = _count_flops(context, model, example)
     model = context.precision.convert(model, example)
