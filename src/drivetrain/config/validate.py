@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import is_dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -138,8 +137,9 @@ def knob_problems(prefix: str, cls: type, knobs: dict[str, Any], where: Where = 
     parameters = inspect.signature(cls).parameters
     unknown = [k for k in knobs if k not in parameters]
     yield from (f"{where(f'{prefix}.{k}')}{prefix}.{k}: {cls.__name__} takes no such argument" for k in unknown)
-    # The fields of a dataclass are annotated in its own module and in those of its base classes.
-    hints = get_type_hints(cls if is_dataclass(cls) else cls.__init__, include_extras=True)  # type: ignore[misc]
+    # A dataclass's constructor is made from its fields, which are annotated in its own module and in those of its base classes.
+    owner: Any = next(c for c in cls.__mro__ if "__init__" in vars(c))
+    hints = get_type_hints(owner if "__dataclass_fields__" in vars(owner) else owner.__init__, include_extras=True)
     yield from type_problems(prefix, {k: (hints.get(k, Any), knobs[k]) for k in knobs if k in parameters}, where)
 
 
