@@ -6,7 +6,6 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import is_dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -183,8 +182,9 @@ def knob_problems(prefix: str, cls: type, knobs: dict[str, Any], where: Where = 
 
 
 def _hints(cls: type) -> dict[str, Any]:
-    """The annotations of a constructor; the fields of a dataclass are annotated in its own module and its base classes'."""
-    return get_type_hints(cls if is_dataclass(cls) else cls.__init__, include_extras=True)  # type: ignore[misc]
+    """The annotations of a constructor; a dataclass's fields are annotated in its own module and in those of its base classes."""
+    owner: Any = next(c for c in cls.__mro__ if "__init__" in vars(c))
+    return get_type_hints(owner if "__dataclass_fields__" in vars(owner) else owner.__init__, include_extras=True)
 
 
 def _value_problems(values: dict[str, Any], where: Where) -> Iterator[str]:
