@@ -56,6 +56,7 @@ class Batch(Option):
     def __post_init__(self) -> None:
         self._configured = self.accumulation_steps
         self.pairs = False  # each sample gets a partner to be mixed with (mixup, CutMix)
+        self.together = 1  # samples that an evaluation keeps in one batch, as losses do that compare samples
         self.lengths: torch.Tensor | None = None  # (n,) tokens of each training sample, where samples are sequences
 
     def validate(self, run: RunSpec) -> Iterator[str]:
@@ -91,6 +92,7 @@ class Batch(Option):
         return self
 
     def setup(self, context: BuildContext) -> None:
+        self.together = context.run.loss.evaluated_together
         self.pairs = any(step.mixes for step in context.run.augment) and context.run.debug.augments
         self.measure(context.train_source, context.seed, context.parallel.data_world)
 
@@ -182,7 +184,7 @@ class Batch(Option):
         """Return the batches of an evaluation, as indices: every sample once, sequences of similar length together."""
         lengths = getattr(source, "lengths", None)
         order = torch.arange(len(source)) if lengths is None else lengths.argsort(stable=True)
-        return order.split(self.micro_batch(world))
+        return order.split(math.ceil(self.micro_batch(world) / self.together) * self.together)
 
     def evaluation_requests(
         self, source: Any, world: World, max_batches: int | None, lockstep: bool = False

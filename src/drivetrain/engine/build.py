@@ -115,8 +115,8 @@ def _joining(loss: Loss, forward: Callable[..., Any]) -> Callable[..., Any]:
 def _load_data(context: BuildContext, debug: Debug) -> Batch:
     """Load the data and build the batch. Sample lengths may set the batch size, and so the number of updates of the run."""
     run, data = context.run, context.run.data.load(context.device)
-    if (outputs := run.loss.outputs(data.classes)) != data.classes:
-        data = replace(data, classes=outputs)
+    # What the model gets and gives is the loss's to say where it compares views of a sample, or wants several outputs for a number.
+    data = replace(data, classes=run.loss.outputs(data.classes), shape=run.loss.input_shape(data.shape))
     context.data, context.train_source = data, data.train
     known_before = horizons.run_horizon(run) is not None
     batch: Batch = run.batch.build(context)

@@ -32,6 +32,7 @@ class Loss(Option):
     soft_targets = False  # whether it takes probabilities of classes as targets, as mixup makes them
     counted = False  # it averages over items whose number only the targets tell, such as pixels that are not ignored
     compares_samples = False  # it compares samples with each other: it is computed from the whole batch of all ranks
+    evaluated_together = 1  # samples that an evaluation keeps in one batch, in their order
     target_key = "loss"  # the key of its settings, for messages
 
     def validate(self, run: RunSpec) -> Iterator[str]:
@@ -49,6 +50,10 @@ class Loss(Option):
     def outputs(self, classes: int) -> int:
         """Return the number of outputs that the model needs for data with `classes` classes, labels or values."""
         return classes
+
+    def input_shape(self, shape: Any) -> Any:
+        """Return the shape of one input as the model gets it, for data whose inputs have this `shape`."""
+        return shape
 
     def __call__(self, output: torch.Tensor, target: Any) -> torch.Tensor:
         """The mean loss of a batch, 0-d, to be differentiated; 0 where nothing in it counts."""

@@ -58,6 +58,8 @@ class OverClasses(Loss):
         if target.dtype not in (torch.int64, torch.uint8):
             return f"are {target.dtype}, and it wants class numbers (int64): convert them in your data"
         low, high = lowest_and_highest(target, self.ignore_index)
+        if target.dim() == 2 and target.shape[1] == classes and 0 <= low <= high <= 1:
+            return f"have shape {shape_of(target)}, a 0 or a 1 for each class: set loss=bce for labels"
         if low < 0 or high >= classes:
             return (
                 f"are class numbers from {low} to {high}, but the model has {classes} outputs, for "
@@ -67,12 +69,16 @@ class OverClasses(Loss):
         return None
 
     def sums(self, output: torch.Tensor, target: Any) -> torch.Tensor:
-        """Sums of the plain cross entropy and of what is right, and the number of samples or pixels (3,)."""
+        """Sums of the loss, without smoothing and class weights, and of what is right; the number of samples or pixels (3,)."""
         dtype = sum_dtype(output.device)
-        loss = torch.nn.functional.cross_entropy(wide(output), target, reduction="sum", ignore_index=self.ignore_index)
+        loss = self.plain_sum(wide(output), target)
         counts = target != self.ignore_index
         correct = ((output.argmax(1) == target) & counts).sum()
         return torch.stack([loss.to(dtype), correct.to(dtype), counts.sum().to(dtype)])
+
+    def plain_sum(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """The sum of the loss without smoothing and class weights, 0-d."""
+        return torch.nn.functional.cross_entropy(output, target, reduction="sum", ignore_index=self.ignore_index)
 
 
 class CrossEntropy(OverClasses):
@@ -118,8 +124,8 @@ class CrossEntropy(OverClasses):
 class Focal(OverClasses):
     """Focal loss (Lin et al. 2017), (1 − p)^gamma times the cross entropy: items that are right already count less.
 
-    Its mean is over all items that are not ignored; with `class_weights` over their weights. An evaluation reports the plain
-    cross entropy.
+    Its mean is over all items that are not ignored; with `class_weights` over their weights. An evaluation reports it without
+    class weights.
     """
 
     def __init__(self, gamma: NonNegative = 2.0, class_weights: ClassWeights = None, ignore_index: int = IGNORE) -> None:
@@ -127,11 +133,17 @@ class Focal(OverClasses):
 
     def sum_and_count(self, output: torch.Tensor, target: Any) -> tuple[torch.Tensor, torch.Tensor]:
         check_pixels(output, target)
-        loss = torch.nn.functional.cross_entropy(wide(output), target, reduction="none", ignore_index=self.ignore_index)
-        focal = (1 - torch.exp(-loss)).clamp(min=SMALLEST) ** self.gamma * loss  # a power's gradient at 0 may be infinite
+        focal = self._focal(wide(output), target)
         if self.weight is not None:
             focal = focal * self.weights_of(target).to(focal.dtype)
         return focal.sum(), self.count(target).to(focal.dtype)
+
+    def plain_sum(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return self._focal(output, target).sum()
+
+    def _focal(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        loss = torch.nn.functional.cross_entropy(output, target, reduction="none", ignore_index=self.ignore_index)
+        return (1 - torch.exp(-loss)).clamp(min=SMALLEST) ** self.gamma * loss  # a power's gradient at 0 may be infinite
 
 
 class Bce(Loss):

@@ -58,7 +58,7 @@ class Distill(PartedLoss):
         from drivetrain.loss import teacher
         from drivetrain.saving import checkpoint_io
 
-        self.running = {}
+        self.begin(context.device, "hard", "soft")
         self._hard = CrossEntropy(self.label_smoothing)
         self._autocast = context.precision.autocast
         path, key = Path(str(self.teacher)).expanduser(), f"{self.target_key}.teacher"

@@ -33,7 +33,7 @@ class ComparingLoss(Loss):
     """The base of the losses over embeddings. The mean is over the samples of the global batch, on any number of ranks.
 
     The model's outputs are the embeddings. An evaluation computes the loss, and how often the nearest other sample is the right
-    one, among each `group` samples in a row; that is the same on any number of ranks if `group` divides the micro-batch.
+    one, among each `group` samples in a row, which is the same on any number of ranks.
     """
 
     compares_samples = True
@@ -41,6 +41,11 @@ class ComparingLoss(Loss):
     best = ("accuracy", max)
     views = 1  # of each sample, in dimension 1 of the inputs
     group: int
+
+    @property
+    def evaluated_together(self) -> int:  # type: ignore[override]
+        """The samples that an evaluation compares."""
+        return self.group
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)
@@ -78,6 +83,9 @@ class ComparingLoss(Loss):
     def joined(self, x: Any) -> Any:
         """A batch's inputs as the model takes them: the views (n, views, …) of the samples one after the other."""
         return x.flatten(0, 1) if self.views > 1 and isinstance(x, torch.Tensor) else x
+
+    def input_shape(self, shape: Any) -> Any:
+        return shape[1:] if self.views > 1 and isinstance(shape, tuple) and isinstance(shape[0], int) else shape
 
     def embeddings(self, output: Any) -> torch.Tensor:
         """The model's output as (n, views, d), in float32 at least: a tensor, or a tuple of one for each view."""

@@ -52,8 +52,13 @@ class Own(PartedLoss):
                 f"if you trust it, set trust=[{package}] on the command line"
             )
 
+    def advise(self, run: RunSpec) -> Iterator[str]:
+        if not run.parallel.own_forward:
+            yield f"the parts of loss=own are not logged with {run.named('parallel')}: only the ranks of its last stage know them"
+
     def setup(self, context: BuildContext) -> None:
         self.running, self.function = {}, self._made(context.device)
+        self._logs_parts = context.parallel.own_forward
         second = list(inspect.signature(self.function).parameters)[1:2]
         self._takes_batch = second == ["batch"]
         self._count = getattr(self.function, "count", None)
@@ -99,7 +104,7 @@ class Own(PartedLoss):
             return self._parts(output, target)["loss"]
         found = {name: value * target.share for name, value in self._parts(output, target.target).items()}
         for name, value in found.items():
-            if name != "loss":
+            if name != "loss" and self._logs_parts:
                 self.log(name, value)
         return found["loss"]
 

@@ -28,6 +28,10 @@ class PartedLoss(Loss):
     def __init__(self) -> None:
         self.running: dict[str, torch.Tensor] = {}
 
+    def begin(self, device: torch.device, *names: str) -> None:
+        """Start the running sums of these parts. All ranks log the same parts, also those that compute no loss (pipeline)."""
+        self.running = {name: torch.zeros((), device=device) for name in names}
+
     def parts(self) -> dict[str, torch.Tensor]:
         return {f"loss_{name}": total for name, total in self.running.items()}
 

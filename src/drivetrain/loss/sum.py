@@ -69,12 +69,16 @@ class Sum(PartedLoss):
         problems = [problem for loss in self.losses.values() for problem in loss.validate(run)]
         yield from dict.fromkeys(problems)
 
+    def advise(self, run: RunSpec) -> Iterator[str]:
+        for loss in self.losses.values():
+            yield from loss.advise(run)
+
     def validate_device(self, run: RunSpec) -> Iterator[str]:
         for loss in self.losses.values():
             yield from loss.validate_device(run)
 
     def setup(self, context: BuildContext) -> None:
-        self.running = {}
+        self.begin(context.device, *self.losses)
         for loss in self.losses.values():
             loss.setup(context)
 
