@@ -62,7 +62,12 @@ class StepGraph(Dynamo):
 
         model = context.model
         self._step = WholeStep(
-            step, model, context.optimizer, lambda: torch.compile(model), self.cudagraph, context.precision.update_state,
+            step,
+            model,
+            context.optimizer,
+            lambda: torch.compile(model),
+            self.cudagraph,
+            context.precision.update_state,
             context.loss.parts,
         )
         return self._step

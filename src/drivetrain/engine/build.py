@@ -90,7 +90,8 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter]) -> Trainer:
         epochs=run.values["epochs"], max_updates=context.horizon.updates, log_every=run.values["log_every"],
         evaluate_every=run.values["evaluate_every"], saving=saving, run_dir=context.run_dir,
         writer=Writer(context.run_dir, saving, parallel, eval_weights), progress=context.progress, timer=timer,
-        log=TrainingLog(log_writers, context.progress, parallel, timer, context.device, mfu, loss.parts), compile_seconds=compiler.seconds,
+        log=TrainingLog(log_writers, context.progress, parallel, timer, context.device, mfu, loss.parts),
+        compile_seconds=compiler.seconds,
     )  # fmt: skip
     if batch.preallocate:
         dry_run.preallocate(trainer)
@@ -115,7 +116,7 @@ def _joining(loss: Loss, forward: Callable[..., Any]) -> Callable[..., Any]:
 def _load_data(context: BuildContext, debug: Debug) -> Batch:
     """Load the data and build the batch. Sample lengths may set the batch size, and so the number of updates of the run."""
     run, data = context.run, context.run.data.load(context.device)
-    # What the model gets and gives is the loss's to say where it compares views of a sample, or wants several outputs for a number.
+    # The loss may give the model one view of a sample at a time, or want several outputs for each number.
     data = replace(data, classes=run.loss.outputs(data.classes), shape=run.loss.input_shape(data.shape))
     context.data, context.train_source = data, data.train
     known_before = horizons.run_horizon(run) is not None

@@ -54,8 +54,9 @@ class TrainingLog:
         if not math.isfinite(loss) and not skipped:
             raise Diverged(f"the loss is {loss} (updates {updates + 1} to {progress.updates})")
         rate = (progress.samples - samples) / seconds if seconds else None
+        figures |= dict(zip(parts, map(_finite, of_parts), strict=True))
         self.write(
-            "train", loss=_finite(loss), **dict(zip(parts, map(_finite, of_parts), strict=True)), skipped=progress.skipped, samples=progress.samples, lr=lr,
+            "train", loss=_finite(loss), skipped=progress.skipped, samples=progress.samples, lr=lr,
             samples_per_second=rate, mfu=self.mfu.at(rate) if self.writers else None, **figures,
         )  # fmt: skip
 
