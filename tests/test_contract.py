@@ -63,7 +63,11 @@ BESIDE = {
         "trust=[outside]",
     ],
     ("loss", "distill"): [
-        "data=synthetic", "data.shape=[3,8,8]", "data.classes=4", "data.samples=48", "model=mlp",
+        "data=synthetic",
+        "data.shape=[3,8,8]",
+        "data.classes=4",
+        "data.samples=48",
+        "model=mlp",
         "loss.teacher=teacher/model.safetensors",
     ],
     ("loss", "own"): ["loss.target=outside.my_loss", "trust=[outside]"],

@@ -186,9 +186,7 @@ def test_balanced_weights_are_scikit_learns():
 
 def test_balanced_labels_weigh_as_much_where_present_as_where_absent():
     y = torch.tensor([[1, 0], [0, 0], [0, 0], [1, 1]])
-    torch.testing.assert_close(
-        positive_weights_for("balanced", Source(y), 2, "key"), torch.tensor([1.0, 3.0], dtype=torch.float32)
-    )
+    assert positive_weights_for("balanced", Source(y), 2, "key").tolist() == [1.0, 3.0]
 
 
 def test_weights_for_another_number_of_classes_are_refused():

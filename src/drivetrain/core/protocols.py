@@ -82,6 +82,7 @@ class Batch(Protocol):
     """Splits the samples into updates and micro-batches."""
 
     accumulation_steps: int
+    lengths: torch.Tensor | None  # (n,) the tokens of each training sample, where samples are sequences
 
     def lr_factor(self) -> float:
         """Return the factor by which the batch size scales the learning rate."""

@@ -54,10 +54,10 @@ class ComparingLoss(Loss):
                 f"{run.named('loss')} and {run.named('parallel')} exclude each other (it compares all samples of the batch, and "
                 "a stage of a pipeline sees one micro-batch at a time): set parallel=ddp or fsdp"
             )
-        if self.views > 1 and run.augment:
+        if self.views > 1 and run.augment and getattr(run.data, "views", 1) == 1:
             yield (
-                f"{run.named('loss')} and {run.named('augment')} exclude each other (a sample is two views, and augmentations take "
-                "one image): set augment=[], and let the data make its views"
+                f"{run.named('loss')} and {run.named('augment')} exclude each other (a sample is two views, and augmentations "
+                "take one image): set augment=[], and let the data make its views"
             )
         if run.batch.buckets_lengths:
             yield (
