@@ -83,6 +83,7 @@ class Batch(Protocol):
 
     accumulation_steps: int
     lengths: torch.Tensor | None  # (n,) the tokens of each training sample, where samples are sequences
+    weighs_by_length: bool  # micro-batches are weighted by their tokens; else by their samples
 
     def lr_factor(self) -> float:
         """Return the factor by which the batch size scales the learning rate."""

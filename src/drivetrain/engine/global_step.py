@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from drivetrain.core import trees
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.step import Step
 from drivetrain.loss.embedding import ComparingLoss, Gathered, Gradient
@@ -46,7 +47,7 @@ class GlobalStep:
 
     def _target(self, batch: MicroBatch) -> Gathered:
         """The micro-batch's targets; none of its samples is valid where it only fills up (weight 0)."""
-        samples = len(batch.x) // self.loss.views if isinstance(batch.x, torch.Tensor) else len(batch.y)
+        samples = trees.length(batch.x) // (self.loss.views if isinstance(batch.x, torch.Tensor) else 1)
         return Gathered(batch.y if self.loss.views == 1 else None, (batch.weight > 0).repeat(samples))
 
     def _in_two_passes(self, batches: list[MicroBatch], gathered: Gathered, loss_sum: torch.Tensor) -> None:

@@ -10,6 +10,7 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.option import RunSpec
 from drivetrain.core.step import StreamWatcher
+from drivetrain.core.trees import named_leaves
 from drivetrain.engine.step_timer import StepTimer
 from drivetrain.loss.base import Loss
 
@@ -66,8 +67,9 @@ def check_targets(stream: Iterator[MicroBatch], run: RunSpec, loss: Loss, output
 def check_normalisation(stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
     """Check the first micro-batch: one read from the device, before the first step."""
     for first in stream:
-        if (line := normalisation_warning(first.x)) is not None:
-            logger.warning(line)
+        for name, x in named_leaves(first.x):
+            if (line := normalisation_warning(x)) is not None:
+                logger.warning(f"{name}: {line}" if name else line)
         yield first
         break
     yield from stream

@@ -33,7 +33,7 @@ class NextToken(Loss):
 
     def setup(self, context: BuildContext) -> None:
         # Where the lengths are known, the batch weights micro-batches by their tokens already.
-        self.counted = context.batch.lengths is None
+        self.counted = context.batch.lengths is None or not context.batch.weighs_by_length
 
     def __call__(self, output: torch.Tensor, target: Any) -> torch.Tensor:
         """Mean loss of logits (n, length, classes) against tokens (n, length); targets of -100 (padding) do not count."""
