@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from drivetrain.config.catalog import LISTS, option_keys, options
+from drivetrain.config.catalog import LISTS, SUMS, option_keys, options
 from drivetrain.config.renamed import present_name, suggestion
 from drivetrain.core.errors import did_you_mean
 
@@ -55,6 +55,8 @@ class KeySetter:
             group, option = parts[:2]
             hint = f"set {group}=[{option}] too" if option in known[group] else did_you_mean(option, known[group])
             return f"{key}={value}: {option} is not among the options of {group}: {hint}"
+        if parts[0] in SUMS and isinstance(self.choices[parts[0]], list):
+            return self._unknown_in_sum(parts, value, depth, names)
         given = f"{inside}.{part}" if inside else part
         present = present_name(given)
         homes = [f"{group}.{part}" for group in self._groups_with(part)] if not depth and present == given else []
@@ -69,11 +71,19 @@ class KeySetter:
         return f"{place} has no '{part}' ({key}={value}): {hint}"
 
     def _groups_with(self, knob: str) -> list[str]:
-        """The groups whose chosen option has this knob; where none has it, those of which another option has it."""
+        """The groups of which an option has this knob; those whose chosen option has it come first."""
         groups = {group: names for group, names in options(self.config_dirs).items() if group not in LISTS}
         keys = {group: [option_keys(group, name, self.config_dirs) for name in names] for group, names in groups.items()}
         chosen = [group for group in groups if knob in option_keys(group, self.choices[group], self.config_dirs)]
-        return chosen or [group for group in groups if any(knob in of_option for of_option in keys[group])]
+        return [*chosen, *(g for g in groups if g not in chosen and any(knob in of_option for of_option in keys[g]))]
+
+    def _unknown_in_sum(self, parts: list[str], value: Any, depth: int, names: list[str]) -> str:
+        """The problem of a key of a sum of options, whose keys are below their names."""
+        group, part, key = parts[0], parts[depth], ".".join(parts)
+        chosen = self.choices[group]
+        owners = [f"{group}.{name}.{part}" for name in chosen if part in option_keys(group, name, self.config_dirs)]
+        hint = f"set {' or '.join(owners)}" if depth == 1 and owners else did_you_mean(part, names)
+        return f"{'.'.join(parts[:depth])} of {group}=[{','.join(chosen)}] has no '{part}' ({key}={value}): {hint}"
 
     def unknown_in_group(self, key: str, value: Any) -> str | None:
         """The problem of a knob that no option of its group has: which option was meant is not known, its name is wrong."""

@@ -6,7 +6,6 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import is_dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any, get_type_hints
 
 from omegaconf import OmegaConf
 
-from drivetrain.config.catalog import LISTS, options, shipped_targets
+from drivetrain.config.catalog import LISTS, SUMS, options, shipped_targets
 from drivetrain.config.compose import Composed
 from drivetrain.config.plugins import trusted_packages
 from drivetrain.core import paths, selection
@@ -121,6 +120,8 @@ def _make(prefix: str, section: dict[str, Any], trust: list[str], composed: Comp
     """One option as an object, or None with its `problems`. No code is imported that is neither shipped nor trusted."""
     knobs = {k: v for k, v in section.items() if k != "_target_"}
     target = str(section.get("_target_"))
+    if target in SUMS.values():
+        return _make_sum(prefix, target, knobs, trust, composed, problems)
     package = target.split(".")[0]
     if target not in shipped_targets() and package not in trusted_packages().union(trust):
         problems.append(
@@ -138,6 +139,18 @@ def _make(prefix: str, section: dict[str, Any], trust: list[str], composed: Comp
     wrong = list(_class_problems(prefix.split(".")[0], cls, target)) or list(knob_problems(prefix, cls, knobs, composed.where))
     problems += wrong
     return None if wrong else cls(**knobs)
+
+
+def _make_sum(
+    prefix: str, target: str, knobs: dict[str, Any], trust: list[str], composed: Composed, problems: list[str]
+) -> Option | None:
+    """An option that adds up several of its group, which are made from the sections below their names."""
+    names = [k for k, v in knobs.items() if isinstance(v, dict) and "_target_" in v]
+    made = {name: _make(f"{prefix}.{name}", knobs.pop(name), trust, composed, problems) for name in names}
+    cls = import_target(target)
+    wrong = list(knob_problems(prefix, cls, knobs, composed.where))
+    problems += wrong
+    return None if wrong or None in made.values() else cls(made, **knobs)
 
 
 def import_target(target: str) -> Any:
@@ -191,8 +204,9 @@ def knob_problems(prefix: str, cls: type, knobs: dict[str, Any], where: Where = 
 
 
 def _hints(cls: type) -> dict[str, Any]:
-    """The annotations of a constructor; the fields of a dataclass are annotated in its own module and its base classes'."""
-    return get_type_hints(cls if is_dataclass(cls) else cls.__init__, include_extras=True)  # type: ignore[misc]
+    """The annotations of a constructor; a dataclass's fields are annotated in its own module and in those of its base classes."""
+    owner: Any = next(c for c in cls.__mro__ if "__init__" in vars(c))
+    return get_type_hints(owner if "__dataclass_fields__" in vars(owner) else owner.__init__, include_extras=True)
 
 
 def _value_problems(values: dict[str, Any], where: Where) -> Iterator[str]:
@@ -241,17 +255,14 @@ def identifying_keys(run: RunSpec) -> set[str]:
 
 
 def recipe_code_problems(composed: Composed) -> Iterator[str]:
-    """The problems of a recipe that chooses model=own, data=own or metrics=[own], which name code."""
-    for group in ("model", "data", "metrics"):
-        if composed.recipe is not None and "own" in _as_list(composed.recipe.choices.get(group)):
+    """The problems of a recipe that chooses model=own, data=own, loss=own or metrics=[own], which name code."""
+    for group in ("model", "data", "loss", "metrics"):
+        chosen = composed.recipe.choices.get(group, []) if composed.recipe is not None else []
+        if composed.recipe is not None and "own" in (chosen if isinstance(chosen, list) else [chosen]):
             yield (
                 f"{composed.recipe.where(group)}: a recipe cannot choose '{group}=own' (it names code): "
                 "choose it on the command line"
             )
-
-
-def _as_list(choice: Any) -> list[Any]:
-    return choice if isinstance(choice, list) else [choice]
 
 
 def validate_recipe_keys(composed: Composed, run: RunSpec) -> None:

@@ -29,6 +29,9 @@ class Loss(Protocol):
     def __call__(self, output: torch.Tensor, target: torch.Tensor, /) -> torch.Tensor:
         """Return the mean loss of a micro-batch, 0-d."""
 
+    def parts(self) -> dict[str, torch.Tensor]:
+        """Return running sums of its named parts, which a step adds to; 0-d."""
+
 
 class Strategy(Protocol):
     """A parallel strategy in a run: this process among the ranks that train together."""
@@ -80,6 +83,8 @@ class Batch(Protocol):
     """Splits the samples into updates and micro-batches."""
 
     accumulation_steps: int
+    lengths: torch.Tensor | None  # (n,) the tokens of each training sample, where samples are sequences
+    weighs_by_length: bool  # micro-batches are weighted by their tokens; else by their samples
 
     def lr_factor(self) -> float:
         """Return the factor by which the batch size scales the learning rate."""

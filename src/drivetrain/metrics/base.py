@@ -44,8 +44,8 @@ class Metric(Option):
         return {self.name: None if self.better is None else DIRECTIONS[self.better]}
 
     def see(self, run: RunSpec) -> None:
-        only = self.takes[0] if len(self.takes) == 1 else None
-        self.kind = kind_of(run) or only
+        both = [kind for kind in self.takes if kind in run.loss.takes]
+        self.kind = kind_of(run) or (both[0] if len(both) == 1 else None)
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from needs_extra("torchmetrics", EXTRA, f"metrics=[{self.name}]")

@@ -124,3 +124,7 @@ class Model(Option):
         from drivetrain.model import freezing
 
         return freezing.Schedule(list(dict(model.named_parameters())), self.freeze, flatten(self.unfreeze), context.horizon)
+
+
+# A subclass may have a constructor of its own that does not call this class's: then it has the defaults, as class attributes.
+Model.unfreeze = {}
