@@ -11,6 +11,7 @@ from typing import Any, get_type_hints
 
 from omegaconf import OmegaConf
 
+from drivetrain.config import callbacks
 from drivetrain.config.catalog import LISTS, options, shipped_targets
 from drivetrain.config.compose import Composed
 from drivetrain.config.plugins import trusted_packages
@@ -64,6 +65,7 @@ def validate(composed: Composed) -> RunSpec:
 def validate_device(run: RunSpec) -> None:
     """Check the rules that need torch, the device, or a library's list of names. Raises UserError with all problems."""
     problems = [problem for option in options_of(run) for problem in option.validate_device(run)]
+    problems += callbacks.problems(run)
     if problems:
         raise UserError(dict.fromkeys(problems))
 
@@ -142,9 +144,10 @@ def _value_problems(values: dict[str, Any], where: Where) -> Iterator[str]:
     kinds: dict[str, Any] = {
         "epochs": Count, "updates": Count | None, "log_every": Count, "evaluate_every": Count, "output_dir": str,
         "resume": str | None, "resume_changed": bool, "trust": list[str], "recipe": str | None,
+        "callbacks": list[str],
     }  # fmt: skip
     wrong = list(type_problems("", {k: (kinds.get(k, Any), v) for k, v in values.items()}, where))
-    yield from wrong or paths.cannot_be_in(Path(values["output_dir"]))
+    yield from wrong or [*paths.cannot_be_in(Path(values["output_dir"])), *callbacks.trust_problems(values)]
 
 
 def type_problems(prefix: str, given: dict[str, tuple[Any, Any]], where: Where = _nowhere) -> Iterator[str]:
@@ -177,7 +180,7 @@ def _reason(errors: Iterable[Any]) -> str:
 
 def machine_local_keys(run: RunSpec) -> set[str]:
     """The dotted keys that depend on the machine or its operator: no recipe sets them, and the config's hash leaves them out."""
-    keys = {"output_dir", "resume", "resume_changed", "trust", "recipe", "logger"}
+    keys = {"output_dir", "resume", "resume_changed", "trust", "recipe", "logger", "callbacks"}
     for group, made in run.parts.items():
         for option in made if isinstance(made, list) else [made]:
             keys |= {f"{group}.{knob}" for knob in option.machine_local_keys}

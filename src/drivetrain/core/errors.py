@@ -28,6 +28,10 @@ class Diverged(RuntimeError):
     """The loss is not finite. Exit code 3."""
 
 
+class CallbackError(RuntimeError):
+    """A callback raised an exception. Exit code 1; the run was saved."""
+
+
 class Interrupted(Exception):
     """A signal stopped the run, or its reading processes died. Exit code 75 if there is a checkpoint to resume from."""
 

@@ -18,6 +18,7 @@ from drivetrain.core.protocols import LogWriter
 from drivetrain.core.selection import selected
 from drivetrain.debug.base import Debug
 from drivetrain.engine import dry_run, flops, input_checks
+from drivetrain.engine.callbacks import Callbacks
 from drivetrain.engine.evaluator import Evaluator
 from drivetrain.engine.mfu import Mfu, number_format
 from drivetrain.engine.step import PlainStep
@@ -62,10 +63,13 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter]) -> Trainer:
     parameters = [p for p in model.parameters() if p.requires_grad]
     plain = PlainStep(forward, run.loss, precision, optimizer, run.clip.build(context), lambda: run.runtime.zero(parameters))
     step = debug.wrap_step(compiler.wrap_step(parallel.wrap_step(plain, context), context))
-
     eval_weights = precision.eval_weights(run.optimizer, optimizer)
     timer, saving = StepTimer(compiler.warmup, clock_for(context.device)), run.saving.build(context)
     mfu = Mfu(model_flops, context.device, number_format(model, run.precision.dtype), parallel.world.size)
+    log = TrainingLog(log_writers, context.progress, parallel, timer, context.device, mfu)
+    context.log_image = log.image
+    # Callbacks see whole updates: those of the step with everything around it.
+    callbacks = Callbacks.build(context, log.figures, log.image)
     evaluator = Evaluator(
         model=model, forward=parallel.inference_model(model), eval_weights=eval_weights, ema=ema, loss=run.loss,
         precision=precision, parallel=parallel, batch=batch, loader=loader, data=context.test_data, device=context.device,
@@ -78,7 +82,7 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter]) -> Trainer:
         epochs=run.values["epochs"], max_updates=context.horizon.updates, log_every=run.values["log_every"],
         evaluate_every=run.values["evaluate_every"], saving=saving, run_dir=context.run_dir,
         writer=Writer(context.run_dir, saving, parallel, eval_weights), progress=context.progress, timer=timer,
-        log=TrainingLog(log_writers, context.progress, parallel, timer, context.device, mfu), compile_seconds=compiler.seconds,
+        log=log, callbacks=callbacks, compile_seconds=compiler.seconds,
     )  # fmt: skip
     if batch.preallocate:
         dry_run.preallocate(trainer)
