@@ -54,5 +54,14 @@ PEER_GONE = "another rank is gone, or cannot be reached"
 
 def is_peer_failure(error: str | None) -> bool:
     """Whether a rank's error is one that torch raises when another rank is gone or does not answer."""
-    signs = ("Connection closed by peer", "Connection reset", "gloo", "NCCL", "Broken pipe", "imed out", "caused pair closure")
+    signs = (
+        "Connection closed by peer",
+        "Connection reset",
+        "gloo",
+        "NCCL",
+        "Broken pipe",
+        "imed out",
+        "caused pair closure",
+        PEER_GONE,
+    )
     return any(sign in str(error) for sign in signs)

@@ -76,7 +76,7 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter]) -> Trainer:
         memory_format=context.memory_format, max_batches=run.debug.eval_batches,
     )  # fmt: skip
     trainer = Trainer(
-        model=model, step=step, selection=selected(run), optimizer=optimizer, scheduler=scheduler, precision=precision,
+        model=model, step=callbacks.wrap_step(step), selection=selected(run), optimizer=optimizer, scheduler=scheduler, precision=precision,
         parallel=parallel, ema=ema, batch=batch, loader=loader, train_data=context.train_data, evaluator=evaluator,
         device=context.device, memory_format=context.memory_format, seed=context.seed, drop_last=run.data.drop_last,
         epochs=run.values["epochs"], max_updates=context.horizon.updates, log_every=run.values["log_every"],
