@@ -108,8 +108,12 @@ def test_mlflow(train, uri, tmp_path, monkeypatch):
 def test_aim(train, tmp_path):
     aim = pytest.importorskip("aim")
     run_dir = tracked(train, "aim", "logger.aim.tags=[small]")
+    from aim.sdk.index_manager import RepoIndexManager
+
     repo = aim.Repo(str(tmp_path / "outputs"))
-    run = repo.get_run(*repo.list_all_runs())
+    (name,) = repo.list_all_runs()
+    RepoIndexManager.get_index_manager(repo).index(name)  # as `aim up` does
+    run = aim.Repo(str(tmp_path / "outputs")).get_run(name)
     assert (run.experiment, run.tags, run["config"]["optimizer.lr"]) == ("drivetrain", ["small"], 0.05)
     seen = {}
     for metric in run.metrics():

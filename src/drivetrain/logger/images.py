@@ -38,10 +38,10 @@ class Images(Logger):
 
     def setup(self, context: BuildContext) -> None:
         shape = context.data.shape
-        if len(shape) != 3 or shape[0] not in (1, 3):
+        if not isinstance(shape, tuple | list) or len(shape) != 3 or shape[0] not in (1, 3):
             raise UserError(
                 f"logger=images draws images of 1 or 3 channels, and samples of {context.run.named('data')} have the shape "
-                f"{tuple(shape)}: leave it out"
+                f"{shape}: leave it out"
             )
         self._context = context
         self._folder = context.run_dir / FOLDER
@@ -109,7 +109,7 @@ class Images(Logger):
             return ", ".join(self._name(int(v)) for v in y.reshape(-1))
         if kind == "class":  # probabilities, of two samples that were mixed
             shares, classes = y.topk(min(2, len(y)))
-            return " ".join(f"{self._name(int(c))} {s:.0%}" for s, c in zip(shares, classes, strict=True) if s > 0)
+            return " + ".join(f"{self._name(int(c))} {s:.0%}" for s, c in zip(shares, classes, strict=True) if s >= 0.005)
         return ", ".join(f"{v:.3g}" for v in y.reshape(-1).tolist())
 
     def _prediction(self, y: torch.Tensor, output: torch.Tensor) -> tuple[str, bool | None]:

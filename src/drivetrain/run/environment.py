@@ -14,8 +14,8 @@ from typing import Any
 
 from drivetrain.core import process
 from drivetrain.core.lazy import torch
-
-_SECRET = re.compile(r"(api_?key|token|secret|password)$", re.I)
+from drivetrain.core.overrides import SECRET
+from drivetrain.core.overrides import redact as redact
 
 
 def describe(overrides: list[str], config_hash: str, machine_local: dict[str, Any]) -> dict[str, Any]:
@@ -33,14 +33,8 @@ def describe(overrides: list[str], config_hash: str, machine_local: dict[str, An
         "command": [redact(word) for word in sys.argv],
         "overrides": [redact(word) for word in overrides],
         "config_hash": config_hash,
-        "machine_local": {k: v for k, v in machine_local.items() if not _SECRET.search(k)},
+        "machine_local": {k: v for k, v in machine_local.items() if not SECRET.search(k)},
     }
-
-
-def redact(override: str) -> str:
-    """An override, without its value where the key names an API key, token, secret or password."""
-    key, equals, _ = override.partition("=")
-    return f"{key}=<redacted>" if equals and _SECRET.search(key) else override
 
 
 def version(name: str) -> str | None:
@@ -71,7 +65,9 @@ def device_name(device: torch.device) -> str:
 
 def _git_commit() -> str | None:
     """The git commit of the working directory, with "-dirty" where files differ from it; None outside a repository."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    # The repository may be a stranger's: its config can name programs that git would start.
+    safe = ["-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null"]
+    command = ["git", *safe, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
     except (OSError, subprocess.TimeoutExpired):
