@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from drivetrain.core.callback import Callback as Callback
+from drivetrain.core.callback import Event as Event
 from drivetrain.core.process import __version__ as __version__
 
 if TYPE_CHECKING:

@@ -24,6 +24,7 @@ from drivetrain.core.step import Step
 from drivetrain.core.trees import Tree
 from drivetrain.debug.base import Debug
 from drivetrain.engine import dry_run, flops, input_checks
+from drivetrain.engine.callbacks import Callbacks
 from drivetrain.engine.counted_step import CountedStep
 from drivetrain.engine.evaluator import Evaluator
 from drivetrain.engine.global_step import GlobalStep
@@ -78,25 +79,26 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter]) -> Trainer:
     plain = PlainStep(forward, loss, precision, optimizer, run.clip.build(context), lambda: run.runtime.zero(parameters))
     graph = compiler.wrap_step(parallel.wrap_step(plain, context), context)
     step = debug.wrap_step(run.model.wrap_step(_step_for_loss(graph, loss, forward, context), context))
-
     eval_weights = precision.eval_weights(run.optimizer, optimizer)
     timer, saving = StepTimer(compiler.warmup, clock_for(context.device)), run.saving.build(context)
     mfu = Mfu(model_flops, context.device, number_format(model, run.precision.dtype), parallel.world.size)
+    log = TrainingLog(log_writers, context.progress, parallel, timer, context.device, mfu, loss.parts)
+    context.log_image = log.image
+    # Callbacks see whole updates: those of the step with everything around it.
+    callbacks = Callbacks.build(context, log.figures, log.image)
     evaluator = Evaluator(
         model=model, forward=_joining(loss, takes_batches(parallel.inference_model(model))), eval_weights=eval_weights, ema=ema,
-        loss=loss,
-        precision=precision, parallel=parallel, batch=batch, loader=loader, data=context.test_data, device=context.device,
+        loss=loss, precision=precision, parallel=parallel, batch=batch, loader=loader, data=context.test_data, device=context.device,
         memory_format=context.memory_format, max_batches=run.debug.eval_batches,
     )  # fmt: skip
     trainer = Trainer(
-        model=model, step=step, selection=selected(run), optimizer=optimizer, scheduler=scheduler, precision=precision,
-        parallel=parallel, ema=ema, batch=batch, loader=loader, train_data=context.train_data, evaluator=evaluator,
-        device=context.device, memory_format=context.memory_format, seed=context.seed, drop_last=run.data.drop_last,
+        model=model, step=callbacks.wrap_step(step), selection=selected(run), optimizer=optimizer, scheduler=scheduler,
+        precision=precision, parallel=parallel, ema=ema, batch=batch, loader=loader, train_data=context.train_data,
+        evaluator=evaluator, device=context.device, memory_format=context.memory_format, seed=context.seed, drop_last=run.data.drop_last,
         epochs=run.values["epochs"], max_updates=context.horizon.updates, log_every=run.values["log_every"],
         evaluate_every=run.values["evaluate_every"], saving=saving, run_dir=context.run_dir,
         writer=Writer(context.run_dir, saving, parallel, eval_weights), progress=context.progress, timer=timer,
-        log=TrainingLog(log_writers, context.progress, parallel, timer, context.device, mfu, loss.parts),
-        compile_seconds=compiler.seconds,
+        log=log, callbacks=callbacks, compile_seconds=compiler.seconds,
     )  # fmt: skip
     if batch.preallocate:
         dry_run.preallocate(trainer)
