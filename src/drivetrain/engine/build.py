@@ -16,6 +16,8 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.horizon import Horizon
 from drivetrain.core.protocols import LogWriter
 from drivetrain.core.selection import selected
+from drivetrain.data.base import Splits
+from drivetrain.data.description import describe
 from drivetrain.debug.base import Debug
 from drivetrain.engine import dry_run, flops, input_checks
 from drivetrain.engine.evaluator import Evaluator
@@ -77,7 +79,7 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter]) -> Trainer:
         device=context.device, memory_format=context.memory_format, seed=context.seed, drop_last=run.data.drop_last,
         epochs=run.values["epochs"], max_updates=context.horizon.updates, log_every=run.values["log_every"],
         evaluate_every=run.values["evaluate_every"], saving=saving, run_dir=context.run_dir,
-        writer=Writer(context.run_dir, saving, parallel, eval_weights), progress=context.progress, timer=timer,
+        writer=Writer(context.run_dir, saving, parallel, eval_weights, describe(run, context.data)), progress=context.progress, timer=timer,
         log=TrainingLog(log_writers, context.progress, parallel, timer, context.device, mfu), compile_seconds=compiler.seconds,
     )  # fmt: skip
     if batch.preallocate:
@@ -106,14 +108,9 @@ def _build_model(context: BuildContext, debug: Debug) -> tuple[torch.nn.Module, 
 
     Return it and the operations that a sample takes.
     """
-    run, data, world = context.run, context.data, context.parallel.data_world
-    model: torch.nn.Module = run.model.build(context)
-    # Edits of the module tree come first: every later step works on the final modules. The memory format is one of
-    # them; it is set before compiling, which specialises on strides.
-    formats = [e.memory_format for e in run.surgery if e.memory_format is not None]
-    context.memory_format = getattr(torch, formats[-1] if formats else "contiguous_format")
-    example = context.example = torch.zeros(2, *data.shape, device=context.device, dtype=data.dtype)
-    _log(surgery.apply_all(run.surgery, model, example))
+    run, world = context.run, context.parallel.data_world
+    model = _edited_model(context)
+    example = context.example
     # Counted before activation checkpointing, which computes some twice, and before sharding, which leaves a part here.
     model_flops = _count_flops(context, model, example)
     model = context.precision.convert(model, example)
@@ -126,6 +123,29 @@ def _build_model(context: BuildContext, debug: Debug) -> tuple[torch.nn.Module, 
     _log(surgery.partial_statistics(model, context.batch.micro_batch(world), context.batch.size(0), world.size))
     context.model, context.loss = model, run.loss
     return model, model_flops
+
+
+def _edited_model(context: BuildContext) -> torch.nn.Module:
+    """Build the model on its device and edit it; fill in the example and the memory format."""
+    run, data = context.run, context.data
+    model: torch.nn.Module = run.model.build(context)
+    # Edits of the module tree come first: every later step works on the final modules. The memory format is one of
+    # them; it is set before compiling, which specialises on strides.
+    formats = [e.memory_format for e in run.surgery if e.memory_format is not None]
+    context.memory_format = getattr(torch, formats[-1] if formats else "contiguous_format")
+    example = context.example = torch.zeros(2, *data.shape, device=context.device, dtype=data.dtype)
+    _log(surgery.apply_all(run.surgery, model, example))
+    return model
+
+
+def build_for_inference(context: BuildContext, data: Splits) -> torch.nn.Module:
+    """Build a run's model alone, in evaluation mode: no optimizer, no loader, no ranks. Its weights are still to be loaded."""
+    run = context.run
+    context.device, context.seed = run.runtime.set_up_process(context.world), run.runtime.seed
+    context.parallel, context.precision, context.data = run.parallel.build(context), run.precision.build(context), data
+    model = _edited_model(context)
+    model = context.precision.convert(model, context.example)
+    return model.eval()
 
 
 def _count_flops(context: BuildContext, model: torch.nn.Module, example: torch.Tensor) -> flops.ModelFlops:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +43,7 @@ class Job:
     checkpoint: Path | None = None
     notices: list[str] = field(default_factory=list)  # what the user should know when the job starts
     attach: Callable[[Trainer], None] | None = None  # called with each rank's finished trainer, before it fits
+    work: Callable[[Trainer], None] | None = None  # called with each rank's finished trainer, in place of training
 
     def log_notices(self) -> None:
         """Log what composing found, also under `--quiet`. Composing itself is silent: sweeps and measuring compose many jobs."""
@@ -107,17 +108,8 @@ def checked(composed: Composed, own: bool = False) -> Job:
 
 def _resumed(run_dir: Path, words: list[str], config_dirs: Sequence[str]) -> Job:
     """The job of `resume=<run dir>`: the run's own recipe and machine-local settings, then the other overrides."""
-    recorded = _recorded_environment(run_dir)
-    given = {key_of(w) for w in words}
-    # A setting of a group's option is dropped where an override chooses another option.
-    local = recorded.get("machine_local", {})
-    mine = {k: v for k, v in local.items() if k not in given and k.partition(".")[0] not in given}
-    own = [f"{k}={format_value(v)}" for k, v in mine.items()]
-    base = None if "recipe" in given else recipes.read(run_dir / "recipe.yaml")
-    dirs = config_dirs or recorded.get("config_dirs", [])
-    add_import_paths(dirs)
-    job = checked(composing.compose([*own, *words], dirs, base=base), own=base is not None)
-    job.composed.overrides = words
+    recorded = recorded_environment(run_dir, "resume=")
+    job = of_run(run_dir, words, config_dirs or recorded.get("config_dirs", []), recorded.get("machine_local", {}))
     different = identity.differences(check.read_config(run_dir / "config.yaml"), job.composed.plain, job.machine_local_keys)
     if different and not job.run.values["resume_changed"]:
         raise UserError(
@@ -128,18 +120,32 @@ def _resumed(run_dir: Path, words: list[str], config_dirs: Sequence[str]) -> Job
     return _from_newest_checkpoint(job, run_dir)
 
 
-def _recorded_environment(run_dir: Path) -> dict[str, Any]:
-    """The environment.json of a run to resume. Raises UserError where this is no run's directory."""
+def of_run(run_dir: Path, words: Sequence[str], config_dirs: Sequence[str], machine_local: Mapping[str, Any]) -> Job:
+    """The job of a run's own recipe and its machine-local settings, changed by overrides. Raises UserError."""
+    given = {key_of(w) for w in words}
+    # A setting of a group's option is dropped where an override chooses another option.
+    mine = {k: v for k, v in machine_local.items() if k not in given and k.partition(".")[0] not in given}
+    own = [f"{k}={format_value(v)}" for k, v in mine.items()]
+    base = None if "recipe" in given else recipes.read(run_dir / "recipe.yaml")
+    add_import_paths(config_dirs)
+    job = checked(composing.compose([*own, *words], config_dirs, base=base), own=base is not None)
+    job.composed.overrides = list(words)
+    return job
+
+
+def recorded_environment(run_dir: Path, setting: str = "") -> dict[str, Any]:
+    """A run's environment.json. Raises UserError where this is no run's directory; the message begins with `setting`."""
     if (run_dir / "jobs.json").is_file():
-        raise UserError(f"resume={run_dir} is a sweep: say -m before it to go on with what is left of it")
+        hint = "say -m before it to go on with what is left of it" if setting else "name one of the runs in it"
+        raise UserError(f"{setting}{run_dir} is a sweep: {hint}")
     if not (run_dir / "recipe.yaml").is_file() or not (run_dir / "environment.json").is_file():
         raise UserError(
-            f"resume={run_dir} is no run's directory (no recipe.yaml in it): name one such as outputs/<date>/<time>-<id>"
+            f"{setting}{run_dir} is no run's directory (no recipe.yaml in it): name one such as outputs/<date>/<time>-<id>"
         )
     try:
         content: dict[str, Any] = json.loads((run_dir / "environment.json").read_text())
     except ValueError:
-        raise UserError(f"resume={run_dir}: its environment.json is damaged") from None
+        raise UserError(f"{setting}{run_dir}: its environment.json is damaged") from None
     return content
 
 

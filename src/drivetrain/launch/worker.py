@@ -62,7 +62,10 @@ def run_rank(job: Job, world: World, run_dir: Path, stop: StopFlag, quiet: bool)
     context = BuildContext(job.run, world, run_dir, job.config_hash, config)
     try:
         trainer = _build(job, context, writers, quiet)
-        trainer.fit(stop)
+        if job.work is None:
+            trainer.fit(stop)
+        else:
+            job.work(trainer)
         result.status = "completed"
         code = EXIT_OF_STATUS["completed"]
     except (Exception, SystemExit, KeyboardInterrupt) as error:
@@ -124,7 +127,7 @@ def _build(job: Job, context: BuildContext, writers: list[RunWriter], quiet: boo
 
     trainer = build.build(context, writers)
     if (checkpoint := trainer.parallel.broadcast_object(job.checkpoint)) is not None:
-        trainer.restore(*_load(checkpoint, trainer.parallel))
+        trainer.restore(*load(checkpoint, trainer.parallel))
     if job.attach is not None:
         job.attach(trainer)
     if context.world.rank == 0:
@@ -137,7 +140,7 @@ def _build(job: Job, context: BuildContext, writers: list[RunWriter], quiet: boo
     return trainer
 
 
-def _load(checkpoint: Path, parallel: Parallel) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def load(checkpoint: Path, parallel: Parallel) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """A checkpoint's weights and state, on every rank. Rank 0 sends them where machines share no file system."""
     from drivetrain.saving import checkpoint_io
 

@@ -32,6 +32,10 @@ class Model(Option):
         """The network for the run's data, on its device."""
         return self.create(context.data.shape, context.data.classes).to(context.device)
 
+    def untrained(self) -> Model:
+        """Return this option without the weights that training started from: those of a finished run are loaded instead."""
+        return self
+
     def create(self, shape: tuple[int, ...], classes: int) -> torch.nn.Module:
         """A freshly initialised network for samples of `shape` (without the batch dimension), with `classes` outputs."""
         raise NotImplementedError

@@ -31,6 +31,9 @@ class Timm(Model):
             near = difflib.get_close_matches(base, timm.list_models(), n=5, cutoff=0.5)
             yield (f"model.name={self.name} is no model of timm {timm.__version__}: did you mean {', '.join(near) or 'another'}?")
 
+    def untrained(self) -> Timm:
+        return Timm(self.name, False, self.kwargs)
+
     def create(self, shape: tuple[int, ...], classes: int) -> torch.nn.Module:
         import timm
 

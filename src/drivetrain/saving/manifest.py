@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 FORMAT = 2
 FULL = {"model.safetensors", "state.pt"}
@@ -29,6 +31,17 @@ def verify(checkpoint: Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"has no readable manifest.json ({error})"
     return None
+
+
+def about(checkpoint: Path) -> dict[str, Any]:
+    """Return what a checkpoint says of the model, such as input shape and classes; {} where it was written without it."""
+    content: dict[str, Any] = json.loads((checkpoint / "manifest.json").read_text()).get("about") or {}
+    return content
+
+
+def as_metadata(about: Mapping[str, Any]) -> dict[str, str]:
+    """Return the same as metadata of a file, in which all values are texts: each value as JSON, a text as it is."""
+    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in about.items()}
 
 
 def newest_valid(run_dir: Path) -> tuple[Path | None, list[str]]:
