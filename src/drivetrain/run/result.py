@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
+from html import escape
 from pathlib import Path
 
 from drivetrain.core.files import write_json
@@ -36,6 +37,18 @@ class Result:
     overrides: list[str] = field(default_factory=list)
     config_hash: str | None = None
     run_dir: Path | None = None  # its directory; not in the file
+
+    def _repr_html_(self) -> str:
+        """The result as a notebook shows it: status, metrics, and the figures that the run got to."""
+        best = self.metrics.get("best") or {}
+        rows = [("status", f"{self.status}: {self.error}" if self.error else self.status)]
+        for name, value in (self.metrics.get("final") or {}).items():
+            rows.append((name, f"{value:.4f}" + (f" (best {best[name]:.4f})" if name in best else "")))
+        rows.append(("updates", f"{self.updates:,} in {self.epochs:.4g} epochs, {self.wall_s:.1f} s"))
+        if self.samples_per_second:
+            rows.append(("samples/s", f"{self.samples_per_second:,.0f}"))
+        rows.append(("run", str(self.run_dir or "")))
+        return f"<table>{''.join(f'<tr><th>{escape(k)}</th><td>{escape(v)}</td></tr>' for k, v in rows)}</table>"
 
     def write(self, run_dir: Path) -> None:
         """Write run_dir/result.json atomically."""
