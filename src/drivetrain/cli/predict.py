@@ -50,9 +50,7 @@ def command(argv: Sequence[str]) -> int:
     from drivetrain.ui.progress import Rate
 
     choice, split = given.choice, given.options.data
-    loaded = load(
-        given.run_dir, given.overrides, update=choice.update, average=choice.average, config_dirs=given.config_dirs
-    )
+    loaded = load(given.run_dir, given.overrides, update=choice.update, average=choice.average, config_dirs=given.config_dirs)
     loaded.check_rows(split)
     if split is not None:
         items, count = loaded.items_of(split)

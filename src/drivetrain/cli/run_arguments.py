@@ -80,7 +80,11 @@ def complete(words: Sequence[str], last: str, *options: str) -> list[str]:
     from drivetrain.cli import completion
     from drivetrain.run import directory
 
-    if not [word for word in words if "=" not in word and not word.startswith("-")] and not last.startswith("-") and "=" not in last:
+    if (
+        not [word for word in words if "=" not in word and not word.startswith("-")]
+        and not last.startswith("-")
+        and "=" not in last
+    ):
         return [str(path) for path in directory.newest_first(Path("outputs"))[:50]]
     own = ["update=best", "update=last", "average=true", *options]
     return [*own, *completion.overrides(words, last)]

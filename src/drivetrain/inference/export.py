@@ -118,7 +118,9 @@ def _largest_difference(program: torch.nn.Module, found: Run, example: torch.Ten
         if example.is_floating_point():
             x = torch.randn(size, *example.shape[1:], generator=generator)
         else:
-            x = torch.randint(loaded.about["vocabulary"] or loaded.about["outputs"], (size, *example.shape[1:]), generator=generator)
+            x = torch.randint(
+                loaded.about["vocabulary"] or loaded.about["outputs"], (size, *example.shape[1:]), generator=generator
+            )
         expected = program(x)
         largest = max(largest, _difference(found(x), expected) / max(1.0, float(expected.abs().max())))
     return largest
@@ -176,7 +178,13 @@ def _write_onnx(model: torch.nn.Module, example: torch.Tensor, path: Path, about
         raise UserError(f"--format onnx needs {' and '.join(missing)}: pip install 'drivetrain[onnx]'")
     batch = torch.export.Dim("batch", min=1)
     program = torch.onnx.export(
-        model, (example,), dynamo=True, dynamic_shapes=({0: batch},), input_names=["input"], output_names=["output"], verbose=False
+        model,
+        (example,),
+        dynamo=True,
+        dynamic_shapes=({0: batch},),
+        input_names=["input"],
+        output_names=["output"],
+        verbose=False,
     )
     assert program is not None
     program.model.metadata_props.update(about)

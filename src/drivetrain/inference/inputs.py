@@ -77,7 +77,9 @@ def _of_file(path: Path, transforms: Transforms) -> list[Item]:
             return [Item(str(path), lambda: rows[0])]
         return [Item(f"{path}[{n}]", lambda n=n: rows[n]) for n in range(len(rows))]  # type: ignore[misc]
     if transforms.tokens:
-        raise UserError(f"{path}: this run reads text: give its lines by standard input, as in: drivetrain predict RUN - < {path}")
+        raise UserError(
+            f"{path}: this run reads text: give its lines by standard input, as in: drivetrain predict RUN - < {path}"
+        )
     transforms.image_shape()  # raises where the model takes no images
     return [Item(str(path), lambda: transforms.read_file(path))]
 

@@ -71,9 +71,13 @@ class LoadedRun:
     def check_rows(self, split: str | None) -> None:
         """Raise UserError where the predictions do not fit in the rows of a table."""
         if self.kind in ("mask", "pair"):
-            raise UserError(f"{self._run.named('data')} has {DESCRIPTIONS[self.kind]}, which does not fit in a row: use drivetrain.load")
+            raise UserError(
+                f"{self._run.named('data')} has {DESCRIPTIONS[self.kind]}, which does not fit in a row: use drivetrain.load"
+            )
         if split is not None and self.kind == "tokens":
-            raise UserError(f"--data {split}: {self._run.named('data')} has a target at each token: drivetrain evaluate sums them up")
+            raise UserError(
+                f"--data {split}: {self._run.named('data')} has a target at each token: drivetrain evaluate sums them up"
+            )
 
     def items_of(self, split: str) -> tuple[Iterator[Item], int]:
         """The samples of the run's own test or training set, and how many."""

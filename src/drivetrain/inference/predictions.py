@@ -46,7 +46,9 @@ class Predictions:
         if self.kind == "mask":
             return self.probabilities.argmax(1)
         if self.kind == "labels":
-            return [[name for name, on in zip(self.classes, row, strict=True) if on] for row in (self.probabilities > 0.5).tolist()]
+            return [
+                [name for name, on in zip(self.classes, row, strict=True) if on] for row in (self.probabilities > 0.5).tolist()
+            ]
         return [self.classes[n] for n in self.probabilities.argmax(-1).tolist()]
 
     def rows(self) -> Iterator[dict[str, Any]]:

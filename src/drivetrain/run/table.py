@@ -21,7 +21,9 @@ def as_frame(folder: Path | str) -> Any:
     try:
         import pandas
     except ModuleNotFoundError:
-        raise UserError("drivetrain.runs needs the package 'pandas', which is not installed: pip install 'drivetrain[pandas]'") from None
+        raise UserError(
+            "drivetrain.runs needs the package 'pandas', which is not installed: pip install 'drivetrain[pandas]'"
+        ) from None
     runs = find([Path(folder).expanduser()])
     settings = differing(runs)
     return pandas.DataFrame([dict(_row(run, settings)) for run in runs])
