@@ -52,11 +52,7 @@ def command(argv: Sequence[str]) -> int:
     choice, split = given.choice, given.options.data
     loaded = load(given.run_dir, given.overrides, update=choice.update, average=choice.average, config_dirs=given.config_dirs)
     loaded.check_rows(split)
-    if split is not None:
-        items, count = loaded.items_of(split)
-    else:
-        items, total = inputs.given(given.paths, loaded.transforms, sys.stdin)
-        count = total
+    items, count = loaded.items_of(split) if split else inputs.given(given.paths, loaded.transforms, sys.stdin)
     size = given.options.batch or loaded.batch_size()
     with Output(given.options.out) as output, Rate("predictions", count) as rate:
         counts = predict_all(loaded, items, size, output, rate, with_targets=split is not None)

@@ -144,8 +144,8 @@ def build_for_inference(context: BuildContext, data: Splits) -> torch.nn.Module:
     context.device, context.seed = run.runtime.set_up_process(context.world), run.runtime.seed
     context.parallel, context.precision, context.data = run.parallel.build(context), run.precision.build(context), data
     model = _edited_model(context)
-    model = context.precision.convert(model, context.example)
-    return model.eval()
+    converted: torch.nn.Module = context.precision.convert(model, context.example)
+    return converted.eval()
 
 
 def _count_flops(context: BuildContext, model: torch.nn.Module, example: torch.Tensor) -> flops.ModelFlops:

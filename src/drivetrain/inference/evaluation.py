@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.errors import UserError
 from drivetrain.inference.finished import Choice, chosen_weights, find, load_weights
@@ -57,7 +57,7 @@ def _restore_and_evaluate(trainer: Trainer, checkpoint: Path, average: bool) -> 
     """Load the weights, without the state that only training needs, and evaluate them. Called on all ranks."""
     weights, state = worker.load(checkpoint, trainer.parallel)
     weights = chosen_weights(checkpoint, weights, state, average)
-    no_optimizer = {"param_groups": [], "state": {}}
+    no_optimizer: dict[str, Any] = {"param_groups": [], "state": {}}
     weights, state = trainer.parallel.shard_state_dict(weights, {**state, "optimizer": no_optimizer})
     load_weights(trainer.model, weights)
     trainer.precision.load_state_dict({})  # its own copies of the weights, where it keeps some

@@ -92,6 +92,9 @@ def export_program(loaded: LoadedRun, path: Path, kind: Format, with_normalize: 
 class _Normalized(torch.nn.Module):
     """A model that normalises its inputs itself."""
 
+    mean: torch.Tensor
+    std: torch.Tensor
+
     def __init__(self, normalize: Any, model: torch.nn.Module) -> None:
         super().__init__()
         self.model = model

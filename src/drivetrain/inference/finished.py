@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.overrides import format_value, key_of
-from drivetrain.launch.job import Job, of_run, recorded_environment
+from drivetrain.launch.job import Job, is_of_this_user, of_run, recorded_environment, recorded_settings
+from drivetrain.recipe.safe_yaml import printable
 from drivetrain.run.result import Result
 from drivetrain.saving import manifest
 
@@ -52,34 +53,44 @@ class Finished:
 def find(
     verb: str, run_dir: Path, overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), choice: Choice | None = None
 ) -> Finished:
-    """Find a run and one of its checkpoints. `verb` is what messages tell the user to type. Raises UserError; imports no torch."""
+    """Find a run and one of its checkpoints. Raises UserError, which tells to type `verb`; imports no torch."""
     choice = choice or Choice()
     recorded = recorded_environment(run_dir)
-    given = [key_of(word) for word in overrides]
-    off = [word for word in OFF if key_of(word) not in given]
+    given = {key_of(word) for word in overrides}
+    words = [*(word for word in OFF if key_of(word) not in given), *overrides]
+    settings = recorded_settings(recorded, words)
+    own = is_of_this_user(recorded)
     try:
-        # Neither the packages that the run trusted nor its folders of options are taken from its files: they are code.
-        local = {key: value for key, value in recorded.get("machine_local", {}).items() if key not in ("trust", "logger")}
-        job = of_run(run_dir, [*off, *overrides], config_dirs, local)
+        if own:
+            job = of_run(run_dir, words, config_dirs or recorded.get("config_dirs", []), settings)
+        else:  # what a stranger's files say of trust, paths and devices is not taken
+            job = of_run(run_dir, words, config_dirs, {})
     except UserError as error:
-        raise _with_trust(error, verb, run_dir, recorded, given, config_dirs) from None
+        raise error if own else _refusal(error, verb, run_dir, settings, recorded, config_dirs) from None
     job.composed.overrides = list(overrides)
     job.notices.clear()
     job.run.parts["model"] = job.run.model.untrained()
     return Finished(run_dir, job, checkpoint_of(run_dir, choice.update, job.run.saving.keep_best), choice.average)
 
 
-def _with_trust(
-    error: UserError, verb: str, run_dir: Path, recorded: dict[str, Any], given: Sequence[str], config_dirs: Sequence[str]
+def _refusal(
+    error: UserError,
+    verb: str,
+    run_dir: Path,
+    settings: dict[str, Any],
+    recorded: dict[str, Any],
+    config_dirs: Sequence[str],
 ) -> UserError:
-    """The error, or where the run used code of its own that was not allowed here, how to allow it."""
-    trust = recorded.get("machine_local", {}).get("trust") or []
-    missing = [] if "trust" in given else [f"trust={format_value(trust)}"] * bool(trust)
-    missing += [] if config_dirs else [word for folder in recorded.get("config_dirs", []) for word in ("--config-dir", folder)]
+    """The error, and if the run named code of its own, how to allow it."""
+    code = ("trust", "model.target", "data.target", "data.root", "data.path")
+    missing = [f"{key}={format_value(value)}" for key, value in settings.items() if key in code and value]
+    missing += [] if config_dirs else [word for folder in recorded.get("config_dirs") or [] for word in ("--config-dir", folder)]
     if not missing:
         return error
-    command = shlex.join([*verb.split(), str(run_dir), *missing])
-    return UserError(f"{run_dir} was trained with code that drivetrain does not ship: if you trust it, say: {command}")
+    return UserError(
+        f"{run_dir} was recorded by another user or machine, or has been changed: what it says of code and paths is not taken "
+        f"from its files. If you trust it, say: {printable(shlex.join([*verb.split(), str(run_dir), *missing]))}"
+    )
 
 
 def checkpoint_of(run_dir: Path, update: str | None = None, keeps_best: bool = False) -> Path:

@@ -41,7 +41,7 @@ class Read:
 
 
 def given(words: Sequence[str], transforms: Transforms, lines: Iterable[str]) -> tuple[Iterator[Item], int | None]:
-    """The inputs that the words name, in their order, and how many; "-" stands for `lines`. Raises UserError before any is read."""
+    """The inputs that the words name, in their order, and how many; "-" stands for `lines`. Raises UserError."""
     missing = [word for word in words if word != "-" and not os.path.lexists(word)]
     if missing:
         raise UserError([f"{word}: there is no such file or folder" for word in missing])

@@ -12,7 +12,7 @@ import torch
 from drivetrain.config import validate as check
 from drivetrain.core.context import BuildContext
 from drivetrain.core.errors import UserError
-from drivetrain.core.targets import DESCRIPTIONS
+from drivetrain.core.targets import DESCRIPTIONS, TargetKind
 from drivetrain.core.world import World
 from drivetrain.data.base import Splits
 from drivetrain.data.description import describe, recall
@@ -43,9 +43,10 @@ class LoadedRun:
         return list(names) if names is not None else [str(n) for n in range(self.about["outputs"])]
 
     @property
-    def kind(self) -> str:
+    def kind(self) -> TargetKind:
         """What the model predicts, as the data's `targets` say it: class, labels, values, tokens, …"""
-        return self.about["targets"] or self._run.loss.takes[0]
+        kind: TargetKind = self.about["targets"] or self._run.loss.takes[0]
+        return kind
 
     def predict(self, x: Any) -> Predictions:
         """Predict a batch: a tensor or array (n, …) of samples as the data set has them, or paths of image files.

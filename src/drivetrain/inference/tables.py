@@ -63,7 +63,8 @@ class Parquet:
     """Rows as Parquet, by pyarrow; each batch is a row group."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._writer = path, None
+        self._path = path
+        self._writer: Any = None
 
     def write(self, rows: Rows) -> None:
         import pyarrow

@@ -15,12 +15,14 @@ from omegaconf import OmegaConf
 from drivetrain.config import compose as composing
 from drivetrain.config import validate as check
 from drivetrain.config.compose import Composed
+from drivetrain.core import signature
 from drivetrain.core.errors import UserError
 from drivetrain.core.files import write_json
 from drivetrain.core.option import RunSpec
 from drivetrain.core.overrides import format_value, key_of
 from drivetrain.core.paths import add_import_paths
 from drivetrain.recipe import reader as recipes
+from drivetrain.recipe.safe_yaml import printable
 from drivetrain.run import directory, environment, identity
 from drivetrain.run.result import Result
 from drivetrain.saving import manifest
@@ -55,6 +57,7 @@ class Job:
         local = identity.machine_local_overrides(self.composed, self.machine_local_keys)
         about = environment.describe(self.composed.overrides, self.config_hash, local)
         about["config_dirs"] = [str(Path(folder).resolve()) for folder in self.composed.config_dirs]
+        about["signature"] = signature.sign(_of_this_machine(about))
         (run_dir / "recipe.yaml").write_text(identity.to_recipe(self.composed, self.machine_local_keys))
         (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(self.composed.config))
         write_json(run_dir / "environment.json", about)
@@ -109,8 +112,14 @@ def checked(composed: Composed, own: bool = False) -> Job:
 def _resumed(run_dir: Path, words: list[str], config_dirs: Sequence[str]) -> Job:
     """The job of `resume=<run dir>`: the run's own recipe and machine-local settings, then the other overrides."""
     recorded = recorded_environment(run_dir, "resume=")
-    job = of_run(run_dir, words, config_dirs or recorded.get("config_dirs", []), recorded.get("machine_local", {}))
-    different = identity.differences(check.read_config(run_dir / "config.yaml"), job.composed.plain, job.machine_local_keys)
+    settings, dirs = recorded_settings(recorded, words), config_dirs or recorded.get("config_dirs", [])
+    if not is_of_this_user(recorded):
+        base = None if any(key_of(w) == "recipe" for w in words) else recipes.read(run_dir / "recipe.yaml")
+        _refuse_settings_of_strangers(run_dir, settings, recorded, composing.compose(words, config_dirs, base=base))
+        settings, dirs = {}, config_dirs
+    job = of_run(run_dir, words, dirs, settings)
+    unresolved: Any = OmegaConf.to_container(job.composed.config)
+    different = identity.differences(check.read_config(run_dir / "config.yaml"), unresolved, job.machine_local_keys)
     if different and not job.run.values["resume_changed"]:
         raise UserError(
             [f"resume={run_dir}: the config differs from the run's, and only its length may: {'; '.join(different)}."
@@ -120,17 +129,49 @@ def _resumed(run_dir: Path, words: list[str], config_dirs: Sequence[str]) -> Job
     return _from_newest_checkpoint(job, run_dir)
 
 
-def of_run(run_dir: Path, words: Sequence[str], config_dirs: Sequence[str], machine_local: Mapping[str, Any]) -> Job:
-    """The job of a run's own recipe and its machine-local settings, changed by overrides. Raises UserError."""
-    given = {key_of(w) for w in words}
-    # A setting of a group's option is dropped where an override chooses another option.
-    mine = {k: v for k, v in machine_local.items() if k not in given and k.partition(".")[0] not in given}
-    own = [f"{k}={format_value(v)}" for k, v in mine.items()]
-    base = None if "recipe" in given else recipes.read(run_dir / "recipe.yaml")
+def of_run(run_dir: Path, words: Sequence[str], config_dirs: Sequence[str], settings: Mapping[str, Any]) -> Job:
+    """The job of a run's own recipe and these of its machine-local settings, changed by overrides. Raises UserError."""
+    own = [f"{k}={format_value(v)}" for k, v in settings.items()]
+    base = None if any(key_of(w) == "recipe" for w in words) else recipes.read(run_dir / "recipe.yaml")
     add_import_paths(config_dirs)
     job = checked(composing.compose([*own, *words], config_dirs, base=base), own=base is not None)
     job.composed.overrides = list(words)
     return job
+
+
+def recorded_settings(recorded: dict[str, Any], words: Sequence[str]) -> dict[str, Any]:
+    """The machine-local settings that a run recorded, without those that the overrides replace.
+
+    A setting of a group's option is dropped where an override chooses another option.
+    """
+    given = {key_of(w) for w in words}
+    local = recorded.get("machine_local") or {}
+    return {k: v for k, v in local.items() if k not in given and k.partition(".")[0] not in given}
+
+
+def is_of_this_user(recorded: dict[str, Any]) -> bool:
+    """Whether this user recorded the run on this machine, and nobody has changed what it says of trust, paths and devices."""
+    return signature.is_own(_of_this_machine(recorded), recorded.get("signature"))
+
+
+def _of_this_machine(recorded: dict[str, Any]) -> list[Any]:
+    """What a run's record says of this machine: the part of environment.json that is signed."""
+    return [recorded.get("machine_local"), recorded.get("config_dirs")]
+
+
+def _refuse_settings_of_strangers(run_dir: Path, settings: dict[str, Any], recorded: dict[str, Any], composed: Composed) -> None:
+    """Refuse to resume a run that another user, machine or hand recorded, if it needs settings that only the operator may give.
+
+    Nothing of the run's package or folders has been imported yet. Raises UserError.
+    """
+    defaults = identity.flatten(OmegaConf.to_container(composed.config)) | composed.choices
+    wanted = [f"{k}={format_value(v)}" for k, v in settings.items() if defaults.get(k) != v]
+    wanted += [f"--config-dir {folder}" for folder in recorded.get("config_dirs") or [] if not composed.config_dirs]
+    if wanted:
+        raise UserError(
+            f"resume={run_dir} was recorded by another user or machine, or has been changed: what it says of trust, paths and "
+            f"devices is not taken from its files. Give on the command line what you agree with: {printable(' '.join(wanted))}"
+        )
 
 
 def recorded_environment(run_dir: Path, setting: str = "") -> dict[str, Any]:
