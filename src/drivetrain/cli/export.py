@@ -22,8 +22,8 @@ drivetrain export RUN [FILE] [--format FORMAT] [key=value] …      a finished r
   --with-normalize      the model normalises its inputs itself; else it takes normalised ones
 {run_arguments.OF_CHOICE}
 
-The file says in its metadata what is needed to use it: model, classes, shape and normalisation of the inputs. Its output is compared
-with the model's before it is kept. docs/export.md shows how to load each one.
+The file says in its metadata what is needed to use it: model, classes, shape and normalisation of the inputs. Before it is
+kept, its output is compared with the model's. docs/export.md shows how to load each one.
 """
 
 

@@ -79,8 +79,9 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter]) -> Trainer:
         device=context.device, memory_format=context.memory_format, seed=context.seed, drop_last=run.data.drop_last,
         epochs=run.values["epochs"], max_updates=context.horizon.updates, log_every=run.values["log_every"],
         evaluate_every=run.values["evaluate_every"], saving=saving, run_dir=context.run_dir,
-        writer=Writer(context.run_dir, saving, parallel, eval_weights, describe(run, context.data)), progress=context.progress, timer=timer,
-        log=TrainingLog(log_writers, context.progress, parallel, timer, context.device, mfu), compile_seconds=compiler.seconds,
+        writer=Writer(context.run_dir, saving, parallel, eval_weights, describe(run, context.data)), progress=context.progress,
+        timer=timer, log=TrainingLog(log_writers, context.progress, parallel, timer, context.device, mfu),
+        compile_seconds=compiler.seconds,
     )  # fmt: skip
     if batch.preallocate:
         dry_run.preallocate(trainer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import logging
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager, suppress
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 Format = Literal["safetensors", "torch.export", "onnx", "torchscript"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 SUFFIX: dict[Format, str] = {"safetensors": ".safetensors", "torch.export": ".pt2", "onnx": ".onnx", "torchscript": ".ts"}
-METADATA = "drivetrain.json"  # the name of the metadata within a torch.export or TorchScript file
 TOLERANCE = 1e-5  # of the largest output
 LARGE = 1_500_000_000  # bytes: an ONNX file of more than 2 GB keeps its weights in a file beside it
 Run = Callable[[torch.Tensor], torch.Tensor]
@@ -46,7 +45,7 @@ def export_weights(finished: Finished, path: Path) -> Exported:
     import safetensors.torch
 
     weights = {name: t.contiguous() for name, t in finished.weights().items()}
-    about = {"format": "pt", **manifest.about(finished.checkpoint), "update": int(finished.checkpoint.name)}
+    about = {**manifest.about(finished.checkpoint), "update": int(finished.checkpoint.name)}
     with _atomic(path) as temporary:
         safetensors.torch.save_file(weights, temporary, manifest.as_metadata(about))
         written = safetensors.torch.load_file(temporary)
@@ -144,8 +143,8 @@ def _atomic(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".writing-{path.name}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # exporters warn of their own ways
+        with warnings.catch_warnings(), _without_messages():
+            warnings.simplefilter("ignore")
             yield temporary
         temporary.replace(path)
     except OSError as error:
@@ -155,11 +154,22 @@ def _atomic(path: Path) -> Iterator[Path]:
             temporary.unlink()
 
 
+@contextmanager
+def _without_messages() -> Iterator[None]:
+    """Exporters log much about their own ways; what ends an export is an exception."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
 def _write_exported_program(model: torch.nn.Module, example: torch.Tensor, path: Path, about: Mapping[str, str]) -> None:
     batch = torch.export.Dim("batch", min=1)
     program = torch.export.export(model, (example,), dynamic_shapes=({0: batch},))
     with path.open("wb") as file:  # torch insists on its own suffix in a name
-        torch.export.save(program, file, extra_files={METADATA: json.dumps(about)})
+        torch.export.save(program, file, extra_files=dict(about))
 
 
 def _read_exported_program(path: Path) -> Run:
@@ -168,7 +178,7 @@ def _read_exported_program(path: Path) -> Run:
 
 
 def _write_torchscript(model: torch.nn.Module, example: torch.Tensor, path: Path, about: Mapping[str, str]) -> None:
-    torch.jit.save(torch.jit.trace(model, example, check_trace=False), str(path), _extra_files={METADATA: json.dumps(about)})
+    torch.jit.save(torch.jit.trace(model, example, check_trace=False), str(path), _extra_files=dict(about))
 
 
 def _read_torchscript(path: Path) -> Run:

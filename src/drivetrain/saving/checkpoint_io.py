@@ -25,7 +25,7 @@ def save(
     `about` says what the weights need to be used alone. It is in the manifest, and in the file of the weights.
     """
     temporary = _begin(run_dir, update)
-    metadata = manifest.as_metadata({**(about or {}), "update": update})
+    metadata = manifest.as_metadata(about or {})
     safetensors.torch.save_file(_contiguous(weights), temporary / "model.safetensors", metadata)
     torch.save(state, temporary / "state.pt")
     return _finish(run_dir, update, about)

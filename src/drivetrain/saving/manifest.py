@@ -40,8 +40,11 @@ def about(checkpoint: Path) -> dict[str, Any]:
 
 
 def as_metadata(about: Mapping[str, Any]) -> dict[str, str]:
-    """Return the same as metadata of a file, in which all values are texts: each value as JSON, a text as it is."""
-    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in about.items()}
+    """Return the same as the metadata of a file, in which all values are texts: as JSON, under the one key "drivetrain".
+
+    safetensors writes several keys in a random order, and two equal runs would not write equal files.
+    """
+    return {"drivetrain": json.dumps(about)}
 
 
 def newest_valid(run_dir: Path) -> tuple[Path | None, list[str]]:
