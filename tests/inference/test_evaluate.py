@@ -68,12 +68,13 @@ def test_two_ranks(tmp_path):
     (run_dir,) = (p.parent for p in tmp_path.glob("out/*/*/result.json"))
     trained = json.loads((run_dir / "result.json").read_text())["metrics"]["final"]
     found = {}
-    for name, more in (("two", ()), ("one", ("parallel=single",))):
+    for name, more in (("two", ()), ("one", ("parallel=single",)), ("average", ("average=true",))):
         done = run("evaluate", str(run_dir), "--out", f"{name}.json", *more, cwd=tmp_path)
         assert done.code == 0, done
         found[name] = json.loads((tmp_path / f"{name}.json").read_text())
     assert found["two"]["metrics"] == trained
     assert (found["two"]["world_size"], found["one"]["world_size"]) == (2, 1)
+    assert found["average"]["metrics"] == {name: trained[f"ema_{name}"] for name in ("loss", "accuracy")}
     assert found["one"]["metrics"] == pytest.approx(trained, rel=1e-5)
 
 
@@ -104,7 +105,9 @@ def test_a_run_without_averages(finished):
 
 def test_a_strangers_run_names_no_code(finished, tmp_path, monkeypatch):
     """Code of a run that somebody else recorded is not imported; one message gives the command that allows it."""
-    (tmp_path / "nets.py").write_text("from drivetrain.model.mlp import Mlp\ndef net(shape, classes):\n    return Mlp(shape, classes, [8], 0.0)\n")
+    (tmp_path / "nets.py").write_text(
+        "from drivetrain.model.mlp import Mlp\ndef net(shape, classes):\n    return Mlp(shape, classes, [8], 0.0)\n"
+    )
     words = ("model=own", "model.target=nets.net", "trust=[nets]", "epochs=1")
     result = finished(*words)
     assert evaluate(result.run_dir).metrics == result.metrics["final"], "an own run needs no word"

@@ -46,7 +46,7 @@ def command(argv: Sequence[str]) -> int:
     if with_normalize and kind == "safetensors":
         raise UserError("--with-normalize: safetensors holds weights, and no model that could normalise: set another --format")
     path = Path(given.paths[0]).expanduser() if given.paths else given.run_dir / f"model{export.SUFFIX[kind]}"
-    overrides = [ONE_PROCESS, "ema=none", "runtime.device=cpu", *given.overrides]
+    overrides = [ONE_PROCESS, "ema=none", "precision=fp32", *given.overrides, "runtime.device=cpu"]
     finished = find("drivetrain export", given.run_dir, overrides, given.config_dirs, given.choice)
     if kind == "safetensors":
         done = export.export_weights(finished, path)
@@ -54,7 +54,7 @@ def command(argv: Sequence[str]) -> int:
         return DONE
     from drivetrain.inference.loaded import open_run
 
-    done = export.export_program(open_run(finished, plain=True), path, kind, with_normalize)
+    done = export.export_program(open_run(finished), path, kind, with_normalize)
     checked = f"its output is the model's to {done.difference:.0e}" if done.difference is not None else done.note
     print(f"update {finished.checkpoint.name} as {kind}: {path} ({checked})")
     return DONE

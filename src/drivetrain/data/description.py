@@ -17,7 +17,7 @@ def describe(run: RunSpec, data: Splits) -> dict[str, Any]:
     normalize = data.normalize
     return {
         "drivetrain": __version__,
-        "model": {"option": run.choices["model"], **model},
+        "model": {"option": run.named("model").partition("=")[2], **model},
         "surgery": run.names("surgery"),
         "targets": run.data.targets,
         "shape": list(data.shape),

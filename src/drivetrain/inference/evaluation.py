@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.errors import UserError
 from drivetrain.inference.finished import Choice, chosen_weights, find, load_weights
 from drivetrain.launch import launcher, worker
+from drivetrain.ui.progress import Rate
 
 if TYPE_CHECKING:
+    import torch
+
+    from drivetrain.core.microbatch import MicroBatch, Request
+    from drivetrain.core.protocols import Loader
     from drivetrain.engine.trainer import Trainer
 
 
@@ -65,4 +70,23 @@ def _restore_and_evaluate(trainer: Trainer, checkpoint: Path, average: bool) -> 
     if trainer.ema.active:
         trainer.ema.load_state_dict(state["ema"])
     trainer.progress.updates = state["progress"]["updates"]
-    trainer.progress.record_evaluation(trainer.evaluator.evaluate(), *trainer.selection)
+    with Rate("samples", None) as rate:  # of this rank's
+        shown = rate if trainer.parallel.world.rank == 0 else lambda _: None
+        evaluator = replace(trainer.evaluator, loader=Counted(trainer.loader, shown))
+        trainer.progress.record_evaluation(evaluator.evaluate(), *trainer.selection)
+
+
+class Counted:
+    """A loader that shows how many samples it has delivered."""
+
+    def __init__(self, loader: Loader, show: Callable[[int], None]) -> None:
+        self._loader, self._show, self._samples = loader, show, 0
+
+    def stream(
+        self, pipeline: Any, requests: Iterable[Request], device: torch.device, memory_format: torch.memory_format
+    ) -> Iterator[MicroBatch]:
+        """Yield the micro-batches of the loader."""
+        for batch in self._loader.stream(pipeline, requests, device, memory_format):
+            self._samples += len(batch.y)
+            self._show(self._samples)
+            yield batch

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -156,11 +157,12 @@ def _atomic(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _without_messages() -> Iterator[None]:
-    """Exporters log much about their own ways; what ends an export is an exception."""
+    """Exporters log and print much about their own ways; what ends an export is an exception."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        yield
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            yield
     finally:
         logging.disable(before)
 

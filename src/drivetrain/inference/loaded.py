@@ -21,7 +21,6 @@ from drivetrain.inference.finished import ONE_PROCESS, Choice, Finished, find, l
 from drivetrain.inference.inputs import Item, of_source
 from drivetrain.inference.predictions import Predictions
 from drivetrain.inference.transforms import Transforms
-from drivetrain.precision.base import Precision
 from drivetrain.saving import manifest
 
 
@@ -116,13 +115,11 @@ def load(
     return open_run(find("drivetrain predict", Path(run_dir), [ONE_PROCESS, "ema=none", *overrides], config_dirs, choice))
 
 
-def open_run(finished: Finished, plain: bool = False) -> LoadedRun:
-    """Build the model of a run that was found, and load its weights. With `plain` it is in float32, on the CPU, for an export."""
+def open_run(finished: Finished) -> LoadedRun:
+    """Build the model of a run that was found, and load its weights. Raises UserError."""
     run = finished.job.run
     check.validate_device(run)
     context = BuildContext(run, World(), finished.run_dir, on_exit=ExitStack())
-    if plain:
-        run.parts["precision"] = Precision()
     about = manifest.about(finished.checkpoint)
     random = torch.get_rng_state()
     data = recall(about) if about else run.data.load(torch.device("cpu"))
