@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import is_dataclass
 from importlib import import_module
 from pathlib import Path
@@ -15,7 +17,8 @@ from drivetrain.config.catalog import LISTS, options, shipped_targets
 from drivetrain.config.compose import Composed
 from drivetrain.config.plugins import trusted_packages
 from drivetrain.core import paths
-from drivetrain.core.errors import UserError
+from drivetrain.core.errors import UserError, did_you_mean
+from drivetrain.core.model_call import ForwardInput
 from drivetrain.core.option import Count, Option, RunSpec
 
 _REASONS = {  # pydantic's error types
@@ -32,6 +35,10 @@ _REASONS = {  # pydantic's error types
     "too_short": "must not be empty",
 }
 _LIMITS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
+_KINDS: dict[str, Any] = {  # of the keys of conf/config.yaml that are no group
+    "epochs": Count, "updates": Count | None, "log_every": Count, "evaluate_every": Count, "output_dir": str,
+    "resume": str | None, "resume_changed": bool, "trust": list[str], "recipe": str | None, "forward_input": ForwardInput,
+}  # fmt: skip
 
 Where = Callable[[str], str]  # key → "file:line: " of the recipe that set it, or ""
 
@@ -47,20 +54,32 @@ def validate(composed: Composed) -> RunSpec:
         paths.add_working_directory()
     groups = options(composed.config_dirs)
     run = RunSpec(composed.choices, {k: v for k, v in plain.items() if k not in groups})
+    _decode(composed, "", _KINDS, run.values)
     problems = [*composed.problems, *_value_problems(run.values, composed.where)]
     for group in groups:
         made = []
         for prefix, section in _sections(group, plain.get(group), composed):
             option = _make(prefix, section, run.values.get("trust") or [], composed, problems)
             made += [option] if option is not None else []
-        run.parts[group] = made if group in LISTS else made[0] if made else None
-    if not problems:  # rules look at several options: all of them must be there
-        for option in options_of(run):
-            option.see(run)
-        problems += [problem for option in options_of(run) for problem in option.validate(run)]
+        run.parts[group] = None if group in composed.doubtful else made if group in LISTS else made[0] if made else None
+    if composed.doubtful <= set(groups):  # else a value may be missing that any rule reads
+        problems += _broken_rules(run, whole=not problems)
     if problems:
         raise UserError(dict.fromkeys(problems))
     return run
+
+
+def _broken_rules(run: RunSpec, whole: bool) -> list[str]:
+    """What the options' rules say of each other. Where the run is not whole, rules that need a missing option say nothing."""
+    problems = []
+    for step in (lambda option: option.see(run), lambda option: problems.extend(option.validate(run))):
+        for option in options_of(run):
+            try:
+                step(option)
+            except Exception:  # as on the attribute of an option that is None
+                if whole:
+                    raise
+    return problems
 
 
 def validate_device(run: RunSpec) -> None:
@@ -72,8 +91,12 @@ def validate_device(run: RunSpec) -> None:
 
 def options_of(run: RunSpec) -> Iterator[Option]:
     """All options of a run."""
-    for made in run.parts.values():
-        yield from made if isinstance(made, list) else [made]
+    return (option for _, option in _by_group(run))
+
+
+def _by_group(run: RunSpec) -> Iterator[tuple[str, Option]]:
+    for group, made in run.parts.items():
+        yield from ((group, option) for option in (made if isinstance(made, list) else [made] if made is not None else []))
 
 
 def _sections(group: str, section: Any, composed: Composed) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -100,8 +123,10 @@ def _make(prefix: str, section: dict[str, Any], trust: list[str], composed: Comp
     try:
         cls = import_target(target)
     except (ImportError, AttributeError, ValueError) as error:
-        problems.append(f"{prefix}._target_={target} cannot be imported: {error}")
+        problems.append(f"{prefix}._target_={target} cannot be imported: {error}{_near(target)}")
         return None
+    if not any(_class_problems(prefix.split(".")[0], cls, target)):
+        _decode(composed, prefix, _hints(cls), knobs)
     wrong = list(_class_problems(prefix.split(".")[0], cls, target)) or list(knob_problems(prefix, cls, knobs, composed.where))
     problems += wrong
     return None if wrong else cls(**knobs)
@@ -111,6 +136,25 @@ def import_target(target: str) -> Any:
     """The class of a dotted name. Raises ImportError, AttributeError or ValueError."""
     module, _, name = target.rpartition(".")
     return getattr(import_module(module), name)
+
+
+def _near(target: str) -> str:
+    """The end of a message about a class that is not in its module: the names that are near; "" where the module is missing."""
+    module = sys.modules.get(target.rpartition(".")[0])
+    names = [name for name, value in vars(module).items() if isinstance(value, type)] if module is not None else []
+    return f": {did_you_mean(target.rpartition('.')[2], names)}" if names else ""
+
+
+def _decode(composed: Composed, prefix: str, hints: Mapping[str, Any], values: dict[str, Any]) -> None:
+    """Turn texts from the environment into what their keys take: "0.1" into a number where a number belongs."""
+    from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+    for key, value in values.items():
+        name = f"{prefix}.{key}" if prefix else key
+        if isinstance(value, str) and key in hints and composed.from_environment(name):
+            with suppress(ValidationError):
+                adapter = TypeAdapter(hints[key], config=ConfigDict(allow_inf_nan=False, arbitrary_types_allowed=True))
+                values[key] = composed.decoded[name] = adapter.validate_python(value)
 
 
 def _class_problems(group: str, cls: Any, target: str) -> Iterator[str]:
@@ -134,18 +178,18 @@ def knob_problems(prefix: str, cls: type, knobs: dict[str, Any], where: Where = 
     parameters = inspect.signature(cls).parameters
     unknown = [k for k in knobs if k not in parameters]
     yield from (f"{where(f'{prefix}.{k}')}{prefix}.{k}: {cls.__name__} takes no such argument" for k in unknown)
-    # The fields of a dataclass are annotated in its own module and in those of its base classes.
-    hints = get_type_hints(cls if is_dataclass(cls) else cls.__init__, include_extras=True)  # type: ignore[misc]
+    hints = _hints(cls)
     yield from type_problems(prefix, {k: (hints.get(k, Any), knobs[k]) for k in knobs if k in parameters}, where)
+
+
+def _hints(cls: type) -> dict[str, Any]:
+    """The annotations of a constructor; the fields of a dataclass are annotated in its own module and its base classes'."""
+    return get_type_hints(cls if is_dataclass(cls) else cls.__init__, include_extras=True)  # type: ignore[misc]
 
 
 def _value_problems(values: dict[str, Any], where: Where) -> Iterator[str]:
     """What is wrong with the keys of conf/config.yaml that are not groups."""
-    kinds: dict[str, Any] = {
-        "epochs": Count, "updates": Count | None, "log_every": Count, "evaluate_every": Count, "output_dir": str,
-        "resume": str | None, "resume_changed": bool, "trust": list[str], "recipe": str | None,
-    }  # fmt: skip
-    wrong = list(type_problems("", {k: (kinds.get(k, Any), v) for k, v in values.items()}, where))
+    wrong = list(type_problems("", {k: (_KINDS.get(k, Any), v) for k, v in values.items()}, where))
     yield from wrong or paths.cannot_be_in(Path(values["output_dir"]))
 
 
@@ -179,11 +223,13 @@ def _reason(errors: Iterable[Any]) -> str:
 
 def machine_local_keys(run: RunSpec) -> set[str]:
     """The dotted keys that depend on the machine or its operator: no recipe sets them, and the config's hash leaves them out."""
-    keys = {"output_dir", "resume", "resume_changed", "trust", "recipe", "logger"}
-    for group, made in run.parts.items():
-        for option in made if isinstance(made, list) else [made]:
-            keys |= {f"{group}.{knob}" for knob in option.machine_local_keys}
-    return keys
+    always = {"output_dir", "resume", "resume_changed", "trust", "recipe", "logger"}
+    return always | {f"{group}.{knob}" for group, option in _by_group(run) for knob in option.machine_local_keys}
+
+
+def identifying_keys(run: RunSpec) -> set[str]:
+    """The machine-local keys that make another run all the same: the config's hash has them, and a resumed run keeps them."""
+    return {f"{group}.{knob}" for group, option in _by_group(run) for knob in option.identifying_keys}
 
 
 def recipe_code_problems(composed: Composed) -> Iterator[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.errors import UserError
+from drivetrain.core.trees import length
 from drivetrain.inference.finished import Choice, chosen_weights, find, load_weights
 from drivetrain.launch import launcher, worker
 from drivetrain.ui.progress import Rate
@@ -87,6 +88,6 @@ class Counted:
     ) -> Iterator[MicroBatch]:
         """Yield the micro-batches of the loader."""
         for batch in self._loader.stream(pipeline, requests, device, memory_format):
-            self._samples += len(batch.y)
+            self._samples += length(batch.x)
             self._show(self._samples)
             yield batch

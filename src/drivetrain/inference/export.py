@@ -64,7 +64,10 @@ def export_program(loaded: LoadedRun, path: Path, kind: Format, with_normalize: 
         if loaded.transforms.normalize is None:
             raise UserError("--with-normalize: the run's inputs are not normalised: leave it out")
         program = _Normalized(loaded.transforms.normalize, loaded.model).eval()
-    example = loaded.example().contiguous()
+    example = loaded.example()
+    if not isinstance(example, torch.Tensor):
+        raise UserError(f"--format {kind} takes models of one input tensor, and this one has several: set --format safetensors")
+    example = example.contiguous()
     about = {**loaded.about, "update": loaded.update, "input": _describe_input(loaded, with_normalize)}
     write, read = {
         "torch.export": (_write_exported_program, _read_exported_program),

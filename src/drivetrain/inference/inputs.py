@@ -15,6 +15,7 @@ import torch
 
 from drivetrain.core.cpus import usable_cores
 from drivetrain.core.errors import DataError, UserError
+from drivetrain.core.trees import Tree, map_tensors
 from drivetrain.inference.transforms import Transforms
 
 IMAGES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
@@ -26,7 +27,7 @@ class Item:
     """One input that can be read."""
 
     name: str
-    read: Callable[[], torch.Tensor]  # raises DataError
+    read: Callable[[], Tree]  # raises DataError
     target: Callable[[], Any] | None = None  # the right answer, where the data set has it
 
 
@@ -35,7 +36,7 @@ class Read:
     """One input that was read, or why it could not be."""
 
     name: str
-    x: torch.Tensor | None
+    x: Tree | None
     error: str = ""
     target: Any = None
 
@@ -124,10 +125,10 @@ def of_source(source: Any, split: str) -> tuple[Iterator[Item], int]:
         for n in range(len(source)):
             found: dict[str, Any] = {}
 
-            def read(n: int = n, found: dict[str, Any] = found) -> torch.Tensor:
+            def read(n: int = n, found: dict[str, Any] = found) -> Tree:
                 x, y = source.fetch(torch.tensor([n]))
-                found["y"] = y[0].tolist()
-                return x[0]
+                found["y"] = y[0].tolist() if isinstance(y, torch.Tensor) else None
+                return map_tensors(lambda t: t[0], x)
 
             yield Item(name(n), read, lambda found=found: found["y"])  # type: ignore[misc]
 

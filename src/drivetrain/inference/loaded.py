@@ -13,10 +13,11 @@ from drivetrain.config import validate as check
 from drivetrain.core.context import BuildContext
 from drivetrain.core.errors import UserError
 from drivetrain.core.targets import DESCRIPTIONS, TargetKind
+from drivetrain.core.trees import Tree
 from drivetrain.core.world import World
 from drivetrain.data.base import Splits
-from drivetrain.data.description import describe, recall
 from drivetrain.engine import build
+from drivetrain.engine.description import describe, recall
 from drivetrain.inference.finished import ONE_PROCESS, Choice, Finished, find, load_weights
 from drivetrain.inference.inputs import Item, of_source
 from drivetrain.inference.predictions import Predictions
@@ -33,7 +34,8 @@ class LoadedRun:
         self.device = context.device
         self.transforms = Transforms(finished.job.run.data, data, context.device, context.memory_format)
         self.about = manifest.about(finished.checkpoint) or describe(finished.job.run, data)
-        self._run, self._precision, self._context = finished.job.run, context.precision, context
+        self._run, self._precision, self._data = finished.job.run, context.precision, data
+        self._forward = context.model_call.taking_batches(model)
 
     @property
     def classes(self) -> list[str]:
@@ -57,12 +59,12 @@ class LoadedRun:
     def predict_ready(self, x: Any) -> Predictions:
         """Predict a batch that `transforms` has made."""
         with torch.inference_mode(), self._precision.autocast():
-            output = self.model(x)
+            output = self._forward(x)
         return Predictions.of(output, self.kind, self.classes)
 
-    def example(self) -> torch.Tensor:
-        """A batch of two zeros, as the model takes it."""
-        return self._context.example
+    def example(self) -> Tree:
+        """A batch of two zeros, as `transforms` makes it."""
+        return self._data.two_samples(self.device)
 
     def batch_size(self) -> int:
         """The number of samples of a batch of the run's own evaluation on one process."""

@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from drivetrain.core.errors import DataError, UserError
+from drivetrain.core.trees import Tree, concatenate, leaves, map_tensors
 from drivetrain.data import decoding
 from drivetrain.data.base import Data, Splits
+from drivetrain.loader.base import Pipeline, in_memory_format
 
 MAX_PIXELS = 178_956_970  # of an image file, where the data sets no limit: Pillow's own
 
@@ -23,22 +26,26 @@ class Transforms:
 
     def __init__(self, option: Data, data: Splits, device: torch.device, memory_format: torch.memory_format) -> None:
         self._option, self._data, self._memory_format = option, data, memory_format
-        self.device, self.shape, self.tokens = device, tuple(data.shape), option.tokens
+        self.device, self.tokens = device, option.tokens is True
+        self.shape = data.shape if data.example is None else None  # None: inputs are several tensors
         self.normalize = None if data.normalize is None else data.normalize.to(device)
+        self._pipeline = Pipeline(data.test, (), data.normalize, 0, images=data.images).to(device)
 
-    def __call__(self, x: Any) -> torch.Tensor:
+    def __call__(self, x: Any) -> Tree:
         """Return a batch for the model, on its device: normalised, from samples or from paths of files. Raises UserError."""
         if isinstance(x, str | Path):
             x = [x]
         if isinstance(x, list | tuple) and x and isinstance(x[0], str | Path):
             x = self.stack([self.read_text(str(item)) if self.tokens else self.read_file(Path(item)) for item in x])
-        samples = self.as_samples(torch.as_tensor(x))
-        samples = samples.to(self.device).to(memory_format=self._memory_format)
-        return samples if self.normalize is None else self.normalize(samples)
+        samples = tree_map(torch.as_tensor, x) if self.shape is None else self.as_samples(torch.as_tensor(x))
+        samples = map_tensors(lambda t: t.to(self.device), samples)
+        return self._pipeline.normalized(in_memory_format(samples, self._memory_format))
 
     def as_samples(self, x: torch.Tensor, name: str = "the input") -> torch.Tensor:
         """Return samples (n, …) as the data set has them; a single one becomes a batch. Raises UserError where shapes differ."""
-        given, wanted = tuple(x.shape), self.shape
+        if self.shape is None:
+            raise UserError(f"{name} is one tensor, and the inputs of a sample are several: use drivetrain.load in Python")
+        given, wanted = tuple(x.shape), tuple(self.shape)
         if self.tokens:
             if x.ndim not in (1, 2) or x.shape[-1] > wanted[0]:
                 raise DataError(f"{name} has the shape {given}, and the model takes (n, up to {wanted[0]}) tokens: cut it")
@@ -57,7 +64,7 @@ class Transforms:
             raise DataError(f"{path} {decoding.DAMAGED.format(error.strerror)}") from None
         if self._option.decodes_images():
             limit = getattr(self._option, "max_pixels", MAX_PIXELS)
-            return decoding.decode(content, str(path), self.shape[-1], limit)
+            return decoding.decode(content, str(path), self.image_shape()[-1], limit)
         return self._of_exact_size(content, path)
 
     def _of_exact_size(self, content: bytes, path: Path) -> torch.Tensor:
@@ -77,23 +84,27 @@ class Transforms:
 
     def image_shape(self) -> tuple[int, int, int]:
         """Return channels, height and width of the model's images. Raises UserError where it does not take any."""
-        if len(self.shape) != 3 or self.shape[0] not in (1, 3):
-            raise UserError(f"the model takes inputs of shape {_text(self.shape)}, and not image files: give arrays (.npy, .pt)")
-        return self.shape
+        if self.shape is None or len(self.shape) != 3 or self.shape[0] not in (1, 3):
+            takes = "several tensors" if self.shape is None else f"inputs of shape {_text(self.shape)}"
+            raise UserError(
+                f"the model takes {takes}, and not image files: give arrays (.npy, .pt), or use drivetrain.load in Python"
+            )
+        channels, height, width = self.shape
+        return channels, height, width
 
     def read_text(self, line: str) -> torch.Tensor:
         """Return the tokens of a line of text. Raises DataError."""
         return self._option.encode(line, self._data)
 
-    def stack(self, samples: Sequence[torch.Tensor]) -> torch.Tensor:
+    def stack(self, samples: Sequence[Tree]) -> Tree:
         """Return samples as one batch."""
-        return torch.stack(list(samples))
+        return concatenate([map_tensors(lambda t: t.unsqueeze(0), x) for x in samples])
 
-    def groups(self, samples: Iterable[tuple[int, torch.Tensor]]) -> list[list[tuple[int, torch.Tensor]]]:
-        """Return numbered samples grouped by their shape, which samples of one batch share."""
-        found: dict[tuple[int, ...], list[tuple[int, torch.Tensor]]] = {}
+    def groups(self, samples: Iterable[tuple[int, Tree]]) -> list[list[tuple[int, Tree]]]:
+        """Return numbered samples grouped by their shapes, which samples of one batch share."""
+        found: dict[Any, list[tuple[int, Tree]]] = {}
         for number, x in samples:
-            found.setdefault(tuple(x.shape), []).append((number, x))
+            found.setdefault(tuple(t.shape for t in leaves(x)), []).append((number, x))
         return list(found.values())
 
 

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, Momentum, RunSpec
 from drivetrain.model.base import Model
 
 
+@dataclass(eq=False)
 class ResNet9(Model):
     """Nine convolutions with residuals (drivetrain.model.resnet9), for small images.
 
     `bias` gives the convolutions biases, which the BatchNorms after them subtract again: for comparison only.
     """
 
-    def __init__(self, width: Count = 16, bias: bool = False) -> None:
-        self.width, self.bias = width, bias
+    width: Count = 16
+    bias: bool = False
 
     def validate_device(self, run: RunSpec) -> Iterator[str]:
         shape = run.data.shape()
@@ -29,11 +31,12 @@ class ResNet9(Model):
         return resnet9.ResNet9(shape, classes, self.width, self.bias)
 
 
+@dataclass(eq=False)
 class Mlp(Model):
     """Linear layers with ReLU and dropout (drivetrain.model.mlp), for inputs of any shape."""
 
-    def __init__(self, hidden: Sequence[Count] = (256, 256), dropout: Momentum = 0.0) -> None:
-        self.hidden, self.dropout = hidden, dropout
+    hidden: Sequence[Count] = (256, 256)
+    dropout: Momentum = 0.0
 
     def create(self, shape: tuple[int, ...], classes: int) -> torch.nn.Module:
         from drivetrain.model import mlp
@@ -41,24 +44,19 @@ class Mlp(Model):
         return mlp.Mlp(shape, classes, self.hidden, self.dropout)
 
 
+@dataclass(eq=False)
 class Gpt(Model):
     """A small decoder-only transformer (drivetrain.model.gpt) that predicts the next token from those before it."""
 
+    width: Count = 256
+    depth: Count = 4
+    heads: Count = 4
+    dropout: Momentum = 0.0
+    ngrams: Count = 1
+    buckets: Count = 8192
+
     tokens = True
-
     may_be_transformer = True
-
-    def __init__(
-        self,
-        width: Count = 256,
-        depth: Count = 4,
-        heads: Count = 4,
-        dropout: Momentum = 0.0,
-        ngrams: Count = 1,
-        buckets: Count = 8192,
-    ) -> None:
-        self.width, self.depth, self.heads, self.dropout = width, depth, heads, dropout
-        self.ngrams, self.buckets = ngrams, buckets
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)

@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from drivetrain.core.files import write_json
 
@@ -38,23 +39,28 @@ class Result:
     config_hash: str | None = None
     run_dir: Path | None = None  # its directory; not in the file
 
-    def _repr_html_(self) -> str:
-        """The result as a notebook shows it: status, metrics, and the figures that the run got to."""
-        best = self.metrics.get("best") or {}
-        rows = [("status", f"{self.status}: {self.error}" if self.error else self.status)]
-        for name, value in (self.metrics.get("final") or {}).items():
-            rows.append((name, f"{value:.4f}" + (f" (best {best[name]:.4f})" if name in best else "")))
-        rows.append(("updates", f"{self.updates:,} in {self.epochs:.4g} epochs, {self.wall_s:.1f} s"))
-        if self.samples_per_second:
-            rows.append(("samples/s", f"{self.samples_per_second:,.0f}"))
-        rows.append(("run", str(self.run_dir or "")))
-        return f"<table>{''.join(f'<tr><th>{escape(k)}</th><td>{escape(v)}</td></tr>' for k, v in rows)}</table>"
-
     def write(self, run_dir: Path) -> None:
         """Write run_dir/result.json atomically."""
         content = asdict(self)
         del content["run_dir"]
         write_json(run_dir / "result.json", content)
+
+    def _repr_html_(self) -> str:
+        """The result as a table, for notebooks."""
+        final, best = self.metrics["final"], self.metrics["best"]
+        rows: list[tuple[str, Any]] = [
+            ("status", self.status),
+            ("error", self.error),
+            ("updates", f"{self.updates:,} in {self.epochs:g} epochs"),
+        ]
+        rows += [(name, f"{value:.4g} (best {best.get(name, value):.4g})") for name, value in final.items()]
+        rows += [("samples/s", self.samples_per_second and f"{self.samples_per_second:,.0f}"), ("time", f"{self.wall_s:.1f} s")]
+        rows += [("device", self.device_name), ("ranks", self.world_size), ("overrides", " ".join(self.overrides))]
+        rows += [("run", self.run_dir)]
+        cells = (
+            f"<tr><th>{escape(name)}</th><td>{escape(str(value))}</td></tr>" for name, value in rows if value not in (None, "")
+        )
+        return f"<table>{''.join(cells)}</table>"
 
     @classmethod
     def read(cls, run_dir: Path) -> Result | None:
