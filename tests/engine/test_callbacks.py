@@ -172,7 +172,8 @@ def test_on_two_ranks_one_is_told_and_all_end_where_it_fails(tiny, hooks, tmp_pa
     done = run("train", "-q", *words, cwd=tmp_path)
     assert done.code == 1, done
     assert "callbacks=[hooks.FailsInUpdate] failed in update, after update 2: ValueError: no such thing" in done.err
-    assert [p.name for p in Path(tmp_path).glob("outputs/*/*/checkpoints/*") if p.name.isdigit()] == ["4"]  # the flag takes an update
+    # The flag takes an update.
+    assert [p.name for p in Path(tmp_path).glob("outputs/*/*/checkpoints/*") if p.name.isdigit()] == ["4"]
 
 
 @pytest.mark.parametrize(

@@ -64,11 +64,14 @@ def run_rank(job: Job, world: World, run_dir: Path, stop: StopFlag, quiet: bool)
     context = BuildContext(job.run, world, run_dir, job.config_hash, config, resumed=job.checkpoint is not None)
     try:
         trainer = _build(job, context, writers, quiet)
-        trainer.callbacks.start()
-        trainer.fit(stop)
-        trainer.callbacks.raise_error()
-        trainer.callbacks.end("completed")
-        trainer.callbacks.raise_error()
+        if job.work is None:
+            trainer.callbacks.start()
+            trainer.fit(stop)
+            trainer.callbacks.raise_error()
+            trainer.callbacks.end("completed")
+            trainer.callbacks.raise_error()
+        else:
+            job.work(trainer)
         result.status = "completed"
         code = EXIT_OF_STATUS["completed"]
     except (Exception, SystemExit, KeyboardInterrupt) as error:
@@ -144,7 +147,7 @@ def _build(job: Job, context: BuildContext, writers: list[RunWriter], quiet: boo
 
     trainer = build.build(context, writers)
     if (checkpoint := trainer.parallel.broadcast_object(job.checkpoint)) is not None:
-        trainer.restore(*_load(checkpoint, trainer.parallel))
+        trainer.restore(*load(checkpoint, trainer.parallel))
     if job.attach is not None:
         job.attach(trainer)
     if context.world.rank == 0:
@@ -158,7 +161,7 @@ def _build(job: Job, context: BuildContext, writers: list[RunWriter], quiet: boo
     return trainer
 
 
-def _load(checkpoint: Path, parallel: Parallel) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def load(checkpoint: Path, parallel: Parallel) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """A checkpoint's weights and state, on every rank. Rank 0 sends them where machines share no file system."""
     from drivetrain.saving import checkpoint_io
 
