@@ -90,15 +90,15 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter]) -> Trainer:
     callbacks = Callbacks.build(context, log.figures, log.image)
     evaluator = Evaluator(
         model=model, forward=_joining(loss, takes_batches(parallel.inference_model(model))), eval_weights=eval_weights,
-        ema=ema, loss=loss, precision=precision, parallel=parallel, batch=batch, loader=loader, data=context.test_data, device=context.device,
-        memory_format=context.memory_format, max_batches=run.debug.eval_batches,
+        ema=ema, loss=loss, precision=precision, parallel=parallel, batch=batch, loader=loader, data=context.test_data,
+        device=context.device, memory_format=context.memory_format, max_batches=run.debug.eval_batches,
     )  # fmt: skip
     trainer = Trainer(
         model=model, step=callbacks.wrap_step(step), selection=selected(run), optimizer=optimizer, scheduler=scheduler,
         precision=precision, parallel=parallel, ema=ema, batch=batch, loader=loader, train_data=context.train_data,
         evaluator=evaluator, device=context.device, memory_format=context.memory_format, seed=context.seed,
-        drop_last=run.data.drop_last, epochs=run.values["epochs"], max_updates=context.horizon.updates, log_every=run.values["log_every"],
-        evaluate_every=run.values["evaluate_every"], saving=saving, run_dir=context.run_dir,
+        drop_last=run.data.drop_last, epochs=run.values["epochs"], max_updates=context.horizon.updates,
+        log_every=run.values["log_every"], evaluate_every=run.values["evaluate_every"], saving=saving, run_dir=context.run_dir,
         writer=Writer(context.run_dir, saving, parallel, eval_weights, describe(run, context.data)), progress=context.progress,
         timer=timer, log=log, callbacks=callbacks, compile_seconds=compiler.seconds,
     )  # fmt: skip
