@@ -172,7 +172,9 @@ def test_on_two_ranks_one_is_told_and_all_end_where_it_fails(tiny, hooks, tmp_pa
     done = run("train", "-q", *words, cwd=tmp_path)
     assert done.code == 1, done
     assert "callbacks=[hooks.FailsInUpdate] failed in update, after update 2: ValueError: no such thing" in done.err
-    assert [p.name for p in Path(tmp_path).glob("outputs/*/*/checkpoints/*") if p.name.isdigit()] == ["4"]  # the flag takes an update
+    assert [p.name for p in Path(tmp_path).glob("outputs/*/*/checkpoints/*") if p.name.isdigit()] == [
+        "4"
+    ]  # the flag takes an update
 
 
 @pytest.mark.parametrize(
@@ -180,7 +182,6 @@ def test_on_two_ranks_one_is_told_and_all_end_where_it_fails(tiny, hooks, tmp_pa
     [
         (["callbacks=[hooks.Told]"], "set trust=[hooks] on the command line"),
         (["callbacks=[watch]"], "callbacks=[watch] is no dotted name"),
-        (["callbacks=hooks.Told"], "callbacks=hooks.Told: must be a list"),
         (given("Missing"), "callbacks=[hooks.Missing] cannot be imported: AttributeError"),
         (given("NoCallback"), "derive your class from drivetrain.Callback"),
         (given("WantsMore"), "callbacks=[hooks.WantsMore] cannot be made: TypeError"),

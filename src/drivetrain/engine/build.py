@@ -83,8 +83,8 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter]) -> Trainer:
     )  # fmt: skip
     trainer = Trainer(
         model=model, step=callbacks.wrap_step(step), selection=selected(run), optimizer=optimizer, scheduler=scheduler,
-        precision=precision, parallel=parallel, ema=ema, batch=batch, loader=loader, train_data=context.train_data, evaluator=evaluator,
-        device=context.device, memory_format=context.memory_format, seed=context.seed, drop_last=run.data.drop_last,
+        precision=precision, parallel=parallel, ema=ema, batch=batch, loader=loader, train_data=context.train_data,
+        evaluator=evaluator, device=context.device, memory_format=context.memory_format, seed=context.seed, drop_last=run.data.drop_last,
         epochs=run.values["epochs"], max_updates=context.horizon.updates, log_every=run.values["log_every"],
         evaluate_every=run.values["evaluate_every"], saving=saving, run_dir=context.run_dir,
         writer=Writer(context.run_dir, saving, parallel, eval_weights), progress=context.progress, timer=timer,
