@@ -120,7 +120,7 @@ def test_aim(train, tmp_path):
         steps, (values, _, _) = metric.data.items_list()
         seen[f"{metric.context['subset']}/{metric.name}"] = list(zip(steps, values, strict=True))
     assert seen == approx(told(run_dir))
-    assert {image.name for image in run.images()} == {"samples", "predictions"}
+    assert {info["name"] for info in run.collect_sequence_info("images")["images"]} == {"samples", "predictions"}
 
 
 def test_trackio(train, tmp_path, monkeypatch):
