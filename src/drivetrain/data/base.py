@@ -34,6 +34,7 @@ class Splits:
     names: Sequence[str] | None = None  # of the classes, where they have names
     dtype: torch.dtype | None = None  # of the inputs, where they are not floats
     vocabulary: int | None = None  # of the inputs, where they are tokens; None: that of the outputs
+    token_bytes: torch.Tensor | None = None  # (vocabulary,) the bytes of text of each target token; None: a token is a byte
     example: Tree | None = None  # the inputs of two samples; None: of this shape and type
     images: str | None = None  # the key of the images, where inputs are a dict: they are augmented and normalised
 

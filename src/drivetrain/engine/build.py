@@ -82,6 +82,7 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter]) -> Trainer:
     graph = compiler.wrap_step(parallel.wrap_step(plain, context), context)
     step = debug.wrap_step(run.model.wrap_step(_step_for_loss(graph, loss, forward, context), context))
     eval_weights = precision.eval_weights(run.optimizer, optimizer)
+    meters, selection = [metric.build(context) for metric in run.metrics], selected(run)
     timer, saving = StepTimer(compiler.warmup, clock_for(context.device)), run.saving.build(context)
     mfu = Mfu(model_flops, context.device, number_format(model, run.precision.dtype), parallel.world.size)
     log = TrainingLog(log_writers, context.progress, parallel, timer, context.device, mfu, loss.parts)
@@ -90,14 +91,15 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter]) -> Trainer:
     callbacks = Callbacks.build(context, log.figures, log.image)
     evaluator = Evaluator(
         model=model, forward=_joining(loss, takes_batches(parallel.inference_model(model))), eval_weights=eval_weights,
-        ema=ema, loss=loss, precision=precision, parallel=parallel, batch=batch, loader=loader, data=context.test_data,
-        device=context.device, memory_format=context.memory_format, max_batches=run.debug.eval_batches,
+        ema=ema, loss=loss, meters=meters, selected=selection.name, precision=precision, parallel=parallel, batch=batch,
+        loader=loader, data=context.test_data, device=context.device, memory_format=context.memory_format,
+        max_batches=run.debug.eval_batches,
     )  # fmt: skip
     trainer = Trainer(
-        model=model, step=callbacks.wrap_step(step), selection=selected(run), optimizer=optimizer, scheduler=scheduler,
-        precision=precision, parallel=parallel, ema=ema, batch=batch, loader=loader, train_data=context.train_data,
-        evaluator=evaluator, device=context.device, memory_format=context.memory_format, seed=context.seed,
-        drop_last=run.data.drop_last, epochs=run.values["epochs"], max_updates=context.horizon.updates,
+        model=model, step=callbacks.wrap_step(step), selection=selection, optimizer=optimizer, scheduler=scheduler,
+        precision=precision, stopping=run.stop.build(context), parallel=parallel, ema=ema, batch=batch, loader=loader,
+        train_data=context.train_data, evaluator=evaluator, device=context.device, memory_format=context.memory_format,
+        seed=context.seed, drop_last=run.data.drop_last, epochs=run.values["epochs"], max_updates=context.horizon.updates,
         log_every=run.values["log_every"], evaluate_every=run.values["evaluate_every"], saving=saving, run_dir=context.run_dir,
         writer=Writer(context.run_dir, saving, parallel, eval_weights, describe(run, context.data)), progress=context.progress,
         timer=timer, log=log, callbacks=callbacks, compile_seconds=compiler.seconds,
