@@ -31,6 +31,7 @@ FLOORS = [
     ["engine"],
     ["ui"],
     ["launch"],
+    ["inference"],
     ["sweep"],
     ["measure"],
     ["cli"],

@@ -80,6 +80,8 @@ BESIDE = {
     ("batch", "auto"): ["batch.memory_gb=64"],
     ("loader", "dali"): PHOTOGRAPHS,
     ("augment", "randaugment"): PHOTOGRAPHS,
+    ("logger", "mlflow"): ["logger.mlflow.uri=mlruns"],  # a new database takes ten seconds
+    ("logger", "images"): ["data.shape=[3,8,8]"],
     ("augment", "color_jitter"): PHOTOGRAPHS,
 }
 # Options that this machine may lack something for. They must say what; any other refusal is a failure.

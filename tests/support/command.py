@@ -157,5 +157,9 @@ def checkpoints(run_dir: Path) -> list[Path]:
 
 
 def weights(run_dir: Path) -> bytes:
-    """The newest saved weights, byte for byte."""
-    return (checkpoints(run_dir)[-1] / "model.safetensors").read_bytes()
+    """The newest saved weights, byte for byte, without what the file says of the model."""
+    content = (checkpoints(run_dir)[-1] / "model.safetensors").read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:end])
+    header.pop("__metadata__", None)
+    return json.dumps(header).encode() + content[end:]

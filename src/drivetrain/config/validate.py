@@ -13,6 +13,7 @@ from typing import Any, get_type_hints
 
 from omegaconf import OmegaConf
 
+from drivetrain.config import callbacks
 from drivetrain.config.catalog import LISTS, SUMS, options, shipped_targets
 from drivetrain.config.compose import Composed
 from drivetrain.config.plugins import trusted_packages
@@ -38,7 +39,7 @@ _LIMITS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 _KINDS: dict[str, Any] = {  # of the keys of conf/config.yaml that are no group
     "epochs": Count, "updates": Count | None, "log_every": Count, "evaluate_every": Count, "output_dir": str,
     "resume": str | None, "resume_changed": bool, "trust": list[str], "recipe": str | None, "forward_input": ForwardInput,
-    "select": str | None,
+    "callbacks": list[str], "select": str | None,
 }  # fmt: skip
 
 Where = Callable[[str], str]  # key → "file:line: " of the recipe that set it, or ""
@@ -88,6 +89,7 @@ def _broken_rules(run: RunSpec, whole: bool) -> list[str]:
 def validate_device(run: RunSpec) -> None:
     """Check the rules that need torch, the device, or a library's list of names. Raises UserError with all problems."""
     problems = [problem for option in options_of(run) for problem in option.validate_device(run)]
+    problems += callbacks.problems(run)
     if problems:
         raise UserError(dict.fromkeys(problems))
 
@@ -212,7 +214,7 @@ def _hints(cls: type) -> dict[str, Any]:
 def _value_problems(values: dict[str, Any], where: Where) -> Iterator[str]:
     """What is wrong with the keys of conf/config.yaml that are not groups."""
     wrong = list(type_problems("", {k: (_KINDS.get(k, Any), v) for k, v in values.items()}, where))
-    yield from wrong or paths.cannot_be_in(Path(values["output_dir"]))
+    yield from wrong or [*paths.cannot_be_in(Path(values["output_dir"])), *callbacks.trust_problems(values)]
 
 
 def type_problems(prefix: str, given: dict[str, tuple[Any, Any]], where: Where = _nowhere) -> Iterator[str]:
@@ -245,7 +247,7 @@ def _reason(errors: Iterable[Any]) -> str:
 
 def machine_local_keys(run: RunSpec) -> set[str]:
     """The dotted keys that depend on the machine or its operator: no recipe sets them, and the config's hash leaves them out."""
-    always = {"output_dir", "resume", "resume_changed", "trust", "recipe", "logger"}
+    always = {"output_dir", "resume", "resume_changed", "trust", "recipe", "logger", "callbacks"}
     return always | {f"{group}.{knob}" for group, option in _by_group(run) for knob in option.machine_local_keys}
 
 

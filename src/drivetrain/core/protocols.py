@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, Protocol
 
 from drivetrain.core.lazy import torch
@@ -125,6 +126,9 @@ class LogWriter(Protocol):
 
     def log(self, record: Mapping[str, Any], /) -> None:
         """Write one record."""
+
+    def log_image(self, name: str, update: int, path: Path, /) -> None:
+        """Show a picture, a PNG file."""
 
 
 class Checkpointed(Protocol):

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import annotated_types
 
+from drivetrain.core.errors import DataError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Option
 from drivetrain.core.source import Source as Source
@@ -80,6 +81,10 @@ class Data(Option):
     def shape(self) -> tuple[int, ...] | None:
         """Return the shape of one input; None where only loading tells."""
         return None
+
+    def encode(self, text: str, data: Splits) -> torch.Tensor:
+        """Return the tokens of a text (length,), as the model takes them. Raises DataError."""
+        raise DataError(f"{type(self).__name__.lower()} does not read text")
 
     def decodes_images(self) -> bool:
         """Whether samples are image files, decoded as they are read."""

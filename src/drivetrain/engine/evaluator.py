@@ -14,9 +14,10 @@ import torch
 from drivetrain.batch.base import Batch
 from drivetrain.core.device import sum_dtype
 from drivetrain.core.errors import Diverged
+from drivetrain.core.protocols import Loader
 from drivetrain.core.trees import Tree
 from drivetrain.ema.base import Ema
-from drivetrain.loader.base import Loader, Pipeline
+from drivetrain.loader.base import Pipeline
 from drivetrain.loss.base import Loss
 from drivetrain.metrics.base import Metric, Table
 from drivetrain.parallel.base import Parallel

@@ -20,6 +20,7 @@ from drivetrain.core.selection import Selection
 from drivetrain.core.signals import StopFlag
 from drivetrain.core.step import Step, StreamWatcher
 from drivetrain.ema.base import Ema
+from drivetrain.engine.callbacks import Callbacks
 from drivetrain.engine.evaluator import Evaluator
 from drivetrain.engine.out_of_memory import halve_micro_batch
 from drivetrain.engine.step_timer import StepTimer
@@ -33,7 +34,7 @@ from drivetrain.saving.writer import Writer
 from drivetrain.scheduler.base import Scheduler
 from drivetrain.stop.base import Stop
 
-SAVE, STOP = 1, 2  # flags that are all-reduced after an update; the higher wins
+SAVE, STOP, FAIL = 1, 2, 3  # flags that are all-reduced after an update; the higher wins
 STATEFUL = ("scheduler", "precision", "ema", "batch", "stopping")  # restored in this order, after the optimizer
 MAX_SKIPS = 50  # updates skipped in a row before the run counts as diverged
 ENDLESS = 2**62
@@ -72,6 +73,7 @@ class Trainer:
     progress: Progress
     timer: StepTimer
     log: TrainingLog
+    callbacks: Callbacks
     compile_seconds: Callable[[], float | None]  # spent compiling so far
     stream_watchers: list[StreamWatcher] = field(default_factory=list)  # wrap the training stream, in order
 
@@ -145,7 +147,8 @@ class Trainer:
         self.timer.step()
         progress = self.progress
         progress.window += 1
-        agreed = self.parallel.all_reduce_flag(STOP if self._stop.raised else SAVE if self.saving.due(progress.updates) else 0)
+        wanted = STOP if self._stop.raised else SAVE if self.saving.due(progress.updates) else 0
+        agreed = self.parallel.all_reduce_flag(FAIL if self.callbacks.error else wanted)
         done = progress.updates >= self.max_updates
         if not (epoch_end or agreed or done or progress.steps % self.log_every == 0):
             return False
@@ -157,9 +160,10 @@ class Trainer:
                 self._evaluate()
         if epoch_end or agreed:
             self._save()
-        if agreed == STOP and not done:
+        if agreed >= STOP and not done:
             self.writer.wait()
-            raise Interrupted(f"stopped by a signal at update {progress.updates}", saved=self.saving.active)
+            stopped = Interrupted(f"stopped by a signal at update {progress.updates}", saved=self.saving.active)
+            raise self.callbacks.error_of_any_rank() if agreed == FAIL else stopped
         self.timer.resume()
         return done or self.stopping.reason is not None
 
@@ -173,6 +177,7 @@ class Trainer:
     def _save(self) -> None:
         self.writer.save(self)
         self.saving.restart(self.progress.updates)
+        self.callbacks.save()
 
     def state(self) -> dict[str, Any]:
         """Return everything except the weights that a resumed run needs."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -16,6 +17,7 @@ from drivetrain.core.errors import (
     FAILED,
     INTERRUPTED,
     PEER_GONE,
+    CallbackError,
     Diverged,
     Interrupted,
     UserError,
@@ -42,8 +44,8 @@ logger = logging.getLogger(__name__)
 class RunWriter(LogWriter, Protocol):
     """A logger or the terminal's progress line, which takes a run's records until it is closed."""
 
-    def close(self) -> None:
-        """The run has ended."""
+    def close(self, status: str) -> None:
+        """The run has ended: completed, failed, diverged or interrupted."""
 
 
 def run_rank(job: Job, world: World, run_dir: Path, stop: StopFlag, quiet: bool) -> tuple[Result, int]:
@@ -62,27 +64,37 @@ def run_rank(job: Job, world: World, run_dir: Path, stop: StopFlag, quiet: bool)
     context = BuildContext(job.run, world, run_dir, job.config_hash, config, resumed=job.checkpoint is not None)
     try:
         trainer = _build(job, context, writers, quiet)
-        trainer.fit(stop)
-        _record_measurements(result, trainer)
-        evaluate_kept(trainer, result, run_dir)
-        if world.rank == 0:
-            _show_tables(result, trainer, run_dir)
+        (job.work or partial(_train, stop=stop, result=result))(trainer)
         result.status = "completed"
         code = EXIT_OF_STATUS["completed"]
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         code = _record_failure(result, error, job, world, run_dir)
     if trainer is not None:
+        _end_callbacks(trainer, result)
         trainer.writer.finish(LAST_WRITE_S)
         if result.status != "completed":
             _record_measurements(result, trainer)
         _count_skipped(result, trainer, world, run_dir)
     for writer in writers:
-        writer.close()
+        writer.close(result.status)
     context.on_exit.close()
     _report(context.findings(), world, run_dir)
     if trainer is not None and code == EXIT_OF_STATUS["completed"]:
         trainer.parallel.shutdown()  # a failed rank must not wait here for the others
     return result, code
+
+
+def _train(trainer: Trainer, stop: StopFlag, result: Result) -> None:
+    """Train to the end, evaluate what is kept, and fill in the result."""
+    trainer.callbacks.start()
+    trainer.fit(stop)
+    trainer.callbacks.raise_error()
+    trainer.callbacks.end("completed")
+    trainer.callbacks.raise_error()
+    _record_measurements(result, trainer)
+    evaluate_kept(trainer, result, trainer.run_dir)
+    if trainer.parallel.world.rank == 0:
+        _show_tables(result, trainer, trainer.run_dir)
 
 
 def _record_failure(result: Result, error: BaseException, job: Job, world: World, run_dir: Path) -> int:
@@ -107,11 +119,22 @@ def _record_failure(result: Result, error: BaseException, job: Job, world: World
         with (run_dir / "log.txt").open("a") as file:
             file.write("".join(traceback.format_exception(error)))
         result.error += f" (traceback in {run_dir / 'log.txt'})"
+        if isinstance(error, CallbackError) and any((run_dir / "checkpoints").glob("[0-9]*")):
+            result.error += f": the run is saved, go on with resume={run_dir}"
     elif is_peer_failure(result.error):
         logger.error(PEER_GONE)
     elif not wants_traceback():
         traceback.print_exception(error)
     return FAILED
+
+
+def _end_callbacks(trainer: Trainer, result: Result) -> None:
+    """Tell the callbacks of a run that did not complete. What ended it is its error, whatever they raise now."""
+    callbacks = trainer.callbacks
+    if result.status != "completed" and callbacks.error is None:
+        callbacks.end(result.status)
+        if callbacks.error is not None:
+            logger.error("%s", callbacks.error)
 
 
 def _report(lines: list[str], world: World, run_dir: Path) -> None:
@@ -127,7 +150,7 @@ def _report(lines: list[str], world: World, run_dir: Path) -> None:
 def _build(job: Job, context: BuildContext, writers: list[RunWriter], quiet: bool) -> Trainer:
     """This rank's trainer, restored where the job has a checkpoint. On rank 0 the loggers start and go into `writers`."""
     from drivetrain.engine import build
-    from drivetrain.logger import Files
+    from drivetrain.logger import Files, guarded
 
     trainer = build.build(context, writers)
     if (checkpoint := trainer.parallel.broadcast_object(job.checkpoint)) is not None:
@@ -135,12 +158,13 @@ def _build(job: Job, context: BuildContext, writers: list[RunWriter], quiet: boo
     if job.attach is not None:
         job.attach(trainer)
     if context.world.rank == 0:
-        loggers = job.run.logger
-        if not any(isinstance(each, Files) for each in loggers):
-            loggers = [Files(), *loggers]  # always: resume and report read its files
-        writers += [each.build(context) for each in loggers]
+        writers.append(guarded("files", Files(), context))  # always: resume and report read its files
+        for name, each in zip(job.run.names("logger"), job.run.logger, strict=True):
+            if not isinstance(each, Files):
+                writers.append(guarded(name, each, context))
         if not quiet:
             writers.append(terminal.Progress(trainer.max_updates, trainer.epochs))
+        writers.append(trainer.callbacks)  # last, so that what they read of the run is written
     return trainer
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,6 +18,8 @@ from drivetrain.core.trees import named_leaves
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
+
+NO_START: dict[str, Any] = {"weights": None, "weights_skip": (), "freeze": (), "unfreeze": {}}  # as a finished run is built
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +100,10 @@ class Model(Option):
             for line in weights.load_into(model, path, self.weights_skip, data.shape, data.classes):
                 logger.info(line)
         return model.to(context.device)
+
+    def untrained(self) -> Model:
+        """Return this option for a run that is finished: without the weights that training started from, nothing frozen."""
+        return replace(self, **NO_START)
 
     def create(self, shape: tuple[int, ...], classes: int) -> torch.nn.Module:
         """A freshly initialised network for samples of `shape` (without the batch dimension), with `classes` outputs."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,14 @@ class Writer:
     """Writes a trainer's state as the `saving` option sets: full by rank 0 or sharded by all, synchronously or in a thread."""
 
     def __init__(
-        self, run_dir: Path, saving: Saving, parallel: Strategy, eval_weights: Callable[[], AbstractContextManager[None]]
+        self,
+        run_dir: Path,
+        saving: Saving,
+        parallel: Strategy,
+        eval_weights: Callable[[], AbstractContextManager[None]],
+        about: Mapping[str, Any] | None = None,
     ) -> None:
+        self._about = about  # what the weights need to be used alone
         self._run_dir, self._saving, self._parallel, self._eval_weights = run_dir, saving, parallel, eval_weights
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -80,11 +86,11 @@ class Writer:
             self._error = error
 
     def _write_full(self, update: int, weights: Any, state: Any, ranked: list[int]) -> None:
-        checkpoint_io.save(self._run_dir, update, weights, state)
+        checkpoint_io.save(self._run_dir, update, weights, state, self._about)
         self._prune(ranked)
 
     def _write_shards(self, update: int, tensors: Any, rest: Any, ranked: list[int]) -> None:
-        checkpoint_io.save_sharded(self._run_dir, update, tensors, rest, self._group)
+        checkpoint_io.save_sharded(self._run_dir, update, tensors, rest, self._group, self._about)
         if self._parallel.world.rank == 0:
             self._prune(ranked)
 

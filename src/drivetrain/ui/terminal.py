@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.core import tables
@@ -124,11 +125,11 @@ class Progress:
                 self._bar.update(self._task, completed=record["update"], text=self._text(record))
             elif time.monotonic() - self._printed > LINE_EVERY_S:
                 self._print(self._text(record))
-        else:
+        elif record["event"] == "evaluate":
             self._evaluation(record)
 
     def _evaluation(self, record: Mapping[str, Any]) -> None:
-        metrics = "  ".join(f"test {k} {number(v)}" for k, v in record.items() if k not in ("event", "update", "epoch"))
+        metrics = "  ".join(f"test {k} {number(v)}" for k, v in record.items() if k not in ("event", "update", "epoch", "time"))
         text = f"{self._text(self._last)}  {metrics}" if self._last else metrics
         if self._bar is not None:
             self._bar.console.print(f"  {text}", highlight=False)
@@ -152,7 +153,10 @@ class Progress:
             f"  {rate} samples/s{mfu}  data wait {100 * r['data_wait']:.0f} %{straggler}  {memory_now() / 2**30:.2f} GiB"
         )
 
-    def close(self) -> None:
+    def log_image(self, name: str, update: int, path: Path) -> None:
+        """Show nothing: a terminal has no pictures."""
+
+    def close(self, status: str = "completed") -> None:
         """End the live line."""
         self._live.close()
 
