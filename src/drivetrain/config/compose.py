@@ -9,9 +9,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from drivetrain.config import presets
 from drivetrain.config.catalog import LISTS, default_options, option_keys, options, other_folders
 from drivetrain.config.catalog import problems as option_problems
 from drivetrain.config.keys import KeySetter
@@ -74,14 +75,14 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str] = (), base: Rec
     for group, option in chosen.items():
         choices.choose(group, option)
     values |= {key: value for key, value in given.items() if key not in known}
+    failed = {*chosen, *(recipe.choices if recipe is not None else ())}.intersection(known) - set(choices.made)
 
-    config = _by_hydra(choices.made, config_dirs)
-    defaults: Any = OmegaConf.to_container(config)
+    config, all_choices, task_problems = _with_preset(choices, config_dirs)
+    problems += task_problems
     composed = Composed(
-        config, {**default_options(), **choices.made}, list(overrides), recipe, notices, tuple(config_dirs), defaults, problems,
+        config, all_choices, list(overrides), recipe, notices, tuple(config_dirs), OmegaConf.to_container(config), problems,  # type: ignore[arg-type]
         recipe_keys=set(values) - set(given),
     )  # fmt: skip
-    failed = {*chosen, *(recipe.choices if recipe is not None else ())}.intersection(known) - set(choices.made)
     setter = KeySetter(config, composed.choices, config_dirs)
     for key, value in values.items():
         problem = (setter.unknown_in_group if key.split(".")[0] in failed else setter.set)(key, value)
@@ -198,6 +199,19 @@ def _drop_values_of_other_options(
             f"of the recipe's values the run {' and '.join(outcome)}"
         )
     return notices
+
+
+def _with_preset(choices: _Choices, config_dirs: Sequence[str]) -> tuple[DictConfig, dict[str, Any], list[str]]:
+    """The config of these options and of those that the task chooses beside them, with the task's values; all options; problems."""
+    preset = presets.read(choices.made.get("task", default_options()["task"]), choices.known, config_dirs)
+    made = {**preset.choices, **choices.made}
+    every = {**default_options(), **made}
+    config = _by_hydra(made, config_dirs)
+    with open_dict(config):
+        config.task.pop("preset", None)
+    setter = KeySetter(config, every, config_dirs)
+    found = [setter.set(key, value) for key, value in preset.values_for(every).items()]
+    return config, every, [f"task={every['task']} sets what it cannot: {problem}" for problem in found if problem is not None]
 
 
 def _by_hydra(choices: dict[str, Any], config_dirs: Sequence[str]) -> DictConfig:
