@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar
 
 import annotated_types
 
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Option
+from drivetrain.core.option import Option, RunSpec
 from drivetrain.core.source import Source as Source
 from drivetrain.core.targets import TargetKind
 from drivetrain.core.tensors import Tensors as Tensors
@@ -32,6 +32,8 @@ class Splits:
     names: Sequence[str] | None = None  # of the classes, where they have names
     dtype: torch.dtype | None = None  # of the inputs, where they are not floats
     vocabulary: int | None = None  # of the inputs, where they are tokens; None: that of the outputs
+    units: Units | None = None  # of target values that were standardised
+    files: Mapping[str, str] = field(default_factory=dict)  # name → text: what turns new inputs into the model's, kept with the run
 
 
 class Normalize:
@@ -52,6 +54,22 @@ class Normalize:
         return moved
 
 
+@dataclass
+class Units:
+    """Turns standardised values (n, k) back into those of the data: value × std + mean."""
+
+    mean: torch.Tensor  # (k,)
+    std: torch.Tensor  # (k,)
+
+    def __call__(self, values: torch.Tensor) -> torch.Tensor:
+        """Return values (n, k), of outputs or of targets, in the data's units."""
+        return values * self.std + self.mean
+
+    def to(self, device: torch.device) -> Units:
+        """Return the same units for values on a device."""
+        return Units(self.mean.to(device), self.std.to(device))
+
+
 class Data(Option):
     """The base of every data option."""
 
@@ -61,6 +79,14 @@ class Data(Option):
     mirrored_changes_label = False  # a mirrored image shows another class
     tokens = False  # inputs are sequences of tokens, which may differ in length
     targets: TargetKind | None = "class"  # what a sample's target is; None where only the user knows
+    reads: ClassVar[tuple[TargetKind, ...]] = ()  # what targets it can read, where there are several kinds; the usual one first
+    kind: TargetKind | None = None  # the one of them that the user chose
+
+    def see(self, run: RunSpec) -> None:
+        """Read the targets that the user chose, or else those that the task wants."""
+        if self.reads:
+            wanted = [kind for kind in run.parts["task"].targets if kind in self.reads]
+            self.targets = self.kind or (wanted or self.reads)[0]
 
     def load(self, device: torch.device) -> Splits:
         """Load the data, or open its files. Raises UserError where it is missing or not usable."""
