@@ -202,7 +202,7 @@ def _drop_values_of_other_options(
 
 
 def _with_preset(choices: _Choices, config_dirs: Sequence[str]) -> tuple[DictConfig, dict[str, Any], list[str]]:
-    """The config of these options and of those that the task chooses beside them, with the task's values; all options; problems."""
+    """The config of these options and of what the task sets beside them; all options; what the task cannot set."""
     preset = presets.read(choices.made.get("task", default_options()["task"]), choices.known, config_dirs)
     made = {**preset.choices, **choices.made}
     every = {**default_options(), **made}

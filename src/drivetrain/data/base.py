@@ -33,7 +33,7 @@ class Splits:
     dtype: torch.dtype | None = None  # of the inputs, where they are not floats
     vocabulary: int | None = None  # of the inputs, where they are tokens; None: that of the outputs
     units: Units | None = None  # of target values that were standardised
-    files: Mapping[str, str] = field(default_factory=dict)  # name → text: what turns new inputs into the model's, kept with the run
+    files: Mapping[str, str] = field(default_factory=dict)  # name → text, kept with the run: a tokenizer, …
 
 
 class Normalize:
@@ -78,6 +78,7 @@ class Data(Option):
     on_device = False  # samples are made on the model's device
     mirrored_changes_label = False  # a mirrored image shows another class
     tokens = False  # inputs are sequences of tokens, which may differ in length
+    byte_tokens = True  # a token is a byte: losses are also in bits per byte
     targets: TargetKind | None = "class"  # what a sample's target is; None where only the user knows
     reads: ClassVar[tuple[TargetKind, ...]] = ()  # what targets it can read, where there are several kinds; the usual one first
     kind: TargetKind | None = None  # the one of them that the user chose

@@ -20,7 +20,7 @@ Columns = Mapping[str, "np.ndarray"]  # (rows,): float64, NaN where a value is m
 
 
 def read_columns(path: Path) -> dict[str, np.ndarray]:
-    """Read a table. The first line of a CSV names its columns; columns of an array are named by their numbers. Raises UserError."""
+    """Read a table. The first line of a CSV names its columns; an array's are named by their numbers. Raises UserError."""
     if not path.is_file():
         raise UserError(f"{path}: there is no such file")
     readers = {".csv": _read_csv, ".tsv": _read_csv, ".parquet": _read_parquet, ".npy": _read_npy, ".npz": _read_npz}
@@ -69,7 +69,7 @@ def _typed(values: Iterable[Any]) -> np.ndarray:
     """Return numbers as float64, everything else as texts."""
     import numpy as np
 
-    cells = [None if value is None or (isinstance(value, str) and value.strip().lower() in MISSING) else value for value in values]
+    cells = [None if isinstance(value, str) and value.strip().lower() in MISSING else value for value in values]
     try:
         return np.array([np.nan if cell is None else float(cell) for cell in cells])
     except (TypeError, ValueError):
@@ -98,7 +98,9 @@ def _read_parquet(path: Path) -> dict[str, np.ndarray]:
     try:
         from pyarrow import parquet
     except ModuleNotFoundError:
-        raise UserError(f"{path}: Parquet needs the package 'pyarrow', which is not installed: pip install 'drivetrain[parquet]'") from None
+        raise UserError(
+            f"{path}: Parquet needs the package 'pyarrow', which is not installed: pip install 'drivetrain[parquet]'"
+        ) from None
     table = parquet.read_table(path)
     return {name: _typed(table.column(name).to_pylist()) for name in table.column_names}
 

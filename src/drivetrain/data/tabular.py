@@ -44,9 +44,9 @@ class Encoded:
         if self.categories is None:
             numbers = torch.from_numpy(np.where(np.isnan(values), self.mean, values))
             return ((numbers - self.mean) / self.std).float().unsqueeze(1)
-        numbers = {category: number for number, category in enumerate(self.categories)}
-        codes = torch.tensor([numbers.get(cell, len(numbers)) for cell in _category_cells(values)])
-        return torch.nn.functional.one_hot(codes, len(numbers) + 1)[:, :-1].float()
+        code_of = {category: number for number, category in enumerate(self.categories)}
+        codes = torch.tensor([code_of.get(cell, len(code_of)) for cell in _category_cells(values)])
+        return torch.nn.functional.one_hot(codes, len(code_of) + 1)[:, :-1].float()
 
 
 @dataclass
@@ -148,7 +148,9 @@ class Tabular(Data):
         else:
             apart = held_out(train, self.holdout)
             if apart.all() or not apart.any():
-                raise UserError(f"{path} gives {(~apart).sum()} training and {apart.sum()} test rows: set data.test or data.holdout")
+                raise UserError(
+                    f"{path} gives {(~apart).sum()} training and {apart.sum()} test rows: set data.test or data.holdout"
+                )
             train, test = rows_of(train, ~apart), rows_of(train, apart)
         assert self.targets is not None
         targets = [self.target] if isinstance(self.target, str) else list(self.target or ())
@@ -225,9 +227,7 @@ class ScikitLearn(Data):
         columns = self.read()
         order = rng.permutation(0, 0, number_of_rows(columns)).numpy()
         apart = round(len(order) * self.holdout)
-        train, test = (
-            {name: values[chosen] for name, values in columns.items()} for chosen in (order[apart:], order[:apart])
-        )
+        train, test = ({name: values[chosen] for name, values in columns.items()} for chosen in (order[apart:], order[:apart]))
         assert self.targets is not None
         reader = TargetReader(self.targets, [self.target], Path(), "target")
         y = reader.learn(train)

@@ -57,7 +57,9 @@ class TargetReader:
 
     def _only_name(self) -> str:
         if len(self.names) != 1:
-            raise UserError(f"{self.setting}={list(self.names)}: a class is one column: name one, or set data.kind=labels or values")
+            raise UserError(
+                f"{self.setting}={list(self.names)}: a class is one column: name one, or set data.kind=labels or values"
+            )
         return self.names[0]
 
     def _cells(self, columns: Columns, name: str) -> np.ndarray:

@@ -16,7 +16,7 @@ class Model(Option):
     """An option that builds a network for the data's shape and classes."""
 
     tokens: bool | None = False  # whether it reads sequences of tokens; None: not known
-
+    pixels: bool | None = False  # whether it gives an output for each pixel of an image; None: not known
     may_be_transformer = False
 
     def validate(self, run: RunSpec) -> Iterator[str]:
@@ -27,6 +27,11 @@ class Model(Option):
                 f"{run.named('model')} reads sequences of tokens, which {run.named('data')} does not give: "
                 "set data=stdlib loss=next_token, or another model"
             )
+        data, masks = run.named("data"), run.data.targets == "mask"
+        if masks and self.pixels is False:
+            yield f"{run.named('model')} gives one output for an image, but {data} has a class for each pixel: set model=unet"
+        if self.pixels and not masks and run.data.targets is not None:
+            yield f"{run.named('model')} is for masks, and {data} has none: set task=segmentation, or another model"
 
     def build(self, context: BuildContext) -> torch.nn.Module:
         """The network for the run's data, on its device."""

@@ -21,6 +21,7 @@ class Own(Model):
 
     machine_local_keys = ("target",)
     tokens = None
+    pixels = None
 
     may_be_transformer = True
 

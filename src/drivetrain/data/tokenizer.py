@@ -1,0 +1,84 @@
+"""Texts to tokens: the bytes of UTF-8, or byte pairs by the tokenizers library."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from drivetrain.core.errors import UserError
+from drivetrain.core.lazy import torch
+
+
+class Tokenizer(Protocol):
+    """Turns texts into tokens, numbers from 0 to `size` − 1."""
+
+    size: int
+
+    def __call__(self, texts: Sequence[str]) -> list[torch.Tensor]:
+        """Return each text's tokens, int (length,)."""
+
+    def to_json(self) -> str:
+        """Return the tokenizer as text, to be kept with the run."""
+
+
+class Bytes:
+    """A token for each byte of a text's UTF-8."""
+
+    size = 256
+
+    def __call__(self, texts: Sequence[str]) -> list[torch.Tensor]:
+        encoded = (text.encode("utf-8", errors="surrogatepass") for text in texts)
+        return [torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.zeros(0) for content in encoded]
+
+    def to_json(self) -> str:
+        return '{"model": {"type": "bytes"}}\n'
+
+
+class BytePairs:
+    """A tokenizer of the tokenizers library (Hugging Face), which its file, tokenizer.json, describes."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.tokenizer.no_padding()
+        self.tokenizer.no_truncation()
+        self.size: int = tokenizer.get_vocab_size()
+
+    def __call__(self, texts: Sequence[str]) -> list[torch.Tensor]:
+        encoded = self.tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [torch.tensor(text.ids, dtype=torch.int32) for text in encoded]
+
+    def to_json(self) -> str:
+        return str(self.tokenizer.to_str())
+
+    @classmethod
+    def trained(cls, texts: Iterable[str], size: int) -> BytePairs:
+        """Return a byte-level BPE tokenizer of at most `size` tokens, trained on texts: the same texts give the same one."""
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()  # all bytes: no text has a token that is not known
+        trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
+        tokenizer.train_from_iterator(texts, trainer)
+        return cls(tokenizer)
+
+    @classmethod
+    def loaded(cls, path: Path) -> BytePairs:
+        """Return the tokenizer of a file, such as tokenizer.json. Raises UserError."""
+        from tokenizers import Tokenizer
+
+        try:
+            return cls(Tokenizer.from_file(str(path)))
+        except Exception as error:  # the library raises plain Exceptions
+            raise UserError(f"data.tokenizer_file={path} is no tokenizer of the tokenizers library: {error}") from None
+
+
+def from_json(text: str) -> Tokenizer:
+    """Return the tokenizer that `to_json` wrote."""
+    if text == Bytes().to_json():
+        return Bytes()
+    from tokenizers import Tokenizer
+
+    return BytePairs(Tokenizer.from_str(text))
