@@ -3,6 +3,8 @@
 import sys
 from pathlib import Path
 
+if sys.path[0] in ("", str(Path.cwd())):  # Python puts it there; nothing is imported from it without trust
+    del sys.path[0]
 sys.path.insert(0, str(Path(__file__).parent))  # works uninstalled, too
 
 from drivetrain.cli.main import main

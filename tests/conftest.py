@@ -41,6 +41,12 @@ def _no_launcher() -> Iterator[None]:
         os.environ.pop(name, None)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _own_key(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The key that signs runs stays in the tests' folder, also in programs that a test starts."""
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+
+
 @pytest.fixture(autouse=True)
 def _own_place(_no_launcher: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Runs land in the test's directory; torch's switches are put back."""

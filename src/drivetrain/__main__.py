@@ -1,5 +1,9 @@
 import sys
 
-from drivetrain.cli.main import main
+from drivetrain.core.paths import remove_working_directory
+
+remove_working_directory()
+
+from drivetrain.cli.main import main  # noqa: E402
 
 sys.exit(main(sys.argv[1:]))

@@ -16,7 +16,7 @@ from drivetrain.cli.main import main
 from drivetrain.config import catalog, plugins
 from drivetrain.config.contract import contract_problems
 from drivetrain.core.errors import UserError
-from drivetrain.core.paths import add_import_paths
+from drivetrain.core.paths import add_working_directory
 from drivetrain.core.process import PACKAGE
 from drivetrain.launch.job import prepare
 from drivetrain.sweep import prepare as prepare_sweep
@@ -277,8 +277,8 @@ def test_only_what_is_installed_is_a_plugin(tmp_path: Path, monkeypatch: pytest.
     install(here)
     monkeypatch.chdir(here)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    add_import_paths([])
-    assert sys.path[0] == str(here)
+    add_working_directory()
+    assert sys.path[-1] == str(here)
     assert "made_up" not in plugins.trusted_packages()
     assert plugins.entry_points(plugins.VERBS) == []
 

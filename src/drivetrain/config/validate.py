@@ -43,6 +43,8 @@ def _nowhere(key: str) -> str:
 def validate(composed: Composed) -> RunSpec:
     """The config's options as objects, after their rules have passed. Raises UserError with all problems; imports no torch."""
     plain = composed.plain
+    if plain.get("trust"):
+        paths.add_working_directory()
     groups = options(composed.config_dirs)
     run = RunSpec(composed.choices, {k: v for k, v in plain.items() if k not in groups})
     problems = [*composed.problems, *_value_problems(run.values, composed.where)]
@@ -207,5 +209,5 @@ def validate_recipe_keys(composed: Composed, run: RunSpec) -> None:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A run's config.yaml, resolved."""
-    return OmegaConf.to_container(OmegaConf.load(path), resolve=True)  # type: ignore[return-value]
+    """A run's config.yaml as it stands there: references are not followed, for anybody may have written the file."""
+    return OmegaConf.to_container(OmegaConf.load(path))  # type: ignore[return-value]

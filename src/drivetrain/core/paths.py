@@ -30,14 +30,31 @@ added: set[str] = set()  # what `add_import_paths` put on sys.path: the user's f
 
 
 def add_import_paths(config_dirs: Sequence[str]) -> None:
-    """Make the user's own classes importable: from the working directory and from beside their options. Raises UserError."""
+    """Make the user's own classes importable from beside their options. Raises UserError."""
     missing = [d for d in config_dirs if not Path(d).is_dir()]
     if missing:
         raise UserError(f"--config-dir {d} is no directory" for d in missing)
-    for folder in (os.getcwd(), *(str(Path(config_dir).resolve().parent) for config_dir in config_dirs)):
+    for folder in (str(Path(config_dir).resolve().parent) for config_dir in config_dirs):
         if folder not in sys.path:
             sys.path.insert(0, folder)
             added.add(folder)
+
+
+def add_working_directory() -> None:
+    """Make trusted packages importable from the working directory: last, so that nothing there hides an installed package.
+
+    Without `trust` it is not on the path: it may be a stranger's folder, with an `apex.py` or a `torchao.py` in it.
+    """
+    folder = os.getcwd()
+    if folder not in sys.path:
+        sys.path.append(folder)
+        added.add(folder)
+
+
+def remove_working_directory() -> None:
+    """Undo what `python -m` does before the program starts: it puts the working directory first on the import path."""
+    if not sys.flags.safe_path and sys.path and sys.path[0] in ("", os.getcwd()):
+        del sys.path[0]
 
 
 def cannot_be_in(root: Path) -> Iterator[str]:

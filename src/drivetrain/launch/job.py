@@ -15,12 +15,14 @@ from omegaconf import OmegaConf
 from drivetrain.config import compose as composing
 from drivetrain.config import validate as check
 from drivetrain.config.compose import Composed
+from drivetrain.core import signature
 from drivetrain.core.errors import UserError
 from drivetrain.core.files import write_json
 from drivetrain.core.option import RunSpec
 from drivetrain.core.overrides import format_value, key_of
 from drivetrain.core.paths import add_import_paths
 from drivetrain.recipe import reader as recipes
+from drivetrain.recipe.safe_yaml import printable
 from drivetrain.run import directory, environment, identity
 from drivetrain.run.result import Result
 from drivetrain.saving import manifest
@@ -54,6 +56,7 @@ class Job:
         local = identity.machine_local_overrides(self.composed, self.machine_local_keys)
         about = environment.describe(self.composed.overrides, self.config_hash, local)
         about["config_dirs"] = [str(Path(folder).resolve()) for folder in self.composed.config_dirs]
+        about["signature"] = signature.sign(_of_this_machine(about))
         (run_dir / "recipe.yaml").write_text(identity.to_recipe(self.composed, self.machine_local_keys))
         (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(self.composed.config))
         write_json(run_dir / "environment.json", about)
@@ -112,13 +115,17 @@ def _resumed(run_dir: Path, words: list[str], config_dirs: Sequence[str]) -> Job
     # A setting of a group's option is dropped where an override chooses another option.
     local = recorded.get("machine_local", {})
     mine = {k: v for k, v in local.items() if k not in given and k.partition(".")[0] not in given}
-    own = [f"{k}={format_value(v)}" for k, v in mine.items()]
     base = None if "recipe" in given else recipes.read(run_dir / "recipe.yaml")
-    dirs = config_dirs or recorded.get("config_dirs", [])
+    if signature.is_own(_of_this_machine(recorded), recorded.get("signature")):
+        own, dirs = [f"{k}={format_value(v)}" for k, v in mine.items()], config_dirs or recorded.get("config_dirs", [])
+    else:
+        own, dirs = [], config_dirs
+        _refuse_settings_of_strangers(run_dir, mine, recorded, composing.compose(words, dirs, base=base))
     add_import_paths(dirs)
     job = checked(composing.compose([*own, *words], dirs, base=base), own=base is not None)
     job.composed.overrides = words
-    different = identity.differences(check.read_config(run_dir / "config.yaml"), job.composed.plain, job.machine_local_keys)
+    unresolved: Any = OmegaConf.to_container(job.composed.config)
+    different = identity.differences(check.read_config(run_dir / "config.yaml"), unresolved, job.machine_local_keys)
     if different and not job.run.values["resume_changed"]:
         raise UserError(
             [f"resume={run_dir}: the config differs from the run's, and only its length may: {'; '.join(different)}."
@@ -126,6 +133,26 @@ def _resumed(run_dir: Path, words: list[str], config_dirs: Sequence[str]) -> Job
         )  # fmt: skip
     job.notices += [f"resumed with a changed config: {line}" for line in different]
     return _from_newest_checkpoint(job, run_dir)
+
+
+def _of_this_machine(recorded: dict[str, Any]) -> list[Any]:
+    """What a run's record says of this machine: the part of environment.json that is signed."""
+    return [recorded.get("machine_local"), recorded.get("config_dirs")]
+
+
+def _refuse_settings_of_strangers(run_dir: Path, settings: dict[str, Any], recorded: dict[str, Any], composed: Composed) -> None:
+    """Refuse to resume a run that another user, machine or hand recorded, if it needs settings that only the operator may give.
+
+    Nothing of the run's package or folders has been imported yet. Raises UserError.
+    """
+    defaults = identity.flatten(OmegaConf.to_container(composed.config)) | composed.choices
+    wanted = [f"{k}={format_value(v)}" for k, v in settings.items() if defaults.get(k) != v]
+    wanted += [f"--config-dir {folder}" for folder in recorded.get("config_dirs") or [] if not composed.config_dirs]
+    if wanted:
+        raise UserError(
+            f"resume={run_dir} was recorded by another user or machine, or has been changed: what it says of trust, paths and "
+            f"devices is not taken from its files. Give on the command line what you agree with: {printable(' '.join(wanted))}"
+        )
 
 
 def _recorded_environment(run_dir: Path) -> dict[str, Any]:

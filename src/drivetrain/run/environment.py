@@ -71,7 +71,9 @@ def device_name(device: torch.device) -> str:
 
 def _git_commit() -> str | None:
     """The git commit of the working directory, with "-dirty" where files differ from it; None outside a repository."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    # The repository may be a stranger's: its config can name programs that git would start.
+    safe = ["-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null"]
+    command = ["git", *safe, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
     except (OSError, subprocess.TimeoutExpired):

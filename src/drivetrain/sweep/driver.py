@@ -97,7 +97,7 @@ def run(overrides: Sequence[str], config_dirs: Sequence[str] = (), quiet: bool =
 
 def _resume(path: Path, given: Sequence[str], quiet: bool) -> int:
     """Resume the sweep in `path`; `given` may only change how it is launched."""
-    content = store.read(path)
+    content = store.read_own(path)
     overrides, dirs = store.merge_overrides(path, content["overrides"], given), content["config_dirs"]
     add_import_paths(dirs)
     plan = _plan(overrides, dirs)

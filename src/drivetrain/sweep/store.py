@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -10,11 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from drivetrain.core import signature
 from drivetrain.core.errors import BAD_CONFIG, EXIT_OF_STATUS, FAILED, UserError
 from drivetrain.core.files import write_json
 from drivetrain.core.overrides import format_value, key_of
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
+from drivetrain.recipe.safe_yaml import printable
 from drivetrain.run import directory
 from drivetrain.run.result import Result
 from drivetrain.saving import manifest
@@ -99,7 +102,7 @@ class Sweep:
         self.entries += new
         jobs_json = [{"job": e.number, "overrides": e.job.overrides, "cell": e.job.cell} for e in self.entries]
         content = {"overrides": self.overrides, "config_dirs": self.config_dirs, "jobs": jobs_json}
-        write_json(self.path / "jobs.json", content)
+        write_json(self.path / "jobs.json", {**content, "signature": signature.sign(content)})
         return new
 
 
@@ -115,6 +118,17 @@ def read(path: Path) -> dict[str, Any]:
         ) from None
     except (ValueError, KeyError, TypeError):
         raise UserError(f"-m resume={path}: its jobs.json is damaged, or of an older drivetrain") from None
+
+
+def read_own(path: Path) -> dict[str, Any]:
+    """The content of a jobs.json that this user's drivetrain wrote: its words may name code to run. Raises UserError."""
+    content = read(path)
+    if not signature.is_own(content, json.loads((path / "jobs.json").read_text()).get("signature")):
+        raise UserError(
+            f"-m resume={path} was recorded by another user or machine, or has been changed, and its words may name code to run: "
+            f"start it anew with the words that you agree with: {printable(shlex.join(map(str, content['overrides'])))}"
+        )
+    return content
 
 
 def one_job(path: Path, number: int) -> Entry:

@@ -1,0 +1,64 @@
+"""Signatures of what runs record of this machine, so that a stranger's files cannot pass as one's own.
+
+A run's directory may have come from anybody. What it records of trust, paths and devices counts only if this user's own
+drivetrain wrote it, which the signature shows: it is made with a random key that stays in the user's state folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+KEY_BYTES = 32
+
+
+def key_file() -> Path:
+    """The file of this user's key: below $XDG_STATE_HOME, else ~/.local/state."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "drivetrain" / "key"
+
+
+def sign(content: Any) -> str | None:
+    """Return the signature of JSON content (HMAC-SHA256, RFC 2104); None where the user's state folder cannot be written."""
+    key = _key()
+    return _signature(key, content) if key is not None else None
+
+
+def is_own(content: Any, signature: Any) -> bool:
+    """Whether `sign(content)` gave this signature, for this user."""
+    key = _read_key() if isinstance(signature, str) else None
+    return key is not None and hmac.compare_digest(_signature(key, content), str(signature))
+
+
+def _signature(key: bytes, content: Any) -> str:
+    return hmac.new(key, json.dumps(content, sort_keys=True, default=str).encode(), hashlib.sha256).hexdigest()
+
+
+def _key() -> bytes | None:
+    """The user's key, made at its first use."""
+    if (key := _read_key()) is not None:
+        return key
+    file = key_file()
+    temporary = file.with_name(f".key.{os.getpid()}.{secrets.token_hex(4)}")
+    with contextlib.suppress(OSError, RuntimeError):
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(handle, "wb") as writer:
+            writer.write(secrets.token_bytes(KEY_BYTES))
+        with contextlib.suppress(FileExistsError):  # another process was first: its key counts
+            os.link(temporary, file)
+        temporary.unlink()
+    return _read_key()
+
+
+def _read_key() -> bytes | None:
+    try:
+        key = key_file().read_bytes()
+    except (OSError, RuntimeError):
+        return None
+    return key if len(key) == KEY_BYTES else None
