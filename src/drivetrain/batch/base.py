@@ -57,6 +57,7 @@ class Batch(Option):
         self._configured = self.accumulation_steps
         self.pairs = False  # each sample gets a partner to be mixed with (mixup, CutMix)
         self.lengths: torch.Tensor | None = None  # (n,) tokens of each training sample, where samples are sequences
+        self.weighs_by_length = True  # whether the loss averages over tokens; else over samples, which only differ in length
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         ranks = run.parallel.data_ranks()
@@ -91,7 +92,9 @@ class Batch(Option):
         return self
 
     def setup(self, context: BuildContext) -> None:
-        self.pairs = any(step.mixes for step in context.run.augment) and context.run.debug.augments
+        run = context.run
+        self.pairs = any(step.mixes for step in run.augment) and run.debug.augments
+        self.weighs_by_length = run.data.targets == "tokens" or (run.data.targets is None and run.loss.takes == ("tokens",))
         self.measure(context.train_source, context.seed, context.parallel.data_world)
 
     def measure(self, source: Source, seed: int, world: World) -> None:
@@ -176,7 +179,7 @@ class Batch(Option):
 
     def amount(self, indices: torch.Tensor) -> int:
         """Return the number of items that the loss averages over: the tokens of these samples (n,), or the samples."""
-        return len(indices) if self.lengths is None else int(self.lengths[indices].sum())
+        return int(self.lengths[indices].sum()) if self.lengths is not None and self.weighs_by_length else len(indices)
 
     def evaluation(self, source: Any, world: World) -> Sequence[torch.Tensor]:
         """Return the batches of an evaluation, as indices: every sample once, sequences of similar length together."""

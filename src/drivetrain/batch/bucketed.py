@@ -50,7 +50,7 @@ class Bucketed(Batch):
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)
-        if not run.data.tokens:
+        if not (run.data.tokens or run.data.may_differ_in_length):
             yield f"batch=bucketed sorts by length, and all samples of {run.named('data')} are alike: set batch=fixed"
 
     def advise(self, run: RunSpec) -> Iterator[str]:
@@ -63,7 +63,10 @@ class Bucketed(Batch):
     def measure(self, source: Source, seed: int, world: World) -> None:
         super().measure(source, seed, world)
         if self.lengths is None:
-            raise UserError("batch=bucketed sorts by length, but this data does not tell its samples' lengths: set batch=fixed")
+            raise UserError(
+                "batch=bucketed sorts by length, but this data does not tell its samples' lengths: set batch=fixed, or for "
+                "data=own data.pad=true"
+            )
         self._seed = seed
         self.padded = padded(self.lengths, self.pad_to, int(self.lengths.max()))
         self._batch_ends = lru_cache(self._compute_ends)  # by the size of an update, which may grow

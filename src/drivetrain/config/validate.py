@@ -16,6 +16,7 @@ from drivetrain.config.compose import Composed
 from drivetrain.config.plugins import trusted_packages
 from drivetrain.core import paths
 from drivetrain.core.errors import UserError
+from drivetrain.core.model_call import ForwardInput
 from drivetrain.core.option import Count, Option, RunSpec
 
 _REASONS = {  # pydantic's error types
@@ -143,7 +144,7 @@ def _value_problems(values: dict[str, Any], where: Where) -> Iterator[str]:
     """What is wrong with the keys of conf/config.yaml that are not groups."""
     kinds: dict[str, Any] = {
         "epochs": Count, "updates": Count | None, "log_every": Count, "evaluate_every": Count, "output_dir": str,
-        "resume": str | None, "resume_changed": bool, "trust": list[str], "recipe": str | None,
+        "resume": str | None, "resume_changed": bool, "trust": list[str], "recipe": str | None, "forward_input": ForwardInput,
     }  # fmt: skip
     wrong = list(type_problems("", {k: (kinds.get(k, Any), v) for k, v in values.items()}, where))
     yield from wrong or paths.cannot_be_in(Path(values["output_dir"]))

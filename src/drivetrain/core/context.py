@@ -11,9 +11,11 @@ from typing import Any
 from drivetrain.core import protocols
 from drivetrain.core.horizon import Horizon
 from drivetrain.core.lazy import torch
+from drivetrain.core.model_call import ModelCall
 from drivetrain.core.option import RunSpec
 from drivetrain.core.progress import Progress
 from drivetrain.core.source import Source
+from drivetrain.core.trees import Tree
 from drivetrain.core.world import World
 
 
@@ -42,7 +44,8 @@ class BuildContext:
     horizon: Horizon = field(init=False)
     precision: Any = field(init=False)
     model: torch.nn.Module = field(init=False)
-    example: torch.Tensor = field(init=False)  # a batch of two zeros, as the model takes it
+    model_call: ModelCall = field(init=False)  # how the forward is called with a batch's inputs
+    example: Tree = field(init=False)  # two samples of zeros, as `trees.call` calls the model with them
     memory_format: torch.memory_format = field(init=False)
     optimizer: torch.optim.Optimizer = field(init=False)
     loss: protocols.Loss = field(init=False)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from drivetrain.core.lazy import torch
+from drivetrain.core.trees import Tree
 
 
 @dataclass(slots=True)
@@ -34,8 +35,8 @@ class Request:
 class MicroBatch:
     """One micro-batch on the device."""
 
-    x: torch.Tensor
-    y: torch.Tensor
+    x: Tree  # what the model gets
+    y: Tree  # what the loss compares its output with
     weight: torch.Tensor  # 0-d, as in its request
     last: bool
     epoch_end: bool

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import annotated_types
 
@@ -15,6 +15,7 @@ from drivetrain.core.option import Option, RunSpec
 from drivetrain.core.source import Source as Source
 from drivetrain.core.targets import TargetKind
 from drivetrain.core.tensors import Tensors as Tensors
+from drivetrain.core.trees import Tree, map_tensors
 
 IGNORE_INDEX = -100  # a target that the loss ignores: torch's own ignore_index
 Fraction = Annotated[float, annotated_types.Gt(0), annotated_types.Lt(1)]
@@ -26,7 +27,7 @@ class Splits:
 
     train: Source
     test: Source
-    shape: tuple[int, ...]  # of one input
+    shape: Any  # of one input, tuple[int, ...]; where inputs are a tree, the same tree of their shapes
     classes: int  # of the model's outputs: classes, labels or values
     normalize: Normalize | None
     names: Sequence[str] | None = None  # of the classes, where they have names
@@ -34,6 +35,14 @@ class Splits:
     vocabulary: int | None = None  # of the inputs, where they are tokens; None: that of the outputs
     units: Units | None = None  # of target values that were standardised
     files: Mapping[str, str] = field(default_factory=dict)  # name → text, kept with the run: a tokenizer, …
+    example: Tree | None = None  # the inputs of two samples; None: of this shape and type
+    images: str | None = None  # the key of the images, where inputs are a dict: they are augmented and normalised
+
+    def two_samples(self, device: torch.device) -> Tree:
+        """Return the inputs of two samples as zeros, to try a model with. What is true or false is true: a mask of nothing."""
+        if self.example is None:
+            return torch.zeros(2, *self.shape, device=device, dtype=self.dtype)
+        return map_tensors(lambda t: torch.full_like(t, t.dtype == torch.bool, device=device), self.example)
 
 
 class Normalize:
@@ -79,6 +88,7 @@ class Data(Option):
     mirrored_changes_label = False  # a mirrored image shows another class
     tokens = False  # inputs are sequences of tokens, which may differ in length
     byte_tokens = True  # a token is a byte: losses are also in bits per byte
+    may_differ_in_length = False  # samples may be sequences of several lengths, other than tokens
     targets: TargetKind | None = "class"  # what a sample's target is; None where only the user knows
     reads: ClassVar[tuple[TargetKind, ...]] = ()  # what targets it can read, where there are several kinds; the usual one first
     kind: TargetKind | None = None  # the one of them that the user chose
@@ -112,10 +122,11 @@ def measure_normalization(x: torch.Tensor) -> Normalize:
     return Normalize(per_channel.mean(1).tolist(), per_channel.std(1).tolist())
 
 
-def measure_on_some(source: Source) -> Normalize:
-    """Return the normalisation measured on up to 500 samples, spread evenly over a source."""
+def measure_on_some(source: Source, images: str | None = None) -> Normalize:
+    """Return the normalisation measured on up to 500 samples, spread evenly over a source; `images` is their key in a dict."""
     count = min(len(source), 500)
-    return measure_normalization(source.fetch(torch.arange(count) * (len(source) // count))[0])
+    x, _ = source.fetch(torch.arange(count) * (len(source) // count))
+    return measure_normalization(x if images is None else x[images])
 
 
 def hash_fraction(name: str) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,8 +29,9 @@ class Bytes:
     size = 256
 
     def __call__(self, texts: Sequence[str]) -> list[torch.Tensor]:
-        encoded = (text.encode("utf-8", errors="surrogatepass") for text in texts)
-        return [torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.zeros(0) for content in encoded]
+        encoded = [text.encode("utf-8", errors="surrogatepass") for text in texts]
+        all_bytes = torch.frombuffer(bytearray(b"".join(encoded)), dtype=torch.uint8)
+        return list(all_bytes.split([len(content) for content in encoded]))
 
     def to_json(self) -> str:
         return '{"model": {"type": "bytes"}}\n'
@@ -45,8 +47,9 @@ class BytePairs:
         self.size: int = tokenizer.get_vocab_size()
 
     def __call__(self, texts: Sequence[str]) -> list[torch.Tensor]:
-        encoded = self.tokenizer.encode_batch(list(texts), add_special_tokens=False)
-        return [torch.tensor(text.ids, dtype=torch.int32) for text in encoded]
+        encoded = [text.ids for text in self.tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+        tokens = torch.tensor(list(itertools.chain.from_iterable(encoded)), dtype=torch.int32)
+        return list(tokens.split([len(text) for text in encoded]))
 
     def to_json(self) -> str:
         return str(self.tokenizer.to_str())

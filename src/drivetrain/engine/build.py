@@ -8,14 +8,17 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from drivetrain import surgery
+from drivetrain.augment.base import Augment
 from drivetrain.batch.base import Batch
 from drivetrain.core import horizon as horizons
 from drivetrain.core.clock import clock_for
 from drivetrain.core.context import BuildContext
 from drivetrain.core.errors import UserError
 from drivetrain.core.horizon import Horizon
+from drivetrain.core.model_call import ModelCall
 from drivetrain.core.protocols import LogWriter
 from drivetrain.core.selection import selected
+from drivetrain.core.trees import Tree
 from drivetrain.debug.base import Debug
 from drivetrain.engine import dry_run, flops, input_checks
 from drivetrain.engine.evaluator import Evaluator
@@ -47,7 +50,8 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter]) -> Trainer:
     # Compile before DDP, so that evaluation keeps the plain model. The first call is within DDP's forward: there torch splits
     # the compiled model at DDP's buckets (DDPOptimizer), so that all-reduces still overlap with the backward.
     compiler = run.compile.build(context)
-    forward = parallel.wrap_model(compiler.apply(model, context.example, run.checkpointing.budget))
+    takes_batches = context.model_call.taking_batches  # outermost, so that it is the same for training and evaluation
+    forward = takes_batches(parallel.wrap_model(compiler.apply(model, context.example, run.checkpointing.budget)))
     # The optimizer comes after every edit that may replace or move parameters; the average after the weights are final.
     with parallel.plain_parameters(model):
         optimizer = context.optimizer = precision.build_optimizer(run.optimizer, context)
@@ -67,7 +71,7 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter]) -> Trainer:
     timer, saving = StepTimer(compiler.warmup, clock_for(context.device)), run.saving.build(context)
     mfu = Mfu(model_flops, context.device, number_format(model, run.precision.dtype), parallel.world.size)
     evaluator = Evaluator(
-        model=model, forward=parallel.inference_model(model), eval_weights=eval_weights, ema=ema, loss=run.loss,
+        model=model, forward=takes_batches(parallel.inference_model(model)), eval_weights=eval_weights, ema=ema, loss=run.loss,
         precision=precision, parallel=parallel, batch=batch, loader=loader, data=context.test_data, device=context.device,
         memory_format=context.memory_format, max_batches=run.debug.eval_batches,
     )  # fmt: skip
@@ -95,10 +99,24 @@ def _load_data(context: BuildContext, debug: Debug) -> Batch:
     batch: Batch = run.batch.build(context)
     context.batch, context.horizon = batch, _horizon(context, batch, known_before)
     steps = tuple(run.augment) if run.debug.augments else ()
-    train = Pipeline(data.train, steps, data.normalize, context.seed, data.classes, batch.pad_to)
-    test = Pipeline(data.test, (), data.normalize, context.seed)
+    if steps and (refusal := _cannot_augment(context, steps)):
+        raise UserError(refusal)
+    train = Pipeline(data.train, steps, data.normalize, context.seed, data.classes, batch.pad_to, images=data.images)
+    test = Pipeline(data.test, (), data.normalize, context.seed, images=data.images)
     context.train_data, context.test_data = debug.choose_data(train, test)
     return batch
+
+
+def _cannot_augment(context: BuildContext, steps: Sequence[Augment]) -> str:
+    """Return why the run's inputs and targets cannot be augmented: only plain tensors, and the images of a dict can."""
+    data, setting = context.data, context.run.named("augment")
+    if isinstance(data.two_samples(torch.device("meta")), torch.Tensor):
+        return ""
+    if data.images is None:
+        return f"{setting} changes images, and the inputs of a sample are several, none of them named `image`: set augment=[]"
+    if any(step.mixes for step in steps):
+        return f"{setting} mixes whole samples, and the inputs of a sample are several: leave the mixing ones out"
+    return ""
 
 
 def _build_model(context: BuildContext, debug: Debug) -> tuple[torch.nn.Module, flops.ModelFlops]:
@@ -112,7 +130,11 @@ def _build_model(context: BuildContext, debug: Debug) -> tuple[torch.nn.Module, 
     # them; it is set before compiling, which specialises on strides.
     formats = [e.memory_format for e in run.surgery if e.memory_format is not None]
     context.memory_format = getattr(torch, formats[-1] if formats else "contiguous_format")
-    example = context.example = torch.zeros(2, *data.shape, device=context.device, dtype=data.dtype)
+    # How the forward is called is decided here, for every caller: the step, the evaluation, compilers and checks.
+    inputs = data.two_samples(context.device)
+    context.model_call = ModelCall.chosen(run.values["forward_input"], inputs)
+    context.model_call.check(model, inputs)
+    example = context.example = context.model_call.arguments(inputs)
     _log(surgery.apply_all(run.surgery, model, example))
     # Counted before activation checkpointing, which computes some twice, and before sharding, which leaves a part here.
     model_flops = _count_flops(context, model, example)
@@ -128,9 +150,11 @@ def _build_model(context: BuildContext, debug: Debug) -> tuple[torch.nn.Module, 
     return model, model_flops
 
 
-def _count_flops(context: BuildContext, model: torch.nn.Module, example: torch.Tensor) -> flops.ModelFlops:
+def _count_flops(context: BuildContext, model: torch.nn.Module, example: Tree) -> flops.ModelFlops:
     """Count the operations that a sample takes. All ranks do: a forward may have collectives, as synchronized BatchNorm's has."""
-    if context.train_data.pad_to > 1:
+    if context.train_data.pad_to > 1 or (
+        context.data.example is not None and getattr(context.train_source, "lengths", None) is not None
+    ):
         return flops.ModelFlops(None, f"{context.run.named('batch')}: samples of different lengths take different operations")
     counted = flops.count(model, example)
     if counted.reason:

@@ -6,12 +6,14 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from drivetrain.batch.base import Batch
 from drivetrain.core.device import sum_dtype
 from drivetrain.core.errors import Diverged
+from drivetrain.core.trees import Tree
 from drivetrain.ema.base import Ema
 from drivetrain.loader.base import Loader, Pipeline
 from drivetrain.loss.base import Loss
@@ -24,7 +26,7 @@ class Evaluator:
     """Evaluates a model and the average of its weights on `data`."""
 
     model: torch.nn.Module  # set to evaluation mode during evaluation, then back to training mode
-    forward: Callable[[torch.Tensor], torch.Tensor]  # the model as evaluation calls it
+    forward: Callable[[Tree], Any]  # the model as evaluation calls it, with a batch's inputs
     eval_weights: Callable[[], AbstractContextManager[None]]  # a context in which the model holds the weights to evaluate
     ema: Ema
     loss: Loss

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.step import StreamWatcher
+from drivetrain.core.trees import named_leaves
 from drivetrain.engine.step_timer import StepTimer
 
 logger = logging.getLogger(__name__)
@@ -50,8 +51,9 @@ def watchers(timer: StepTimer, advice: str | None) -> list[StreamWatcher]:
 def check_normalisation(stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
     """Check the first micro-batch: one read from the device, before the first step."""
     for first in stream:
-        if (line := normalisation_warning(first.x)) is not None:
-            logger.warning(line)
+        for name, x in named_leaves(first.x):
+            if (line := normalisation_warning(x)) is not None:
+                logger.warning(f"{name}: {line}" if name else line)
         yield first
         break
     yield from stream

@@ -24,6 +24,7 @@ class Own(Model):
     pixels = None
 
     may_be_transformer = True
+    takes_trees = True
 
     def __init__(self, target: str | None = None, kwargs: dict[str, Any] | None = None) -> None:
         self.target, self.kwargs = target, kwargs or {}

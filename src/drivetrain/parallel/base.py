@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Option, RunSpec
 from drivetrain.core.step import Step
+from drivetrain.core.trees import Tree
 from drivetrain.core.world import World
 from drivetrain.parallel.environment import launched
 
@@ -54,10 +55,10 @@ class Parallel(Option):
         """Join the process group."""
         self.world = self.data_world = context.world
 
-    def shard(self, model: torch.nn.Module, dtype: str | None, example: torch.Tensor) -> None:
+    def shard(self, model: torch.nn.Module, dtype: str | None, example: Tree) -> None:
         """Shard the model over the ranks, in place.
 
-        `dtype` is autocast's, `example` a batch of two zeros.
+        `dtype` is autocast's, `example` two samples of zeros, as `trees.call` calls the model with them.
         """
 
     def plain_parameters(self, model: torch.nn.Module) -> AbstractContextManager[None]:
