@@ -90,14 +90,17 @@ class Data(Option):
     byte_tokens = True  # a token is a byte: losses are also in bits per byte
     may_differ_in_length = False  # samples may be sequences of several lengths, other than tokens
     targets: TargetKind | None = "class"  # what a sample's target is; None where only the user knows
+    views = 1  # how many views the augmentation makes of each sample
     reads: ClassVar[tuple[TargetKind, ...]] = ()  # what targets it can read, where there are several kinds; the usual one first
     kind: TargetKind | None = None  # the one of them that the user chose
 
     def see(self, run: RunSpec) -> None:
-        """Read the targets that the user chose, or else those that the task wants."""
+        """Read the targets that the user chose, or those that the task wants; for pairs, make two views of each image."""
+        wanted = run.parts["task"].targets
         if self.reads:
-            wanted = [kind for kind in run.parts["task"].targets if kind in self.reads]
-            self.targets = self.kind or (wanted or self.reads)[0]
+            self.targets = self.kind or next((kind for kind in wanted if kind in self.reads), self.reads[0])
+        if "pair" in wanted and self.targets == "class" and not self.tokens:
+            self.targets, self.views = "pair", 2
 
     def load(self, device: torch.device) -> Splits:
         """Load the data, or open its files. Raises UserError where it is missing or not usable."""

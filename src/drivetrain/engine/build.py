@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -101,9 +102,14 @@ def _load_data(context: BuildContext, debug: Debug) -> Batch:
     steps = tuple(run.augment) if run.debug.augments else ()
     if steps and (refusal := _cannot_augment(context, steps)):
         raise UserError(refusal)
-    train = Pipeline(data.train, steps, data.normalize, context.seed, data.classes, batch.pad_to, images=data.images)
-    test = Pipeline(data.test, (), data.normalize, context.seed, images=data.images)
+    about: dict[str, Any] = {"images": data.images, "views": run.data.views, "masks": run.data.targets == "mask"}
+    train = Pipeline(data.train, steps, data.normalize, context.seed, data.classes, batch.pad_to, **about)
+    # Several views of a sample differ by their augmentation alone, so that an evaluation augments too.
+    test = Pipeline(data.test, steps if run.data.views > 1 else (), data.normalize, context.seed, **about)
     context.train_data, context.test_data = debug.choose_data(train, test)
+    if context.world.rank == 0:
+        for name, text in data.files.items():
+            (context.run_dir / name).write_text(text)
     return batch
 
 

@@ -70,3 +70,11 @@ class Contrastive(Task):
 
     targets = ("pair",)
     fitting_data = "digits"
+
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate(run)
+        if run.data.views > 1 and not run.names("augment"):
+            yield (
+                "task=contrastive makes two views of a sample by augmenting it twice, and with augment=[] both are the same: set "
+                "augment=[random_resized_crop], or others"
+            )
