@@ -1,4 +1,4 @@
-"""The examples do what they say: examples/slow_loss, whose slow line the doctor finds, and examples/extending."""
+"""The examples do what they say: examples/slow_loss, whose slow line the doctor finds, examples/extending and own_samples."""
 
 import re
 import shlex
@@ -12,6 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 
+import drivetrain
 from drivetrain import sweep
 from drivetrain.cli.main import main
 from drivetrain.config.contract import contract_problems
@@ -378,3 +379,25 @@ def test_the_commands_of_a_page_are_good(page, monkeypatch, my_pkg):
         except UserError as error:
             problems = error.problems
         assert [p for p in problems if not re.search(READERS_OWN, p)] == [], text
+
+
+# --- examples/own_samples: dicts of lines of many lengths, which docs/data.md goes through ---
+
+SAMPLES = ROOT / "examples/own_samples"
+
+
+def test_the_docs_show_what_the_example_of_dicts_does():
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/data.md").read_text(), re.S)
+    code = (SAMPLES / "my_lines.py").read_text()
+    assert len(blocks) == 2
+    assert all(block in code for block in blocks)
+
+
+def test_the_command_of_the_docs_trains_on_dicts(monkeypatch, tmp_path):
+    """Shortened: a few updates in buckets, then evaluated."""
+    text = re.search(r"drivetrain train (data=own data\.target=my_lines.*?)\n\n", (ROOT / "docs/data.md").read_text(), re.S)[1]
+    monkeypatch.syspath_prepend(SAMPLES)
+    result = drivetrain.train([*shlex.split(text.replace("\\\n", " ")), "updates=20", "batch=bucketed", f"output_dir={tmp_path}"])
+    assert result.status == "completed", result.error
+    assert result.metrics["final"]["accuracy"] > 0.5
+    assert result.metrics["final"]["loss"] < 1.0  # of three modules by chance: 1.1

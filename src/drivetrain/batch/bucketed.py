@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from drivetrain.batch.base import Batch
 from drivetrain.core import rng
@@ -18,6 +18,9 @@ from drivetrain.core.microbatch import Request
 from drivetrain.core.option import Count, RunSpec
 from drivetrain.core.source import Source
 from drivetrain.core.world import World
+
+if TYPE_CHECKING:
+    from drivetrain.core.context import BuildContext
 
 logger = logging.getLogger(__name__)
 
@@ -60,13 +63,19 @@ class Bucketed(Batch):
                 "set runtime.cudnn_benchmark=false"
             )
 
+    def setup(self, context: BuildContext) -> None:
+        if getattr(context.train_source, "lengths", None) is None:
+            run = context.run
+            raise UserError(
+                f"{run.named('batch')} sorts by length, and the samples of {run.named('data')} do not differ in it, or do not "
+                "tell it: set batch=fixed"
+            )
+        super().setup(context)
+
     def measure(self, source: Source, seed: int, world: World) -> None:
         super().measure(source, seed, world)
         if self.lengths is None:
-            raise UserError(
-                "batch=bucketed sorts by length, but this data does not tell its samples' lengths: set batch=fixed, or for "
-                "data=own data.pad=true"
-            )
+            raise UserError("batch=bucketed sorts by length, but this data does not tell its samples' lengths: set batch=fixed")
         self._seed = seed
         self.padded = padded(self.lengths, self.pad_to, int(self.lengths.max()))
         self._batch_ends = lru_cache(self._compute_ends)  # by the size of an update, which may grow

@@ -58,7 +58,7 @@ class Own(Data):
                     f"if you trust it, set trust=[{name.split('.')[0]}] on the command line"
                 )
         if self.collate and self.pad not in (None, False):
-            yield f"data.pad={self.pad} and data.collate={self.collate} exclude each other (the function pads): leave one out"
+            yield f"data.pad={str(self.pad).lower()} and data.collate={self.collate} exclude each other: the function pads"
         if (self.train is None) != (self.test is None):
             yield "data.train and data.test belong together: give both, or neither"
 
@@ -166,8 +166,8 @@ class OwnCollate:
         """Return inputs and targets. Raises UserError."""
         if pad_to > 1 and "pad_to" not in inspect.signature(self.collate).parameters:
             raise UserError(
-                f"{self.setting} takes no argument `pad_to`, and batch=bucketed pads to multiples of batch.pad_to={pad_to}: "
-                "give it one, or set batch.pad_to=1"
+                f"{self.setting} takes no argument `pad_to`, the multiple that batch=bucketed and loader=resident pad lengths to: "
+                "give it one, or set batch.pad_to=1 and another loader"
             )
         batch = self.collate(samples, **({"pad_to": pad_to} if pad_to > 1 else {}))
         return tensors_of(batch, self.target_key)

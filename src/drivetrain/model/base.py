@@ -38,7 +38,7 @@ class Model(Option):
 
     def build(self, context: BuildContext) -> torch.nn.Module:
         """The network for the run's data, on its device. Raises UserError if it does not take inputs of this structure."""
-        if not self.takes_trees and len(parts := named_leaves(context.data.two_samples(torch.device("meta")))) > 1:
+        if not self.takes_trees and len(parts := named_leaves(context.data.two_samples(context.device))) > 1:
             raise UserError(
                 f"{context.run.named('model')} takes one tensor, and the inputs of a sample are several "
                 f"({', '.join(name for name, _ in parts)}): set model=own, with a network whose forward takes them"
