@@ -56,6 +56,7 @@ class Batch(Option):
     def __post_init__(self) -> None:
         self._configured = self.accumulation_steps
         self.pairs = False  # each sample gets a partner to be mixed with (mixup, CutMix)
+        self.together = 1  # samples that an evaluation keeps in one batch, as losses do that compare samples
         self.lengths: torch.Tensor | None = None  # (n,) tokens of each training sample, where samples are sequences
         self.weighs_by_length = True  # whether the loss averages over tokens; else over samples, which only differ in length
 
@@ -93,6 +94,7 @@ class Batch(Option):
 
     def setup(self, context: BuildContext) -> None:
         run = context.run
+        self.together = run.loss.evaluated_together
         self.pairs = any(step.mixes for step in run.augment) and run.debug.augments
         self.weighs_by_length = run.data.targets == "tokens" or (run.data.targets is None and run.loss.takes == ("tokens",))
         self.measure(context.train_source, context.seed, context.parallel.data_world)
@@ -185,7 +187,7 @@ class Batch(Option):
         """Return the batches of an evaluation, as indices: every sample once, sequences of similar length together."""
         lengths = getattr(source, "lengths", None)
         order = torch.arange(len(source)) if lengths is None else lengths.argsort(stable=True)
-        return order.split(self.micro_batch(world))
+        return order.split(math.ceil(self.micro_batch(world) / self.together) * self.together)
 
     def evaluation_requests(
         self, source: Any, world: World, max_batches: int | None, lockstep: bool = False

@@ -54,9 +54,10 @@ class WholeStep:
         fallback: Callable[[], Callable[..., torch.Tensor]],
         cudagraph: bool,
         update_state: Callable[[], list[torch.Tensor]] = list,
+        log_sums: Callable[[], dict[str, torch.Tensor]] = dict,
     ) -> None:
         self.inner, self._model, self._optimizer, self._update_state = inner, model, optimizer, update_state
-        self._fallback, self._cudagraph = fallback, cudagraph
+        self._fallback, self._cudagraph, self._log_sums = fallback, cudagraph, log_sums
         self.seconds = 0.0  # spent recording and compiling
         self._eager, self._started = True, False
         self._updated = False  # the update's last micro-batch has updated already
@@ -168,7 +169,7 @@ class WholeStep:
     def _state(self) -> tuple[list[torch.Tensor], list[Any]]:
         """Return every tensor that persists between updates, and the Python values of the optimizer's state."""
         model, optimizer = self._model, self._optimizer
-        update = (*self._lr_tensors, *self._gradient_sums, *self._update_state())
+        update = (*self._lr_tensors, *self._gradient_sums, *self._update_state(), *self._log_sums().values())
         tensors = {id(t): t for t in (*model.parameters(), *model.buffers(), *update)}
         numbers: list[Any] = []
         _collect([optimizer.state, vars(optimizer)], tensors, numbers, set())

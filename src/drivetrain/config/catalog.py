@@ -15,6 +15,7 @@ from drivetrain.config import plugins
 from drivetrain.core.errors import did_you_mean
 from drivetrain.core.paths import conf_dir
 
+SUMS = {"loss": "drivetrain.loss.Sum"}  # groups of which several options may be added up, as loss=[a,b], and the class that does
 LISTS = ("surgery", "augment", "logger")  # groups of which several options are chosen at once
 
 _TARGET = re.compile(r"^(?:  )?_target_: (\S+)", re.M)
@@ -60,7 +61,9 @@ def options(config_dirs: Sequence[str] = ()) -> dict[str, list[str]]:
 
 
 def option_keys(group: str, option: Any, config_dirs: Sequence[str] = ()) -> set[str]:
-    """The keys of an option's file; none where there is no such option."""
+    """The keys of an option's file; none where there is no such option. Of a sum of several: their names, and `weights`."""
+    if isinstance(option, list) and group in SUMS:
+        return {*map(str, option), "weights"}
     file = option_files(config_dirs).get(group, {}).get(str(option))
     return set(_keys(file)) if file is not None else set()
 
@@ -81,7 +84,10 @@ def shipped_targets(group: str = "*") -> frozenset[str]:
     """The dotted names of the classes that conf/ names, of one group or of all: a config may make these without trust."""
     files = _option_files(())
     chosen = files.values() if group == "*" else [files[group]]
-    return frozenset(target for of_group in chosen for file in of_group.values() for target in _TARGET.findall(file.read_text()))
+    sums = SUMS.values() if group == "*" else [SUMS[group]] if group in SUMS else []
+    return frozenset(
+        [*sums, *(target for of_group in chosen for file in of_group.values() for target in _TARGET.findall(file.read_text()))]
+    )
 
 
 def problems(config_dirs: Sequence[str] = ()) -> list[str]:

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from drivetrain.config import presets
-from drivetrain.config.catalog import LISTS, default_options, option_keys, options, other_folders
+from drivetrain.config.catalog import LISTS, SUMS, default_options, option_keys, options, other_folders
 from drivetrain.config.catalog import problems as option_problems
 from drivetrain.config.keys import KeySetter
 from drivetrain.config.renamed import suggestion
@@ -134,6 +134,8 @@ class _Choices:
         known = self.known[group]
         if group in LISTS:
             option = option if isinstance(option, list) else [] if option is None else [option]
+        elif isinstance(option, list) and group in SUMS:
+            option = option[0] if len(option) == 1 else option or None
         elif isinstance(option, list):
             self.problems.append(f"{where}{group}={option}: give one option, not a list: {did_you_mean('', known)}")
             return
@@ -216,8 +218,15 @@ def _with_preset(choices: _Choices, config_dirs: Sequence[str]) -> tuple[DictCon
 
 def _by_hydra(choices: dict[str, Any], config_dirs: Sequence[str]) -> DictConfig:
     """conf/config.yaml with these options, composed by Hydra."""
-    overrides = [f"{g}=[{','.join(o)}]" if isinstance(o, list) else f"{g}={o}" for g, o in choices.items()]
-    return deepcopy(_hydra_compose(tuple(overrides), other_folders(config_dirs)))
+    sums = {group: names for group, names in choices.items() if group in SUMS and isinstance(names, list)}
+    others = {group: option for group, option in choices.items() if group not in sums}
+    overrides = [f"{g}=[{','.join(o)}]" if isinstance(o, list) else f"{g}={o}" for g, o in others.items()]
+    for group, names in sums.items():  # each option below its own name
+        overrides += [f"~{group}", *(f"+{group}@{group}.{name}={name}" for name in names)]
+    config = deepcopy(_hydra_compose(tuple(overrides), other_folders(config_dirs)))
+    for group in sums:
+        OmegaConf.update(config, group, {"_target_": SUMS[group], "weights": None}, force_add=True)
+    return config
 
 
 @lru_cache(maxsize=16)  # the jobs of a sweep differ in values more often than in options

@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from drivetrain.config.catalog import LISTS, option_keys, options
+from drivetrain.config.catalog import LISTS, SUMS, option_keys, options
 from drivetrain.config.renamed import RENAMED, suggestion
 from drivetrain.core.errors import did_you_mean
 
@@ -52,6 +52,8 @@ class KeySetter:
             group, option = parts[:2]
             hint = f"set {group}=[{option}] too" if option in known[group] else did_you_mean(option, known[group])
             return f"{key}={value}: {option} is not among the options of {group}: {hint}"
+        if parts[0] in SUMS and isinstance(self.choices[parts[0]], list):
+            return self._unknown_in_sum(parts, value, depth, names)
         hint = suggestion(f"{inside}.{part}" if inside else part, part, {*names, *known} if not depth else names)
         present = RENAMED.get(f"{inside}.{part}", part).rpartition(".")[2]
         owners = [name for name in known.get(inside, []) if present in option_keys(inside, name, self.config_dirs)]
@@ -60,6 +62,14 @@ class KeySetter:
             hint = has_it if present == part else f"{hint}, and {has_it}"
         place = f"{inside}={self.choices[inside]}" if inside in known else inside or "the config"
         return f"{place} has no '{part}' ({key}={value}): {hint}"
+
+    def _unknown_in_sum(self, parts: list[str], value: Any, depth: int, names: list[str]) -> str:
+        """The problem of a key of a sum of options, whose keys are below their names."""
+        group, part, key = parts[0], parts[depth], ".".join(parts)
+        chosen = self.choices[group]
+        owners = [f"{group}.{name}.{part}" for name in chosen if part in option_keys(group, name, self.config_dirs)]
+        hint = f"set {' or '.join(owners)}" if depth == 1 and owners else did_you_mean(part, names)
+        return f"{'.'.join(parts[:depth])} of {group}=[{','.join(chosen)}] has no '{part}' ({key}={value}): {hint}"
 
     def unknown_in_group(self, key: str, value: Any) -> str | None:
         """The problem of a knob that no option of its group has: which option was meant is not known, its name is wrong."""

@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 
 from omegaconf import OmegaConf
 
-from drivetrain.config.catalog import LISTS, options, shipped_targets
+from drivetrain.config.catalog import LISTS, SUMS, options, shipped_targets
 from drivetrain.config.compose import Composed
 from drivetrain.config.plugins import trusted_packages
 from drivetrain.core import paths
@@ -91,6 +91,8 @@ def _make(prefix: str, section: dict[str, Any], trust: list[str], composed: Comp
     """One option as an object, or None with its `problems`. No code is imported that is neither shipped nor trusted."""
     knobs = {k: v for k, v in section.items() if k != "_target_"}
     target = str(section.get("_target_"))
+    if target in SUMS.values():
+        return _make_sum(prefix, target, knobs, trust, composed, problems)
     package = target.split(".")[0]
     if target not in shipped_targets() and package not in trusted_packages().union(trust):
         problems.append(
@@ -106,6 +108,18 @@ def _make(prefix: str, section: dict[str, Any], trust: list[str], composed: Comp
     wrong = list(_class_problems(prefix.split(".")[0], cls, target)) or list(knob_problems(prefix, cls, knobs, composed.where))
     problems += wrong
     return None if wrong else cls(**knobs)
+
+
+def _make_sum(
+    prefix: str, target: str, knobs: dict[str, Any], trust: list[str], composed: Composed, problems: list[str]
+) -> Option | None:
+    """An option that adds up several of its group, which are made from the sections below their names."""
+    names = [k for k, v in knobs.items() if isinstance(v, dict) and "_target_" in v]
+    made = {name: _make(f"{prefix}.{name}", knobs.pop(name), trust, composed, problems) for name in names}
+    cls = import_target(target)
+    wrong = list(knob_problems(prefix, cls, knobs, composed.where))
+    problems += wrong
+    return None if wrong or None in made.values() else cls(made, **knobs)
 
 
 def import_target(target: str) -> Any:
@@ -188,9 +202,10 @@ def machine_local_keys(run: RunSpec) -> set[str]:
 
 
 def recipe_code_problems(composed: Composed) -> Iterator[str]:
-    """The problems of a recipe that chooses model=own or data=own, which name a class."""
-    for group in ("model", "data"):
-        if composed.recipe is not None and composed.recipe.choices.get(group) == "own":
+    """The problems of a recipe that chooses model=own, data=own or loss=own, which name a class."""
+    for group in ("model", "data", "loss"):
+        chosen = composed.recipe.choices.get(group, []) if composed.recipe is not None else []
+        if composed.recipe is not None and "own" in (chosen if isinstance(chosen, list) else [chosen]):
             yield (
                 f"{composed.recipe.where(group)}: a recipe cannot choose '{group}=own' (it names code): "
                 "choose it on the command line"

@@ -29,6 +29,9 @@ class Loss(Protocol):
     def __call__(self, output: torch.Tensor, target: torch.Tensor, /) -> torch.Tensor:
         """Return the mean loss of a micro-batch, 0-d."""
 
+    def parts(self) -> dict[str, torch.Tensor]:
+        """Return running sums of its named parts, which a step adds to; 0-d."""
+
 
 class Strategy(Protocol):
     """A parallel strategy in a run: this process among the ranks that train together."""

@@ -13,7 +13,10 @@ DESCRIPTIONS: dict[TargetKind, str] = {
     "tokens": "the next token at each position",
     "pair": "two views of each sample",
 }
-FITTING_LOSS: dict[TargetKind, str] = {"class": "cross_entropy", "tokens": "next_token"}  # named in messages
+FITTING_LOSS: dict[TargetKind, str] = {  # named in messages
+    "class": "cross_entropy", "labels": "bce", "values": "mse", "mask": "cross_entropy", "tokens": "next_token",
+    "pair": "contrastive",
+}  # fmt: skip
 
 
 def describe(kinds: tuple[TargetKind, ...]) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,16 +20,21 @@ from drivetrain.core.horizon import Horizon
 from drivetrain.core.model_call import ModelCall
 from drivetrain.core.protocols import LogWriter
 from drivetrain.core.selection import selected
+from drivetrain.core.step import Step
 from drivetrain.core.trees import Tree
 from drivetrain.debug.base import Debug
 from drivetrain.engine import dry_run, flops, input_checks
+from drivetrain.engine.counted_step import CountedStep
 from drivetrain.engine.evaluator import Evaluator
+from drivetrain.engine.global_step import GlobalStep
 from drivetrain.engine.mfu import Mfu, number_format
 from drivetrain.engine.step import PlainStep
 from drivetrain.engine.step_timer import StepTimer
 from drivetrain.engine.trainer import Trainer
 from drivetrain.engine.training_log import TrainingLog
 from drivetrain.loader import Pipeline
+from drivetrain.loss import Loss
+from drivetrain.loss.embedding import ComparingLoss
 from drivetrain.saving.writer import Writer
 
 logger = logging.getLogger(__name__)
@@ -46,6 +52,9 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter]) -> Trainer:
     precision = context.precision = debug.wrap_precision(run.precision.build(context))
     batch = _load_data(context, debug)
     world = parallel.data_world
+    # The loss counts classes in the training data; its teacher is not wrapped, sharded or compiled.
+    loss: Loss = run.loss.build(context)
+    context.loss = loss
 
     model, model_flops = _build_model(context, debug)
     # Compile before DDP, so that evaluation keeps the plain model. The first call is within DDP's forward: there torch splits
@@ -63,16 +72,18 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter]) -> Trainer:
     loader = context.loader = run.loader.build(context)
     _log(loader.autotune(context.train_data, batch.micro_batch(world), context.device))
 
-    # From the inside out: the step of one process, gradient synchronisation, one graph of both, then debugging hooks.
+    # From the inside out: the step of one process, gradient synchronisation, one graph of both, a whole update for losses that
+    # need it (each of its micro-batches passes through all of those), then debugging hooks.
     parameters = [p for p in model.parameters() if p.requires_grad]
-    plain = PlainStep(forward, run.loss, precision, optimizer, run.clip.build(context), lambda: run.runtime.zero(parameters))
-    step = debug.wrap_step(compiler.wrap_step(parallel.wrap_step(plain, context), context))
+    plain = PlainStep(forward, loss, precision, optimizer, run.clip.build(context), lambda: run.runtime.zero(parameters))
+    one_graph = compiler.wrap_step(parallel.wrap_step(plain, context), context)
+    step = debug.wrap_step(_step_for_loss(one_graph, loss, forward, context))
 
     eval_weights = precision.eval_weights(run.optimizer, optimizer)
     timer, saving = StepTimer(compiler.warmup, clock_for(context.device)), run.saving.build(context)
     mfu = Mfu(model_flops, context.device, number_format(model, run.precision.dtype), parallel.world.size)
     evaluator = Evaluator(
-        model=model, forward=takes_batches(parallel.inference_model(model)), eval_weights=eval_weights, ema=ema, loss=run.loss,
+        model=model, forward=_joining(loss, takes_batches(parallel.inference_model(model))), eval_weights=eval_weights, ema=ema, loss=loss,
         precision=precision, parallel=parallel, batch=batch, loader=loader, data=context.test_data, device=context.device,
         memory_format=context.memory_format, max_batches=run.debug.eval_batches,
     )  # fmt: skip
@@ -83,18 +94,33 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter]) -> Trainer:
         epochs=run.values["epochs"], max_updates=context.horizon.updates, log_every=run.values["log_every"],
         evaluate_every=run.values["evaluate_every"], saving=saving, run_dir=context.run_dir,
         writer=Writer(context.run_dir, saving, parallel, eval_weights), progress=context.progress, timer=timer,
-        log=TrainingLog(log_writers, context.progress, parallel, timer, context.device, mfu), compile_seconds=compiler.seconds,
+        log=TrainingLog(log_writers, context.progress, parallel, timer, context.device, mfu, loss.parts), compile_seconds=compiler.seconds,
     )  # fmt: skip
     if batch.preallocate:
         dry_run.preallocate(trainer)
     # Stream watchers come last, so that they do not see the dry run.
-    trainer.stream_watchers = [*input_checks.watchers(timer, loader.advice(context.train_data)), *debug.stream_watchers()]
+    checks = input_checks.watchers(run, loss, context.data.classes, timer, loader.advice(context.train_data))
+    trainer.stream_watchers = [*checks, *debug.stream_watchers()]
     return trainer
+
+
+def _step_for_loss(step: Step, loss: Loss, forward: Callable[..., Any], context: BuildContext) -> Step:
+    """Wrap the step for a loss that has to see all micro-batches of an update."""
+    if isinstance(loss, ComparingLoss):
+        return GlobalStep(step, loss, forward, context.model, context.precision)
+    return CountedStep(step, loss, context.parallel) if loss.counted else step
+
+
+def _joining(loss: Loss, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of an evaluation, which takes several views of each sample where the loss compares them."""
+    return (lambda x: forward(loss.joined(x))) if isinstance(loss, ComparingLoss) else forward
 
 
 def _load_data(context: BuildContext, debug: Debug) -> Batch:
     """Load the data and build the batch. Sample lengths may set the batch size, and so the number of updates of the run."""
     run, data = context.run, context.run.data.load(context.device)
+    # What the model gets and gives is the loss's to say where it compares views of a sample, or wants several outputs for a number.
+    data = replace(data, classes=run.loss.outputs(data.classes), shape=run.loss.input_shape(data.shape))
     context.data, context.train_source = data, data.train
     known_before = horizons.run_horizon(run) is not None
     batch: Batch = run.batch.build(context)
@@ -146,13 +172,13 @@ def _build_model(context: BuildContext, debug: Debug) -> tuple[torch.nn.Module, 
     model_flops = _count_flops(context, model, example)
     model = context.precision.convert(model, example)
     # Gradcheck copies the modules, so it runs before anything patches their forwards.
-    debug.check_model(model, run.loss, context.train_data)
+    debug.check_model(model, context.loss, context.train_data)
     # Activation checkpointing patches forwards in place, inside what compile traces and DDP wraps; parameter names stay plain.
     run.checkpointing.apply(model)
     # Sharding is in place too; compile traces the sharded modules.
     context.parallel.shard(model, run.precision.dtype, example)
     _log(surgery.partial_statistics(model, context.batch.micro_batch(world), context.batch.size(0), world.size))
-    context.model, context.loss = model, run.loss
+    context.model = model
     return model, model_flops
 
 

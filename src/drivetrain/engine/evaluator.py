@@ -58,7 +58,7 @@ class Evaluator:
         Sums and counts are reduced over the ranks, not means, so that every sample counts once on any number of ranks.
         """
         self.model.eval()
-        sums = torch.zeros(len(self.loss.metrics) + 1, dtype=sum_dtype(self.device), device=self.device)
+        sums = torch.zeros(self.loss.evaluation_sums(), dtype=sum_dtype(self.device), device=self.device)
         world, lockstep = self.parallel.data_world, self.parallel.lockstep_evaluation
         requests = self.batch.evaluation_requests(self.data.source, world, self.max_batches, lockstep)
         stream = self.loader.stream(self.data, requests, self.device, self.memory_format)
@@ -66,7 +66,7 @@ class Evaluator:
             for batch in stream:
                 with self.precision.autocast():
                     output = self.forward(batch.x)
-                sums += self.loss.sums(output, batch.y) * batch.weight
-        *totals, count = self.parallel.all_reduce_sum(sums).tolist()
+                sums += self.loss.sums(output, self.loss.evaluation_target(batch)) * batch.weight
+        totals = self.parallel.all_reduce_sum(sums).tolist()
         self.model.train()
-        return {name: total / count for name, total in zip(self.loss.metrics, totals, strict=True)}
+        return self.loss.evaluated(totals)

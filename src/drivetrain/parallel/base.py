@@ -31,6 +31,7 @@ class Parallel(Option):
     distributed = False  # needs a process group, also with one rank
     one_process = True  # on one device
     thread_per_device = False
+    own_forward = True  # each rank runs the forward of the whole model
     portable_shards = True  # other strategies can read the shards that this one saves
 
     def validate(self, run: RunSpec) -> Iterator[str]:

@@ -42,6 +42,7 @@ class Pipeline(Sharded):
     """
 
     portable_shards = False
+    own_forward = False
 
     stages: Count | Literal["auto"] = "auto"
     schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
