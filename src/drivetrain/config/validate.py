@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from drivetrain.config.catalog import LISTS, SUMS, options, shipped_targets
 from drivetrain.config.compose import Composed
 from drivetrain.config.plugins import trusted_packages
-from drivetrain.core import paths
+from drivetrain.core import paths, selection
 from drivetrain.core.errors import UserError
 from drivetrain.core.model_call import ForwardInput
 from drivetrain.core.option import Count, Option, RunSpec
@@ -59,6 +59,7 @@ def validate(composed: Composed) -> RunSpec:
         for option in options_of(run):
             option.see(run)
         problems += [problem for option in options_of(run) for problem in option.validate(run)]
+        problems += selection.problems(run, "select", run.values["select"])
     if problems:
         raise UserError(dict.fromkeys(problems))
     return run
@@ -159,6 +160,7 @@ def _value_problems(values: dict[str, Any], where: Where) -> Iterator[str]:
     kinds: dict[str, Any] = {
         "epochs": Count, "updates": Count | None, "log_every": Count, "evaluate_every": Count, "output_dir": str,
         "resume": str | None, "resume_changed": bool, "trust": list[str], "recipe": str | None, "forward_input": ForwardInput,
+        "select": str | None,
     }  # fmt: skip
     wrong = list(type_problems("", {k: (kinds.get(k, Any), v) for k, v in values.items()}, where))
     yield from wrong or paths.cannot_be_in(Path(values["output_dir"]))
@@ -196,20 +198,24 @@ def machine_local_keys(run: RunSpec) -> set[str]:
     """The dotted keys that depend on the machine or its operator: no recipe sets them, and the config's hash leaves them out."""
     keys = {"output_dir", "resume", "resume_changed", "trust", "recipe", "logger"}
     for group, made in run.parts.items():
-        for option in made if isinstance(made, list) else [made]:
-            keys |= {f"{group}.{knob}" for knob in option.machine_local_keys}
+        prefixes = [f"{group}.{name}" for name in run.names(group)] if isinstance(made, list) else [group]
+        for prefix, option in zip(prefixes, made if isinstance(made, list) else [made], strict=True):
+            keys |= {f"{prefix}.{knob}" for knob in option.machine_local_keys}
     return keys
 
 
 def recipe_code_problems(composed: Composed) -> Iterator[str]:
-    """The problems of a recipe that chooses model=own, data=own or loss=own, which name a class."""
-    for group in ("model", "data", "loss"):
-        chosen = composed.recipe.choices.get(group, []) if composed.recipe is not None else []
-        if composed.recipe is not None and "own" in (chosen if isinstance(chosen, list) else [chosen]):
+    """The problems of a recipe that chooses model=own, data=own, loss=own or metrics=[own], which name code."""
+    for group in ("model", "data", "loss", "metrics"):
+        if composed.recipe is not None and "own" in _as_list(composed.recipe.choices.get(group)):
             yield (
                 f"{composed.recipe.where(group)}: a recipe cannot choose '{group}=own' (it names code): "
                 "choose it on the command line"
             )
+
+
+def _as_list(choice: Any) -> list[Any]:
+    return choice if isinstance(choice, list) else [choice]
 
 
 def validate_recipe_keys(composed: Composed, run: RunSpec) -> None:

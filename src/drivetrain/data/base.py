@@ -33,6 +33,7 @@ class Splits:
     names: Sequence[str] | None = None  # of the classes, where they have names
     dtype: torch.dtype | None = None  # of the inputs, where they are not floats
     vocabulary: int | None = None  # of the inputs, where they are tokens; None: that of the outputs
+    token_bytes: torch.Tensor | None = None  # (vocabulary,) the bytes of text of each target token; None: a token is a byte
     units: Units | None = None  # of target values that were standardised
     files: Mapping[str, str] = field(default_factory=dict)  # name → text, kept with the run: a tokenizer, …
     example: Tree | None = None  # the inputs of two samples; None: of this shape and type
@@ -86,7 +87,7 @@ class Data(Option):
     max_value: float | None = 255.0  # the largest value of an input; None where there is no bound
     on_device = False  # samples are made on the model's device
     mirrored_changes_label = False  # a mirrored image shows another class
-    tokens = False  # inputs are sequences of tokens, which may differ in length
+    tokens: bool | None = False  # inputs are sequences of tokens, which may differ in length; None: not known
     byte_tokens = True  # a token is a byte: losses are also in bits per byte
     may_differ_in_length = False  # samples may be sequences of several lengths, other than tokens
     targets: TargetKind | None = "class"  # what a sample's target is; None where only the user knows
@@ -99,6 +100,8 @@ class Data(Option):
         wanted = run.parts["task"].targets
         if self.reads:
             self.targets = self.kind or next((kind for kind in wanted if kind in self.reads), self.reads[0])
+        if self.targets is None and len(wanted) == 1:
+            self.targets = wanted[0]
         if "pair" in wanted and self.targets == "class" and not self.tokens:
             self.targets, self.views = "pair", 2
 

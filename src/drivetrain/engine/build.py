@@ -80,21 +80,25 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter]) -> Trainer:
     step = debug.wrap_step(_step_for_loss(one_graph, loss, forward, context))
 
     eval_weights = precision.eval_weights(run.optimizer, optimizer)
+    meters, selection = [metric.build(context) for metric in run.metrics], selected(run)
     timer, saving = StepTimer(compiler.warmup, clock_for(context.device)), run.saving.build(context)
     mfu = Mfu(model_flops, context.device, number_format(model, run.precision.dtype), parallel.world.size)
     evaluator = Evaluator(
-        model=model, forward=_joining(loss, takes_batches(parallel.inference_model(model))), eval_weights=eval_weights, ema=ema, loss=loss,
+        model=model, forward=_joining(loss, takes_batches(parallel.inference_model(model))), eval_weights=eval_weights, ema=ema,
+        loss=loss, meters=meters, units=_units(context), selected=selection.name,
         precision=precision, parallel=parallel, batch=batch, loader=loader, data=context.test_data, device=context.device,
         memory_format=context.memory_format, max_batches=run.debug.eval_batches,
     )  # fmt: skip
     trainer = Trainer(
-        model=model, step=step, selection=selected(run), optimizer=optimizer, scheduler=scheduler, precision=precision,
+        model=model, step=step, selection=selection, optimizer=optimizer, scheduler=scheduler, precision=precision,
+        stopping=run.stop.build(context),
         parallel=parallel, ema=ema, batch=batch, loader=loader, train_data=context.train_data, evaluator=evaluator,
         device=context.device, memory_format=context.memory_format, seed=context.seed, drop_last=run.data.drop_last,
         epochs=run.values["epochs"], max_updates=context.horizon.updates, log_every=run.values["log_every"],
         evaluate_every=run.values["evaluate_every"], saving=saving, run_dir=context.run_dir,
         writer=Writer(context.run_dir, saving, parallel, eval_weights), progress=context.progress, timer=timer,
-        log=TrainingLog(log_writers, context.progress, parallel, timer, context.device, mfu, loss.parts), compile_seconds=compiler.seconds,
+        log=TrainingLog(log_writers, context.progress, parallel, timer, context.device, mfu, loss.parts),
+        compile_seconds=compiler.seconds,
     )  # fmt: skip
     if batch.preallocate:
         dry_run.preallocate(trainer)
@@ -116,11 +120,18 @@ def _joining(loss: Loss, forward: Callable[..., Any]) -> Callable[..., Any]:
     return (lambda x: forward(loss.joined(x))) if isinstance(loss, ComparingLoss) else forward
 
 
+def _units(context: BuildContext) -> Callable[[Any], Any]:
+    """What turns outputs and targets into the data's units, in which metrics measure."""
+    units = context.data.units
+    return (lambda values: values) if units is None else units.to(context.device)
+
+
 def _load_data(context: BuildContext, debug: Debug) -> Batch:
     """Load the data and build the batch. Sample lengths may set the batch size, and so the number of updates of the run."""
     run, data = context.run, context.run.data.load(context.device)
     # What the model gets and gives is the loss's to say where it compares views of a sample, or wants several outputs for a number.
-    data = replace(data, classes=run.loss.outputs(data.classes), shape=run.loss.input_shape(data.shape))
+    shape = (run.data.views, *data.shape) if run.data.views > 1 else data.shape
+    data = replace(data, classes=run.loss.outputs(data.classes), shape=run.loss.input_shape(shape))
     context.data, context.train_source = data, data.train
     known_before = horizons.run_horizon(run) is not None
     batch: Batch = run.batch.build(context)

@@ -6,8 +6,9 @@ import contextlib
 import logging
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from drivetrain.core import tables
 from drivetrain.core.context import BuildContext
 from drivetrain.core.errors import (
     BAD_CONFIG,
@@ -24,15 +25,13 @@ from drivetrain.core.protocols import LogWriter
 from drivetrain.core.signals import StopFlag
 from drivetrain.core.world import World
 from drivetrain.launch.job import Job
+from drivetrain.launch.kept import evaluate_kept, load
 from drivetrain.run import environment, identity
 from drivetrain.run.result import Result
-from drivetrain.ui import terminal
+from drivetrain.ui import table_picture, terminal
 
 if TYPE_CHECKING:
-    import torch
-
     from drivetrain.engine.trainer import Trainer
-    from drivetrain.parallel import Parallel
 
 LAST_WRITE_S = 30.0  # for a checkpoint that is being written when the run fails
 
@@ -63,13 +62,18 @@ def run_rank(job: Job, world: World, run_dir: Path, stop: StopFlag, quiet: bool)
     try:
         trainer = _build(job, context, writers, quiet)
         trainer.fit(stop)
+        _record_measurements(result, trainer)
+        evaluate_kept(trainer, result, run_dir)
+        if world.rank == 0:
+            _show_tables(result, trainer, run_dir)
         result.status = "completed"
         code = EXIT_OF_STATUS["completed"]
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         code = _record_failure(result, error, job, world, run_dir)
     if trainer is not None:
         trainer.writer.finish(LAST_WRITE_S)
-        _record_measurements(result, trainer)
+        if result.status != "completed":
+            _record_measurements(result, trainer)
         _count_skipped(result, trainer, world, run_dir)
     for writer in writers:
         writer.close()
@@ -124,7 +128,7 @@ def _build(job: Job, context: BuildContext, writers: list[RunWriter], quiet: boo
 
     trainer = build.build(context, writers)
     if (checkpoint := trainer.parallel.broadcast_object(job.checkpoint)) is not None:
-        trainer.restore(*_load(checkpoint, trainer.parallel))
+        trainer.restore(*load(checkpoint, trainer.parallel))
     if job.attach is not None:
         job.attach(trainer)
     if context.world.rank == 0:
@@ -137,25 +141,16 @@ def _build(job: Job, context: BuildContext, writers: list[RunWriter], quiet: boo
     return trainer
 
 
-def _load(checkpoint: Path, parallel: Parallel) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """A checkpoint's weights and state, on every rank. Rank 0 sends them where machines share no file system."""
-    from drivetrain.saving import checkpoint_io
-
-    here = parallel.gather_object(checkpoint.is_dir())
-    if parallel.broadcast_object(all(here)):
-        return checkpoint_io.load(checkpoint, parallel.empty_shard)
-    loaded: tuple[dict[str, torch.Tensor], dict[str, Any]] = parallel.broadcast_object(
-        checkpoint_io.load(checkpoint) if parallel.world.rank == 0 else None
-    )
-    return loaded
-
-
 def _record_measurements(result: Result, trainer: Trainer) -> None:
     """Fill in metrics, counts, times and memory."""
     from drivetrain.core.device import peak_memory
 
     progress, timer = trainer.progress, trainer.timer
     result.metrics = {"final": progress.final, "best": progress.best}
+    result.selection = trainer.selection.record()
+    if tables := trainer.evaluator.tables or progress.tables:  # a run that was finished before is not evaluated again
+        result.tables = {"final": tables}
+    result.stopped = trainer.stopping.reason
     result.updates = progress.updates
     result.epochs = progress.epoch
     if progress.window:
@@ -173,6 +168,16 @@ def _record_measurements(result: Result, trainer: Trainer) -> None:
         result.step_ms_p50, result.step_ms_p95 = percentiles
     result.flops_per_sample = trainer.log.mfu.model.per_sample
     result.compile_s = trainer.compile_seconds()
+
+
+def _show_tables(result: Result, trainer: Trainer, run_dir: Path) -> None:
+    """Draw the confusion matrices, and show the pictures in the loggers that take pictures."""
+    for name, table in tables.of_result(result.tables)[1].items():
+        if tables.is_confusion(table):
+            path = table_picture.draw(table, run_dir / "images" / f"{name}.png")
+            for writer in trainer.log.writers:
+                if hasattr(writer, "log_image"):
+                    writer.log_image(name, trainer.progress.updates, path)
 
 
 def _count_skipped(result: Result, trainer: Trainer, world: World, run_dir: Path) -> None:

@@ -173,7 +173,7 @@ class Loader(Option):
         # normalising, since bytes are a quarter of the floats.
         x = pipeline.normalized(in_memory_format(x, memory_format, pipeline.views))
         weight = torch.full((), request.weight, device=device)  # a kernel writes it: nothing is copied
-        return MicroBatch(x, y, weight, request.last, request.epoch_end, request.seconds, request.ready)
+        return MicroBatch(x, y, weight, request.last, request.epoch_end, request.seconds, request.ready, not request.weight)
 
 
 def in_memory_format(x: Tree, memory_format: torch.memory_format, views: int = 1) -> Tree:

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -85,11 +86,23 @@ def load(checkpoint: Path, allocate: sharded_checkpoint.Allocate | None = None) 
     return sharded_checkpoint.unflatten_state(tensors, state)
 
 
-def prune(run_dir: Path, keep: int, best: int | None) -> None:
-    """Remove all but the newest `keep` checkpoints and the best one."""
-    for old in sorted(checkpoints(run_dir), key=lambda p: int(p.name))[:-keep]:
-        if old.name != str(best):
-            shutil.rmtree(old)
+def prune(run_dir: Path, chosen: Callable[[list[int]], list[int]]) -> None:
+    """Remove all checkpoints but the newest, to resume from, and those `chosen` from the updates of all, the oldest first."""
+    saved = updates(run_dir)
+    for update in {*saved[:-1]}.difference(chosen(saved)):
+        shutil.rmtree(run_dir / "checkpoints" / str(update))
+
+
+def updates(run_dir: Path) -> list[int]:
+    """Return the updates of a run's checkpoints, the oldest first."""
+    return sorted(int(p.name) for p in checkpoints(run_dir))
+
+
+def write_weights(weights: dict[str, torch.Tensor], path: Path) -> None:
+    """Write weights as one safetensors file, atomically."""
+    temporary = path.with_name(f".writing-{path.name}")
+    safetensors.torch.save_file(_contiguous(weights), temporary)
+    temporary.replace(path)
 
 
 def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:

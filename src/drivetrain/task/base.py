@@ -24,7 +24,7 @@ class Task(Option):
                 f"{name} wants {describe(self.targets)}, but {data} has {describe((given,))}: set data={self.fitting_data}, or "
                 "another task"
             )
-        elif self.tokens and not run.data.tokens:
+        elif self.tokens and run.data.tokens is False:
             yield f"{name} wants sequences of tokens, which {data} does not give: set data={self.fitting_data}, or another task"
 
 
