@@ -19,7 +19,10 @@ BATCHES = {
     "values": lambda: (torch.randn(6, 2), torch.randn(6, 2)),
 }
 CASES = [
-    (name, kind) for (group, name), cls in CLASSES.items() if group == "metrics" and cls is not metrics.Own for kind in cls.takes
+    (name, kind)
+    for (group, name), cls in CLASSES.items()
+    if group == "metrics" and cls is not metrics.Own
+    for kind in cls.takes
 ]
 
 

@@ -181,9 +181,7 @@ def test_a_figure_that_is_not_finite_is_left_out_unless_it_ranks(make, caplog):
 
 
 def test_an_own_class_and_an_own_function(make, own):
-    trainer = make(
-        *own("Right", "metrics.own.kwargs={factor: 2}", "metrics.own.name=right", "metrics.own.better=max", "select=right")
-    )
+    trainer = make(*own("Right", "metrics.own.kwargs={factor: 2}", "metrics.own.name=right", "metrics.own.better=max", "select=right"))
     output, target = outputs_of(trainer)
     figures = trainer.evaluator.evaluate()
     assert figures["right"] == (output.argmax(1) == target).sum()

@@ -43,7 +43,6 @@ class Evaluator:
     data: Pipeline
     device: torch.device
     memory_format: torch.memory_format
-    units: Callable[[Any], Any] = lambda values: values  # turns outputs and targets into those that metrics measure
     max_batches: int | None = None
     tables: dict[str, Table] = field(default_factory=dict)  # of the last evaluation, by name
 
@@ -79,7 +78,7 @@ class Evaluator:
                     output = self.forward(batch.x)
                 sums += self.loss.sums(output, self.loss.evaluation_target(batch)) * batch.weight
                 for meter in () if batch.filler else self.meters:
-                    meter.update(self.units(output), self.units(batch.y))
+                    meter.update(output, batch.y)
             figures = self.loss.evaluated(self.parallel.all_reduce_sum(sums).tolist())
             if not all(map(math.isfinite, figures.values())):
                 raise Diverged(f"an evaluation is not finite: {figures}")

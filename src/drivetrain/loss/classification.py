@@ -90,7 +90,9 @@ class CrossEntropy(OverClasses):
 
     soft_targets = True
 
-    def __init__(self, label_smoothing: Share = 0.0, class_weights: ClassWeights = None, ignore_index: int = IGNORE) -> None:
+    def __init__(
+        self, label_smoothing: Share = 0.0, class_weights: ClassWeights = None, ignore_index: int = IGNORE
+    ) -> None:
         self.label_smoothing, self.class_weights, self.ignore_index = label_smoothing, class_weights, ignore_index
 
     def __call__(self, output: torch.Tensor, target: Any) -> torch.Tensor:

@@ -59,7 +59,7 @@ class Accuracy(_Counted):
 
     def figures(self, computed: Any) -> dict[str, float]:
         right, total = computed.tolist()
-        return dict.fromkeys(self.directions, right / total)
+        return {name: right / total for name in self.directions}
 
 
 class TopK(Accuracy):

@@ -42,9 +42,7 @@ class _Curve(Metric):
     def create(self, context: BuildContext) -> torchmetrics.Metric:
         import torchmetrics.classification
 
-        kind = getattr(
-            torchmetrics.classification, f"{'Multilabel' if self.kind == 'labels' else 'Multiclass'}{type(self).__name__}"
-        )
+        kind = getattr(torchmetrics.classification, f"{'Multilabel' if self.kind == 'labels' else 'Multiclass'}{type(self).__name__}")
         state: torchmetrics.Metric = kind(self.classes, thresholds=self.thresholds, average="none", validate_args=False)
         return state
 
