@@ -86,7 +86,12 @@ class Jsonl(Data):
         shape = self.shape()
         if self.label is None:
             texts = [Texts(tokens, self.length, begin=tokenizer.size) for tokens in parts]
-            return Splits(texts[0], texts[1], shape, tokenizer.size + 1, None, dtype=torch.int64, files=files)
+            lengths = tokenizer.token_bytes()
+            if lengths is not None:
+                lengths = torch.cat([lengths, torch.zeros_like(lengths[:1])])  # the token before a text's first is no text
+            return Splits(
+                texts[0], texts[1], shape, tokenizer.size + 1, None, dtype=torch.int64, token_bytes=lengths, files=files
+            )  # fmt: skip
         names = sorted({line.label for line in train})
         if unknown := sorted({line.label for line in test} - set(names)):
             raise UserError(f"{self.test or self.path}: no training text has the class {', '.join(unknown[:5])}")

@@ -16,6 +16,9 @@ class Tokenizer(Protocol):
 
     size: int
 
+    def token_bytes(self) -> torch.Tensor | None:
+        """Return the bytes of text that each token stands for (size,); None: a token is a byte."""
+
     def __call__(self, texts: Sequence[str]) -> list[torch.Tensor]:
         """Return each text's tokens, int (length,)."""
 
@@ -27,6 +30,9 @@ class Bytes:
     """A token for each byte of a text's UTF-8."""
 
     size = 256
+
+    def token_bytes(self) -> torch.Tensor | None:
+        return None
 
     def __call__(self, texts: Sequence[str]) -> list[torch.Tensor]:
         encoded = [text.encode("utf-8", errors="surrogatepass") for text in texts]
@@ -50,6 +56,13 @@ class BytePairs:
         encoded = [text.ids for text in self.tokenizer.encode_batch(list(texts), add_special_tokens=False)]
         tokens = torch.tensor(list(itertools.chain.from_iterable(encoded)), dtype=torch.int32)
         return list(tokens.split([len(text) for text in encoded]))
+
+    def token_bytes(self) -> torch.Tensor | None:
+        texts = (self.tokenizer.decode([token]) for token in range(self.size))
+        if self.tokenizer.decoder is None or "ByteLevel" not in type(self.tokenizer.decoder).__name__:
+            return torch.tensor([max(1, len(text.encode())) for text in texts])
+        # A byte-level token is written with one character for each of its bytes.
+        return torch.tensor([len(self.tokenizer.id_to_token(token)) for token in range(self.size)])
 
     def to_json(self) -> str:
         return str(self.tokenizer.to_str())
