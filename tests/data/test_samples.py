@@ -41,7 +41,7 @@ def test_the_target_is_taken_out_of_a_sample(sample, key, x, y):
     [
         ({"a": 1, "b": 2}, None, "the keys a, b, none of label, .*: set data.target_key"),
         ({"a": 1, "label": 2, "y": 3}, None, r"several that could be its target \(label, y\): set data.target_key"),
-        ({"a": 1, "label": 2}, "far", "a sample has no far, only a, label"),
+        ({"a": 1, "label": 2}, "far", "data.target_key=far: a sample has only the keys a, label"),
         ({"label": 2}, None, "has only its target, label"),
         ((1, 2), "label", "names a key, and a sample is a tuple"),
         (torch.zeros(3), None, "is a Tensor, which does not say what its target is"),
@@ -159,8 +159,10 @@ def test_an_own_function_makes_the_batch():
         splits.train.fetch(torch.tensor([0]), 32)
 
 
-def test_shapes_are_those_of_the_inputs():
+def test_shapes_are_those_of_the_inputs(caplog):
+    caplog.set_level("INFO")
     splits = ragged("Dicts")
+    assert "the target of a sample is label, the model gets image, person (data.target_key)" in caplog.messages
     assert splits.shape == {"image": (3, 8, 8), "person": {"age": (), "size": (3,)}}
     assert splits.images == "image"
     assert splits.normalize is not None

@@ -19,10 +19,7 @@ BATCHES = {
     "values": lambda: (torch.randn(6, 2), torch.randn(6, 2)),
 }
 CASES = [
-    (name, kind)
-    for (group, name), cls in CLASSES.items()
-    if group == "metrics" and cls is not metrics.Own
-    for kind in cls.takes
+    (name, kind) for (group, name), cls in CLASSES.items() if group == "metrics" and cls is not metrics.Own for kind in cls.takes
 ]
 
 
@@ -31,7 +28,7 @@ CASES = [
 def test_an_update_does_not_wait_for_the_device(pretend, device_kind, name, kind):  # noqa: F811
     metric = CLASSES["metrics", name]()
     metric.kind = kind
-    splits = SimpleNamespace(classes=5, names=None, token_bytes=torch.ones(5), units=None)
+    splits = SimpleNamespace(classes=5, names=None, token_bytes=torch.ones(5))
     with pretend(device_kind) as device:
         metric = metric.build(SimpleNamespace(data=splits, device=device.device, parallel=Parallel()))
         for watched in (False, True):

@@ -147,8 +147,8 @@ def test_the_selected_metric_ranks_the_evaluations(train, capsys):
         (["select=ema_loss"], "select=ema_loss is not evaluated"),
         (["select=3"], "select=3: must be a text"),
         (["metrics=[confusion_matrix]", "select=confusion_matrix"], "select=confusion_matrix is not evaluated"),
-        (["metrics=[f1,rmse]"], "metrics=[rmse] measures numbers for each sample (regression), but the targets of this run are one"
-         " class for each sample: take it out of metrics; accuracy, auroc, average_precision, calibration_error"),
+        (["metrics=[f1,rmse]"], "metrics=[rmse] measures numbers for each sample (regression), but the targets of this run are"
+         " one class for each sample: take it out of metrics; accuracy, auroc, average_precision, calibration_error"),
         (["metrics=[iou]"], "metrics=[iou] measures a class for each pixel"),
         (["metrics=[perplexity]"], "metrics=[perplexity] measures the next token at each position"),
         (["metrics=[top5]", "metrics.top5.k=0"], "metrics.top5.k=0: must be ≥ 1"),
@@ -181,7 +181,9 @@ def test_a_figure_that_is_not_finite_is_left_out_unless_it_ranks(make, caplog):
 
 
 def test_an_own_class_and_an_own_function(make, own):
-    trainer = make(*own("Right", "metrics.own.kwargs={factor: 2}", "metrics.own.name=right", "metrics.own.better=max", "select=right"))
+    trainer = make(
+        *own("Right", "metrics.own.kwargs={factor: 2}", "metrics.own.name=right", "metrics.own.better=max", "select=right")
+    )
     output, target = outputs_of(trainer)
     figures = trainer.evaluator.evaluate()
     assert figures["right"] == (output.argmax(1) == target).sum()

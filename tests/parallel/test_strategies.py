@@ -135,6 +135,20 @@ def test_a_strategy_equals_one_process(done, strategy, setting):
     assert many.losses != one.losses[:1] * len(one.losses)  # it has learnt something
 
 
+FROZEN = [*SETTINGS["all that must be exact"], "model.freeze=[patch_embed, pos_embed, blocks.0.attn, blocks.3, '*.norm1']"]
+
+
+@pytest.mark.parametrize(
+    "strategy", ["ddp", *(pytest.param(s, marks=pytest.mark.slow) for s in ("fsdp", "tensor", "pipeline", "dp"))]
+)
+def test_frozen_parameters_equal_one_process(done, strategy):
+    """With ddp some begin to train at the third update: DDP then looks for unused parameters in every forward."""
+    words = [word for word in FROZEN if strategy != "dp" or not word.startswith("checkpointing=")]
+    words += ["model.unfreeze={blocks.3: 2, blocks.0: 4}"] if strategy in ("ddp", "dp") else []
+    unused = ["parallel.find_unused_parameters=true"] if strategy == "ddp" else []
+    equal(done(*words), done(*words, *STRATEGIES[strategy], *unused), CLOSE["all that must be exact"])
+
+
 @pytest.mark.parametrize(
     ("how", "to"),
     [("bf16", 2e-2), *(pytest.param(*both, marks=pytest.mark.slow) for both in (("fp16", 5e-3), ("powersgd", 0.3)))],

@@ -101,7 +101,10 @@ def test_it_may_be_chosen_for_a_resume(train):
     ("words", "says"),
     [
         (["stop.metric=acuracy"], "stop.metric=acuracy is not evaluated: did you mean 'accuracy'?"),
-        (["evaluate_every=15"], "stop=early looks at evaluations, and evaluate_every=15 leaves only that at the end of epochs=15"),
+        (
+            ["evaluate_every=15"],
+            "stop=early looks at evaluations, and evaluate_every=15 leaves only that at the end of epochs=15",
+        ),
         (["stop.patience=0"], "stop.patience=0: must be ≥ 1"),
         (["stop.min_delta=-1"], "stop.min_delta=-1: must be ≥ 0"),
     ],

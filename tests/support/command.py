@@ -117,7 +117,7 @@ def with_own_nets(place: Path) -> Path:
 
 def runs(root: Path) -> list[Path]:
     """The run directories below an output_dir, sweeps' jobs too, by their results."""
-    return sorted(path.parent for path in root.rglob("config.yaml"))
+    return sorted(path.parent for path in root.rglob("config.yaml") if path.parent.name != ".hydra")
 
 
 def only_run(root: Path) -> Path:

@@ -69,6 +69,16 @@ class Tagged(Base):
         return {"ids": ids, "labels": ids.flip(0)}
 
 
+class Text(Base):
+    """Token numbers and the next ones, as a pair."""
+
+    num_classes = 20
+
+    def sample(self, noise: np.random.Generator, index: int) -> Any:
+        ids = torch.from_numpy(noise.integers(1, 20, 4 + (7 * index + self.first) % 11))
+        return ids[:-1], ids[1:]
+
+
 class Views(Base):
     """A target that is a dict itself."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -34,6 +35,11 @@ class Interrupted(Exception):
     def __init__(self, message: str, saved: bool = False) -> None:
         super().__init__(message)
         self.saved = saved
+
+
+def wants_traceback() -> bool:
+    """Whether the operator asked for whole tracebacks, by drivetrain's name for it or by Hydra's."""
+    return bool(os.environ.get("DRIVETRAIN_TRACEBACK")) or os.environ.get("HYDRA_FULL_ERROR") == "1"
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from annotated_types import Ge, Gt, Le, Lt
 
@@ -57,7 +57,8 @@ class Option:
 
     step_waits = ""  # why a step waits for the device, where it has to; "" means that it never does
     needs_real_tensors = ""  # why it cannot run on torch's fake tensors, by which the tests stand in for a device
-    machine_local_keys: tuple[str, ...] = ()  # settings of this machine (paths, devices): not in recipes, not in the config hash
+    machine_local_keys: ClassVar[tuple[str, ...]] = ()  # of this machine (paths, devices): not in recipes, nor the config hash
+    identifying_keys: ClassVar[tuple[str, ...]] = ()  # those of them that make another run: in the config hash after all
 
     def see(self, run: RunSpec) -> None:
         """Note what this option's own answers depend on in the others. It is called once, before anything is validated."""

@@ -83,6 +83,8 @@ class Batch(Protocol):
     """Splits the samples into updates and micro-batches."""
 
     accumulation_steps: int
+    lengths: torch.Tensor | None  # (n,) the tokens of each training sample, where samples are sequences
+    weighs_by_length: bool  # micro-batches are weighted by their tokens; else by their samples
 
     def lr_factor(self) -> float:
         """Return the factor by which the batch size scales the learning rate."""

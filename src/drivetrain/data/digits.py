@@ -2,36 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import Annotated
+
+import annotated_types
+
 from drivetrain.core import rng
 from drivetrain.core.lazy import torch
+from drivetrain.core.option import RunSpec
 from drivetrain.data.base import Data, Fraction, Normalize, Splits, Tensors, measure_normalization
 from drivetrain.data.scikit_learn import data_file
 
 DIGITS = 1797
+Digit = Annotated[int, annotated_types.Ge(0), annotated_types.Le(9)]
 
 
 class Digits(Data):
-    """scikit-learn's 1,797 real handwritten digits, 8×8 (Alpaydin & Kaynak 1998). Nothing is downloaded."""
+    """scikit-learn's 1,797 real handwritten digits, 8×8 (Alpaydin & Kaynak 1998). Nothing is downloaded.
+
+    With `classes` only these digits, numbered from 0 in the order given: for pretraining on some and fine-tuning on others.
+    """
 
     max_value = 16.0
     mirrored_changes_label = True
 
-    def __init__(self, holdout: Fraction = 0.2, normalize: bool = True, drop_last: bool = True) -> None:
-        self.holdout, self.normalize, self.drop_last = holdout, normalize, drop_last
+    def __init__(
+        self, holdout: Fraction = 0.2, normalize: bool = True, drop_last: bool = True, classes: Sequence[Digit] | None = None
+    ) -> None:
+        self.holdout, self.normalize, self.drop_last, self.classes = holdout, normalize, drop_last, classes
+
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        if self.classes is not None and len(set(self.classes)) < max(2, len(self.classes)):
+            yield f"data.classes={list(self.classes)}: give two or more different digits, or null for all ten"
 
     def shape(self) -> tuple[int, ...]:
         return (1, 8, 8)
 
-    def train_samples(self) -> int:
-        return DIGITS - round(DIGITS * self.holdout)
+    def train_samples(self) -> int | None:
+        return None if self.classes is not None else DIGITS - round(DIGITS * self.holdout)
 
     def load(self, device: torch.device) -> Splits:
         x, y = read_digits()
         order = rng.permutation(0, 0, len(y))  # the same split in every run, whatever its seed
         test, train = order.split([round(len(y) * self.holdout), len(y) - round(len(y) * self.holdout)])
-        sources = Tensors(x[train], y[train]), Tensors(x[test], y[test])
-        normalize = measure_normalization(sources[0].x) if self.normalize else Normalize([0.0], [1.0])
-        return Splits(*sources, self.shape(), 10, normalize)
+        chosen = range(10) if self.classes is None else self.classes
+        number = torch.tensor([chosen.index(digit) if digit in chosen else -1 for digit in range(10)])[y]
+        train, test = (rows[number[rows] >= 0] for rows in (train, test))
+        normalize = measure_normalization(x[train]) if self.normalize else Normalize([0.0], [1.0])
+        names = None if self.classes is None else [str(digit) for digit in chosen]
+        return Splits(
+            Tensors(x[train], number[train]), Tensors(x[test], number[test]), self.shape(), len(chosen), normalize, names
+        )
 
 
 def read_digits() -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -14,7 +15,9 @@ from drivetrain.core.targets import TargetKind
 from drivetrain.core.trees import Tree, map_tensors
 from drivetrain.data.base import Data, Normalize, Splits, measure_on_some
 from drivetrain.data.padding import Lengths, padding_for
-from drivetrain.data.samples import Stack, TargetKey, read, tensors_of
+from drivetrain.data.samples import TARGETS, Stack, TargetKey, read, tensors_of
+
+logger = logging.getLogger(__name__)
 
 IMAGES = ("image", "images", "pixel_values", "x")  # the keys of a dict sample that images are looked for under
 
@@ -29,6 +32,7 @@ class Own(Data):
 
     machine_local_keys = ("target", "collate")
     may_differ_in_length = True
+    tokens = None
     max_value = None
     targets = None
     tokens = None
@@ -69,8 +73,12 @@ class Own(Data):
         target = self._import("target")
         datasets = self._dataset(target, "train"), self._dataset(target, "test")
         with torch.random.fork_rng([]):  # a Dataset may draw random numbers, and what is read here is only looked at
-            train, test = self._sources(*datasets)
+            try:
+                train, test = self._sources(*datasets)
+            except DataError as error:
+                raise DataError(f"data.target={self.target}: {error}") from None
             example, images = self._example(train)
+            self._log_target(train.dataset, example)
         names = getattr(train.dataset, "classes", None)
         classes = self.classes or getattr(train.dataset, "num_classes", None) or names
         if isinstance(classes, list | tuple):
@@ -152,6 +160,13 @@ class Own(Data):
         images = [key for key in IMAGES if isinstance(x, dict) and isinstance(x.get(key), torch.Tensor) and x[key].ndim == 4]
         return x, next(iter(images), None)
 
+    def _log_target(self, dataset: Any, example: Tree) -> None:
+        """Log which key of a sample was taken for its target, where none is named."""
+        if self.target_key is None and not self.collate and isinstance(sample := read(dataset, [0])[0], Mapping):
+            target = next(key for key in TARGETS if key in sample)
+            inputs = ", ".join(map(str, example)) if isinstance(example, dict) else "the other key"
+            logger.info("the target of a sample is %s, the model gets %s (data.target_key)", target, inputs)
+
     def _normalization(self, source: OwnSource, x: Tree, images: str | None) -> Normalize | None:
         values = x if images is None else x[images]
         if not self.normalize or not isinstance(values, torch.Tensor) or values.dtype != torch.uint8 or values.dim() != 4:
@@ -169,7 +184,7 @@ class OwnCollate:
         """Return inputs and targets. Raises UserError."""
         if pad_to > 1 and "pad_to" not in inspect.signature(self.collate).parameters:
             raise UserError(
-                f"{self.setting} takes no argument `pad_to`, the multiple that batch=bucketed and loader=resident pad lengths to: "
+                f"{self.setting} takes no argument `pad_to`, the multiple that batch=bucketed and loader=resident pad to: "
                 "give it one, or set batch.pad_to=1 and another loader"
             )
         batch = self.collate(samples, **({"pad_to": pad_to} if pad_to > 1 else {}))

@@ -129,6 +129,6 @@ def padding_for(dataset: Any, pad: bool | str | None, target_key: TargetKey) -> 
             f"{lengths.of(wrong[0])[sequence]}: mend its `lengths`, or name the sequence in data.pad"
         )
     along = {n for n in differing if all(lengths.of(i).get(n) == lengths.of(i)[sequence] for i in shown)} | {sequence}
-    logger.info("samples differ in length: %s padded to the longest of each batch", ", ".join(sorted({*differing, *along})))
+    logger.info("samples differ in length: %s padded to the longest of each batch", " and ".join(sorted({*differing, *along})))
     measured = lengths.all(sequence)
     return Pad(target_key, sequence, frozenset(along), int(measured.max())), measured

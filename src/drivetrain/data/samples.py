@@ -47,7 +47,7 @@ def _target_keys(sample: Mapping[str, Any], target_key: TargetKey) -> list[str]:
         return found
     keys = [target_key] if isinstance(target_key, str) else list(target_key)
     if missing := [key for key in keys if key not in sample]:
-        raise UserError(f"data.target_key: a sample has no {missing[0]}, only {', '.join(map(str, sample))}")
+        raise UserError(f"data.target_key={missing[0]}: a sample has only the keys {', '.join(map(str, sample))}")
     return keys
 
 

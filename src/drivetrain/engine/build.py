@@ -73,11 +73,11 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter]) -> Trainer:
     _log(loader.autotune(context.train_data, batch.micro_batch(world), context.device))
 
     # From the inside out: the step of one process, gradient synchronisation, one graph of both, a whole update for losses that
-    # need it (each of its micro-batches passes through all of those), then debugging hooks.
+    # need it (each of its micro-batches passes through all of those), unfreezing before an update, then debugging hooks.
     parameters = [p for p in model.parameters() if p.requires_grad]
     plain = PlainStep(forward, loss, precision, optimizer, run.clip.build(context), lambda: run.runtime.zero(parameters))
-    one_graph = compiler.wrap_step(parallel.wrap_step(plain, context), context)
-    step = debug.wrap_step(_step_for_loss(one_graph, loss, forward, context))
+    graph = compiler.wrap_step(parallel.wrap_step(plain, context), context)
+    step = debug.wrap_step(run.model.wrap_step(_step_for_loss(graph, loss, forward, context), context))
 
     eval_weights = precision.eval_weights(run.optimizer, optimizer)
     meters, selection = [metric.build(context) for metric in run.metrics], selected(run)
@@ -123,7 +123,7 @@ def _joining(loss: Loss, forward: Callable[..., Any]) -> Callable[..., Any]:
 def _load_data(context: BuildContext, debug: Debug) -> Batch:
     """Load the data and build the batch. Sample lengths may set the batch size, and so the number of updates of the run."""
     run, data = context.run, context.run.data.load(context.device)
-    # What the model gets and gives is the loss's to say where it compares views of a sample, or wants several outputs for a number.
+    # The loss may give the model one view of a sample at a time, or want several outputs for each number.
     shape = (run.data.views, *data.shape) if run.data.views > 1 else data.shape
     data = replace(data, classes=run.loss.outputs(data.classes), shape=run.loss.input_shape(shape))
     context.data, context.train_source = data, data.train
@@ -173,6 +173,9 @@ def _build_model(context: BuildContext, debug: Debug) -> tuple[torch.nn.Module, 
     context.model_call.check(model, inputs)
     example = context.example = context.model_call.arguments(inputs)
     _log(surgery.apply_all(run.surgery, model, example))
+    # Parameters are frozen once they are final, and before all that asks which of them train: the count of operations,
+    # master weights, sharding, DDP and the optimizer.
+    _log(run.model.freeze_parameters(model, context))
     # Counted before activation checkpointing, which computes some twice, and before sharding, which leaves a part here.
     model_flops = _count_flops(context, model, example)
     model = context.precision.convert(model, example)

@@ -18,8 +18,8 @@ class CountedStep:
     """Weights each micro-batch by its share of the update's items (pixels, class weights), over all micro-batches and ranks.
 
     The targets tell the counts before the first forward, so the inner step has the right weight from the start. The mean is
-    that of one big batch with any precision, strategy and clipping. An update's micro-batches wait on the device until the last one
-    is there; their number is summed over the ranks on the device, and nothing is read back.
+    that of one big batch with any precision, strategy and clipping. An update's micro-batches wait on the device for the
+    last one; their counts are summed over the ranks on the device, and nothing is read back.
     """
 
     inner: Step

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from drivetrain.core import trees
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.step import Step
 from drivetrain.loss.embedding import ComparingLoss, Gathered, Gradient
@@ -37,33 +38,35 @@ class GlobalStep:
         if not batch.last:
             return
         waiting, self.waiting = self.waiting, []
-        targets = [self._target(b) for b in waiting]
+        targets: list[Any] = [self._target(b) for b in waiting]
         if len(waiting) == 1:
             weight = torch.ones_like(batch.weight)
             self.inner.micro_batch(replace(waiting[0], y=targets[0], weight=weight), loss_sum)
         else:
-            self._in_two_passes(waiting, Gathered(*map(_joined, zip(*targets, strict=True))), loss_sum)
+            self._in_two_passes(waiting, _joined(targets), loss_sum)
 
     def _target(self, batch: MicroBatch) -> Gathered:
         """The micro-batch's targets; none of its samples is valid where it only fills up (weight 0)."""
-        samples = len(batch.x) // self.loss.views if isinstance(batch.x, torch.Tensor) else len(batch.y)
+        samples = trees.length(batch.x) // (self.loss.views if isinstance(batch.x, torch.Tensor) else 1)
         return Gathered(batch.y if self.loss.views == 1 else None, (batch.weight > 0).repeat(samples))
 
-    def _in_two_passes(self, batches: list[MicroBatch], target: Gathered, loss_sum: torch.Tensor) -> None:
+    def _in_two_passes(self, batches: list[MicroBatch], gathered: Gathered, loss_sum: torch.Tensor) -> None:
         random_states, found = [], []
         with torch.no_grad(), self._buffers_kept(), self.precision.autocast():
             for batch in batches:
                 random_states.append(checkpoint_io.random_state())
                 found.append(self.loss.embeddings(self.forward(batch.x)))
         embeddings = torch.cat(found).requires_grad_()
-        loss = self.loss.over_ranks(embeddings, target)
+        loss = self.loss.over_ranks(embeddings, gathered)
         (gradient,) = torch.autograd.grad(loss, embeddings)
         loss_sum += loss.detach()
         ranks = self.loss.ranks
         unused = torch.zeros_like(loss_sum)
-        for batch, state, part in zip(batches, random_states, gradient.split([len(f) for f in found]), strict=True):
+        parts: Any = gradient.split([len(f) for f in found])  # type: ignore[no-untyped-call]
+        for batch, state, part in zip(batches, random_states, parts, strict=True):
             checkpoint_io.restore_random_state([state])
-            self.inner.micro_batch(replace(batch, y=Gradient(part * ranks), weight=torch.ones_like(batch.weight)), unused)
+            target: Any = Gradient(part * ranks)
+            self.inner.micro_batch(replace(batch, y=target, weight=torch.ones_like(batch.weight)), unused)
 
     @contextmanager
     def _buffers_kept(self) -> Iterator[None]:
@@ -84,5 +87,6 @@ class GlobalStep:
         return replace(self, inner=self.inner.with_forward(forward), forward=forward, waiting=[])
 
 
-def _joined(tensors: tuple[torch.Tensor | None, ...]) -> torch.Tensor | None:
-    return None if tensors[0] is None else torch.cat(tensors)  # type: ignore[arg-type]
+def _joined(targets: list[Gathered]) -> Gathered:
+    given = [t.target for t in targets if t.target is not None]
+    return Gathered(torch.cat(given) if given else None, torch.cat([t.valid for t in targets]))

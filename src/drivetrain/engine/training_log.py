@@ -46,7 +46,7 @@ class TrainingLog:
         count = progress.steps - steps
         parts = self.parts()
         sums = self.parallel.all_reduce_sum(torch.stack([self.loss_sum, *parts.values()])).cpu()  # one copy
-        loss, *of_parts = (float(value) / (count * self.parallel.data_world.size) for value in sums)
+        loss, *values = (float(value) / (count * self.parallel.data_world.size) for value in sums)
         self.restart()
         seconds, figures = self.timer.since_last()
         figures |= self.parallel.rank_metrics(seconds, self.timer.wait)
@@ -54,9 +54,10 @@ class TrainingLog:
         if not math.isfinite(loss) and not skipped:
             raise Diverged(f"the loss is {loss} (updates {updates + 1} to {progress.updates})")
         rate = (progress.samples - samples) / seconds if seconds else None
+        of_parts = {name: _finite(value) for name, value in zip(parts, values, strict=True)}
         self.write(
-            "train", loss=_finite(loss), **dict(zip(parts, map(_finite, of_parts), strict=True)), skipped=progress.skipped, samples=progress.samples, lr=lr,
-            samples_per_second=rate, mfu=self.mfu.at(rate) if self.writers else None, **figures,
+            "train", loss=_finite(loss), skipped=progress.skipped, samples=progress.samples, lr=lr,
+            samples_per_second=rate, mfu=self.mfu.at(rate) if self.writers else None, **of_parts, **figures,
         )  # fmt: skip
 
     def write(self, event: str, **figures: object) -> None:

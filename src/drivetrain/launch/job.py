@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 
 from drivetrain.config import compose as composing
+from drivetrain.config import hydra_idioms, hydra_settings
 from drivetrain.config import validate as check
 from drivetrain.config.compose import Composed
+from drivetrain.config.hydra_settings import HydraSettings
 from drivetrain.core import signature
 from drivetrain.core.errors import UserError
 from drivetrain.core.files import write_json
@@ -24,7 +26,7 @@ from drivetrain.core.paths import add_import_paths
 from drivetrain.core.selection import selected
 from drivetrain.recipe import reader as recipes
 from drivetrain.recipe.safe_yaml import printable
-from drivetrain.run import directory, environment, identity
+from drivetrain.run import directory, environment, hydra_folder, identity
 from drivetrain.run.result import Result
 from drivetrain.saving import manifest
 
@@ -45,12 +47,30 @@ class Job:
     run_dir: Path | None = None  # of a run that is resumed
     checkpoint: Path | None = None
     notices: list[str] = field(default_factory=list)  # what the user should know when the job starts
+    hydra: HydraSettings = field(default_factory=HydraSettings)
     attach: Callable[[Trainer], None] | None = None  # called with each rank's finished trainer, before it fits
+
+    @property
+    def not_compared(self) -> set[str]:
+        """The keys in which the same run may differ: machine-local ones, without those that make another run."""
+        return self.machine_local_keys - check.identifying_keys(self.run)
 
     def log_notices(self) -> None:
         """Log what composing found, also under `--quiet`. Composing itself is silent: sweeps and measuring compose many jobs."""
         for line in self.notices:
             logger.warning("%s", line)
+
+    def make_run_dir(self) -> Path:
+        """Create the run's directory: the one that hydra.run.dir names, or a new one. Raises UserError."""
+        run_dir = self.new_run_dir()
+        if wrong := list(directory.cannot_take(run_dir, "hydra.run.dir")):
+            raise UserError(wrong)
+        directory.make(run_dir, exist_ok="run.dir" in self.hydra.given)
+        return run_dir
+
+    def new_run_dir(self) -> Path:
+        """The path of the run's directory, which is not created."""
+        return self.hydra.path("run.dir", self.composed) or directory.new(Path(self.run.values["output_dir"]))
 
     def write_files(self, run_dir: Path) -> None:
         """Write recipe.yaml, config.yaml and environment.json; a resumed run's are replaced, as its length may have changed."""
@@ -59,9 +79,12 @@ class Job:
         about["config_dirs"] = [str(Path(folder).resolve()) for folder in self.composed.config_dirs]
         about["selection"] = selected(self.run).record()
         about["signature"] = signature.sign(_of_this_machine(about))
-        (run_dir / "recipe.yaml").write_text(identity.to_recipe(self.composed, self.machine_local_keys))
+        (run_dir / "recipe.yaml").write_text(
+            identity.to_recipe(self.composed, self.machine_local_keys, check.identifying_keys(self.run))
+        )
         (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(self.composed.config))
         write_json(run_dir / "environment.json", about)
+        hydra_folder.write(run_dir, self.composed, self.hydra, resumed=self.run_dir is not None)
 
 
 def prepare(
@@ -69,15 +92,19 @@ def prepare(
     config_dirs: Sequence[str] = (),
     cell: recipes.Recipe | None = None,
     of_cell: Sequence[str] = (),
+    hydra: HydraSettings | None = None,
 ) -> Job:
     """Overrides → a validated job. Raises UserError with all problems; writes nothing and does not import torch.
 
+    `hydra` holds Hydra's settings of a single run; among the overrides they are refused.
     `cell` is one cell of a recipe's sweep, used instead of `recipe=`, and `of_cell` are the overrides that it stands for.
     """
     asked = {key_of(word): word.partition("=")[2] for word in overrides}
     resume = os.path.expanduser(asked.get("resume", "null").strip("'\""))
     words = [w for w in overrides if key_of(w) != "resume"]
     if resume not in ("null", "", "auto"):
+        if hydra is not None and "run.dir" in hydra.given:
+            raise UserError(f"resume={resume} goes on in that run's directory: leave out hydra.run.dir")
         return _resumed(Path(resume), words, config_dirs)
     composed = composing.compose(words, config_dirs, base=cell)
     composed.overrides += of_cell
@@ -87,7 +114,20 @@ def prepare(
             f"recipe {composed.recipe.name} is a sweep: run it by `python -m src.train recipe={composed.recipe.name}`"
         )
     job = checked(composed)
-    return _newest_unfinished(job) if resume == "auto" else job
+    job.hydra = hydra or HydraSettings()
+    if resume == "auto":
+        job = _newest_unfinished(job)
+    named = job.hydra.path("run.dir", composed)
+    if job.run_dir is None and named is not None and (wrong := list(directory.cannot_take(named, "hydra.run.dir"))):
+        raise UserError(wrong)
+    return job
+
+
+def prepare_run(words: Sequence[str], config_dirs: Sequence[str] = ()) -> Job:
+    """As `prepare`, for a single run whose words may be Hydra's: its idioms, and its settings such as hydra.run.dir."""
+    settings, overrides = hydra_settings.split(hydra_idioms.translated(words, config_dirs))
+    settings.check_one_run()
+    return prepare(overrides, config_dirs, hydra=settings)
 
 
 def _given_twice(words: Sequence[str]) -> list[str]:
@@ -107,7 +147,7 @@ def checked(composed: Composed, own: bool = False) -> Job:
         check.validate_recipe_keys(composed, run)
     local = check.machine_local_keys(run)
     notices = composed.notices + [line for part in check.options_of(run) for line in part.advise(run)]
-    return Job(composed, run, identity.config_hash(composed, local), local, notices=notices)
+    return Job(composed, run, identity.config_hash(composed, local - check.identifying_keys(run)), local, notices=notices)
 
 
 def _resumed(run_dir: Path, words: list[str], config_dirs: Sequence[str]) -> Job:
@@ -127,7 +167,7 @@ def _resumed(run_dir: Path, words: list[str], config_dirs: Sequence[str]) -> Job
     job = checked(composing.compose([*own, *words], dirs, base=base), own=base is not None)
     job.composed.overrides = words
     unresolved: Any = OmegaConf.to_container(job.composed.config)
-    different = identity.differences(check.read_config(run_dir / "config.yaml"), unresolved, job.machine_local_keys)
+    different = identity.differences(check.read_config(run_dir / "config.yaml"), unresolved, job.not_compared)
     if different and not job.run.values["resume_changed"]:
         raise UserError(
             [f"resume={run_dir}: the config differs from the run's, and only its length may: {'; '.join(different)}."
@@ -185,7 +225,8 @@ def _from_newest_checkpoint(job: Job, run_dir: Path) -> Job:
 
 def _newest_unfinished(job: Job) -> Job:
     """The job, continuing the newest unfinished run of the same config where there is one that no process runs."""
-    for run_dir in directory.newest_first(Path(job.run.values["output_dir"])):
+    named = job.hydra.path("run.dir", job.composed)
+    for run_dir in directory.newest_first(Path(job.run.values["output_dir"])) if named is None else [named]:
         result = Result.read(run_dir)
         if result is not None and result.status in ("completed", "diverged"):
             continue

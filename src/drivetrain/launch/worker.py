@@ -20,6 +20,7 @@ from drivetrain.core.errors import (
     Interrupted,
     UserError,
     is_peer_failure,
+    wants_traceback,
 )
 from drivetrain.core.protocols import LogWriter
 from drivetrain.core.signals import StopFlag
@@ -57,8 +58,8 @@ def run_rank(job: Job, world: World, run_dir: Path, stop: StopFlag, quiet: bool)
     )
     writers: list[RunWriter] = []
     trainer: Trainer | None = None
-    config = identity.without_machine_local(job.composed, job.machine_local_keys)
-    context = BuildContext(job.run, world, run_dir, job.config_hash, config)
+    config = identity.without_machine_local(job.composed, job.not_compared)
+    context = BuildContext(job.run, world, run_dir, job.config_hash, config, resumed=job.checkpoint is not None)
     try:
         trainer = _build(job, context, writers, quiet)
         trainer.fit(stop)
@@ -86,6 +87,8 @@ def run_rank(job: Job, world: World, run_dir: Path, stop: StopFlag, quiet: bool)
 
 def _record_failure(result: Result, error: BaseException, job: Job, world: World, run_dir: Path) -> int:
     """Fill in status and error of a rank that an exception ended; its exit code."""
+    if wants_traceback():
+        traceback.print_exception(error)
     if isinstance(error, UserError):
         result.error = str(error)
         return BAD_CONFIG
@@ -106,7 +109,7 @@ def _record_failure(result: Result, error: BaseException, job: Job, world: World
         result.error += f" (traceback in {run_dir / 'log.txt'})"
     elif is_peer_failure(result.error):
         logger.error(PEER_GONE)
-    else:
+    elif not wants_traceback():
         traceback.print_exception(error)
     return FAILED
 

@@ -26,10 +26,10 @@ def weights_for(given: Any, source: Source, classes: int, ignore_index: int, key
     if given is None:
         return None
     if given == "balanced":
-        counts = sum(
-            torch.bincount(y[y != ignore_index].flatten(), minlength=classes).double() for y in _targets(source, classes, key)
-        )
-        return torch.where(counts > 0, counts.sum() / (classes * counts), 0.0).float()  # type: ignore[union-attr]
+        counts = torch.zeros(classes, dtype=torch.float64)
+        for y in _targets(source, classes, key):
+            counts += torch.bincount(y[y != ignore_index].flatten(), minlength=classes)
+        return torch.where(counts > 0, counts.sum() / (classes * counts), 0.0).float()
     if len(given) != classes:
         raise UserError(f"{key}: {len(given)} weights for {classes} classes: give one for each")
     return torch.tensor(given, dtype=torch.float32)

@@ -8,6 +8,7 @@ from drivetrain.core.device import sum_dtype
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import NonNegative, RunSpec, Share
+from drivetrain.core.targets import TargetKind
 from drivetrain.loss.base import SMALLEST, Loss, same_shape, shape_of, wide
 from drivetrain.loss.class_weights import ClassWeights, positive_weights_for, weights_for
 
@@ -22,7 +23,7 @@ class OverClasses(Loss):
 
     metrics = ("loss", "accuracy")
     best = ("accuracy", max)
-    takes = ("class", "mask")
+    takes: tuple[TargetKind, ...] = ("class", "mask")
     class_weights: ClassWeights = None
     ignore_index = IGNORE
     weight: torch.Tensor | None = None  # (classes,)
@@ -90,9 +91,7 @@ class CrossEntropy(OverClasses):
 
     soft_targets = True
 
-    def __init__(
-        self, label_smoothing: Share = 0.0, class_weights: ClassWeights = None, ignore_index: int = IGNORE
-    ) -> None:
+    def __init__(self, label_smoothing: Share = 0.0, class_weights: ClassWeights = None, ignore_index: int = IGNORE) -> None:
         self.label_smoothing, self.class_weights, self.ignore_index = label_smoothing, class_weights, ignore_index
 
     def __call__(self, output: torch.Tensor, target: Any) -> torch.Tensor:

@@ -51,8 +51,13 @@ class ComparingLoss(Loss):
         yield from super().validate(run)
         if not run.parallel.own_forward:
             yield (
-                f"{run.named('loss')} and {run.named('parallel')} exclude each other (it compares all samples of the batch, and a "
-                "stage of a pipeline sees one micro-batch at a time): set parallel=ddp or fsdp"
+                f"{run.named('loss')} and {run.named('parallel')} exclude each other (it compares all samples of the batch, and "
+                "a stage of a pipeline sees one micro-batch at a time): set parallel=ddp or fsdp"
+            )
+        if self.views > 1 and run.augment and getattr(run.data, "views", 1) == 1:
+            yield (
+                f"{run.named('loss')} and {run.named('augment')} exclude each other (a sample is two views, and augmentations "
+                "take one image): set augment=[], and let the data make its views"
             )
         if run.batch.buckets_lengths:
             yield (

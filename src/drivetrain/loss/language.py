@@ -37,15 +37,17 @@ class NextToken(Loss):
 
     def setup(self, context: BuildContext) -> None:
         # Where the lengths are known, the batch weights micro-batches by their tokens already.
-        self.counted = context.batch.lengths is None
+        self.counted = context.batch.lengths is None or not context.batch.weighs_by_length
 
     def __call__(self, output: torch.Tensor, target: Any) -> torch.Tensor:
         """Mean loss of logits (n, length, classes) against tokens (n, length); targets of -100 (padding) do not count."""
         if self.counted:
             return super().__call__(output, target)
-        return _token_loss(output, target, "mean") if self.chunks == 1 else self._in_chunks(output, target) / (
-            target != PADDING
-        ).sum()
+        return (
+            _token_loss(output, target, "mean")
+            if self.chunks == 1
+            else self._in_chunks(output, target) / (target != PADDING).sum()
+        )
 
     def sum_and_count(self, output: torch.Tensor, target: Any) -> tuple[torch.Tensor, torch.Tensor]:
         total = _token_loss(output, target, "sum") if self.chunks == 1 else self._in_chunks(output, target)

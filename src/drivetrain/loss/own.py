@@ -115,8 +115,9 @@ class Own(PartedLoss):
         for name, value in parts.items():
             if not isinstance(value, torch.Tensor) or value.dim() > 0:
                 what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+                named = f" as {name}" if isinstance(returned, dict) else ""
                 raise UserError(
-                    f"{self.target_key}.target={self.target} returned {what}{f' as {name}' if isinstance(returned, dict) else ''}: "
+                    f"{self.target_key}.target={self.target} returned {what}{named}: "
                     "return a mean (a tensor without dimensions), or a mapping of several, one of them named loss"
                 )
         if "loss" not in parts:

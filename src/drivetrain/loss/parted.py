@@ -37,7 +37,8 @@ class PartedLoss(Loss):
 
     def share(self, batch: MicroBatch, share: torch.Tensor) -> MicroBatch:
         # The loss multiplies by the share itself, each part by its own.
-        return replace(batch, y=Shared(self.training_target(batch), share), weight=torch.ones_like(batch.weight))
+        target: Any = Shared(self.training_target(batch), share)
+        return replace(batch, y=target, weight=torch.ones_like(batch.weight))
 
     def training_target(self, batch: MicroBatch) -> Any:
         """What the training loss is computed from besides the output."""

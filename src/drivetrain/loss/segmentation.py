@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from drivetrain.core.device import sum_dtype
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Positive
-from drivetrain.loss.base import wide
+from drivetrain.loss.base import shape_of, wide
 from drivetrain.loss.classification import IGNORE, OverClasses, check_pixels
 
 if TYPE_CHECKING:
@@ -28,6 +28,11 @@ class Dice(OverClasses):
 
     def setup(self, context: BuildContext) -> None:
         """It has no class weights: each class weighs the same, however few pixels it has."""
+
+    def problem(self, target: Any, classes: int) -> str | None:
+        if target.dim() < 2:
+            return f"have shape {shape_of(target)}, and it wants a class for each pixel, such as (n, h, w)"
+        return super().problem(target, classes)
 
     def count(self, target: Any) -> torch.Tensor:
         return (target != self.ignore_index).flatten(1).any(1).sum().to(sum_dtype(target.device))

@@ -27,7 +27,11 @@ class Sum(PartedLoss):
         self.weights = weights
         for name, loss in self.losses.items():
             loss.target_key = f"loss.{name}"
-        self.machine_local_keys = tuple(f"{n}.{key}" for n, loss in self.losses.items() for key in loss.machine_local_keys)
+
+    @property
+    def machine_local_keys(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Those of the losses, below their names."""
+        return tuple(f"{name}.{key}" for name, loss in self.losses.items() for key in loss.machine_local_keys)
 
     @property
     def takes(self) -> Any:  # type: ignore[override]

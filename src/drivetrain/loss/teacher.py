@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.config import catalog, plugins
-from drivetrain.config.validate import import_target, read_config
+from drivetrain.config.validate import import_target, knob_problems, read_config
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.saving import manifest
@@ -25,14 +25,18 @@ def load(path: Path, key: str, context: BuildContext) -> torch.nn.Module:
         raise UserError(f"{key}={path}: {run_dir} is no run's directory (it has no config.yaml, which names the model)")
     section = read_config(run_dir / "config.yaml")["model"]
     target = section.pop("_target_")
+    if "pretrained" in section:  # the run's weights follow
+        section["pretrained"] = False
     for named in (target, section.get("target")):  # of model=own too
         package = str(named).split(".")[0]
         trusted = {*plugins.trusted_packages(), *context.run.values["trust"]}
         if named is not None and named not in catalog.shipped_targets("model") and package not in trusted:
             raise UserError(f"{key}={path}: its model {named} is code that drivetrain does not ship: set trust=[{package}]")
-    weights = _weights(path, key)
+    weights, option = _weights(path, key), import_target(target)
+    if problems := list(knob_problems(f"{key}={path}: model", option, section)):
+        raise UserError(problems)
     try:
-        model: Any = import_target(target)(**section).create(context.data.shape, context.data.classes)
+        model: Any = option(**section).create(context.data.shape, context.data.classes)
         model.load_state_dict(weights)
     except RuntimeError as error:
         problem = str(error).splitlines()[-1].strip()

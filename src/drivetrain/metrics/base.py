@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Option, RunSpec, needs_extra
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from drivetrain.core.context import BuildContext
 
+DIRECTIONS: dict[str, Better] = {"min": min, "max": max}
 EXTRA = "metrics"  # of drivetrain's package, which brings torchmetrics
 
 
@@ -34,17 +35,17 @@ class Metric(Option):
 
     name: str  # of its option, and of its figure
     takes: tuple[TargetKind, ...]  # the kinds of targets that it can be computed from
-    better: Better | None = max  # returns the better of two of its values; None: neither a high nor a low value is better
+    better: Literal["min", "max"] | None = "max"  # which of two of its values is better; None: neither
     kind: TargetKind | None = None  # of the run's targets
 
     @property
     def directions(self) -> dict[str, Better | None]:
         """The figures that it gives by name, and which of two values is better."""
-        return {self.name: self.better}
+        return {self.name: None if self.better is None else DIRECTIONS[self.better]}
 
     def see(self, run: RunSpec) -> None:
-        only = self.takes[0] if len(self.takes) == 1 else None
-        self.kind = kind_of(run) or only
+        both = [kind for kind in self.takes if kind in run.loss.takes]
+        self.kind = kind_of(run) or (both[0] if len(both) == 1 else None)
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from needs_extra("torchmetrics", EXTRA, f"metrics=[{self.name}]")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count
 from drivetrain.core.selection import Better
+from drivetrain.core.targets import TargetKind
 from drivetrain.metrics.base import Metric, Table
 from drivetrain.metrics.outputs import count, rows
 
@@ -41,7 +42,7 @@ class Accuracy(_Counted):
     """The share of the samples, pixels or tokens whose predicted class is right; of several labels, the share of right ones."""
 
     name = "accuracy"
-    takes = ("class", "labels", "mask", "tokens")
+    takes: tuple[TargetKind, ...] = ("class", "labels", "mask", "tokens")
 
     def shape(self) -> tuple[int, ...]:
         return (2,)
@@ -59,7 +60,7 @@ class Accuracy(_Counted):
 
     def figures(self, computed: Any) -> dict[str, float]:
         right, total = computed.tolist()
-        return {name: right / total for name in self.directions}
+        return dict.fromkeys(self.directions, right / total)
 
 
 class TopK(Accuracy):
@@ -83,7 +84,7 @@ class TopK(Accuracy):
 class _OfClasses(_Counted):
     """A ratio of each class or label: of those that are right, those predicted and those there are, (3, classes)."""
 
-    takes: Any = ("class", "labels", "mask")
+    takes: tuple[TargetKind, ...] = ("class", "labels", "mask")
 
     def shape(self) -> tuple[int, ...]:
         return (3, self.classes)
@@ -189,7 +190,7 @@ class PerClass(_OfClasses):
         return {}
 
     def table(self, computed: torch.Tensor) -> Table:
-        scores = (Precision, Recall, F1, *([IoU] if self.kind == "mask" else []))
+        scores: list[type[_Score]] = [Precision, Recall, F1, *([IoU] if self.kind == "mask" else [])]
         columns = [divide(*score.ratio(*computed)) for score in scores]
         values = [[*scored, int(n)] for *scored, n in torch.stack([*columns, computed[2]], 1).tolist()]
         unit = {"mask": "pixels"}.get(str(self.kind), "samples")

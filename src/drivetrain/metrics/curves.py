@@ -42,7 +42,8 @@ class _Curve(Metric):
     def create(self, context: BuildContext) -> torchmetrics.Metric:
         import torchmetrics.classification
 
-        kind = getattr(torchmetrics.classification, f"{'Multilabel' if self.kind == 'labels' else 'Multiclass'}{type(self).__name__}")
+        targets = "Multilabel" if self.kind == "labels" else "Multiclass"
+        kind = getattr(torchmetrics.classification, targets + type(self).__name__)
         state: torchmetrics.Metric = kind(self.classes, thresholds=self.thresholds, average="none", validate_args=False)
         return state
 
@@ -90,7 +91,7 @@ class CalibrationError(Metric):
 
     name = "calibration_error"
     takes = ("class", "labels")
-    better = min
+    better = "min"
 
     def __init__(self, bins: Count = 15) -> None:
         self.bins = bins

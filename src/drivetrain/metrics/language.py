@@ -21,7 +21,7 @@ class Perplexity(Metric):
 
     name = "perplexity"
     takes = ("tokens",)
-    better = min
+    better = "min"
 
     def create(self, context: BuildContext) -> torchmetrics.Metric:
         from drivetrain.metrics.states import Sums

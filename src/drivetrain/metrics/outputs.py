@@ -26,5 +26,5 @@ def probabilities(output: torch.Tensor, kind: TargetKind | None) -> torch.Tensor
 
 
 def count(numbers: torch.Tensor, amounts: torch.Tensor, size: int) -> torch.Tensor:
-    """Return, for each number from 0 to `size` - 1, the sum of its amounts, int64 (size,). torch.bincount waits for the device."""
+    """Return the sum of the amounts of each number from 0 to `size` - 1, int64 (size,). torch.bincount waits for the device."""
     return torch.zeros(size, dtype=torch.int64, device=numbers.device).index_add_(0, numbers, amounts.long())

@@ -11,7 +11,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.option import RunSpec, needs_extra
 from drivetrain.core.selection import Better
 from drivetrain.core.targets import DESCRIPTIONS
-from drivetrain.metrics.base import EXTRA, Metric
+from drivetrain.metrics.base import DIRECTIONS, EXTRA, Metric
 
 if TYPE_CHECKING:
     import torchmetrics
@@ -29,6 +29,7 @@ class Own(Metric):
     """
 
     machine_local_keys = ("target",)
+    name: str | None  # type: ignore[assignment]
     takes = tuple(DESCRIPTIONS)
 
     def __init__(
@@ -39,16 +40,16 @@ class Own(Metric):
         better: Literal["min", "max"] | None = None,
     ) -> None:
         self.target, self.kwargs = target, kwargs or {}
-        self.name, self.better = name, better  # type: ignore[assignment]
-
-    @property
-    def directions(self) -> dict[str, Better | None]:
-        return {self.figure: {"min": min, "max": max}.get(str(self.better))}
+        self.name, self.better = name, better
 
     @property
     def figure(self) -> str:
         """The name of its figure, where it gives one number."""
         return self.name or str(self.target).rpartition(".")[2]
+
+    @property
+    def directions(self) -> dict[str, Better | None]:
+        return {self.figure: None if self.better is None else DIRECTIONS[self.better]}
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from needs_extra("torchmetrics", EXTRA, "metrics=[own]")

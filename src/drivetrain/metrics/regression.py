@@ -15,14 +15,12 @@ if TYPE_CHECKING:
 
 
 class _OfValues(Metric):
-    """A metric of outputs and targets of one number for each sample, or of several, in the data's units."""
+    """A metric of outputs and targets of one number for each sample, or of several."""
 
     takes = ("values",)
 
     def create(self, context: BuildContext) -> torchmetrics.Metric:
         self._dtype = sum_dtype(context.device)
-        given = getattr(context.data, "units", None)  # of targets that were standardised
-        self._units = None if given is None else given.to(context.device)
         return self.of_torchmetrics().set_dtype(self._dtype)
 
     def of_torchmetrics(self) -> Any:
@@ -31,8 +29,6 @@ class _OfValues(Metric):
 
     def prepare(self, output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, ...]:
         output, target = (t.reshape(len(t), -1).to(self._dtype) for t in (output, target))
-        if self._units is not None:
-            output, target = self._units(output), self._units(target)
         return (output[:, 0], target[:, 0]) if output.shape[1] == target.shape[1] == 1 else (output, target)
 
 
@@ -40,7 +36,7 @@ class MAE(_OfValues):
     """The mean absolute error."""
 
     name = "mae"
-    better = min
+    better = "min"
 
     def of_torchmetrics(self) -> Any:
         from torchmetrics import MeanAbsoluteError
@@ -52,7 +48,7 @@ class RMSE(_OfValues):
     """The root of the mean squared error."""
 
     name = "rmse"
-    better = min
+    better = "min"
 
     def of_torchmetrics(self) -> Any:
         from torchmetrics import MeanSquaredError

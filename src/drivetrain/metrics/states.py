@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torchmetrics
 from torchmetrics.utilities.distributed import gather_all_tensors
 
+from drivetrain.core.errors import UserError
 from drivetrain.core.protocols import Strategy
 
 
@@ -68,7 +69,13 @@ class Collected(torchmetrics.Metric):
         self.add_state("targets", [], dist_reduce_fx="cat")
 
     def update(self, output: torch.Tensor, target: torch.Tensor) -> None:
-        """Keep a batch."""
+        """Keep a batch. Raises UserError where it cannot be joined with the others."""
+        for kept, given in ((self.outputs, output), (self.targets, target)):
+            if not isinstance(given, torch.Tensor) or (kept and kept[-1].shape[1:] != given.shape[1:]):
+                raise UserError(
+                    "metrics=[own]: a function gets the outputs and targets of all samples as two tensors, and here they are no "
+                    "tensors, or differ in shape from batch to batch: name a torchmetrics.Metric class, which gets each batch"
+                )
         self.outputs.append(output)
         self.targets.append(target)
 

@@ -1,31 +1,51 @@
-"""The base of every model option."""
+"""The base of every model option: the network, the weights that it starts from, and which of them train."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from drivetrain.core import horizon as horizons
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Option, RunSpec
+from drivetrain.core.patterns import flatten
+from drivetrain.core.step import Step
 from drivetrain.core.trees import named_leaves
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
 
+logger = logging.getLogger(__name__)
 
+
+@dataclass(kw_only=True, eq=False)
 class Model(Option):
-    """An option that builds a network for the data's shape and classes."""
+    """An option that builds a network for the data's shape and classes.
 
-    tokens: bool | None = False  # whether it reads sequences of tokens; None: not known
-    pixels: bool | None = False  # whether it gives an output for each pixel of an image; None: not known
-    may_be_transformer = False
-    takes_trees = False  # whether a forward may take several inputs
+    `weights` is a file or a run to start from, without the names that match `weights_skip`. Parameters that match `freeze` do
+    not train; of these, `unfreeze` gives some the length of training after which they do.
+    """
+
+    weights: str | None = None
+    weights_skip: Sequence[str] = ()
+    freeze: Sequence[str] = ()
+    unfreeze: dict[str, Any] = field(default_factory=dict)
+
+    tokens: ClassVar[bool | None] = False  # whether it reads sequences of tokens; None: not known
+    pixels: ClassVar[bool | None] = False  # whether it gives an output for each pixel of an image; None: not known
+    may_be_transformer: ClassVar[bool] = False
+    takes_trees: ClassVar[bool] = False  # whether a forward may take several inputs
+    machine_local_keys: ClassVar[tuple[str, ...]] = ("weights",)
+    identifying_keys: ClassVar[tuple[str, ...]] = ("weights",)
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if run.data.tokens and self.tokens is False:
             yield f"{run.named('model')} does not read sequences of tokens, which {run.named('data')} gives: set model=gpt"
-        if self.tokens and not run.data.tokens:
+        if self.tokens and run.data.tokens is False:
             yield (
                 f"{run.named('model')} reads sequences of tokens, which {run.named('data')} does not give: "
                 "set data=stdlib loss=next_token, or another model"
@@ -35,16 +55,86 @@ class Model(Option):
             yield f"{run.named('model')} gives one output for an image, but {data} has a class for each pixel: set model=unet"
         if self.pixels and not masks and run.data.targets is not None:
             yield f"{run.named('model')} is for masks, and {data} has none: set task=segmentation, or another model"
+        yield from self._weights_problems(run)
+
+    def _weights_problems(self, run: RunSpec) -> Iterator[str]:
+        """Problems of the weights to start from, and of the parameters that do not train."""
+        if self.weights_skip and self.weights is None:
+            yield "model.weights_skip leaves out names of model.weights, which is not set: set model.weights=PATH"
+        starts = flatten(self.unfreeze)
+        for pattern, length in starts.items():
+            if isinstance(length, bool) or not isinstance(length, int | float | str):
+                yield f"model.unfreeze: {pattern}={length}: give the length of training after which it trains, such as 500 or 2ep"
+            else:
+                yield from horizons.length_problem(f"model.unfreeze.{pattern}", length)
+        if starts and not self.freeze:
+            yield (
+                "model.unfreeze says when frozen parameters begin to train, and none is frozen: set model.freeze too, such as "
+                "model.freeze=[*]"
+            )
+        if starts and (run.compile.captures_step or run.compile.cuda_graphs or run.compile.torchscript):
+            yield (
+                f"model.unfreeze and {run.named('compile')} exclude each other (a graph keeps the gradients that it was captured "
+                "with): set compile=inductor"
+            )
+        if starts and not run.parallel.can_unfreeze:
+            yield (
+                f"model.unfreeze and {run.named('parallel')} exclude each other (its gradients are laid out once, for the "
+                "parameters that train from the start): set parallel=ddp parallel.find_unused_parameters=true"
+            )
 
     def build(self, context: BuildContext) -> torch.nn.Module:
-        """The network for the run's data, on its device. Raises UserError if it does not take inputs of this structure."""
+        """The network for the run's data, on its device, with the weights that it starts from.
+
+        Raises UserError if it does not take inputs of this structure.
+        """
         if not self.takes_trees and len(parts := named_leaves(context.data.two_samples(context.device))) > 1:
             raise UserError(
                 f"{context.run.named('model')} takes one tensor, and the inputs of a sample are several "
                 f"({', '.join(name for name, _ in parts)}): set model=own, with a network whose forward takes them"
             )
-        return self.create(context.data.shape, context.data.classes).to(context.device)
+        model = self.create_for(context)
+        # On every rank alike, and before any edit: a file has the names and shapes of the model as it is created. Edits that
+        # remove biases then account for them, float32 weights become exact masters, and shards are cut from whole tensors.
+        # A resumed run has the weights of its checkpoint.
+        if self.weights is not None and not context.parallel.broadcast_object(context.resumed):
+            from drivetrain.model import weights
+
+            data, path = context.data, Path(self.weights).expanduser()
+            for line in weights.load_into(model, path, self.weights_skip, data.shape, data.classes):
+                logger.info(line)
+        return model.to(context.device)
+
+    def create_for(self, context: BuildContext) -> torch.nn.Module:
+        """A freshly initialised network for the run's data."""
+        return self.create(context.data.shape, context.data.classes)
 
     def create(self, shape: tuple[int, ...], classes: int) -> torch.nn.Module:
         """A freshly initialised network for samples of `shape` (without the batch dimension), with `classes` outputs."""
         raise NotImplementedError
+
+    def freeze_parameters(self, model: torch.nn.Module, context: BuildContext) -> Iterator[str]:
+        """Set requires_grad=False where a parameter never trains. Returns lines to log; raises UserError if nothing trains."""
+        if not self.freeze:
+            return iter(())
+        from drivetrain.model import freezing
+
+        return freezing.freeze(model, self._schedule(model, context))
+
+    def wrap_step(self, step: Step, context: BuildContext) -> Step:
+        """Return the step, or with `unfreeze` one before whose updates parameters begin to train."""
+        if not self.unfreeze:
+            return step
+        from drivetrain.model import freezing
+
+        schedule = self._schedule(context.model, context)
+        return freezing.UnfreezingStep(step, freezing.Unfreezing(context.model, schedule), context.progress)
+
+    def _schedule(self, model: torch.nn.Module, context: BuildContext) -> Any:
+        from drivetrain.model import freezing
+
+        return freezing.Schedule(list(dict(model.named_parameters())), self.freeze, flatten(self.unfreeze), context.horizon)
+
+
+# A subclass may have a constructor of its own that does not call this class's: then it has the defaults, as class attributes.
+Model.unfreeze = {}

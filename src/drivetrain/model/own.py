@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
@@ -13,23 +14,24 @@ from drivetrain.core.option import RunSpec
 from drivetrain.model.base import Model
 
 
+@dataclass(eq=False)
 class Own(Model):
     """The class or function `target` (a dotted name) of a package that is listed in `trust`; `kwargs` are its arguments.
 
     `shape`, `classes` and `num_classes` are passed too if it has parameters of these names.
     """
 
-    machine_local_keys = ("target",)
+    target: str | None = None
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    machine_local_keys = ("target", *Model.machine_local_keys)
     tokens = None
     pixels = None
-
     may_be_transformer = True
     takes_trees = True
 
-    def __init__(self, target: str | None = None, kwargs: dict[str, Any] | None = None) -> None:
-        self.target, self.kwargs = target, kwargs or {}
-
     def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate(run)
         if not self.target:
             yield "model=own needs model.target, the dotted name of your class, such as my_pkg.Net"
         elif self.target.split(".")[0] not in run.values["trust"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from drivetrain.core.lazy import torch
@@ -13,14 +14,15 @@ if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
 
 
+@dataclass(eq=False)
 class ResNet9(Model):
     """Nine convolutions with residuals (drivetrain.model.resnet9), for small images.
 
     `bias` gives the convolutions biases, which the BatchNorms after them subtract again: for comparison only.
     """
 
-    def __init__(self, width: Count = 16, bias: bool = False) -> None:
-        self.width, self.bias = width, bias
+    width: Count = 16
+    bias: bool = False
 
     def validate_device(self, run: RunSpec) -> Iterator[str]:
         shape = run.data.shape()
@@ -33,11 +35,12 @@ class ResNet9(Model):
         return resnet9.ResNet9(shape, classes, self.width, self.bias)
 
 
+@dataclass(eq=False)
 class Mlp(Model):
     """Linear layers with ReLU and dropout (drivetrain.model.mlp), for inputs of any shape."""
 
-    def __init__(self, hidden: Sequence[Count] = (256, 256), dropout: Momentum = 0.0) -> None:
-        self.hidden, self.dropout = hidden, dropout
+    hidden: Sequence[Count] = (256, 256)
+    dropout: Momentum = 0.0
 
     def create(self, shape: tuple[int, ...], classes: int) -> torch.nn.Module:
         from drivetrain.model import mlp
@@ -45,13 +48,14 @@ class Mlp(Model):
         return mlp.Mlp(shape, classes, self.hidden, self.dropout)
 
 
+@dataclass(eq=False)
 class UNet(Model):
     """A small fully convolutional network (drivetrain.model.unet) that gives a class for each pixel."""
 
-    pixels = True
+    width: Count = 16
+    depth: Count = 2
 
-    def __init__(self, width: Count = 16, depth: Count = 2) -> None:
-        self.width, self.depth = width, depth
+    pixels = True
 
     def validate_device(self, run: RunSpec) -> Iterator[str]:
         shape, least = run.data.shape(), 2**self.depth
@@ -67,27 +71,22 @@ class UNet(Model):
         return unet.UNet(shape, classes, self.width, self.depth)
 
 
+@dataclass(eq=False)
 class Gpt(Model):
     """A small decoder-only transformer (drivetrain.model.gpt) that predicts the next token from those before it.
 
     Where the data has a class for each text, a head on the mean over the text's tokens predicts that.
     """
 
+    width: Count = 256
+    depth: Count = 4
+    heads: Count = 4
+    dropout: Momentum = 0.0
+    ngrams: Count = 1
+    buckets: Count = 8192
+
     tokens = True
-
     may_be_transformer = True
-
-    def __init__(
-        self,
-        width: Count = 256,
-        depth: Count = 4,
-        heads: Count = 4,
-        dropout: Momentum = 0.0,
-        ngrams: Count = 1,
-        buckets: Count = 8192,
-    ) -> None:
-        self.width, self.depth, self.heads, self.dropout = width, depth, heads, dropout
-        self.ngrams, self.buckets = ngrams, buckets
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)
@@ -98,11 +97,11 @@ class Gpt(Model):
                 f"set model.width to {' or '.join(str(n) for n in (near, near + 2 * self.heads) if n)}"
             )
 
-    def build(self, context: BuildContext) -> torch.nn.Module:
+    def create_for(self, context: BuildContext) -> torch.nn.Module:
         data = context.data
         if context.run.data.targets == "tokens" or data.vocabulary is None:
-            return super().build(context)
-        return self.classifier(data.shape, data.classes, data.vocabulary).to(context.device)
+            return super().create_for(context)
+        return self.classifier(data.shape, data.classes, data.vocabulary)
 
     def create(self, shape: tuple[int, ...], classes: int) -> torch.nn.Module:
         from drivetrain.model import gpt

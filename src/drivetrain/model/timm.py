@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from drivetrain.core.errors import UserError
@@ -12,16 +13,27 @@ from drivetrain.core.option import RunSpec
 from drivetrain.model.base import Model
 
 
+@dataclass(eq=False)
 class Timm(Model):
     """Any network of timm by name. `kwargs` are further arguments of timm.create_model.
 
     The numbers of input channels and of classes come from the data, unless `kwargs` sets them.
     """
 
+    name: str = "resnet18"
+    pretrained: bool = False
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    machine_local_keys = identifying_keys = (*Model.machine_local_keys, "pretrained")
     may_be_transformer = True
 
-    def __init__(self, name: str = "resnet18", pretrained: bool = False, kwargs: dict[str, Any] | None = None) -> None:
-        self.name, self.pretrained, self.kwargs = name, pretrained, kwargs or {}
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate(run)
+        for key, instead in {"pretrained": "model.pretrained=true", "checkpoint_path": "model.weights=PATH"}.items():
+            if key in self.kwargs:
+                yield f"model.kwargs.{key} names weights to start from, which a run has a key of its own for: set {instead}"
+        if self.pretrained and self.weights is not None:
+            yield f"model.pretrained=true and model.weights={self.weights} are two sets of weights to start from: leave one out"
 
     def validate_device(self, run: RunSpec) -> Iterator[str]:
         import timm

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
-from drivetrain.optimizer.groups import GroupSettings, flatten, parameter_groups
+from drivetrain.core.patterns import flatten
+from drivetrain.optimizer.groups import GroupSettings, parameter_groups
 from drivetrain.optimizer.hyperparameters import Hyperparameters
 
 if TYPE_CHECKING:
@@ -50,7 +51,11 @@ class Optimizer(Hyperparameters):
         multipliers = flatten(self.lr_multipliers)
         for pattern, multiplier in multipliers.items():
             if isinstance(multiplier, bool) or not isinstance(multiplier, int | float) or not multiplier > 0:
-                yield f"optimizer.lr_multipliers: {pattern}={multiplier}: a multiplier of the learning rate must be a number > 0"
+                instead = f": to keep {pattern} as it is, set model.freeze=[{pattern}]" if multiplier == 0 else ""
+                yield (
+                    f"optimizer.lr_multipliers: {pattern}={multiplier}: a multiplier of the learning rate must be a number > 0"
+                    f"{instead}"
+                )
             if "[" in pattern:
                 yield f"optimizer.lr_multipliers: {pattern!r}: a pattern may have * and ?, but no brackets"
             inner = [other for other in multipliers if other.startswith(f"{pattern}.")]

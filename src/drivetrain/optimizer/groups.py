@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from drivetrain.core.blocks import repeated_blocks
-from drivetrain.core.errors import UserError, did_you_mean
+from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
+from drivetrain.core.patterns import check_patterns, flatten, matches
 from drivetrain.optimizer.hyperparameters import Hyperparameters
 
 GroupSettings = Callable[[str, bool], dict[str, Any]]  # (parameter's name, whether it decays) → further settings of its group
@@ -41,32 +41,6 @@ def parameter_groups(
         key = (factor != 1.0, not decayed, factor, *settings.values())
         groups.setdefault(key, {"params": [], "lr": lr * factor, **settings})["params"].append(p)
     return [groups[key] for key in sorted(groups, key=lambda key: key[:2])]
-
-
-def matches(name: str, pattern: str) -> bool:
-    """Whether a pattern with * and ? matches a parameter's name, or the name of a module that contains the parameter."""
-    return fnmatchcase(name, pattern) or fnmatchcase(name, pattern + ".*")
-
-
-def check_patterns(names: Collection[str], patterns: dict[str, list[str]]) -> None:
-    """Raise UserError for every pattern that matches no parameter. `patterns` are given by the key that they are set in."""
-    modules = {name.rpartition(".")[0] for name in names} - {""}
-    problems = [
-        f"{key}: {pattern!r} matches no trainable parameter of the model: {did_you_mean(pattern, {*names, *modules})}"
-        for key, given in patterns.items()
-        for pattern in given
-        if not any(matches(name, pattern) for name in names)
-    ]
-    if problems:
-        raise UserError(problems)
-
-
-def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings with dotted keys: `{head: {bias: 2}}`, as in a recipe, becomes `{head.bias: 2}`."""
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        found |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return found
 
 
 def layer_decay_factors(model: torch.nn.Module, decay: float) -> dict[str, float]:

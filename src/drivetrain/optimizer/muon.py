@@ -8,8 +8,9 @@ from typing import Any, Literal
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, Momentum, NonNegative, Positive
+from drivetrain.core.patterns import check_patterns, matches
 from drivetrain.optimizer.base import Implementation, Optimizer, remove_step_wrappers
-from drivetrain.optimizer.groups import GroupSettings, check_patterns, matches
+from drivetrain.optimizer.groups import GroupSettings
 
 
 @dataclass(kw_only=True, eq=False)

@@ -45,7 +45,11 @@ class Ddp(ProcessGroupStrategy):
                 f"parallel.compress=powersgd and {run.named('precision')} exclude each other (an overflow would stay in what it "
                 "carries over to the next update): set precision=bf16, or parallel.compress=fp16"
             )
-
+        if run.model.unfreeze and (self.static_graph or not self.find_unused_parameters):
+            yield (
+                "model.unfreeze with parallel=ddp: DDP waits for the gradients of all parameters, also of those that begin "
+                "to train later: set parallel.find_unused_parameters=true parallel.static_graph=false"
+            )
         if self.bucket_mb < SMALLEST_COMPILED_MB and run.compile.active and not run.compile.torchscript:
             yield (
                 f"parallel.bucket_mb={self.bucket_mb:g} and {run.named('compile')} exclude each other (torch splits a compiled "

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Collection
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -69,12 +70,16 @@ def differences(old: dict[str, Any], new: dict[str, Any], machine_local_keys: se
     return [f"{key}: {was} → {now}" for key, was, now in sorted([*classes, *values], key=str)]
 
 
-def to_recipe(composed: Composed, machine_local_keys: set[str]) -> str:
-    """The YAML of a recipe that repeats a run: the option of every group, and the values that differ from the option's own."""
+def to_recipe(composed: Composed, machine_local_keys: set[str], identifying_keys: Collection[str] = ()) -> str:
+    """The YAML of a recipe that repeats a run: the option of every group, and the values that differ from the option's own.
+
+    A comment names what it cannot hold, but the run needs.
+    """
     chosen = {g: o for g, o in composed.choices.items() if g not in machine_local_keys}
     plain = flatten(composed.option_defaults)
     given = flatten(OmegaConf.to_container(composed.config))
     differing = {k: v for k, v in given.items() if plain.get(k) != v and not _is_machine_local(k, machine_local_keys)}
+    left_out = sorted(k for k, v in given.items() if k in identifying_keys and plain.get(k) != v)
     outside = sorted(k for k, v in differing.items() if _reads_environment(v))
     for key in outside:
         del differing[key]
@@ -83,6 +88,7 @@ def to_recipe(composed: Composed, machine_local_keys: set[str]) -> str:
         OmegaConf.update(tree, key, value, force_add=True)
     lines = [f"description: {json.dumps(composed.recipe.description)}"] if composed.recipe and composed.recipe.description else []
     lines += ["defaults:"] + [f"  - override /{g}: {json.dumps(o) if isinstance(o, list) else o}" for g, o in chosen.items()]
+    lines += [f"# {key}={json.dumps(given[key])} is not part of a recipe: give it on the command line" for key in left_out]
     lines += [f"# {key} came from the environment: give it on the command line" for key in outside]
     return "\n".join(lines) + "\n" + (OmegaConf.to_yaml(tree) if differing else "")
 

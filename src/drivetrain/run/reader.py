@@ -50,8 +50,9 @@ class RunFiles:
     @cached_property
     def metric(self) -> tuple[str, bool] | None:
         """The metric that ranks the run's models, and whether higher is better; None before the first evaluation."""
-        recorded = (self.result.selection if self.result else None) or self.environment.get("selection")
-        return (recorded["metric"], recorded["better"] == "max") if recorded and self.evaluated.values else None
+        recorded = (self.result.selection if self.result else None) or self.environment.get("selection") or {}
+        name = recorded.get("metric")
+        return (str(name), recorded.get("better") == "max") if name is not None and self.evaluated.values else None
 
     def best(self) -> float | None:
         """The metric's best value."""

@@ -6,6 +6,9 @@ import hashlib
 import json
 from pathlib import Path
 
+from drivetrain.core.errors import UserError
+from drivetrain.run.result import Result
+
 FORMAT = 2
 FULL = {"model.safetensors", "state.pt"}
 SHARDED = {".metadata", "state.pt"}  # .metadata is torch.distributed.checkpoint's; its shards are in further files
@@ -40,6 +43,19 @@ def newest_valid(run_dir: Path) -> tuple[Path | None, list[str]]:
             return checkpoint, problems
         problems.append(f"checkpoint {checkpoint} {problem}: passed over")
     return None, problems
+
+
+def best_or_newest(run_dir: Path) -> Path:
+    """Return the checkpoint of a run's best evaluation if it was kept, else the newest valid one. Raises UserError."""
+    result = Result.read(run_dir)
+    best = (result.metrics.get("best") or {}).get("update") if result is not None else None
+    for checkpoint in checkpoints(run_dir):
+        if int(checkpoint.name) == best and verify(checkpoint) is None:
+            return checkpoint
+    newest, problems = newest_valid(run_dir)
+    if newest is None:
+        raise UserError(problems or f"{run_dir} has no checkpoint: it was not saved (saving=none), or has not come that far")
+    return newest
 
 
 def checkpoints(run_dir: Path) -> list[Path]:

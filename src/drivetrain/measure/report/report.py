@@ -79,7 +79,7 @@ def table(runs: Sequence[RunFiles], target: float | None) -> tuple[list[str], li
 
 
 def _figures(run: RunFiles, target: float | None, named: bool) -> list[str]:
-    """A run's figures as text, from its result, or from its records so far; with the name of its metric, if it is to be `named`."""
+    """A run's figures as text, from its result, or from its records so far; `named`: its metric with the name."""
     r, rates = run.result, run.rates()
     form = f"{run.metric[0]} {{:.4f}}" if named and run.metric else "{:.4f}"
     reached = run.to_target(target) if target is not None else None

@@ -1,0 +1,149 @@
+"""Frozen parameters: those that never train, and those that begin to train in the middle of a run."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from drivetrain.core.errors import UserError
+from drivetrain.core.horizon import Horizon
+from drivetrain.core.microbatch import MicroBatch
+from drivetrain.core.option import Length
+from drivetrain.core.patterns import check_patterns, matches
+from drivetrain.core.progress import Progress
+from drivetrain.core.step import Step
+
+NEVER = math.inf
+
+
+class Schedule:
+    """The number of updates before which each parameter is frozen: a pure function of names and settings."""
+
+    def __init__(self, names: Sequence[str], freeze: Sequence[str], unfreeze: Mapping[str, Length], horizon: Horizon) -> None:
+        """Raises UserError for a pattern that matches nothing."""
+        self.horizon = horizon
+        self._freeze, self._lengths = freeze, unfreeze
+        self._starts = {pattern: math.ceil(horizon.in_updates(length)) for pattern, length in unfreeze.items()}
+        check_patterns(names, {"model.freeze": freeze}, "parameter")
+        frozen = [name for name in names if any(matches(name, pattern) for pattern in freeze)]
+        check_patterns(frozen, {"model.unfreeze": list(unfreeze)}, "parameter that model.freeze freezes,")
+
+    def start(self, name: str) -> float:
+        """Return the number of updates after which a parameter trains: 0 if it is not frozen, the earliest if several apply."""
+        if not any(matches(name, pattern) for pattern in self._freeze):
+            return 0
+        return min((start for pattern, start in self._starts.items() if matches(name, pattern)), default=NEVER)
+
+    def norm_start(self, name: str, norm: torch.nn.Module) -> float:
+        """Return the number of updates after which a norm's statistics change: with the first of its own parameters."""
+        own = [parameter for parameter, _ in norm.named_parameters(recurse=False)] or ["running_mean"]
+        return min(self.start(f"{name}.{parameter}".lstrip(".")) for parameter in own)
+
+    def describe(self) -> Iterator[str]:
+        """Yield one line for each stage of `unfreeze` after the first."""
+        for pattern, start in sorted(self._starts.items(), key=lambda item: item[1]):
+            if start:
+                late = ", which this run does not reach" if start >= self.horizon.updates else ""
+                yield f"{pattern} trains after update {start} (model.unfreeze={self._lengths[pattern]}){late}"
+
+
+def freeze(model: torch.nn.Module, schedule: Schedule) -> Iterator[str]:
+    """Set requires_grad=False where a parameter never trains, and keep the statistics of norms that never do.
+
+    Yields lines to log. Raises UserError if no parameter trains from the start.
+    """
+    parameters = dict(model.named_parameters())
+    starts = {name: schedule.start(name) for name, p in parameters.items() if p.requires_grad}
+    if 0 not in starts.values():
+        raise UserError(
+            "model.freeze freezes every parameter of the model, so that nothing trains at the start: leave out what is to be "
+            "trained (the head), or give it in model.unfreeze={head: 0}"
+        )
+    for name, start in starts.items():
+        parameters[name].requires_grad_(start != NEVER)
+    norms = [norm for name, norm in _norms(model) if schedule.norm_start(name, norm) == NEVER]
+    for norm in norms:
+        keep_statistics(norm)
+    frozen = sum(parameters[name].numel() for name, start in starts.items() if start)
+    total = sum(p.numel() for p in parameters.values())
+    statistics = f"; {len(norms)} norms keep their statistics" if norms else ""
+    yield f"{frozen:,} of {total:,} parameters are frozen{statistics}"
+    yield from schedule.describe()
+
+
+class Unfreezing:
+    """A model's parameters and norms that begin to train at an update after the first."""
+
+    def __init__(self, model: torch.nn.Module, schedule: Schedule) -> None:
+        starts = ((p, schedule.start(name)) for name, p in model.named_parameters() if p.requires_grad)
+        norm_starts = ((norm, schedule.norm_start(name, norm)) for name, norm in _norms(model))
+        self._parameters = [(p, start) for p, start in starts if start]
+        self._norms = [(norm, start) for norm, start in norm_starts if 0 < start < NEVER]
+        self.next = 0.0  # the update at which something changes; the first call sets what trains at the current one
+
+    def reach(self, update: int) -> None:
+        """Set what trains at an update."""
+        for p, start in self._parameters:
+            p.requires_grad_(start <= update)
+        for norm, start in self._norms:
+            keep_statistics(norm, start > update)
+        starts = [start for _, start in (*self._parameters, *self._norms)]
+        self.next = min((start for start in starts if start > update), default=NEVER)
+
+
+@dataclass(frozen=True, eq=False)
+class UnfreezingStep:
+    """A step before whose updates parameters begin to train. What trains depends on the number of updates alone."""
+
+    inner: Step
+    unfreezing: Unfreezing
+    progress: Progress
+
+    def micro_batch(self, batch: MicroBatch, loss_sum: torch.Tensor) -> None:
+        if self.progress.updates >= self.unfreezing.next:
+            self.unfreezing.reach(self.progress.updates)
+        self.inner.micro_batch(batch, loss_sum)
+
+    def update(self) -> bool:
+        return self.inner.update()
+
+    def zero_grad(self) -> None:
+        self.inner.zero_grad()
+
+    def with_forward(self, forward: Callable[..., torch.Tensor]) -> Step:
+        return replace(self, inner=self.inner.with_forward(forward))
+
+
+def _norms(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield names and modules of the norms that keep running statistics."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.modules.batchnorm._NormBase) and module.track_running_stats:
+            yield name, module
+
+
+def keep_statistics(norm: torch.nn.Module, keep: bool = True) -> None:
+    """Make a norm stay in evaluation mode while the model trains, or follow the model's mode again.
+
+    Its class changes to one whose `train` ignores the mode: the training loop and evaluation need not know of it.
+    """
+    cls: Any = type(norm)
+    kept = getattr(cls, "keeps_statistics", False)
+    if keep and not kept:
+        norm.__class__ = _frozen_class(cls)
+        norm.eval()
+    elif kept and not keep:
+        norm.__class__ = cls.__mro__[1]
+        norm.train()
+
+
+@functools.cache
+def _frozen_class(cls: type[Any]) -> type[Any]:
+    def train(self: torch.nn.Module, mode: bool = True) -> torch.nn.Module:
+        return cls.train(self, False)  # type: ignore[no-any-return]
+
+    return type(cls.__name__, (cls,), {"train": train, "keeps_statistics": True, "__doc__": cls.__doc__})

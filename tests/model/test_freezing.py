@@ -1,0 +1,245 @@
+"""Frozen parameters: what trains, and from which update on; norms that keep their statistics; with what it is refused."""
+
+import copy
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import drivetrain
+from drivetrain.config.catalog import options
+from drivetrain.core.errors import UserError
+from drivetrain.core.horizon import Horizon
+from drivetrain.model.freezing import Schedule, keep_statistics
+
+RESNET = ["data.shape=[1,8,8]", "model=resnet9", "model.width=4"]
+STAGES = ["model.hidden=[5,5]", "model.freeze=[*]", "model.unfreeze={head: 0, layers.1: 2, layers.0.linear.bias: 3}"]
+
+
+def copied(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: t.clone() for name, t in model.state_dict().items()}
+
+
+def changed(before: dict[str, torch.Tensor], model: nn.Module) -> set[str]:
+    return {name for name, t in model.state_dict().items() if not torch.equal(t, before[name])}
+
+
+def trained(*names: str) -> set[str]:
+    return {f"{name}.{kind}" for name in names for kind in ("weight", "bias")}
+
+
+# --- what trains ---
+
+
+def test_frozen_parameters_and_their_norms_do_not_change(make):
+    trainer = make(
+        *RESNET, "optimizer.weight_decay=0.1", "model.freeze=['features.[01]', 'features.3', '*.body.1.1.weight', head.bias]"
+    )
+    before = copied(trainer.model)
+    trainer.fit()
+    same = before.keys() - changed(before, trainer.model)
+    frozen = {name for name in before if name.startswith(("features.0.", "features.1.", "features.3."))}
+    assert same == frozen | {"features.8.body.1.1.weight", "head.bias"}
+    norms = {n: m for n, m in trainer.model.train().named_modules() if isinstance(m, nn.BatchNorm2d)}
+    # features.8.body.1.1 has a bias that trains, so its statistics do too.
+    assert {n for n, m in norms.items() if not m.training} == {n for n in norms if f"{n}.weight" in frozen}
+    assert not trainer.model.eval().training
+    assert trainer.model.train().training
+
+
+def test_freezing_equals_a_loop_by_hand(make, float64):
+    """Frozen norms in evaluation mode, no gradient for frozen weights: as in a loop of torch."""
+    trainer = make(
+        *RESNET, "model.freeze=[features.0, features.1]", "optimizer.nesterov=false", "optimizer.weight_decay=0.0", "updates=3"
+    )
+    model = copy.deepcopy(trainer.model)
+    batches = list(trainer.loader.stream(trainer.train_data, trainer.requests(), trainer.device, torch.contiguous_format))[:3]
+    trainer.fit()
+    body = [model.features[0], model.features[1]]
+    for part in body:
+        part.requires_grad_(False)
+    optimizer = torch.optim.SGD(
+        [p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=trainer.optimizer.defaults["momentum"]
+    )
+    for batch in batches:
+        model.train()
+        for part in body:
+            part.eval()
+        optimizer.zero_grad()
+        cross_entropy(model(batch.x), batch.y).backward()
+        optimizer.step()
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(trainer.model.state_dict()[name], tensor, rtol=1e-9, atol=1e-12)
+
+
+def test_the_backward_stops_at_frozen_layers(make):
+    """So freezing also saves time and memory: the count of operations shows it."""
+    costs = [make(*RESNET, *words).log.mfu.model.per_sample for words in ([], ["model.freeze=[features]"])]
+    assert costs[1] < 0.4 * costs[0]
+
+
+def test_optimizer_and_average_leave_frozen_parameters_alone(make):
+    trainer = make("ema=ema", "ema.decay=0.5", "optimizer=adamw", "optimizer.weight_decay=0.5", "model.freeze=[layers]")
+    assert [n for group in trainer.optimizer.param_groups for n in group["param_names"]] == ["head.weight", "head.bias"]
+    before = copied(trainer.model)
+    trainer.fit()
+    assert changed(before, trainer.model) == trained("head")
+    with trainer.ema.swapped():
+        assert changed(before, trainer.model) == trained("head")
+
+
+@pytest.mark.parametrize("precision", ["amp", "bf16", "bf16_pure"])
+def test_in_every_precision(make, precision):
+    trainer = make(*RESNET, f"precision={precision}", "model.freeze=[features]", "model.unfreeze={features.8: 1}")
+    before = copied(trainer.model)
+    trainer.fit()
+    after = changed(before, trainer.model)
+    assert {name.partition(".body")[0].rpartition(".")[0] or name for name in after} >= {"head"}
+    assert {name for name in after if not name.startswith(("features.8.", "head."))} == set()
+    assert any(name.startswith("features.8.") for name in after)
+
+
+# --- from which update on ---
+
+
+def test_the_schedule_is_a_function_of_the_names_and_the_run(make):
+    horizon = Horizon(40, range(10, 41, 10))
+    names = ["a.weight", "a.bias", "b.weight", "c"]
+    schedule = Schedule(names, ["a", "b.*"], {"a.*": "1.5ep", "a.bias": 0.1, "b": 7}, horizon)
+    assert {name: schedule.start(name) for name in names} == {"a.weight": 15, "a.bias": 4, "b.weight": 7, "c": 0}
+    assert Schedule(names, ["*"], {"c": 0}, horizon).start("b.weight") == float("inf")
+    with pytest.raises(UserError) as error:
+        Schedule(names, ["d", "a"], {"b": 1}, horizon)
+    assert len(error.value.problems) == 1
+    assert "model.freeze: 'd' matches no parameter of the model" in error.value.problems[0]
+    with pytest.raises(UserError, match=r"model.unfreeze: 'b' matches no parameter that model.freeze freezes"):
+        Schedule(names, ["a"], {"b": 1}, horizon)
+
+
+def test_parameters_begin_to_train_at_their_update(make, each_update):
+    trainer = make(*STAGES, "updates=5", "epochs=2")
+    before = [copied(trainer.model)]
+
+    def look() -> set[str]:
+        found = changed(before[-1], trainer.model)
+        before.append(copied(trainer.model))
+        return found
+
+    seen = each_update(trainer, look)
+    trainer.fit()
+    first, second = trained("head"), trained("head", "layers.1.linear")
+    assert seen == [first, first, second, *[second | {"layers.0.linear.bias"}] * 2]
+
+
+def test_norms_follow_their_parameters(make, each_update):
+    trainer = make(*RESNET, "model.freeze=[features]", "model.unfreeze={features.8.body.1: 1}", "updates=3")
+    norms = {name: m for name, m in trainer.model.named_modules() if isinstance(m, nn.BatchNorm2d)}
+    seen = each_update(
+        trainer, lambda: ({n for n, m in norms.items() if m.training}, norms["features.8.body.1.1"].running_mean.clone())
+    )
+    start = norms["features.8.body.1.1"].running_mean.clone()
+    trainer.fit()
+    assert [names for names, _ in seen] == [set(), {"features.8.body.1.1"}, {"features.8.body.1.1"}]
+    assert [torch.equal(mean, start) for _, mean in seen] == [True, False, False]
+    assert type(norms["features.8.body.1.1"]) is nn.BatchNorm2d
+
+
+def test_a_norm_keeps_its_class_name_and_can_be_copied():
+    norm = nn.BatchNorm1d(2)
+    keep_statistics(norm)
+    keep_statistics(norm)
+    both = norm, copy.deepcopy(norm)
+    for one in both:
+        assert type(one).__name__ == "BatchNorm1d"
+        assert isinstance(one, nn.BatchNorm1d)
+        assert not one.train().training
+    keep_statistics(norm, keep=False)
+    assert norm.training
+    assert type(norm) is nn.BatchNorm1d
+    assert not both[1].training
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_a_resumed_run_unfreezes_as_one_that_was_not_interrupted(train, at):
+    words = [*STAGES, "optimizer=adamw", "optimizer.lr=0.01", "saving=last", "epochs=2"]
+    straight = train(*words, "updates=5")
+    first = train(*words, f"updates={at}", "saving.every_updates=1")
+    resumed = drivetrain.train([f"resume={first.run_dir}", "updates=5"])
+    assert resumed.status == "completed", resumed.error
+    ends = [safetensors.torch.load_file(r.run_dir / "checkpoints" / "5" / "model.safetensors") for r in (straight, resumed)]
+    assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
+
+
+@pytest.mark.parametrize("optimizer", [name for name in options()["optimizer"] if not name.startswith("apex")])
+def test_every_optimizer_takes_parameters_that_begin_later(make, optimizer):
+    hidden = "model.hidden=[5,5,5]"
+    trainer = make(
+        f"optimizer={optimizer}",
+        "optimizer.lr=0.01",
+        hidden,
+        "model.freeze=[layers.1, layers.0]",
+        "model.unfreeze={layers.1: 2}",
+        "updates=4",
+    )
+    before = copied(trainer.model)
+    stream = trainer.loader.stream(trainer.train_data, trainer.requests(), trainer.device, torch.contiguous_format)
+    late = []
+    for batch in stream:
+        trainer.step.micro_batch(batch, trainer.log.loss_sum)
+        assert trainer.step.update()
+        trainer.step.zero_grad()
+        trainer.progress.updates += 1
+        late.append(changed(before, trainer.model) & trained("layers.1.linear"))
+    assert late[:2] == [set(), set()]
+    assert late[3] == trained("layers.1.linear")
+    assert changed(before, trainer.model) == trained("layers.1.linear", "layers.2.linear", "head")
+
+
+# --- words for what cannot be ---
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["model.freeze=[*]"], "model.freeze freezes every parameter of the model, so that nothing trains at the start"),
+        (["model.freeze=[*]", "model.unfreeze={head: 1}"], "so that nothing trains at the start"),
+        (["model.freeze=[layer]"], "model.freeze: 'layer' matches no parameter of the model: did you mean"),
+        (["model.freeze=[layers]", "model.unfreeze={head: 1}"], "matches no parameter that model.freeze freezes"),
+    ],
+)
+def test_what_does_not_fit_the_model_is_one_line(make, words, says):
+    with pytest.raises(UserError) as error:
+        make(*words)
+    assert len(error.value.problems) == 1
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["model.unfreeze={head: 1}"], "none is frozen: set model.freeze too"),
+        (["model.freeze=[layers]", "model.unfreeze={layers: soon}"], "model.unfreeze.layers=soon is no length"),
+        (["model.freeze=[layers]", "model.unfreeze={layers: true}"], "model.unfreeze: layers=True: give the length"),
+        (["parallel=fsdp"], "model.unfreeze and parallel=fsdp exclude each other"),
+        (["parallel=pipeline"], "model.unfreeze and parallel=pipeline exclude each other"),
+        (["parallel=ddp"], "set parallel.find_unused_parameters=true parallel.static_graph=false"),
+        (["parallel=ddp", "parallel.find_unused_parameters=true", "parallel.static_graph=true"], "parallel.static_graph=false"),
+        (["compile=step"], "model.unfreeze and compile=step exclude each other"),
+        (["compile=jit"], "model.unfreeze and compile=jit exclude each other"),
+    ],
+)
+def test_what_excludes_gradual_unfreezing_says_what_to_set(problems, words, says):
+    both = [] if words[0].startswith("model.") else ["model.freeze=[layers]", "model.unfreeze={layers: 1}"]
+    assert any(says in problem for problem in problems(*both, *words))
+
+
+def test_a_learning_rate_of_0_means_to_freeze(problems):
+    assert any("set model.freeze=[head]" in problem for problem in problems("optimizer.lr_multipliers={head: 0}"))
+
+
+def test_a_start_beyond_the_run_is_logged(logged):
+    lines = logged("model.freeze=[layers]", "model.unfreeze={layers: 9}")
+    assert "layers trains after update 9 (model.unfreeze=9), which this run does not reach" in lines
+    assert any(line.startswith("115,200 of 116,228 parameters are frozen") for line in lines)
