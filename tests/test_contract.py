@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 from PIL import Image
 
 import drivetrain
@@ -18,6 +19,7 @@ from drivetrain.config.contract import contract_problems
 from drivetrain.core.errors import UserError
 from drivetrain.core.paths import conf_dir
 from drivetrain.launch import launcher
+from drivetrain.model import Mlp
 from drivetrain.optimizer import algorithms
 from drivetrain.saving import manifest
 from tests.support import sets
@@ -35,6 +37,9 @@ TEXT = [
     "model=gpt", "model.width=16", "model.heads=2",
 ]  # fmt: skip
 SMALL_VIT = "model.kwargs={img_size: 8, patch_size: 4, depth: 2, embed_dim: 24, num_heads: 2}"
+TARGETS = {"bce": "Labels", "mse": "Numbers", "l1": "Numbers", "huber": "Numbers", "quantile": "Numbers", "contrastive": "Views"}
+PIXELS = ["data=own", "data.target=outside.Masks", "model=own", "model.target=outside.each_pixel", "trust=[outside]"]
+NUMBERS = ["data=own", "data.target=outside.Numbers", "loss=mse", "trust=[outside]"]
 BESIDE = {
     "surgery": RESNET,
     "loader": ["data=digits"],
@@ -51,7 +56,23 @@ BESIDE = {
     ("data", "stdlib"): TEXT,
     ("model", "gpt"): TEXT,
     ("loss", "next_token"): TEXT,
+    **{("loss", name): ["data=own", f"data.target=outside.{data}", "trust=[outside]"] for name, data in TARGETS.items()},
+    ("loss", "dice"): PIXELS,
+    ("loss", "distill"): [
+        "data=synthetic",
+        "data.shape=[3,8,8]",
+        "data.classes=4",
+        "data.samples=48",
+        "model=mlp",
+        "loss.teacher=teacher/model.safetensors",
+    ],
+    ("loss", "own"): ["loss.target=outside.my_loss", "trust=[outside]"],
     ("batch", "bucketed"): TEXT,
+    **{("metrics", name): NUMBERS for name in ("mae", "rmse", "r2")},
+    **{("metrics", name): [*PIXELS, "loss=dice"] for name in ("iou", "dice")},
+    ("metrics", "perplexity"): TEXT,
+    ("metrics", "bits_per_byte"): TEXT,
+    ("metrics", "own"): ["metrics.own.target=outside.errors", "trust=[outside]", "data=digits"],
     ("data", "digits"): ["model=resnet9", "model.width=4"],
     ("parallel", "split"): ["parallel.devices=[cpu,cpu]"],
     ("parallel", "tensor"): ["model=timm", "model.name=vit_tiny_patch16_224", SMALL_VIT],
@@ -59,13 +80,17 @@ BESIDE = {
     ("batch", "auto"): ["batch.memory_gb=64"],
     ("loader", "dali"): PHOTOGRAPHS,
     ("augment", "randaugment"): PHOTOGRAPHS,
+    ("logger", "mlflow"): ["logger.mlflow.uri=mlruns"],  # a new database takes ten seconds
+    ("logger", "images"): ["data.shape=[3,8,8]"],
     ("augment", "color_jitter"): PHOTOGRAPHS,
 }
 # Options that this machine may lack something for. They must say what; any other refusal is a failure.
 LACKING = ("which is not installed", "needs a CUDA device", "has no effect on this model", "set compile=inductor")
 SLOW = {("compile", "inductor"), ("compile", "regional")}  # they compile kernels
 # Groups whose options keep something from update to update, or give what a checkpoint holds another form: they are resumed.
-WITH_STATE = {"batch", "ema", "loader", "logger", "model", "optimizer", "parallel", "precision", "saving", "scheduler", "surgery"}
+WITH_STATE = {
+    "batch", "ema", "loader", "logger", "model", "optimizer", "parallel", "precision", "saving", "scheduler", "stop", "surgery",
+}  # fmt: skip
 
 NET = '''
 """Somebody's own network."""
@@ -79,6 +104,9 @@ class Net(torch.nn.Module):
     def forward(self, x):
         return self.only(x.flatten(1))
 
+def errors(output, target):
+    return (output.argmax(1) != target).sum()
+
 class Pictures(torch.utils.data.Dataset):
     classes = ("cat", "dog")
 
@@ -90,6 +118,36 @@ class Pictures(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         return torch.full((3, 8, 8), (self.offset + index) / 150), index % 2
+
+class Labels(Pictures):
+    classes = ("striped", "furry", "wild")
+
+    def __getitem__(self, index):
+        return super().__getitem__(index)[0], torch.tensor([index % 2, 1, index // 25])
+
+class Numbers(Pictures):
+    classes = ("age",)
+
+    def __getitem__(self, index):
+        return super().__getitem__(index)[0], index / 50
+
+class Masks(Pictures):
+    def __getitem__(self, index):
+        picture, label = super().__getitem__(index)
+        mask = torch.full((8, 8), label)
+        mask[: index % 5] = -100
+        return picture, mask
+
+class Views(Pictures):
+    def __getitem__(self, index):
+        picture, label = super().__getitem__(index)
+        return torch.stack([picture, 1 - picture]), label
+
+def each_pixel(shape, classes):
+    return torch.nn.Conv2d(shape[0], classes, 1)
+
+def my_loss(output, y):
+    return {"fit": torch.nn.functional.cross_entropy(output, y), "size": 0.01 * output.square().mean()}
 '''
 
 
@@ -111,11 +169,21 @@ def outside(tmp_path, monkeypatch):
 
 def write_outside(folder: Path) -> None:
     (folder / "outside.py").write_text(NET)
+    write_teacher(folder / "teacher")
     for label, name in enumerate(("cat", "dog")):
         of_class = folder / "images" / name
         of_class.mkdir(parents=True)
         for i in range(25):
             Image.new("RGB", (12, 10), (100 * label, 5 * i, 50)).save(of_class / f"{i}.png")
+
+
+def write_teacher(folder: Path) -> None:
+    """What a run leaves of its model: the multilayer perceptron of a tiny run."""
+    folder.mkdir()
+    model = Mlp()
+    safetensors.torch.save_file(model.create((3, 8, 8), 4).state_dict(), folder / "model.safetensors")
+    knobs = "".join(f"  {name}: {json.dumps(value)}\n" for name, value in vars(model).items())
+    (folder / "config.yaml").write_text(f"model:\n  _target_: drivetrain.model.Mlp\n{knobs}")
 
 
 def words_of(option: Option) -> list[str]:
@@ -217,6 +285,10 @@ def test_every_option_is_in_a_pair():
         (["data=own"], "data=own needs data.target"),
         (["data=own", "data.target=outside.Pictures"], "trust=[outside]"),
         (["data=huggingface"], "data=huggingface needs"),
+        (["metrics=[own]"], "metrics=[own] needs metrics.own.target"),
+        (["loss=own"], "loss=own needs loss.target"),
+        (["loss=own", "loss.target=outside.my_loss"], "trust=[outside]"),
+        (["loss=distill"], "loss=distill needs loss.teacher"),
         (["model=own"], "model=own needs model.target"),
         (["model=own", "model.target=outside.Net"], "trust=[outside]"),
     ],
@@ -297,7 +369,7 @@ def test_every_group_has_its_off_switch_or_a_default():
     groups = options()
     assert set(groups) >= {
         "precision", "optimizer", "scheduler", "loader", "parallel", "checkpointing", "batch", "compile", "surgery", "clip",
-        "ema", "model", "data", "augment", "debug", "saving", "logger", "runtime",
+        "ema", "model", "data", "augment", "debug", "saving", "logger", "runtime", "metrics", "stop",
     }  # fmt: skip
     defaults = compose([]).choices
     assert set(defaults) == set(groups)

@@ -1,4 +1,4 @@
-"""The examples do what they say: examples/slow_loss, whose slow line the doctor finds, and examples/extending."""
+"""The examples do what they say: examples/slow_loss, whose slow line the doctor finds, examples/extending and own_samples."""
 
 import re
 import shlex
@@ -12,6 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 
+import drivetrain
 from drivetrain import sweep
 from drivetrain.cli.main import main
 from drivetrain.config.contract import contract_problems
@@ -293,6 +294,17 @@ def test_the_verb_counts_parameters(tiny, my_pkg, capsys):
         command(["model=mpl"])
 
 
+def test_the_callback_logs_the_norm_of_the_weights(tiny, my_pkg):
+    words = tiny("trust=[my_pkg]", "callbacks=[my_pkg.callback.WeightNorm]")
+    result = launcher.launch(prepare(words), quiet=True).result
+    weights = safetensors.torch.load_file(checkpoints(Path(result.run_dir))[-1] / "model.safetensors")
+    norm = sum(float(w.square().sum()) for w in weights.values()) ** 0.5
+    logged = [record["weight_norm"] for record in records(Path(result.run_dir), "callback")]
+    assert len(logged) == 2
+    assert logged[-1] == pytest.approx(norm, rel=1e-5)
+    assert (Path(result.run_dir) / "notes.txt").read_text().startswith("completed after 2 updates")
+
+
 @pytest.fixture
 def plugin(tmp_path, my_pkg, monkeypatch):
     """What `pip install examples/extending` leaves in site-packages."""
@@ -310,7 +322,7 @@ def plugin(tmp_path, my_pkg, monkeypatch):
 
 
 def test_an_installed_plugin_needs_no_config_dir_and_no_trust(plugin, tiny, capsys):
-    assert main(["train", "-q", *tiny("optimizer=sign_sgd", "precision=fp64", "loss=focal")]) == 0
+    assert main(["train", "-q", *tiny("optimizer=sign_sgd", "precision=fp64", "loss=focal", "callbacks=[weight_norm]")]) == 0
     capsys.readouterr()
     assert main(["list", "parallel"]) == 0
     assert "parallel=local_sgd: ranks train by themselves" in capsys.readouterr().out
@@ -378,3 +390,25 @@ def test_the_commands_of_a_page_are_good(page, monkeypatch, my_pkg):
         except UserError as error:
             problems = error.problems
         assert [p for p in problems if not re.search(READERS_OWN, p)] == [], text
+
+
+# --- examples/own_samples: dicts of lines of many lengths, which docs/data.md goes through ---
+
+SAMPLES = ROOT / "examples/own_samples"
+
+
+def test_the_docs_show_what_the_example_of_dicts_does():
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/data.md").read_text(), re.S)
+    code = (SAMPLES / "my_lines.py").read_text()
+    assert len(blocks) == 2
+    assert all(block in code for block in blocks)
+
+
+def test_the_command_of_the_docs_trains_on_dicts(monkeypatch, tmp_path):
+    """Shortened: a few updates in buckets, then evaluated."""
+    text = re.search(r"drivetrain train (data=own data\.target=my_lines.*?)\n\n", (ROOT / "docs/data.md").read_text(), re.S)[1]
+    monkeypatch.syspath_prepend(SAMPLES)
+    result = drivetrain.train([*shlex.split(text.replace("\\\n", " ")), "updates=20", "batch=bucketed", f"output_dir={tmp_path}"])
+    assert result.status == "completed", result.error
+    assert result.metrics["final"]["accuracy"] > 0.5
+    assert result.metrics["final"]["loss"] < 1.0  # of three modules by chance: 1.1

@@ -9,9 +9,10 @@ import torch
 from PIL import Image
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from drivetrain.augment import Augment, CutMix, Mixup, RandomErasing, RandomResizedCrop
+from drivetrain.augment import Augment, CutMix, FlipCrop, Mixup, RandomErasing, RandomResizedCrop
 from drivetrain.batch import Batch
 from drivetrain.config.catalog import options
+from drivetrain.core import trees
 from drivetrain.core.microbatch import Request
 from drivetrain.core.world import World
 from drivetrain.data import Images, Normalize, Tensors, Texts
@@ -84,10 +85,10 @@ def train(device: StreamedDevice, loader: Loader, work: Pipeline) -> set[torch.d
     kinds, device.strict = [], False
     for micro in loader.stream(work, requests(work), CUDA, torch.contiguous_format):
         device.strict = type(loader) is not Loader  # loader=sync waits for its copies
-        for tensor in (micro.x, micro.y, micro.weight):
+        for tensor in (*trees.leaves(micro.x), *trees.leaves(micro.y), micro.weight):
             assert tensor.device == CUDA
             tensor.mul(2)
-        kinds.append(micro.x.dtype)
+        kinds.append(trees.first(micro.x).dtype)
     assert len(kinds) == SAMPLES // SIZE
     assert device.problems == []
     return set(kinds)
@@ -108,6 +109,14 @@ def test_every_loader_with_all_augmentations(tiny, device, monkeypatch, name):
         loader.budget_s, device.strict = 1e-9, False
         loader.autotune(work._replace(steps=()), SIZE, CUDA)
     assert train(device, loader, work) == {torch.float32}
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES["loader"] if name not in ("auto", "dali")])
+def test_every_loader_with_dicts_and_tuples(tiny, device, name):
+    x = {"image": images().x, "person": (torch.rand(SAMPLES), torch.rand(SAMPLES, 3))}
+    work = pipeline(Tensors(x, {"label": torch.arange(SAMPLES) % 4}), [FlipCrop()])._replace(images="image")
+    assert train(device, option(tiny, "loader", name), work) == {torch.float32}
+    assert sum(len(shape) == 4 and dtype == torch.uint8 for shape, dtype in device.copied) >= 1, "as bytes"
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES["loader"] if name != "auto"])

@@ -28,7 +28,9 @@ def from_sections(overrides: tuple[str, ...], folders: tuple[Path, ...]) -> Dict
     """Return what Hydra composes from these overrides, one for each group."""
     default = _compose_once((), folders)
     sections = {key: default._get_node(key) for key in default}
-    for override in overrides:
+    if several := tuple(override for override in overrides if override[0] in "~+"):  # loss=[a,b]
+        sections[several[0][1:]] = _compose_once(several, folders)._get_node(several[0][1:])
+    for override in (override for override in overrides if override not in several):
         group = override.partition("=")[0]
         composed = _compose_once((override,), folders)
         sections[group] = composed._get_node(group) if group in composed else None

@@ -63,13 +63,39 @@ class Pictures(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         return self.noise[index], index % 2
+
+class Labels(Pictures):
+    def __getitem__(self, index):
+        return self.noise[index], torch.tensor([index % 2, 1])
+
+class Numbers(Pictures):
+    classes = ("age",)
+
+    def __getitem__(self, index):
+        return self.noise[index], index / 32
+
+class Masks(Pictures):
+    def __getitem__(self, index):
+        return self.noise[index], (self.noise[index, 0] > 0.5).long()
+
+class Views(Pictures):
+    def __getitem__(self, index):
+        return torch.stack([self.noise[index], 1 - self.noise[index]]), index % 2
+
+def each_pixel(shape, classes):
+    return torch.nn.Conv2d(shape[0], classes, 1)
+
+def my_loss(output, y):
+    return torch.nn.functional.cross_entropy(output, y)
 """
 
+TARGETS = {"bce": "Labels", "mse": "Numbers", "l1": "Numbers", "huber": "Numbers", "quantile": "Numbers", "contrastive": "Views"}
 Pair = frozenset[str]
 
 
 def needs(folder: Path) -> dict[str, list[str]]:
     """What an option wants besides its name, to be tried at all and to be small; options give way to those of a row."""
+    own = ["data=own", "trust=[pairwise_net]"]
     shards = [f"data.{split}={folder}/shard.tar" for split in ("train", "test")]
     return {
         "data=synthetic": ["data.shape=[3,32,32]", "data.samples=32", "data.test_samples=16"],
@@ -90,6 +116,9 @@ def needs(folder: Path) -> dict[str, list[str]]:
         "model=gpt": ["model.width=16", "model.depth=2", "model.heads=2", "data=stdlib", "loss=next_token"],
         "loader=dali": ["data=imagefolder"],
         "loss=next_token": ["data=stdlib", "model=gpt"],
+        **{f"loss={name}": [f"data.target=pairwise_net.{kind}", *own] for name, kind in TARGETS.items()},
+        "loss=dice": ["data.target=pairwise_net.Masks", *own, "model=own", "model.target=pairwise_net.each_pixel"],
+        "loss=own": ["loss.target=pairwise_net.my_loss", "trust=[pairwise_net]"],
         "batch=bucketed": ["data=stdlib", "model=gpt", "loss=next_token", "runtime.cudnn_benchmark=false"],
         "model=timm": ["model.name=test_resnet"],
         "model=resnet9": ["model.width=4", "model.bias=true"],

@@ -69,7 +69,7 @@ def test_everything_that_is_wrong_with_them_is_told_at_once() -> None:
         )
     )  # fmt: skip
     expected = [
-        "'hydra.run.dir=x': of Hydra's config", "'hydra.launcher.array_parallelism=1,2': ", "submitit_slurm has it",
+        "'hydra.launcher.array_parallelism=1,2': ", "hydra.run.dir is for one run: set hydra.sweep", "submitit_slurm has it",
         "did you mean 'timeout_min'", "hydra.launcher.setup=ls: must be a list", "did you mean 'optuna'",
     ]  # fmt: skip
     assert len(told) == len(expected)
@@ -105,7 +105,7 @@ def test_an_extra_that_is_missing_is_named(word: str, package: str, monkeypatch:
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        ([SLURM], "'hydra/launcher=submitit_slurm' is for several runs: say -m"),
+        ([SLURM], "'hydra/launcher=submitit_slurm': it is for several runs: say -m"),
         (["optimizer.lr=interval(1,2)"], "say -m hydra/sweeper=optuna before it, or give one value"),
         (["-m", "optimizer.lr=interval(1,2)"], "or search by -m hydra/sweeper=optuna"),
         (["-m", "epochs=1,2", SLURM], "there is no sbatch and no srun here"),

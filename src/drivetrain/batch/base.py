@@ -56,7 +56,9 @@ class Batch(Option):
     def __post_init__(self) -> None:
         self._configured = self.accumulation_steps
         self.pairs = False  # each sample gets a partner to be mixed with (mixup, CutMix)
+        self.together = 1  # samples that an evaluation keeps in one batch, as losses do that compare samples
         self.lengths: torch.Tensor | None = None  # (n,) tokens of each training sample, where samples are sequences
+        self.weighs_by_length = True  # whether the loss averages over tokens; else over samples, which only differ in length
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         ranks = run.parallel.data_ranks()
@@ -91,7 +93,11 @@ class Batch(Option):
         return self
 
     def setup(self, context: BuildContext) -> None:
-        self.pairs = any(step.mixes for step in context.run.augment) and context.run.debug.augments
+        run = context.run
+        self.pairs = any(step.mixes for step in run.augment) and run.debug.augments
+        kinds = getattr(run.loss, "takes", None) if run.data.targets is None else (run.data.targets,)
+        self.weighs_by_length = kinds == ("tokens",)
+        self.together = run.loss.evaluated_together
         self.measure(context.train_source, context.seed, context.parallel.data_world)
 
     def measure(self, source: Source, seed: int, world: World) -> None:
@@ -176,13 +182,13 @@ class Batch(Option):
 
     def amount(self, indices: torch.Tensor) -> int:
         """Return the number of items that the loss averages over: the tokens of these samples (n,), or the samples."""
-        return len(indices) if self.lengths is None else int(self.lengths[indices].sum())
+        return int(self.lengths[indices].sum()) if self.lengths is not None and self.weighs_by_length else len(indices)
 
     def evaluation(self, source: Any, world: World) -> Sequence[torch.Tensor]:
         """Return the batches of an evaluation, as indices: every sample once, sequences of similar length together."""
         lengths = getattr(source, "lengths", None)
         order = torch.arange(len(source)) if lengths is None else lengths.argsort(stable=True)
-        return order.split(self.micro_batch(world))
+        return order.split(math.ceil(self.micro_batch(world) / self.together) * self.together)
 
     def evaluation_requests(
         self, source: Any, world: World, max_batches: int | None, lockstep: bool = False

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from drivetrain.batch.base import Batch
 from drivetrain.core import rng
@@ -18,6 +18,9 @@ from drivetrain.core.microbatch import Request
 from drivetrain.core.option import Count, RunSpec
 from drivetrain.core.source import Source
 from drivetrain.core.world import World
+
+if TYPE_CHECKING:
+    from drivetrain.core.context import BuildContext
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +53,7 @@ class Bucketed(Batch):
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)
-        if not run.data.tokens:
+        if not (run.data.tokens or run.data.may_differ_in_length):
             yield f"batch=bucketed sorts by length, and all samples of {run.named('data')} are alike: set batch=fixed"
 
     def advise(self, run: RunSpec) -> Iterator[str]:
@@ -59,6 +62,15 @@ class Bucketed(Batch):
                 "batch=bucketed has batches of several shapes, and runtime.cudnn_benchmark=true tries its kernels anew for each: "
                 "set runtime.cudnn_benchmark=false"
             )
+
+    def setup(self, context: BuildContext) -> None:
+        if getattr(context.train_source, "lengths", None) is None:
+            run = context.run
+            raise UserError(
+                f"{run.named('batch')} sorts by length, and the samples of {run.named('data')} do not differ in it, or do not "
+                "tell it: set batch=fixed"
+            )
+        super().setup(context)
 
     def measure(self, source: Source, seed: int, world: World) -> None:
         super().measure(source, seed, world)

@@ -1,34 +1,66 @@
-"""The arguments that verbs on a config share: overrides, --config-dir and --help."""
+"""The arguments that verbs on a config share: overrides, --config-dir, --config-name and --help."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
+from drivetrain.config.hydra_idioms import recipe_word, translated
+from drivetrain.core.errors import UserError, did_you_mean
 from drivetrain.core.paths import add_import_paths
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser whose complaints are a UserError of one line."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = message.removeprefix("unrecognized arguments: ")
+        flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        hint = f": {did_you_mean(unknown.split('=')[0].split()[0], flags)}" if unknown != message else ""
+        raise UserError(f"{self.prog}: {message}{hint}")
+
+
 def parser(verb: str) -> argparse.ArgumentParser:
-    """A parser of overrides, --config-dir and --help, to which a verb may add its own arguments."""
-    made = argparse.ArgumentParser(prog=f"drivetrain {verb}", add_help=False)
+    """A parser of the shared arguments, to which a verb may add its own."""
+    made = Parser(prog=f"drivetrain {verb}", add_help=False)
     made.add_argument("overrides", nargs="*")
     made.add_argument("-cd", "--config-dir", action="append", default=[])
+    made.add_argument("-cn", "--config-name")
+    made.add_argument("-cp", "--config-path")
     made.add_argument("-h", "--help", action="store_true")
     return made
+
+
+def parse_with(made: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """The arguments, with the overrides in drivetrain's words.
+
+    The config dirs are checked and their classes made importable. Raises UserError.
+    """
+    given = made.parse_intermixed_args(argv)
+    if given.help:
+        return given
+    add_import_paths(given.config_dir)
+    if given.config_path is not None:
+        hint = "give a folder with your own options by --config-dir FOLDER"
+        raise UserError(f"--config-path {given.config_path}: drivetrain's own config is the one to start from: {hint}")
+    given.overrides = translated(given.overrides, given.config_dir)
+    if given.config_name not in (None, "config", "config.yaml"):  # conf/config.yaml is where every run starts
+        given.overrides = [f"recipe={recipe_word(given.config_name, given.config_dir)}", *given.overrides]
+    return given
 
 
 def parse(verb: str, argv: Sequence[str], help_text: str, *paths: str) -> argparse.Namespace | None:
     """A verb's arguments, with `paths` the names of further options that take a path; None once --help has been printed.
 
-    The config dirs are checked and their classes made importable. Raises UserError.
+    Raises UserError.
     """
     made = parser(verb)
     for option in paths:
         made.add_argument(option, type=Path)
-    given = made.parse_intermixed_args(argv)
+    given = parse_with(made, argv)
     if given.help:
         print(help_text)
         return None
-    add_import_paths(given.config_dir)
     return given

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import traceback
 from collections.abc import Sequence
 
 from drivetrain import __version__
 from drivetrain.cli import help, verbs
-from drivetrain.core.errors import BAD_CONFIG, DONE, FAILED, INTERRUPTED, UserError
+from drivetrain.core.errors import BAD_CONFIG, DONE, FAILED, INTERRUPTED, UserError, wants_traceback
 from drivetrain.ui import terminal
 
 
@@ -20,6 +19,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _dispatch(argv)
     except UserError as error:
+        if wants_traceback():
+            traceback.print_exc()
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
         return BAD_CONFIG
@@ -27,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except Exception as error:  # a bug of ours: one line, and the traceback on demand
-        if os.environ.get("DRIVETRAIN_TRACEBACK"):
+        if wants_traceback():
             traceback.print_exc()
         text = str(error).strip().splitlines()
         print(

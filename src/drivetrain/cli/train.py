@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from typing import Any
 
 from drivetrain.cli import arguments
 from drivetrain.core.errors import DONE, UserError, did_you_mean
-from drivetrain.core.paths import add_import_paths
 
 HELP = """\
 drivetrain train [group=option] [key=value] …      (the same: python -m src.train …)
@@ -22,26 +22,39 @@ drivetrain train [group=option] [key=value] …      (the same: python -m src.tr
   -m, --multirun        run every combination of a=x,y  b=range(1,4); resume=<its folder> continues a sweep
        hydra/launcher=joblib hydra.launcher.n_jobs=2        several at a time (also: submitit_slurm, submitit_local)
        hydra/sweeper=optuna hydra.sweeper.n_trials=20       search: optimizer.lr=tag(log,interval(1e-4,1e-1))
-  -c, --cfg job         show the composed config and stop (--resolve: with references resolved)
+  -c, --cfg job|hydra|all  show the config, Hydra's node, or both, and stop (--resolve: with references resolved)
   -p, --package KEY     with --cfg: this part only
+  -i, --info [WHAT]     show where options come from: all, config, defaults, defaults-tree, plugins or searchpath
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
+  -cn, --config-name N  the same as recipe=N, also for DIR/N.yaml
   -q, --quiet           only the result
   -h, --help            this
 
 exit codes: 0 done · 1 an error while training · 2 bad config or recipe · 3 diverged · 75 interrupted, saved, resumable
 """
+INFO = ["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"]
+INSTEAD = {  # flags of Hydra → what to type
+    "--hydra-help": "say `drivetrain train --help`; docs/sweeps.md has a table of Hydra's words",
+    "-sc --shell-completion": 'say eval "$(drivetrain completion bash)" (or zsh, fish)',
+    "--experimental-rerun": "say recipe=RUN/recipe.yaml to run it again, or resume=RUN to go on with it",
+    "--version": "say `drivetrain --version`, or --info for all versions",
+}
 
 
 def command(argv: Sequence[str]) -> int:
     """Run `drivetrain train`; its exit code."""
-    given = _parse(argv)
+    given = arguments.parse_with(_parser(), argv)
     if given.help:
         from drivetrain.cli import list
 
         print(HELP)
         list.show(config_dirs=given.config_dir)
         return DONE
-    add_import_paths(given.config_dir)
+    _refuse_flags_of_hydra(given)
+    if given.info is not None:
+        from drivetrain.cli import info
+
+        return info.show(given.info, given.overrides, given.config_dir)
     if given.cfg:
         return _show_config(given)
     for flag, value in (("--resolve", given.resolve), ("--package", given.package)):
@@ -50,26 +63,38 @@ def command(argv: Sequence[str]) -> int:
     return _train(given)
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
+def _parser() -> argparse.ArgumentParser:
     parser = arguments.parser("train")
     parser.add_argument("-m", "--multirun", action="store_true")
-    parser.add_argument("-c", "--cfg", choices=["job"])
+    parser.add_argument("-r", "--run", action="store_true")  # what happens anyway
+    parser.add_argument("-c", "--cfg", choices=["job", "hydra", "all"])
     parser.add_argument("--resolve", action="store_true")
     parser.add_argument("-p", "--package")
+    parser.add_argument("-i", "--info", nargs="?", const="all", choices=INFO)
     parser.add_argument("-q", "--quiet", action="store_true")
-    return parser.parse_intermixed_args(argv)
+    for flag in INSTEAD:
+        parser.add_argument(*flag.split(), nargs="?", const="", dest=flag)
+    return parser
+
+
+def _refuse_flags_of_hydra(given: argparse.Namespace) -> None:
+    for flag, hint in INSTEAD.items():
+        if getattr(given, flag) is not None:
+            raise UserError(f"{flag.split()[-1]}: {hint}")
 
 
 def _train(given: argparse.Namespace) -> int:
     from drivetrain import sweep
+    from drivetrain.config import hydra_settings
     from drivetrain.launch import launcher
-    from drivetrain.launch.job import prepare
+    from drivetrain.launch.job import prepare_run
     from drivetrain.parallel import launched
     from drivetrain.ui import terminal
 
-    if given.multirun or sweep.is_sweep_recipe(given.overrides):
+    mode = hydra_settings.split(given.overrides)[0].given.get("mode")
+    if given.multirun or mode == "MULTIRUN" or sweep.is_sweep_recipe(given.overrides):
         return sweep.run(given.overrides, given.config_dir, given.quiet)
-    ended = launcher.launch(prepare(given.overrides, given.config_dir), quiet=given.quiet)
+    ended = launcher.launch(prepare_run(given.overrides, given.config_dir), quiet=given.quiet)
     if ended.result.run_dir is not None:  # this is rank 0
         terminal.show_result(ended.result)
     if ended.result.error and (ended.result.run_dir is not None or launched() is None):  # else rank 0 prints it
@@ -81,13 +106,24 @@ def _train(given: argparse.Namespace) -> int:
 def _show_config(given: argparse.Namespace) -> int:
     from omegaconf import OmegaConf
 
-    from drivetrain.launch.job import prepare
+    from drivetrain.launch.job import prepare_run
 
     if given.multirun:
-        raise UserError("--cfg job shows the config of one run, and -m starts several: leave one of them out")
-    config = prepare(given.overrides, given.config_dir).composed.config
-    part = OmegaConf.select(config, given.package) if given.package else config
-    if part is None:
-        raise UserError(f"--package {given.package}: {did_you_mean(given.package, map(str, config))}")
-    print(OmegaConf.to_yaml(part, resolve=given.resolve) if OmegaConf.is_config(part) else part)
+        raise UserError(f"--cfg {given.cfg} shows the config of one run, and -m starts several: leave one of them out")
+    job = prepare_run(given.overrides, given.config_dir)
+    whole: Any = OmegaConf.to_container(job.hydra.whole(job.composed), resolve=given.resolve)
+    shown = {key: value for key, value in whole.items() if given.cfg == "all" or (key == "hydra") == (given.cfg == "hydra")}
+    shown = _part(shown, given.package) if given.package not in (None, "_global_") else shown
+    print(OmegaConf.to_yaml(shown) if isinstance(shown, dict | list) else shown)
     return DONE
+
+
+def _part(config: Any, package: str) -> Any:
+    """The part of a config at a dotted key. Raises UserError."""
+    for depth, name in enumerate(package.split(".")):
+        if not isinstance(config, dict) or name not in config:
+            inside = f" in {'.'.join(package.split('.')[:depth])}" if depth else ""
+            hint = did_you_mean(name, config if isinstance(config, dict) else ())
+            raise UserError(f"--package {package}: there is no '{name}'{inside}: {hint}")
+        config = config[name]
+    return config

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Option, RunSpec
 from drivetrain.core.step import Step
+from drivetrain.core.trees import Tree
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
@@ -28,10 +29,11 @@ class Compile(Option):
     warmup = 1  # steps until compilation is done
     dynamic: bool | None = False  # compile for any shape; None: once shapes change
 
-    def apply(self, model: torch.nn.Module, example: torch.Tensor, budget: float) -> Any:
+    def apply(self, model: torch.nn.Module, example: Tree, budget: float) -> Any:
         """Return the callable that training calls.
 
-        `example` is a batch of two zeros, `budget` the share of activations to keep.
+        `example` is two samples of zeros, as `trees.call` calls the model with them; `budget` is the share of activations to
+        keep.
         """
         return model
 

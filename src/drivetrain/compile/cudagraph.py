@@ -8,6 +8,7 @@ from typing import Any
 from drivetrain.compile.inductor import Dynamo, graphs_keep_gradients
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
+from drivetrain.core.trees import Tree
 
 
 class CudaGraph(Dynamo):
@@ -35,7 +36,7 @@ class CudaGraph(Dynamo):
         if run.runtime.device != "cpu" and run.runtime.device_type() != "cuda":
             yield _no_cuda("torch finds no CUDA device here")
 
-    def apply(self, model: torch.nn.Module, example: torch.Tensor, budget: float) -> Any:
+    def apply(self, model: torch.nn.Module, example: Tree, budget: float) -> Any:
         self.prepare(budget)
         return torch.compile(model, mode="reduce-overhead", dynamic=False, fullgraph=self.fullgraph)
 

@@ -15,6 +15,7 @@ from drivetrain.compile.base import Compiled, dynamo_seconds
 from drivetrain.core.blocks import blocks_for, describe_blocks
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
+from drivetrain.core.trees import Tree
 
 logger = logging.getLogger(__name__)
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
@@ -85,7 +86,7 @@ class Inductor(Dynamo):
         if self.mode == "reduce-overhead" and kind != "cuda":
             yield f"compile.mode=reduce-overhead is CUDA graphs, and the device is of type {kind}: set compile.mode=default"
 
-    def apply(self, model: torch.nn.Module, example: torch.Tensor, budget: float) -> Any:
+    def apply(self, model: torch.nn.Module, example: Tree, budget: float) -> Any:
         self.prepare(budget)
         return self._compile(model)
 
@@ -112,7 +113,7 @@ class Regional(Inductor):
         super().__init__(mode, dynamic, fullgraph, cache_dir)
         self.block = block
 
-    def apply(self, model: torch.nn.Module, example: torch.Tensor, budget: float) -> Any:
+    def apply(self, model: torch.nn.Module, example: Tree, budget: float) -> Any:
         self.prepare(budget)
         blocks = blocks_for("compile=regional", "compile.block", model, self.block)
         self._blocks = [b for b in blocks if not any(p.is_meta for p in b.parameters())]  # meta blocks belong to other ranks

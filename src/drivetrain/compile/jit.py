@@ -11,6 +11,7 @@ from drivetrain.compile.base import Compiled
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
+from drivetrain.core.trees import Tree, first
 
 
 class Jit(Compiled):
@@ -27,7 +28,7 @@ class Jit(Compiled):
     def advise(self, run: RunSpec) -> Iterator[str]:
         yield "compile=jit is TorchScript, which torch has retired: compile=inductor is its successor"
 
-    def apply(self, model: torch.nn.Module, example: torch.Tensor, budget: float) -> Any:
+    def apply(self, model: torch.nn.Module, example: Tree, budget: float) -> Any:
         start = time.perf_counter()
         buffers = [buffer.clone() for buffer in model.buffers()]
         try:
@@ -46,10 +47,11 @@ class Jit(Compiled):
         self._seconds = time.perf_counter() - start
         return jitted
 
-    def _trace(self, model: torch.nn.Module, example: torch.Tensor) -> Any:
-        device = example.device  # the only one that is used: by default torch would start all of them
+    def _trace(self, model: torch.nn.Module, example: Tree) -> Any:
+        device = first(example).device  # the only one that is used: by default torch would start all of them
         with torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=device.type):
-            return torch.jit.trace(model, example, check_trace=False)
+            inputs = {"example_kwarg_inputs": example} if isinstance(example, dict) else {"example_inputs": example}
+            return torch.jit.trace(model, **inputs, check_trace=False)
 
     def seconds(self) -> float | None:
         return self._seconds

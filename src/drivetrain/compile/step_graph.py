@@ -9,6 +9,7 @@ from drivetrain.compile.inductor import Dynamo
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
 from drivetrain.core.step import Step
+from drivetrain.core.trees import Tree
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
@@ -53,7 +54,7 @@ class StepGraph(Dynamo):
         for key, (given, neutral) in eager_only_settings(run).items():
             yield f"{key}={given} has no effect in compile=step, which makes the update in its own way: set it to {neutral}"
 
-    def apply(self, model: torch.nn.Module, example: torch.Tensor, budget: float) -> Any:
+    def apply(self, model: torch.nn.Module, example: Tree, budget: float) -> Any:
         self.prepare(budget)
         return model
 
@@ -62,8 +63,9 @@ class StepGraph(Dynamo):
 
         model = context.model
         self._step = WholeStep(
-            step, model, context.optimizer, lambda: torch.compile(model), self.cudagraph, context.precision.update_state
-        )
+            step, model, context.optimizer, lambda: context.model_call.taking_batches(torch.compile(model)), self.cudagraph,
+            context.precision.update_state, context.loss.parts,
+        )  # fmt: skip
         return self._step
 
     def seconds(self) -> float | None:

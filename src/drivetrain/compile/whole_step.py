@@ -22,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from drivetrain.compile.captured_graph import CapturedGraph, Outputs, first_line
+from drivetrain.core import trees
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.step import Step
 
@@ -32,7 +33,7 @@ INDUCTOR = {"reorder_for_locality": False}
 # torch.optim's settings for an update without Python numbers; the compiler fuses it.
 TRACEABLE = {"fused": False, "foreach": True, "capturable": True}
 
-Graph = Callable[..., Outputs]  # inputs, targets, weight → weighted loss; with loss scaling also whether it updated
+Graph = Callable[..., Outputs]  # tensors of inputs and targets, weight → weighted loss; with scaling also whether it updated
 
 
 class CannotRecordError(Exception):
@@ -53,9 +54,10 @@ class WholeStep:
         fallback: Callable[[], Callable[..., torch.Tensor]],
         cudagraph: bool,
         update_state: Callable[[], list[torch.Tensor]] = list,
+        log_sums: Callable[[], dict[str, torch.Tensor]] = dict,
     ) -> None:
         self.inner, self._model, self._optimizer, self._update_state = inner, model, optimizer, update_state
-        self._fallback, self._cudagraph = fallback, cudagraph
+        self._fallback, self._cudagraph, self._log_sums = fallback, cudagraph, log_sums
         self.seconds = 0.0  # spent recording and compiling
         self._eager, self._started = True, False
         self._updated = False  # the update's last micro-batch has updated already
@@ -77,7 +79,7 @@ class WholeStep:
             return
         if not batch.last and not self._gradient_sums:
             self._gradient_sums = [torch.zeros_like(p) for p in self._trained]
-        key = (batch.last, bool(self._gradient_sums), *(f for t in (batch.x, batch.y) for f in (t.shape, t.dtype, t.stride())))
+        key = (batch.last, bool(self._gradient_sums), trees.signature(batch.x), trees.signature(batch.y))
         graph = self._graphs.get(key)
         if graph is None:
             self._record(key, batch, loss_sum)
@@ -110,7 +112,7 @@ class WholeStep:
 
     def _call_graph(self, graph: Graph, batch: MicroBatch) -> Outputs:
         try:
-            return graph(batch.x, batch.y, batch.weight)
+            return graph(*_tensors(batch))
         except Exception as error:  # some weights may be updated already, so the update must not be repeated
             raise RuntimeError(f"compile=step: the graph of an update failed half-way: {first_line(error)}") from None
 
@@ -167,7 +169,7 @@ class WholeStep:
     def _state(self) -> tuple[list[torch.Tensor], list[Any]]:
         """Return every tensor that persists between updates, and the Python values of the optimizer's state."""
         model, optimizer = self._model, self._optimizer
-        update = (*self._lr_tensors, *self._gradient_sums, *self._update_state())
+        update = (*self._lr_tensors, *self._gradient_sums, *self._update_state(), *self._log_sums().values())
         tensors = {id(t): t for t in (*model.parameters(), *model.buffers(), *update)}
         numbers: list[Any] = []
         _collect([optimizer.state, vars(optimizer)], tensors, numbers, set())
@@ -181,14 +183,15 @@ class WholeStep:
         outputs: list[Outputs] = []
 
         def run(*tensors: torch.Tensor) -> Outputs:
-            x, y, weight = tensors[-3:]
+            *inputs, weight = tensors[len(static) :]
+            x, y = trees.unflatten(inputs, (batch.x, batch.y))
             loss = torch.zeros_like(weight)
             self.inner.micro_batch(MicroBatch(x, y, weight, batch.last, batch.epoch_end), loss)
             outputs.append((loss, *self._trace_update()) if batch.last else (loss,))
             return outputs[0]
 
         with self._traceable():
-            recording = make_fx(run)(*static, batch.x, batch.y, batch.weight)
+            recording = make_fx(run)(*static, *_tensors(batch))
         return recording, outputs[0]
 
     def _trace_update(self) -> Outputs:
@@ -243,15 +246,15 @@ class WholeStep:
     def _compile(self, recording: torch.fx.GraphModule, static: list[torch.Tensor], batch: MicroBatch) -> Graph:
         # Static shapes in a ShapeEnv: without one inductor would not cache the code for the next run.
         fake = FakeTensorMode(shape_env=ShapeEnv())
-        inputs: list[Any] = [fake.from_tensor(t, static_shapes=True) for t in (*static, batch.x, batch.y, batch.weight)]
+        inputs: list[Any] = [fake.from_tensor(t, static_shapes=True) for t in (*static, *_tensors(batch))]
         with torch.no_grad(), tracing(TracingContext(fake)):  # no gradients: the backward is in the graph
             compiled = torch._inductor.compile(recording, inputs, options=INDUCTOR)
 
         @torch.no_grad()
-        def run(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor) -> Outputs:
-            return tuple(compiled(*static, x, y, weight))
+        def run(*tensors: torch.Tensor) -> Outputs:
+            return tuple(compiled(*static, *tensors))
 
-        if not (self._cudagraph and batch.x.is_cuda):
+        if not (self._cudagraph and batch.weight.is_cuda):
             return run
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         return CapturedGraph(run, self._pool)
@@ -261,6 +264,11 @@ class WholeStep:
         self._set_gradients(self._gradient_sums or [None] * len(self._trained))
         self.inner = self.inner.with_forward(self._fallback())
         logger.warning("compile=step: this step cannot be one graph: %s. Going on with compile=inductor", reason)
+
+
+def _tensors(batch: MicroBatch) -> list[torch.Tensor]:
+    """Return what a graph is called with: the tensors of inputs and targets, and the weight."""
+    return [*trees.leaves(batch.x), *trees.leaves(batch.y), batch.weight]
 
 
 @contextmanager

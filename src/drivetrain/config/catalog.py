@@ -15,7 +15,9 @@ from drivetrain.config import plugins
 from drivetrain.core.errors import did_you_mean
 from drivetrain.core.paths import conf_dir
 
-LISTS = ("surgery", "augment", "logger")  # groups of which several options are chosen at once
+SUMS = {"loss": "drivetrain.loss.Sum"}  # groups of which several options may be added up, as loss=[a,b], and the class that does
+LISTS = ("surgery", "augment", "metrics", "logger")  # groups of which several options are chosen at once
+EXPERIMENTS = "experiment"  # the folder of a config dir that holds recipes, as Hydra's users name it
 
 _TARGET = re.compile(r"^(?:  )?_target_: (\S+)", re.M)
 
@@ -60,7 +62,9 @@ def options(config_dirs: Sequence[str] = ()) -> dict[str, list[str]]:
 
 
 def option_keys(group: str, option: Any, config_dirs: Sequence[str] = ()) -> set[str]:
-    """The keys of an option's file; none where there is no such option."""
+    """The keys of an option's file; none where there is no such option. Of a sum of several: their names, and `weights`."""
+    if isinstance(option, list) and group in SUMS:
+        return {*map(str, option), "weights"}
     file = option_files(config_dirs).get(group, {}).get(str(option))
     return set(_keys(file)) if file is not None else set()
 
@@ -81,12 +85,31 @@ def shipped_targets(group: str = "*") -> frozenset[str]:
     """The dotted names of the classes that conf/ names, of one group or of all: a config may make these without trust."""
     files = _option_files(())
     chosen = files.values() if group == "*" else [files[group]]
-    return frozenset(target for of_group in chosen for file in of_group.values() for target in _TARGET.findall(file.read_text()))
+    sums = SUMS.values() if group == "*" else [SUMS[group]] if group in SUMS else []
+    return frozenset(
+        [*sums, *(target for of_group in chosen for file in of_group.values() for target in _TARGET.findall(file.read_text()))]
+    )
 
 
 def problems(config_dirs: Sequence[str] = ()) -> list[str]:
     """What is wrong with the options of plugins and of the user's own folders, all of it."""
-    return [*plugins.problems(), *_problems(other_folders(config_dirs))]
+    misplaced = [problem for folder in config_dirs for problem in _misplaced(Path(folder))]
+    return [*plugins.problems(), *(misplaced or _problems(other_folders(config_dirs)))]
+
+
+def _misplaced(folder: Path) -> Iterator[str]:
+    """Why a folder is none for --config-dir: it holds neither a folder of a group or of experiments, nor a recipe."""
+    known = {*default_options(), EXPERIMENTS}
+
+    def holds_options(place: Path) -> bool:
+        return any((place / name).is_dir() for name in known)
+
+    if holds_options(folder) or (any(folder.glob("*.yaml")) and folder.resolve().name not in known):
+        return
+    below = [place for place in sorted(folder.glob("*/")) if holds_options(place)]
+    place = folder.resolve().parent if folder.resolve().name in known else below[0] if below else None
+    hint = f"say --config-dir {place}" if place else "an option is a file FOLDER/<group>/<option>.yaml, as optimizer/mine.yaml"
+    yield f"--config-dir {folder} holds no folder of a group: {hint}"
 
 
 @lru_cache(maxsize=16)
@@ -105,6 +128,8 @@ def _of_file(file: Path, files: Mapping[str, Mapping[str, Path]]) -> Iterator[st
         yield f"{file}: not valid YAML: {str(error).splitlines()[0]}"
         return
     package = f"# @package {group}.{file.stem}"
+    if group == EXPERIMENTS:  # a recipe, which is read where it is named
+        return
     if group not in files:
         yield f"{file}: there is no group '{group}': {did_you_mean(group, files)}"
     elif (chosen := files[group][file.stem]) != file:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Container, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from drivetrain.config.catalog import LISTS, default_options, option_keys, options, other_folders
+from drivetrain.config.catalog import LISTS, SUMS, default_options, option_keys, options, other_folders
 from drivetrain.config.catalog import problems as option_problems
+from drivetrain.config.hydra_idioms import instead, is_hydra_override
 from drivetrain.config.keys import KeySetter
 from drivetrain.config.renamed import suggestion
 from drivetrain.core.errors import UserError, did_you_mean
-from drivetrain.core.overrides import parse_each
+from drivetrain.core.overrides import format_value, parse_each
 from drivetrain.core.paths import conf_dir
 from drivetrain.recipe import reader as recipes
 from drivetrain.recipe.reader import Recipe
@@ -36,6 +39,8 @@ class Composed:
     option_defaults: dict[str, Any] = field(default_factory=dict)  # the config before any value was set
     problems: list[str] = field(default_factory=list)  # of the overrides; `validate` adds those of the values
     recipe_keys: set[str] = field(default_factory=set)  # keys whose values come from the recipe
+    doubtful: set[str] = field(default_factory=set)  # groups, and keys of no group, of which a word was not understood
+    decoded: dict[str, Any] = field(default_factory=dict)  # dotted key → its text from the environment, as the type it must have
 
     def choice(self, group: str) -> Any:
         """The option that is chosen for a group; a list for LISTS."""
@@ -44,7 +49,18 @@ class Composed:
     @property
     def plain(self) -> dict[str, Any]:
         """The resolved config as dicts and lists."""
-        return OmegaConf.to_container(self.config, resolve=True)  # type: ignore[return-value]
+        resolved: Any = OmegaConf.to_container(self.config, resolve=True)
+        for key, value in self.decoded.items():
+            *above, last = key.split(".")
+            reduce(getitem, above, resolved)[last] = value
+        return resolved  # type: ignore[no-any-return]
+
+    def from_environment(self, key: str) -> bool:
+        """Whether the value of a dotted key comes from the environment."""
+        *above, last = key.split(".")
+        section = OmegaConf.select(self.config, ".".join(above)) if above else self.config
+        plain: Any = OmegaConf.to_container(section) if isinstance(section, DictConfig) else {}
+        return "${oc.env:" in str(plain.get(last))
 
     def where(self, key: str) -> str:
         """The prefix "file:line: " of a value that the recipe set, for messages; empty for any other."""
@@ -57,15 +73,18 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str] = (), base: Rec
     Unknown options and keys become the result's `problems`, so that `validate` reports them together with wrong values.
     Raises UserError for a recipe that cannot be read and for options from outside that are wrong.
     """
-    if wrong := option_problems(config_dirs):
-        raise UserError(wrong)
     known = options(config_dirs)
     problems: list[str] = []
     notices: list[str] = []
-    given = _parse(overrides, problems)
+    given = _parse(overrides, known, problems)
+    all_parsed = not problems
     name = given.pop("recipe", None)
     chosen = {key: value for key, value in given.items() if key in known}
     choices = _Choices(known, problems)
+    if wrong := option_problems(config_dirs):  # then no values can be composed, but options are checked
+        for group, option in chosen.items():
+            choices.choose(group, option)
+        raise UserError([*wrong, *problems])
     recipe = _read(str(name), chosen, choices) if name is not None and base is None else base
     values: dict[str, Any] = {}
     if recipe is not None:
@@ -82,35 +101,67 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str] = (), base: Rec
         recipe_keys=set(values) - set(given),
     )  # fmt: skip
     failed = {*chosen, *(recipe.choices if recipe is not None else ())}.intersection(known) - set(choices.made)
+    composed.doubtful = failed if all_parsed else {*failed, "an override"}
     setter = KeySetter(config, composed.choices, config_dirs)
     for key, value in values.items():
         problem = (setter.unknown_in_group if key.split(".")[0] in failed else setter.set)(key, value)
         if problem is not None:
             problems.append(composed.where(key) + problem)
+            composed.doubtful.add(key.split(".")[0])
     try:
         composed.plain  # noqa: B018 - resolves every interpolation
     except OmegaConfBaseException as error:
-        raise UserError([*problems, f"a reference in the config cannot be resolved: {str(error).splitlines()[0]}"]) from None
+        raise UserError([*problems, *(_unresolved(composed) or [f"a reference in the config: {_first_line(error)}"])]) from None
     return composed
 
 
-def _parse(overrides: Sequence[str], problems: list[str]) -> dict[str, Any]:
+def _unresolved(composed: Composed) -> list[str]:
+    """Why values cannot be resolved, one line for each key."""
+    problems = []
+    for key, text in references(composed.config).items():
+        try:
+            OmegaConf.select(composed.config, key, throw_on_missing=True)
+        except OmegaConfBaseException as error:
+            missing = re.search(r"Environment variable '(\w+)' not found", str(error))
+            name = missing[1] if missing else ""
+            hint = f"the environment has no {name}: set it, or write ${{oc.env:{name},VALUE}}" if missing else _first_line(error)
+            problems.append(f"{composed.where(key)}{key}={text}: {hint}")
+    return problems
+
+
+def _first_line(error: Exception) -> str:
+    return f"it cannot be resolved: {str(error).splitlines()[0]}"
+
+
+def references(config: Any, prefix: str = "") -> dict[str, str]:
+    """Dotted key → text of every value that refers to another, to the environment, or to anything else."""
+    if isinstance(config, DictConfig):
+        config = OmegaConf.to_container(config)
+    items = config.items() if isinstance(config, dict) else enumerate(config) if isinstance(config, list) else ()
+    found: dict[str, str] = {}
+    for key, value in items:
+        name = f"{prefix}{key}" if isinstance(config, dict) else f"{prefix[:-1]}[{key}]"
+        found |= {name: value} if isinstance(value, str) and "${" in value else references(value, f"{name}.")
+    return found
+
+
+def _parse(overrides: Sequence[str], known: Container[str], problems: list[str]) -> dict[str, Any]:
     """Key → value of each override."""
     parsed = {}
     for text, override in parse_each(overrides, "key=value or group=option", problems):
         key = override.key_or_group
         if override.is_delete():
-            problems.append(f"'{text}': nothing can be deleted: choose a group's off switch ({key}=none) or set another value")
+            hint = f"choose an option, as {key}=NAME" if key in known else f"leave it out, or set a value, as {key}=…"
+            problems.append(f"'{text}': {key} is part of every config and cannot be deleted: {hint}")
         elif "interval(" in text and override.is_sweep_override():
             problems.append(f"'{text}' is a range to search: say -m hydra/sweeper=optuna before it, or give one value")
         elif override.is_sweep_override():
             problems.append(f"'{text}' gives several values: say -m before it to run them all as a sweep, or quote it")
-        elif key.startswith(("hydra/launcher", "hydra.launcher", "hydra/sweeper", "hydra.sweeper")):
-            problems.append(f"'{text}' is for several runs: say -m before it, or leave it out")
-        elif key == "hydra" or key.startswith(("hydra.", "hydra/")):
-            problems.append(f"'{text}': drivetrain does not start runs by Hydra: set output_dir=… to say where runs are written")
+        elif is_hydra_override(text):
+            problems.append(instead(text))
         elif override.package is not None:
-            problems.append(f"'{text}': a group cannot be put elsewhere in the config: write {key}={override.value()}")
+            hint = f"write {key}={format_value(override.value())}"
+            problems.append(f"'{text}': a group cannot be put elsewhere in the config: {hint}")
         else:
             parsed[key] = override.value()
     return parsed
@@ -133,6 +184,8 @@ class _Choices:
         known = self.known[group]
         if group in LISTS:
             option = option if isinstance(option, list) else [] if option is None else [option]
+        elif isinstance(option, list) and group in SUMS:
+            option = option[0] if len(option) == 1 else option or None
         elif isinstance(option, list):
             self.problems.append(f"{where}{group}={option}: give one option, not a list: {did_you_mean('', known)}")
             return
@@ -202,8 +255,15 @@ def _drop_values_of_other_options(
 
 def _by_hydra(choices: dict[str, Any], config_dirs: Sequence[str]) -> DictConfig:
     """conf/config.yaml with these options, composed by Hydra."""
-    overrides = [f"{g}=[{','.join(o)}]" if isinstance(o, list) else f"{g}={o}" for g, o in choices.items()]
-    return deepcopy(_hydra_compose(tuple(overrides), other_folders(config_dirs)))
+    sums = {group: names for group, names in choices.items() if group in SUMS and isinstance(names, list)}
+    others = {group: option for group, option in choices.items() if group not in sums}
+    overrides = [f"{g}=[{','.join(o)}]" if isinstance(o, list) else f"{g}={o}" for g, o in others.items()]
+    for group, names in sums.items():  # each option below its own name
+        overrides += [f"~{group}", *(f"+{group}@{group}.{name}={name}" for name in names)]
+    config = deepcopy(_hydra_compose(tuple(overrides), other_folders(config_dirs)))
+    for group in sums:
+        OmegaConf.update(config, group, {"_target_": SUMS[group], "weights": None}, force_add=True)
+    return config
 
 
 @lru_cache(maxsize=16)  # the jobs of a sweep differ in values more often than in options
@@ -214,11 +274,11 @@ def _hydra_compose(overrides: tuple[str, ...], folders: tuple[Path, ...]) -> Dic
     from hydra.errors import HydraException
 
     search = [f"hydra.searchpath=[{','.join(f'file://{folder}' for folder in folders)}]"] if folders else []
-    GlobalHydra.instance().clear()
+    before, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None  # that of a script with @hydra.main
     try:
         with initialize_config_dir(str(conf_dir()), version_base="1.3"):
             return hydra_compose("config", overrides=[*overrides, *search])
     except HydraException as error:
         raise UserError(f"the config cannot be composed: {str(error).splitlines()[0]}") from None
     finally:
-        GlobalHydra.instance().clear()
+        GlobalHydra.instance().hydra = before

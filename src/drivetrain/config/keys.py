@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from drivetrain.config.catalog import LISTS, option_keys, options
-from drivetrain.config.renamed import RENAMED, suggestion
+from drivetrain.config.catalog import LISTS, SUMS, option_keys, options
+from drivetrain.config.renamed import present_name, suggestion
 from drivetrain.core.errors import did_you_mean
 
 # Mappings whose keys are the user's: arguments of a class, patterns of parameters' names.
@@ -42,6 +42,8 @@ class KeySetter:
         current = OmegaConf.select(self.config, key)
         if isinstance(current, DictConfig) and current and not isinstance(value, dict):
             return f"{key}={value}: {key} is a mapping of {', '.join(map(str, current))}: set one of those"
+        if len(parts) == 1 and isinstance(current, ListConfig) and isinstance(value, str):
+            value = [value]  # trust=my_pkg
         OmegaConf.update(self.config, key, value, force_add=True)
         return None
 
@@ -53,14 +55,35 @@ class KeySetter:
             group, option = parts[:2]
             hint = f"set {group}=[{option}] too" if option in known[group] else did_you_mean(option, known[group])
             return f"{key}={value}: {option} is not among the options of {group}: {hint}"
-        hint = suggestion(f"{inside}.{part}" if inside else part, part, {*names, *known} if not depth else names)
-        present = RENAMED.get(f"{inside}.{part}", part).rpartition(".")[2]
-        owners = [name for name in known.get(inside, []) if present in option_keys(inside, name, self.config_dirs)]
-        if owners and present not in names:
-            has_it = " or ".join(f"{inside}={name}" for name in owners) + " has it"
-            hint = has_it if present == part else f"{hint}, and {has_it}"
+        if parts[0] in SUMS and isinstance(self.choices[parts[0]], list):
+            return self._unknown_in_sum(parts, value, depth, names)
+        given = f"{inside}.{part}" if inside else part
+        present = present_name(given)
+        homes = [f"{group}.{part}" for group in self._groups_with(part)] if not depth and present == given else []
+        hint = f"did you mean {' or '.join(map(repr, homes))}?" if homes else ""
+        hint = hint or suggestion(given, part, {*names, *known} if not depth else names)
+        group, _, knob = (homes[0] if len(homes) == 1 else present).rpartition(".")
+        owners = [name for name in known.get(group, []) if knob in option_keys(group, name, self.config_dirs)]
+        if owners and (group in LISTS or self.choices[group] not in owners):
+            has_it = " or ".join(f"{group}={name}" for name in owners) + " has it"
+            hint = has_it if present == given and not homes else f"{hint.removesuffix('?')}, and {has_it}"
         place = f"{inside}={self.choices[inside]}" if inside in known else inside or "the config"
         return f"{place} has no '{part}' ({key}={value}): {hint}"
+
+    def _groups_with(self, knob: str) -> list[str]:
+        """The groups of which an option has this knob; those whose chosen option has it come first."""
+        groups = {group: names for group, names in options(self.config_dirs).items() if group not in LISTS}
+        keys = {group: [option_keys(group, name, self.config_dirs) for name in names] for group, names in groups.items()}
+        chosen = [group for group in groups if knob in option_keys(group, self.choices[group], self.config_dirs)]
+        return [*chosen, *(g for g in groups if g not in chosen and any(knob in of_option for of_option in keys[g]))]
+
+    def _unknown_in_sum(self, parts: list[str], value: Any, depth: int, names: list[str]) -> str:
+        """The problem of a key of a sum of options, whose keys are below their names."""
+        group, part, key = parts[0], parts[depth], ".".join(parts)
+        chosen = self.choices[group]
+        owners = [f"{group}.{name}.{part}" for name in chosen if part in option_keys(group, name, self.config_dirs)]
+        hint = f"set {' or '.join(owners)}" if depth == 1 and owners else did_you_mean(part, names)
+        return f"{'.'.join(parts[:depth])} of {group}=[{','.join(chosen)}] has no '{part}' ({key}={value}): {hint}"
 
     def unknown_in_group(self, key: str, value: Any) -> str | None:
         """The problem of a knob that no option of its group has: which option was meant is not known, its name is wrong."""

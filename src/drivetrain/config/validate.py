@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from omegaconf import OmegaConf
 
-from drivetrain.config.catalog import LISTS, options, shipped_targets
+from drivetrain.config import callbacks
+from drivetrain.config.catalog import LISTS, SUMS, options, shipped_targets
 from drivetrain.config.compose import Composed
 from drivetrain.config.plugins import trusted_packages
-from drivetrain.core import paths
-from drivetrain.core.errors import UserError
+from drivetrain.core import paths, selection
+from drivetrain.core.errors import UserError, did_you_mean
+from drivetrain.core.model_call import ForwardInput
 from drivetrain.core.option import Count, Option, RunSpec
 
 _REASONS = {  # pydantic's error types
@@ -31,6 +36,11 @@ _REASONS = {  # pydantic's error types
     "too_short": "must not be empty",
 }
 _LIMITS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
+_KINDS: dict[str, Any] = {  # of the keys of conf/config.yaml that are no group
+    "epochs": Count, "updates": Count | None, "log_every": Count, "evaluate_every": Count, "output_dir": str,
+    "resume": str | None, "resume_changed": bool, "trust": list[str], "recipe": str | None, "forward_input": ForwardInput,
+    "callbacks": list[str], "select": str | None,
+}  # fmt: skip
 
 Where = Callable[[str], str]  # key → "file:line: " of the recipe that set it, or ""
 
@@ -46,25 +56,40 @@ def validate(composed: Composed) -> RunSpec:
         paths.add_working_directory()
     groups = options(composed.config_dirs)
     run = RunSpec(composed.choices, {k: v for k, v in plain.items() if k not in groups})
+    _decode(composed, "", _KINDS, run.values)
     problems = [*composed.problems, *_value_problems(run.values, composed.where)]
     for group in groups:
         made = []
         for prefix, section in _sections(group, plain.get(group), composed):
             option = _make(prefix, section, run.values.get("trust") or [], composed, problems)
             made += [option] if option is not None else []
-        run.parts[group] = made if group in LISTS else made[0] if made else None
-    if not problems:  # rules look at several options: all of them must be there
-        for option in options_of(run):
-            option.see(run)
-        problems += [problem for option in options_of(run) for problem in option.validate(run)]
+        run.parts[group] = None if group in composed.doubtful else made if group in LISTS else made[0] if made else None
+    if composed.doubtful <= set(groups):  # else a value may be missing that any rule reads
+        problems += _broken_rules(run, whole=not problems)
     if problems:
         raise UserError(dict.fromkeys(problems))
     return run
 
 
+def _broken_rules(run: RunSpec, whole: bool) -> list[str]:
+    """What the options' rules say of each other. Where the run is not whole, rules that need a missing option say nothing."""
+    problems: list[str] = []
+    rules: list[Callable[[], Iterable[str] | None]] = [partial(option.see, run) for option in options_of(run)]
+    rules += [partial(option.validate, run) for option in options_of(run)]
+    rules.append(lambda: selection.problems(run, "select", run.values["select"]))
+    for rule in rules:
+        try:
+            problems.extend(rule() or ())
+        except Exception:  # as on the attribute of an option that is None
+            if whole:
+                raise
+    return problems
+
+
 def validate_device(run: RunSpec) -> None:
     """Check the rules that need torch, the device, or a library's list of names. Raises UserError with all problems."""
     problems = [problem for option in options_of(run) for problem in option.validate_device(run)]
+    problems += callbacks.problems(run)
     if problems:
         raise UserError(dict.fromkeys(problems))
 
@@ -75,8 +100,12 @@ def options_of(run: RunSpec) -> Iterator[Option]:
 
 
 def _by_group(run: RunSpec) -> Iterator[tuple[str, Option]]:
+    """All options of a run, each with the key of its settings."""
     for group, made in run.parts.items():
-        yield from ((group, option) for option in (made if isinstance(made, list) else [made]))
+        if isinstance(made, list):
+            yield from zip((f"{group}.{name}" for name in run.names(group)), made, strict=False)
+        elif made is not None:
+            yield group, made
 
 
 def _sections(group: str, section: Any, composed: Composed) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -93,6 +122,8 @@ def _make(prefix: str, section: dict[str, Any], trust: list[str], composed: Comp
     """One option as an object, or None with its `problems`. No code is imported that is neither shipped nor trusted."""
     knobs = {k: v for k, v in section.items() if k != "_target_"}
     target = str(section.get("_target_"))
+    if target in SUMS.values():
+        return _make_sum(prefix, target, knobs, trust, composed, problems)
     package = target.split(".")[0]
     if target not in shipped_targets() and package not in trusted_packages().union(trust):
         problems.append(
@@ -103,17 +134,50 @@ def _make(prefix: str, section: dict[str, Any], trust: list[str], composed: Comp
     try:
         cls = import_target(target)
     except (ImportError, AttributeError, ValueError) as error:
-        problems.append(f"{prefix}._target_={target} cannot be imported: {error}")
+        problems.append(f"{prefix}._target_={target} cannot be imported: {error}{_near(target)}")
         return None
+    if not any(_class_problems(prefix.split(".")[0], cls, target)):
+        _decode(composed, prefix, _hints(cls), knobs)
     wrong = list(_class_problems(prefix.split(".")[0], cls, target)) or list(knob_problems(prefix, cls, knobs, composed.where))
     problems += wrong
     return None if wrong else cls(**knobs)
+
+
+def _make_sum(
+    prefix: str, target: str, knobs: dict[str, Any], trust: list[str], composed: Composed, problems: list[str]
+) -> Option | None:
+    """An option that adds up several of its group, which are made from the sections below their names."""
+    names = [k for k, v in knobs.items() if isinstance(v, dict) and "_target_" in v]
+    made = {name: _make(f"{prefix}.{name}", knobs.pop(name), trust, composed, problems) for name in names}
+    cls = import_target(target)
+    wrong = list(knob_problems(prefix, cls, knobs, composed.where))
+    problems += wrong
+    return None if wrong or None in made.values() else cls(made, **knobs)
 
 
 def import_target(target: str) -> Any:
     """The class of a dotted name. Raises ImportError, AttributeError or ValueError."""
     module, _, name = target.rpartition(".")
     return getattr(import_module(module), name)
+
+
+def _near(target: str) -> str:
+    """The end of a message about a class that is not in its module: the names that are near; "" where the module is missing."""
+    module = sys.modules.get(target.rpartition(".")[0])
+    names = [name for name, value in vars(module).items() if isinstance(value, type)] if module is not None else []
+    return f": {did_you_mean(target.rpartition('.')[2], names)}" if names else ""
+
+
+def _decode(composed: Composed, prefix: str, hints: Mapping[str, Any], values: dict[str, Any]) -> None:
+    """Turn texts from the environment into what their keys take: "0.1" into a number where a number belongs."""
+    from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+    for key, value in values.items():
+        name = f"{prefix}.{key}" if prefix else key
+        if isinstance(value, str) and key in hints and composed.from_environment(name):
+            with suppress(ValidationError):
+                adapter = TypeAdapter(hints[key], config=ConfigDict(allow_inf_nan=False, arbitrary_types_allowed=True))
+                values[key] = composed.decoded[name] = adapter.validate_python(value)
 
 
 def _class_problems(group: str, cls: Any, target: str) -> Iterator[str]:
@@ -137,20 +201,20 @@ def knob_problems(prefix: str, cls: type, knobs: dict[str, Any], where: Where = 
     parameters = inspect.signature(cls).parameters
     unknown = [k for k in knobs if k not in parameters]
     yield from (f"{where(f'{prefix}.{k}')}{prefix}.{k}: {cls.__name__} takes no such argument" for k in unknown)
-    # A dataclass's constructor is made from its fields, which are annotated in its own module and in those of its base classes.
-    owner: Any = next(c for c in cls.__mro__ if "__init__" in vars(c))
-    hints = get_type_hints(owner if "__dataclass_fields__" in vars(owner) else owner.__init__, include_extras=True)
+    hints = _hints(cls)
     yield from type_problems(prefix, {k: (hints.get(k, Any), knobs[k]) for k in knobs if k in parameters}, where)
+
+
+def _hints(cls: type) -> dict[str, Any]:
+    """The annotations of a constructor; a dataclass's fields are annotated in its own module and in those of its base classes."""
+    owner: Any = next(c for c in cls.__mro__ if "__init__" in vars(c))
+    return get_type_hints(owner if "__dataclass_fields__" in vars(owner) else owner.__init__, include_extras=True)
 
 
 def _value_problems(values: dict[str, Any], where: Where) -> Iterator[str]:
     """What is wrong with the keys of conf/config.yaml that are not groups."""
-    kinds: dict[str, Any] = {
-        "epochs": Count, "updates": Count | None, "log_every": Count, "evaluate_every": Count, "output_dir": str,
-        "resume": str | None, "resume_changed": bool, "trust": list[str], "recipe": str | None,
-    }  # fmt: skip
-    wrong = list(type_problems("", {k: (kinds.get(k, Any), v) for k, v in values.items()}, where))
-    yield from wrong or paths.cannot_be_in(Path(values["output_dir"]))
+    wrong = list(type_problems("", {k: (_KINDS.get(k, Any), v) for k, v in values.items()}, where))
+    yield from wrong or [*paths.cannot_be_in(Path(values["output_dir"])), *callbacks.trust_problems(values)]
 
 
 def type_problems(prefix: str, given: dict[str, tuple[Any, Any]], where: Where = _nowhere) -> Iterator[str]:
@@ -183,7 +247,7 @@ def _reason(errors: Iterable[Any]) -> str:
 
 def machine_local_keys(run: RunSpec) -> set[str]:
     """The dotted keys that depend on the machine or its operator: no recipe sets them, and the config's hash leaves them out."""
-    always = {"output_dir", "resume", "resume_changed", "trust", "recipe", "logger"}
+    always = {"output_dir", "resume", "resume_changed", "trust", "recipe", "logger", "callbacks"}
     return always | {f"{group}.{knob}" for group, option in _by_group(run) for knob in option.machine_local_keys}
 
 
@@ -193,9 +257,10 @@ def identifying_keys(run: RunSpec) -> set[str]:
 
 
 def recipe_code_problems(composed: Composed) -> Iterator[str]:
-    """The problems of a recipe that chooses model=own or data=own, which name a class."""
-    for group in ("model", "data"):
-        if composed.recipe is not None and composed.recipe.choices.get(group) == "own":
+    """The problems of a recipe that chooses model=own, data=own, loss=own or metrics=[own], which name code."""
+    for group in ("model", "data", "loss", "metrics"):
+        chosen = composed.recipe.choices.get(group, []) if composed.recipe is not None else []
+        if composed.recipe is not None and "own" in (chosen if isinstance(chosen, list) else [chosen]):
             yield (
                 f"{composed.recipe.where(group)}: a recipe cannot choose '{group}=own' (it names code): "
                 "choose it on the command line"

@@ -11,9 +11,11 @@ from typing import Any
 from drivetrain.core import protocols
 from drivetrain.core.horizon import Horizon
 from drivetrain.core.lazy import torch
+from drivetrain.core.model_call import ModelCall
 from drivetrain.core.option import RunSpec
 from drivetrain.core.progress import Progress
 from drivetrain.core.source import Source
+from drivetrain.core.trees import Tree
 from drivetrain.core.world import World
 
 
@@ -31,6 +33,7 @@ class BuildContext:
     config: Mapping[str, Any] = field(default_factory=dict)  # by dotted key, without machine-local keys
     findings: Callable[[], list[str]] = list  # the debug option's report at the end of the run, one line each
     progress: Progress = field(default_factory=Progress)  # how far the run is; the trainer updates it
+    log_image: Callable[[str, Path], None] = lambda name, path: None  # shows a PNG file in all loggers; `engine.build` sets it
     resumed: bool = False  # whether a checkpoint is restored once the run is built
     on_exit: ExitStack = field(default_factory=ExitStack)  # undoes what an option changed for the whole process
 
@@ -43,7 +46,8 @@ class BuildContext:
     horizon: Horizon = field(init=False)
     precision: Any = field(init=False)
     model: torch.nn.Module = field(init=False)
-    example: torch.Tensor = field(init=False)  # a batch of two zeros, as the model takes it
+    model_call: ModelCall = field(init=False)  # how the forward is called with a batch's inputs
+    example: Tree = field(init=False)  # two samples of zeros, as `trees.call` calls the model with them
     memory_format: torch.memory_format = field(init=False)
     optimizer: torch.optim.Optimizer = field(init=False)
     loss: protocols.Loss = field(init=False)

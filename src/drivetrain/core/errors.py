@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -28,12 +29,21 @@ class Diverged(RuntimeError):
     """The loss is not finite. Exit code 3."""
 
 
+class CallbackError(RuntimeError):
+    """A callback raised an exception. Exit code 1; the run was saved."""
+
+
 class Interrupted(Exception):
     """A signal stopped the run, or its reading processes died. Exit code 75 if there is a checkpoint to resume from."""
 
     def __init__(self, message: str, saved: bool = False) -> None:
         super().__init__(message)
         self.saved = saved
+
+
+def wants_traceback() -> bool:
+    """Whether the operator asked for whole tracebacks, by drivetrain's name for it or by Hydra's."""
+    return bool(os.environ.get("DRIVETRAIN_TRACEBACK")) or os.environ.get("HYDRA_FULL_ERROR") == "1"
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:
@@ -50,5 +60,14 @@ PEER_GONE = "another rank is gone, or cannot be reached"
 
 def is_peer_failure(error: str | None) -> bool:
     """Whether a rank's error is one that torch raises when another rank is gone or does not answer."""
-    signs = ("Connection closed by peer", "Connection reset", "gloo", "NCCL", "Broken pipe", "imed out", "caused pair closure")
+    signs = (
+        "Connection closed by peer",
+        "Connection reset",
+        "gloo",
+        "NCCL",
+        "Broken pipe",
+        "imed out",
+        "caused pair closure",
+        PEER_GONE,
+    )
     return any(sign in str(error) for sign in signs)

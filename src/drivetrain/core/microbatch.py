@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from drivetrain.core.lazy import torch
+from drivetrain.core.trees import Tree
 
 
 @dataclass(slots=True)
@@ -34,13 +35,14 @@ class Request:
 class MicroBatch:
     """One micro-batch on the device."""
 
-    x: torch.Tensor
-    y: torch.Tensor
+    x: Tree  # what the model gets
+    y: Tree  # what the loss compares its output with
     weight: torch.Tensor  # 0-d, as in its request
     last: bool
     epoch_end: bool
     seconds: float | None = None  # as in its request
     ready: float = 0.0
+    filler: bool = False  # in an evaluation: it only lets this rank take part, and its samples count on another one
 
 
 Item = TypeVar("Item", Request, MicroBatch)

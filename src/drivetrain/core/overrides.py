@@ -7,10 +7,18 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+SECRET = re.compile(r"(api_?key|token|secret|password)$", re.I)
+
 
 def key_of(override: str) -> str:
     """The key or group that an override sets."""
     return override.partition("=")[0].lstrip("+")
+
+
+def redact(override: str) -> str:
+    """An override, without its value where the key names an API key, token, secret or password."""
+    key, equals, _ = override.partition("=")
+    return f"{key}=<redacted>" if equals and SECRET.search(key) else override
 
 
 def parse(text: str) -> Any:
@@ -31,7 +39,8 @@ def parse_each(overrides: Iterable[str], form: str, problems: list[str]) -> Iter
         try:
             parsed = parse(text)
         except HydraException:
-            problems.append(f"{text!r} is not of the form {form}")
+            quotes = ": put a value with ${ in quotes, as key='${…}'" if "${" in text else ""
+            problems.append(f"{text!r} is not of the form {form}{quotes}")
             continue
         yield text, parsed
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, Protocol
 
 from drivetrain.core.lazy import torch
@@ -29,12 +30,16 @@ class Loss(Protocol):
     def __call__(self, output: torch.Tensor, target: torch.Tensor, /) -> torch.Tensor:
         """Return the mean loss of a micro-batch, 0-d."""
 
+    def parts(self) -> dict[str, torch.Tensor]:
+        """Return running sums of its named parts, which a step adds to; 0-d."""
+
 
 class Strategy(Protocol):
     """A parallel strategy in a run: this process among the ranks that train together."""
 
     world: World  # among all ranks
     data_world: World  # among the data-parallel ranks, which split the samples of a batch
+    data_group: Any  # the process group of the data-parallel ranks; None: that of all ranks
     lockstep_evaluation: bool  # a forward needs all ranks, so all evaluate the same number of batches
 
     def all_reduce_max(self, found: torch.Tensor) -> torch.Tensor:
@@ -79,6 +84,8 @@ class Batch(Protocol):
     """Splits the samples into updates and micro-batches."""
 
     accumulation_steps: int
+    lengths: torch.Tensor | None  # (n,) the tokens of each training sample, where samples are sequences
+    weighs_by_length: bool  # micro-batches are weighted by their tokens; else by their samples
 
     def lr_factor(self) -> float:
         """Return the factor by which the batch size scales the learning rate."""
@@ -119,6 +126,9 @@ class LogWriter(Protocol):
 
     def log(self, record: Mapping[str, Any], /) -> None:
         """Write one record."""
+
+    def log_image(self, name: str, update: int, path: Path, /) -> None:
+        """Show a picture, a PNG file."""
 
 
 class Checkpointed(Protocol):

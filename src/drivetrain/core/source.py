@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     import torch
 
     from drivetrain.core.microbatch import Request
+    from drivetrain.core.trees import Tree
 
 
 class Source(Protocol):
@@ -21,14 +22,14 @@ class Source(Protocol):
     - `skipped()`: the names of samples that could not be read and were replaced.
     - `parallel_read = True`: reading one sample is work, such as decoding, which threads should share.
     - `crops = True`: it crops samples while it reads them (CroppingSource).
-    - `lengths` (n,), for sequences: the tokens of each sample that count in the loss, known without reading it
-      (SequenceSource).
+    - `lengths` (n,), for sequences: the length of each sample, known without reading it (SequenceSource). Where there is a
+      target for each token, it is the number of those that count in the loss.
     """
 
     def __len__(self) -> int: ...
 
-    def fetch(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return inputs (n, …) and targets (n, …) of the samples `indices` (n,)."""
+    def fetch(self, indices: torch.Tensor) -> tuple[Tree, Tree]:
+        """Return inputs (n, …) and targets (n, …) of the samples `indices` (n,): tensors, or trees of them."""
         ...
 
 
@@ -37,7 +38,7 @@ class SequenceSource(Source, Protocol):
 
     lengths: torch.Tensor  # (n,)
 
-    def fetch(self, indices: torch.Tensor, pad_to: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    def fetch(self, indices: torch.Tensor, pad_to: int = 1) -> tuple[Tree, Tree]:
         """Return inputs and targets (n, length), their length a multiple of `pad_to` or the longest sample there is."""
         ...
 

@@ -6,15 +6,17 @@ import hashlib
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import annotated_types
 
+from drivetrain.core.errors import DataError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Option
 from drivetrain.core.source import Source as Source
 from drivetrain.core.targets import TargetKind
 from drivetrain.core.tensors import Tensors as Tensors
+from drivetrain.core.trees import Tree, map_tensors
 
 IGNORE_INDEX = -100  # a target that the loss ignores: torch's own ignore_index
 Fraction = Annotated[float, annotated_types.Gt(0), annotated_types.Lt(1)]
@@ -26,12 +28,21 @@ class Splits:
 
     train: Source
     test: Source
-    shape: tuple[int, ...]  # of one input
+    shape: Any  # of one input, tuple[int, ...]; where inputs are a tree, the same tree of their shapes
     classes: int  # of the model's outputs: classes, labels or values
     normalize: Normalize | None
     names: Sequence[str] | None = None  # of the classes, where they have names
     dtype: torch.dtype | None = None  # of the inputs, where they are not floats
     vocabulary: int | None = None  # of the inputs, where they are tokens; None: that of the outputs
+    token_bytes: torch.Tensor | None = None  # (vocabulary,) the bytes of text of each target token; None: a token is a byte
+    example: Tree | None = None  # the inputs of two samples; None: of this shape and type
+    images: str | None = None  # the key of the images, where inputs are a dict: they are augmented and normalised
+
+    def two_samples(self, device: torch.device) -> Tree:
+        """Return the inputs of two samples as zeros, to try a model with. What is true or false is true: a mask of nothing."""
+        if self.example is None:
+            return torch.zeros(2, *self.shape, device=device, dtype=self.dtype)
+        return map_tensors(lambda t: torch.full_like(t, t.dtype == torch.bool, device=device), self.example)
 
 
 class Normalize:
@@ -59,7 +70,8 @@ class Data(Option):
     max_value: float | None = 255.0  # the largest value of an input; None where there is no bound
     on_device = False  # samples are made on the model's device
     mirrored_changes_label = False  # a mirrored image shows another class
-    tokens = False  # inputs are sequences of tokens, which may differ in length
+    tokens: bool | None = False  # inputs are sequences of tokens, which may differ in length; None where only the user knows
+    may_differ_in_length = False  # samples may be sequences of several lengths, other than tokens
     targets: TargetKind | None = "class"  # what a sample's target is; None where only the user knows
 
     def load(self, device: torch.device) -> Splits:
@@ -69,6 +81,10 @@ class Data(Option):
     def shape(self) -> tuple[int, ...] | None:
         """Return the shape of one input; None where only loading tells."""
         return None
+
+    def encode(self, text: str, data: Splits) -> torch.Tensor:
+        """Return the tokens of a text (length,), as the model takes them. Raises DataError."""
+        raise DataError(f"{type(self).__name__.lower()} does not read text")
 
     def decodes_images(self) -> bool:
         """Whether samples are image files, decoded as they are read."""
@@ -85,10 +101,11 @@ def measure_normalization(x: torch.Tensor) -> Normalize:
     return Normalize(per_channel.mean(1).tolist(), per_channel.std(1).tolist())
 
 
-def measure_on_some(source: Source) -> Normalize:
-    """Return the normalisation measured on up to 500 samples, spread evenly over a source."""
+def measure_on_some(source: Source, images: str | None = None) -> Normalize:
+    """Return the normalisation measured on up to 500 samples, spread evenly over a source; `images` is their key in a dict."""
     count = min(len(source), 500)
-    return measure_normalization(source.fetch(torch.arange(count) * (len(source) // count))[0])
+    x, _ = source.fetch(torch.arange(count) * (len(source) // count))
+    return measure_normalization(x if images is None else x[images])
 
 
 def hash_fraction(name: str) -> float:

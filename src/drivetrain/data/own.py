@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec
+from drivetrain.core.trees import Tree, map_tensors
 from drivetrain.data.base import Data, Normalize, Splits, measure_on_some
+from drivetrain.data.padding import Lengths, padding_for
+from drivetrain.data.samples import TARGETS, Stack, TargetKey, read, tensors_of
+
+logger = logging.getLogger(__name__)
+
+IMAGES = ("image", "images", "pixel_values", "x")  # the keys of a dict sample that images are looked for under
 
 
 class Own(Data):
-    """The user's own map-style Dataset `target`, of a package named in `trust`: `dataset[i]` is (x, y).
+    """The user's own map-style Dataset `target`, of a package named in `trust`.
 
-    It is built twice, with `kwargs` and the arguments in `train` or `test`; without these, with split= or train=.
+    It is built twice, with `kwargs` and the arguments in `train` or `test`; without these, with split= or train=. A sample
+    `dataset[i]` is (x, y), a tuple whose last item is the target, or a dict whose target is `target_key`; x may be a tuple or a
+    dict too. Samples are stacked, and padded where they differ in length (`pad`), or made a batch by the function `collate`.
     """
 
-    machine_local_keys = ("target",)
+    machine_local_keys = ("target", "collate")
+    may_differ_in_length = True
+    tokens = None
     max_value = None
     targets = None
 
@@ -30,27 +42,40 @@ class Own(Data):
         train: dict[str, Any] | None = None,
         test: dict[str, Any] | None = None,
         classes: Count | None = None,
+        target_key: str | list[str] | None = None,
+        collate: str | None = None,
+        pad: bool | str | None = None,
         normalize: bool = True,
         drop_last: bool = True,
     ) -> None:
         self.target, self.kwargs, self.train, self.test = target, kwargs or {}, train, test
         self.classes, self.normalize, self.drop_last = classes, normalize, drop_last
+        self.target_key, self.collate, self.pad = target_key, collate, pad
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if not self.target:
             yield "data=own needs data.target, the dotted name of your Dataset, such as my_pkg.Pictures"
-        elif self.target.split(".")[0] not in run.values["trust"]:
-            yield (
-                f"data.target={self.target} is code that drivetrain does not ship: "
-                f"if you trust it, set trust=[{self.target.split('.')[0]}] on the command line"
-            )
+        for key, name in (("target", self.target), ("collate", self.collate)):
+            if name and name.split(".")[0] not in run.values["trust"]:
+                yield (
+                    f"data.{key}={name} is code that drivetrain does not ship: "
+                    f"if you trust it, set trust=[{name.split('.')[0]}] on the command line"
+                )
+        if self.collate and self.pad not in (None, False):
+            yield f"data.pad={str(self.pad).lower()} and data.collate={self.collate} exclude each other: the function pads"
         if (self.train is None) != (self.test is None):
             yield "data.train and data.test belong together: give both, or neither"
 
     def load(self, device: torch.device) -> Splits:
-        target = self._import_target()
-        train, test = (OwnSource(self._dataset(target, split), f"data.target={self.target}") for split in ("train", "test"))
-        x, _ = train.fetch(torch.tensor([0]))
+        target = self._import("target")
+        datasets = self._dataset(target, "train"), self._dataset(target, "test")
+        with torch.random.fork_rng([]):  # a Dataset may draw random numbers, and what is read here is only looked at
+            try:
+                train, test = self._sources(*datasets)
+            except DataError as error:
+                raise DataError(f"data.target={self.target}: {error}") from None
+            example, images = self._example(train)
+            self._log_target(train.dataset, example)
         names = getattr(train.dataset, "classes", None)
         classes = self.classes or getattr(train.dataset, "num_classes", None) or names
         if isinstance(classes, list | tuple):
@@ -58,19 +83,25 @@ class Own(Data):
         if not isinstance(classes, int) or classes < 1:
             raise UserError(f"data.target={self.target} does not say how many classes it has (num_classes): set data.classes")
         named = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
-        shape, normalize = tuple(x.shape[1:]), self._normalization(train, x)
-        return Splits(train, test, shape, classes, normalize, list(names or ()) if named else None)
+        normalize = self._normalization(train, example, images)
+        if normalize is not None:
+            example = normalize(example) if images is None else {**example, images: normalize(example[images])}
+        shape = map_tensors(lambda t: tuple(t.shape[1:]), example)
+        return Splits(
+            train, test, shape, classes, normalize, list(names or ()) if named else None, example=example, images=images
+        )
 
-    def _import_target(self) -> Any:
-        """Import the class, or the function, that makes the Dataset. Raises UserError."""
-        module, _, name = str(self.target).rpartition(".")
+    def _import(self, key: str) -> Any:
+        """Import the class or function that the knob `key` names. Raises UserError."""
+        given = str(getattr(self, key))
+        module, _, name = given.rpartition(".")
         try:
-            target = getattr(import_module(module), name)
+            found = getattr(import_module(module), name)
         except (ImportError, AttributeError, ValueError) as error:
-            raise UserError(f"data.target={self.target} cannot be imported: {error}") from None
-        if not callable(target):
-            raise UserError(f"data.target={self.target} is {type(target).__name__}: name a class, or a function that makes one")
-        return target
+            raise UserError(f"data.{key}={given} cannot be imported: {error}") from None
+        if not callable(found):
+            raise UserError(f"data.{key}={given} is {type(found).__name__}: name a class, or a function that makes one")
+        return found
 
     def _dataset(self, target: Any, split: str) -> Any:
         """Build the Dataset of a split. Raises UserError."""
@@ -81,8 +112,9 @@ class Own(Data):
             raise UserError(f"data.target={self.target} cannot be built with {sorted(kwargs)}: {error}") from None
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise UserError(
-                f"data.target={self.target} has no __len__ and __getitem__: it must be a map-style Dataset, "
-                "because the run chooses the order of the samples"
+                f"data.target={self.target} has no __len__ and __getitem__ (an IterableDataset has not): it must be a map-style "
+                "Dataset, because a run shuffles its samples by their numbers, and resumes at any of them. Where all fit into "
+                "memory, name a function that returns list(your_dataset); for streams of files there is data=webdataset"
             )
         if not len(dataset):
             raise UserError(f"data.target={self.target} has no {split} samples (made with {kwargs})")
@@ -103,28 +135,72 @@ class Own(Data):
             "data.test, such as +data.train.folder=a +data.test.folder=b"
         )
 
-    def _normalization(self, source: OwnSource, x: torch.Tensor) -> Normalize | None:
-        return measure_on_some(source) if self.normalize and x.dtype == torch.uint8 and x.dim() == 4 else None
+    def _sources(self, train: Any, test: Any) -> tuple[OwnSource, OwnSource]:
+        """Return both sets as sources whose samples are stacked, padded, or put together by the user's function."""
+        setting = f"data.target={self.target}"
+        if self.collate:
+            together = OwnCollate(self._import("collate"), f"data.collate={self.collate}", self.target_key)
+            found = [Lengths(dataset, self.target_key).given() for dataset in (train, test)]
+            return OwnSource(train, setting, together, found[0]), OwnSource(test, setting, together, found[1])
+        padding = padding_for(train, self.pad, self.target_key)
+        if padding is None:
+            return OwnSource(train, setting, Stack(self.target_key)), OwnSource(test, setting, Stack(self.target_key))
+        pad, lengths = padding
+        return OwnSource(train, setting, pad, lengths), OwnSource(
+            test, setting, pad, Lengths(test, self.target_key).all(pad.sequence)
+        )
+
+    def _example(self, source: OwnSource) -> tuple[Tree, str | None]:
+        """Return the inputs of two samples, the longest where they have lengths, and the key of the images in them."""
+        lengths = source.lengths if source.lengths is not None else torch.zeros(len(source))
+        x, _ = source.fetch(torch.stack([lengths.argmax()] * 2) if lengths.any() else torch.tensor([0, min(1, len(source) - 1)]))
+        images = [key for key in IMAGES if isinstance(x, dict) and isinstance(x.get(key), torch.Tensor) and x[key].ndim == 4]
+        return x, next(iter(images), None)
+
+    def _log_target(self, dataset: Any, example: Tree) -> None:
+        """Log which key of a sample was taken for its target, where none is named."""
+        if self.target_key is None and not self.collate and isinstance(sample := read(dataset, [0])[0], Mapping):
+            target = next(key for key in TARGETS if key in sample)
+            inputs = ", ".join(map(str, example)) if isinstance(example, dict) else "the other key"
+            logger.info("the target of a sample is %s, the model gets %s (data.target_key)", target, inputs)
+
+    def _normalization(self, source: OwnSource, x: Tree, images: str | None) -> Normalize | None:
+        values = x if images is None else x[images]
+        if not self.normalize or not isinstance(values, torch.Tensor) or values.dtype != torch.uint8 or values.dim() != 4:
+            return None
+        return measure_on_some(source, images)
+
+
+class OwnCollate:
+    """The user's own function that makes a batch of a list of samples, which is taken apart as a sample is."""
+
+    def __init__(self, collate: Any, setting: str, target_key: TargetKey) -> None:
+        self.collate, self.setting, self.target_key = collate, setting, target_key
+
+    def __call__(self, samples: Sequence[Any], pad_to: int = 1) -> tuple[Tree, Tree]:
+        """Return inputs and targets. Raises UserError."""
+        if pad_to > 1 and "pad_to" not in inspect.signature(self.collate).parameters:
+            raise UserError(
+                f"{self.setting} takes no argument `pad_to`, the multiple that batch=bucketed and loader=resident pad to: "
+                "give it one, or set batch.pad_to=1 and another loader"
+            )
+        batch = self.collate(samples, **({"pad_to": pad_to} if pad_to > 1 else {}))
+        return tensors_of(batch, self.target_key)
 
 
 class OwnSource:
-    """A map-style Dataset as a source."""
+    """A map-style Dataset as a source; `together` makes a batch of a list of its samples."""
 
-    def __init__(self, dataset: Any, setting: str) -> None:
-        self.dataset, self.setting = dataset, setting
+    def __init__(self, dataset: Any, setting: str, together: Any, lengths: torch.Tensor | None = None) -> None:
+        self.dataset, self.setting, self.together, self.lengths = dataset, setting, together, lengths
 
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def fetch(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def fetch(self, indices: torch.Tensor, pad_to: int = 1) -> tuple[Tree, Tree]:
         chosen = indices.tolist()
-        many = getattr(self.dataset, "__getitems__", None)
-        samples = many(chosen) if many is not None else [self.dataset[i] for i in chosen]
+        samples = read(self.dataset, chosen)
         try:
-            x, y = zip(*samples, strict=True)
-            return torch.stack([torch.as_tensor(v) for v in x]), torch.stack([torch.as_tensor(v) for v in y])
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise DataError(
-                f"{self.setting}: samples {chosen[:4]} … do not make a batch of (x, y) ({error}): "
-                "give tensors, arrays or numbers of one shape"
-            ) from None
+            return self.together(samples, pad_to)
+        except DataError as error:
+            raise DataError(f"{self.setting}: samples {chosen[:4]} … do not make a batch of (x, y): {error}") from None

@@ -44,6 +44,8 @@ class Raw:
 
     def __call__(self, source: Source, indices: list[int]) -> list[Sample]:
         x, y = source.fetch(torch.tensor(indices))
+        if not isinstance(x, torch.Tensor):
+            raise UserError("drivetrain pack stores images, and the inputs of this data's samples are several")
         if x.dtype != torch.uint8:
             raise UserError(f"drivetrain pack stores images of whole numbers from 0 to 255, and this data gives {x.dtype}")
         channels_last = x.permute(0, 2, 3, 1).contiguous()

@@ -53,6 +53,10 @@ class Stdlib(Data):
     def shape(self) -> tuple[int, ...]:
         return (self.length,)
 
+    def encode(self, text: str, data: Splits) -> torch.Tensor:
+        """Return BEGIN and the bytes of a text; of a longer one those that fit at its end."""
+        return torch.tensor([BEGIN, *text.encode(errors="surrogateescape")][-self.length :])
+
     def load(self, device: torch.device) -> Splits:
         root = Path(self.root or sysconfig.get_paths()["stdlib"])
         files = self._files(root)

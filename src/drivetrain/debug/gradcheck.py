@@ -7,13 +7,17 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
 from drivetrain.core.option import Count, Positive, RunSpec
+from drivetrain.core.trees import Tree, call, map_tensors
 from drivetrain.debug.base import Debug
+
+if TYPE_CHECKING:
+    from drivetrain.core.context import BuildContext
 
 logger = logging.getLogger(__name__)
 
@@ -56,18 +60,22 @@ class Gradcheck(Debug):
         if run.compile.active:
             yield f"debug=gradcheck checks the plain model, not what {run.named('compile')} makes of it"
 
+    def setup(self, context: BuildContext) -> None:
+        self._context = context
+
     def check_model(self, model: torch.nn.Module, loss: Any, data: Any) -> None:
         device = next(model.parameters()).device
         request = Request(0, torch.arange(min(self.samples, len(data.source))), 1.0)
-        x, y = (t.to(device) for t in data(request))
+        x, y = (map_tensors(lambda t: _double(t.to(device)), tree) for tree in data(request))
+        arguments = self._context.model_call.arguments(x)
         with _float64_and_own_rng(device):
-            copy, x, y = _float64_copy(model), _double(x), _double(y)
-            calls, left_out = _record_calls(copy, x)
+            copy = _float64_copy(model)
+            calls, left_out = _record_calls(copy, arguments)
             problems: dict[str, str] = {}
             for name, call in calls.items():
                 if not _contains(name, (*problems, *left_out)) and (problem := call.problem(self._gradcheck)) is not None:
                     problems[name] = f"{_title(copy, name)}, {problem}"
-            if not problems and not left_out and (problem := self._check_loss(copy, loss, x, y)) is not None:
+            if not problems and not left_out and (problem := self._check_loss(copy, loss, arguments, y)) is not None:
                 problems[""] = f"the loss of the whole model, {problem}"
         if problems:
             raise WrongGradient("a backward is not its forward's derivative: " + "; ".join(problems.values()))
@@ -76,11 +84,15 @@ class Gradcheck(Debug):
         for name, reason in left_out.items():
             logger.info(f"debug=gradcheck leaves out {_title(copy, name)}: {reason}")
 
-    def _check_loss(self, model: torch.nn.Module, loss: Any, x: torch.Tensor, y: torch.Tensor) -> str | None:
+    def _check_loss(self, model: torch.nn.Module, loss: Any, arguments: Tree, y: Tree) -> str | None:
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         selected = dict(named[:: -max(1, len(named) // self.parameters)][: self.parameters])
-        call = _Call(lambda values: loss(torch.func.functional_call(model, values, (x,)), y), (), {}, selected)
-        return call.problem(self._gradcheck)
+
+        def loss_with(values: dict[str, torch.Tensor]) -> torch.Tensor:
+            output = call(lambda *a, **k: torch.func.functional_call(model, values, a, k), arguments)
+            return loss(output, y)  # type: ignore[no-any-return]
+
+        return _Call(loss_with, (), {}, selected).problem(self._gradcheck)
 
     def _gradcheck(self, function: Callable[..., torch.Tensor], steps: list[torch.Tensor]) -> str | None:
         """Run torch's gradcheck on a function of 0-d tensors. Returns its error message, or None."""
@@ -150,11 +162,11 @@ class _Call:
         return f"with respect to {tensor}: {analytical} along a direction in which differences give {numerical}"
 
 
-def _record_calls(model: torch.nn.Module, x: torch.Tensor) -> tuple[dict[str, _Call], dict[str, str]]:
+def _record_calls(model: torch.nn.Module, arguments: Tree) -> tuple[dict[str, _Call], dict[str, str]]:
     """Return each module's first call by name, innermost modules first, and the modules that cannot compute in float64."""
     left_out: dict[str, str] = {}
     for _ in model.modules():  # one more forward for each module that cannot
-        calls, failure = _record_forward(model, x, left_out)
+        calls, failure = _record_forward(model, arguments, left_out)
         if failure is None:
             break
         name, reason = failure
@@ -165,7 +177,7 @@ def _record_calls(model: torch.nn.Module, x: torch.Tensor) -> tuple[dict[str, _C
 
 
 def _record_forward(
-    model: torch.nn.Module, x: torch.Tensor, left_out: dict[str, str]
+    model: torch.nn.Module, arguments: Tree, left_out: dict[str, str]
 ) -> tuple[dict[str, _Call], tuple[str, str] | None]:
     from drivetrain.debug.torch_modes import NarrowFloats
 
@@ -189,7 +201,7 @@ def _record_forward(
         handles.append(module.register_forward_hook(lambda *_: stack.pop() and None))
     try:
         with NarrowFloats(record_narrow):
-            model(x)
+            call(model, arguments)
     except Exception as error:
         if not stack or _any_left_out(stack, left_out):
             raise

@@ -3,28 +3,41 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from drivetrain import surgery
+from drivetrain.augment.base import Augment
 from drivetrain.batch.base import Batch
 from drivetrain.core import horizon as horizons
 from drivetrain.core.clock import clock_for
 from drivetrain.core.context import BuildContext
 from drivetrain.core.errors import UserError
 from drivetrain.core.horizon import Horizon
+from drivetrain.core.model_call import ModelCall
 from drivetrain.core.protocols import LogWriter
 from drivetrain.core.selection import selected
+from drivetrain.core.step import Step
+from drivetrain.core.trees import Tree
+from drivetrain.data.base import Splits
 from drivetrain.debug.base import Debug
 from drivetrain.engine import dry_run, flops, input_checks
+from drivetrain.engine.callbacks import Callbacks
+from drivetrain.engine.counted_step import CountedStep
+from drivetrain.engine.description import describe
 from drivetrain.engine.evaluator import Evaluator
+from drivetrain.engine.global_step import GlobalStep
 from drivetrain.engine.mfu import Mfu, number_format
 from drivetrain.engine.step import PlainStep
 from drivetrain.engine.step_timer import StepTimer
 from drivetrain.engine.trainer import Trainer
 from drivetrain.engine.training_log import TrainingLog
 from drivetrain.loader import Pipeline
+from drivetrain.loss import Loss
+from drivetrain.loss.embedding import ComparingLoss
 from drivetrain.saving.writer import Writer
 
 logger = logging.getLogger(__name__)
@@ -42,12 +55,16 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter]) -> Trainer:
     precision = context.precision = debug.wrap_precision(run.precision.build(context))
     batch = _load_data(context, debug)
     world = parallel.data_world
+    # The loss counts classes in the training data; its teacher is not wrapped, sharded or compiled.
+    loss: Loss = run.loss.build(context)
+    context.loss = loss
 
     model, model_flops = _build_model(context, debug)
     # Compile before DDP, so that evaluation keeps the plain model. The first call is within DDP's forward: there torch splits
     # the compiled model at DDP's buckets (DDPOptimizer), so that all-reduces still overlap with the backward.
     compiler = run.compile.build(context)
-    forward = parallel.wrap_model(compiler.apply(model, context.example, run.checkpointing.budget))
+    takes_batches = context.model_call.taking_batches  # outermost, so that it is the same for training and evaluation
+    forward = takes_batches(parallel.wrap_model(compiler.apply(model, context.example, run.checkpointing.budget)))
     # The optimizer comes after every edit that may replace or move parameters; the average after the weights are final.
     with parallel.plain_parameters(model):
         optimizer = context.optimizer = precision.build_optimizer(run.optimizer, context)
@@ -58,49 +75,83 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter]) -> Trainer:
     loader = context.loader = run.loader.build(context)
     _log(loader.autotune(context.train_data, batch.micro_batch(world), context.device))
 
-    # From the inside out: the step of one process, gradient synchronisation, one graph of both, unfreezing before an update,
-    # then debugging hooks.
+    # From the inside out: the step of one process, gradient synchronisation, one graph of both, a whole update for losses that
+    # need it (each of its micro-batches passes through all of those), unfreezing before an update, then debugging hooks.
     parameters = [p for p in model.parameters() if p.requires_grad]
-    plain = PlainStep(forward, run.loss, precision, optimizer, run.clip.build(context), lambda: run.runtime.zero(parameters))
+    plain = PlainStep(forward, loss, precision, optimizer, run.clip.build(context), lambda: run.runtime.zero(parameters))
     graph = compiler.wrap_step(parallel.wrap_step(plain, context), context)
-    step = debug.wrap_step(run.model.wrap_step(graph, context))
-
+    step = debug.wrap_step(run.model.wrap_step(_step_for_loss(graph, loss, forward, context), context))
     eval_weights = precision.eval_weights(run.optimizer, optimizer)
+    meters, selection = [metric.build(context) for metric in run.metrics], selected(run)
     timer, saving = StepTimer(compiler.warmup, clock_for(context.device)), run.saving.build(context)
     mfu = Mfu(model_flops, context.device, number_format(model, run.precision.dtype), parallel.world.size)
+    log = TrainingLog(log_writers, context.progress, parallel, timer, context.device, mfu, loss.parts)
+    context.log_image = log.image
+    # Callbacks see whole updates: those of the step with everything around it.
+    callbacks = Callbacks.build(context, log.figures, log.image)
     evaluator = Evaluator(
-        model=model, forward=parallel.inference_model(model), eval_weights=eval_weights, ema=ema, loss=run.loss,
-        precision=precision, parallel=parallel, batch=batch, loader=loader, data=context.test_data, device=context.device,
-        memory_format=context.memory_format, max_batches=run.debug.eval_batches,
+        model=model, forward=_joining(loss, takes_batches(parallel.inference_model(model))), eval_weights=eval_weights,
+        ema=ema, loss=loss, meters=meters, selected=selection.name, precision=precision, parallel=parallel, batch=batch,
+        loader=loader, data=context.test_data, device=context.device, memory_format=context.memory_format,
+        max_batches=run.debug.eval_batches,
     )  # fmt: skip
     trainer = Trainer(
-        model=model, step=step, selection=selected(run), optimizer=optimizer, scheduler=scheduler, precision=precision,
-        parallel=parallel, ema=ema, batch=batch, loader=loader, train_data=context.train_data, evaluator=evaluator,
-        device=context.device, memory_format=context.memory_format, seed=context.seed, drop_last=run.data.drop_last,
-        epochs=run.values["epochs"], max_updates=context.horizon.updates, log_every=run.values["log_every"],
-        evaluate_every=run.values["evaluate_every"], saving=saving, run_dir=context.run_dir,
-        writer=Writer(context.run_dir, saving, parallel, eval_weights), progress=context.progress, timer=timer,
-        log=TrainingLog(log_writers, context.progress, parallel, timer, context.device, mfu), compile_seconds=compiler.seconds,
+        model=model, step=callbacks.wrap_step(step), selection=selection, optimizer=optimizer, scheduler=scheduler,
+        precision=precision, stopping=run.stop.build(context), parallel=parallel, ema=ema, batch=batch, loader=loader,
+        train_data=context.train_data, evaluator=evaluator, device=context.device, memory_format=context.memory_format,
+        seed=context.seed, drop_last=run.data.drop_last, epochs=run.values["epochs"], max_updates=context.horizon.updates,
+        log_every=run.values["log_every"], evaluate_every=run.values["evaluate_every"], saving=saving, run_dir=context.run_dir,
+        writer=Writer(context.run_dir, saving, parallel, eval_weights, describe(run, context.data)), progress=context.progress,
+        timer=timer, log=log, callbacks=callbacks, compile_seconds=compiler.seconds,
     )  # fmt: skip
     if batch.preallocate:
         dry_run.preallocate(trainer)
     # Stream watchers come last, so that they do not see the dry run.
-    trainer.stream_watchers = [*input_checks.watchers(timer, loader.advice(context.train_data)), *debug.stream_watchers()]
+    checks = input_checks.watchers(run, loss, context.data.classes, timer, loader.advice(context.train_data))
+    trainer.stream_watchers = [*checks, *debug.stream_watchers()]
     return trainer
+
+
+def _step_for_loss(step: Step, loss: Loss, forward: Callable[..., Any], context: BuildContext) -> Step:
+    """Wrap the step for a loss that has to see all micro-batches of an update."""
+    if isinstance(loss, ComparingLoss):
+        return GlobalStep(step, loss, forward, context.model, context.precision)
+    return CountedStep(step, loss, context.parallel) if loss.counted else step
+
+
+def _joining(loss: Loss, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of an evaluation, which takes several views of each sample where the loss compares them."""
+    return (lambda x: forward(loss.joined(x))) if isinstance(loss, ComparingLoss) else forward
 
 
 def _load_data(context: BuildContext, debug: Debug) -> Batch:
     """Load the data and build the batch. Sample lengths may set the batch size, and so the number of updates of the run."""
     run, data = context.run, context.run.data.load(context.device)
+    # The loss may give the model one view of a sample at a time, or want several outputs for each number.
+    data = replace(data, classes=run.loss.outputs(data.classes), shape=run.loss.input_shape(data.shape))
     context.data, context.train_source = data, data.train
     known_before = horizons.run_horizon(run) is not None
     batch: Batch = run.batch.build(context)
     context.batch, context.horizon = batch, _horizon(context, batch, known_before)
     steps = tuple(run.augment) if run.debug.augments else ()
-    train = Pipeline(data.train, steps, data.normalize, context.seed, data.classes, batch.pad_to)
-    test = Pipeline(data.test, (), data.normalize, context.seed)
+    if steps and (refusal := _cannot_augment(context, steps)):
+        raise UserError(refusal)
+    train = Pipeline(data.train, steps, data.normalize, context.seed, data.classes, batch.pad_to, images=data.images)
+    test = Pipeline(data.test, (), data.normalize, context.seed, images=data.images)
     context.train_data, context.test_data = debug.choose_data(train, test)
     return batch
+
+
+def _cannot_augment(context: BuildContext, steps: Sequence[Augment]) -> str:
+    """Return why the run's inputs and targets cannot be augmented: only plain tensors, and the images of a dict can."""
+    data, setting = context.data, context.run.named("augment")
+    if isinstance(data.two_samples(torch.device("meta")), torch.Tensor):
+        return ""
+    if data.images is None:
+        return f"{setting} changes images, and the inputs of a sample are several, none of them named `image`: set augment=[]"
+    if any(step.mixes for step in steps):
+        return f"{setting} mixes whole samples, and the inputs of a sample are several: leave the mixing ones out"
+    return ""
 
 
 def _build_model(context: BuildContext, debug: Debug) -> tuple[torch.nn.Module, flops.ModelFlops]:
@@ -108,14 +159,9 @@ def _build_model(context: BuildContext, debug: Debug) -> tuple[torch.nn.Module, 
 
     Return it and the operations that a sample takes.
     """
-    run, data, world = context.run, context.data, context.parallel.data_world
-    model: torch.nn.Module = run.model.build(context)
-    # Edits of the module tree come first: every later step works on the final modules. The memory format is one of
-    # them; it is set before compiling, which specialises on strides.
-    formats = [e.memory_format for e in run.surgery if e.memory_format is not None]
-    context.memory_format = getattr(torch, formats[-1] if formats else "contiguous_format")
-    example = context.example = torch.zeros(2, *data.shape, device=context.device, dtype=data.dtype)
-    _log(surgery.apply_all(run.surgery, model, example))
+    run, world = context.run, context.parallel.data_world
+    model = _edited_model(context)
+    example = context.example
     # Parameters are frozen once they are final, and before all that asks which of them train: the count of operations,
     # master weights, sharding, DDP and the optimizer.
     _log(run.model.freeze_parameters(model, context))
@@ -123,19 +169,48 @@ def _build_model(context: BuildContext, debug: Debug) -> tuple[torch.nn.Module, 
     model_flops = _count_flops(context, model, example)
     model = context.precision.convert(model, example)
     # Gradcheck copies the modules, so it runs before anything patches their forwards.
-    debug.check_model(model, run.loss, context.train_data)
+    debug.check_model(model, context.loss, context.train_data)
     # Activation checkpointing patches forwards in place, inside what compile traces and DDP wraps; parameter names stay plain.
     run.checkpointing.apply(model)
     # Sharding is in place too; compile traces the sharded modules.
     context.parallel.shard(model, run.precision.dtype, example)
     _log(surgery.partial_statistics(model, context.batch.micro_batch(world), context.batch.size(0), world.size))
-    context.model, context.loss = model, run.loss
+    context.model = model
     return model, model_flops
 
 
-def _count_flops(context: BuildContext, model: torch.nn.Module, example: torch.Tensor) -> flops.ModelFlops:
+def _edited_model(context: BuildContext) -> torch.nn.Module:
+    """Build the model on its device and edit it; fill in the example and the memory format."""
+    run, data = context.run, context.data
+    model: torch.nn.Module = run.model.build(context)
+    # Edits of the module tree come first: every later step works on the final modules. The memory format is one of
+    # them; it is set before compiling, which specialises on strides.
+    formats = [e.memory_format for e in run.surgery if e.memory_format is not None]
+    context.memory_format = getattr(torch, formats[-1] if formats else "contiguous_format")
+    # How the forward is called is decided here, for every caller: the step, the evaluation, compilers and checks.
+    inputs = data.two_samples(context.device)
+    context.model_call = ModelCall.chosen(run.values["forward_input"], inputs)
+    context.model_call.check(model, inputs)
+    example = context.example = context.model_call.arguments(inputs)
+    _log(surgery.apply_all(run.surgery, model, example))
+    return model
+
+
+def build_for_inference(context: BuildContext, data: Splits) -> torch.nn.Module:
+    """Build a run's model alone, in evaluation mode: no optimizer, no loader, no ranks. Its weights are still to be loaded."""
+    run = context.run
+    context.device, context.seed = run.runtime.set_up_process(context.world), run.runtime.seed
+    context.parallel, context.precision, context.data = run.parallel.build(context), run.precision.build(context), data
+    model = _edited_model(context)
+    converted: torch.nn.Module = context.precision.convert(model, context.example)
+    return converted.eval()
+
+
+def _count_flops(context: BuildContext, model: torch.nn.Module, example: Tree) -> flops.ModelFlops:
     """Count the operations that a sample takes. All ranks do: a forward may have collectives, as synchronized BatchNorm's has."""
-    if context.train_data.pad_to > 1:
+    if context.train_data.pad_to > 1 or (
+        context.data.example is not None and getattr(context.train_source, "lengths", None) is not None
+    ):
         return flops.ModelFlops(None, f"{context.run.named('batch')}: samples of different lengths take different operations")
     counted = flops.count(model, example)
     if counted.reason:

@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from drivetrain.core.trees import Tree, call, length
 from drivetrain.saving import checkpoint_io
 
 _WITH_ADDEND = ("addmm", "baddbmm")  # their first argument is added to the product of the next two
@@ -22,7 +23,7 @@ class ModelFlops(NamedTuple):
     reason: str = ""
 
 
-def count(model: torch.nn.Module, example: torch.Tensor) -> ModelFlops:
+def count(model: torch.nn.Module, example: Tree) -> ModelFlops:
     """Count the operations. The model and the random numbers stay as they are.
 
     It is a real forward: without values (on the device "meta") torch would import its compiler, for more than a second. Call it
@@ -36,17 +37,17 @@ def count(model: torch.nn.Module, example: torch.Tensor) -> ModelFlops:
         return ModelFlops(None, f"the model's operations cannot be counted: {type(error).__name__}: {lines[0]}")
     finally:
         checkpoint_io.restore_random_state([random])
-    return ModelFlops(total / len(example)) if total else ModelFlops(None, "torch counts no operations of this model")
+    return ModelFlops(total / length(example)) if total else ModelFlops(None, "torch counts no operations of this model")
 
 
-def _count(model: torch.nn.Module, example: torch.Tensor) -> int:
+def _count(model: torch.nn.Module, example: Tree) -> int:
     # A copy with the same weights has its own buffers (BatchNorm's statistics), and its own counters of the user's.
     twin = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
     cudnn = torch.backends.cudnn  # it stays on, which is not what `flags` does by itself
     no_search = cudnn.flags(enabled=cudnn.enabled, benchmark=False, allow_tf32=cudnn.allow_tf32)  # for this batch size
     # Attention as two matrix products: torch has no formula for a CPU's fused kernel.
     with _Counter() as counter, sdpa_kernel(SDPBackend.MATH), no_search:
-        twin(example)
+        call(twin, example)
     total: int = counter.total
     return total
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
+from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
+from drivetrain.core.option import RunSpec
 from drivetrain.core.step import StreamWatcher
+from drivetrain.core.trees import named_leaves
 from drivetrain.engine.step_timer import StepTimer
+from drivetrain.loss.base import Loss
 
 logger = logging.getLogger(__name__)
 
@@ -42,16 +46,30 @@ def normalisation_warning(x: torch.Tensor) -> str | None:
     )
 
 
-def watchers(timer: StepTimer, advice: str | None) -> list[StreamWatcher]:
+def watchers(run: RunSpec, loss: Loss, outputs: int, timer: StepTimer, advice: str | None) -> list[StreamWatcher]:
     """Return the checks as stream watchers; `advice` is the remedy to name where data comes late."""
-    return [check_normalisation, lambda stream: check_waiting(stream, timer, advice)]
+    return [
+        lambda stream: check_targets(stream, run, loss, outputs), check_normalisation,
+        lambda stream: check_waiting(stream, timer, advice),
+    ]  # fmt: skip
+
+
+def check_targets(stream: Iterator[MicroBatch], run: RunSpec, loss: Loss, outputs: int) -> Iterator[MicroBatch]:
+    """Raise UserError if the targets of the first micro-batch do not fit the loss and the model's `outputs`."""
+    for first in stream:
+        if (problem := loss.problem(first.y, outputs)) is not None:
+            raise UserError(f"{run.named('loss')} does not fit the data: the targets of {run.named('data')} {problem}")
+        yield first
+        break
+    yield from stream
 
 
 def check_normalisation(stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
     """Check the first micro-batch: one read from the device, before the first step."""
     for first in stream:
-        if (line := normalisation_warning(first.x)) is not None:
-            logger.warning(line)
+        for name, x in named_leaves(first.x):
+            if (line := normalisation_warning(x)) is not None:
+                logger.warning(f"{name}: {line}" if name else line)
         yield first
         break
     yield from stream

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -26,6 +28,7 @@ class TrainingLog:
     timer: StepTimer
     device: torch.device
     mfu: Mfu
+    parts: Callable[[], dict[str, torch.Tensor]] = dict  # running sums of the parts of the loss, by the names of their figures
     loss_sum: torch.Tensor = field(init=False)  # 0-d: the sum of the updates' losses since the last record
 
     def __post_init__(self) -> None:
@@ -34,7 +37,8 @@ class TrainingLog:
 
     def restart(self) -> None:
         """Start a new record here and drop the losses summed so far."""
-        self.loss_sum.zero_()
+        for total in (self.loss_sum, *self.parts().values()):
+            total.zero_()
         progress = self.progress
         self._last = (progress.updates, progress.samples, progress.steps)
 
@@ -42,7 +46,9 @@ class TrainingLog:
         """Write the record of the updates since the last one. Raises Diverged if their loss is not finite."""
         progress, (updates, samples, steps) = self.progress, self._last
         count = progress.steps - steps
-        loss = float(self.parallel.all_reduce_sum(self.loss_sum)) / (count * self.parallel.data_world.size)
+        parts = self.parts()
+        sums = self.parallel.all_reduce_sum(torch.stack([self.loss_sum, *parts.values()])).cpu()  # one copy
+        loss, *values = (float(value) / (count * self.parallel.data_world.size) for value in sums)
         self.restart()
         seconds, figures = self.timer.since_last()
         figures |= self.parallel.rank_metrics(seconds, self.timer.wait)
@@ -50,13 +56,29 @@ class TrainingLog:
         if not math.isfinite(loss) and not skipped:
             raise Diverged(f"the loss is {loss} (updates {updates + 1} to {progress.updates})")
         rate = (progress.samples - samples) / seconds if seconds else None
+        of_parts = {name: _finite(value) for name, value in zip(parts, values, strict=True)}
         self.write(
-            "train", loss=loss if math.isfinite(loss) else None, skipped=progress.skipped, samples=progress.samples, lr=lr,
-            samples_per_second=rate, mfu=self.mfu.at(rate) if self.writers else None, **figures,
+            "train", loss=_finite(loss), skipped=progress.skipped, samples=progress.samples, lr=lr,
+            samples_per_second=rate, mfu=self.mfu.at(rate) if self.writers else None, **of_parts, **figures,
         )  # fmt: skip
 
     def write(self, event: str, **figures: object) -> None:
         """Write one record to all writers."""
         record = {"event": event, "update": self.progress.updates, "epoch": self.progress.epoch, **figures}
+        record["time"] = round(time.time(), 3)
         for writer in self.writers:
             writer.log(record)
+
+    def figures(self, figures: Mapping[str, float]) -> None:
+        """Write a record of a callback's own figures."""
+        self.write("callback", **figures)
+
+    def image(self, name: str, path: Path) -> None:
+        """Show a picture, a PNG file, in all writers that can."""
+        for writer in self.writers:
+            writer.log_image(name, self.progress.updates, path)
+
+
+def _finite(value: float) -> float | None:
+    """The value, or None where JSON has no number for it."""
+    return value if math.isfinite(value) else None

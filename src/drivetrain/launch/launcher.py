@@ -8,16 +8,22 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from drivetrain.config import validate as check
+from drivetrain.config.composed_elsewhere import overrides_of
 from drivetrain.core import process
 from drivetrain.core.errors import BAD_CONFIG, UserError
+from drivetrain.core.overrides import format_value
+from drivetrain.core.paths import add_import_paths
 from drivetrain.core.signals import StopFlag
 from drivetrain.core.world import World
 from drivetrain.launch import batch_probe, elastic
-from drivetrain.launch.job import Job, prepare
+from drivetrain.launch.job import Job, prepare_run
+from drivetrain.launch.job import prepare as prepare
 from drivetrain.launch.worker import run_rank
 from drivetrain.parallel import launched, world_of_environment
 from drivetrain.run import directory
@@ -37,16 +43,25 @@ class Ended:
     code: int
 
 
-def train(overrides: list[str]) -> Result:
+def train(config: Sequence[str] | Mapping[str, Any], config_dirs: Sequence[str] = ()) -> Result:
     """`drivetrain.train`: train in this process where the run has one rank, else in a new one that starts the ranks."""
     process.restart_clock()
-    job = prepare(overrides)
+    if isinstance(config, str):
+        raise UserError(f"drivetrain.train({config!r}): give a list of overrides, as [{config!r}], or a config")
+    if config_dirs:
+        add_import_paths(config_dirs)
+    if isinstance(config, Mapping):
+        overrides = [*overrides_of(config, config_dirs), *_into_hydras_directory(config)]
+    else:
+        overrides = list(config)
+    job = prepare_run(overrides, config_dirs)
     if not job.run.parallel.distributed or launched() is not None:
         return launch(job).result
     # Ranks are forked, and only from a process that has run nothing of torch; this one may have.
     with tempfile.TemporaryDirectory() as folder:
         run_dir_file = Path(folder) / "run_dir"
-        command = [sys.executable, "-m", "drivetrain", "train", *overrides]
+        folders = [word for folder in config_dirs for word in ("--config-dir", folder)]
+        command = [sys.executable, "-m", "drivetrain", "train", *folders, *overrides]
         path = os.pathsep.join([str(process.PACKAGE.parent), *sys.path])
         env = {**os.environ, RUN_DIR_FILE: str(run_dir_file), "PYTHONPATH": path}
         done = subprocess.run(command, env=env, stderr=subprocess.PIPE, text=True, check=False)
@@ -56,6 +71,16 @@ def train(overrides: list[str]) -> Result:
         errors = [line.removeprefix("error: ") for line in done.stderr.splitlines() if line.startswith("error: ")]
         raise UserError(errors or [f"the run ended with code {done.returncode}"])
     return result
+
+
+def _into_hydras_directory(config: Mapping[str, Any]) -> list[str]:
+    """The override that puts the run into the output directory of Hydra's job around it, if that has no run and none is set."""
+    from hydra.core.hydra_config import HydraConfig
+
+    if not HydraConfig.initialized() or config.get("output_dir", "outputs") != "outputs":
+        return []
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    return [] if any(directory.cannot_take(folder, "hydra.run.dir")) else [f"hydra.run.dir={format_value(str(folder))}"]
 
 
 def launch(job: Job, run_dir: Path | None = None, quiet: bool = False) -> Ended:
@@ -69,9 +94,9 @@ def launch(job: Job, run_dir: Path | None = None, quiet: bool = False) -> Ended:
     _choose_micro_batch(job, world)
     run_dir = job.run_dir or run_dir
     if job.run.parallel.nnodes > 1 and launched() is None:
-        return _launch_on_several_machines(job, run_dir or directory.new(Path(job.run.values["output_dir"])), quiet)
+        return _launch_on_several_machines(job, run_dir or job.new_run_dir(), quiet)
     if is_new := run_dir is None:
-        run_dir = directory.create(Path(job.run.values["output_dir"]))
+        run_dir = job.make_run_dir()
     with directory.locked(run_dir):
         ended = _launch_in(run_dir, job, world, quiet)
     if ended.code == BAD_CONFIG and not ended.result.updates and is_new:
@@ -81,8 +106,8 @@ def launch(job: Job, run_dir: Path | None = None, quiet: bool = False) -> Ended:
 
 
 def _choose_micro_batch(job: Job, world: World) -> None:
-    """Let batch=auto find the micro-batch that fits this device; a checkpoint has it already."""
-    if job.checkpoint is not None or world.size > 1:
+    """Let batch=auto find the micro-batch that fits this device; a checkpoint has it already, and `work` reads one."""
+    if job.checkpoint is not None or job.work is not None or world.size > 1:
         return
     overrides, config_dirs = job.composed.overrides, job.composed.config_dirs
     job.run.parts["batch"] = job.run.batch.autotune(

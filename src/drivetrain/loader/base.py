@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import starmap
 from typing import NamedTuple, cast
 
+from drivetrain.core import trees
 from drivetrain.core.cpus import usable_cores
 from drivetrain.core.errors import Interrupted
 from drivetrain.core.lazy import torch
@@ -14,10 +15,11 @@ from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.option import Option, RunSpec
 from drivetrain.core.source import Augmentation, CropBox, CroppingSource, Normalizer, SequenceSource, Source
 from drivetrain.core.tensors import has_streams, send
+from drivetrain.core.trees import Tree
 from drivetrain.loader.side_stream import copy_ahead
 
-Batch = tuple["torch.Tensor", "torch.Tensor"]  # inputs and targets
-ReadBatch = tuple["torch.Tensor", "torch.Tensor", Request]  # and the request that they answer
+Batch = tuple[Tree, Tree]  # inputs and targets
+ReadBatch = tuple[Tree, Tree, Request]  # and the request that they answer
 
 
 class Pipeline(NamedTuple):
@@ -33,6 +35,7 @@ class Pipeline(NamedTuple):
     classes: int = 0
     pad_to: int = 1  # sequences are padded to a multiple of this
     normalize_later: bool = False
+    images: str | None = None  # the key of the images, where inputs are a dict: they are what is augmented and normalised
 
     def read(self, request: Request) -> Batch:
         """Return inputs and targets of `request.indices_to_read()` as the source has them."""
@@ -50,22 +53,26 @@ class Pipeline(NamedTuple):
         crops = self.steps and getattr(self.source, "crops", False)
         return self.steps[0].crop_boxes(self.seed, request.epoch, indices) if crops else None
 
-    def finish(self, x: torch.Tensor, y: torch.Tensor, request: Request) -> Batch:
+    def finish(self, x: Tree, y: Tree, request: Request) -> Batch:
         """Augment, mix and normalise what `read` returned, on the device that both are on."""
         x, y = self.augment(x, y, request)
         return (x if self.normalize_later else self.normalized(x)), y
 
-    def augment(self, x: torch.Tensor, y: torch.Tensor, request: Request) -> Batch:
+    def augment(self, x: Tree, y: Tree, request: Request) -> Batch:
         """Augment and mix what `read` returned, on the device that both are on."""
-        if self.steps:
-            indices = send(request.indices_to_read(), x.device)
-            for step in self.steps:
-                x, y, indices = step.apply(x, y, indices, self, request)
-        return x, y
+        if not self.steps:
+            return x, y
+        values = x if self.images is None else x[self.images]
+        indices = send(request.indices_to_read(), values.device)
+        for step in self.steps:
+            values, y, indices = step.apply(values, y, indices, self, request)
+        return (values if self.images is None else {**x, self.images: values}), y
 
-    def normalized(self, x: torch.Tensor) -> torch.Tensor:
+    def normalized(self, x: Tree) -> Tree:
         """Return the normalised inputs, on the device that x and the normalisation are on."""
-        return x if self.normalize is None else self.normalize(x)
+        if self.normalize is None:
+            return x
+        return self.normalize(x) if self.images is None else {**x, self.images: self.normalize(x[self.images])}
 
     def to(self, device: torch.device) -> Pipeline:
         """Return the same pipeline for batches that are on a device."""
@@ -111,7 +118,7 @@ class Loader(Option):
             on_device = on_device._replace(normalize=None)  # readers normalise, so that the loop does not
         batches = self.batches(pipeline, requests, device, finish=not self.augments_on_device)
 
-        def to_device(x: torch.Tensor, y: torch.Tensor, request: Request) -> MicroBatch:
+        def to_device(x: Tree, y: Tree, request: Request) -> MicroBatch:
             return self.to_device(on_device, x, y, request, device, memory_format)
 
         if (ahead := self.copies_ahead()) and has_streams(device):
@@ -134,21 +141,31 @@ class Loader(Option):
     def to_device(
         self,
         pipeline: Pipeline,
-        x: torch.Tensor,
-        y: torch.Tensor,
+        x: Tree,
+        y: Tree,
         request: Request,
         device: torch.device,
         memory_format: torch.memory_format,
     ) -> MicroBatch:
         """Copy a batch to the device, and do there what is left of the pipeline, which is on the device too."""
-        x, y = (send(t, device) if self.copies_ahead() else t.to(device) for t in (x, y))
+        if self.copies_ahead():
+            x, y = send(x, device), send(y, device)
+        else:
+            x, y = (trees.map_tensors(lambda t: t.to(device), tree) for tree in (x, y))
         if self.augments_on_device:
             x, y = pipeline.augment(x, y, request)
         # The order of memory changes after the copy, since a CPU would write it to memory that is not pinned, and before
         # normalising, since bytes are a quarter of the floats.
-        x = pipeline.normalized(x.to(memory_format=memory_format))
+        x = pipeline.normalized(in_memory_format(x, memory_format))
         weight = torch.full((), request.weight, device=device)  # a kernel writes it: nothing is copied
-        return MicroBatch(x, y, weight, request.last, request.epoch_end, request.seconds, request.ready)
+        return MicroBatch(x, y, weight, request.last, request.epoch_end, request.seconds, request.ready, not request.weight)
+
+
+def in_memory_format(x: Tree, memory_format: torch.memory_format) -> Tree:
+    """Return inputs in this order of memory; in a tree, those that have the four dimensions of images."""
+    if isinstance(x, torch.Tensor):
+        return x.to(memory_format=memory_format)
+    return trees.map_tensors(lambda t: t.to(memory_format=memory_format) if t.ndim == 4 else t, x)
 
 
 def timeout_error(reader: str, seconds: float, pipeline: Pipeline, index: int) -> Interrupted:

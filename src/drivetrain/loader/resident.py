@@ -7,16 +7,19 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
+from drivetrain.core import trees
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch, Request
-from drivetrain.core.option import Share
+from drivetrain.core.option import RunSpec, Share
 from drivetrain.core.source import Source
 from drivetrain.core.tensors import Tensors, has_streams
+from drivetrain.core.trees import Tree
 from drivetrain.loader.base import Loader, Pipeline
 from drivetrain.loader.threads import Threads
 
 CHUNK = 256  # samples that are read at a time
+ENDLESS = 2**62  # multiple that sequences are padded to: that of the longest is the longest
 
 
 class Resident(Loader):
@@ -28,6 +31,14 @@ class Resident(Loader):
     def __init__(self, share: Share = 0.5) -> None:
         self.share = share
         self._on_device: WeakKeyDictionary[Source, Tensors] = WeakKeyDictionary()
+
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate(run)
+        if run.batch.buckets_lengths:
+            yield (
+                f"{run.named('loader')} holds all samples at one length, and {run.named('batch')} groups them by theirs: "
+                "set loader=device, or batch=fixed"
+            )
 
     def advice(self, pipeline: Pipeline) -> str | None:
         return None
@@ -43,21 +54,28 @@ class Resident(Loader):
     def _copy(self, pipeline: Pipeline, device: torch.device) -> Tensors:
         """Copy a source to the device. Raises UserError where it does not fit."""
         if isinstance(pipeline.source, Tensors):
-            if pipeline.source.x.device.type != device.type:
-                self._check_size(pipeline.source.x.nbytes, device)
+            if pipeline.source.device.type != device.type:
+                self._check_size(trees.nbytes(pipeline.source.x), device)
             return pipeline.source.to(device)
         n = len(pipeline.source)
-        whole = pipeline._replace(steps=())  # without the random crops of a source that crops: those change every epoch
+        # Without the random crops of a source that crops: those change every epoch. Sequences are padded to the longest.
+        one_length = ENDLESS if getattr(pipeline.source, "lengths", None) is not None else 1
+        whole = pipeline._replace(steps=(), pad_to=one_length)
         requests = (Request(0, indices, 1.0) for indices in torch.arange(n).split(CHUNK))
         x = y = torch.empty(0)
         chunks = Threads(pin_memory=False).batches(whole, requests, device, finish=False)
         for number, (chunk_x, chunk_y, request) in enumerate(chunks):
             if not number:
-                self._check_size(n * chunk_x[0].numel() * chunk_x.element_size(), device)
-                x = torch.empty((n, *chunk_x.shape[1:]), dtype=chunk_x.dtype, device=device)
-                y = torch.empty((n, *chunk_y.shape[1:]), dtype=chunk_y.dtype, device=device)
+                self._check_size(n * trees.nbytes(chunk_x) // len(request.indices), device)
+                x, y = _room(chunk_x, n, device), _room(chunk_y, n, device)
             rows = slice(number * CHUNK, number * CHUNK + len(request.indices))
-            x[rows], y[rows] = chunk_x, chunk_y
+            for tensor, part in zip(trees.leaves((x, y)), trees.leaves((chunk_x, chunk_y)), strict=True):
+                if tensor.shape[1:] != part.shape[1:]:
+                    raise UserError(
+                        f"loader=resident holds samples of one shape, and these have {list(tensor.shape[1:])} and "
+                        f"{list(part.shape[1:])}: set loader=device"
+                    )
+                tensor[rows] = part
         return Tensors(x, y)
 
     def _check_size(self, size: int, device: torch.device) -> None:
@@ -67,6 +85,11 @@ class Resident(Loader):
                 f"loader=resident: the data takes {size / 2**30:.1f} GiB and {free / 2**30:.1f} GiB of the device are free, "
                 f"of which loader.share={self.share:g} is for data: set loader=device, smaller images, or a larger share"
             )
+
+
+def _room(chunk: Tree, n: int, device: torch.device) -> Tree:
+    """Return empty tensors on the device for `n` samples like those of a chunk."""
+    return trees.map_tensors(lambda t: torch.empty((n, *t.shape[1:]), dtype=t.dtype, device=device), chunk)
 
 
 def free_memory(device: torch.device) -> int | None:

@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
 
+from drivetrain.core import trees
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch, Request
+from drivetrain.core.trees import Tree
 
 IN_FLIGHT = 8  # copies that may be queued: each holds a batch in pinned memory until the device gets there
 
@@ -20,8 +22,8 @@ def side_stream(device: torch.device) -> Any:
 
 
 def copy_ahead(
-    batches: Iterable[tuple[torch.Tensor, torch.Tensor, Request]],
-    to_device: Callable[[torch.Tensor, torch.Tensor, Request], MicroBatch],
+    batches: Iterable[tuple[Tree, Tree, Request]],
+    to_device: Callable[[Tree, Tree, Request], MicroBatch],
     device: torch.device,
     ahead: int,
 ) -> Iterator[MicroBatch]:
@@ -38,7 +40,7 @@ def copy_ahead(
     copies: deque[Any] = deque()  # the events of those that may be under way
     for batch in batches:
         main = module.current_stream(device)
-        if batch[0].device.type == "cpu":
+        if trees.first(batch[0]).device.type == "cpu":
             if len(copies) == ahead + IN_FLIGHT:
                 copies.popleft().synchronize()
             side.wait_stream(main)

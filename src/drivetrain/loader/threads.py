@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any, Literal
 
+from drivetrain.core import trees
 from drivetrain.core.cpus import usable_cores
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
 from drivetrain.core.option import Count, Positive
 from drivetrain.core.tensors import has_streams
+from drivetrain.core.trees import Tree
 from drivetrain.loader.base import Batch, Loader, Pipeline, ReadBatch, reading_advice, timeout_error
 
 CLOSE_TIMEOUT_S = 1.0  # for the threads' current jobs, when the pool is closed
@@ -123,8 +125,7 @@ class SharedBatch:
         self.lock = threading.Lock()
         self.seconds = 0.0  # of all threads together
         self.reading: dict[str, int] = {}  # thread → the first sample of the piece that it is reading
-        self.x: torch.Tensor | None = None
-        self.y: torch.Tensor | None = None
+        self.stored: Batch | None = None  # inputs and targets, where several pieces are copied into them
         self.future: Future[Batch] = Future()
 
     def start(self, pool: ThreadPool) -> None:
@@ -152,7 +153,7 @@ class SharedBatch:
             if last:
                 began = time.perf_counter()
                 x, y = self.pipeline.finish(x, y, self.request) if self.finish else (x, y)
-                batch = (x.pin_memory(), y.pin_memory()) if self.pin else (x, y)
+                batch = (pinned(x), pinned(y)) if self.pin else (x, y)
                 self.request.ready = time.perf_counter()
                 self.request.seconds = self.seconds + self.request.ready - began
                 self.future.set_result(batch)
@@ -161,15 +162,26 @@ class SharedBatch:
                 if not self.future.done():
                     self.future.set_exception(error)
 
-    def _store(self, x: torch.Tensor, y: torch.Tensor, offset: int) -> Batch:
+    def _store(self, x: Tree, y: Tree, offset: int) -> Batch:
         """Copy a piece to its rows of the batch; return the batch. A batch of one piece is that piece."""
         if len(self.pieces) == 1:
             return x, y
         with self.lock:
-            if self.x is None or self.y is None:
+            if self.stored is None:
                 pin = self.pin and not (self.finish and self.pipeline.steps)  # an augmented batch is another one
-                self.x = torch.empty((len(self.indices), *x.shape[1:]), dtype=x.dtype, pin_memory=pin)
-                self.y = torch.empty((len(self.indices), *y.shape[1:]), dtype=y.dtype, pin_memory=pin)
-        rows = slice(offset, offset + len(x))
-        self.x[rows], self.y[rows] = x, y
-        return self.x, self.y
+                self.stored = self._empty(x, pin), self._empty(y, pin)
+        rows = slice(offset, offset + trees.length(x))
+        for whole, piece in zip(self.stored, (x, y), strict=True):
+            for tensor, part in zip(trees.leaves(whole), trees.leaves(piece), strict=True):
+                tensor[rows] = part
+        return self.stored
+
+    def _empty(self, piece: Tree, pin: bool) -> Tree:
+        """Return room for the whole batch that a piece belongs to."""
+        n = len(self.indices)
+        return trees.map_tensors(lambda t: torch.empty((n, *t.shape[1:]), dtype=t.dtype, pin_memory=pin), piece)
+
+
+def pinned(tree: Tree) -> Tree:
+    """Return the tree in page-locked memory."""
+    return trees.map_tensors(lambda tensor: tensor.pin_memory(), tree)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
+from drivetrain.core import trees
 from drivetrain.core.errors import DataError, Interrupted
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
 from drivetrain.core.option import Count, NonNegative
 from drivetrain.core.tensors import has_streams
+from drivetrain.core.trees import Tree
 from drivetrain.loader.base import Batch, Loader, Pipeline, ReadBatch, reading_advice, timeout_error
 
 DEATH_NOTICE_S = 1.0  # from a broken connection until torch reports that the worker was killed
@@ -70,13 +73,13 @@ class Workers(Loader):
                 generator=torch.Generator(),  # else it draws its base seed from the model's random stream
             )
             more = False
-            for x, y, seconds, ready in self._deliveries(loader, pipeline, pending):
+            for delivery in self._deliveries(loader, pipeline, pending):
                 request = pending.popleft()
-                request.seconds, request.ready = seconds, ready
+                request.seconds, request.ready = delivery.seconds, delivery.ready
                 more = request.epoch_end and not self.persistent_workers
-                yield x, y, request
+                yield delivery.x, delivery.y, request
 
-    def _deliveries(self, loader: Iterable[Any], pipeline: Pipeline, pending: deque[Request]) -> Iterator[Any]:
+    def _deliveries(self, loader: Iterable[Any], pipeline: Pipeline, pending: deque[Request]) -> Iterator[_Delivery]:
         """Yield what the workers deliver. A worker that is stuck or killed ends the run as interrupted, so it can be resumed."""
         delivered = 0
         try:
@@ -106,6 +109,21 @@ class Workers(Loader):
             ) from None
 
 
+@dataclass(slots=True)
+class _Delivery:
+    """What a worker sends. torch's DataLoader takes it as it is; tuples it would turn into lists, on the way and when it pins."""
+
+    x: Tree
+    y: Tree
+    seconds: float
+    ready: float
+
+    def pin_memory(self) -> _Delivery:
+        """Move the batch to page-locked memory. The DataLoader's thread calls it."""
+        self.x, self.y = (trees.map_tensors(lambda tensor: tensor.pin_memory(), tree) for tree in (self.x, self.y))
+        return self
+
+
 class _RequestDataset:
     """A map-style dataset whose key is a request and whose value is the whole micro-batch."""
 
@@ -117,7 +135,7 @@ class _RequestDataset:
         try:
             x, y = self.work(request)
             ready = time.perf_counter()
-            return x, y, ready - began, ready
+            return _Delivery(x, y, ready - began, ready)
         except DataError as error:  # raised in the parent: torch would wrap the worker's traceback around it
             return error
 

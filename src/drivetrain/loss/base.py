@@ -3,19 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
+from drivetrain.core.device import sum_dtype
+from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
+from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.option import Option, RunSpec
 from drivetrain.core.targets import FITTING_LOSS, TargetKind, describe
 
+if TYPE_CHECKING:
+    from drivetrain.core.context import BuildContext
+
+SMALLEST = 1e-12  # a sum over no items is 0, and 0 / SMALLEST is 0
+
 
 class Loss(Option):
-    """A loss to train with, and the metrics of an evaluation."""
+    """A loss to train with, and the metrics of an evaluation.
 
-    metrics: tuple[str, ...]  # names of the metrics that an evaluation reports
-    best: tuple[str, Callable[[float, float], float]]  # the metric that ranks models; picks the better of two values
+    A loss gives `sum_and_count`, from which its mean follows. If the batch's targets alone tell how many items it averages
+    over, it is `counted`, and `count` gives their number: the step then weights micro-batches and ranks by it.
+    """
+
+    metrics: tuple[str, ...] = ("loss",)  # names of the metrics that an evaluation reports
+    best: tuple[str, Callable[[float, float], float]] = ("loss", min)  # the metric that ranks models; picks the better value
     takes: tuple[TargetKind, ...]  # the kinds of targets that it can be computed from
     soft_targets = False  # whether it takes probabilities of classes as targets, as mixup makes them
+    counted = False  # it averages over items whose number only the targets tell, such as pixels that are not ignored
+    compares_samples = False  # it compares samples with each other: it is computed from the whole batch of all ranks
+    evaluated_together = 1  # samples that an evaluation keeps in one batch, in their order
+    target_key = "loss"  # the key of its settings, for messages
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         given = run.data.targets
@@ -26,13 +44,87 @@ class Loss(Option):
                 + (f"set loss={fitting}" if fitting else "set another loss")
             )
 
-    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """The mean loss of a batch, 0-d, to be differentiated."""
+    def setup(self, context: BuildContext) -> None:
+        """Prepare this copy for its run: on the run's device, with weights counted from the training data."""
+
+    def outputs(self, classes: int) -> int:
+        """Return the number of outputs that the model needs for data with `classes` classes, labels or values."""
+        return classes
+
+    def input_shape(self, shape: Any) -> Any:
+        """Return the shape of one input as the model gets it, for data whose inputs have this `shape`."""
+        return shape
+
+    def __call__(self, output: torch.Tensor, target: Any) -> torch.Tensor:
+        """The mean loss of a batch, 0-d, to be differentiated; 0 where nothing in it counts."""
+        total, count = self.sum_and_count(output, target)
+        return total / count.clamp(min=SMALLEST)
+
+    def sum_and_count(self, output: torch.Tensor, target: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum of the loss over a batch's items, to be differentiated, and their number, both 0-d."""
         raise NotImplementedError
 
-    def sums(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def count(self, target: Any) -> torch.Tensor:
+        """The number of items that the mean of a batch is over, 0-d; for a sum of several losses (losses,)."""
+        return torch.full((), len(target), dtype=sum_dtype(target.device), device=target.device)
+
+    def share(self, batch: MicroBatch, share: torch.Tensor) -> MicroBatch:
+        """The micro-batch with its weight: its `share` of the update's items, times the ranks. Only for `counted` losses."""
+        return replace(batch, weight=share)
+
+    def evaluation_target(self, batch: MicroBatch) -> Any:
+        """What `sums` is computed from besides the output."""
+        return batch.y
+
+    def problem(self, target: Any, classes: int) -> str | None:
+        """What is wrong with the targets of the first micro-batch, as a sentence that goes on after "the targets"; None: nothing.
+
+        It may read from the device.
+        """
+        return None
+
+    def sums(self, output: torch.Tensor, target: Any) -> torch.Tensor:
         """Sums over a batch, of `sum_dtype`, (metrics + 1,): one for each of `metrics`, then what they are divided by in the end.
 
         Sums can be added over batches and ranks; means cannot.
         """
-        raise NotImplementedError
+        total, count = self.sum_and_count(output, target)
+        dtype = sum_dtype(output.device)
+        return torch.stack([total.to(dtype), count.to(dtype)])
+
+    def evaluated(self, sums: list[float]) -> dict[str, float]:
+        """The metrics of an evaluation from the `sums` of all its batches."""
+        *totals, count = sums
+        return {name: total / count for name, total in zip(self.metrics, totals, strict=True)}
+
+    def evaluation_sums(self) -> int:
+        """The length of `sums`."""
+        return len(self.metrics) + 1
+
+    def parts(self) -> dict[str, torch.Tensor]:
+        """Running sums of the loss's named parts since the last log record, 0-d each, which whoever logs them sets to 0."""
+        return {}
+
+
+def wide(output: torch.Tensor) -> torch.Tensor:
+    """The output in float32 if it has 16 bits: those are too few for exponentials and for sums over many items."""
+    return output.float() if output.dtype.itemsize < 4 else output
+
+
+def same_shape(output: torch.Tensor, target: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and target in one shape and dtype: (n, 1) and (n,) fit each other. Raises UserError; nothing is broadcast."""
+    if output.dim() == target.dim() + 1 and output.shape[-1] == 1:
+        output = output.squeeze(-1)
+    elif target.dim() == output.dim() + 1 and target.shape[-1] == 1:
+        target = target.squeeze(-1)
+    if output.shape != target.shape:
+        raise UserError(
+            f"loss={name} compares each output with one target, but the model's output has shape {shape_of(output)} and the "
+            f"targets have {shape_of(target)}: give the model as many outputs as a sample has targets"
+        )
+    return output, target.to(output.dtype)
+
+
+def shape_of(tensor: torch.Tensor) -> str:
+    """A batch's shape in words, such as (n, 3, 8)."""
+    return "(" + ", ".join(["n", *map(str, tensor.shape[1:])]) + ("" if tensor.dim() > 1 else ",") + ")"

@@ -1,33 +1,212 @@
-"""Losses over classes, one target for each sample."""
+"""Losses over classes: one for each sample, one for each pixel, or any number of labels."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from drivetrain.core.device import sum_dtype
+from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Share
-from drivetrain.loss.base import Loss
+from drivetrain.core.option import NonNegative, RunSpec, Share
+from drivetrain.core.targets import TargetKind
+from drivetrain.loss.base import SMALLEST, Loss, same_shape, shape_of, wide
+from drivetrain.loss.class_weights import ClassWeights, positive_weights_for, weights_for
+
+if TYPE_CHECKING:
+    from drivetrain.core.context import BuildContext
+
+IGNORE = -100  # torch's own
 
 
-class CrossEntropy(Loss):
-    """Cross entropy over classes. An evaluation reports it without label smoothing, and the accuracy."""
+class OverClasses(Loss):
+    """The base of the losses that compare logits with class numbers, of samples or of pixels."""
 
     metrics = ("loss", "accuracy")
     best = ("accuracy", max)
-    takes = ("class",)
+    takes: tuple[TargetKind, ...] = ("class", "mask")
+    class_weights: ClassWeights = None
+    ignore_index = IGNORE
+    weight: torch.Tensor | None = None  # (classes,)
+
+    def see(self, run: RunSpec) -> None:
+        # With one class for each sample and no weights, the samples are the items, which the batch counts already.
+        self.counted = self.class_weights is not None or run.data.targets != "class"
+
+    def setup(self, context: BuildContext) -> None:
+        key = f"{self.target_key}.class_weights"
+        found = weights_for(self.class_weights, context.train_source, context.data.classes, self.ignore_index, key)
+        self.weight = None if found is None else found.to(context.device)
+
+    def count(self, target: Any) -> torch.Tensor:
+        dtype = sum_dtype(target.device)
+        if target.is_floating_point():
+            return super().count(target)
+        counts = target != self.ignore_index
+        if self.weight is None:
+            return counts.sum().to(dtype)
+        return (self.weights_of(target) * counts).sum(dtype=dtype)
+
+    def weights_of(self, target: torch.Tensor) -> torch.Tensor:
+        """The weight of each item's class; any for an item that is ignored."""
+        assert self.weight is not None
+        return self.weight[target.long().clamp(min=0, max=len(self.weight) - 1)]
+
+    def problem(self, target: Any, classes: int) -> str | None:
+        if target.is_floating_point() and self.soft_targets and target.dim() > 1:
+            return None
+        if target.is_floating_point():
+            return "are numbers with fractions, and it wants class numbers (int64): set loss=mse for regression"
+        if target.dtype not in (torch.int64, torch.uint8):
+            return f"are {target.dtype}, and it wants class numbers (int64): convert them in your data"
+        low, high = lowest_and_highest(target, self.ignore_index)
+        if target.dim() == 2 and target.shape[1] == classes and 0 <= low <= high <= 1:
+            return f"have shape {shape_of(target)}, a 0 or a 1 for each class: set loss=bce for labels"
+        if low < 0 or high >= classes:
+            return (
+                f"are class numbers from {low} to {high}, but the model has {classes} outputs, for "
+                f"classes 0 to {classes - 1}: number the classes from 0, or set {self.target_key}.ignore_index to one that is to "
+                "be left out"
+            )
+        return None
+
+    def sums(self, output: torch.Tensor, target: Any) -> torch.Tensor:
+        """Sums of the loss, without smoothing and class weights, and of what is right; the number of samples or pixels (3,)."""
+        dtype = sum_dtype(output.device)
+        loss = self.plain_sum(wide(output), target)
+        counts = target != self.ignore_index
+        correct = ((output.argmax(1) == target) & counts).sum()
+        return torch.stack([loss.to(dtype), correct.to(dtype), counts.sum().to(dtype)])
+
+    def plain_sum(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """The sum of the loss without smoothing and class weights, 0-d."""
+        return torch.nn.functional.cross_entropy(output, target, reduction="sum", ignore_index=self.ignore_index)
+
+
+class CrossEntropy(OverClasses):
+    """Cross entropy over classes, of samples or of pixels. An evaluation reports it without smoothing and class weights.
+
+    Targets of `ignore_index` do not count. `class_weights` multiply each item's loss by the weight of its class, and the mean
+    is over these weights, as torch's.
+    """
+
     soft_targets = True
 
-    def __init__(self, label_smoothing: Share = 0.0) -> None:
-        self.label_smoothing = label_smoothing
+    def __init__(self, label_smoothing: Share = 0.0, class_weights: ClassWeights = None, ignore_index: int = IGNORE) -> None:
+        self.label_smoothing, self.class_weights, self.ignore_index = label_smoothing, class_weights, ignore_index
 
-    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Mean loss of logits (n, classes) against class indices (n,), or in training also probabilities (n, classes)."""
-        if target.is_floating_point():  # torch requires both to have one dtype; the logits may be bfloat16
-            dtype = torch.promote_types(output.dtype, target.dtype)
-            output, target = output.to(dtype), target.to(dtype)
-        return torch.nn.functional.cross_entropy(output, target, label_smoothing=self.label_smoothing)
+    def __call__(self, output: torch.Tensor, target: Any) -> torch.Tensor:
+        """Mean loss of logits (n, classes) against class indices (n,), or in training also probabilities (n, classes).
 
-    def sums(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Sums of the loss and of the correct samples, and the number of samples (3,)."""
-        loss = torch.nn.functional.cross_entropy(output.float(), target, reduction="sum").to(sum_dtype(output.device))
-        correct = (output.argmax(-1) == target).sum().to(loss.dtype)
-        return torch.stack([loss, correct, torch.full_like(loss, len(target))])
+        For pixels the logits are (n, classes, h, w), and the targets (n, h, w).
+        """
+        if self.counted:
+            return super().__call__(output, target)
+        if target.is_floating_point():
+            output, target = _one_dtype(output, target)
+        return torch.nn.functional.cross_entropy(
+            output, target, label_smoothing=self.label_smoothing, ignore_index=self.ignore_index
+        )
+
+    def sum_and_count(self, output: torch.Tensor, target: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        output = wide(output)
+        if target.is_floating_point():
+            output, target = _one_dtype(output, target)
+        else:
+            check_pixels(output, target)
+        weight = None if self.weight is None else self.weight.to(output.dtype)
+        total = torch.nn.functional.cross_entropy(
+            output, target, weight, reduction="sum", label_smoothing=self.label_smoothing, ignore_index=self.ignore_index
+        )
+        return total, self.count(target).to(total.dtype)
+
+
+class Focal(OverClasses):
+    """Focal loss (Lin et al. 2017), (1 − p)^gamma times the cross entropy: items that are right already count less.
+
+    Its mean is over all items that are not ignored; with `class_weights` over their weights. An evaluation reports it without
+    class weights.
+    """
+
+    def __init__(self, gamma: NonNegative = 2.0, class_weights: ClassWeights = None, ignore_index: int = IGNORE) -> None:
+        self.gamma, self.class_weights, self.ignore_index = gamma, class_weights, ignore_index
+
+    def sum_and_count(self, output: torch.Tensor, target: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        check_pixels(output, target)
+        focal = self._focal(wide(output), target)
+        if self.weight is not None:
+            focal = focal * self.weights_of(target).to(focal.dtype)
+        return focal.sum(), self.count(target).to(focal.dtype)
+
+    def plain_sum(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return self._focal(output, target).sum()
+
+    def _focal(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        loss = torch.nn.functional.cross_entropy(output, target, reduction="none", ignore_index=self.ignore_index)
+        return (1 - torch.exp(-loss)).clamp(min=SMALLEST) ** self.gamma * loss  # a power's gradient at 0 may be infinite
+
+
+class Bce(Loss):
+    """Binary cross entropy of each label, for samples with any number of labels. The mean is over samples and labels.
+
+    `pos_weight` multiplies what a label costs where it is present, as torch's does: for labels that are rare. An evaluation
+    reports the loss without it and without smoothing, and the share of labels that are right.
+    """
+
+    metrics = ("loss", "label_accuracy")
+    takes = ("labels",)
+    weight: torch.Tensor | None = None  # (labels,)
+
+    def __init__(self, label_smoothing: Share = 0.0, pos_weight: ClassWeights = None) -> None:
+        self.label_smoothing, self.pos_weight = label_smoothing, pos_weight
+
+    def setup(self, context: BuildContext) -> None:
+        key = f"{self.target_key}.pos_weight"
+        found = positive_weights_for(self.pos_weight, context.train_source, context.data.classes, key)
+        self.weight = None if found is None else found.to(context.device)
+
+    def count(self, target: Any) -> torch.Tensor:
+        return torch.full((), target.numel(), dtype=sum_dtype(target.device), device=target.device)
+
+    def problem(self, target: Any, classes: int) -> str | None:
+        if target.dim() != 2 or target.shape[1] != classes:
+            return f"have shape {shape_of(target)}, and it wants a 0 or a 1 for each of the {classes} labels, (n, {classes})"
+        low, high = torch.stack([target.min(), target.max()]).tolist()
+        if low < 0 or high > 1:
+            return f"go from {low:g} to {high:g}, and it wants a 0 or a 1 for each label"
+        return None
+
+    def sum_and_count(self, output: torch.Tensor, target: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        output, target = same_shape(wide(output), target, "bce")
+        smooth = target * (1 - self.label_smoothing) + self.label_smoothing / 2 if self.label_smoothing else target
+        weight = None if self.weight is None else self.weight.to(output.dtype)
+        total = torch.nn.functional.binary_cross_entropy_with_logits(output, smooth, pos_weight=weight, reduction="sum")
+        return total, self.count(target).to(total.dtype)
+
+    def sums(self, output: torch.Tensor, target: Any) -> torch.Tensor:
+        dtype = sum_dtype(output.device)
+        output, target = same_shape(wide(output), target, "bce")
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(output, target, reduction="sum")
+        correct = ((output > 0) == (target > 0.5)).sum()
+        return torch.stack([loss.to(dtype), correct.to(dtype), self.count(target)])
+
+
+def lowest_and_highest(target: torch.Tensor, ignore_index: int) -> tuple[int, int]:
+    """The lowest and the highest class number that counts; 0 where there is none."""
+    counted = torch.where(target == ignore_index, 0, target)
+    low, high = torch.stack([counted.min(), counted.max()]).tolist()
+    return low, high
+
+
+def _one_dtype(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits and probabilities in one dtype, which torch requires; the logits may be bfloat16."""
+    dtype = torch.promote_types(output.dtype, target.dtype)
+    return output.to(dtype), target.to(dtype)
+
+
+def check_pixels(output: torch.Tensor, target: torch.Tensor) -> None:
+    """Raise UserError where logits (n, classes, …) and class numbers (n, …) are not of the same samples and pixels."""
+    if output.shape[:1] + output.shape[2:] != target.shape:
+        raise UserError(
+            f"the loss wants logits (n, classes, …) for class numbers (n, …), but the model's output has shape "
+            f"{shape_of(output)} and the targets have {shape_of(target)}: give the model an output for each of them"
+        )

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.device import sum_dtype
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count
-from drivetrain.loss.base import Loss
+from drivetrain.loss.base import Loss, shape_of
+from drivetrain.loss.classification import lowest_and_highest
+
+if TYPE_CHECKING:
+    from drivetrain.core.context import BuildContext
 
 PADDING = -100  # a target that does not count
 
@@ -26,9 +31,34 @@ class NextToken(Loss):
     def __init__(self, chunks: Count = 1) -> None:
         self.chunks = chunks
 
-    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def setup(self, context: BuildContext) -> None:
+        # Where the lengths are known, the batch weights micro-batches by their tokens already.
+        self.counted = context.batch.lengths is None or not context.batch.weighs_by_length
+
+    def __call__(self, output: torch.Tensor, target: Any) -> torch.Tensor:
         """Mean loss of logits (n, length, classes) against tokens (n, length); targets of -100 (padding) do not count."""
-        return _token_loss(output, target, "mean") if self.chunks == 1 else self._in_chunks(output, target)
+        if self.counted:
+            return super().__call__(output, target)
+        return (
+            _token_loss(output, target, "mean")
+            if self.chunks == 1
+            else self._in_chunks(output, target) / (target != PADDING).sum()
+        )
+
+    def sum_and_count(self, output: torch.Tensor, target: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        total = _token_loss(output, target, "sum") if self.chunks == 1 else self._in_chunks(output, target)
+        return total, self.count(target).to(total.dtype)
+
+    def count(self, target: Any) -> torch.Tensor:
+        return (target != PADDING).sum().to(sum_dtype(target.device))
+
+    def problem(self, target: Any, classes: int) -> str | None:
+        if target.is_floating_point() or target.dim() != 2:
+            return f"are {target.dtype} of shape {shape_of(target)}, and it wants token numbers (n, length)"
+        low, high = lowest_and_highest(target, PADDING)
+        if low < 0 or high >= classes:
+            return f"are tokens from {low} to {high}, but the model has {classes} outputs"
+        return None
 
     def _in_chunks(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         from torch.utils.checkpoint import checkpoint
@@ -38,10 +68,9 @@ class NextToken(Loss):
             return checkpoint(*arguments, use_reentrant=False, preserve_rng_state=False)  # nothing in it is random
 
         rows = zip(output.flatten(0, 1).chunk(self.chunks), target.flatten().chunk(self.chunks), strict=True)
-        total = torch.stack([part(*row) for row in rows]).sum()
-        return total / (target != PADDING).sum()
+        return torch.stack([part(*row) for row in rows]).sum()
 
-    def sums(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def sums(self, output: torch.Tensor, target: Any) -> torch.Tensor:
         """Sums of the loss in nats and in bits, and the number of tokens (3,)."""
         loss = _token_loss(output, target, "sum").to(sum_dtype(output.device))
         return torch.stack([loss, loss / math.log(2), (target >= 0).sum().to(loss.dtype)])

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from drivetrain.core import horizon as horizons
+from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Option, RunSpec
 from drivetrain.core.patterns import flatten
 from drivetrain.core.step import Step
+from drivetrain.core.trees import named_leaves
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
+
+NO_START: dict[str, Any] = {"weights": None, "weights_skip": (), "freeze": (), "unfreeze": {}}  # as a finished run is built
 
 logger = logging.getLogger(__name__)
 
@@ -35,13 +39,14 @@ class Model(Option):
 
     tokens: ClassVar[bool | None] = False  # whether it reads sequences of tokens; None: not known
     may_be_transformer: ClassVar[bool] = False
+    takes_trees: ClassVar[bool] = False  # whether a forward may take several inputs
     machine_local_keys: ClassVar[tuple[str, ...]] = ("weights",)
     identifying_keys: ClassVar[tuple[str, ...]] = ("weights",)
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if run.data.tokens and self.tokens is False:
             yield f"{run.named('model')} does not read sequences of tokens, which {run.named('data')} gives: set model=gpt"
-        if self.tokens and not run.data.tokens:
+        if self.tokens and run.data.tokens is False:
             yield (
                 f"{run.named('model')} reads sequences of tokens, which {run.named('data')} does not give: "
                 "set data=stdlib loss=next_token, or another model"
@@ -75,7 +80,15 @@ class Model(Option):
             )
 
     def build(self, context: BuildContext) -> torch.nn.Module:
-        """The network for the run's data, on its device, with the weights that it starts from."""
+        """The network for the run's data, on its device, with the weights that it starts from.
+
+        Raises UserError if it does not take inputs of this structure.
+        """
+        if not self.takes_trees and len(parts := named_leaves(context.data.two_samples(context.device))) > 1:
+            raise UserError(
+                f"{context.run.named('model')} takes one tensor, and the inputs of a sample are several "
+                f"({', '.join(name for name, _ in parts)}): set model=own, with a network whose forward takes them"
+            )
         model = self.create(context.data.shape, context.data.classes)
         # On every rank alike, and before any edit: a file has the names and shapes of the model as it is created. Edits that
         # remove biases then account for them, float32 weights become exact masters, and shards are cut from whole tensors.
@@ -87,6 +100,10 @@ class Model(Option):
             for line in weights.load_into(model, path, self.weights_skip, data.shape, data.classes):
                 logger.info(line)
         return model.to(context.device)
+
+    def untrained(self) -> Model:
+        """Return this option for a run that is finished: without the weights that training started from, nothing frozen."""
+        return replace(self, **NO_START)
 
     def create(self, shape: tuple[int, ...], classes: int) -> torch.nn.Module:
         """A freshly initialised network for samples of `shape` (without the batch dimension), with `classes` outputs."""

@@ -27,6 +27,7 @@ class Own(Model):
     machine_local_keys = ("target", *Model.machine_local_keys)
     tokens = None
     may_be_transformer = True
+    takes_trees = True
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)

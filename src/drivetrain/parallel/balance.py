@@ -10,11 +10,12 @@ from itertools import accumulate, pairwise
 from drivetrain.core.device import synchronize
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
+from drivetrain.core.trees import Tree, call, first
 
 REPEATS = 3  # forwards; the fastest counts
 
 
-def measure_costs(model: torch.nn.Module, blocks: Sequence[torch.nn.Module], example: torch.Tensor) -> list[float]:
+def measure_costs(model: torch.nn.Module, blocks: Sequence[torch.nn.Module], example: Tree) -> list[float]:
     """Measure the seconds of each block's forward on `example`, in evaluation mode, so that the model does not change.
 
     Raises UserError if the model's forward does not call a block.
@@ -23,7 +24,7 @@ def measure_costs(model: torch.nn.Module, blocks: Sequence[torch.nn.Module], exa
     seconds = {id(block): float("inf") for block in blocks}
 
     def now() -> float:
-        synchronize(example.device)
+        synchronize(first(example).device)
         return time.perf_counter()
 
     def before_forward(module: torch.nn.Module, *_: object) -> None:
@@ -39,7 +40,7 @@ def measure_costs(model: torch.nn.Module, blocks: Sequence[torch.nn.Module], exa
             hooks.callback(block.register_forward_hook(after_forward).remove)
         model.eval()
         for _ in range(REPEATS):
-            model(example)
+            call(model, example)
     model.train(training)
     if uncalled := [i for i, block in enumerate(blocks) if id(block) not in started]:
         raise UserError(

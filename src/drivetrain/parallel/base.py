@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Option, RunSpec
 from drivetrain.core.step import Step
+from drivetrain.core.trees import Tree
 from drivetrain.core.world import World
 from drivetrain.parallel.environment import launched
 
@@ -25,11 +26,13 @@ class Parallel(Option):
 
     world = World()
     data_world = World()  # this process among the data-parallel ranks; ranks that split the model get the same samples
+    data_group: Any = None  # the process group of the data-parallel ranks; None: that of all ranks
     nnodes = 1  # machines
     lockstep_evaluation = False  # a forward needs all ranks, also in evaluation
     distributed = False  # needs a process group, also with one rank
     one_process = True  # on one device
     thread_per_device = False
+    own_forward = True  # each rank runs the forward of the whole model
     can_unfreeze = True  # parameters may begin to train after the first update
     portable_shards = True  # other strategies can read the shards that this one saves
 
@@ -55,10 +58,10 @@ class Parallel(Option):
         """Join the process group."""
         self.world = self.data_world = context.world
 
-    def shard(self, model: torch.nn.Module, dtype: str | None, example: torch.Tensor) -> None:
+    def shard(self, model: torch.nn.Module, dtype: str | None, example: Tree) -> None:
         """Shard the model over the ranks, in place.
 
-        `dtype` is autocast's, `example` a batch of two zeros.
+        `dtype` is autocast's, `example` two samples of zeros, as `trees.call` calls the model with them.
         """
 
     def plain_parameters(self, model: torch.nn.Module) -> AbstractContextManager[None]:

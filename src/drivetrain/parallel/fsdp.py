@@ -9,6 +9,7 @@ from typing import Any
 from drivetrain.core.blocks import describe_blocks, repeated_blocks
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec
+from drivetrain.core.trees import Tree
 from drivetrain.parallel.sharded import Sharded, is_sharded
 
 
@@ -43,7 +44,7 @@ class Fsdp(Sharded):
         if self.offload and run.runtime.device_type() == "cpu":
             yield "parallel.offload=true moves shards from the device to the CPU, and the device is a CPU: set it to false"
 
-    def _shard_model(self, model: torch.nn.Module, dtype: str | None, example: torch.Tensor) -> list[str]:
+    def _shard_model(self, model: torch.nn.Module, dtype: str | None, example: Tree) -> list[str]:
         shards = self.world.size // self.replicate
         mesh = self.device_mesh(**({"replicate": self.replicate} if self.replicate > 1 else {}), shard=shards)
         self._mesh = mesh

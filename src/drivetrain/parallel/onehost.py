@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from drivetrain.core import accelerators
+from drivetrain.core import accelerators, trees
 from drivetrain.core.blocks import sequential_blocks
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
+from drivetrain.core.trees import Tree, map_tensors
 from drivetrain.parallel import balance
 from drivetrain.parallel.base import Parallel
 
@@ -92,8 +94,9 @@ class Split(Parallel):
                 "name them in parallel.devices ([cpu,cpu] tries it out), or set parallel=single"
             )
 
-    def shard(self, model: torch.nn.Module, dtype: str | None, example: torch.Tensor) -> None:
-        names = self.devices or [f"{example.device.type}:{i}" for i in range(torch.accelerator.device_count())]
+    def shard(self, model: torch.nn.Module, dtype: str | None, example: Tree) -> None:
+        first_device = trees.first(example).device
+        names = self.devices or [f"{first_device.type}:{i}" for i in range(torch.accelerator.device_count())]
         devices = [torch.device(name) for name in names]
         blocks = sequential_blocks("parallel=split", model, self.block)
         if len(blocks) < len(devices):
@@ -103,7 +106,6 @@ class Split(Parallel):
             )
         costs = balance.measure_costs(model, blocks, example)
         boundaries = balance.balanced_boundaries(costs, len(devices))
-        first_device = example.device
         for device, (first, last) in zip(devices, pairwise(boundaries), strict=True):
             for block in blocks[first:last]:
                 block.to(device)
@@ -113,7 +115,8 @@ class Split(Parallel):
             if not any(id(p) in in_blocks for p in module.parameters()):
                 module.to(devices[-1])
                 module.register_forward_pre_hook(_move_inputs_hook(devices[-1]), with_kwargs=True)
-        model.register_forward_hook(lambda _, args, output: output.to(first_device))  # where the targets are
+        back = partial(map_tensors, lambda tensor: tensor.to(first_device))  # where the targets are
+        model.register_forward_hook(lambda _, args, output: back(output))
         logger.info("%s on %s", balance.describe_split(boundaries, costs), ", ".join(names))
 
 

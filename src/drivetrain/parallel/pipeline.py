@@ -18,6 +18,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec
 from drivetrain.core.step import Step
+from drivetrain.core.trees import Tree
 from drivetrain.parallel import balance
 from drivetrain.parallel.base import State, Weights
 from drivetrain.parallel.fsdp import fully_shard_block
@@ -41,6 +42,7 @@ class Pipeline(Sharded):
     """
 
     portable_shards = False
+    own_forward = False
 
     stages: Count | Literal["auto"] = "auto"
     schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
@@ -122,10 +124,15 @@ class Pipeline(Sharded):
 
     # --- this rank's part of the model ---
 
-    def _shard_model(self, model: torch.nn.Module, dtype: str | None, example: torch.Tensor) -> list[str]:
+    def _shard_model(self, model: torch.nn.Module, dtype: str | None, example: Tree) -> list[str]:
         from drivetrain.parallel.stage_checks import check_stages
         from drivetrain.parallel.stages import StagedForward, split_names
 
+        if not isinstance(example, torch.Tensor):
+            raise UserError(
+                "parallel=pipeline hands one tensor from stage to stage, and the inputs of a sample are several: "
+                "set parallel=ddp or fsdp"
+            )
         ranks = self._stage_ranks()
         mesh = self._mesh = self.device_mesh(data=self.data_world.size, pipe=ranks, tensor=self.tensor)
         self.stage_group, self.data_group = mesh.get_group("pipe"), mesh.get_group("data")

@@ -18,6 +18,7 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.option import RunSpec
 from drivetrain.core.step import Step
+from drivetrain.core.trees import Tree
 from drivetrain.parallel.base import State, Weights
 from drivetrain.parallel.process_group import ProcessGroupStrategy
 from drivetrain.saving.sharded_checkpoint import parameter_names
@@ -59,7 +60,7 @@ class Sharded(ProcessGroupStrategy):
                 f"compile=jit and {name} exclude each other (TorchScript does not support sharded weights): set compile=inductor"
             )
 
-    def shard(self, model: torch.nn.Module, dtype: str | None, example: torch.Tensor) -> None:
+    def shard(self, model: torch.nn.Module, dtype: str | None, example: Tree) -> None:
         self._plain_shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
         self._root: Any = model
         for line in self._shard_model(model, dtype, example):
@@ -81,7 +82,7 @@ class Sharded(ProcessGroupStrategy):
         dist.all_gather_object(all_ranks, own, group=self._control)
         return sorted(set().union(*all_ranks))
 
-    def _shard_model(self, model: torch.nn.Module, dtype: str | None, example: torch.Tensor) -> list[str]:
+    def _shard_model(self, model: torch.nn.Module, dtype: str | None, example: Tree) -> list[str]:
         """Make the model's parameters DTensors over `self._mesh`, in place. Returns lines to log."""
         raise NotImplementedError
 

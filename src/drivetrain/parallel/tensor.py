@@ -11,6 +11,7 @@ from drivetrain.core.blocks import TensorLayout, repeated_blocks
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec
+from drivetrain.core.trees import Tree
 from drivetrain.parallel.fsdp import fully_shard_blocks
 from drivetrain.parallel.rank_work import RankWork
 from drivetrain.parallel.sharded import Sharded
@@ -49,7 +50,7 @@ class Tensor(Sharded):
     def rng_rank(self) -> int:
         return self.world.rank - self.world.rank % self.model_ranks()  # dropout must be the same on all ranks of a block
 
-    def _shard_model(self, model: torch.nn.Module, dtype: str | None, example: torch.Tensor) -> list[str]:
+    def _shard_model(self, model: torch.nn.Module, dtype: str | None, example: Tree) -> list[str]:
         size = self.model_ranks()
         mesh = self.device_mesh(data=self.data_world.size, tensor=size)
         self._mesh, self.data_group = mesh, mesh.get_group("data")

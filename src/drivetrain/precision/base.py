@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, Option, Positive
+from drivetrain.core.trees import Tree
 from drivetrain.precision import cpu_float16, float32_products, one_pixel_conv
 
 if TYPE_CHECKING:
@@ -43,8 +44,8 @@ class Precision(Option):
         if self.full_float32:
             float32_products.set_until_exit(context.on_exit, "highest", tf32_convolutions=False)
 
-    def convert(self, model: torch.nn.Module, example: torch.Tensor) -> torch.nn.Module:
-        """Convert the model to this precision, before it is compiled or wrapped. `example` is a batch of two zeros."""
+    def convert(self, model: torch.nn.Module, example: Tree) -> torch.nn.Module:
+        """Convert the model to this precision, before it is compiled or wrapped. `example`: see the context."""
         return model
 
     def build_optimizer(self, option: Any, context: BuildContext) -> torch.optim.Optimizer:
@@ -113,7 +114,7 @@ class Bf16(Precision):
         super().setup(context)
         self._autocast = torch.autocast(self._device.type, getattr(torch, self.dtype or "bfloat16"))
 
-    def convert(self, model: torch.nn.Module, example: torch.Tensor) -> torch.nn.Module:
+    def convert(self, model: torch.nn.Module, example: Tree) -> torch.nn.Module:
         if self._device.type == "cpu":
             for line in one_pixel_conv.without_strides(model, example):
                 logger.info(line)
@@ -141,12 +142,12 @@ class Amp(Bf16):
         self._parallel = context.parallel
         self.scaler = torch.amp.GradScaler(self._device.type, init_scale=self.init_scale, growth_interval=self.growth_interval)
 
-    def convert(self, model: torch.nn.Module, example: torch.Tensor) -> torch.nn.Module:
+    def convert(self, model: torch.nn.Module, example: Tree) -> torch.nn.Module:
         if self._device.type == "cpu":
             self._keep_slow_layers_in_float32(model, example)
         return model
 
-    def _keep_slow_layers_in_float32(self, model: torch.nn.Module, example: torch.Tensor) -> None:
+    def _keep_slow_layers_in_float32(self, model: torch.nn.Module, example: Tree) -> None:
         """Measure on this CPU what float16 costs. What is too slow for one rank is for all: they must compute alike."""
         ranks = self._parallel.gather_object(cpu_float16.measure(model, example))
         slowest = cpu_float16.Slowness(*self._parallel.broadcast_object([max(times) for times in zip(*ranks, strict=True)]))

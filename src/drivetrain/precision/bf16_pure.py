@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
+from drivetrain.core.trees import Tree, map_tensors
 from drivetrain.precision import one_pixel_conv
 from drivetrain.precision.base import Precision
 
@@ -46,7 +47,7 @@ class Bf16Pure(Precision):
         super().setup(context)
         self._generator = torch.Generator(self._device).manual_seed(torch.initial_seed())  # the same rounding on every rank
 
-    def convert(self, model: torch.nn.Module, example: torch.Tensor) -> torch.nn.Module:
+    def convert(self, model: torch.nn.Module, example: Tree) -> torch.nn.Module:
         if self._device.type == "cpu":
             for line in one_pixel_conv.without_strides(model, example):
                 logger.info(line)
@@ -59,8 +60,8 @@ class Bf16Pure(Precision):
         for module in model.modules():
             if module not in norms:
                 module._apply(_to_bfloat16, recurse=False)
-        model.register_forward_pre_hook(lambda _, args: tuple(_to_bfloat16(a) for a in args))
-        model.register_forward_hook(lambda _, args, output: output.float())
+        model.register_forward_pre_hook(_arguments_in_bfloat16, with_kwargs=True)
+        model.register_forward_hook(lambda _, args, output: map_tensors(_to_float32, output))
         masters = {"fp32": "float32 masters", "stochastic": "stochastic rounding"}[self.master]
         logger.info(f"{len(converted)} of {sum(1 for _ in model.parameters())} parameters in bfloat16, with {masters}")
         return model
@@ -178,6 +179,14 @@ class Bf16Pure(Precision):
 
 def _to_bfloat16(value: Any) -> Any:
     return value.to(torch.bfloat16) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def _arguments_in_bfloat16(_: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return tuple(map_tensors(_to_bfloat16, a) for a in args), {k: map_tensors(_to_bfloat16, v) for k, v in kwargs.items()}
+
+
+def _to_float32(output: torch.Tensor) -> torch.Tensor:
+    return output.float() if output.is_floating_point() else output
 
 
 def _flat_copies(parameters: list[torch.nn.Parameter]) -> tuple[torch.Tensor, list[torch.nn.Parameter]]:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from drivetrain.core.lazy import torch
+from drivetrain.core.trees import Tree, call
 
 LIMIT = 2.0  # times as long as in float32: layers that take longer stay in float32
 MIN_WORK = 1 << 21  # multiplications of a measured layer, so that they take most of its time: small batches are enlarged
@@ -64,7 +65,7 @@ class Call(NamedTuple):
 _measured: dict[tuple[str, torch.Size, bool], float] = {}  # one answer in a process, so that all its runs compute alike
 
 
-def measure(model: torch.nn.Module, example: torch.Tensor) -> Slowness:
+def measure(model: torch.nn.Module, example: Tree) -> Slowness:
     """Measure the largest convolution and the largest Linear layer of the model's forward on `example`, which is on the CPU."""
     with _evaluating(model), _one_thread(), torch.random.fork_rng([]):
         calls = _calls(model, example)
@@ -87,7 +88,7 @@ def _usual() -> Call:
     return Call(torch.nn.Linear(256, 256), torch.ones(256, 256))
 
 
-def _calls(model: torch.nn.Module, example: torch.Tensor) -> list[Call]:
+def _calls(model: torch.nn.Module, example: Tree) -> list[Call]:
     """The calls of convolutions and Linear layers in one forward."""
     calls: list[Call] = []
 
@@ -100,7 +101,7 @@ def _calls(model: torch.nn.Module, example: torch.Tensor) -> list[Call]:
     hooks = [layer.register_forward_pre_hook(add) for layer in layers]
     try:
         with torch.no_grad():
-            model(example)
+            call(model, example)
     finally:
         for hook in hooks:
             hook.remove()

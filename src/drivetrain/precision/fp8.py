@@ -11,6 +11,7 @@ from typing import Any, Literal
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec, needs_extra
+from drivetrain.core.trees import Tree
 from drivetrain.precision.base import Bf16
 
 ROCM = (9, 4)  # AMD's first architecture with float8 products, gfx942
@@ -55,7 +56,7 @@ class Fp8(Bf16):
                 f"(precision.scaling={self.scaling}): set precision=bf16, or precision.emulate=true to try it out"
             )
 
-    def convert(self, model: torch.nn.Module, example: torch.Tensor) -> torch.nn.Module:
+    def convert(self, model: torch.nn.Module, example: Tree) -> torch.nn.Module:
         model = super().convert(model, example)
         pytree_logger = logging.getLogger("torch.utils._pytree")  # torchao's import logs deprecation warnings there
         level = pytree_logger.level

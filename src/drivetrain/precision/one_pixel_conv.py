@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from drivetrain.core.lazy import torch
+from drivetrain.core.trees import Tree, call
 
 
-def without_strides(model: torch.nn.Module, example: torch.Tensor) -> list[str]:
+def without_strides(model: torch.nn.Module, example: Tree) -> list[str]:
     """Set the stride to 1 in convolutions over a single pixel: the output is the same, and the kernel is correct.
 
     oneDNN reads uninitialised memory there, so that gradients are sometimes NaN (seen with torch 2.15). Returns lines to
@@ -32,12 +33,12 @@ def without_strides(model: torch.nn.Module, example: torch.Tensor) -> list[str]:
     return [f"bfloat16 on a CPU: stride 1 for {names}, where a pixel is all there is"] if new_strides else []
 
 
-def _run_once(model: torch.nn.Module, example: torch.Tensor, hooks: list[Any]) -> None:
+def _run_once(model: torch.nn.Module, example: Tree, hooks: list[Any]) -> None:
     """Run one forward in evaluation mode, then remove the hooks."""
     training = model.training
     try:
         with torch.no_grad():
-            model.eval()(example)
+            call(model.eval(), example)
     finally:
         model.train(training)
         for hook in hooks:

@@ -16,7 +16,13 @@ from drivetrain.core.errors import UserError
 if TYPE_CHECKING:
     from drivetrain.core.protocols import Strategy
 
+FILES = (  # what a run or a sweep writes into its directory
+    "environment.json", "result.json", "jobs.json", "sweep.json", "recipe.yaml", "config.yaml", "metrics.jsonl", "metrics.csv",
+    "log.txt", "debug.txt", "checkpoints",
+)  # fmt: skip
+
 _missing: dict[Path, list[Path]] = {}  # a run's directory → the folders that did not exist before, the deepest first
+_kept: dict[Path, set[str] | None] = {}  # a run's directory → the names that were in it before; None: it did not exist
 
 
 def new(root: Path, *middle: str) -> Path:
@@ -31,11 +37,26 @@ def create(root: Path, *middle: str) -> Path:
     return path
 
 
-def make(path: Path) -> None:
+def cannot_take(path: Path, word: str, resume: str = "resume") -> Iterator[str]:
+    """Why the directory that the operator named by `word` cannot become a run's: a run, or a file that it writes, is in it."""
+    try:
+        names = {p.name for p in path.iterdir()} if path.is_dir() else set()
+    except OSError as error:
+        yield f"{word}={path} cannot be read ({error.strerror}): name another directory"
+        return
+    if names.intersection(("environment.json", "result.json", "jobs.json")):
+        yield f"{word}={path} holds a run already: go on with it by {resume}={path}, or name another directory"
+    elif taken := names.intersection(FILES):
+        yield f"{word}={path} has a {min(taken)} already, and a run writes one: name another directory"
+    elif path.exists() and not path.is_dir():
+        yield f"{word}={path} is a file: name a directory"
+
+
+def make(path: Path, exist_ok: bool = False) -> None:
     """Create a run's directory and its lock file. Raises UserError."""
     remember_missing_folders(path)
     try:
-        path.mkdir(parents=True)
+        path.mkdir(parents=True, exist_ok=exist_ok)
         (path / ".lock").touch()
     except OSError as error:
         raise UserError(
@@ -44,13 +65,21 @@ def make(path: Path) -> None:
 
 
 def remember_missing_folders(path: Path) -> None:
-    """Note for `remove` which folders do not exist yet: a rank that is forked from this process may create them."""
+    """Note for `remove` what exists already: a rank that is forked from this process may create the rest."""
     _missing[path] = [p for p in (path, *path.parents) if not p.exists()]
+    _kept[path] = {p.name for p in path.iterdir()} if path.is_dir() else None
 
 
 def remove(path: Path) -> None:
-    """Remove a run's directory, and the folders above it that were created for it and are empty."""
-    shutil.rmtree(path, ignore_errors=True)
+    """Remove a run's directory, and the folders above it that were created for it and are empty.
+
+    Where the directory was there before, what was in it stays, and so does what others have put there since.
+    """
+    kept = _kept.pop(path, None)
+    for entry in [] if kept is None else [path / name for name in (*FILES, ".lock", ".hydra") if name not in kept]:
+        shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink(missing_ok=True)
+    if kept is None:
+        shutil.rmtree(path, ignore_errors=True)
     for folder in _missing.pop(path, []):
         with contextlib.suppress(OSError):
             folder.rmdir()

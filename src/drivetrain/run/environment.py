@@ -14,8 +14,8 @@ from typing import Any
 
 from drivetrain.core import process
 from drivetrain.core.lazy import torch
-
-_SECRET = re.compile(r"(api_?key|token|secret|password)$", re.I)
+from drivetrain.core.overrides import SECRET
+from drivetrain.core.overrides import redact as redact
 
 
 def describe(overrides: list[str], config_hash: str, machine_local: dict[str, Any]) -> dict[str, Any]:
@@ -33,14 +33,8 @@ def describe(overrides: list[str], config_hash: str, machine_local: dict[str, An
         "command": [redact(word) for word in sys.argv],
         "overrides": [redact(word) for word in overrides],
         "config_hash": config_hash,
-        "machine_local": {k: v for k, v in machine_local.items() if not _SECRET.search(k)},
+        "machine_local": {k: v for k, v in machine_local.items() if not SECRET.search(k)},
     }
-
-
-def redact(override: str) -> str:
-    """An override, without its value where the key names an API key, token, secret or password."""
-    key, equals, _ = override.partition("=")
-    return f"{key}=<redacted>" if equals and _SECRET.search(key) else override
 
 
 def version(name: str) -> str | None:

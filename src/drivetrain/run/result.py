@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
+from html import escape
 from pathlib import Path
+from typing import Any
 
 from drivetrain.core.files import write_json
 
@@ -15,7 +17,11 @@ class Result:
 
     status: str = "failed"  # completed, failed, diverged, interrupted
     error: str | None = None
+    # By evaluation: final, best, and at the end of a run those of the best checkpoint (best_weights) and of averaged weights.
     metrics: dict[str, dict[str, float]] = field(default_factory=lambda: {"final": {}, "best": {}})
+    selection: dict[str, str] | None = None  # the metric that ranks models, and which of two values is better: min or max
+    tables: dict[str, dict[str, Any]] = field(default_factory=dict)  # of the same evaluations: name → rows, columns, values
+    stopped: str | None = None  # why the run ended before its last epoch
     updates: int = 0
     epochs: float = 0.0
     samples_per_second: float | None = None
@@ -42,6 +48,23 @@ class Result:
         content = asdict(self)
         del content["run_dir"]
         write_json(run_dir / "result.json", content)
+
+    def _repr_html_(self) -> str:
+        """The result as a table, for notebooks."""
+        final, best = self.metrics["final"], self.metrics["best"]
+        rows: list[tuple[str, Any]] = [
+            ("status", self.status),
+            ("error", self.error),
+            ("updates", f"{self.updates:,} in {self.epochs:g} epochs"),
+        ]
+        rows += [(name, f"{value:.4g} (best {best.get(name, value):.4g})") for name, value in final.items()]
+        rows += [("samples/s", self.samples_per_second and f"{self.samples_per_second:,.0f}"), ("time", f"{self.wall_s:.1f} s")]
+        rows += [("device", self.device_name), ("ranks", self.world_size), ("overrides", " ".join(self.overrides))]
+        rows += [("run", self.run_dir)]
+        cells = (
+            f"<tr><th>{escape(name)}</th><td>{escape(str(value))}</td></tr>" for name, value in rows if value not in (None, "")
+        )
+        return f"<table>{''.join(cells)}</table>"
 
     @classmethod
     def read(cls, run_dir: Path) -> Result | None:

@@ -7,6 +7,7 @@ import re
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Option
+from drivetrain.core.trees import Tree
 
 
 class Edit(Option):
@@ -15,16 +16,16 @@ class Edit(Option):
     memory_format: str | None = None  # name of the torch.memory_format that the edited model wants its inputs in
     ranks_meet_in_forward = False  # the edited forward waits for the other ranks
 
-    def apply(self, model: torch.nn.Module, example: torch.Tensor) -> str:
+    def apply(self, model: torch.nn.Module, example: Tree) -> str:
         """Edit the model in place and return one line that describes the change.
 
-        `example` is a batch of two zeros (2, …) on the model's device. A line that starts with "0 " means that nothing
-        was found to change.
+        `example` is two samples of zeros on the model's device; `trees.call(model, example)` runs the model on them. A line
+        that starts with "0 " means that nothing was found to change.
         """
         raise NotImplementedError
 
 
-def apply_all(edits: list[Edit], model: torch.nn.Module, example: torch.Tensor) -> list[str]:
+def apply_all(edits: list[Edit], model: torch.nn.Module, example: Tree) -> list[str]:
     """Apply the edits in the order given and return their lines. Raises UserError for an edit that changes nothing."""
     lines = []
     for edit in edits:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
+from drivetrain.core.trees import Tree
 from drivetrain.surgery.base import Edit
 
 
@@ -19,6 +20,6 @@ class ChannelsLast(Edit):
         if shape is not None and len(shape) != 3:
             yield f"surgery=[channels_last] wants images, but the data gives {list(shape)}: leave it out"
 
-    def apply(self, model: torch.nn.Module, example: torch.Tensor) -> str:
+    def apply(self, model: torch.nn.Module, example: Tree) -> str:
         model.to(memory_format=torch.channels_last)
         return f"{sum(p.ndim == 4 for p in model.parameters())} weights in channels-last order"

@@ -8,6 +8,7 @@ from collections import Counter
 from typing import Any, NamedTuple
 
 from drivetrain.core.lazy import torch
+from drivetrain.core.trees import Tree, first
 from drivetrain.surgery.base import Edit
 
 # The names that such modules give to their parameters and to their epsilon.
@@ -25,18 +26,18 @@ class FusedNorm(Edit):
     for a norm with its activation (compile=inductor fuses those), and none for RMSNorm on a CPU.
     """
 
-    def apply(self, model: torch.nn.Module, example: torch.Tensor) -> str:
+    def apply(self, model: torch.nn.Module, example: Tree) -> str:
         fused, left = Counter[str](), 0
         for module in list(model.modules()):
             norm = recognise(module)
             if norm is None:
                 continue
-            if norm.kernel == "rms_norm" and not example.is_cuda:
+            if norm.kernel == "rms_norm" and not first(example).is_cuda:
                 left += 1
                 continue
             fuse(module, norm)
             fused[f"{type(module).__name__} to {norm.kernel}"] += 1
-        rest = f"; {left} RMSNorms left: torch has no single kernel for them on a {example.device.type}" if left else ""
+        rest = f"; {left} RMSNorms left: torch has no single kernel for them on a {first(example).device.type}" if left else ""
         which = ", ".join(f"{n} {name}" for name, n in fused.items()) or "no norm is written out by hand" * (not left)
         return f"{fused.total()} hand-written norms fused" + (f" ({which})" if which else "") + rest
 

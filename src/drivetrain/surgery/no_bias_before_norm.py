@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from drivetrain.core.lazy import torch
+from drivetrain.core.trees import Tree, call, first
 from drivetrain.surgery.base import Edit
 
 
@@ -22,7 +23,7 @@ class NoBiasBeforeNorm(Edit):
     by nothing else. The norm's running mean is reduced by the bias, so that outputs stay the same in evaluation too.
     """
 
-    def apply(self, model: torch.nn.Module, example: torch.Tensor) -> str:
+    def apply(self, model: torch.nn.Module, example: Tree) -> str:
         removed = biases_before_norm(model, example)
         norms = sum(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in model.modules())
         if norms and not removed:
@@ -38,7 +39,7 @@ class NoBiasBeforeNorm(Edit):
         return f"{len(removed)} biases before a BatchNorm removed"
 
 
-def biases_before_norm(model: torch.nn.Module, example: torch.Tensor) -> list[tuple[torch.nn.Parameter, torch.Tensor | None]]:
+def biases_before_norm(model: torch.nn.Module, example: Tree) -> list[tuple[torch.nn.Parameter, torch.Tensor | None]]:
     """The biases that one batch norm subtracts, each with that norm's running mean (None if it keeps none).
 
     The norm must subtract the bias both in evaluation and in training: a dropout between the two acts in training only.
@@ -104,7 +105,7 @@ def _subtracted_biases(recording: _Recording) -> Iterator[tuple[int, Any]]:
             yield bias, readers[0]
 
 
-def _record(model: torch.nn.Module, example: torch.Tensor, training: bool) -> _Recording:
+def _record(model: torch.nn.Module, example: Tree, training: bool) -> _Recording:
     """Run the model on `example` and record its operations."""
     from torch.overrides import TorchFunctionMode
 
@@ -116,10 +117,10 @@ def _record(model: torch.nn.Module, example: torch.Tensor, training: bool) -> _R
             recording.call(func, args, kwargs or {}, out, training)
             return out
 
-    with _restored(model, example.device), torch.no_grad():
+    with _restored(model, first(example).device), torch.no_grad():
         model.train(training)
         with Recorder():
-            result = model(example)
+            result = call(model, example)
         recording.read(result)
     return recording
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
+from drivetrain.core.trees import Tree, first
 from drivetrain.surgery.base import Edit
 from drivetrain.surgery.no_bias_before_norm import NoBiasBeforeNorm
 
@@ -44,14 +45,14 @@ class SyncBn(Edit):
                 f"{run.named('batch')}: each micro-batch still has its own statistics"
             )
 
-    def apply(self, model: torch.nn.Module, example: torch.Tensor) -> str:
+    def apply(self, model: torch.nn.Module, example: Tree) -> str:
         norms = _batch_norms(model)
         ranks = torch.distributed.get_world_size() if norms and torch.distributed.is_initialized() else 1
         if norms and ranks == 1:
             return f"BatchNorms left as they are: one process sees the whole batch (sync_bn, {len(norms)} of them)"
         from drivetrain.surgery.sync_batchnorm import synchronise
 
-        unknown = {type(m).__name__ for m in norms if not synchronise(m, by_torch=example.device.type != "cpu")}
+        unknown = {type(m).__name__ for m in norms if not synchronise(m, by_torch=first(example).device.type != "cpu")}
         if unknown:
             raise UserError(
                 f"surgery=[sync_bn] does not know how to synchronise {', '.join(sorted(unknown))}: leave sync_bn out, "

@@ -11,17 +11,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from drivetrain.config.hydra_idioms import is_hydra_override
 from drivetrain.core import accelerators
 from drivetrain.core.cpus import usable_cores
 from drivetrain.core.errors import FAILED, INTERRUPTED, UserError
-from drivetrain.core.option import RunSpec
 from drivetrain.core.overrides import key_of
 from drivetrain.core.paths import add_import_paths
+from drivetrain.launch.job import Job
 from drivetrain.run import directory
 from drivetrain.sweep import objective, store
 from drivetrain.sweep.forked import Forked, Launcher, SignalForwarder
 from drivetrain.sweep.grid import SweepJob, prepare
-from drivetrain.sweep.options import Joblib, Optuna, Settings, SubmititLocal, SubmititSlurm, is_hydra_override, split
+from drivetrain.sweep.options import Joblib, Optuna, Settings, SubmititLocal, SubmititSlurm, split
 from drivetrain.sweep.optuna import Search, SearchSpace
 from drivetrain.sweep.progress_table import LiveTable, ProgressLines
 from drivetrain.sweep.store import Entry, Sweep
@@ -45,11 +46,11 @@ class Plan:
     jobs: list[SweepJob] | SearchSpace  # all jobs, or the space that a search draws them from
 
     @property
-    def run(self) -> RunSpec:
-        """One of the runs."""
+    def first(self) -> Job:
+        """One of the jobs."""
         if isinstance(self.jobs, SearchSpace):
-            return self.jobs.run
-        return next(j.job.run for j in self.jobs if j.job is not None)
+            return self.jobs.first
+        return next(j.job for j in self.jobs if j.job is not None)
 
 
 class Grid:
@@ -81,16 +82,22 @@ def run(overrides: Sequence[str], config_dirs: Sequence[str] = (), quiet: bool =
     if resume not in ("null", "", "auto"):
         return _resume(Path(os.path.expanduser(resume)), own, quiet)
     plan = _plan(own, dirs)
-    root = Path(plan.run.values["output_dir"])
+    root = Path(plan.first.run.values["output_dir"])
+    named = plan.settings.hydra.path("sweep.dir", plan.first.composed)
     if resume == "auto":
-        if (found := next(store.unfinished(root, own), None)) is not None:
+        if (found := next(store.unfinished(root, own, named), None)) is not None:
             return _run_in(found, plan, quiet)
         logger.info("resume=auto: there is no unfinished sweep with these overrides: a new one starts")
-    path = directory.create(root, "multirun")
+    path = named or directory.new(root, "multirun")
+    if wrong := list(directory.cannot_take(path, "hydra.sweep.dir", "-m resume")):
+        raise UserError(wrong)
+    if path.is_dir() and any(path.iterdir()):  # a job clears its folder, which could be one of these
+        raise UserError(f"hydra.sweep.dir={path} is not empty: a sweep needs a folder of its own")
+    directory.make(path, exist_ok=named is not None)
     try:
         return _run_in(path, plan, quiet)
     except UserError:
-        if not any(path.glob("*/result.json")):
+        if not any(path.rglob("result.json")):
             directory.remove(path)  # no job was started
         raise
 
@@ -124,6 +131,9 @@ def _plan(overrides: list[str], config_dirs: list[str]) -> Plan:
                 problems += [p for j in jobs for p in j.problems]
     except UserError as error:
         problems += error.problems
+    subdir = settings.hydra.given.get("sweep.subdir") if settings is not None else None
+    if subdir is not None and isinstance(jobs, SearchSpace) and "job.num" not in subdir:
+        problems.append(f"hydra.sweep.subdir={subdir}: a search may try values twice: put ${{hydra.job.num}} into it")
     if problems or settings is None:
         raise UserError(dict.fromkeys(problems))
     return Plan(settings, overrides, config_dirs, jobs)
@@ -136,7 +146,7 @@ def _run_in(path: Path, plan: Plan, quiet: bool) -> int:
     accelerators.find()  # once, and not in every job
     began = time.monotonic()
     with directory.locked(path):
-        sweep = Sweep(path, plan.overrides, plan.config_dirs)
+        sweep = Sweep(path, plan.overrides, plan.config_dirs, plan.settings.hydra)
         source = Search(plan.jobs, sweep) if isinstance(plan.jobs, SearchSpace) else Grid(plan.jobs, sweep)
         live = terminal.is_live()  # then one table is shown, and the jobs' own output goes to their folders
         launcher = _launcher(plan.settings, sweep, source.total, quiet, live)
@@ -159,7 +169,7 @@ def _launcher(settings: Settings, sweep: Sweep, jobs: int, quiet: bool, captured
     option, sweeper = settings.launcher, settings.sweeper
     trials = sweeper.n_jobs if isinstance(sweeper, Optuna) else None  # at a time
     if isinstance(option, SubmititLocal | SubmititSlurm):
-        return Submitit(option, sweep.path, trials or jobs, quiet)
+        return Submitit(option, sweep.path, trials or jobs, quiet, settings.hydra.given.get("job.name", "drivetrain"))
     slots = trials or 1
     if isinstance(option, Joblib):
         slots = usable_cores() if option.n_jobs == -1 else option.n_jobs

@@ -63,6 +63,12 @@ def _axes(overrides: Sequence[str]) -> tuple[list[list[str]], list[bool]]:
         sweeps.append(override.is_sweep_override())
         if not override.is_sweep_override():
             axes.append([text])
+        elif getattr(override.value(), "shuffle", False):
+            problems.append(
+                f"'{text}': a sweep runs its jobs in the order that is given, so that it can be resumed: leave out shuffle"
+            )
+        elif override.value_type is ValueType.GLOB_CHOICE_SWEEP:
+            problems.append(f"'{text}': glob() chooses among the options of a group, and {key_of(text)} is none")
         elif override.value_type in (ValueType.CHOICE_SWEEP, ValueType.SIMPLE_CHOICE_SWEEP, ValueType.RANGE_SWEEP):
             axes.append([f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()])
         else:

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from drivetrain.config.hydra_idioms import is_hydra_override
 from drivetrain.core.files import write_json
 from drivetrain.core.option import RunSpec
 from drivetrain.core.selection import selected
 from drivetrain.run import environment
 from drivetrain.run.result import Result
-from drivetrain.sweep.options import is_hydra_override
 from drivetrain.sweep.store import FINAL, Entry, Sweep
 from drivetrain.ui import terminal
 

@@ -6,6 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_type_hints
 
+from drivetrain.config.hydra_idioms import HONOURED, instead, is_hydra_override
+from drivetrain.config.hydra_settings import HydraSettings
+from drivetrain.config.hydra_settings import split as split_hydra
 from drivetrain.config.validate import type_problems
 from drivetrain.core.errors import UserError, did_you_mean
 from drivetrain.core.option import Count, CountOrZero, Positive, needs_extra
@@ -88,6 +91,7 @@ class Optuna(SweepOption):
         yield from needs_extra("optuna", "optuna", "hydra/sweeper=optuna")
 
 
+LAUNCH_KEYS = ("hydra/launcher", "hydra/sweeper", "hydra.launcher.", "hydra.sweeper.")
 OPTIONS: dict[str, dict[str, type[SweepOption]]] = {
     "launcher": {"basic": Basic, "joblib": Joblib, "submitit_local": SubmititLocal, "submitit_slurm": SubmititSlurm},
     "sweeper": {"basic": Basic, "optuna": Optuna},
@@ -96,15 +100,11 @@ OPTIONS: dict[str, dict[str, type[SweepOption]]] = {
 
 @dataclass
 class Settings:
-    """The launcher and the sweeper."""
+    """The launcher, the sweeper, and Hydra's other settings."""
 
     launcher: SweepOption
     sweeper: SweepOption
-
-
-def is_hydra_override(override: str) -> bool:
-    """Whether an override sets Hydra's own config and not the run's."""
-    return key_of(override).split(".")[0].split("/")[0] == "hydra"
+    hydra: HydraSettings = field(default_factory=HydraSettings)
 
 
 def is_launch_setting(override: str) -> bool:
@@ -112,36 +112,36 @@ def is_launch_setting(override: str) -> bool:
     return key_of(override).startswith(("hydra/launcher", "hydra.launcher.")) or key_of(override) == "hydra.sweeper.n_trials"
 
 
-def split(overrides: Sequence[str]) -> tuple[Settings, list[str]]:
-    """Split off the launcher and the sweeper from the run's overrides. Raises UserError with every problem."""
+def split(overrides: Sequence[str], check: bool = True) -> tuple[Settings, list[str]]:
+    """Split off Hydra's settings from the run's overrides. Raises UserError with every problem.
+
+    With `check` that of a launcher which cannot run on this machine is one.
+    """
     problems: list[str] = []
-    values = _values([o for o in overrides if is_hydra_override(o)], problems)
-    made = {group: _option(group, values, problems) for group in OPTIONS}
+    words = [o for o in overrides if is_hydra_override(o)]
+    own = [o for o in words if key_of(o).startswith(LAUNCH_KEYS)]
+    values = single_values(own, "sweep", problems)
+    hydra, others = HydraSettings(), list[str]()
+    try:
+        hydra, others = split_hydra([o for o in words if o not in own])
+    except UserError as error:
+        problems += error.problems
+    problems += [instead(o) for o in others]
+    if "run.dir" in hydra.given:
+        problems.append(
+            "hydra.run.dir is for one run: set hydra.sweep.dir=… for a sweep's folder, hydra.sweep.subdir=… for its jobs'"
+        )
+    made = {group: _option(group, values, problems, check) for group in OPTIONS}
     if isinstance(made["launcher"], Joblib) and isinstance(made["sweeper"], Optuna):
         problems.append(
             "hydra/launcher=joblib with hydra/sweeper=optuna: hydra.sweeper.n_jobs says how many trials run at a time"
         )
     if problems:
         raise UserError(problems)
-    return Settings(**made), [o for o in overrides if not is_hydra_override(o)]  # type: ignore[arg-type]
+    return Settings(**made, hydra=hydra), [o for o in overrides if not is_hydra_override(o)]  # type: ignore[arg-type]
 
 
-def _values(overrides: Sequence[str], problems: list[str]) -> dict[str, Any]:
-    """Key → value of the launcher's and the sweeper's overrides; any other of Hydra's is a problem."""
-    own = []
-    for override in overrides:
-        key = key_of(override)
-        if key in ("hydra/launcher", "hydra/sweeper") or key.startswith(("hydra.launcher.", "hydra.sweeper.")):
-            own.append(override)
-        else:
-            problems.append(
-                f"'{override}': of Hydra's config drivetrain has hydra/launcher and hydra/sweeper alone: "
-                "set output_dir=… for the folder of runs"
-            )
-    return single_values(own, "sweep", problems)
-
-
-def _option(group: str, values: dict[str, Any], problems: list[str]) -> SweepOption | None:
+def _option(group: str, values: dict[str, Any], problems: list[str], check: bool) -> SweepOption | None:
     """The chosen option with its keys; None where it has a problem."""
     known = OPTIONS[group]
     name = str(values.get(f"hydra/{group}", "basic"))
@@ -157,7 +157,7 @@ def _option(group: str, values: dict[str, Any], problems: list[str]) -> SweepOpt
     if wrong:
         return None
     made = kind(**given)
-    problems += made.check()
+    problems += made.check() if check else ()
     return made
 
 
@@ -168,8 +168,8 @@ def _unknown_key(group: str, name: str, key: str, keys: list[str]) -> str:
 
 
 def completions() -> list[str]:
-    """Every launcher, sweeper and key, for the shell's completion."""
-    found = []
+    """Every launcher, sweeper and key, and Hydra's other settings that hold here, for the shell's completion."""
+    found = [f"hydra.{key}=" for key in HONOURED]
     for group, kinds in OPTIONS.items():
         found += [f"hydra/{group}={name}" for name in kinds]
         found += sorted({f"hydra.{group}.{key}=" for kind in kinds.values() for key in get_type_hints(kind)})

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import UserError
-from drivetrain.core.option import RunSpec
+from drivetrain.launch.job import Job
 from drivetrain.sweep import search_space
 from drivetrain.sweep.grid import SweepJob, is_sweep_recipe, prepare_one
 from drivetrain.sweep.objective import Objective
@@ -33,8 +33,8 @@ class SearchSpace:
         self.trials = option.n_trials
         if option.sampler == "grid":
             self.trials = min(self.trials, self._grid_size())
-        self.run = self._validate_values()
-        self.objective = Objective.of(self.run)
+        self.first = self._validate_values()
+        self.objective = Objective.of(self.first.run)
         if option.direction is not None:
             self.objective.maximize = option.direction == "maximize"
 
@@ -44,8 +44,8 @@ class SearchSpace:
         overrides = [o.override(values[o.key]) if isinstance(o, Axis) else o for o in self.overrides]
         return prepare_one(label, overrides, config_dirs=self.config_dirs)
 
-    def _validate_values(self) -> RunSpec:
-        """Compose a job for each listed value, with the other axes' first values; return one run. Raises UserError."""
+    def _validate_values(self) -> Job:
+        """Compose a job for each listed value, with the other axes' first values; return one of them. Raises UserError."""
         examples = {a.key: a.examples() for a in self.axes}
         first = {key: values[0] for key, values in examples.items()}
         combinations = [first, *({**first, key: v} for key, values in examples.items() for v in values[1:])]
@@ -53,7 +53,7 @@ class SearchSpace:
         if problems := [p for job in jobs for p in job.problems]:
             raise UserError(dict.fromkeys(problems))
         assert jobs[0].job is not None
-        return jobs[0].job.run
+        return jobs[0].job
 
     def _grid_size(self) -> int:
         lists = {axis.key: axis.listed() for axis in self.axes}

@@ -7,10 +7,11 @@ import shlex
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from drivetrain.config.hydra_settings import HydraSettings
 from drivetrain.core import signature
 from drivetrain.core.errors import BAD_CONFIG, EXIT_OF_STATUS, FAILED, UserError
 from drivetrain.core.files import write_json
@@ -22,9 +23,10 @@ from drivetrain.run import directory
 from drivetrain.run.result import Result
 from drivetrain.saving import manifest
 from drivetrain.sweep.grid import SweepJob, prepare_one
-from drivetrain.sweep.options import is_launch_setting
+from drivetrain.sweep.options import is_launch_setting, split
 
 FINAL = ("completed", "diverged")  # statuses of jobs that a resumed sweep does not run again
+OTHERS = ("jobs.json", "sweep.json", "study.db", "submitit", ".lock")  # in a sweep's folder, beside those of its jobs
 LENGTH = ".max_updates"  # file in a job's folder: the number of its updates, once it is built
 
 
@@ -64,6 +66,7 @@ class Entry:
             return self.job.job
         job = prepare_job([f"resume={format_value(str(self.run_dir))}"], self.job.job.composed.config_dirs)
         job.composed.overrides = self.job.overrides
+        job.hydra = self.job.job.hydra
         return job
 
     def close(self, code: int | None, error: str, status: str = "failed") -> None:
@@ -94,16 +97,38 @@ class Sweep:
     path: Path
     overrides: list[str]
     config_dirs: list[str]
+    hydra: HydraSettings = field(default_factory=HydraSettings)
     entries: list[Entry] = field(default_factory=list)
 
     def add(self, jobs: Sequence[SweepJob], first: int = 0) -> list[Entry]:
-        """Number these jobs from `first`, and write jobs.json."""
-        new = [Entry(n, job, self.path / str(n)) for n, job in enumerate(jobs, first)]
+        """Number these jobs from `first`, and write jobs.json. Raises UserError where two jobs would have one folder."""
+        new = [Entry(n, job, _folder(self.path, n, job, self.hydra)) for n, job in enumerate(jobs, first)]
         self.entries += new
+        if len({entry.run_dir for entry in self.entries}) < len(self.entries) or _one_inside_another(self.entries):
+            raise UserError(
+                f"hydra.sweep.subdir={self.hydra.given.get('sweep.subdir')}: two jobs would have one folder, or one inside the "
+                "other's: put ${hydra.job.num} or ${hydra.job.override_dirname} into it"
+            )
         jobs_json = [{"job": e.number, "overrides": e.job.overrides, "cell": e.job.cell} for e in self.entries]
         content = {"overrides": self.overrides, "config_dirs": self.config_dirs, "jobs": jobs_json}
         write_json(self.path / "jobs.json", {**content, "signature": signature.sign(content)})
         return new
+
+
+def _folder(path: Path, number: int, job: SweepJob, hydra: HydraSettings) -> Path:
+    """The folder of a job in its sweep's: its number, or what hydra.sweep.subdir says. The job learns of both."""
+    if job.job is None:
+        return path / str(number)
+    job.job.hydra = replace(hydra, number=number)
+    subdir = job.job.hydra.path("sweep.subdir", job.job.composed) or Path(str(number))
+    if subdir.is_absolute() or not subdir.parts or ".." in subdir.parts or subdir.parts[0] in OTHERS:
+        raise UserError(f"hydra.sweep.subdir={subdir}: a job's folder is inside the sweep's: give it a name of its own there")
+    return path / subdir
+
+
+def _one_inside_another(entries: Sequence[Entry]) -> bool:
+    folders = {entry.run_dir for entry in entries}
+    return any(above in folders for entry in entries for above in entry.run_dir.parents)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -136,13 +161,18 @@ def one_job(path: Path, number: int) -> Entry:
     content = read(path)
     (entry,) = (job for job in content["jobs"] if job["job"] == number)
     overrides = entry["overrides"][: len(entry["overrides"]) - len(entry["cell"])]
-    return Entry(number, prepare_one((), overrides, entry["cell"], content["config_dirs"]), path / str(number))
+    job = prepare_one((), overrides, entry["cell"], content["config_dirs"])
+    return Entry(number, job, _folder(path, number, job, split(content["overrides"], check=False)[0].hydra))
 
 
-def unfinished(root: Path, overrides: Sequence[str]) -> Iterator[Path]:
-    """The folders of unfinished sweeps with the same overrides that no process is working on, the newest first."""
+def unfinished(root: Path, overrides: Sequence[str], named: Path | None = None) -> Iterator[Path]:
+    """The folders of unfinished sweeps with the same overrides that no process is working on, the newest first.
+
+    They are below `root`, or it is the one folder that hydra.sweep.dir named.
+    """
     wanted = without_launcher(overrides)
-    for file in sorted(root.glob("multirun/*/*/jobs.json"), key=lambda p: p.parent.stat().st_mtime, reverse=True):
+    files = root.glob("multirun/*/*/jobs.json") if named is None else named.glob("jobs.json")
+    for file in sorted(files, key=lambda p: p.parent.stat().st_mtime, reverse=True):
         path = file.parent
         try:
             content = read(path)

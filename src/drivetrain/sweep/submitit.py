@@ -59,7 +59,9 @@ class Task:
 class Submitit(Launcher):
     """Submits jobs and waits for them. Jobs in Slurm run on when this process ends; local ones end with it."""
 
-    def __init__(self, option: SubmititLocal | SubmititSlurm, sweep: Path, jobs: int, quiet: bool = False) -> None:
+    def __init__(
+        self, option: SubmititLocal | SubmititSlurm, sweep: Path, jobs: int, quiet: bool = False, name: str = "drivetrain"
+    ) -> None:
         import submitit
 
         self.detached = isinstance(option, SubmititSlurm)
@@ -68,7 +70,7 @@ class Submitit(Launcher):
         self._option, self._sweep, self._quiet = option, sweep, quiet
         folder = sweep.absolute() / "submitit" / "%j"
         self._executor = submitit.AutoExecutor(folder, cluster="slurm" if self.detached else "local")
-        self._executor.update_parameters(name="drivetrain", **_parameters(option))
+        self._executor.update_parameters(name=name, **_parameters(option))
         self._running: dict[Any, Entry] = {}
         # For jobs of a checkout that is not installed.
         paths = [str(process.PACKAGE.parent), *sys.path]

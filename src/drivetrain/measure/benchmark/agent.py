@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
+from drivetrain.core import trees
 from drivetrain.core.clock import Clock, Mark, clock_for
 from drivetrain.core.device import peak_memory, synchronize
 from drivetrain.measure.benchmark import memory
@@ -146,7 +147,7 @@ def _updates(stream: Iterator[Any], count: int, times: Times) -> Iterator[Any]:
         asked = mark()
         micro = next(stream)
         times.waits.append((asked, mark()))
-        times.samples += len(micro.x)
+        times.samples += trees.length(micro.x)
         last = micro.last
         yield micro
         if last:  # control returns when the trainer asks for the next micro-batch: the update has been queued

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from drivetrain.core import process
+from drivetrain.core import process, trees
 from drivetrain.debug.torch_modes import WaitingCalls
 
 SAMPLE_S = 0.001  # between two samples of the stack
@@ -85,7 +85,7 @@ def profile_lines(trainer: Any, stream: TrackedStream, profile_s: float) -> tupl
     for place, count in samples.items():
         found[place] = Line(place, place in data_lines, count / total)
     micro, _ = read_update(stream)
-    with _OperationCounter(stream, micro.x.numel() // 16) as counter:
+    with _OperationCounter(stream, sum(t.numel() for t in trees.leaves(micro.x)) // 16) as counter:
         for _ in range(UPDATES):
             update(trainer, stream)
     for place, counted in counter.lines.items():

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from drivetrain.core import trees
 from drivetrain.core.device import synchronize
 from drivetrain.engine.step import PlainStep
 from drivetrain.measure.benchmark.agent import WARMUP_UPDATES
@@ -54,7 +55,7 @@ def profile_step(trainer: Any, profile_s: float) -> StepProfile:
     shares = utilization.time_shares(trainer, stream)
     lines, operations = profile_lines(trainer, stream, profile_s)
     micro, micro_batches = read_update(stream)
-    limits = roofline.measure(trainer, micro_batches * len(micro.x))
+    limits = roofline.measure(trainer, micro_batches * trees.length(micro.x))
     larger_batch = _larger_batch(trainer, micro, profile_s)
     evaluation_s, saving_s = _evaluation_s(trainer), _saving_s(trainer)
     return StepProfile(
@@ -67,7 +68,7 @@ def profile_step(trainer: Any, profile_s: float) -> StepProfile:
         updates=trainer.batch.updates(len(trainer.train_data.source), 0, trainer.drop_last),
         larger_batch=larger_batch,
         roofline=limits,
-        micro_batch=len(micro.x),
+        micro_batch=trees.length(micro.x),
         read_ms=read_ms,
         device=trainer.device.type,
         utilization=shares,
@@ -141,13 +142,13 @@ def _timed_step(step: PlainStep, done: Callable[[str, float], float]) -> PlainSt
 def _larger_batch(trainer: Any, micro: Any, profile_s: float) -> float | None:
     """Samples a second of forward and backward with four times the micro-batch, relative to one: the median of pairs.
 
-    None where four times the micro-batch does not fit, or the inputs are not plain tensors.
+    None where four times the micro-batch does not fit.
     """
 
-    step = trainer.step.with_forward(trainer.model)  # not compiled: a compiler would compile for the larger batch too
+    step = trainer.step.with_forward(trainer.evaluator.forward)  # not compiled: a compiler would compile for the larger batch too
     loss_sum = torch.zeros((), device=trainer.device)
 
-    def seconds(x: torch.Tensor, y: torch.Tensor) -> float:
+    def seconds(x: Any, y: Any) -> float:
         began = time.perf_counter()
         step.micro_batch(dataclasses.replace(micro, x=x, y=y), loss_sum)
         step.zero_grad()
@@ -155,7 +156,7 @@ def _larger_batch(trainer: Any, micro: Any, profile_s: float) -> float | None:
         return time.perf_counter() - began
 
     try:
-        batches = [tuple(torch.cat([t] * times) for t in (micro.x, micro.y)) for times in (1, 4)]
+        batches = [tuple(trees.concatenate([t] * times) for t in (micro.x, micro.y)) for times in (1, 4)]
         ratios: list[float] = []
         until = time.perf_counter() + profile_s
         while time.perf_counter() < until or len(ratios) <= UPDATES:

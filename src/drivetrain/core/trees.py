@@ -1,0 +1,91 @@
+"""Trees: batches whose inputs and targets are a tensor, or tuples and dicts of tensors, nested as deep as they like.
+
+They are torch's pytrees, so that torch's compiler, its wrappers and its tracing take them apart as this module does.
+A plain tensor, the usual case, costs one type check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from drivetrain.core.lazy import torch
+
+Tree = Any  # a torch.Tensor, or a pytree of them
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], tree: Tree) -> Tree:
+    """Return the tree with `function` applied to each of its tensors."""
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
+    from torch.utils._pytree import tree_map_only
+
+    return tree_map_only(torch.Tensor, function, tree)
+
+
+def leaves(tree: Tree) -> list[torch.Tensor]:
+    """Return the tree's tensors, in its order."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    from torch.utils._pytree import tree_leaves
+
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def first(tree: Tree) -> torch.Tensor:
+    """Return the tree's first tensor."""
+    return tree if isinstance(tree, torch.Tensor) else leaves(tree)[0]
+
+
+def length(tree: Tree) -> int:
+    """Return the number of samples of a batch."""
+    return len(first(tree))
+
+
+def nbytes(tree: Tree) -> int:
+    """Return the bytes of all its tensors."""
+    return sum(leaf.nbytes for leaf in leaves(tree))
+
+
+def unflatten(tensors: Sequence[torch.Tensor], like: Tree) -> Tree:
+    """Return a tree of the same structure as `like`, with these tensors, in the order of `leaves`."""
+    remaining = iter(tensors)
+    return map_tensors(lambda _: next(remaining), like)
+
+
+def concatenate(trees: Sequence[Tree]) -> Tree:
+    """Return batches of one structure as one batch."""
+    return unflatten([torch.cat(tensors) for tensors in zip(*map(leaves, trees), strict=True)], trees[0])
+
+
+def named_leaves(tree: Tree) -> list[tuple[str, torch.Tensor]]:
+    """Return each tensor with its place in the tree as a user would write it, such as "text.ids" or "0"; "" for a plain one."""
+    from torch.utils._pytree import tree_flatten_with_path
+
+    found = tree_flatten_with_path(tree)[0]
+    return [(".".join(map(_written, path)), leaf) for path, leaf in found if isinstance(leaf, torch.Tensor)]
+
+
+def _written(key: Any) -> str:
+    """Return one step of a path: a dict's key, a tuple's position, or a field's name."""
+    return str(next(getattr(key, name) for name in ("key", "idx", "name") if hasattr(key, name)))
+
+
+def signature(tree: Tree) -> tuple[Any, ...]:
+    """Return what two batches share if one compiled graph serves both: structure, shapes, types and order of memory."""
+    if isinstance(tree, torch.Tensor):
+        return tree.shape, tree.dtype, tree.stride()
+    if isinstance(tree, dict):
+        return (type(tree), *((key, signature(value)) for key, value in tree.items()))
+    if isinstance(tree, tuple | list):
+        return (type(tree), *map(signature, tree))
+    return (type(tree), *map(signature, leaves(tree)))
+
+
+def call(model: Callable[..., Any], arguments: Tree) -> Any:
+    """Call a model with a dict's values as keywords, with a tuple's items as positions, or with a tensor."""
+    if isinstance(arguments, dict):
+        return model(**arguments)
+    if isinstance(arguments, tuple):
+        return model(*arguments)
+    return model(arguments)

@@ -1,0 +1,88 @@
+"""loss=distill: a student learns from the outputs of a trained teacher."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from drivetrain.core.lazy import torch
+from drivetrain.core.microbatch import MicroBatch
+from drivetrain.core.option import Positive, RunSpec, Share
+from drivetrain.loss.base import wide
+from drivetrain.loss.classification import CrossEntropy
+from drivetrain.loss.parted import PartedLoss, Shared
+
+if TYPE_CHECKING:
+    from drivetrain.core.context import BuildContext
+
+
+class Taught(NamedTuple):
+    """The targets, and the teacher's logits of the same inputs."""
+
+    y: torch.Tensor  # (n,)
+    teacher: torch.Tensor  # (n, classes)
+
+
+class Distill(PartedLoss):
+    """Cross entropy, and the divergence from a teacher's softened outputs (Hinton et al. 2015), logged as loss_soft.
+
+    `teacher` is the directory of a run, or the file that `drivetrain export` wrote in one. The teacher sees the student's inputs,
+    augmented alike, and computes without gradients. The loss is (1 − soft) × cross entropy + soft × temperature² × KL.
+    """
+
+    machine_local_keys = ("teacher",)
+    metrics = CrossEntropy.metrics
+    best = CrossEntropy.best
+    takes = ("class",)
+
+    def __init__(
+        self,
+        teacher: str | None = None,
+        temperature: Positive = 4.0,
+        soft: Share = 0.9,
+        label_smoothing: Share = 0.0,
+    ) -> None:
+        super().__init__()
+        self.teacher, self.temperature, self.soft, self.label_smoothing = teacher, temperature, soft, label_smoothing
+
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate(run)
+        key = f"{self.target_key}.teacher"
+        if not self.teacher:
+            yield f"loss=distill needs {key}, a run's directory, such as outputs/<date>/<time>-<id>"
+        elif not Path(self.teacher).expanduser().exists():
+            yield f"{key}={self.teacher}: there is no such run or file"
+
+    def setup(self, context: BuildContext) -> None:
+        from drivetrain.loss import teacher
+        from drivetrain.saving import checkpoint_io
+
+        self.begin(context.device, "hard", "soft")
+        self._hard = CrossEntropy(self.label_smoothing)
+        self._autocast = context.precision.autocast
+        path, key = Path(str(self.teacher)).expanduser(), f"{self.target_key}.teacher"
+        random = checkpoint_io.random_state()
+        self._teacher = teacher.load(path, key, context).to(context.device)
+        checkpoint_io.restore_random_state([random])  # the student starts from the same weights as without a teacher
+
+    def training_target(self, batch: MicroBatch) -> Any:
+        with torch.no_grad(), self._autocast():
+            return Taught(batch.y, self._teacher(batch.x))
+
+    def __call__(self, output: torch.Tensor, target: Any) -> torch.Tensor:
+        if not isinstance(target, Shared):  # of a check before training, where no teacher is asked
+            return self._hard(output, target)
+        taught, share = target
+        output, teacher, t = wide(output), wide(taught.teacher), self.temperature
+        hard = self._hard(output, taught.y) * share
+        divergence = torch.nn.functional.kl_div(
+            (output / t).log_softmax(1), (teacher.to(output.dtype) / t).log_softmax(1), reduction="batchmean", log_target=True
+        )
+        soft = divergence * t**2 * share
+        self.log("hard", hard)
+        self.log("soft", soft)
+        return (1 - self.soft) * hard + self.soft * soft
+
+    def sums(self, output: torch.Tensor, target: Any) -> torch.Tensor:
+        return self._hard.sums(output, target)

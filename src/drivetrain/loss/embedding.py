@@ -1,0 +1,248 @@
+"""Losses that compare samples with each other. They are computed from the global batch of all ranks (engine/global_step.py)."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from drivetrain.core.device import sum_dtype
+from drivetrain.core.errors import UserError
+from drivetrain.core.lazy import torch
+from drivetrain.core.option import Count, Positive, RunSpec
+from drivetrain.loss.base import SMALLEST, Loss, wide
+
+if TYPE_CHECKING:
+    from drivetrain.core.context import BuildContext
+
+
+class Gathered(NamedTuple):
+    """The target of a step that computes the loss of the global batch: embeddings are gathered over the ranks."""
+
+    target: Any
+    valid: torch.Tensor  # (n,) whether a sample belongs to the batch
+
+
+class Gradient(NamedTuple):
+    """The target of a step that goes on with gradients that were computed before."""
+
+    of_output: torch.Tensor
+
+
+class ComparingLoss(Loss):
+    """The base of the losses over embeddings. The mean is over the samples of the global batch, on any number of ranks.
+
+    The model's outputs are the embeddings. An evaluation computes the loss, and how often the nearest other sample is the right
+    one, among each `group` samples in a row, which is the same on any number of ranks.
+    """
+
+    compares_samples = True
+    metrics = ("loss", "accuracy")
+    best = ("accuracy", max)
+    views = 1  # of each sample, in dimension 1 of the inputs
+    group: int
+
+    @property
+    def evaluated_together(self) -> int:  # type: ignore[override]
+        """The samples that an evaluation compares."""
+        return self.group
+
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate(run)
+        if not run.parallel.own_forward:
+            yield (
+                f"{run.named('loss')} and {run.named('parallel')} exclude each other (it compares all samples of the batch, and "
+                "a stage of a pipeline sees one micro-batch at a time): set parallel=ddp or fsdp"
+            )
+        if self.views > 1 and run.augment and getattr(run.data, "views", 1) == 1:
+            yield (
+                f"{run.named('loss')} and {run.named('augment')} exclude each other (a sample is two views, and augmentations "
+                "take one image): set augment=[], and let the data make its views"
+            )
+        if run.batch.buckets_lengths:
+            yield (
+                f"{run.named('loss')} and {run.named('batch')} exclude each other (ranks may have different numbers of samples): "
+                "set batch=fixed or batch=accumulate"
+            )
+        if run.compile.active and run.batch.accumulation_steps > 1:
+            yield (
+                f"{run.named('loss')} runs the forward of each of several micro-batches twice, and with {run.named('compile')} "
+                f"dropout may differ between the two: set compile=none, or batch=fixed instead of {run.named('batch')}"
+            )
+
+    def setup(self, context: BuildContext) -> None:
+        parallel, epochs = context.parallel, context.run.values["epochs"]
+        self._world, self._all_reduce_sum = parallel.data_world, parallel.all_reduce_sum
+        self.ranks = self._world.size
+        # The most samples that a rank has in an update: gathered tensors have this length, so that no rank has to ask.
+        self._capacity = -(-context.batch.size(epochs - 1) // self._world.size)
+
+    @abstractmethod
+    def over_all(self, embeddings: torch.Tensor, target: Any, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum of the loss over the samples, and their number; embeddings (n, views, d), valid (n,)."""
+
+    @abstractmethod
+    def right(self, embeddings: torch.Tensor, target: Any) -> torch.Tensor:
+        """The number of samples of a group whose nearest is the right one, 0-d."""
+
+    def joined(self, x: Any) -> Any:
+        """A batch's inputs as the model takes them: the views (n, views, …) of the samples one after the other."""
+        return x.flatten(0, 1) if self.views > 1 and isinstance(x, torch.Tensor) else x
+
+    def input_shape(self, shape: Any) -> Any:
+        return shape[1:] if self.views > 1 and isinstance(shape, tuple) and isinstance(shape[0], int) else shape
+
+    def embeddings(self, output: Any) -> torch.Tensor:
+        """The model's output as (n, views, d), in float32 at least: a tensor, or a tuple of one for each view."""
+        if isinstance(output, tuple | list):
+            return torch.stack([wide(view) for view in output], 1)
+        if output.dim() != 2:
+            raise UserError(f"the loss wants embeddings (n, d), but the model's output has {output.dim()} dimensions")
+        return wide(output).unflatten(0, (-1, self.views))
+
+    def __call__(self, output: torch.Tensor, target: Any) -> torch.Tensor:
+        """The mean loss, over the global batch where the step says so by its target, else over this batch alone."""
+        if isinstance(target, Gradient):
+            return (self.embeddings(output) * target.of_output).sum()
+        if not isinstance(target, Gathered):
+            total, count = self.sum_and_count(output, target)
+            return total / count.clamp(min=SMALLEST)
+        loss = self.over_ranks(self.embeddings(output), target)
+        # Each rank has the gradients of its own samples alone, and the ranks average them: they add up to the batch's.
+        return loss * self._world.size - loss.detach() * (self._world.size - 1)
+
+    def sum_and_count(self, output: torch.Tensor, target: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        embeddings = self.embeddings(output)
+        return self._exact(embeddings, target, torch.ones(len(embeddings), dtype=torch.bool, device=embeddings.device))
+
+    def over_ranks(self, embeddings: torch.Tensor, own: Gathered) -> torch.Tensor:
+        """The mean loss over all ranks' samples; only this rank's embeddings have gradients."""
+        target = None if self.views > 1 else own.target
+        if self._world.size == 1:
+            total, count = self._exact(embeddings, target, own.valid)
+        else:
+            target = None if target is None else self._gather(target)
+            total, count = self._exact(self._gather(embeddings), target, self._gather(own.valid))
+        return total / count.clamp(min=SMALLEST)
+
+    def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """All ranks' samples (ranks × capacity, …), zeros where a rank has fewer; this rank's keep their gradients."""
+        # As numbers: bool cannot be summed by every backend.
+        values = tensor.to(torch.int32) if tensor.dtype == torch.bool else tensor
+        everything = values.new_zeros(self._world.size, self._capacity, *values.shape[1:])
+        everything[self._world.rank, : len(values)] = values.detach()
+        everything = self._all_reduce_sum(everything)
+        if tensor.requires_grad:
+            # Out of place, since autograd follows no write by another process.
+            everything = everything.index_fill(0, torch.tensor([self._world.rank], device=tensor.device), 0)
+            padding = [0, 0] * (values.dim() - 1) + [0, self._capacity - len(values)]
+            others = (self._world.rank, self._world.size - 1 - self._world.rank)
+            mine = torch.nn.functional.pad(values, padding).unsqueeze(0)
+            everything = everything + torch.nn.functional.pad(mine, [0, 0] * values.dim() + list(others))
+        return everything.flatten(0, 1).to(tensor.dtype)
+
+    def _exact(self, embeddings: torch.Tensor, target: Any, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`over_all` without autocast, which would compute its matrix products in 16 bits."""
+        with torch.autocast(embeddings.device.type, enabled=False):
+            return self.over_all(embeddings, target, valid)
+
+    def sums(self, output: torch.Tensor, target: Any) -> torch.Tensor:
+        """Sums of the loss and of the right samples in groups, and the number of samples (3,)."""
+        dtype = sum_dtype(output[0].device)
+        embeddings = self.embeddings(output)
+        found = []
+        for start in range(0, len(embeddings), self.group):
+            of_group, rows = embeddings[start : start + self.group], slice(start, start + self.group)
+            labels = None if self.views > 1 else target[rows]
+            everyone = torch.ones(len(of_group), dtype=torch.bool, device=of_group.device)
+            total, count = self._exact(of_group, labels, everyone)
+            mean = total / count.clamp(min=SMALLEST)
+            found.append(torch.stack([mean.to(dtype) * len(of_group), self.right(of_group, labels).to(dtype)]))
+        totals = torch.stack(found).sum(0)
+        return torch.cat([totals, torch.full_like(totals[:1], len(embeddings))])
+
+
+class Contrastive(ComparingLoss):
+    """InfoNCE: each view finds the other view of its sample among those of the global batch.
+
+    The inputs of a batch are (n, 2, …), two views of each sample in dimension 1; the model, an ordinary encoder, is called with
+    the 2n of them. A model of two inputs (images and texts) returns a tuple of two embeddings (n, d) instead. With
+    `within_views` the other samples of the same view are candidates too, as SimCLR's NT-Xent has it (Chen et al. 2020); without,
+    only those of the other view, as CLIP has it (Radford et al. 2021). The loss is the mean over samples and both directions.
+    """
+
+    takes = ("pair",)
+    views = 2
+
+    def __init__(self, temperature: Positive = 0.1, within_views: bool = True, group: Count = 16) -> None:
+        self.temperature, self.within_views, self.group = temperature, within_views, group
+
+    def over_all(self, embeddings: torch.Tensor, target: Any, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = self._scores(embeddings, valid)
+        n = len(embeddings)
+        positive = torch.arange(n, device=embeddings.device) + n * (1 - torch.arange(2, device=embeddings.device)[:, None])
+        losses = torch.nn.functional.cross_entropy(scores, positive.flatten(), reduction="none").view(2, n).mean(0)
+        return torch.where(valid, losses, 0.0).sum(), valid.sum().to(losses.dtype)
+
+    def _scores(self, embeddings: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+        """The similarity of each view (2n, first views first) to each candidate (2n); minus infinity for what is none."""
+        n = len(embeddings)
+        z = torch.nn.functional.normalize(embeddings, dim=-1).transpose(0, 1).flatten(0, 1)
+        number = torch.arange(2 * n, device=z.device)
+        excluded = number[:, None] == number
+        if not self.within_views:
+            excluded = (number[:, None] < n) == (number < n)
+        # A row of a sample that is not there keeps its positive, so that its loss is finite; it does not count.
+        excluded = excluded | (~valid.repeat(2) & ((number[:, None] - number).abs() != n))
+        return (z @ z.T / self.temperature).masked_fill(excluded, float("-inf"))
+
+    def right(self, embeddings: torch.Tensor, target: Any) -> torch.Tensor:
+        n = len(embeddings)
+        everyone = torch.ones(n, dtype=torch.bool, device=embeddings.device)
+        found = self._scores(embeddings, everyone).argmax(1)[:n]
+        return (found == torch.arange(n, 2 * n, device=found.device)).sum()
+
+    def problem(self, target: Any, classes: int) -> str | None:
+        return None
+
+
+class Triplet(ComparingLoss):
+    """Triplet loss with the hardest samples of the global batch (Hermans et al. 2017).
+
+    Each sample is to be closer to the farthest sample of its class than to the nearest of any other, by `margin`. Samples
+    without one of both do not count. Distances are Euclidean, between embeddings of length 1 if `normalize`.
+    """
+
+    takes = ("class",)
+
+    def __init__(self, margin: Positive = 0.2, normalize: bool = True, group: Count = 32) -> None:
+        self.margin, self.normalize, self.group = margin, normalize, group
+
+    def over_all(self, embeddings: torch.Tensor, target: Any, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        distance = self._distances(embeddings)
+        both = valid[:, None] & valid
+        same = (target[:, None] == target) & both
+        other = (target[:, None] != target) & both
+        same = same & ~torch.eye(len(target), dtype=torch.bool, device=target.device)
+        far = distance.masked_fill(~same, 0.0).amax(1)
+        near = distance.masked_fill(~other, float("inf")).amin(1)
+        counts = same.any(1) & other.any(1)
+        losses = torch.relu(torch.where(counts, far - torch.where(counts, near, 0.0) + self.margin, 0.0))
+        return losses.sum(), counts.sum().to(losses.dtype)
+
+    def _distances(self, embeddings: torch.Tensor) -> torch.Tensor:
+        z = embeddings[:, 0]
+        if self.normalize:
+            z = torch.nn.functional.normalize(z, dim=-1)
+        squared = (z[:, None] - z).square().sum(-1)
+        return squared.clamp(min=SMALLEST).sqrt()  # the square root has no gradient at 0
+
+    def right(self, embeddings: torch.Tensor, target: Any) -> torch.Tensor:
+        itself = torch.eye(len(target), dtype=torch.bool, device=target.device)
+        nearest = self._distances(embeddings).masked_fill(itself, float("inf")).argmin(1)
+        return (target[nearest] == target).sum()
+
+    def problem(self, target: Any, classes: int) -> str | None:
+        if target.is_floating_point() or target.dim() != 1:
+            return f"are {target.dtype} in {target.dim()} dimensions, and it wants one class number for each sample (n,)"
+        return None

@@ -1,0 +1,112 @@
+"""Losses of regression: one number or several for each sample."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from drivetrain.core.device import sum_dtype
+from drivetrain.core.lazy import torch
+from drivetrain.core.option import Positive, RunSpec
+from drivetrain.loss.base import Loss, same_shape, shape_of, wide
+
+
+class Regression(Loss):
+    """The base of the losses that compare outputs (n, k) with targets (n, k), or (n, 1) with (n,); the mean is over all."""
+
+    takes = ("values",)
+    name: str
+
+    def count(self, target: Any) -> torch.Tensor:
+        return torch.full((), target.numel(), dtype=sum_dtype(target.device), device=target.device)
+
+    def problem(self, target: Any, classes: int) -> str | None:
+        each = target.numel() // len(target)
+        if each != classes and classes > 0:
+            return f"have shape {shape_of(target)}, {each} numbers for each sample, but the model has {classes} outputs"
+        if not bool(torch.isfinite(target).all()):
+            return "have values that are not finite: leave such samples out"
+        return None
+
+    def sum_and_count(self, output: torch.Tensor, target: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        output, target = same_shape(wide(output), target, self.name)
+        return self.error(output, target).sum(), self.count(target).to(output.dtype)
+
+    def error(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """The loss of each number, in the shape of both."""
+        raise NotImplementedError
+
+
+class Mse(Regression):
+    """Mean squared error: the outputs estimate the mean; one far-off target weighs much."""
+
+    name = "mse"
+
+    def error(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (output - target).square()
+
+
+class L1(Regression):
+    """Mean absolute error: the outputs estimate the median; far-off targets weigh no more than others."""
+
+    name = "l1"
+
+    def error(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (output - target).abs()
+
+
+class Huber(Regression):
+    """Squared up to an error of `delta`, linear beyond it (Huber 1964), as torch.nn.HuberLoss."""
+
+    name = "huber"
+
+    def __init__(self, delta: Positive = 1.0) -> None:
+        self.delta = delta
+
+    def error(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.huber_loss(output, target, reduction="none", delta=self.delta)
+
+
+class Quantile(Regression):
+    """Pinball loss (Koenker and Bassett 1978): the model estimates several `quantiles` of each number.
+
+    The model has an output for each number and quantile: (n, numbers × quantiles), the quantiles of the first number first.
+    An evaluation also reports the coverage: the share of targets between the lowest and the highest quantile.
+    """
+
+    name = "quantile"
+    metrics = ("loss", "coverage")
+
+    def __init__(self, quantiles: list[float] | None = None) -> None:
+        self.quantiles = quantiles if quantiles is not None else [0.1, 0.5, 0.9]
+
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate(run)
+        ascending = sorted(set(self.quantiles)) == self.quantiles
+        if not (self.quantiles and ascending and self.quantiles[0] > 0 and self.quantiles[-1] < 1):
+            yield f"{self.target_key}.quantiles={self.quantiles}: give ascending numbers between 0 and 1, such as [0.1,0.5,0.9]"
+
+    def outputs(self, classes: int) -> int:
+        return classes * len(self.quantiles)
+
+    def problem(self, target: Any, classes: int) -> str | None:
+        return super().problem(target, classes // len(self.quantiles))
+
+    def sum_and_count(self, output: torch.Tensor, target: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        above = self._above(output, target)
+        total = sum((torch.maximum(q * a, (q - 1) * a).sum() for q, a in zip(self.quantiles, above.unbind(-1), strict=True)))
+        return total, self.count(above).to(above.dtype)  # type: ignore[return-value]
+
+    def _above(self, output: torch.Tensor, target: Any) -> torch.Tensor:
+        """How far each target is above each of its quantiles (n, numbers, quantiles)."""
+        output = wide(output).unflatten(1, (-1, len(self.quantiles)))
+        _, target = same_shape(output[..., 0], target, f"quantile with {len(self.quantiles)} quantiles")
+        return target.reshape(len(output), -1, 1) - output
+
+    def sums(self, output: torch.Tensor, target: Any) -> torch.Tensor:
+        dtype = sum_dtype(output.device)
+        above = self._above(output, target)
+        total, _ = self.sum_and_count(output, target)
+        covered = (above[..., 0] >= 0) & (above[..., -1] <= 0)
+        count = self.count(above)
+        return torch.stack([total.to(dtype), covered.sum().to(dtype) * len(self.quantiles), count])

@@ -1,0 +1,136 @@
+"""Several losses added up: loss=[a,b]."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from drivetrain.core.lazy import torch
+from drivetrain.core.microbatch import MicroBatch
+from drivetrain.core.option import NonNegative, RunSpec
+from drivetrain.loss.base import Loss
+from drivetrain.loss.parted import PartedLoss, Shared
+
+if TYPE_CHECKING:
+    from drivetrain.core.context import BuildContext
+
+
+class Sum(PartedLoss):
+    """Adds several losses, each times its weight; each is averaged over its own items and logged as loss_<name>.
+
+    An evaluation reports the weighted sum as `loss`, each part as `loss_<name>`, and the other metrics of the parts.
+    """
+
+    def __init__(self, parts: dict[str, Any] | None = None, weights: list[NonNegative] | None = None) -> None:
+        super().__init__()
+        self.losses: dict[str, Loss] = parts or {}
+        self.weights = weights
+        for name, loss in self.losses.items():
+            loss.target_key = f"loss.{name}"
+
+    @property
+    def machine_local_keys(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Those of the losses, below their names."""
+        return tuple(f"{name}.{key}" for name, loss in self.losses.items() for key in loss.machine_local_keys)
+
+    @property
+    def takes(self) -> Any:  # type: ignore[override]
+        """The kinds of targets that all of the losses take."""
+        first, *others = self.losses.values()
+        return tuple(kind for kind in first.takes if all(kind in other.takes for other in others))
+
+    @property
+    def soft_targets(self) -> bool:  # type: ignore[override]
+        """Whether all of the losses take probabilities of classes."""
+        return all(loss.soft_targets for loss in self.losses.values())
+
+    @property
+    def factors(self) -> list[float]:
+        """What each loss is multiplied by."""
+        return self.weights if self.weights is not None else [1.0] * len(self.losses)
+
+    def see(self, run: RunSpec) -> None:
+        for loss in self.losses.values():
+            loss.see(run)
+        main = next(iter(self.losses.values()))
+        self.best = ("loss", min) if main.best[0] == "loss" else main.best
+        # Names that several parts report are of the first of them.
+        shown = {name: None for loss in self.losses.values() for name in loss.metrics if name != "loss"}
+        self.metrics = ("loss", *(f"loss_{name}" for name in self.losses), *shown)
+
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        if self.weights is not None and len(self.weights) != len(self.losses):
+            yield (
+                f"loss.weights={self.weights} has {len(self.weights)} weights for the {len(self.losses)} losses of "
+                f"{run.named('loss')}: give one for each, in their order"
+            )
+        if not self.takes:
+            yield f"{run.named('loss')}: these losses take different kinds of targets: leave one out"
+            return
+        for name, loss in self.losses.items():
+            if loss.compares_samples:
+                yield f"{run.named('loss')}: {name} is computed from the whole batch at once, and cannot be added to others"
+        problems = [problem for loss in self.losses.values() for problem in loss.validate(run)]
+        yield from dict.fromkeys(problems)
+
+    def advise(self, run: RunSpec) -> Iterator[str]:
+        for loss in self.losses.values():
+            yield from loss.advise(run)
+
+    def validate_device(self, run: RunSpec) -> Iterator[str]:
+        for loss in self.losses.values():
+            yield from loss.validate_device(run)
+
+    def setup(self, context: BuildContext) -> None:
+        self.begin(context.device, *self.losses)
+        for loss in self.losses.values():
+            loss.setup(context)
+
+    def outputs(self, classes: int) -> int:
+        return max(loss.outputs(classes) for loss in self.losses.values())
+
+    def problem(self, target: Any, classes: int) -> str | None:
+        return next((p for loss in self.losses.values() if (p := loss.problem(target, classes)) is not None), None)
+
+    def count(self, target: Any) -> torch.Tensor:
+        return torch.stack([loss.count(target) for loss in self.losses.values()])
+
+    def training_target(self, batch: MicroBatch) -> Any:
+        return tuple(loss.training_target(batch) if isinstance(loss, PartedLoss) else batch.y for loss in self.losses.values())
+
+    def evaluation_target(self, batch: MicroBatch) -> Any:
+        return tuple(loss.evaluation_target(batch) for loss in self.losses.values())
+
+    def __call__(self, output: torch.Tensor, target: Any) -> torch.Tensor:
+        if not isinstance(target, Shared):  # of a check before training, with the plain targets
+            target = Shared((target,) * len(self.losses), torch.ones(len(self.losses), device=output.device))
+        values = []
+        rows = zip(self.losses.items(), self.factors, target.target, target.share.unbind(), strict=True)
+        for (name, loss), factor, own_target, share in rows:
+            if isinstance(loss, PartedLoss) and isinstance(target, Shared):
+                value = loss(output, Shared(own_target, share))
+            else:
+                value = loss(output, own_target) * share
+            self.log(name, value)
+            values.append(factor * value)
+        return torch.stack(values).sum()
+
+    def parts(self) -> dict[str, torch.Tensor]:
+        below = [(name, loss.parts()) for name, loss in self.losses.items()]
+        return super().parts() | {f"loss_{name}_{k.removeprefix('loss_')}": v for name, parts in below for k, v in parts.items()}
+
+    def sums(self, output: torch.Tensor, target: Any) -> torch.Tensor:
+        """The sums of each part, one after the other."""
+        return torch.cat([loss.sums(output, own) for loss, own in zip(self.losses.values(), target, strict=True)])
+
+    def evaluation_sums(self) -> int:
+        return sum(loss.evaluation_sums() for loss in self.losses.values())
+
+    def evaluated(self, sums: list[float]) -> dict[str, float]:
+        found: dict[str, float] = {"loss": 0.0}
+        for (name, loss), factor in zip(self.losses.items(), self.factors, strict=True):
+            of_part, sums = sums[: loss.evaluation_sums()], sums[loss.evaluation_sums() :]
+            for metric, value in loss.evaluated(of_part).items():
+                found.setdefault(f"loss_{name}" if metric == "loss" else metric, value)
+            found["loss"] += factor * found[f"loss_{name}"]
+        return {metric: found[metric] for metric in self.metrics}

@@ -1,0 +1,37 @@
+"""The folder .hydra/ of a run: its config as Hydra writes it, so that tools for Hydra's runs find it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from drivetrain.config.compose import Composed
+from drivetrain.config.hydra_settings import HydraSettings
+from drivetrain.core.overrides import redact
+
+OURS = "# written by drivetrain\n"  # the first line of our hydra.yaml
+
+
+def write(run_dir: Path, composed: Composed, settings: HydraSettings, resumed: bool = False) -> None:
+    """Write config.yaml, overrides.yaml and hydra.yaml, unresolved; for a resumed run config.yaml alone.
+
+    What Hydra itself wrote, for a script with @hydra.main that this run is part of, is left as it is.
+    """
+    if settings.folder is None:
+        return
+    folder = run_dir / settings.folder
+    if (folder / "hydra.yaml").exists() and not _is_ours(folder / "hydra.yaml"):
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(OmegaConf.to_yaml(composed.config))
+    if not resumed:
+        (folder / "overrides.yaml").write_text(OmegaConf.to_yaml([redact(word) for word in composed.overrides]))
+        (folder / "hydra.yaml").write_text(OURS + OmegaConf.to_yaml({"hydra": settings.node(composed, run_dir)}))
+
+
+def _is_ours(file: Path) -> bool:
+    try:
+        return file.read_text().startswith(OURS)
+    except (OSError, UnicodeDecodeError):
+        return False

@@ -1,0 +1,253 @@
+"""Losses in runs: how they are chosen, refused and logged."""
+
+import json
+import sys
+import types
+
+import pytest
+import torch
+
+from drivetrain.config.compose import compose
+from drivetrain.core.errors import UserError
+from drivetrain.core.microbatch import MicroBatch
+from drivetrain.engine.counted_step import CountedStep
+from drivetrain.engine.global_step import GlobalStep
+from drivetrain.engine.step import PlainStep
+from drivetrain.launch import launcher
+from drivetrain.loss import Contrastive, Focal, Own, Sum
+
+BOTH = "loss=[cross_entropy,focal]"
+
+
+class Numbers(torch.utils.data.Dataset):
+    """Six numbers and a target of a kind."""
+
+    num_classes = 3
+    targets = "class"
+
+    def __init__(self, split, kind="class"):
+        self.kind = kind
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, i):
+        x = torch.linspace(0, 1, 6) * i
+        return x, {"class": i % 3, "beyond": 3, "fractions": 0.5, "int32": torch.tensor(i % 3, dtype=torch.int32),
+                   "labels": torch.tensor([1, 0, i % 2]), "pair": torch.zeros(2)}[self.kind]  # fmt: skip
+
+
+def parted(output, y):
+    """An own loss of two parts."""
+    return {"fit": torch.nn.functional.cross_entropy(output, y), "size": output.square().mean()}
+
+
+def each(output, y):
+    """A loss that forgets its mean."""
+    return torch.nn.functional.cross_entropy(output, y, reduction="none")
+
+
+def with_inputs(output, batch):
+    """An own loss that reads the inputs."""
+    assert batch.x.shape[0] == batch.y.shape[0] == output.shape[0]
+    return torch.nn.functional.cross_entropy(output, batch.y)
+
+
+class WithParameters(torch.nn.Module):
+    """A loss that nobody would train."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, output, y):
+        return self.scale * output.sum()
+
+
+@pytest.fixture
+def mine(monkeypatch):
+    """This file as a package of the user's."""
+    module = types.ModuleType("my_losses")
+    vars(module).update(
+        {k: v for k, v in globals().items() if k in ("Numbers", "parted", "each", "with_inputs", "WithParameters")}
+    )
+    monkeypatch.setitem(sys.modules, "my_losses", module)
+    return ["trust=[my_losses]", "data=own", "data.target=my_losses.Numbers", "data.normalize=false"]
+
+
+# --- several at once ---
+
+
+def test_several_losses_are_composed_below_their_names():
+    job = launcher.prepare([BOTH, "loss.focal.gamma=3", "loss.weights=[1,0.5]", "loss.cross_entropy.label_smoothing=0.1"])
+    loss = job.run.loss
+    assert isinstance(loss, Sum)
+    assert (loss.losses["focal"].gamma, loss.losses["cross_entropy"].label_smoothing, loss.factors) == (3, 0.1, [1, 0.5])
+    assert job.run.named("loss") == BOTH
+    assert loss.metrics == ("loss", "loss_cross_entropy", "loss_focal", "accuracy")
+    assert loss.best == ("accuracy", max)
+
+
+def test_one_loss_in_a_list_is_that_loss():
+    assert compose(["loss=[focal]"]).plain["loss"] == compose(["loss=focal"]).plain["loss"]
+
+
+def test_the_recipe_of_a_run_repeats_its_sum(train):
+    result = train(BOTH, "loss.focal.gamma=3", "loss.weights=[1,0.5]")
+    assert result.status == "completed", result.error
+    job = launcher.prepare([f"recipe={result.run_dir / 'recipe.yaml'}"])
+    assert job.config_hash == result.config_hash
+    assert job.run.loss.losses["focal"].gamma == 3
+    resumed = launcher.prepare([f"resume={result.run_dir}", "updates=3"])
+    assert resumed.run.loss.factors == [1, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([BOTH, "loss.gamma=3"], "set loss.focal.gamma"),
+        ([BOTH, "loss.focal.gama=3"], "did you mean 'gamma'"),
+        ([BOTH, "loss.focal.gamma=-3"], "loss.focal.gamma=-3: must be ≥ 0"),
+        ([BOTH, "loss.weights=[1]"], "1 weights for the 2 losses"),
+        (["loss=[cross_entropy,foca]"], "did you mean 'focal'"),
+        (["loss=[focal,focal]"], "twice"),
+        (["loss=[cross_entropy,mse]"], "take different kinds of targets"),
+        (["loss=[focal,triplet]"], "cannot be added to others"),
+        (["loss=[focal,own]", "loss.own.target=a.b"], "trust=[a]"),
+        (["loss=mse"], "set loss=cross_entropy"),
+        (["loss=quantile", "loss.quantiles=[0.5,0.1]"], "give ascending numbers"),
+        (["loss=triplet", "parallel=pipeline"], "loss=triplet and parallel=pipeline exclude each other"),
+        (["loss=triplet", "compile=inductor", "batch=accumulate"], "runs the forward of each of several micro-batches twice"),
+    ],
+)
+def test_what_does_not_fit_is_refused(problems, words, says):
+    assert any(says in problem for problem in problems(*words))
+
+
+def test_a_recipe_cannot_name_a_loss_of_its_own(tmp_path):
+    file = tmp_path / "stranger.yaml"
+    for chosen in ("own", "[focal, own]"):
+        file.write_text(f"defaults:\n  - override /loss: {chosen}\n")
+        with pytest.raises(UserError, match="a recipe cannot choose 'loss=own'"):
+            launcher.prepare([f"recipe={file}"])
+
+
+def test_the_parts_are_logged_and_add_up(train):
+    result = train(BOTH, "loss.weights=[1,0.5]", "loss.cross_entropy.class_weights=balanced", "parallel=ddp", "batch=accumulate",
+                   "batch.accumulation_steps=3")  # fmt: skip
+    assert result.status == "completed", result.error
+    records = [json.loads(line) for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()]
+    one = train(BOTH, "loss.weights=[1,0.5]", "loss.cross_entropy.class_weights=balanced")
+    alone = [json.loads(line) for line in (one.run_dir / "metrics.jsonl").read_text().splitlines()]
+    for record, other in zip(records, alone, strict=True):
+        assert record["loss"] == pytest.approx(record["loss_cross_entropy"] + 0.5 * record["loss_focal"], rel=1e-5)
+        for name in ("loss", "loss_cross_entropy", "loss_focal"):
+            assert record[name] == pytest.approx(other[name], rel=1e-5)
+
+
+# --- which step ---
+
+
+@pytest.mark.parametrize(
+    ("words", "step"),
+    [
+        ([], PlainStep),
+        (["loss.class_weights=balanced"], CountedStep),
+        ([BOTH], CountedStep),
+        (["loss=focal"], PlainStep),
+        (["loss=triplet"], GlobalStep),
+    ],
+)
+def test_a_plain_mean_over_samples_needs_no_step_of_its_own(make, words, step):
+    assert type(make(*words).step) is step
+
+
+def test_an_update_that_is_repeated_forgets_what_waits(make):
+    for words in ([BOTH], ["loss=triplet"]):
+        step = make(*words, "batch=accumulate").step
+        step.micro_batch(
+            MicroBatch(torch.zeros(2, 3, 8, 8), torch.zeros(2, dtype=torch.int64), torch.ones(()), False, False), None
+        )
+        assert len(step.waiting) == 1
+        step.zero_grad()
+        assert step.waiting == []
+
+
+def test_two_passes_draw_the_same_numbers_and_count_statistics_once(make):
+    trainer = make("loss=triplet", "batch=accumulate", "batch.accumulation_steps=3", "updates=1")
+    dropout = torch.nn.Dropout(0.5)
+    norm = torch.nn.BatchNorm1d(4)
+    outputs = []
+
+    def changed(module, args, output):
+        outputs.append(norm(dropout(output)))
+        return outputs[-1]
+
+    trainer.model.register_forward_hook(changed)
+    trainer.model.extra = norm  # its statistics are among the model's buffers
+    trainer.fit()
+    assert len(outputs) >= 6
+    for first, second in zip(outputs[:3], outputs[3:6], strict=True):
+        assert not first.requires_grad
+        assert torch.equal(first, second)
+    assert int(norm.num_batches_tracked) == 3
+
+
+# --- a loss of one's own ---
+
+
+def test_an_own_loss_logs_its_parts(train, mine):
+    result = train(*mine, "loss=own", "loss.target=my_losses.parted", "batch=accumulate", "batch.accumulation_steps=2")
+    assert result.status == "completed", result.error
+    record = json.loads((result.run_dir / "metrics.jsonl").read_text().splitlines()[0])
+    assert record["loss"] == pytest.approx(record["loss_fit"] + record["loss_size"], rel=1e-6)
+    assert result.metrics["final"]["loss"] > 0
+
+
+def test_an_own_loss_may_read_the_inputs(train, mine):
+    own, plain = (train(*mine, *words) for words in (["loss=own", "loss.target=my_losses.with_inputs"], []))
+    assert own.metrics["final"]["loss"] == pytest.approx(plain.metrics["final"]["loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("target", "says"),
+    [
+        ("my_losses.each", r"returned a tensor of shape \(12,\): return a mean"),
+        ("my_losses.WithParameters", "no optimizer sees those of a loss"),
+        ("my_losses.missing", "cannot be imported"),
+        ("my_losses.Numbers", "cannot be built with"),
+    ],
+)
+def test_an_own_loss_that_cannot_be_is_one_line(make, mine, target, says):
+    with pytest.raises(UserError, match=says):
+        make(*mine, "loss=own", f"loss.target={target}").fit()
+
+
+# --- targets that do not fit ---
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss", "says"),
+    [
+        ("fractions", "cross_entropy", "set loss=mse for regression"),
+        ("beyond", "cross_entropy", "are class numbers from 3 to 3, but the model has 3 outputs"),
+        ("int32", "cross_entropy", "convert them in your data"),
+        ("labels", "cross_entropy", "set loss=bce for labels"),
+        ("fractions", "mse", "1 numbers for each sample, but the model has 3 outputs"),
+        ("class", "bce", "it wants a 0 or a 1 for each of the 3 labels"),
+        ("class", "dice", "a class for each pixel"),
+        ("pair", "triplet", "one class number for each sample"),
+    ],
+)
+def test_targets_that_do_not_fit_are_found_before_the_first_update(make, mine, kind, loss, says):
+    trainer = make(*mine, f"loss={loss}", f"data.kwargs={{kind: {kind}}}")
+    with pytest.raises(UserError, match=says):
+        trainer.fit()
+    assert trainer.progress.updates == 0
+
+
+def test_the_options_that_add_up_keep_their_own_settings():
+    loss = Sum({"focal": Focal(), "own": Own("a.b")})
+    assert loss.machine_local_keys == ("own.target",)
+    assert loss.takes == ("class", "mask")
+    assert Contrastive().evaluated_together == 16

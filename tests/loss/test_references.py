@@ -1,0 +1,226 @@
+"""Each loss against torch's, torchvision's, scikit-learn's or its paper's formula, in float64."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from sklearn.metrics import mean_pinball_loss
+from sklearn.utils.class_weight import compute_class_weight
+from torchvision.ops import sigmoid_focal_loss
+
+from drivetrain.core.errors import UserError
+from drivetrain.loss import L1, Bce, Contrastive, CrossEntropy, Dice, Focal, Huber, Mse, Quantile, Triplet
+from drivetrain.loss.class_weights import positive_weights_for, weights_for
+from drivetrain.loss.distill import Distill, Taught
+from drivetrain.loss.parted import Shared
+
+
+@pytest.fixture(autouse=True)
+def _float64(float64):
+    torch.manual_seed(1)
+
+
+def close(found, expected):
+    torch.testing.assert_close(found, torch.as_tensor(expected), rtol=1e-12, atol=1e-14)
+
+
+def weighted(loss, *weights):
+    loss.counted, loss.weight = True, torch.tensor(weights)
+    return loss
+
+
+def test_cross_entropy_with_weights_and_smoothing_is_torchs():
+    output, target = torch.randn(9, 3), torch.randint(3, (9,))
+    target[4] = -100
+    weight = torch.tensor([0.2, 1.0, 3.0])
+    found = weighted(CrossEntropy(0.1, [0.2, 1.0, 3.0]), 0.2, 1.0, 3.0)(output, target)
+    close(found, F.cross_entropy(output, target, weight, label_smoothing=0.1))
+
+
+def test_cross_entropy_of_pixels_is_torchs():
+    output, target = torch.randn(2, 3, 4, 5), torch.randint(3, (2, 4, 5))
+    target[0, :2] = 255
+    loss = CrossEntropy(ignore_index=255)
+    loss.counted = True
+    close(loss(output, target), F.cross_entropy(output, target, ignore_index=255))
+    total, correct, count = loss.sums(output, target).tolist()
+    right = ((output.argmax(1) == target) & (target != 255)).sum()
+    assert (correct, count) == (int(right), 30)
+    assert total / count == pytest.approx(float(F.cross_entropy(output, target, ignore_index=255)), rel=1e-12)
+
+
+def test_focal_of_two_classes_is_torchvisions_of_their_difference():
+    output, target = torch.randn(9, 2), torch.randint(2, (9,))
+    expected = sigmoid_focal_loss(output[:, 1] - output[:, 0], target.double(), alpha=-1, gamma=2.0, reduction="mean")
+    close(Focal(2.0)(output, target), expected)
+    close(Focal(0.0)(output, target), F.cross_entropy(output, target))
+
+
+def test_dice_is_its_formula():
+    output, target = torch.randn(2, 3, 4, 5), torch.randint(3, (2, 4, 5))
+    target[1, 1] = -100
+    p = output.softmax(1)
+    losses = []
+    for image in range(2):
+        counts = target[image] != -100
+        for c in range(3):
+            t, q = (target[image][counts] == c).double(), p[image, c][counts]
+            losses.append(1 - (2 * (t * q).sum() + 0.5) / (t.sum() + q.sum() + 0.5))
+    close(Dice(0.5)(output, target), torch.stack(losses).mean())
+
+
+def test_bce_is_torchs():
+    output, target = torch.randn(9, 3), torch.randint(2, (9, 3))
+    weight = torch.tensor([0.2, 1.0, 3.0])
+    loss = Bce(pos_weight=[0.2, 1.0, 3.0])
+    loss.weight = weight
+    close(loss(output, target), F.binary_cross_entropy_with_logits(output, target.double(), pos_weight=weight))
+    smooth = target * 0.8 + 0.1
+    close(Bce(0.2)(output, target), F.binary_cross_entropy_with_logits(output, smooth))
+    total, right, count = Bce(0.2, [1.0, 2.0, 3.0]).sums(output, target).tolist()
+    assert total / count == pytest.approx(float(F.binary_cross_entropy_with_logits(output, target.double())))
+    assert right == int(((output > 0) == (target == 1)).sum())
+
+
+@pytest.mark.parametrize(
+    ("loss", "reference"), [(Mse(), F.mse_loss), (L1(), F.l1_loss), (Huber(0.4), lambda a, b: F.huber_loss(a, b, delta=0.4))]
+)
+def test_regression_is_torchs(loss, reference):
+    output, target = torch.randn(9, 2), torch.randn(9, 2)
+    close(loss(output, target), reference(output, target))
+    close(loss(output[:, :1], target[:, 0]), reference(output[:, 0], target[:, 0]))
+    close(loss(output[:, 0], target[:, :1]), reference(output[:, 0], target[:, 0]))
+
+
+@pytest.mark.parametrize("shapes", [((9, 2), (9,)), ((9, 2), (9, 1)), ((9, 1), (9, 2)), ((9,), (9, 2))])
+def test_regression_never_broadcasts(shapes):
+    output, target = (torch.randn(shape) for shape in shapes)
+    with pytest.raises(UserError, match="loss=mse compares each output with one target"):
+        Mse()(output, target)
+
+
+def test_quantiles_are_scikit_learns():
+    output, target = torch.randn(9, 6), torch.randn(9, 2)
+    expected = [
+        mean_pinball_loss(target[:, k], output[:, 3 * k + i], alpha=q) for k in range(2) for i, q in enumerate((0.1, 0.5, 0.9))
+    ]
+    close(Quantile()(output, target), sum(expected) / 6)
+    loss, covered, count = Quantile().sums(output, target).tolist()
+    inside = (target >= output[:, ::3]) & (target <= output[:, 2::3])
+    assert loss / count == pytest.approx(sum(expected) / 6)
+    assert covered / count == pytest.approx(float(inside.double().mean()))
+
+
+def test_info_nce_is_its_formula():
+    output = torch.randn(10, 4)  # five samples, two views each, one after the other
+    z = F.normalize(output, dim=1)
+    losses = []
+    for i in range(10):
+        others = [math.exp(float(z[i] @ z[j]) / 0.3) for j in range(10) if j != i]
+        losses.append(-math.log(math.exp(float(z[i] @ z[i ^ 1]) / 0.3) / sum(others)))
+    close(Contrastive(0.3)(output, None), sum(losses) / 10)
+
+
+def test_info_nce_between_views_is_clips():
+    output = torch.randn(5, 4), torch.randn(5, 4)  # a model of two inputs
+    scores = F.normalize(output[0], dim=1) @ F.normalize(output[1], dim=1).T / 0.3
+    numbers = torch.arange(5)
+    expected = (F.cross_entropy(scores, numbers) + F.cross_entropy(scores.T, numbers)) / 2
+    close(Contrastive(0.3, within_views=False)(output, None), expected)
+    loss, right, count = Contrastive(0.3, within_views=False, group=5).sums(output, None).tolist()
+    assert (right, count) == (int((scores.argmax(1) == numbers).sum()), 5)
+    assert loss == pytest.approx(5 * float(expected))
+
+
+def test_triplet_is_its_formula():
+    output, target = torch.randn(7, 3), torch.tensor([0, 0, 1, 1, 1, 0, 2])  # the last class has one sample
+    losses = []
+    for i in range(6):
+        far = max(float((output[i] - output[j]).norm()) for j in range(7) if j != i and target[j] == target[i])
+        near = min(float((output[i] - output[j]).norm()) for j in range(7) if target[j] != target[i])
+        losses.append(max(0.0, far - near + 0.5))
+    close(Triplet(0.5, normalize=False)(output, target), sum(losses) / 6)
+
+
+def test_triplet_of_one_class_alone_is_zero_with_finite_gradients():
+    output = torch.randn(4, 3, requires_grad=True)
+    loss = Triplet()(output, torch.zeros(4, dtype=torch.int64))
+    (gradient,) = torch.autograd.grad(loss, output)
+    assert float(loss.detach()) == 0
+    assert torch.equal(gradient, torch.zeros_like(gradient))
+
+
+def test_distillation_is_its_formula():
+    output, teacher, y = torch.randn(6, 4), torch.randn(6, 4), torch.randint(4, (6,))
+    loss = Distill(temperature=3.0, soft=0.7, label_smoothing=0.1)
+    loss._hard = CrossEntropy(0.1)
+    p, q = (teacher / 3).softmax(1), (output / 3).softmax(1)
+    soft = 9 * (p * (p / q).log()).sum(1).mean()
+    expected = 0.3 * F.cross_entropy(output, y, label_smoothing=0.1) + 0.7 * soft
+    close(loss(output, Shared(Taught(y, teacher), torch.tensor(1.0))), expected)
+
+
+class Source:
+    """Training data that is read."""
+
+    def __init__(self, y):
+        self._y = y
+
+    def __len__(self):
+        return len(self._y)
+
+    def fetch(self, indices):
+        return None, self._y[indices]
+
+
+def test_balanced_weights_are_scikit_learns():
+    y = torch.tensor([0] * 300 + [2] * 30 + [1] * 7 + [-100] * 5)
+    expected = torch.tensor(compute_class_weight("balanced", classes=np.arange(3), y=y[y >= 0].numpy())).float()
+    for classes, more in ((3, []), (4, [0.0])):  # a class that does not occur
+        found = weights_for("balanced", Source(y), classes, -100, "loss.class_weights")
+        factor = 3 / classes  # the number of classes is in the formula
+        torch.testing.assert_close(found, torch.cat([expected * factor, torch.tensor(more, dtype=torch.float32)]))
+
+
+def test_balanced_labels_weigh_as_much_where_present_as_where_absent():
+    y = torch.tensor([[1, 0], [0, 0], [0, 0], [1, 1]])
+    assert positive_weights_for("balanced", Source(y), 2, "key").tolist() == [1.0, 3.0]
+
+
+def test_weights_for_another_number_of_classes_are_refused():
+    with pytest.raises(UserError, match="2 weights for 3 classes"):
+        weights_for([1.0, 2.0], Source(torch.zeros(3)), 3, -100, "loss.class_weights")
+    with pytest.raises(UserError, match="counts classes from 0 to 2"):
+        weights_for("balanced", Source(torch.tensor([3])), 3, -100, "loss.class_weights")
+
+
+BITS16 = {
+    "focal": (Focal(), torch.randint(4, (8,))),
+    "bce": (Bce(), torch.randint(2, (8, 4))),
+    "mse": (Mse(), torch.randn(8, 4, dtype=torch.float32)),
+    "quantile": (Quantile([0.2, 0.5, 0.6, 0.8]), torch.randn(8, dtype=torch.float32)),
+    "contrastive": (Contrastive(), None),
+    "triplet": (Triplet(), torch.randint(3, (8,))),
+}
+
+
+@pytest.mark.parametrize("name", BITS16)
+def test_sixteen_bit_outputs_are_computed_in_float32(name):
+    loss, target = BITS16[name]
+    output = torch.randn(8, 4).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = loss(output, target)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, loss(output.float(), target), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("loss", [Focal(), Dice(), CrossEntropy()], ids=["focal", "dice", "cross_entropy"])
+def test_a_batch_of_which_nothing_counts_costs_nothing(loss):
+    loss.counted = True
+    output = torch.randn(2, 3, 4, 4, requires_grad=True)
+    value = loss(output, torch.full((2, 4, 4), -100))
+    (gradient,) = torch.autograd.grad(value, output)
+    assert float(value.detach()) == 0
+    assert not gradient.any()
