@@ -78,6 +78,7 @@ class TrainingLog:
         for writer in self.writers:
             writer.log_image(name, self.progress.updates, path)
 
+
 def _finite(value: float) -> float | None:
     """The value, or None where JSON has no number for it."""
     return value if math.isfinite(value) else None
