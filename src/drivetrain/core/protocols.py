@@ -39,6 +39,7 @@ class Strategy(Protocol):
 
     world: World  # among all ranks
     data_world: World  # among the data-parallel ranks, which split the samples of a batch
+    data_group: Any  # the process group of the data-parallel ranks; None: that of all ranks
     lockstep_evaluation: bool  # a forward needs all ranks, so all evaluate the same number of batches
 
     def all_reduce_max(self, found: torch.Tensor) -> torch.Tensor:

@@ -82,6 +82,7 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter]) -> Trainer:
     graph = compiler.wrap_step(parallel.wrap_step(plain, context), context)
     step = debug.wrap_step(run.model.wrap_step(_step_for_loss(graph, loss, forward, context), context))
     eval_weights = precision.eval_weights(run.optimizer, optimizer)
+    meters, selection = [metric.build(context) for metric in run.metrics], selected(run)
     timer, saving = StepTimer(compiler.warmup, clock_for(context.device)), run.saving.build(context)
     mfu = Mfu(model_flops, context.device, number_format(model, run.precision.dtype), parallel.world.size)
     log = TrainingLog(log_writers, context.progress, parallel, timer, context.device, mfu, loss.parts)
@@ -90,14 +91,15 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter]) -> Trainer:
     callbacks = Callbacks.build(context, log.figures, log.image)
     evaluator = Evaluator(
         model=model, forward=_joining(loss, takes_batches(parallel.inference_model(model))), eval_weights=eval_weights,
-        ema=ema, loss=loss, precision=precision, parallel=parallel, batch=batch, loader=loader, data=context.test_data,
-        device=context.device, memory_format=context.memory_format, max_batches=run.debug.eval_batches,
+        ema=ema, loss=loss, meters=meters, selected=selection.name, precision=precision, parallel=parallel, batch=batch,
+        loader=loader, data=context.test_data, device=context.device, memory_format=context.memory_format,
+        max_batches=run.debug.eval_batches,
     )  # fmt: skip
     trainer = Trainer(
-        model=model, step=callbacks.wrap_step(step), selection=selected(run), optimizer=optimizer, scheduler=scheduler,
-        precision=precision, parallel=parallel, ema=ema, batch=batch, loader=loader, train_data=context.train_data,
-        evaluator=evaluator, device=context.device, memory_format=context.memory_format, seed=context.seed,
-        drop_last=run.data.drop_last, epochs=run.values["epochs"], max_updates=context.horizon.updates,
+        model=model, step=callbacks.wrap_step(step), selection=selection, optimizer=optimizer, scheduler=scheduler,
+        precision=precision, stopping=run.stop.build(context), parallel=parallel, ema=ema, batch=batch, loader=loader,
+        train_data=context.train_data, evaluator=evaluator, device=context.device, memory_format=context.memory_format,
+        seed=context.seed, drop_last=run.data.drop_last, epochs=run.values["epochs"], max_updates=context.horizon.updates,
         log_every=run.values["log_every"], evaluate_every=run.values["evaluate_every"], saving=saving, run_dir=context.run_dir,
         writer=Writer(context.run_dir, saving, parallel, eval_weights, describe(run, context.data)), progress=context.progress,
         timer=timer, log=log, callbacks=callbacks, compile_seconds=compiler.seconds,
@@ -126,7 +128,8 @@ def _load_data(context: BuildContext, debug: Debug) -> Batch:
     """Load the data and build the batch. Sample lengths may set the batch size, and so the number of updates of the run."""
     run, data = context.run, context.run.data.load(context.device)
     # The loss may give the model one view of a sample at a time, or want several outputs for each number.
-    data = replace(data, classes=run.loss.outputs(data.classes), shape=run.loss.input_shape(data.shape))
+    shape = (run.data.views, *data.shape) if run.data.views > 1 else data.shape
+    data = replace(data, classes=run.loss.outputs(data.classes), shape=run.loss.input_shape(shape))
     context.data, context.train_source = data, data.train
     known_before = horizons.run_horizon(run) is not None
     batch: Batch = run.batch.build(context)
@@ -134,9 +137,14 @@ def _load_data(context: BuildContext, debug: Debug) -> Batch:
     steps = tuple(run.augment) if run.debug.augments else ()
     if steps and (refusal := _cannot_augment(context, steps)):
         raise UserError(refusal)
-    train = Pipeline(data.train, steps, data.normalize, context.seed, data.classes, batch.pad_to, images=data.images)
-    test = Pipeline(data.test, (), data.normalize, context.seed, images=data.images)
+    about: dict[str, Any] = {"images": data.images, "views": run.data.views, "masks": run.data.targets == "mask"}
+    train = Pipeline(data.train, steps, data.normalize, context.seed, data.classes, batch.pad_to, **about)
+    # Several views of a sample differ by their augmentation alone, so that an evaluation augments too.
+    test = Pipeline(data.test, steps if run.data.views > 1 else (), data.normalize, context.seed, **about)
     context.train_data, context.test_data = debug.choose_data(train, test)
+    if context.world.rank == 0:
+        for name, text in data.files.items():
+            (context.run_dir / name).write_text(text)
     return batch
 
 

@@ -32,9 +32,10 @@ from drivetrain.saving import checkpoint_io
 from drivetrain.saving.options import Saving
 from drivetrain.saving.writer import Writer
 from drivetrain.scheduler.base import Scheduler
+from drivetrain.stop.base import Stop
 
 SAVE, STOP, FAIL = 1, 2, 3  # flags that are all-reduced after an update; the higher wins
-STATEFUL = ("scheduler", "precision", "ema", "batch")  # restored in this order, after the optimizer
+STATEFUL = ("scheduler", "precision", "ema", "batch", "stopping")  # restored in this order, after the optimizer
 MAX_SKIPS = 50  # updates skipped in a row before the run counts as diverged
 ENDLESS = 2**62
 
@@ -50,6 +51,7 @@ class Trainer:
     selection: Selection
     optimizer: torch.optim.Optimizer
     scheduler: Scheduler
+    stopping: Stop
     precision: Precision
     parallel: Parallel
     ema: Ema
@@ -84,7 +86,7 @@ class Trainer:
         self.saving.restart(self.progress.updates)
         self.log.restart()
         self.timer.first_samples = self.progress.samples + self.timer.warmup * self.batch.size(self.progress.epoch)
-        while self.progress.updates < self.max_updates:
+        while self.progress.updates < self.max_updates and not self.stopping.reason:
             stream = self.loader.stream(self.train_data, self.requests(), self.device, self.memory_format)
             for watcher in self.stream_watchers:
                 stream = watcher(stream)
@@ -163,12 +165,13 @@ class Trainer:
             stopped = Interrupted(f"stopped by a signal at update {progress.updates}", saved=self.saving.active)
             raise self.callbacks.error_of_any_rank() if agreed == FAIL else stopped
         self.timer.resume()
-        return done
+        return done or self.stopping.reason is not None
 
     def _evaluate(self) -> None:
         metrics = self.evaluator.evaluate()
-        self.progress.record_evaluation(metrics, *self.selection)
+        self.progress.record_evaluation(metrics, *self.selection, self.evaluator.tables)
         self.scheduler.evaluated(metrics)
+        self.stopping.evaluated(metrics)
         self.log.write("evaluate", **metrics)
 
     def _save(self) -> None:
@@ -192,5 +195,5 @@ class Trainer:
         self.progress.load_state_dict(state["progress"])
         checkpoint_io.load_optimizer(self.optimizer, state["optimizer"])
         for part in STATEFUL:
-            getattr(self, part).load_state_dict(state[part])
+            getattr(self, part).load_state_dict(state.get(part, {}))
         checkpoint_io.restore_random_state(state["random"], self.parallel.rng_rank())

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from drivetrain.core.errors import UserError
 from drivetrain.core.trees import length
 from drivetrain.inference.finished import Choice, chosen_weights, find, load_weights
-from drivetrain.launch import launcher, worker
+from drivetrain.launch import kept, launcher
 from drivetrain.ui.progress import Rate
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def evaluate(
 
 def _restore_and_evaluate(trainer: Trainer, checkpoint: Path, average: bool) -> None:
     """Load the weights, without the state that only training needs, and evaluate them. Called on all ranks."""
-    weights, state = worker.load(checkpoint, trainer.parallel)
+    weights, state = kept.load(checkpoint, trainer.parallel)
     weights = chosen_weights(checkpoint, weights, state, average)
     no_optimizer: dict[str, Any] = {"param_groups": [], "state": {}}
     weights, state = trainer.parallel.shard_state_dict(weights, {**state, "optimizer": no_optimizer})

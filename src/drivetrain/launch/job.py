@@ -23,6 +23,7 @@ from drivetrain.core.files import write_json
 from drivetrain.core.option import RunSpec
 from drivetrain.core.overrides import format_value, key_of
 from drivetrain.core.paths import add_import_paths
+from drivetrain.core.selection import selected
 from drivetrain.recipe import reader as recipes
 from drivetrain.recipe.safe_yaml import printable
 from drivetrain.run import directory, environment, hydra_folder, identity
@@ -77,6 +78,7 @@ class Job:
         local = identity.machine_local_overrides(self.composed, self.machine_local_keys)
         about = environment.describe(self.composed.overrides, self.config_hash, local)
         about["config_dirs"] = [str(Path(folder).resolve()) for folder in self.composed.config_dirs]
+        about["selection"] = selected(self.run).record()
         about["signature"] = signature.sign(_of_this_machine(about))
         (run_dir / "recipe.yaml").write_text(
             identity.to_recipe(self.composed, self.machine_local_keys, check.identifying_keys(self.run))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import traceback
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from drivetrain.core import tables
 from drivetrain.core.context import BuildContext
 from drivetrain.core.errors import (
     BAD_CONFIG,
@@ -26,15 +28,13 @@ from drivetrain.core.protocols import LogWriter
 from drivetrain.core.signals import StopFlag
 from drivetrain.core.world import World
 from drivetrain.launch.job import Job
+from drivetrain.launch.kept import evaluate_kept, load
 from drivetrain.run import environment, identity
 from drivetrain.run.result import Result
-from drivetrain.ui import terminal
+from drivetrain.ui import table_picture, terminal
 
 if TYPE_CHECKING:
-    import torch
-
     from drivetrain.engine.trainer import Trainer
-    from drivetrain.parallel import Parallel
 
 LAST_WRITE_S = 30.0  # for a checkpoint that is being written when the run fails
 
@@ -64,14 +64,7 @@ def run_rank(job: Job, world: World, run_dir: Path, stop: StopFlag, quiet: bool)
     context = BuildContext(job.run, world, run_dir, job.config_hash, config, resumed=job.checkpoint is not None)
     try:
         trainer = _build(job, context, writers, quiet)
-        if job.work is None:
-            trainer.callbacks.start()
-            trainer.fit(stop)
-            trainer.callbacks.raise_error()
-            trainer.callbacks.end("completed")
-            trainer.callbacks.raise_error()
-        else:
-            job.work(trainer)
+        (job.work or partial(_train, stop=stop, result=result))(trainer)
         result.status = "completed"
         code = EXIT_OF_STATUS["completed"]
     except (Exception, SystemExit, KeyboardInterrupt) as error:
@@ -79,7 +72,8 @@ def run_rank(job: Job, world: World, run_dir: Path, stop: StopFlag, quiet: bool)
     if trainer is not None:
         _end_callbacks(trainer, result)
         trainer.writer.finish(LAST_WRITE_S)
-        _record_measurements(result, trainer)
+        if result.status != "completed":
+            _record_measurements(result, trainer)
         _count_skipped(result, trainer, world, run_dir)
     for writer in writers:
         writer.close(result.status)
@@ -88,6 +82,19 @@ def run_rank(job: Job, world: World, run_dir: Path, stop: StopFlag, quiet: bool)
     if trainer is not None and code == EXIT_OF_STATUS["completed"]:
         trainer.parallel.shutdown()  # a failed rank must not wait here for the others
     return result, code
+
+
+def _train(trainer: Trainer, stop: StopFlag, result: Result) -> None:
+    """Train to the end, evaluate what is kept, and fill in the result."""
+    trainer.callbacks.start()
+    trainer.fit(stop)
+    trainer.callbacks.raise_error()
+    trainer.callbacks.end("completed")
+    trainer.callbacks.raise_error()
+    _record_measurements(result, trainer)
+    evaluate_kept(trainer, result, trainer.run_dir)
+    if trainer.parallel.world.rank == 0:
+        _show_tables(result, trainer, trainer.run_dir)
 
 
 def _record_failure(result: Result, error: BaseException, job: Job, world: World, run_dir: Path) -> int:
@@ -161,25 +168,16 @@ def _build(job: Job, context: BuildContext, writers: list[RunWriter], quiet: boo
     return trainer
 
 
-def load(checkpoint: Path, parallel: Parallel) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """A checkpoint's weights and state, on every rank. Rank 0 sends them where machines share no file system."""
-    from drivetrain.saving import checkpoint_io
-
-    here = parallel.gather_object(checkpoint.is_dir())
-    if parallel.broadcast_object(all(here)):
-        return checkpoint_io.load(checkpoint, parallel.empty_shard)
-    loaded: tuple[dict[str, torch.Tensor], dict[str, Any]] = parallel.broadcast_object(
-        checkpoint_io.load(checkpoint) if parallel.world.rank == 0 else None
-    )
-    return loaded
-
-
 def _record_measurements(result: Result, trainer: Trainer) -> None:
     """Fill in metrics, counts, times and memory."""
     from drivetrain.core.device import peak_memory
 
     progress, timer = trainer.progress, trainer.timer
     result.metrics = {"final": progress.final, "best": progress.best}
+    result.selection = trainer.selection.record()
+    if tables := trainer.evaluator.tables or progress.tables:  # a run that was finished before is not evaluated again
+        result.tables = {"final": tables}
+    result.stopped = trainer.stopping.reason
     result.updates = progress.updates
     result.epochs = progress.epoch
     if progress.window:
@@ -197,6 +195,16 @@ def _record_measurements(result: Result, trainer: Trainer) -> None:
         result.step_ms_p50, result.step_ms_p95 = percentiles
     result.flops_per_sample = trainer.log.mfu.model.per_sample
     result.compile_s = trainer.compile_seconds()
+
+
+def _show_tables(result: Result, trainer: Trainer, run_dir: Path) -> None:
+    """Draw the confusion matrices, and show the pictures in the loggers that take pictures."""
+    for name, table in tables.of_result(result.tables)[1].items():
+        if tables.is_confusion(table):
+            path = table_picture.draw(table, run_dir / "images" / f"{name}.png")
+            for writer in trainer.log.writers:
+                if hasattr(writer, "log_image"):
+                    writer.log_image(name, trainer.progress.updates, path)
 
 
 def _count_skipped(result: Result, trainer: Trainer, world: World, run_dir: Path) -> None:

@@ -6,13 +6,14 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
 
+from drivetrain.core.errors import UserError
 from drivetrain.saving import manifest, sharded_checkpoint
 from drivetrain.saving.manifest import FORMAT, checkpoints, sha256
 
@@ -100,11 +101,23 @@ def load(checkpoint: Path, allocate: sharded_checkpoint.Allocate | None = None) 
     return sharded_checkpoint.unflatten_state(tensors, state)
 
 
-def prune(run_dir: Path, keep: int, best: int | None) -> None:
-    """Remove all but the newest `keep` checkpoints and the best one."""
-    for old in sorted(checkpoints(run_dir), key=lambda p: int(p.name))[:-keep]:
-        if old.name != str(best):
-            shutil.rmtree(old)
+def prune(run_dir: Path, chosen: Callable[[list[int]], list[int]]) -> None:
+    """Remove all checkpoints but the newest, to resume from, and those `chosen` from the updates of all, the oldest first."""
+    saved = updates(run_dir)
+    for update in {*saved[:-1]}.difference(chosen(saved)):
+        shutil.rmtree(run_dir / "checkpoints" / str(update))
+
+
+def updates(run_dir: Path) -> list[int]:
+    """Return the updates of a run's checkpoints, the oldest first."""
+    return sorted(int(p.name) for p in checkpoints(run_dir))
+
+
+def write_weights(weights: dict[str, torch.Tensor], path: Path) -> None:
+    """Write weights as one safetensors file, atomically."""
+    temporary = path.with_name(f".writing-{path.name}")
+    safetensors.torch.save_file(_contiguous(weights), temporary)
+    temporary.replace(path)
 
 
 def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
@@ -123,6 +136,11 @@ def _state_for(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
         return {"members": [_state_for(member, member_state) for member, member_state in pairs]}
     saved_index = {name: i for i, name in sharded_checkpoint.parameter_names(state).items()}
     settings = {name: group for group in state["param_groups"] for name in group["param_names"]}
+    if new := [name for group in optimizer.param_groups for name in group["param_names"] if name not in settings]:
+        raise UserError(
+            f"the checkpoint has no optimizer state of {', '.join(new[:10])}: the run did not train these parameters "
+            "(model.freeze). To train them from its weights, start a new run by model.weights=<run's directory>"
+        )
     groups: list[dict[str, Any]] = []
     states: dict[int, Any] = {}
     for group, indices in zip(optimizer.param_groups, _parameter_indices(optimizer), strict=True):

@@ -54,15 +54,15 @@ class Writer:
                 weights, state = self._parallel.full_state_dict(trainer.model, state)
             self.wait()
             if self._saving.sharded or self._parallel.world.rank == 0:
-                self._write(trainer.progress.updates, weights, state, trainer.progress.best)
+                self._write(trainer.progress.updates, weights, state, list(trainer.progress.ranked))
 
-    def _write(self, update: int, weights: Any, state: Any, best: Any) -> None:
+    def _write(self, update: int, weights: Any, state: Any, ranked: list[int]) -> None:
         write = self._write_shards if self._saving.sharded else self._write_full
         if not self._saving.asynchronous:
-            write(update, weights, state, best)
+            write(update, weights, state, ranked)
             return
         copy = HostCopy((weights, state))
-        self._thread = threading.Thread(target=self._write_in_thread, args=(write, update, copy, best), name="saving")
+        self._thread = threading.Thread(target=self._write_in_thread, args=(write, update, copy, ranked), name="saving")
         self._thread.start()
 
     def wait(self) -> None:
@@ -79,21 +79,20 @@ class Writer:
         if self._thread is not None:
             self._thread.join(seconds)
 
-    def _write_in_thread(self, write: Callable[..., None], update: int, copy: HostCopy, best: Any) -> None:
+    def _write_in_thread(self, write: Callable[..., None], update: int, copy: HostCopy, ranked: list[int]) -> None:
         try:
-            write(update, *copy.wait(), best)
+            write(update, *copy.wait(), ranked)
         except BaseException as error:  # `wait` raises it in the training loop, so that a full disk ends the run
             self._error = error
 
-    def _write_full(self, update: int, weights: Any, state: Any, best: Any) -> None:
+    def _write_full(self, update: int, weights: Any, state: Any, ranked: list[int]) -> None:
         checkpoint_io.save(self._run_dir, update, weights, state, self._about)
-        self._prune(best)
+        self._prune(ranked)
 
-    def _write_shards(self, update: int, tensors: Any, rest: Any, best: Any) -> None:
+    def _write_shards(self, update: int, tensors: Any, rest: Any, ranked: list[int]) -> None:
         checkpoint_io.save_sharded(self._run_dir, update, tensors, rest, self._group, self._about)
         if self._parallel.world.rank == 0:
-            self._prune(best)
+            self._prune(ranked)
 
-    def _prune(self, best: Any) -> None:
-        best_update = int(best["update"]) if self._saving.keep_best and best else None
-        checkpoint_io.prune(self._run_dir, self._saving.keep, best_update)
+    def _prune(self, ranked: list[int]) -> None:
+        checkpoint_io.prune(self._run_dir, lambda saved: self._saving.chosen(saved, ranked))

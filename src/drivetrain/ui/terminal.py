@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from drivetrain.core import tables
 from drivetrain.run.result import Result
 from drivetrain.ui import logs
 
@@ -193,9 +194,23 @@ def show_result(result: Result) -> None:
         ("peak memory", f"{result.peak_memory_bytes / 2**30:.2f} GiB" if result.peak_memory_bytes else "–"),
         ("run", str(result.run_dir)),
     ]
+    if result.stopped:
+        rows.insert(1, ("stopped", result.stopped))
+    for name in ("best_weights", "averaged"):
+        if name in result.metrics:
+            rows.insert(-1, (f"test, {name.replace('_', ' ')}", _figures(result.metrics[name])))
     if result.skipped_samples:
         rows.insert(-1, ("skipped", f"{result.skipped_samples:,} samples that could not be read"))
     table(("", "result"), rows)
+    evaluation, found = tables.of_result(result.tables)
+    for name, values in found.items():
+        shown = tables.shown(name, values)
+        print(f"\n{shown.title}" + (", of the best checkpoint" if evaluation == "best_weights" else ""))
+        table(shown.header, shown.rows)
+
+
+def _figures(metrics: Mapping[str, float]) -> str:
+    return "  ".join(f"{name} {number(value)}" for name, value in metrics.items())
 
 
 def show_jobs(results: Sequence[tuple[int, str, Result]]) -> None:
