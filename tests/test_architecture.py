@@ -31,6 +31,7 @@ FLOORS = [
     ["engine"],
     ["ui"],
     ["launch"],
+    ["inference"],
     ["sweep"],
     ["measure"],
     ["cli"],
@@ -221,6 +222,7 @@ WORDS = {
     "step": "of optimizer, scheduler and clock", "value": "a metric's", "device": "where tensors are",
     "split": "Tensor.split", "none": "None", "default": "a field's", "ema": "the seam's own name",
     "tensor": "torch.Tensor", "pipeline": "a data set with its augmentation (loader.Pipeline)",
+    "precision": "the seam's own name",
 }  # fmt: skip
 
 

@@ -36,8 +36,12 @@ TEXT = [
     "data=stdlib", "data.max_files=10", "data.length=32", "data.test_samples=8", "loss=next_token",
     "model=gpt", "model.width=16", "model.heads=2",
 ]  # fmt: skip
+SCENES = ["data=digit_scenes", "data.samples=48", "data.test_samples=20"]
+PIXELS = [*SCENES, "data.kind=mask", "model=unet", "model.width=4"]
 SMALL_VIT = "model.kwargs={img_size: 8, patch_size: 4, depth: 2, embed_dim: 24, num_heads: 2}"
 TARGETS = {"bce": "Labels", "mse": "Numbers", "l1": "Numbers", "huber": "Numbers", "quantile": "Numbers", "contrastive": "Views"}
+PIXELS = ["data=own", "data.target=outside.Masks", "model=own", "model.target=outside.each_pixel", "trust=[outside]"]
+NUMBERS = ["data=own", "data.target=outside.Numbers", "loss=mse", "trust=[outside]"]
 BESIDE = {
     "surgery": RESNET,
     "loader": ["data=digits"],
@@ -55,13 +59,7 @@ BESIDE = {
     ("model", "gpt"): TEXT,
     ("loss", "next_token"): TEXT,
     **{("loss", name): ["data=own", f"data.target=outside.{data}", "trust=[outside]"] for name, data in TARGETS.items()},
-    ("loss", "dice"): [
-        "data=own",
-        "data.target=outside.Masks",
-        "model=own",
-        "model.target=outside.each_pixel",
-        "trust=[outside]",
-    ],
+    ("loss", "dice"): PIXELS,
     ("loss", "distill"): [
         "data=synthetic",
         "data.shape=[3,8,8]",
@@ -72,20 +70,42 @@ BESIDE = {
     ],
     ("loss", "own"): ["loss.target=outside.my_loss", "trust=[outside]"],
     ("batch", "bucketed"): TEXT,
+    **{("metrics", name): NUMBERS for name in ("mae", "rmse", "r2")},
+    **{("metrics", name): [*PIXELS, "loss=dice"] for name in ("iou", "dice")},
+    ("metrics", "perplexity"): TEXT,
+    ("metrics", "bits_per_byte"): TEXT,
+    ("metrics", "own"): ["metrics.own.target=outside.errors", "trust=[outside]", "data=digits"],
     ("data", "digits"): ["model=resnet9", "model.width=4"],
+    ("data", "tabular"): ["data.path=table.csv", "data.target=kind", "data.columns=[x]"],
+    ("data", "labels_csv"): ["data.path=table.csv", "data.target=kind", "data.size=8"],
+    ("data", "masks"): ["data.root=masked", "data.size=8", "data.holdout=0.3", "model=unet", "model.width=4"],
+    ("data", "jsonl"): ["data.path=texts.jsonl", "data.length=32", *TEXT[4:]],
+    ("data", "diabetes"): ["loss=mse"],
+    ("data", "digit_scenes"): [*SCENES[1:], "loss=bce", "model=resnet9", "model.width=4"],
+    ("model", "unet"): PIXELS,
+    ("task", "multilabel"): [*SCENES, "model=resnet9", "model.width=4"],
+    ("task", "regression"): ["data=diabetes", "model.hidden=[8]"],
+    ("task", "segmentation"): PIXELS,
+    ("task", "language_modelling"): TEXT,
+    ("task", "text_classification"): ["data=stdlib", "data.length=32", "data.test_samples=8", "model=gpt", "model.width=16"],
+    ("task", "contrastive"): ["data=digits", "model=resnet9", "model.width=4"],
     ("parallel", "split"): ["parallel.devices=[cpu,cpu]"],
     ("parallel", "tensor"): ["model=timm", "model.name=vit_tiny_patch16_224", SMALL_VIT],
     ("parallel", "pipeline"): ["model.hidden=[16,16]"],
     ("batch", "auto"): ["batch.memory_gb=64"],
     ("loader", "dali"): PHOTOGRAPHS,
     ("augment", "randaugment"): PHOTOGRAPHS,
+    ("logger", "mlflow"): ["logger.mlflow.uri=mlruns"],  # a new database takes ten seconds
+    ("logger", "images"): ["data.shape=[3,8,8]"],
     ("augment", "color_jitter"): PHOTOGRAPHS,
 }
 # Options that this machine may lack something for. They must say what; any other refusal is a failure.
 LACKING = ("which is not installed", "needs a CUDA device", "has no effect on this model", "set compile=inductor")
 SLOW = {("compile", "inductor"), ("compile", "regional")}  # they compile kernels
 # Groups whose options keep something from update to update, or give what a checkpoint holds another form: they are resumed.
-WITH_STATE = {"batch", "ema", "loader", "logger", "model", "optimizer", "parallel", "precision", "saving", "scheduler", "surgery"}
+WITH_STATE = {
+    "batch", "ema", "loader", "logger", "model", "optimizer", "parallel", "precision", "saving", "scheduler", "stop", "surgery",
+}  # fmt: skip
 
 NET = '''
 """Somebody's own network."""
@@ -98,6 +118,9 @@ class Net(torch.nn.Module):
 
     def forward(self, x):
         return self.only(x.flatten(1))
+
+def errors(output, target):
+    return (output.argmax(1) != target).sum()
 
 class Pictures(torch.utils.data.Dataset):
     classes = ("cat", "dog")
@@ -277,6 +300,7 @@ def test_every_option_is_in_a_pair():
         (["data=own"], "data=own needs data.target"),
         (["data=own", "data.target=outside.Pictures"], "trust=[outside]"),
         (["data=huggingface"], "data=huggingface needs"),
+        (["metrics=[own]"], "metrics=[own] needs metrics.own.target"),
         (["loss=own"], "loss=own needs loss.target"),
         (["loss=own", "loss.target=outside.my_loss"], "trust=[outside]"),
         (["loss=distill"], "loss=distill needs loss.teacher"),
@@ -360,7 +384,7 @@ def test_every_group_has_its_off_switch_or_a_default():
     groups = options()
     assert set(groups) >= {
         "precision", "optimizer", "scheduler", "loader", "parallel", "checkpointing", "batch", "compile", "surgery", "clip",
-        "ema", "model", "data", "augment", "debug", "saving", "logger", "runtime",
+        "ema", "model", "data", "augment", "debug", "saving", "logger", "runtime", "metrics", "stop",
     }  # fmt: skip
     defaults = compose([]).choices
     assert set(defaults) == set(groups)

@@ -294,6 +294,17 @@ def test_the_verb_counts_parameters(tiny, my_pkg, capsys):
         command(["model=mpl"])
 
 
+def test_the_callback_logs_the_norm_of_the_weights(tiny, my_pkg):
+    words = tiny("trust=[my_pkg]", "callbacks=[my_pkg.callback.WeightNorm]")
+    result = launcher.launch(prepare(words), quiet=True).result
+    weights = safetensors.torch.load_file(checkpoints(Path(result.run_dir))[-1] / "model.safetensors")
+    norm = sum(float(w.square().sum()) for w in weights.values()) ** 0.5
+    logged = [record["weight_norm"] for record in records(Path(result.run_dir), "callback")]
+    assert len(logged) == 2
+    assert logged[-1] == pytest.approx(norm, rel=1e-5)
+    assert (Path(result.run_dir) / "notes.txt").read_text().startswith("completed after 2 updates")
+
+
 @pytest.fixture
 def plugin(tmp_path, my_pkg, monkeypatch):
     """What `pip install examples/extending` leaves in site-packages."""
@@ -311,7 +322,7 @@ def plugin(tmp_path, my_pkg, monkeypatch):
 
 
 def test_an_installed_plugin_needs_no_config_dir_and_no_trust(plugin, tiny, capsys):
-    assert main(["train", "-q", *tiny("optimizer=sign_sgd", "precision=fp64", "loss=poly1")]) == 0
+    assert main(["train", "-q", *tiny("optimizer=sign_sgd", "precision=fp64", "loss=poly1", "callbacks=[weight_norm]")]) == 0
     capsys.readouterr()
     assert main(["list", "parallel"]) == 0
     assert "parallel=local_sgd: ranks train by themselves" in capsys.readouterr().out

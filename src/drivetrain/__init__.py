@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from drivetrain.core.callback import Callback as Callback
+from drivetrain.core.callback import Event as Event
 from drivetrain.core.process import __version__ as __version__
 
 if TYPE_CHECKING:
+    import pandas
+
+    from drivetrain.inference.loaded import LoadedRun
     from drivetrain.run.result import Result
 
 
@@ -22,3 +28,32 @@ def train(config: Sequence[str] | Mapping[str, Any] = (), config_dirs: Sequence[
     from drivetrain.launch.launcher import train as launch_train
 
     return launch_train(config, config_dirs)
+
+
+def load(
+    run_dir: Path | str,
+    overrides: Sequence[str] = (),
+    *,
+    update: int | str | None = None,
+    average: bool = False,
+    config_dirs: Sequence[str] = (),
+) -> LoadedRun:
+    """Load a finished run: its `model` in evaluation mode, its `transforms`, its `classes`, and `predict(x)`.
+
+    It is the best checkpoint where the run kept it (saving=best), else the newest one; `update` chooses another one, and
+    `average` the averaged weights (ema=ema). Overrides change the config, such as `runtime.device=cpu`. Raises
+    `drivetrain.core.errors.UserError` where there is no such run, or where its weights do not fit.
+    """
+    from drivetrain.inference.loaded import load as load_run
+
+    return load_run(run_dir, overrides, update=update, average=average, config_dirs=config_dirs)
+
+
+def runs(folder: Path | str = "outputs") -> pandas.DataFrame:
+    """Return the runs in a folder and below, the oldest first: a row for each, with its settings, metrics and times.
+
+    It needs pandas (pip install 'drivetrain[pandas]').
+    """
+    from drivetrain.run.table import as_frame
+
+    return as_frame(folder)

@@ -355,7 +355,7 @@ def test_weights_make_another_run(train, tmp_path):
     words = [f"model.weights={tmp_path / 'w.pt'}"]
     assert prepare("model=mlp").config_hash != prepare("model=mlp", *words).config_hash
     run_dir = train(*words, "saving=last").run_dir
-    assert f'# model.weights="{tmp_path / "w.pt"}" is not part of a recipe" in (run_dir / "recipe.yaml").read_text()
+    assert f'# model.weights="{tmp_path / "w.pt"}" is not part of a recipe' in (run_dir / "recipe.yaml").read_text()
     with pytest.raises(UserError, match=r"model\.weights: .*w.pt → other.pt"):
         prepare(f"resume={run_dir}", "model.weights=other.pt")
     assert prepare(f"resume={run_dir}").run.model.weights == str(tmp_path / "w.pt")

@@ -288,13 +288,13 @@ def test_tied_and_strided_weights_are_saved_under_each_name(tmp_path):
     assert all(torch.equal(loaded[name], weights[name]) for name in weights)
 
 
-def test_pruning_keeps_the_newest_by_number_and_the_best(tmp_path):
+def test_pruning_keeps_the_newest_by_number_and_those_that_are_chosen(tmp_path):
     for update in (2, 9, 10, 100):
         checkpoint_io.save(tmp_path, update, {"w": torch.ones(1)}, {})
-    checkpoint_io.prune(tmp_path, 2, best=2)
-    assert sorted(int(p.name) for p in (tmp_path / "checkpoints").iterdir()) == [2, 10, 100]
-    checkpoint_io.prune(tmp_path, 1, best=None)
-    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["100"]
+    checkpoint_io.prune(tmp_path, lambda saved: [saved[0], 10])
+    assert checkpoint_io.updates(tmp_path) == [2, 10, 100]
+    checkpoint_io.prune(tmp_path, lambda saved: [])
+    assert checkpoint_io.updates(tmp_path) == [100]
 
 
 def test_random_streams_come_back():

@@ -117,7 +117,7 @@ def with_own_nets(place: Path) -> Path:
 
 def runs(root: Path) -> list[Path]:
     """The run directories below an output_dir, sweeps' jobs too, by their results."""
-    return sorted(path.parent for path in root.rglob("config.yaml"))
+    return sorted(path.parent for path in root.rglob("config.yaml") if path.parent.name != ".hydra")
 
 
 def only_run(root: Path) -> Path:
@@ -157,5 +157,9 @@ def checkpoints(run_dir: Path) -> list[Path]:
 
 
 def weights(run_dir: Path) -> bytes:
-    """The newest saved weights, byte for byte."""
-    return (checkpoints(run_dir)[-1] / "model.safetensors").read_bytes()
+    """The newest saved weights, byte for byte, without what the file says of the model."""
+    content = (checkpoints(run_dir)[-1] / "model.safetensors").read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:end])
+    header.pop("__metadata__", None)
+    return json.dumps(header).encode() + content[end:]

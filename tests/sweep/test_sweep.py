@@ -69,8 +69,7 @@ def test_everything_that_is_wrong_with_them_is_told_at_once() -> None:
         )
     )  # fmt: skip
     expected = [
-        "'hydra.launcher.array_parallelism=1,2': ", "hydra.run.dir is for one run: set hydra.sweep.dir=…",
-        "submitit_slurm has it",
+        "'hydra.launcher.array_parallelism=1,2': ", "hydra.run.dir is for one run: set hydra.sweep", "submitit_slurm has it",
         "did you mean 'timeout_min'", "hydra.launcher.setup=ls: must be a list", "did you mean 'optuna'",
     ]  # fmt: skip
     assert len(told) == len(expected)

@@ -95,7 +95,8 @@ class Batch(Option):
     def setup(self, context: BuildContext) -> None:
         run = context.run
         self.pairs = any(step.mixes for step in run.augment) and run.debug.augments
-        self.weighs_by_length = run.data.targets == "tokens" or (run.data.targets is None and run.loss.takes == ("tokens",))
+        kinds = getattr(run.loss, "takes", None) if run.data.targets is None else (run.data.targets,)
+        self.weighs_by_length = kinds == ("tokens",)
         self.together = run.loss.evaluated_together
         self.measure(context.train_source, context.seed, context.parallel.data_world)
 

@@ -75,7 +75,12 @@ _ROWS = (
     Verb("report", "drivetrain.cli.report:command", "any runs in one table, one CSV and one page with plots"),
     Verb("show", "drivetrain.cli.show:command", "draw the learning rate over a run, before it is trained", takes_overrides=True),
     Verb("recipe", "drivetrain.cli.recipe:command", "list, show, check, export, verify or compare recipes"),
-    Verb("export", "drivetrain.cli.export:command", "a run's weights as one plain safetensors file"),
+    Verb("evaluate", "drivetrain.cli.evaluate:command", "the metrics of a finished run, on any data, device and ranks"),
+    Verb("predict", "drivetrain.cli.predict:command", "what a finished run says of new inputs, as a table"),
+    Verb(
+        "export", "drivetrain.cli.export:command",
+        "a finished run as a file to use without drivetrain: safetensors, ONNX, torch.export, TorchScript",
+    ),
     Verb("pack", "drivetrain.cli.pack:command", "decode images once, for data=packed", takes_overrides=True),
     Verb("completion", "drivetrain.cli.completion:command", "TAB completion for bash, zsh or fish"),
     Verb("complete", "drivetrain.cli.completion:print_candidates", ""),

@@ -16,7 +16,7 @@ from drivetrain.core.errors import did_you_mean
 from drivetrain.core.paths import conf_dir
 
 SUMS = {"loss": "drivetrain.loss.Sum"}  # groups of which several options may be added up, as loss=[a,b], and the class that does
-LISTS = ("surgery", "augment", "logger")  # groups of which several options are chosen at once
+LISTS = ("surgery", "augment", "metrics", "logger")  # groups of which several options are chosen at once
 EXPERIMENTS = "experiment"  # the folder of a config dir that holds recipes, as Hydra's users name it
 
 _TARGET = re.compile(r"^(?:  )?_target_: (\S+)", re.M)

@@ -71,11 +71,11 @@ class KeySetter:
         return f"{place} has no '{part}' ({key}={value}): {hint}"
 
     def _groups_with(self, knob: str) -> list[str]:
-        """The groups whose chosen option has this knob; where none has it, those of which another option has it."""
+        """The groups of which an option has this knob; those whose chosen option has it come first."""
         groups = {group: names for group, names in options(self.config_dirs).items() if group not in LISTS}
         keys = {group: [option_keys(group, name, self.config_dirs) for name in names] for group, names in groups.items()}
         chosen = [group for group in groups if knob in option_keys(group, self.choices[group], self.config_dirs)]
-        return chosen or [group for group in groups if any(knob in of_option for of_option in keys[group])]
+        return [*chosen, *(g for g in groups if g not in chosen and any(knob in of_option for of_option in keys[g]))]
 
     def _unknown_in_sum(self, parts: list[str], value: Any, depth: int, names: list[str]) -> str:
         """The problem of a key of a sum of options, whose keys are below their names."""

@@ -1,4 +1,4 @@
-"""Installed packages that extend drivetrain: their options and their verbs, found by entry points.
+"""Installed packages that extend drivetrain: their options, verbs and callbacks, found by entry points.
 
 A package adds options by an entry point that names it, in its pyproject.toml, and by a folder `conf/` inside the package,
 laid out like drivetrain's own (`conf/<group>/<option>.yaml`):
@@ -6,7 +6,8 @@ laid out like drivetrain's own (`conf/<group>/<option>.yaml`):
     [project.entry-points."drivetrain.options"]
     my_pkg = "my_pkg"
 
-A verb of the command line is an entry point in the group `drivetrain.verbs`: `hello = "my_pkg.hello:command"`.
+A verb of the command line is an entry point in the group `drivetrain.verbs`: `hello = "my_pkg.hello:command"`. A callback is one
+in the group `drivetrain.callbacks`: after `watch = "my_pkg.callback:Watch"`, `callbacks=[watch]` names it.
 
 Whoever runs drivetrain has installed the package, so the classes below it that its options name are trusted like drivetrain's
 own, without `trust=[my_pkg]`. Shared recipes may choose such options; they can neither install a package nor name a class.
@@ -25,7 +26,7 @@ from typing import NamedTuple
 
 from drivetrain.core import paths
 
-OPTIONS, VERBS = "drivetrain.options", "drivetrain.verbs"
+OPTIONS, VERBS, CALLBACKS = "drivetrain.options", "drivetrain.verbs", "drivetrain.callbacks"
 
 
 class Plugin(NamedTuple):
@@ -68,7 +69,7 @@ def _installed(search_path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
         text = distribution.read_text("entry_points.txt") or ""
         if "drivetrain." in text:
             found.setdefault(distribution.name, tuple(distribution.entry_points))
-    return tuple(entry for entries in found.values() for entry in entries if entry.group in (OPTIONS, VERBS))
+    return tuple(entry for entries in found.values() for entry in entries if entry.group in (OPTIONS, VERBS, CALLBACKS))
 
 
 @lru_cache(maxsize=4)

@@ -6,17 +6,18 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import is_dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from omegaconf import OmegaConf
 
+from drivetrain.config import callbacks
 from drivetrain.config.catalog import LISTS, SUMS, options, shipped_targets
 from drivetrain.config.compose import Composed
 from drivetrain.config.plugins import trusted_packages
-from drivetrain.core import paths
+from drivetrain.core import paths, selection
 from drivetrain.core.errors import UserError, did_you_mean
 from drivetrain.core.model_call import ForwardInput
 from drivetrain.core.option import Count, Option, RunSpec
@@ -38,6 +39,7 @@ _LIMITS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 _KINDS: dict[str, Any] = {  # of the keys of conf/config.yaml that are no group
     "epochs": Count, "updates": Count | None, "log_every": Count, "evaluate_every": Count, "output_dir": str,
     "resume": str | None, "resume_changed": bool, "trust": list[str], "recipe": str | None, "forward_input": ForwardInput,
+    "callbacks": list[str], "select": str | None,
 }  # fmt: skip
 
 Where = Callable[[str], str]  # key → "file:line: " of the recipe that set it, or ""
@@ -71,20 +73,23 @@ def validate(composed: Composed) -> RunSpec:
 
 def _broken_rules(run: RunSpec, whole: bool) -> list[str]:
     """What the options' rules say of each other. Where the run is not whole, rules that need a missing option say nothing."""
-    problems = []
-    for step in (lambda option: option.see(run), lambda option: problems.extend(option.validate(run))):
-        for option in options_of(run):
-            try:
-                step(option)
-            except Exception:  # as on the attribute of an option that is None
-                if whole:
-                    raise
+    problems: list[str] = []
+    rules: list[Callable[[], Iterable[str] | None]] = [partial(option.see, run) for option in options_of(run)]
+    rules += [partial(option.validate, run) for option in options_of(run)]
+    rules.append(lambda: selection.problems(run, "select", run.values["select"]))
+    for rule in rules:
+        try:
+            problems.extend(rule() or ())
+        except Exception:  # as on the attribute of an option that is None
+            if whole:
+                raise
     return problems
 
 
 def validate_device(run: RunSpec) -> None:
     """Check the rules that need torch, the device, or a library's list of names. Raises UserError with all problems."""
     problems = [problem for option in options_of(run) for problem in option.validate_device(run)]
+    problems += callbacks.problems(run)
     if problems:
         raise UserError(dict.fromkeys(problems))
 
@@ -95,8 +100,12 @@ def options_of(run: RunSpec) -> Iterator[Option]:
 
 
 def _by_group(run: RunSpec) -> Iterator[tuple[str, Option]]:
+    """All options of a run, each with the key of its settings."""
     for group, made in run.parts.items():
-        yield from ((group, option) for option in (made if isinstance(made, list) else [made] if made is not None else []))
+        if isinstance(made, list):
+            yield from zip((f"{group}.{name}" for name in run.names(group)), made, strict=False)
+        elif made is not None:
+            yield group, made
 
 
 def _sections(group: str, section: Any, composed: Composed) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -197,14 +206,15 @@ def knob_problems(prefix: str, cls: type, knobs: dict[str, Any], where: Where = 
 
 
 def _hints(cls: type) -> dict[str, Any]:
-    """The annotations of a constructor; the fields of a dataclass are annotated in its own module and its base classes'."""
-    return get_type_hints(cls if is_dataclass(cls) else cls.__init__, include_extras=True)  # type: ignore[misc]
+    """The annotations of a constructor; a dataclass's fields are annotated in its own module and in those of its base classes."""
+    owner: Any = next(c for c in cls.__mro__ if "__init__" in vars(c))
+    return get_type_hints(owner if "__dataclass_fields__" in vars(owner) else owner.__init__, include_extras=True)
 
 
 def _value_problems(values: dict[str, Any], where: Where) -> Iterator[str]:
     """What is wrong with the keys of conf/config.yaml that are not groups."""
     wrong = list(type_problems("", {k: (_KINDS.get(k, Any), v) for k, v in values.items()}, where))
-    yield from wrong or paths.cannot_be_in(Path(values["output_dir"]))
+    yield from wrong or [*paths.cannot_be_in(Path(values["output_dir"])), *callbacks.trust_problems(values)]
 
 
 def type_problems(prefix: str, given: dict[str, tuple[Any, Any]], where: Where = _nowhere) -> Iterator[str]:
@@ -237,7 +247,7 @@ def _reason(errors: Iterable[Any]) -> str:
 
 def machine_local_keys(run: RunSpec) -> set[str]:
     """The dotted keys that depend on the machine or its operator: no recipe sets them, and the config's hash leaves them out."""
-    always = {"output_dir", "resume", "resume_changed", "trust", "recipe", "logger"}
+    always = {"output_dir", "resume", "resume_changed", "trust", "recipe", "logger", "callbacks"}
     return always | {f"{group}.{knob}" for group, option in _by_group(run) for knob in option.machine_local_keys}
 
 
@@ -247,8 +257,8 @@ def identifying_keys(run: RunSpec) -> set[str]:
 
 
 def recipe_code_problems(composed: Composed) -> Iterator[str]:
-    """The problems of a recipe that chooses model=own, data=own or loss=own, which name a class."""
-    for group in ("model", "data", "loss"):
+    """The problems of a recipe that chooses model=own, data=own, loss=own or metrics=[own], which name code."""
+    for group in ("model", "data", "loss", "metrics"):
         chosen = composed.recipe.choices.get(group, []) if composed.recipe is not None else []
         if composed.recipe is not None and "own" in (chosen if isinstance(chosen, list) else [chosen]):
             yield (

@@ -33,6 +33,7 @@ class BuildContext:
     config: Mapping[str, Any] = field(default_factory=dict)  # by dotted key, without machine-local keys
     findings: Callable[[], list[str]] = list  # the debug option's report at the end of the run, one line each
     progress: Progress = field(default_factory=Progress)  # how far the run is; the trainer updates it
+    log_image: Callable[[str, Path], None] = lambda name, path: None  # shows a PNG file in all loggers; `engine.build` sets it
     resumed: bool = False  # whether a checkpoint is restored once the run is built
     on_exit: ExitStack = field(default_factory=ExitStack)  # undoes what an option changed for the whole process
 

@@ -29,6 +29,10 @@ class Diverged(RuntimeError):
     """The loss is not finite. Exit code 3."""
 
 
+class CallbackError(RuntimeError):
+    """A callback raised an exception. Exit code 1; the run was saved."""
+
+
 class Interrupted(Exception):
     """A signal stopped the run, or its reading processes died. Exit code 75 if there is a checkpoint to resume from."""
 
@@ -56,5 +60,14 @@ PEER_GONE = "another rank is gone, or cannot be reached"
 
 def is_peer_failure(error: str | None) -> bool:
     """Whether a rank's error is one that torch raises when another rank is gone or does not answer."""
-    signs = ("Connection closed by peer", "Connection reset", "gloo", "NCCL", "Broken pipe", "imed out", "caused pair closure")
+    signs = (
+        "Connection closed by peer",
+        "Connection reset",
+        "gloo",
+        "NCCL",
+        "Broken pipe",
+        "imed out",
+        "caused pair closure",
+        PEER_GONE,
+    )
     return any(sign in str(error) for sign in signs)

@@ -42,6 +42,7 @@ class MicroBatch:
     epoch_end: bool
     seconds: float | None = None  # as in its request
     ready: float = 0.0
+    filler: bool = False  # in an evaluation: it only lets this rank take part, and its samples count on another one
 
 
 Item = TypeVar("Item", Request, MicroBatch)

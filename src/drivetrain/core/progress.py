@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -19,17 +19,27 @@ class Progress:
     evaluated: int = -1  # the update of the last evaluation
     final: dict[str, float] = field(default_factory=dict)
     best: dict[str, float] = field(default_factory=dict)
+    ranked: dict[int, float] = field(default_factory=dict)  # update → the value of its evaluation, the best first
+    tables: dict[str, Any] = field(default_factory=dict)  # of the last evaluation, as result.json has them
 
     @property
     def steps(self) -> int:
         """Updates, including skipped ones."""
         return self.updates + self.skipped
 
-    def record_evaluation(self, metrics: dict[str, float], name: str, better: Callable[[float, float], float]) -> None:
+    def record_evaluation(
+        self,
+        metrics: dict[str, float],
+        name: str,
+        better: Callable[[float, float], float],
+        tables: Mapping[str, Any] | None = None,
+    ) -> None:
         """Record an evaluation; `better` is min or max, and returns the better of two values of the metric `name`."""
         if not self.best or better(metrics[name], self.best[name]) != self.best[name]:
             self.best = {**metrics, "update": self.updates}
-        self.evaluated, self.final = self.updates, metrics
+        values = {**self.ranked, self.updates: metrics[name]}
+        self.ranked = dict(sorted(values.items(), key=lambda item: item[1], reverse=better(0.0, 1.0) == 1.0))
+        self.evaluated, self.final, self.tables = self.updates, metrics, dict(tables or {})
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, Protocol
 
 from drivetrain.core.lazy import torch
@@ -38,6 +39,7 @@ class Strategy(Protocol):
 
     world: World  # among all ranks
     data_world: World  # among the data-parallel ranks, which split the samples of a batch
+    data_group: Any  # the process group of the data-parallel ranks; None: that of all ranks
     lockstep_evaluation: bool  # a forward needs all ranks, so all evaluate the same number of batches
 
     def all_reduce_max(self, found: torch.Tensor) -> torch.Tensor:
@@ -124,6 +126,9 @@ class LogWriter(Protocol):
 
     def log(self, record: Mapping[str, Any], /) -> None:
         """Write one record."""
+
+    def log_image(self, name: str, update: int, path: Path, /) -> None:
+        """Show a picture, a PNG file."""
 
 
 class Checkpointed(Protocol):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from drivetrain.core.errors import did_you_mean
 from drivetrain.core.option import RunSpec
 
 Better = Callable[[float, float], float]  # min or max: returns the better of two values
@@ -21,6 +22,10 @@ class Selection(NamedTuple):
         """Whether higher is better."""
         return self.better(0.0, 1.0) == 1.0
 
+    def record(self) -> dict[str, str]:
+        """Return it as it is written to files."""
+        return {"metric": self.name, "better": "max" if self.maximize else "min"}
+
 
 def evaluated(run: RunSpec) -> dict[str, Better | None]:
     """Return the metrics that an evaluation of the run reports, and which of two values is better; None: neither is."""
@@ -28,11 +33,26 @@ def evaluated(run: RunSpec) -> dict[str, Better | None]:
     found: dict[str, Better | None] = {metric: better if metric == name else min for metric in run.loss.metrics}
     for metric in run.parts.get("metrics", []):
         found |= metric.directions
+    if run.ema.active:
+        found |= {f"ema_{metric}": direction for metric, direction in found.items()}
     return found
 
 
 def selected(run: RunSpec) -> Selection:
     """Return the metric that ranks the run's models: `select`, or else the one that its loss names."""
-    if (name := run.values.get("select")) is not None and (better := evaluated(run).get(name)) is not None:
-        return Selection(name, better)
-    return Selection(*run.loss.best)
+    name = run.values.get("select")
+    better = evaluated(run)[name] if name is not None else None
+    return Selection(name, better) if name is not None and better is not None else Selection(*run.loss.best)
+
+
+def problems(run: RunSpec, setting: str, name: str | None) -> Iterator[str]:
+    """Yield why a metric cannot rank models: it is not evaluated, or neither a high nor a low value of it is better."""
+    found = evaluated(run)
+    directed = [metric for metric, better in found.items() if better is not None]
+    if name is not None and name not in found:
+        yield f"{setting}={name} is not evaluated: {did_you_mean(name, directed)} (metrics=[…] adds others)"
+    elif name is not None and found[name] is None:
+        yield (
+            f"{setting}={name}: neither a high nor a low {name} is known to be better, so it cannot rank models: "
+            f"set it to one of {', '.join(directed)}"
+        )

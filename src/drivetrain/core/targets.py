@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from drivetrain.core.option import RunSpec
 
 TargetKind = Literal["class", "labels", "values", "mask", "tokens", "pair"]
 DESCRIPTIONS: dict[TargetKind, str] = {
@@ -22,3 +25,11 @@ FITTING_LOSS: dict[TargetKind, str] = {  # named in messages
 def describe(kinds: tuple[TargetKind, ...]) -> str:
     """Return the kinds in words, for messages."""
     return " or ".join(DESCRIPTIONS[kind] for kind in kinds)
+
+
+def kind_of(run: RunSpec) -> TargetKind | None:
+    """Return what the targets of a run are: as its data says, or else its loss, where that takes a single kind."""
+    given: TargetKind | None = run.data.targets
+    if given is None and len(run.loss.takes) == 1:
+        (given,) = run.loss.takes
+    return given

@@ -22,9 +22,12 @@ from drivetrain.core.protocols import LogWriter
 from drivetrain.core.selection import selected
 from drivetrain.core.step import Step
 from drivetrain.core.trees import Tree
+from drivetrain.data.base import Splits
 from drivetrain.debug.base import Debug
 from drivetrain.engine import dry_run, flops, input_checks
+from drivetrain.engine.callbacks import Callbacks
 from drivetrain.engine.counted_step import CountedStep
+from drivetrain.engine.description import describe
 from drivetrain.engine.evaluator import Evaluator
 from drivetrain.engine.global_step import GlobalStep
 from drivetrain.engine.mfu import Mfu, number_format
@@ -78,25 +81,28 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter]) -> Trainer:
     plain = PlainStep(forward, loss, precision, optimizer, run.clip.build(context), lambda: run.runtime.zero(parameters))
     graph = compiler.wrap_step(parallel.wrap_step(plain, context), context)
     step = debug.wrap_step(run.model.wrap_step(_step_for_loss(graph, loss, forward, context), context))
-
     eval_weights = precision.eval_weights(run.optimizer, optimizer)
+    meters, selection = [metric.build(context) for metric in run.metrics], selected(run)
     timer, saving = StepTimer(compiler.warmup, clock_for(context.device)), run.saving.build(context)
     mfu = Mfu(model_flops, context.device, number_format(model, run.precision.dtype), parallel.world.size)
+    log = TrainingLog(log_writers, context.progress, parallel, timer, context.device, mfu, loss.parts)
+    context.log_image = log.image
+    # Callbacks see whole updates: those of the step with everything around it.
+    callbacks = Callbacks.build(context, log.figures, log.image)
     evaluator = Evaluator(
-        model=model, forward=_joining(loss, takes_batches(parallel.inference_model(model))), eval_weights=eval_weights, ema=ema,
-        loss=loss,
-        precision=precision, parallel=parallel, batch=batch, loader=loader, data=context.test_data, device=context.device,
-        memory_format=context.memory_format, max_batches=run.debug.eval_batches,
+        model=model, forward=_joining(loss, takes_batches(parallel.inference_model(model))), eval_weights=eval_weights,
+        ema=ema, loss=loss, meters=meters, selected=selection.name, precision=precision, parallel=parallel, batch=batch,
+        loader=loader, data=context.test_data, device=context.device, memory_format=context.memory_format,
+        max_batches=run.debug.eval_batches,
     )  # fmt: skip
     trainer = Trainer(
-        model=model, step=step, selection=selected(run), optimizer=optimizer, scheduler=scheduler, precision=precision,
-        parallel=parallel, ema=ema, batch=batch, loader=loader, train_data=context.train_data, evaluator=evaluator,
-        device=context.device, memory_format=context.memory_format, seed=context.seed, drop_last=run.data.drop_last,
-        epochs=run.values["epochs"], max_updates=context.horizon.updates, log_every=run.values["log_every"],
-        evaluate_every=run.values["evaluate_every"], saving=saving, run_dir=context.run_dir,
-        writer=Writer(context.run_dir, saving, parallel, eval_weights), progress=context.progress, timer=timer,
-        log=TrainingLog(log_writers, context.progress, parallel, timer, context.device, mfu, loss.parts),
-        compile_seconds=compiler.seconds,
+        model=model, step=callbacks.wrap_step(step), selection=selection, optimizer=optimizer, scheduler=scheduler,
+        precision=precision, stopping=run.stop.build(context), parallel=parallel, ema=ema, batch=batch, loader=loader,
+        train_data=context.train_data, evaluator=evaluator, device=context.device, memory_format=context.memory_format,
+        seed=context.seed, drop_last=run.data.drop_last, epochs=run.values["epochs"], max_updates=context.horizon.updates,
+        log_every=run.values["log_every"], evaluate_every=run.values["evaluate_every"], saving=saving, run_dir=context.run_dir,
+        writer=Writer(context.run_dir, saving, parallel, eval_weights, describe(run, context.data)), progress=context.progress,
+        timer=timer, log=log, callbacks=callbacks, compile_seconds=compiler.seconds,
     )  # fmt: skip
     if batch.preallocate:
         dry_run.preallocate(trainer)
@@ -122,7 +128,8 @@ def _load_data(context: BuildContext, debug: Debug) -> Batch:
     """Load the data and build the batch. Sample lengths may set the batch size, and so the number of updates of the run."""
     run, data = context.run, context.run.data.load(context.device)
     # The loss may give the model one view of a sample at a time, or want several outputs for each number.
-    data = replace(data, classes=run.loss.outputs(data.classes), shape=run.loss.input_shape(data.shape))
+    shape = (run.data.views, *data.shape) if run.data.views > 1 else data.shape
+    data = replace(data, classes=run.loss.outputs(data.classes), shape=run.loss.input_shape(shape))
     context.data, context.train_source = data, data.train
     known_before = horizons.run_horizon(run) is not None
     batch: Batch = run.batch.build(context)
@@ -130,9 +137,14 @@ def _load_data(context: BuildContext, debug: Debug) -> Batch:
     steps = tuple(run.augment) if run.debug.augments else ()
     if steps and (refusal := _cannot_augment(context, steps)):
         raise UserError(refusal)
-    train = Pipeline(data.train, steps, data.normalize, context.seed, data.classes, batch.pad_to, images=data.images)
-    test = Pipeline(data.test, (), data.normalize, context.seed, images=data.images)
+    about: dict[str, Any] = {"images": data.images, "views": run.data.views, "masks": run.data.targets == "mask"}
+    train = Pipeline(data.train, steps, data.normalize, context.seed, data.classes, batch.pad_to, **about)
+    # Several views of a sample differ by their augmentation alone, so that an evaluation augments too.
+    test = Pipeline(data.test, steps if run.data.views > 1 else (), data.normalize, context.seed, **about)
     context.train_data, context.test_data = debug.choose_data(train, test)
+    if context.world.rank == 0:
+        for name, text in data.files.items():
+            (context.run_dir / name).write_text(text)
     return batch
 
 
@@ -153,18 +165,9 @@ def _build_model(context: BuildContext, debug: Debug) -> tuple[torch.nn.Module, 
 
     Return it and the operations that a sample takes.
     """
-    run, data, world = context.run, context.data, context.parallel.data_world
-    model: torch.nn.Module = run.model.build(context)
-    # Edits of the module tree come first: every later step works on the final modules. The memory format is one of
-    # them; it is set before compiling, which specialises on strides.
-    formats = [e.memory_format for e in run.surgery if e.memory_format is not None]
-    context.memory_format = getattr(torch, formats[-1] if formats else "contiguous_format")
-    # How the forward is called is decided here, for every caller: the step, the evaluation, compilers and checks.
-    inputs = data.two_samples(context.device)
-    context.model_call = ModelCall.chosen(run.values["forward_input"], inputs)
-    context.model_call.check(model, inputs)
-    example = context.example = context.model_call.arguments(inputs)
-    _log(surgery.apply_all(run.surgery, model, example))
+    run, world = context.run, context.parallel.data_world
+    model = _edited_model(context)
+    example = context.example
     # Parameters are frozen once they are final, and before all that asks which of them train: the count of operations,
     # master weights, sharding, DDP and the optimizer.
     _log(run.model.freeze_parameters(model, context))
@@ -180,6 +183,33 @@ def _build_model(context: BuildContext, debug: Debug) -> tuple[torch.nn.Module, 
     _log(surgery.partial_statistics(model, context.batch.micro_batch(world), context.batch.size(0), world.size))
     context.model = model
     return model, model_flops
+
+
+def _edited_model(context: BuildContext) -> torch.nn.Module:
+    """Build the model on its device and edit it; fill in the example and the memory format."""
+    run, data = context.run, context.data
+    model: torch.nn.Module = run.model.build(context)
+    # Edits of the module tree come first: every later step works on the final modules. The memory format is one of
+    # them; it is set before compiling, which specialises on strides.
+    formats = [e.memory_format for e in run.surgery if e.memory_format is not None]
+    context.memory_format = getattr(torch, formats[-1] if formats else "contiguous_format")
+    # How the forward is called is decided here, for every caller: the step, the evaluation, compilers and checks.
+    inputs = data.two_samples(context.device)
+    context.model_call = ModelCall.chosen(run.values["forward_input"], inputs)
+    context.model_call.check(model, inputs)
+    example = context.example = context.model_call.arguments(inputs)
+    _log(surgery.apply_all(run.surgery, model, example))
+    return model
+
+
+def build_for_inference(context: BuildContext, data: Splits) -> torch.nn.Module:
+    """Build a run's model alone, in evaluation mode: no optimizer, no loader, no ranks. Its weights are still to be loaded."""
+    run = context.run
+    context.device, context.seed = run.runtime.set_up_process(context.world), run.runtime.seed
+    context.parallel, context.precision, context.data = run.parallel.build(context), run.precision.build(context), data
+    model = _edited_model(context)
+    converted: torch.nn.Module = context.precision.convert(model, context.example)
+    return converted.eval()
 
 
 def _count_flops(context: BuildContext, model: torch.nn.Module, example: Tree) -> flops.ModelFlops:

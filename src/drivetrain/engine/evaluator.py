@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,12 +14,16 @@ import torch
 from drivetrain.batch.base import Batch
 from drivetrain.core.device import sum_dtype
 from drivetrain.core.errors import Diverged
+from drivetrain.core.protocols import Loader
 from drivetrain.core.trees import Tree
 from drivetrain.ema.base import Ema
-from drivetrain.loader.base import Loader, Pipeline
+from drivetrain.loader.base import Pipeline
 from drivetrain.loss.base import Loss
+from drivetrain.metrics.base import Metric, Table
 from drivetrain.parallel.base import Parallel
 from drivetrain.precision.base import Precision
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -30,6 +35,8 @@ class Evaluator:
     eval_weights: Callable[[], AbstractContextManager[None]]  # a context in which the model holds the weights to evaluate
     ema: Ema
     loss: Loss
+    meters: Sequence[Metric]  # the metrics beside those of the loss
+    selected: str  # the metric that ranks models
     precision: Precision
     parallel: Parallel
     batch: Batch
@@ -38,22 +45,24 @@ class Evaluator:
     device: torch.device
     memory_format: torch.memory_format
     max_batches: int | None = None
+    tables: dict[str, Table] = field(default_factory=dict)  # of the last evaluation, by name
 
     def evaluate(self) -> dict[str, float]:
         """Return the metrics by name; those of the averaged weights begin with "ema_". Raises Diverged if one is not finite."""
         self.parallel.broadcast_buffers(self.model)
+        self.tables = {}
         with self.eval_weights():
             metrics = self.metrics()
         if self.ema.active:
             with self.ema.swapped():
                 self.parallel.broadcast_buffers(self.model)  # each rank averaged its own buffers
-                metrics |= {f"ema_{name}": value for name, value in self.metrics().items()}
-        if not all(map(math.isfinite, metrics.values())):
-            raise Diverged(f"an evaluation is not finite: {metrics}")
+                metrics |= self.metrics("ema_")
+        if self.selected not in metrics:
+            raise Diverged(f"{self.selected} ranks the run's models, and an evaluation gives no finite value of it: {metrics}")
         return metrics
 
-    def metrics(self) -> dict[str, float]:
-        """Return the metrics of the model's current weights.
+    def metrics(self, prefix: str = "") -> dict[str, float]:
+        """Return the metrics of the model's current weights, and add their tables. Raises Diverged.
 
         Sums and counts are reduced over the ranks, not means, so that every sample counts once on any number of ranks.
         """
@@ -62,11 +71,29 @@ class Evaluator:
         world, lockstep = self.parallel.data_world, self.parallel.lockstep_evaluation
         requests = self.batch.evaluation_requests(self.data.source, world, self.max_batches, lockstep)
         stream = self.loader.stream(self.data, requests, self.device, self.memory_format)
+        for meter in self.meters:
+            meter.reset()
         with self.parallel.evaluation_context():
             for batch in stream:
                 with self.precision.autocast():
                     output = self.forward(batch.x)
                 sums += self.loss.sums(output, self.loss.evaluation_target(batch)) * batch.weight
-        totals = self.parallel.all_reduce_sum(sums).tolist()
+                for meter in () if batch.filler else self.meters:
+                    meter.update(output, batch.y)
+            figures = self.loss.evaluated(self.parallel.all_reduce_sum(sums).tolist())
+            if not all(map(math.isfinite, figures.values())):
+                raise Diverged(f"an evaluation is not finite: {figures}")
+            for meter in self.meters:
+                found, tables = meter.result()
+                figures |= finite(found)
+                self.tables |= {prefix + name: table for name, table in tables.items()}
         self.model.train()
-        return self.loss.evaluated(totals)
+        return {prefix + name: value for name, value in figures.items()}
+
+
+def finite(figures: dict[str, float]) -> dict[str, float]:
+    """Return the figures that are finite: a metric may be undefined, as where a class has no sample in the test set."""
+    for name, value in figures.items():
+        if not math.isfinite(value):
+            logger.warning("%s is %s in this evaluation, and is left out", name, value)
+    return {name: value for name, value in figures.items() if math.isfinite(value)}

@@ -20,6 +20,7 @@ from drivetrain.core.selection import Selection
 from drivetrain.core.signals import StopFlag
 from drivetrain.core.step import Step, StreamWatcher
 from drivetrain.ema.base import Ema
+from drivetrain.engine.callbacks import Callbacks
 from drivetrain.engine.evaluator import Evaluator
 from drivetrain.engine.out_of_memory import halve_micro_batch
 from drivetrain.engine.step_timer import StepTimer
@@ -31,9 +32,10 @@ from drivetrain.saving import checkpoint_io
 from drivetrain.saving.options import Saving
 from drivetrain.saving.writer import Writer
 from drivetrain.scheduler.base import Scheduler
+from drivetrain.stop.base import Stop
 
-SAVE, STOP = 1, 2  # flags that are all-reduced after an update; the higher wins
-STATEFUL = ("scheduler", "precision", "ema", "batch")  # restored in this order, after the optimizer
+SAVE, STOP, FAIL = 1, 2, 3  # flags that are all-reduced after an update; the higher wins
+STATEFUL = ("scheduler", "precision", "ema", "batch", "stopping")  # restored in this order, after the optimizer
 MAX_SKIPS = 50  # updates skipped in a row before the run counts as diverged
 ENDLESS = 2**62
 
@@ -49,6 +51,7 @@ class Trainer:
     selection: Selection
     optimizer: torch.optim.Optimizer
     scheduler: Scheduler
+    stopping: Stop
     precision: Precision
     parallel: Parallel
     ema: Ema
@@ -70,6 +73,7 @@ class Trainer:
     progress: Progress
     timer: StepTimer
     log: TrainingLog
+    callbacks: Callbacks
     compile_seconds: Callable[[], float | None]  # spent compiling so far
     stream_watchers: list[StreamWatcher] = field(default_factory=list)  # wrap the training stream, in order
 
@@ -82,7 +86,7 @@ class Trainer:
         self.saving.restart(self.progress.updates)
         self.log.restart()
         self.timer.first_samples = self.progress.samples + self.timer.warmup * self.batch.size(self.progress.epoch)
-        while self.progress.updates < self.max_updates:
+        while self.progress.updates < self.max_updates and not self.stopping.reason:
             stream = self.loader.stream(self.train_data, self.requests(), self.device, self.memory_format)
             for watcher in self.stream_watchers:
                 stream = watcher(stream)
@@ -143,7 +147,8 @@ class Trainer:
         self.timer.step()
         progress = self.progress
         progress.window += 1
-        agreed = self.parallel.all_reduce_flag(STOP if self._stop.raised else SAVE if self.saving.due(progress.updates) else 0)
+        wanted = STOP if self._stop.raised else SAVE if self.saving.due(progress.updates) else 0
+        agreed = self.parallel.all_reduce_flag(FAIL if self.callbacks.error else wanted)
         done = progress.updates >= self.max_updates
         if not (epoch_end or agreed or done or progress.steps % self.log_every == 0):
             return False
@@ -155,21 +160,24 @@ class Trainer:
                 self._evaluate()
         if epoch_end or agreed:
             self._save()
-        if agreed == STOP and not done:
+        if agreed >= STOP and not done:
             self.writer.wait()
-            raise Interrupted(f"stopped by a signal at update {progress.updates}", saved=self.saving.active)
+            stopped = Interrupted(f"stopped by a signal at update {progress.updates}", saved=self.saving.active)
+            raise self.callbacks.error_of_any_rank() if agreed == FAIL else stopped
         self.timer.resume()
-        return done
+        return done or self.stopping.reason is not None
 
     def _evaluate(self) -> None:
         metrics = self.evaluator.evaluate()
-        self.progress.record_evaluation(metrics, *self.selection)
+        self.progress.record_evaluation(metrics, *self.selection, self.evaluator.tables)
         self.scheduler.evaluated(metrics)
+        self.stopping.evaluated(metrics)
         self.log.write("evaluate", **metrics)
 
     def _save(self) -> None:
         self.writer.save(self)
         self.saving.restart(self.progress.updates)
+        self.callbacks.save()
 
     def state(self) -> dict[str, Any]:
         """Return everything except the weights that a resumed run needs."""
@@ -187,5 +195,5 @@ class Trainer:
         self.progress.load_state_dict(state["progress"])
         checkpoint_io.load_optimizer(self.optimizer, state["optimizer"])
         for part in STATEFUL:
-            getattr(self, part).load_state_dict(state[part])
+            getattr(self, part).load_state_dict(state.get(part, {}))
         checkpoint_io.restore_random_state(state["random"], self.parallel.rng_rank())

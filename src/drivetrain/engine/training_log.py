@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -63,8 +65,18 @@ class TrainingLog:
     def write(self, event: str, **figures: object) -> None:
         """Write one record to all writers."""
         record = {"event": event, "update": self.progress.updates, "epoch": self.progress.epoch, **figures}
+        record["time"] = round(time.time(), 3)
         for writer in self.writers:
             writer.log(record)
+
+    def figures(self, figures: Mapping[str, float]) -> None:
+        """Write a record of a callback's own figures."""
+        self.write("callback", **figures)
+
+    def image(self, name: str, path: Path) -> None:
+        """Show a picture, a PNG file, in all writers that can."""
+        for writer in self.writers:
+            writer.log_image(name, self.progress.updates, path)
 
 
 def _finite(value: float) -> float | None:

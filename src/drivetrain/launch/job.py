@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from drivetrain.core.files import write_json
 from drivetrain.core.option import RunSpec
 from drivetrain.core.overrides import format_value, key_of
 from drivetrain.core.paths import add_import_paths
+from drivetrain.core.selection import selected
 from drivetrain.recipe import reader as recipes
 from drivetrain.recipe.safe_yaml import printable
 from drivetrain.run import directory, environment, hydra_folder, identity
@@ -48,6 +49,7 @@ class Job:
     notices: list[str] = field(default_factory=list)  # what the user should know when the job starts
     hydra: HydraSettings = field(default_factory=HydraSettings)
     attach: Callable[[Trainer], None] | None = None  # called with each rank's finished trainer, before it fits
+    work: Callable[[Trainer], None] | None = None  # called with each rank's finished trainer, in place of training
 
     @property
     def not_compared(self) -> set[str]:
@@ -76,6 +78,7 @@ class Job:
         local = identity.machine_local_overrides(self.composed, self.machine_local_keys)
         about = environment.describe(self.composed.overrides, self.config_hash, local)
         about["config_dirs"] = [str(Path(folder).resolve()) for folder in self.composed.config_dirs]
+        about["selection"] = selected(self.run).record()
         about["signature"] = signature.sign(_of_this_machine(about))
         (run_dir / "recipe.yaml").write_text(
             identity.to_recipe(self.composed, self.machine_local_keys, check.identifying_keys(self.run))
@@ -150,20 +153,13 @@ def checked(composed: Composed, own: bool = False) -> Job:
 
 def _resumed(run_dir: Path, words: list[str], config_dirs: Sequence[str]) -> Job:
     """The job of `resume=<run dir>`: the run's own recipe and machine-local settings, then the other overrides."""
-    recorded = _recorded_environment(run_dir)
-    given = {key_of(w) for w in words}
-    # A setting of a group's option is dropped where an override chooses another option.
-    local = recorded.get("machine_local", {})
-    mine = {k: v for k, v in local.items() if k not in given and k.partition(".")[0] not in given}
-    base = None if "recipe" in given else recipes.read(run_dir / "recipe.yaml")
-    if signature.is_own(_of_this_machine(recorded), recorded.get("signature")):
-        own, dirs = [f"{k}={format_value(v)}" for k, v in mine.items()], config_dirs or recorded.get("config_dirs", [])
-    else:
-        own, dirs = [], config_dirs
-        _refuse_settings_of_strangers(run_dir, mine, recorded, composing.compose(words, dirs, base=base))
-    add_import_paths(dirs)
-    job = checked(composing.compose([*own, *words], dirs, base=base), own=base is not None)
-    job.composed.overrides = words
+    recorded = recorded_environment(run_dir, "resume=")
+    settings, dirs = recorded_settings(recorded, words), config_dirs or recorded.get("config_dirs", [])
+    if not is_of_this_user(recorded):
+        base = None if any(key_of(w) == "recipe" for w in words) else recipes.read(run_dir / "recipe.yaml")
+        _refuse_settings_of_strangers(run_dir, settings, recorded, composing.compose(words, config_dirs, base=base))
+        settings, dirs = {}, config_dirs
+    job = of_run(run_dir, words, dirs, settings)
     unresolved: Any = OmegaConf.to_container(job.composed.config)
     different = identity.differences(check.read_config(run_dir / "config.yaml"), unresolved, job.not_compared)
     if different and not job.run.values["resume_changed"]:
@@ -173,6 +169,31 @@ def _resumed(run_dir: Path, words: list[str], config_dirs: Sequence[str]) -> Job
         )  # fmt: skip
     job.notices += [f"resumed with a changed config: {line}" for line in different]
     return _from_newest_checkpoint(job, run_dir)
+
+
+def of_run(run_dir: Path, words: Sequence[str], config_dirs: Sequence[str], settings: Mapping[str, Any]) -> Job:
+    """The job of a run's own recipe and these of its machine-local settings, changed by overrides. Raises UserError."""
+    own = [f"{k}={format_value(v)}" for k, v in settings.items()]
+    base = None if any(key_of(w) == "recipe" for w in words) else recipes.read(run_dir / "recipe.yaml")
+    add_import_paths(config_dirs)
+    job = checked(composing.compose([*own, *words], config_dirs, base=base), own=base is not None)
+    job.composed.overrides = list(words)
+    return job
+
+
+def recorded_settings(recorded: dict[str, Any], words: Sequence[str]) -> dict[str, Any]:
+    """The machine-local settings that a run recorded, without those that the overrides replace.
+
+    A setting of a group's option is dropped where an override chooses another option.
+    """
+    given = {key_of(w) for w in words}
+    local = recorded.get("machine_local") or {}
+    return {k: v for k, v in local.items() if k not in given and k.partition(".")[0] not in given}
+
+
+def is_of_this_user(recorded: dict[str, Any]) -> bool:
+    """Whether this user recorded the run on this machine, and nobody has changed what it says of trust, paths and devices."""
+    return signature.is_own(_of_this_machine(recorded), recorded.get("signature"))
 
 
 def _of_this_machine(recorded: dict[str, Any]) -> list[Any]:
@@ -195,18 +216,19 @@ def _refuse_settings_of_strangers(run_dir: Path, settings: dict[str, Any], recor
         )
 
 
-def _recorded_environment(run_dir: Path) -> dict[str, Any]:
-    """The environment.json of a run to resume. Raises UserError where this is no run's directory."""
+def recorded_environment(run_dir: Path, setting: str = "") -> dict[str, Any]:
+    """A run's environment.json. Raises UserError where this is no run's directory; the message begins with `setting`."""
     if (run_dir / "jobs.json").is_file():
-        raise UserError(f"resume={run_dir} is a sweep: say -m before it to go on with what is left of it")
+        hint = "say -m before it to go on with what is left of it" if setting else "name one of the runs in it"
+        raise UserError(f"{setting}{run_dir} is a sweep: {hint}")
     if not (run_dir / "recipe.yaml").is_file() or not (run_dir / "environment.json").is_file():
         raise UserError(
-            f"resume={run_dir} is no run's directory (no recipe.yaml in it): name one such as outputs/<date>/<time>-<id>"
+            f"{setting}{run_dir} is no run's directory (no recipe.yaml in it): name one such as outputs/<date>/<time>-<id>"
         )
     try:
         content: dict[str, Any] = json.loads((run_dir / "environment.json").read_text())
     except ValueError:
-        raise UserError(f"resume={run_dir}: its environment.json is damaged") from None
+        raise UserError(f"{setting}{run_dir}: its environment.json is damaged") from None
     return content
 
 

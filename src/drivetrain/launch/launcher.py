@@ -106,8 +106,8 @@ def launch(job: Job, run_dir: Path | None = None, quiet: bool = False) -> Ended:
 
 
 def _choose_micro_batch(job: Job, world: World) -> None:
-    """Let batch=auto find the micro-batch that fits this device; a checkpoint has it already."""
-    if job.checkpoint is not None or world.size > 1:
+    """Let batch=auto find the micro-batch that fits this device; a checkpoint has it already, and `work` reads one."""
+    if job.checkpoint is not None or job.work is not None or world.size > 1:
         return
     overrides, config_dirs = job.composed.overrides, job.composed.config_dirs
     job.run.parts["batch"] = job.run.batch.autotune(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,13 @@ if TYPE_CHECKING:
 
 
 class Logger(Option):
-    """Writes the metrics of a run. It runs on rank 0 only and gets each record once."""
+    """Writes the metrics of a run. It runs on rank 0 only and gets each record once.
+
+    After `setup` its methods are called in a thread of their own, so that a slow server holds up no step.
+    """
+
+    in_thread = True
+    required = False  # a failure ends the run; else it is logged once and the run goes on without this logger
 
     def setup(self, context: BuildContext) -> None:
         self.start(context.run_dir, context.progress.updates)
@@ -21,7 +28,19 @@ class Logger(Option):
         """Open the log in the run's directory. A resumed run continues after `update`, a new one after 0."""
 
     def log(self, record: dict[str, Any]) -> None:
-        """Write one record: `event` ("train" or "evaluate"), `update`, `epoch`, and numbers."""
+        """Write one record: `event` ("train", "evaluate" or "callback"), `update`, `epoch`, `time`, and numbers."""
+
+    def log_image(self, name: str, update: int, path: Path) -> None:
+        """Show a picture, a PNG file. Loggers that have no place for pictures leave it out."""
+
+    def end(self, status: str) -> None:
+        """Note how the run ended (completed, failed, diverged or interrupted). `close` comes next."""
 
     def close(self) -> None:
         """Finish the log at the end of the run."""
+
+
+def numbers(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the figures of a record, as <event>/<name>."""
+    place = ("event", "update", "time")
+    return {f"{record['event']}/{k}": v for k, v in record.items() if k not in place and isinstance(v, int | float)}

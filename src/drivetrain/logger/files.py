@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,9 @@ from drivetrain.logger.base import Logger
 class Files(Logger):
     """Write metrics.jsonl, a line for each record with its `time` (seconds since 1970), and at the end metrics.csv."""
 
+    in_thread = False  # whoever reads a record's line after it was logged must find it
+    required = True
+
     def start(self, run_dir: Path, update: int) -> None:
         self.path = run_dir / "metrics.jsonl"
         if self.path.exists():  # a resumed run repeats the updates after its checkpoint: keep one record of each
@@ -22,17 +25,40 @@ class Files(Logger):
         self._file = self.path.open("a")
 
     def log(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps({**record, "time": round(time.time(), 3)}) + "\n")
+        self._file.write(json.dumps(record) + "\n")
         self._file.flush()
 
     def close(self) -> None:
         self._file.close()
         records = [json.loads(line) for line in self.path.read_text().splitlines()]
-        columns = list(dict.fromkeys(key for record in records for key in record))
-        with self.path.with_suffix(".csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, columns)
-            writer.writeheader()
-            writer.writerows(records)
+        write_table(self.path.with_suffix(".csv"), records)
+
+
+class Csv(Logger):
+    """Keep metrics.csv up to date while the run goes on. Files, which is always on, writes it at the end."""
+
+    def start(self, run_dir: Path, update: int) -> None:
+        self.path, lines = run_dir / "metrics.csv", run_dir / "metrics.jsonl"
+        self._records = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
+        self._columns = write_table(self.path, self._records)
+
+    def log(self, record: dict[str, Any]) -> None:
+        self._records.append(record)
+        if not set(record) <= set(self._columns):  # a new column: every row gets it
+            self._columns = write_table(self.path, self._records)
+            return
+        with self.path.open("a", newline="") as file:
+            csv.DictWriter(file, self._columns).writerow(record)
+
+
+def write_table(path: Path, records: Sequence[dict[str, Any]]) -> list[str]:
+    """Write records as CSV, with a column for each key that one of them has. Return the columns."""
+    columns = list(dict.fromkeys(key for record in records for key in record))
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(records)
+    return columns
 
 
 def _update_of(line: str) -> float:

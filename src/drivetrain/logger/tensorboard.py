@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core.option import RunSpec, needs_extra
-from drivetrain.logger.base import Logger
+from drivetrain.logger.base import Logger, numbers
 
 
 class TensorBoard(Logger):
@@ -22,9 +22,14 @@ class TensorBoard(Logger):
         self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=update + 1 if update else None)
 
     def log(self, record: dict[str, Any]) -> None:
-        for key, value in record.items():
-            if key not in ("event", "update") and isinstance(value, int | float):
-                self._writer.add_scalar(f"{record['event']}/{key}", value, record["update"])
+        for name, value in numbers(record).items():
+            self._writer.add_scalar(name, value, record["update"], walltime=record["time"])
+
+    def log_image(self, name: str, update: int, path: Path) -> None:
+        import numpy as np
+        from PIL import Image
+
+        self._writer.add_image(name, np.asarray(Image.open(path).convert("RGB")), update, dataformats="HWC")
 
     def close(self) -> None:
         self._writer.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,6 +18,8 @@ from drivetrain.core.trees import named_leaves
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
+
+NO_START: dict[str, Any] = {"weights": None, "weights_skip": (), "freeze": (), "unfreeze": {}}  # as a finished run is built
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +38,7 @@ class Model(Option):
     unfreeze: dict[str, Any] = field(default_factory=dict)
 
     tokens: ClassVar[bool | None] = False  # whether it reads sequences of tokens; None: not known
+    pixels: ClassVar[bool | None] = False  # whether it gives an output for each pixel of an image; None: not known
     may_be_transformer: ClassVar[bool] = False
     takes_trees: ClassVar[bool] = False  # whether a forward may take several inputs
     machine_local_keys: ClassVar[tuple[str, ...]] = ("weights",)
@@ -49,6 +52,11 @@ class Model(Option):
                 f"{run.named('model')} reads sequences of tokens, which {run.named('data')} does not give: "
                 "set data=stdlib loss=next_token, or another model"
             )
+        data, masks = run.named("data"), run.data.targets == "mask"
+        if masks and self.pixels is False:
+            yield f"{run.named('model')} gives one output for an image, but {data} has a class for each pixel: set model=unet"
+        if self.pixels and not masks and run.data.targets is not None:
+            yield f"{run.named('model')} is for masks, and {data} has none: set task=segmentation, or another model"
         yield from self._weights_problems(run)
 
     def _weights_problems(self, run: RunSpec) -> Iterator[str]:
@@ -87,7 +95,7 @@ class Model(Option):
                 f"{context.run.named('model')} takes one tensor, and the inputs of a sample are several "
                 f"({', '.join(name for name, _ in parts)}): set model=own, with a network whose forward takes them"
             )
-        model = self.create(context.data.shape, context.data.classes)
+        model = self.create_for(context)
         # On every rank alike, and before any edit: a file has the names and shapes of the model as it is created. Edits that
         # remove biases then account for them, float32 weights become exact masters, and shards are cut from whole tensors.
         # A resumed run has the weights of its checkpoint.
@@ -98,6 +106,14 @@ class Model(Option):
             for line in weights.load_into(model, path, self.weights_skip, data.shape, data.classes):
                 logger.info(line)
         return model.to(context.device)
+
+    def untrained(self) -> Model:
+        """Return this option for a run that is finished: without the weights that training started from, nothing frozen."""
+        return replace(self, **NO_START)
+
+    def create_for(self, context: BuildContext) -> torch.nn.Module:
+        """A freshly initialised network for the run's data."""
+        return self.create(context.data.shape, context.data.classes)
 
     def create(self, shape: tuple[int, ...], classes: int) -> torch.nn.Module:
         """A freshly initialised network for samples of `shape` (without the batch dimension), with `classes` outputs."""
@@ -124,3 +140,7 @@ class Model(Option):
         from drivetrain.model import freezing
 
         return freezing.Schedule(list(dict(model.named_parameters())), self.freeze, flatten(self.unfreeze), context.horizon)
+
+
+# A subclass may have a constructor of its own that does not call this class's: then it has the defaults, as class attributes.
+Model.unfreeze = {}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
-from drivetrain.model.base import Model
+from drivetrain.model.base import NO_START, Model
 
 
 @dataclass(eq=False)
@@ -42,6 +42,9 @@ class Timm(Model):
         if not self.name.startswith("hf-hub:") and not timm.is_model(self.name):
             near = difflib.get_close_matches(base, timm.list_models(), n=5, cutoff=0.5)
             yield (f"model.name={self.name} is no model of timm {timm.__version__}: did you mean {', '.join(near) or 'another'}?")
+
+    def untrained(self) -> Timm:
+        return replace(self, **NO_START, pretrained=False)
 
     def create(self, shape: tuple[int, ...], classes: int) -> torch.nn.Module:
         import timm

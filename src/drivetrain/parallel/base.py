@@ -26,6 +26,7 @@ class Parallel(Option):
 
     world = World()
     data_world = World()  # this process among the data-parallel ranks; ranks that split the model get the same samples
+    data_group: Any = None  # the process group of the data-parallel ranks; None: that of all ranks
     nnodes = 1  # machines
     lockstep_evaluation = False  # a forward needs all ranks, also in evaluation
     distributed = False  # needs a process group, also with one rank

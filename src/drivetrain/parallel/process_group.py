@@ -61,7 +61,7 @@ class ProcessGroupStrategy(Parallel):
     one_process = False
     _work: RankWork = field(default_factory=RankWork, init=False)  # time that this rank works alone
     _reported_work: float = field(default=0.0, init=False)  # seconds of it at the last log
-    data_group: Any = field(default=None, init=False)  # the data-parallel ranks; None: all ranks
+    data_group: Any = field(default=None, init=False)
     _on_cpu: bool = field(default=False, init=False)  # whatever devices the machine has
     machine_local_keys = ("nnodes", "rendezvous", "rendezvous_s")
 

@@ -15,6 +15,7 @@ MAX_BYTES, MAX_NODES, MAX_DEPTH = 64 * 1024, 2000, 8
 OPERATOR_KEYS = {  # set by whoever starts the run, never by a file that was shared
     "hydra": "Hydra's settings", "trust": "trust in code", "resume": "a run to resume", "resume_changed": "a run to resume",
     "recipe": "another recipe", "output_dir": "a path", "logger": "loggers",
+    "callbacks": "code",
 }  # fmt: skip
 _INTERPOLATION = re.compile(r"\$\{([^}]*)\}?")
 

@@ -96,5 +96,6 @@ def to_recipe(composed: Composed, machine_local_keys: set[str], identifying_keys
 def machine_local_overrides(composed: Composed, machine_local_keys: set[str]) -> dict[str, Any]:
     """The machine-local settings as keys and values of overrides, for the resume of a run."""
     values = machine_local_values(composed, machine_local_keys)
-    values = {k: v for k, v in values.items() if k.split(".")[0] not in ("logger", "resume", "resume_changed", "recipe")}
+    values = {k: v for k, v in values.items() if k.split(".")[0] not in ("resume", "resume_changed", "recipe")}
+    values = {k: v for k, v in values.items() if k != "logger" and not k.endswith("._target_")}
     return {**values, "logger": composed.choice("logger")}

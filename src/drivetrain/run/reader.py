@@ -49,10 +49,10 @@ class RunFiles:
 
     @cached_property
     def metric(self) -> tuple[str, bool] | None:
-        """The metric to compare runs by, and whether higher is better; None before the first evaluation."""
-        names = [n for v in self.evaluated.values[:1] for n in v if not n.startswith("ema_")]
-        named = [n for n in names if n != "loss"] or names
-        return (named[0], "acc" in named[0]) if named else None
+        """The metric that ranks the run's models, and whether higher is better; None before the first evaluation."""
+        recorded = (self.result.selection if self.result else None) or self.environment.get("selection") or {}
+        name = recorded.get("metric")
+        return (str(name), recorded.get("better") == "max") if name is not None and self.evaluated.values else None
 
     def best(self) -> float | None:
         """The metric's best value."""

@@ -17,7 +17,11 @@ class Result:
 
     status: str = "failed"  # completed, failed, diverged, interrupted
     error: str | None = None
+    # By evaluation: final, best, and at the end of a run those of the best checkpoint (best_weights) and of averaged weights.
     metrics: dict[str, dict[str, float]] = field(default_factory=lambda: {"final": {}, "best": {}})
+    selection: dict[str, str] | None = None  # the metric that ranks models, and which of two values is better: min or max
+    tables: dict[str, dict[str, Any]] = field(default_factory=dict)  # of the same evaluations: name → rows, columns, values
+    stopped: str | None = None  # why the run ended before its last epoch
     updates: int = 0
     epochs: float = 0.0
     samples_per_second: float | None = None

@@ -6,25 +6,39 @@ import itertools
 import json
 import os
 import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
 
-from drivetrain.saving import sharded_checkpoint
+from drivetrain.saving import manifest, sharded_checkpoint
 from drivetrain.saving.manifest import FORMAT, checkpoints, sha256
 
 
-def save(run_dir: Path, update: int, weights: dict[str, torch.Tensor], state: dict[str, Any]) -> Path:
-    """Write checkpoints/<update>/ atomically: weights under plain names, training state, and a manifest of SHA-256 sums."""
+def save(
+    run_dir: Path, update: int, weights: dict[str, torch.Tensor], state: dict[str, Any], about: Mapping[str, Any] | None = None
+) -> Path:
+    """Write checkpoints/<update>/ atomically: weights under plain names, training state, and a manifest of SHA-256 sums.
+
+    `about` says what the weights need to be used alone. It is in the manifest, and in the file of the weights.
+    """
     temporary = _begin(run_dir, update)
-    safetensors.torch.save_file(_contiguous(weights), temporary / "model.safetensors")
+    metadata = manifest.as_metadata(about or {})
+    safetensors.torch.save_file(_contiguous(weights), temporary / "model.safetensors", metadata)
     torch.save(state, temporary / "state.pt")
-    return _finish(run_dir, update)
+    return _finish(run_dir, update, about)
 
 
-def save_sharded(run_dir: Path, update: int, tensors: dict[str, torch.Tensor], rest: dict[str, Any], group: Any) -> None:
+def save_sharded(
+    run_dir: Path,
+    update: int,
+    tensors: dict[str, torch.Tensor],
+    rest: dict[str, Any],
+    group: Any,
+    about: Mapping[str, Any] | None = None,
+) -> None:
     """Write a checkpoint of which every rank writes its shards. Called on all ranks; `tensors` may hold DTensors.
 
     `rest` is the state without these tensors; `group` is a gloo process group, None for a single process.
@@ -38,7 +52,7 @@ def save_sharded(run_dir: Path, update: int, tensors: dict[str, torch.Tensor], r
     sharded_checkpoint.write(folder, tensors, group)
     if is_first:
         torch.save({**rest, "pieces": {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}}, folder / "state.pt")
-        _finish(run_dir, update)
+        _finish(run_dir, update, about)
     if group is not None:
         dist.barrier(group)
 
@@ -50,12 +64,13 @@ def _begin(run_dir: Path, update: int) -> Path:
     return temporary
 
 
-def _finish(run_dir: Path, update: int) -> Path:
+def _finish(run_dir: Path, update: int, about: Mapping[str, Any] | None) -> Path:
     """Write the manifest and rename the temporary folder: from here on it is a checkpoint."""
     root = run_dir / "checkpoints"
     target, temporary = root / str(update), root / f".writing-{update}"
     hashes = {f.name: sha256(f) for f in sorted(temporary.iterdir())}
-    (temporary / "manifest.json").write_text(json.dumps({"format": FORMAT, "update": update, "sha256": hashes}, indent=2))
+    content = {"format": FORMAT, "update": update, "about": dict(about or {}), "sha256": hashes}
+    (temporary / "manifest.json").write_text(json.dumps(content, indent=2))
     for file in temporary.iterdir():
         _fsync(file)
     _fsync(temporary)
@@ -85,11 +100,23 @@ def load(checkpoint: Path, allocate: sharded_checkpoint.Allocate | None = None) 
     return sharded_checkpoint.unflatten_state(tensors, state)
 
 
-def prune(run_dir: Path, keep: int, best: int | None) -> None:
-    """Remove all but the newest `keep` checkpoints and the best one."""
-    for old in sorted(checkpoints(run_dir), key=lambda p: int(p.name))[:-keep]:
-        if old.name != str(best):
-            shutil.rmtree(old)
+def prune(run_dir: Path, chosen: Callable[[list[int]], list[int]]) -> None:
+    """Remove all checkpoints but the newest, to resume from, and those `chosen` from the updates of all, the oldest first."""
+    saved = updates(run_dir)
+    for update in {*saved[:-1]}.difference(chosen(saved)):
+        shutil.rmtree(run_dir / "checkpoints" / str(update))
+
+
+def updates(run_dir: Path) -> list[int]:
+    """Return the updates of a run's checkpoints, the oldest first."""
+    return sorted(int(p.name) for p in checkpoints(run_dir))
+
+
+def write_weights(weights: dict[str, torch.Tensor], path: Path) -> None:
+    """Write weights as one safetensors file, atomically."""
+    temporary = path.with_name(f".writing-{path.name}")
+    safetensors.torch.save_file(_contiguous(weights), temporary)
+    temporary.replace(path)
 
 
 def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from drivetrain.core.errors import UserError
 from drivetrain.run.result import Result
@@ -32,6 +34,20 @@ def verify(checkpoint: Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"has no readable manifest.json ({error})"
     return None
+
+
+def about(checkpoint: Path) -> dict[str, Any]:
+    """Return what a checkpoint says of the model, such as input shape and classes; {} where it was written without it."""
+    content: dict[str, Any] = json.loads((checkpoint / "manifest.json").read_text()).get("about") or {}
+    return content
+
+
+def as_metadata(about: Mapping[str, Any]) -> dict[str, str]:
+    """Return the same as the metadata of a file, in which all values are texts: as JSON, under the one key "drivetrain".
+
+    safetensors writes several keys in a random order, and two equal runs would not write equal files.
+    """
+    return {"drivetrain": json.dumps(about)}
 
 
 def newest_valid(run_dir: Path) -> tuple[Path | None, list[str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from drivetrain.core.option import Count, Option, Positive, RunSpec
 
@@ -12,10 +12,10 @@ class Saving(Option):
     """saving=none: nothing is saved."""
 
     active = False
-    keep_best = False
+    best = False  # keeps the checkpoints of the best evaluations
+    average_kept = False
     sharded = False
     asynchronous = False
-    keep = 0
 
     def restart(self, update: int) -> None:
         """Start counting updates and minutes from here."""
@@ -24,13 +24,21 @@ class Saving(Option):
         """Return whether to save after this update, within an epoch."""
         return False
 
+    def chosen(self, saved: Sequence[int], ranked: Sequence[int]) -> list[int]:
+        """Return which checkpoints to keep, by their updates, in order.
+
+        `saved` are those there are, the oldest first; `ranked` those updates that were evaluated, the best first.
+        """
+        return []
+
 
 class Last(Saving):
     """Saves at the end of every epoch, and every `every_updates` or `every_minutes`; keeps the newest `keep` checkpoints.
 
     With `sharded` every rank writes its shards (torch.distributed.checkpoint) to a shared disk: no rank holds the whole
     model, and `drivetrain export` merges the shards. `asynchronous` copies the state and writes it in a thread while
-    training continues.
+    training continues. With `average_kept` the mean of the kept checkpoints' weights is evaluated at the end of the run
+    (checkpoint averaging, as in Vaswani et al. 2017) and written to averaged.safetensors.
     """
 
     active = True
@@ -42,9 +50,10 @@ class Last(Saving):
         keep: Count = 2,
         sharded: bool = False,
         asynchronous: bool = False,
+        average_kept: bool = False,
     ) -> None:
         self.every_updates, self.every_minutes, self.keep = every_updates, every_minutes, keep
-        self.sharded, self.asynchronous = sharded, asynchronous
+        self.sharded, self.asynchronous, self.average_kept = sharded, asynchronous, average_kept
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if self.sharded and not run.parallel.portable_shards:
@@ -61,11 +70,17 @@ class Last(Saving):
         by_clock = self.every_minutes is not None and time.monotonic() - self._time >= 60 * self.every_minutes
         return by_count or by_clock
 
+    def chosen(self, saved: Sequence[int], ranked: Sequence[int]) -> list[int]:
+        return list(saved[-self.keep :])
+
 
 class Best(Last):
-    """Saves as saving=last does, and also keeps the checkpoint with the best evaluation."""
+    """Saves as saving=last does; keeps the `keep` checkpoints with the best evaluations, and the newest one to resume from.
 
-    keep_best = True
+    At the end of the run the best one is loaded and evaluated.
+    """
+
+    best = True
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)
@@ -74,3 +89,6 @@ class Best(Last):
                 f"{run.named('saving')} picks by evaluations, but evaluate_every={run.values['evaluate_every']} is beyond "
                 f"epochs={run.values['epochs']}: lower evaluate_every or set saving=last"
             )
+
+    def chosen(self, saved: Sequence[int], ranked: Sequence[int]) -> list[int]:
+        return sorted([update for update in ranked if update in saved][: self.keep])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,14 @@ class Writer:
     """Writes a trainer's state as the `saving` option sets: full by rank 0 or sharded by all, synchronously or in a thread."""
 
     def __init__(
-        self, run_dir: Path, saving: Saving, parallel: Strategy, eval_weights: Callable[[], AbstractContextManager[None]]
+        self,
+        run_dir: Path,
+        saving: Saving,
+        parallel: Strategy,
+        eval_weights: Callable[[], AbstractContextManager[None]],
+        about: Mapping[str, Any] | None = None,
     ) -> None:
+        self._about = about  # what the weights need to be used alone
         self._run_dir, self._saving, self._parallel, self._eval_weights = run_dir, saving, parallel, eval_weights
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -48,15 +54,15 @@ class Writer:
                 weights, state = self._parallel.full_state_dict(trainer.model, state)
             self.wait()
             if self._saving.sharded or self._parallel.world.rank == 0:
-                self._write(trainer.progress.updates, weights, state, trainer.progress.best)
+                self._write(trainer.progress.updates, weights, state, list(trainer.progress.ranked))
 
-    def _write(self, update: int, weights: Any, state: Any, best: Any) -> None:
+    def _write(self, update: int, weights: Any, state: Any, ranked: list[int]) -> None:
         write = self._write_shards if self._saving.sharded else self._write_full
         if not self._saving.asynchronous:
-            write(update, weights, state, best)
+            write(update, weights, state, ranked)
             return
         copy = HostCopy((weights, state))
-        self._thread = threading.Thread(target=self._write_in_thread, args=(write, update, copy, best), name="saving")
+        self._thread = threading.Thread(target=self._write_in_thread, args=(write, update, copy, ranked), name="saving")
         self._thread.start()
 
     def wait(self) -> None:
@@ -73,21 +79,20 @@ class Writer:
         if self._thread is not None:
             self._thread.join(seconds)
 
-    def _write_in_thread(self, write: Callable[..., None], update: int, copy: HostCopy, best: Any) -> None:
+    def _write_in_thread(self, write: Callable[..., None], update: int, copy: HostCopy, ranked: list[int]) -> None:
         try:
-            write(update, *copy.wait(), best)
+            write(update, *copy.wait(), ranked)
         except BaseException as error:  # `wait` raises it in the training loop, so that a full disk ends the run
             self._error = error
 
-    def _write_full(self, update: int, weights: Any, state: Any, best: Any) -> None:
-        checkpoint_io.save(self._run_dir, update, weights, state)
-        self._prune(best)
+    def _write_full(self, update: int, weights: Any, state: Any, ranked: list[int]) -> None:
+        checkpoint_io.save(self._run_dir, update, weights, state, self._about)
+        self._prune(ranked)
 
-    def _write_shards(self, update: int, tensors: Any, rest: Any, best: Any) -> None:
-        checkpoint_io.save_sharded(self._run_dir, update, tensors, rest, self._group)
+    def _write_shards(self, update: int, tensors: Any, rest: Any, ranked: list[int]) -> None:
+        checkpoint_io.save_sharded(self._run_dir, update, tensors, rest, self._group, self._about)
         if self._parallel.world.rank == 0:
-            self._prune(best)
+            self._prune(ranked)
 
-    def _prune(self, best: Any) -> None:
-        best_update = int(best["update"]) if self._saving.keep_best and best else None
-        checkpoint_io.prune(self._run_dir, self._saving.keep, best_update)
+    def _prune(self, ranked: list[int]) -> None:
+        checkpoint_io.prune(self._run_dir, lambda saved: self._saving.chosen(saved, ranked))

@@ -20,6 +20,7 @@ class Scheduler(Option):
     """
 
     lengths: tuple[str, ...] = ("warmup",)  # the arguments that are lengths, or lists of them
+    follows_evaluations = False  # it needs no length of the run: the metrics of evaluations set its pace
     plot_note = ""  # printed below a plot of the schedule: what the plot cannot show
 
     @property

@@ -8,13 +8,14 @@ from typing import Any, Literal
 
 from drivetrain.core.horizon import Horizon
 from drivetrain.core.option import CountOrZero, Length, Momentum, NonNegative, RunSpec, Share
-from drivetrain.core.selection import evaluated
+from drivetrain.core.selection import evaluated, problems
 from drivetrain.scheduler.base import Scheduler
 
 
 class Plateau(Scheduler):
     """Multiplied by `factor` when `metric` has not improved for more than `patience` evaluations (torch's ReduceLROnPlateau)."""
 
+    follows_evaluations = True
     plot_note = "it falls when evaluations stop improving, which a plot cannot show"
 
     def __init__(
@@ -39,11 +40,8 @@ class Plateau(Scheduler):
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)
-        metrics = evaluated(run)
-        known = [*metrics, *(f"ema_{m}" for m in metrics if run.ema.active)]
-        if self.metric not in known:
-            yield f"scheduler.metric={self.metric} is not evaluated by {run.named('loss')}: set one of {', '.join(known)}"
-        better = metrics.get(self.metric.removeprefix("ema_"))
+        yield from problems(run, "scheduler.metric", self.metric)
+        better = evaluated(run).get(self.metric)
         if better is not None and self.mode != better.__name__:
             name = better.__name__
             yield f"scheduler.mode={self.mode}, but the best {self.metric} is the {name}imum: set scheduler.mode={name}"

@@ -27,5 +27,38 @@ class Steps:
             print(_CLEAR, end="", file=sys.stderr, flush=True)
 
 
+class Rate:
+    """A context manager around many equal pieces of work: a bar with the rate on standard error, where that is a terminal."""
+
+    def __init__(self, what: str, total: int | None) -> None:
+        self._what, self._total, self._done = what, total, 0
+
+    def __enter__(self) -> Rate:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        console = Console(stderr=True)
+        columns = (BarColumn(bar_width=20), TextColumn("{task.fields[text]}"), TimeRemainingColumn())
+        self._bar = Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty(), refresh_per_second=4)
+        self._task = self._bar.add_task(self._what, total=self._total, text="")
+        self._bar.start()
+        self._began = time.monotonic()
+        return self
+
+    def __call__(self, done: int) -> None:
+        """Show how many are done."""
+        self._done = done
+        self._bar.update(self._task, completed=done, text=self.text())
+
+    def text(self) -> str:
+        """How many are done, and how many in a second."""
+        of = f" of {self._total:,}" if self._total is not None and self._done < self._total else ""
+        rate = self._done / max(time.monotonic() - self._began, 1e-9)
+        return f"{self._done:,}{of} {self._what}, {rate:,.0f}/s"
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+
 def _duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"

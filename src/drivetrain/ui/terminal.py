@@ -9,8 +9,10 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from drivetrain.core import tables
 from drivetrain.run.result import Result
 from drivetrain.ui import logs
 
@@ -123,11 +125,11 @@ class Progress:
                 self._bar.update(self._task, completed=record["update"], text=self._text(record))
             elif time.monotonic() - self._printed > LINE_EVERY_S:
                 self._print(self._text(record))
-        else:
+        elif record["event"] == "evaluate":
             self._evaluation(record)
 
     def _evaluation(self, record: Mapping[str, Any]) -> None:
-        metrics = "  ".join(f"test {k} {number(v)}" for k, v in record.items() if k not in ("event", "update", "epoch"))
+        metrics = "  ".join(f"test {k} {number(v)}" for k, v in record.items() if k not in ("event", "update", "epoch", "time"))
         text = f"{self._text(self._last)}  {metrics}" if self._last else metrics
         if self._bar is not None:
             self._bar.console.print(f"  {text}", highlight=False)
@@ -151,7 +153,10 @@ class Progress:
             f"  {rate} samples/s{mfu}  data wait {100 * r['data_wait']:.0f} %{straggler}  {memory_now() / 2**30:.2f} GiB"
         )
 
-    def close(self) -> None:
+    def log_image(self, name: str, update: int, path: Path) -> None:
+        """Show nothing: a terminal has no pictures."""
+
+    def close(self, status: str = "completed") -> None:
         """End the live line."""
         self._live.close()
 
@@ -189,9 +194,23 @@ def show_result(result: Result) -> None:
         ("peak memory", f"{result.peak_memory_bytes / 2**30:.2f} GiB" if result.peak_memory_bytes else "–"),
         ("run", str(result.run_dir)),
     ]
+    if result.stopped:
+        rows.insert(1, ("stopped", result.stopped))
+    for name in ("best_weights", "averaged"):
+        if name in result.metrics:
+            rows.insert(-1, (f"test, {name.replace('_', ' ')}", _figures(result.metrics[name])))
     if result.skipped_samples:
         rows.insert(-1, ("skipped", f"{result.skipped_samples:,} samples that could not be read"))
     table(("", "result"), rows)
+    evaluation, found = tables.of_result(result.tables)
+    for name, values in found.items():
+        shown = tables.shown(name, values)
+        print(f"\n{shown.title}" + (", of the best checkpoint" if evaluation == "best_weights" else ""))
+        table(shown.header, shown.rows)
+
+
+def _figures(metrics: Mapping[str, float]) -> str:
+    return "  ".join(f"{name} {number(value)}" for name, value in metrics.items())
 
 
 def show_jobs(results: Sequence[tuple[int, str, Result]]) -> None:

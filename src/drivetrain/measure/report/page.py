@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from drivetrain.measure.html import page, paragraphs, plot, table
+from drivetrain.measure.report import tables
 from drivetrain.run.reader import RunFiles, differing
 
 # Plotly highlights the active button in white in any colour scheme, so that its text must be dark.
@@ -34,6 +35,8 @@ def report_page(
         if figure is not None:
             figures[name] = figure
             body += [f"<h2>{html.escape(title)}</h2>", f'<p class="soft">{html.escape(note)}</p>', plot(name, height)]
+    matrices, heatmaps = tables.sections(drawn, numbers)
+    body, figures = [*body, *matrices], {**figures, **heatmaps}
     if keys := differing(runs):
         cells = [[numbers[id(run)], *(str(run.config.get(key, "–")) for key in keys)] for run in drawn]
         body += ["<h2>Differences of the configs</h2>", table(["run", *keys], cells)]

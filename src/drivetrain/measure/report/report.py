@@ -55,34 +55,37 @@ def command(argv: Sequence[str]) -> int:
 
 
 def common_target(runs: Sequence[RunFiles]) -> float | None:
-    """The metric's value that all completed runs reached: the worst of their best values."""
-    found = [(run.best(), run.metric[1]) for run in runs if run.status == "completed" and run.metric]
+    """The metric's value that all completed runs reached: the worst of their best values. None where their metrics differ."""
+    found = [(run.best(), run.metric) for run in runs if run.status == "completed" and run.metric]
     values = [value for value, _ in found if value is not None]
-    return ((min if found[0][1] else max)(values)) if values else None
+    return ((min if found[0][1][1] else max)(values)) if values and len({metric for _, metric in found}) == 1 else None
 
 
 def table(runs: Sequence[RunFiles], target: float | None) -> tuple[list[str], list[list[str]]]:
     """Header and rows as text, without the columns that no run has a value for."""
     keys = differing(runs)
-    metric = next((run.metric[0] for run in runs if run.metric), "metric")
+    names = {run.metric[0] for run in runs if run.metric}
+    metric = names.pop() if len(names) == 1 else "metric"
     header = [
         "run", "status", *keys, metric, f"best {metric}", "samples/s", "p10–p90", "step p50", "step p95", "data wait",
         "memory", "compile", f"to {target:.4g}" if target is not None else "to target", "wall", "updates", "folder", "error",
     ]  # fmt: skip
     rows = [
-        [str(n), run.status, *(setting(run.config.get(k)) for k in keys), *_figures(run, target)] for n, run in enumerate(runs)
+        [str(n), run.status, *(setting(run.config.get(k)) for k in keys), *_figures(run, target, metric == "metric")]
+        for n, run in enumerate(runs)
     ]
     used = [n for n in range(len(header)) if n < 2 or any(row[n] not in ("–", "") for row in rows)]
     return [header[n] for n in used], [[row[n] for n in used] for row in rows]
 
 
-def _figures(run: RunFiles, target: float | None) -> list[str]:
-    """A run's figures as text, from its result, or from its records so far where it has none."""
+def _figures(run: RunFiles, target: float | None, named: bool) -> list[str]:
+    """A run's figures as text, from its result, or from its records so far; `named`: its metric with the name."""
     r, rates = run.result, run.rates()
+    form = f"{run.metric[0]} {{:.4f}}" if named and run.metric else "{:.4f}"
     reached = run.to_target(target) if target is not None else None
     return [
-        figure(run.final(), "{:.4f}"),
-        figure(run.best(), "{:.4f}"),
+        figure(run.final(), form),
+        figure(run.best(), form),
         figure(r.samples_per_second if r else statistics.median(rates) if rates else None, "{:,.0f}"),
         f"{rates[len(rates) // 10]:,.0f}–{rates[len(rates) * 9 // 10]:,.0f}" if rates else "–",
         figure(r.step_ms_p50 if r else None, "{:.2f} ms"),

@@ -1,0 +1,55 @@
+"""`drivetrain evaluate`: a finished run evaluated again, on its own test set or on another one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from drivetrain.cli import run_arguments
+from drivetrain.core.errors import DONE, UserError
+from drivetrain.core.files import write_json
+
+HELP = f"""\
+drivetrain evaluate RUN [group=option] [key=value] …      the metrics of a finished run, as its own evaluation computes them
+
+  drivetrain evaluate outputs/2026-11-21/07-37-57-4262f6
+  drivetrain evaluate outputs/2026-11-21/07-37-57-4262f6 update=best --out best.json
+  drivetrain evaluate outputs/2026-11-21/07-37-57-4262f6 data=imagefolder data.root=~/other_photos
+  drivetrain evaluate outputs/2026-11-21/07-37-57-4262f6 parallel=ddp runtime.device=cpu
+
+  --out FILE            write the figures as JSON
+{run_arguments.OF_CHOICE}
+
+On the same set, with the run's own ranks, batch and device, the figures are those of training to the last digit.
+"""
+
+
+def command(argv: Sequence[str]) -> int:
+    """Run `drivetrain evaluate`; its exit code."""
+    parser = run_arguments.parser("evaluate")
+    parser.add_argument("--out", type=Path)
+    given = run_arguments.parse("drivetrain evaluate", parser, argv, HELP)
+    if given is None:
+        return DONE
+    if given.paths:
+        raise UserError(f"drivetrain evaluate takes one run, and was given {', '.join(given.paths)} too")
+    from drivetrain.inference.evaluation import evaluate
+    from drivetrain.parallel import launched, world_of_environment
+    from drivetrain.ui import terminal
+
+    found = evaluate(given.run_dir, given.overrides, given.config_dirs, given.choice)
+    if launched() is not None and world_of_environment().rank != 0:  # rank 0 prints
+        return DONE
+    which = f"update {found.update}" + (", averaged" if found.average else "")
+    terminal.table((str(given.run_dir), which), [(name, f"{value:.6g}") for name, value in found.metrics.items()])
+    if given.options.out is not None:
+        given.options.out.parent.mkdir(parents=True, exist_ok=True)
+        write_json(given.options.out, asdict(found))
+        print(f"written to {given.options.out}")
+    return DONE
+
+
+def complete(words: Sequence[str], last: str) -> list[str]:
+    """What TAB offers."""
+    return run_arguments.complete(words, last, "--out")

@@ -1,0 +1,69 @@
+"""`drivetrain predict`: what a finished run says of new inputs, as a table."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from drivetrain.cli import run_arguments
+from drivetrain.core.errors import DONE, FAILED, UserError
+
+HELP = f"""\
+drivetrain predict RUN INPUT … [--out FILE] [key=value] …      labels and probabilities of new inputs, a row for each
+
+  drivetrain predict outputs/2026-11-21/07-37-57-4262f6 photo.jpg more_photos/ --out predictions.csv
+  drivetrain predict outputs/2026-11-21/07-37-57-4262f6 arrays.npy --out predictions.parquet
+  find photos -name '*.jpg' | drivetrain predict outputs/2026-11-21/07-37-57-4262f6 - > predictions.csv
+  drivetrain predict outputs/2026-11-21/07-37-57-4262f6 --data test --out predictions.csv
+
+  INPUT                 image files; folders of them; arrays of samples as the data set has them (.npy, .npz, .pt);
+                        - reads lines: paths of image files, or texts where the run reads text
+  --data test           the run's own test set (or train), with a column of the right answers
+  --out FILE            .csv, .jsonl or .parquet; default: CSV on standard output
+  --batch N             samples at a time; default: as in the run's evaluation
+{run_arguments.OF_CHOICE}
+
+Inputs are resized, encoded and normalised as in the run's evaluation. One that cannot be read gets a row with the reason.
+
+exit codes: 0 done · 1 some inputs could not be read · 2 nothing was predicted
+"""
+
+
+def command(argv: Sequence[str]) -> int:
+    """Run `drivetrain predict`; its exit code."""
+    parser = run_arguments.parser("predict")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--data", choices=["test", "train"])
+    parser.add_argument("--batch", type=int)
+    given = run_arguments.parse("drivetrain predict", parser, argv, HELP)
+    if given is None:
+        return DONE
+    if bool(given.paths) == bool(given.options.data):
+        raise UserError("drivetrain predict needs either inputs (files, folders, arrays, or - for lines), or --data test")
+    if given.options.batch is not None and given.options.batch < 1:
+        raise UserError(f"--batch {given.options.batch}: give 1 or more")
+    from drivetrain.inference import inputs
+    from drivetrain.inference.loaded import load
+    from drivetrain.inference.predict import predict_all
+    from drivetrain.inference.tables import Output
+    from drivetrain.ui.progress import Rate
+
+    choice, split = given.choice, given.options.data
+    loaded = load(given.run_dir, given.overrides, update=choice.update, average=choice.average, config_dirs=given.config_dirs)
+    loaded.check_rows(split)
+    items, count = loaded.items_of(split) if split else inputs.given(given.paths, loaded.transforms, sys.stdin)
+    size = given.options.batch or loaded.batch_size()
+    with Output(given.options.out) as output, Rate("predictions", count) as rate:
+        counts = predict_all(loaded, items, size, output, rate, with_targets=split is not None)
+    where = f": {given.options.out}" if given.options.out is not None else ""
+    print(f"{rate.text()}{where}", file=sys.stderr)
+    if counts.unreadable:
+        more = f" and {counts.unreadable - 1} more" if counts.unreadable > 1 else ""
+        print(f"error: {counts.unreadable} inputs could not be read: {counts.first_error}{more}", file=sys.stderr)
+    return FAILED if counts.unreadable else DONE
+
+
+def complete(words: Sequence[str], last: str) -> list[str]:
+    """What TAB offers."""
+    return run_arguments.complete(words, last, "--out", "--data", "--batch")

@@ -1,0 +1,70 @@
+"""The value `callbacks`: classes of trusted packages by their dotted names, and those that plugins have registered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import Any
+
+from drivetrain.config import plugins
+from drivetrain.core.callback import Callback
+from drivetrain.core.errors import UserError, did_you_mean
+from drivetrain.core.option import RunSpec
+
+
+def trust_problems(values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names that may not be imported, without importing one."""
+    registered = _registered()
+    for name in values["callbacks"]:
+        package, dot, _ = name.partition(".")
+        if not dot and name not in registered:
+            yield (
+                f"callbacks=[{name}] is no dotted name, such as my_pkg.Watch, and no callback that a plugin has registered: "
+                f"{did_you_mean(name, registered)}"
+            )
+        elif dot and package not in plugins.trusted_packages().union(values["trust"]):
+            yield (
+                f"callbacks=[{name}] is code that drivetrain does not ship: "
+                f"if you trust it, set trust=[{package}] on the command line"
+            )
+
+
+def problems(run: RunSpec) -> Iterator[str]:
+    """Yield what is wrong with the callbacks themselves. Imports them."""
+    for name in run.values["callbacks"]:
+        try:
+            made = load(name)
+        except UserError as error:
+            yield from error.problems
+            continue
+        if made.needs_model and run.parallel.lockstep_evaluation:
+            yield (
+                f"callbacks=[{name}] needs the model, of which each rank holds only a part with {run.named('parallel')}: "
+                "set needs_model = False in the class, or parallel=ddp"
+            )
+
+
+def load(name: str) -> Callback:
+    """Make a callback. Raises UserError."""
+    try:
+        target = _registered()[name] if "." not in name else name.replace(":", ".")
+        module, _, attribute = target.rpartition(".")
+        found = getattr(import_module(module), attribute)
+    except Exception as error:  # whatever the module raises
+        raise UserError(f"callbacks=[{name}] cannot be imported: {type(error).__name__}: {error}") from None
+    if not callable(found):
+        raise UserError(f"callbacks=[{name}] is {type(found).__name__}: name a class derived from drivetrain.Callback")
+    try:
+        made = found()
+    except Exception as error:
+        raise UserError(
+            f"callbacks=[{name}] cannot be made: {type(error).__name__}: {error} (it is called without arguments)"
+        ) from None
+    if not isinstance(made, Callback):
+        raise UserError(f"callbacks=[{name}] makes {type(made).__name__}: derive your class from drivetrain.Callback")
+    return made
+
+
+def _registered() -> dict[str, str]:
+    """Return the callbacks of installed plugins: name → dotted name."""
+    return {entry.name: entry.value.replace(":", ".") for entry in plugins.entry_points(plugins.CALLBACKS)}

@@ -1,0 +1,57 @@
+"""Callbacks: code of the user's that is told how a run goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from drivetrain.core.lazy import torch
+
+
+def _nothing(*given: Any) -> None:
+    """Take anything and do nothing."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a callback is told. All of it is for reading."""
+
+    run_dir: Path
+    config: Mapping[str, Any]  # by dotted key, as "optimizer.lr", without what belongs to this machine
+    update: int  # updates made so far
+    epoch: int  # epochs completed so far
+    samples: int  # samples trained on, as of the last log point
+    metrics: Mapping[str, Any]  # at an update those of its record (loss, lr, …), else those of the last evaluation
+    best: Mapping[str, float]  # the metrics of the best evaluation so far, and its update
+    status: str = "running"  # at the end: completed, failed, diverged or interrupted
+    model: torch.nn.Module | None = None  # in training, as the step has it; only for a callback that `needs_model`
+    log: Callable[[Mapping[str, float]], None] = field(default=_nothing, repr=False)  # adds figures to the run's metrics
+    log_image: Callable[[str, Path], None] = field(default=_nothing, repr=False)  # shows a PNG file in the trackers
+
+
+class Callback:
+    """Is told how a run goes, on rank 0. Override the events that you want.
+
+    An `update` comes at log points only, each `log_every` updates, so that no step is held up. An exception of a callback
+    ends the run after it was saved, with exit code 1.
+    """
+
+    every_update = False  # `update` comes after every update, before its gradients are cleared: this costs time in each of them
+    needs_model = False  # events have the model
+
+    def start(self, event: Event) -> None:
+        """Training is about to begin, or to go on after a resume."""
+
+    def update(self, event: Event) -> None:
+        """An update was made and its record was logged."""
+
+    def evaluation(self, event: Event) -> None:
+        """The model was evaluated."""
+
+    def save(self, event: Event) -> None:
+        """A checkpoint was saved, or is being saved where saving is asynchronous."""
+
+    def end(self, event: Event) -> None:
+        """The run ended: `event.status` says how."""

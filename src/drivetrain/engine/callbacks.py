@@ -1,0 +1,129 @@
+"""Tells the user's callbacks how the run goes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drivetrain.config.callbacks import load
+from drivetrain.core.callback import Callback, Event
+from drivetrain.core.context import BuildContext
+from drivetrain.core.errors import PEER_GONE, CallbackError
+from drivetrain.core.microbatch import MicroBatch
+from drivetrain.core.step import Step
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Callbacks:
+    """Tells each callback of a run, on rank 0, until one of them fails. As a log writer it gets the run's records."""
+
+    named: dict[str, Callback]  # empty on all ranks but 0
+    context: BuildContext
+    log_figures: Callable[[Mapping[str, float]], None]
+    show_image: Callable[[str, Path], None]
+    error: CallbackError | None = None  # ends the run, once it is saved
+    started: bool = field(default=False, init=False)  # measurements build a trainer without starting its run
+
+    @classmethod
+    def build(cls, context: BuildContext, log_figures: Callable[..., None], show_image: Callable[..., None]) -> Callbacks:
+        """Make the callbacks of a run. Raises UserError."""
+        names = context.run.values["callbacks"] if context.world.rank == 0 else []
+        return cls({name: load(name) for name in names}, context, log_figures, show_image)
+
+    def wrap_step(self, step: Step) -> Step:
+        """Return a step that tells those callbacks that want every update, if there are any."""
+        if any(callback.every_update for callback in self.named.values()):
+            return ToldStep(step, lambda: self._tell("update", {}, every_update=True))
+        return step
+
+    def start(self) -> None:
+        """The run begins. Raises CallbackError: nothing is lost yet."""
+        self.started = True
+        self._tell("start")
+        self.raise_error()
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Tell of a training record or an evaluation."""
+        figures = {k: v for k, v in record.items() if k not in ("event", "update", "epoch", "time")}
+        if record["event"] == "train":
+            self._tell("update", figures, every_update=False)
+        elif record["event"] == "evaluate":
+            self._tell("evaluation", figures)
+
+    def save(self) -> None:
+        """A checkpoint was saved."""
+        self._tell("save")
+
+    def log_image(self, name: str, update: int, path: Path) -> None:
+        """Callbacks are not told of pictures."""
+
+    def close(self, status: str) -> None:
+        """The log ended: `end` told them already."""
+
+    def end(self, status: str) -> None:
+        """The run ended. An exception is in `error` afterwards, if none was there before."""
+        if self.started and self.error is None:
+            self._tell("end", status=status)
+
+    def raise_error(self) -> None:
+        """Raise the error of the callback that failed, if there is one."""
+        if self.error is not None:
+            raise self.error
+
+    def error_of_any_rank(self) -> CallbackError:
+        """Return the error that ended the run; on other ranks than 0 it only says that another one failed."""
+        return self.error or CallbackError(PEER_GONE)
+
+    def _tell(
+        self, name: str, metrics: Mapping[str, Any] | None = None, every_update: bool | None = None, status: str = "running"
+    ) -> None:
+        """Tell the callbacks of an event; where `every_update` is not None, only those that have this value."""
+        if not self.named or not self.started or self.error is not None:
+            return
+        progress = self.context.progress
+        event = Event(
+            self.context.run_dir, self.context.config, progress.updates, progress.epoch, progress.samples,
+            dict(progress.final if metrics is None else metrics), dict(progress.best), status,
+            log=self.log_figures, log_image=self.show_image,
+        )  # fmt: skip
+        for given, callback in self.named.items():
+            if every_update not in (None, callback.every_update):
+                continue
+            try:
+                getattr(callback, name)(replace(event, model=self.context.model) if callback.needs_model else event)
+            except (Exception, SystemExit) as error:
+                said = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+                self.error = CallbackError(f"callbacks=[{given}] failed in {name}, after update {progress.updates}: {said}")
+                self.error.__cause__ = error
+                return
+
+
+@dataclass(eq=False)
+class ToldStep:
+    """A step that tells of each update that was made, while its gradients are still there."""
+
+    inner: Step
+    tell: Callable[[], None]
+    made: bool = False  # the update was not skipped
+
+    def micro_batch(self, batch: MicroBatch, loss_sum: torch.Tensor) -> None:
+        self.inner.micro_batch(batch, loss_sum)
+
+    def update(self) -> bool:
+        self.made = self.inner.update()
+        return self.made
+
+    def zero_grad(self) -> None:
+        if self.made:
+            self.tell()
+        self.inner.zero_grad()
+
+    def with_forward(self, forward: Callable[..., torch.Tensor]) -> Step:
+        return replace(self, inner=self.inner.with_forward(forward))

@@ -1,0 +1,86 @@
+"""What a model must know of its data to be used without it: in each checkpoint, and in every exported file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from drivetrain.core.lazy import torch
+from drivetrain.core.option import RunSpec
+from drivetrain.core.process import __version__
+from drivetrain.core.trees import Tree, map_tensors
+from drivetrain.data.base import Normalize, Splits
+from drivetrain.model.base import Model
+
+
+def describe(run: RunSpec, data: Splits) -> dict[str, Any]:
+    """Return the model's option, and shape, classes and normalisation of its inputs, as plain values."""
+    of_start = {f.name for f in fields(Model)}  # such as the weights that training started from
+    model = {
+        key: value for key, value in vars(run.model).items() if not key.startswith("_") and key not in of_start | {"pretrained"}
+    }
+    normalize = data.normalize
+    return {
+        "drivetrain": __version__,
+        "model": {"option": run.named("model").partition("=")[2], **model},
+        "surgery": run.names("surgery"),
+        "targets": run.data.targets,
+        "shape": list(data.shape) if data.example is None else None,
+        "inputs": None if data.example is None else _write_tree(data.example),
+        "images": data.images,
+        "outputs": data.classes,
+        "classes": None if data.names is None else list(data.names),
+        "dtype": None if data.dtype is None else _name(data.dtype),
+        "vocabulary": data.vocabulary,
+        "normalize": normalize and {"mean": normalize.mean.flatten().tolist(), "std": normalize.std.flatten().tolist()},
+    }
+
+
+class NoSamples:
+    """A source without samples."""
+
+    def __len__(self) -> int:
+        return 0
+
+    def fetch(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        raise IndexError("there are no samples")
+
+
+def recall(about: Mapping[str, Any]) -> Splits:
+    """Return the data that `describe` described, without its samples."""
+    normalize, example = about["normalize"], about["inputs"] and _read_tree(about["inputs"])
+    return Splits(
+        NoSamples(),
+        NoSamples(),
+        tuple(about["shape"]) if example is None else map_tensors(lambda t: tuple(t.shape[1:]), example),
+        about["outputs"],
+        normalize and Normalize(normalize["mean"], normalize["std"]),
+        about["classes"],
+        about["dtype"] and getattr(torch, about["dtype"]),
+        about["vocabulary"],
+        example,
+        about["images"],
+    )
+
+
+def _write_tree(x: Tree) -> Any:
+    """Return the structure of inputs, with the shape of one sample and the type of each tensor, as plain values."""
+    if isinstance(x, dict):
+        return {"keys": {key: _write_tree(value) for key, value in x.items()}}
+    if isinstance(x, tuple | list):
+        return {"items": [_write_tree(value) for value in x]}
+    return {"shape": list(x.shape[1:]), "dtype": _name(x.dtype)}
+
+
+def _read_tree(written: Mapping[str, Any]) -> Tree:
+    """Return two samples of zeros of the structure that `_write_tree` wrote."""
+    if "keys" in written:
+        return {key: _read_tree(value) for key, value in written["keys"].items()}
+    if "items" in written:
+        return tuple(_read_tree(value) for value in written["items"])
+    return torch.zeros(2, *written["shape"], dtype=getattr(torch, written["dtype"]))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,1 @@
+"""Finished runs, used: evaluated again, asked for predictions, exported."""

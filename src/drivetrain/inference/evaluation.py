@@ -1,0 +1,93 @@
+"""Evaluates a finished run again: on any set, any device and any ranks, by the evaluation that training has."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from drivetrain.core.errors import UserError
+from drivetrain.core.trees import length
+from drivetrain.inference.finished import Choice, chosen_weights, find, load_weights
+from drivetrain.launch import kept, launcher
+from drivetrain.ui.progress import Rate
+
+if TYPE_CHECKING:
+    import torch
+
+    from drivetrain.core.microbatch import MicroBatch, Request
+    from drivetrain.core.protocols import Loader
+    from drivetrain.engine.trainer import Trainer
+
+
+@dataclass
+class Evaluation:
+    """The figures of a run's weights on a data set."""
+
+    run: str
+    update: int
+    average: bool  # whether these are the averaged weights
+    metrics: dict[str, float]
+    overrides: list[str]  # what differs from the run's own config
+    world_size: int
+    device: str | None
+
+
+def evaluate(
+    run_dir: Path | str, overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), choice: Choice | None = None
+) -> Evaluation:
+    """Evaluate a finished run, by default on its own test set. Raises UserError.
+
+    Overrides change its config, such as `data=…` or `parallel=ddp`. With the run's own ranks, batches and device the figures are
+    those of training to the last digit; other ones add the same numbers in another order.
+    """
+    choice = choice or Choice()
+    average = ["ema=none"] if choice.average else []  # the averaged weights take the place of the trained ones
+    finished = find("drivetrain evaluate", Path(run_dir), [*average, *overrides], config_dirs, choice)
+    checkpoint = finished.checkpoint
+    finished.job.work = lambda trainer: _restore_and_evaluate(trainer, checkpoint, choice.average)
+    with tempfile.TemporaryDirectory(prefix="drivetrain-evaluate-") as folder:
+        ended = launcher.launch(finished.job, Path(folder), quiet=True)
+    if ended.code:
+        raise UserError(str(ended.result.error).splitlines())
+    result = ended.result
+    return Evaluation(
+        str(run_dir), int(checkpoint.name), choice.average, result.metrics["final"], list(overrides), result.world_size,
+        result.device,
+    )  # fmt: skip
+
+
+def _restore_and_evaluate(trainer: Trainer, checkpoint: Path, average: bool) -> None:
+    """Load the weights, without the state that only training needs, and evaluate them. Called on all ranks."""
+    weights, state = kept.load(checkpoint, trainer.parallel)
+    weights = chosen_weights(checkpoint, weights, state, average)
+    no_optimizer: dict[str, Any] = {"param_groups": [], "state": {}}
+    weights, state = trainer.parallel.shard_state_dict(weights, {**state, "optimizer": no_optimizer})
+    load_weights(trainer.model, weights)
+    trainer.precision.load_state_dict({})  # its own copies of the weights, where it keeps some
+    trainer.batch.load_state_dict(state["batch"])
+    if trainer.ema.active:
+        trainer.ema.load_state_dict(state["ema"])
+    trainer.progress.updates = state["progress"]["updates"]
+    with Rate("samples", None) as rate:  # of this rank's
+        shown = rate if trainer.parallel.world.rank == 0 else lambda _: None
+        evaluator = replace(trainer.evaluator, loader=Counted(trainer.loader, shown))
+        trainer.progress.record_evaluation(evaluator.evaluate(), *trainer.selection)
+
+
+class Counted:
+    """A loader that shows how many samples it has delivered."""
+
+    def __init__(self, loader: Loader, show: Callable[[int], None]) -> None:
+        self._loader, self._show, self._samples = loader, show, 0
+
+    def stream(
+        self, pipeline: Any, requests: Iterable[Request], device: torch.device, memory_format: torch.memory_format
+    ) -> Iterator[MicroBatch]:
+        """Yield the micro-batches of the loader."""
+        for batch in self._loader.stream(pipeline, requests, device, memory_format):
+            self._samples += length(batch.x)
+            self._show(self._samples)
+            yield batch

@@ -1,0 +1,148 @@
+"""A finished run, found again: its config, one of its checkpoints, and the weights in it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from drivetrain.core.errors import UserError
+from drivetrain.core.overrides import format_value, key_of
+from drivetrain.launch.job import Job, is_of_this_user, of_run, recorded_environment, recorded_settings
+from drivetrain.recipe.safe_yaml import printable
+from drivetrain.run.result import Result
+from drivetrain.saving import manifest
+
+if TYPE_CHECKING:
+    import torch
+
+# What only training needs is switched off. The optimizer is not used; sgd keeps no second copy of the weights.
+OFF = (
+    "augment=[]", "checkpointing=none", "clip=none", "compile=none", "debug=none", "logger=[]", "optimizer=sgd",
+    "scheduler=constant", "batch.preallocate=false", "data.drop_last=false",
+)  # fmt: skip
+ONE_PROCESS = "parallel=single"
+
+
+@dataclass
+class Choice:
+    """Which weights of a run to use."""
+
+    update: str | None = None  # a number, "best" or "last"; None: the best where the run kept it, else the last
+    average: bool = False  # the averaged weights, instead of the trained ones
+
+
+@dataclass
+class Finished:
+    """A finished run, and the checkpoint that is chosen."""
+
+    run_dir: Path
+    job: Job  # its config, without what only training needs
+    checkpoint: Path
+    average: bool
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Read the chosen weights, under the model's own names. Raises UserError."""
+        from drivetrain.saving import checkpoint_io
+
+        return chosen_weights(self.checkpoint, *checkpoint_io.load(self.checkpoint), self.average)
+
+
+def find(
+    verb: str, run_dir: Path, overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), choice: Choice | None = None
+) -> Finished:
+    """Find a run and one of its checkpoints. Raises UserError, which tells to type `verb`; imports no torch."""
+    choice = choice or Choice()
+    recorded = recorded_environment(run_dir)
+    given = {key_of(word) for word in overrides}
+    words = [*(word for word in OFF if key_of(word) not in given), *overrides]
+    settings = recorded_settings(recorded, words)
+    own = is_of_this_user(recorded)
+    try:
+        if own:
+            job = of_run(run_dir, words, config_dirs or recorded.get("config_dirs", []), settings)
+        else:  # what a stranger's files say of trust, paths and devices is not taken
+            job = of_run(run_dir, words, config_dirs, {})
+    except UserError as error:
+        raise error if own else _refusal(error, verb, run_dir, settings, recorded, config_dirs) from None
+    job.composed.overrides = list(overrides)
+    job.notices.clear()
+    job.run.parts["model"] = job.run.model.untrained()
+    return Finished(run_dir, job, checkpoint_of(run_dir, choice.update, job.run.saving.keep_best), choice.average)
+
+
+def _refusal(
+    error: UserError,
+    verb: str,
+    run_dir: Path,
+    settings: dict[str, Any],
+    recorded: dict[str, Any],
+    config_dirs: Sequence[str],
+) -> UserError:
+    """The error, and if the run named code of its own, how to allow it."""
+    code = ("trust", "model.target", "data.target", "data.root", "data.path")
+    missing = [f"{key}={format_value(value)}" for key, value in settings.items() if key in code and value]
+    missing += [] if config_dirs else [word for folder in recorded.get("config_dirs") or [] for word in ("--config-dir", folder)]
+    if not missing:
+        return error
+    return UserError(
+        f"{run_dir} was recorded by another user or machine, or has been changed: what it says of code and paths is not taken "
+        f"from its files. If you trust it, say: {printable(shlex.join([*verb.split(), str(run_dir), *missing]))}"
+    )
+
+
+def checkpoint_of(run_dir: Path, update: str | None = None, keeps_best: bool = False) -> Path:
+    """The checkpoint of an update, of the best evaluation, or the newest valid one. Raises UserError."""
+    saved = sorted(int(p.name) for p in manifest.checkpoints(run_dir))
+    if not saved:
+        raise UserError(f"{run_dir} has no checkpoint: name a run's directory, such as outputs/<date>/<time>-<id>")
+    best = _best_update(run_dir)
+    if update == "last" or (update is None and not (keeps_best and best in saved)):
+        found, complaints = manifest.newest_valid(run_dir)
+        if found is None:
+            raise UserError(complaints)
+        return found
+    number = best if update in (None, "best") else int(str(update))
+    chosen = run_dir / "checkpoints" / str(number)
+    if number not in saved:
+        raise UserError(f"{run_dir} has no checkpoint of update {number}: it has those of {', '.join(map(str, saved))}")
+    if (wrong := manifest.verify(chosen)) is not None:
+        raise UserError(f"checkpoint {chosen} {wrong}")
+    return chosen
+
+
+def _best_update(run_dir: Path) -> int:
+    """The update of the best evaluation; -1 where the run had none."""
+    result = Result.read(run_dir)
+    best = (result.metrics.get("best") or {}) if result is not None else {}
+    return int(best.get("update", -1))
+
+
+def chosen_weights(
+    checkpoint: Path, weights: dict[str, torch.Tensor], state: dict[str, Any], average: bool
+) -> dict[str, torch.Tensor]:
+    """A checkpoint's weights, or with `average` the averaged ones, where it has them. Raises UserError."""
+    if not average:
+        return weights
+    if not state["ema"]:
+        raise UserError(f"{checkpoint} has no averaged weights: the run had ema=none")
+    return {**weights, **{n: t.to(weights[n].dtype) for n, t in state["ema"]["tensors"].items()}}
+
+
+def load_weights(model: torch.nn.Module, weights: dict[str, Any]) -> None:
+    """Load weights into a model of the same names and shapes. Raises UserError with the first differences."""
+    own = model.state_dict()
+    wrong = [f"{name} is missing" for name in own if name not in weights]
+    wrong += [f"there is no {name}" for name in weights if name not in own]
+    for name, tensor in weights.items():
+        if name in own and own[name].shape != tensor.shape:
+            wrong.append(f"{name} is {list(tensor.shape)}, and the model wants {list(own[name].shape)}")
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise UserError(
+            f"the run's weights do not fit the model for this data ({'; '.join(wrong[:3])}{more}): give data with inputs of the "
+            "same shape and with the same classes"
+        )
+    model.load_state_dict(weights)

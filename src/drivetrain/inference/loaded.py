@@ -1,0 +1,131 @@
+"""`drivetrain.load`: a finished run's model, its transforms and its classes, in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drivetrain.config import validate as check
+from drivetrain.core.context import BuildContext
+from drivetrain.core.errors import UserError
+from drivetrain.core.targets import DESCRIPTIONS, TargetKind
+from drivetrain.core.trees import Tree
+from drivetrain.core.world import World
+from drivetrain.data.base import Splits
+from drivetrain.engine import build
+from drivetrain.engine.description import describe, recall
+from drivetrain.inference.finished import ONE_PROCESS, Choice, Finished, find, load_weights
+from drivetrain.inference.inputs import Item, of_source
+from drivetrain.inference.predictions import Predictions
+from drivetrain.inference.transforms import Transforms
+from drivetrain.saving import manifest
+
+
+class LoadedRun:
+    """A finished run, ready to predict."""
+
+    def __init__(self, finished: Finished, model: torch.nn.Module, data: Splits, context: BuildContext) -> None:
+        self.run_dir, self.update = finished.run_dir, int(finished.checkpoint.name)
+        self.model = model  # in evaluation mode, on `device`
+        self.device = context.device
+        self.transforms = Transforms(finished.job.run.data, data, context.device, context.memory_format)
+        self.about = manifest.about(finished.checkpoint) or describe(finished.job.run, data)
+        self._run, self._precision, self._data = finished.job.run, context.precision, data
+        self._forward = context.model_call.taking_batches(model)
+
+    @property
+    def classes(self) -> list[str]:
+        """The names of the outputs: classes or labels; their numbers where they have no names."""
+        names = self.about["classes"]
+        return list(names) if names is not None else [str(n) for n in range(self.about["outputs"])]
+
+    @property
+    def kind(self) -> TargetKind:
+        """What the model predicts, as the data's `targets` say it: class, labels, values, tokens, …"""
+        kind: TargetKind = self.about["targets"] or self._run.loss.takes[0]
+        return kind
+
+    def predict(self, x: Any) -> Predictions:
+        """Predict a batch: a tensor or array (n, …) of samples as the data set has them, or paths of image files.
+
+        They are resized, encoded and normalised as the run's own evaluation does it. Raises UserError where they do not fit.
+        """
+        return self.predict_ready(self.transforms(x))
+
+    def predict_ready(self, x: Any) -> Predictions:
+        """Predict a batch that `transforms` has made."""
+        with torch.inference_mode(), self._precision.autocast():
+            output = self._forward(x)
+        return Predictions.of(output, self.kind, self.classes)
+
+    def example(self) -> Tree:
+        """A batch of two zeros, as `transforms` makes it."""
+        return self._data.two_samples(self.device)
+
+    def batch_size(self) -> int:
+        """The number of samples of a batch of the run's own evaluation on one process."""
+        return int(self._run.batch.micro_batch(World()))
+
+    def check_rows(self, split: str | None) -> None:
+        """Raise UserError where the predictions do not fit in the rows of a table."""
+        if self.kind in ("mask", "pair"):
+            raise UserError(
+                f"{self._run.named('data')} has {DESCRIPTIONS[self.kind]}, which does not fit in a row: use drivetrain.load"
+            )
+        if split is not None and self.kind == "tokens":
+            raise UserError(
+                f"--data {split}: {self._run.named('data')} has a target at each token: drivetrain evaluate sums them up"
+            )
+
+    def items_of(self, split: str) -> tuple[Iterator[Item], int]:
+        """The samples of the run's own test or training set, and how many."""
+        data = self._run.data.load(torch.device("cpu"))
+        return of_source(data.test if split == "test" else data.train, split)
+
+    def name_target(self, target: Any) -> Any:
+        """A target of the run's data as text: a class by its name, labels joined by ";", one number as it is."""
+        if target is None:
+            return None
+        if self.kind == "class":
+            return self.classes[target]
+        if self.kind == "labels":
+            return ";".join(name for name, on in zip(self.classes, target, strict=True) if on)
+        return target[0] if isinstance(target, list) and len(target) == 1 else str(target) if isinstance(target, list) else target
+
+    def __repr__(self) -> str:
+        return f"<{type(self.model).__name__} of {self.run_dir}, update {self.update}: {len(self.classes)} outputs>"
+
+
+def load(
+    run_dir: Path | str,
+    overrides: Sequence[str] = (),
+    *,
+    update: int | str | None = None,
+    average: bool = False,
+    config_dirs: Sequence[str] = (),
+) -> LoadedRun:
+    """Load a finished run's model: the best checkpoint where the run kept it (saving=best), else the newest one.
+
+    `update` chooses another one, `average` the averaged weights; overrides change the config, such as `runtime.device=cpu`.
+    Raises UserError.
+    """
+    choice = Choice(None if update is None else str(update), average)
+    return open_run(find("drivetrain predict", Path(run_dir), [ONE_PROCESS, "ema=none", *overrides], config_dirs, choice))
+
+
+def open_run(finished: Finished) -> LoadedRun:
+    """Build the model of a run that was found, and load its weights. Raises UserError."""
+    run = finished.job.run
+    check.validate_device(run)
+    context = BuildContext(run, World(), finished.run_dir, on_exit=ExitStack())
+    about = manifest.about(finished.checkpoint)
+    random = torch.get_rng_state()
+    data = recall(about) if about else run.data.load(torch.device("cpu"))
+    model = build.build_for_inference(context, data)
+    load_weights(model, finished.weights())
+    torch.set_rng_state(random)  # building initialised the weights; the caller's random numbers go on as they were
+    return LoadedRun(finished, model.requires_grad_(False), data, context)

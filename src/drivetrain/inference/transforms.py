@@ -1,0 +1,112 @@
+"""Turns files, arrays and lines of text into what a run's model takes, as the run's own evaluation does it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from drivetrain.core.errors import DataError, UserError
+from drivetrain.core.trees import Tree, concatenate, leaves, map_tensors
+from drivetrain.data import decoding
+from drivetrain.data.base import Data, Splits
+from drivetrain.loader.base import Pipeline, in_memory_format
+
+MAX_PIXELS = 178_956_970  # of an image file, where the data sets no limit: Pillow's own
+
+
+class Transforms:
+    """The transforms of a run: `read_file` and `read_text` give samples as the data set has them, a call makes a batch of them.
+
+    Image files are cropped and resized as the data option of the run does it, or refused where it has images of one size.
+    """
+
+    def __init__(self, option: Data, data: Splits, device: torch.device, memory_format: torch.memory_format) -> None:
+        self._option, self._data, self._memory_format = option, data, memory_format
+        self.device, self.tokens = device, option.tokens is True
+        self.shape = data.shape if data.example is None else None  # None: inputs are several tensors
+        self.normalize = None if data.normalize is None else data.normalize.to(device)
+        self._pipeline = Pipeline(data.test, (), data.normalize, 0, images=data.images).to(device)
+
+    def __call__(self, x: Any) -> Tree:
+        """Return a batch for the model, on its device: normalised, from samples or from paths of files. Raises UserError."""
+        if isinstance(x, str | Path):
+            x = [x]
+        if isinstance(x, list | tuple) and x and isinstance(x[0], str | Path):
+            x = self.stack([self.read_text(str(item)) if self.tokens else self.read_file(Path(item)) for item in x])
+        samples = tree_map(torch.as_tensor, x) if self.shape is None else self.as_samples(torch.as_tensor(x))
+        samples = map_tensors(lambda t: t.to(self.device), samples)
+        return self._pipeline.normalized(in_memory_format(samples, self._memory_format))
+
+    def as_samples(self, x: torch.Tensor, name: str = "the input") -> torch.Tensor:
+        """Return samples (n, …) as the data set has them; a single one becomes a batch. Raises UserError where shapes differ."""
+        if self.shape is None:
+            raise UserError(f"{name} is one tensor, and the inputs of a sample are several: use drivetrain.load in Python")
+        given, wanted = tuple(x.shape), tuple(self.shape)
+        if self.tokens:
+            if x.ndim not in (1, 2) or x.shape[-1] > wanted[0]:
+                raise DataError(f"{name} has the shape {given}, and the model takes (n, up to {wanted[0]}) tokens: cut it")
+            return x.long().reshape(-1, x.shape[-1])
+        if given == wanted:
+            x = x.unsqueeze(0)
+        elif given[1:] != wanted:
+            raise DataError(f"{name} has the shape {_text(given)}, and the model takes {_text(('n', *wanted))}: resize it")
+        return x if x.dtype == torch.uint8 else x.float()
+
+    def read_file(self, path: Path) -> torch.Tensor:
+        """Return the sample that an image file holds. Raises DataError."""
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise DataError(f"{path} {decoding.DAMAGED.format(error.strerror)}") from None
+        if self._option.decodes_images():
+            limit = getattr(self._option, "max_pixels", MAX_PIXELS)
+            return decoding.decode(content, str(path), self.image_shape()[-1], limit)
+        return self._of_exact_size(content, path)
+
+    def _of_exact_size(self, content: bytes, path: Path) -> torch.Tensor:
+        """Return an image of the data's own size, in grey where the data is, its values scaled to those of the data."""
+        import numpy as np
+
+        channels, height, width = self.image_shape()
+        with decoding.open_image(content, str(path)) as image:
+            if image.size != (width, height):
+                raise DataError(
+                    f"{path} has {image.size[0]}×{image.size[1]} pixels, and the model takes {width}×{height}: resize it"
+                )
+            pixels = np.array(image.convert("L") if channels == 1 else decoding.to_rgb(image))
+        x = torch.from_numpy(pixels.reshape(height, width, channels)).permute(2, 0, 1)
+        top = self._option.max_value
+        return x if top in (None, 255.0) else x.float() * (top / 255.0)
+
+    def image_shape(self) -> tuple[int, int, int]:
+        """Return channels, height and width of the model's images. Raises UserError where it does not take any."""
+        if self.shape is None or len(self.shape) != 3 or self.shape[0] not in (1, 3):
+            takes = "several tensors" if self.shape is None else f"inputs of shape {_text(self.shape)}"
+            raise UserError(
+                f"the model takes {takes}, and not image files: give arrays (.npy, .pt), or use drivetrain.load in Python"
+            )
+        channels, height, width = self.shape
+        return channels, height, width
+
+    def read_text(self, line: str) -> torch.Tensor:
+        """Return the tokens of a line of text. Raises DataError."""
+        return self._option.encode(line, self._data)
+
+    def stack(self, samples: Sequence[Tree]) -> Tree:
+        """Return samples as one batch."""
+        return concatenate([map_tensors(lambda t: t.unsqueeze(0), x) for x in samples])
+
+    def groups(self, samples: Iterable[tuple[int, Tree]]) -> list[list[tuple[int, Tree]]]:
+        """Return numbered samples grouped by their shapes, which samples of one batch share."""
+        found: dict[Any, list[tuple[int, Tree]]] = {}
+        for number, x in samples:
+            found.setdefault(tuple(t.shape for t in leaves(x)), []).append((number, x))
+        return list(found.values())
+
+
+def _text(shape: Sequence[Any]) -> str:
+    return f"({', '.join(map(str, shape))})"

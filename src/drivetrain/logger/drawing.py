@@ -1,0 +1,61 @@
+"""Draws samples as one picture: tiles with text below them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, sqrt
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+SIDE, LINE, GAP = 96, 13, 8  # pixels: of a tile at least, of a line of text, between tiles
+CHARACTERS = 16  # of a line
+BLACK, GREEN, RED = (0, 0, 0), (0, 120, 0), (190, 0, 0)
+COLORS = np.array([[0, 0, 0], [255, 80, 80], [80, 200, 80], [90, 140, 255], [255, 200, 60], [200, 90, 220], [70, 210, 210]])
+
+
+@dataclass
+class Tile:
+    """One picture of a grid: pixels (h, w, 3), uint8, and the lines below it with their colours."""
+
+    pixels: np.ndarray
+    lines: list[tuple[str, tuple[int, int, int]]]
+
+
+def pixels(x: np.ndarray, top: float | None) -> np.ndarray:
+    """Return a sample (channels, h, w) as pixels (h, w, 3). `top` is the value of white; None: the largest in the sample."""
+    x = x.astype(np.float64)
+    low, high = (0.0, top) if top is not None else (x.min(), x.max())
+    scaled = (x - low) / max(high - low, 1e-12) * 255
+    return np.broadcast_to(scaled.clip(0, 255).astype(np.uint8).transpose(1, 2, 0), (*x.shape[1:], 3))
+
+
+def with_mask(picture: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """Return pixels (h, w, 3) with the classes of `mask` (h, w) in colours; class 0 and what is ignored stay as they are."""
+    shown = (mask > 0)[..., None]
+    return np.where(shown, (picture * 0.45 + COLORS[mask.clip(0) % len(COLORS)] * 0.55).astype(np.uint8), picture)
+
+
+def grid(tiles: list[Tile]) -> Image.Image:
+    """Draw tiles in rows, in a grid about as high as it is wide."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    font = ImageFont.load_default(11)
+    scale = max(1, SIDE // max(tiles[0].pixels.shape[:2]))  # whole: each pixel becomes a square
+    height, width = (max(tile.pixels.shape[side] for tile in tiles) * scale for side in (0, 1))
+    width, text = max(width, SIDE), LINE * max(len(tile.lines) for tile in tiles)
+    columns = ceil(sqrt(len(tiles)))
+    rows = ceil(len(tiles) / columns)
+    sheet = Image.new("RGB", (columns * (width + GAP) + GAP, rows * (height + text + GAP) + GAP), "white")
+    draw = ImageDraw.Draw(sheet)
+    for number, tile in enumerate(tiles):
+        left, top = GAP + number % columns * (width + GAP), GAP + number // columns * (height + text + GAP)
+        picture = Image.fromarray(np.ascontiguousarray(tile.pixels))
+        sheet.paste(picture.resize((picture.width * scale, picture.height * scale), Image.Resampling.NEAREST), (left, top))
+        for row, (line, color) in enumerate(tile.lines):
+            shown = line if len(line) <= CHARACTERS else f"{line[: CHARACTERS - 1]}…"
+            draw.text((left, top + height + row * LINE), shown, fill=color, font=font)
+    return sheet

@@ -1,0 +1,131 @@
+"""logger=[images]: pictures of training samples and of predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from drivetrain.core.errors import UserError
+from drivetrain.core.lazy import torch
+from drivetrain.core.microbatch import Request
+from drivetrain.core.option import CountOrZero, RunSpec
+from drivetrain.logger.base import Logger
+
+if TYPE_CHECKING:
+    from drivetrain.core.context import BuildContext
+    from drivetrain.logger.drawing import Tile
+
+FOLDER = "images"  # in the run's directory
+
+
+class Images(Logger):
+    """Draw augmented training samples once, and predictions on the first test samples after each evaluation."""
+
+    in_thread = False  # it calls the model
+
+    def __init__(self, samples: CountOrZero = 32, predictions: CountOrZero = 32) -> None:
+        self.samples, self.predictions = samples, predictions
+
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        if run.data.tokens:
+            yield f"logger=images draws images, and {run.named('data')} has sequences of tokens: leave it out"
+        if self.predictions and run.parallel.lockstep_evaluation:
+            yield (
+                f"logger=images predicts on rank 0, and with {run.named('parallel')} each rank holds only a part of the model: "
+                "set logger.images.predictions=0"
+            )
+
+    def setup(self, context: BuildContext) -> None:
+        shape = context.data.shape
+        if not isinstance(shape, tuple | list) or len(shape) != 3 or shape[0] not in (1, 3):
+            raise UserError(
+                f"logger=images draws images of 1 or 3 channels, and samples of {context.run.named('data')} have the shape "
+                f"{shape}: leave it out"
+            )
+        self._context = context
+        self._folder = context.run_dir / FOLDER
+        self._folder.mkdir(exist_ok=True)
+
+    def log(self, record: dict[str, Any]) -> None:
+        first = self._folder / "samples.png"
+        if self.samples and not first.exists():
+            self._show("samples", first, self._training_tiles())
+        if self.predictions and record["event"] == "evaluate":
+            self._show("predictions", self._folder / f"predictions-{record['update']}.png", self._predicted_tiles())
+
+    def _show(self, name: str, path: Path, tiles: list[Tile]) -> None:
+        from drivetrain.logger import drawing
+
+        drawing.grid(tiles).save(path)
+        self._context.log_image(name, path)
+
+    def _training_tiles(self) -> list[Tile]:
+        """The run's first micro-batch, as the model sees it but not normalised."""
+        context, pipeline = self._context, self._context.train_data
+        request = next(
+            context.batch.requests(
+                len(pipeline.source), context.seed, 0, context.parallel.data_world, False,
+                order=getattr(pipeline.source, "order", None),
+            )
+        )  # fmt: skip
+        x, y = pipeline._replace(normalize=None)(request)
+        return [self._tile(*sample) for sample in zip(x[: self.samples], y[: self.samples], strict=True)]
+
+    def _predicted_tiles(self) -> list[Tile]:
+        context, pipeline = self._context, self._context.test_data
+        indices = torch.arange(min(self.predictions, len(pipeline.source)))
+        x, y = pipeline._replace(normalize=None)(Request(0, indices, 1.0))
+        inputs = pipeline.normalized(x).to(context.device, memory_format=context.memory_format)
+        model, precision = context.model, context.precision
+        evaluated_weights = precision.eval_weights(context.run.optimizer, context.optimizer)
+        model.eval()
+        try:
+            with evaluated_weights(), torch.inference_mode(), precision.autocast():
+                outputs = model(inputs).float().cpu()
+        finally:
+            model.train()
+        return [self._tile(*sample) for sample in zip(x, y, outputs, strict=True)]
+
+    def _tile(self, x: torch.Tensor, y: torch.Tensor, output: torch.Tensor | None = None) -> Tile:
+        """A sample with its target and, of a test sample, the prediction below it."""
+        from drivetrain.logger import drawing
+
+        picture = drawing.pixels(x.cpu().numpy(), self._context.run.data.max_value)
+        if y.dim() == 2:  # a mask
+            shown = y if output is None else output.argmax(0)
+            return drawing.Tile(drawing.with_mask(picture, shown.cpu().numpy()), [])
+        lines = [(self._target(y), drawing.BLACK)]
+        if output is not None:
+            said, right = self._prediction(y, output)
+            lines.append((said, drawing.BLACK if right is None else drawing.GREEN if right else drawing.RED))
+        return drawing.Tile(picture, lines)
+
+    def _target(self, y: torch.Tensor) -> str:
+        kind = self._context.run.data.targets
+        if kind == "labels":
+            return self._labels(y > 0.5)
+        if not y.is_floating_point():
+            return ", ".join(self._name(int(v)) for v in y.reshape(-1))
+        if kind == "class":  # probabilities, of two samples that were mixed
+            shares, classes = y.topk(min(2, len(y)))
+            return " + ".join(f"{self._name(int(c))} {s:.0%}" for s, c in zip(shares, classes, strict=True) if s >= 0.005)
+        return ", ".join(f"{v:.3g}" for v in y.reshape(-1).tolist())
+
+    def _prediction(self, y: torch.Tensor, output: torch.Tensor) -> tuple[str, bool | None]:
+        """What the model says of a sample, and whether it is right; None where that is a matter of degree."""
+        kind = self._context.run.data.targets
+        if kind == "labels":
+            found = output > 0
+            return self._labels(found), bool((found == (y > 0.5)).all())
+        if kind == "class" or (kind is None and y.dim() == 0 and not y.is_floating_point()):
+            share, best = output.softmax(0).max(0)
+            return f"{self._name(int(best))} {share:.0%}", bool(best == y)
+        return ", ".join(f"{v:.3g}" for v in output.reshape(-1).tolist()), None
+
+    def _labels(self, found: torch.Tensor) -> str:
+        return ", ".join(self._name(i) for i in found.nonzero().flatten().tolist()) or "none"
+
+    def _name(self, number: int) -> str:
+        names = self._context.data.names
+        return names[number] if names else str(number)

@@ -1,0 +1,51 @@
+"""What the experiment trackers share: the run's name and config, and the tracker's own run, which a resume continues."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from drivetrain.core.files import write_json
+from drivetrain.core.option import RunSpec, needs_extra
+from drivetrain.logger.base import Logger
+
+if TYPE_CHECKING:
+    from drivetrain.core.context import BuildContext
+
+RUNS = "trackers.json"  # in the run's directory: package of the tracker → id of its run
+
+
+@dataclass
+class TrackedRun:
+    """What a tracker is told of a run when it starts."""
+
+    run_dir: Path
+    output_dir: Path  # of all runs
+    name: str
+    config: dict[str, Any]  # by dotted key, without what belongs to this machine
+    id: str | None  # of the tracker's own run, where this one is resumed
+
+
+class Tracker(Logger):
+    """A logger that gives the run to a library which shows the runs of many."""
+
+    package = ""  # the library's; its extra has the same name
+    name: str | None = None  # of the run in the tracker; None: the run's directory
+
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from needs_extra(self.package, self.package, f"logger={self.package}")
+
+    def setup(self, context: BuildContext) -> None:
+        ids = context.run_dir / RUNS
+        known: dict[str, str] = json.loads(ids.read_text()) if ids.exists() else {}
+        output_dir = Path(context.run.values["output_dir"]).expanduser().absolute()
+        name = self.name or "-".join(context.run_dir.absolute().parts[-2:])
+        run = TrackedRun(context.run_dir, output_dir, name, dict(context.config), known.get(self.package))
+        write_json(ids, {**known, self.package: self.open(run)})
+
+    def open(self, run: TrackedRun) -> str:
+        """Start the tracker's run, or continue the one named `run.id`. Returns its id."""
+        raise NotImplementedError

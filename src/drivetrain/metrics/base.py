@@ -1,0 +1,109 @@
+"""The base of every metric: an option that measures by a torchmetrics.Metric, which it makes when it is built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+from drivetrain.core.lazy import torch
+from drivetrain.core.option import Option, RunSpec, needs_extra
+from drivetrain.core.selection import Better
+from drivetrain.core.targets import TargetKind, describe, kind_of
+
+if TYPE_CHECKING:
+    import torchmetrics
+
+    from drivetrain.core.context import BuildContext
+
+DIRECTIONS: dict[str, Better] = {"min": min, "max": max}
+EXTRA = "metrics"  # of drivetrain's package, which brings torchmetrics
+
+
+class Table(TypedDict):
+    """A table that an evaluation gives, as it is written to result.json."""
+
+    rows: list[str]  # their names
+    columns: list[str]
+    values: list[list[float]]  # row by row
+
+
+class Metric(Option):
+    """A metric of an evaluation. `update` takes each batch; `figures` and `table` give the result over all ranks.
+
+    Every sample counts once on any number of ranks: sums and counts are added up in the end, never means.
+    """
+
+    name: str  # of its option, and of its figure
+    takes: tuple[TargetKind, ...]  # the kinds of targets that it can be computed from
+    better: Literal["min", "max"] | None = "max"  # which of two of its values is better; None: neither
+    kind: TargetKind | None = None  # of the run's targets
+
+    @property
+    def directions(self) -> dict[str, Better | None]:
+        """The figures that it gives by name, and which of two values is better."""
+        return {self.name: None if self.better is None else DIRECTIONS[self.better]}
+
+    def see(self, run: RunSpec) -> None:
+        both = [kind for kind in self.takes if kind in run.loss.takes]
+        self.kind = kind_of(run) or (both[0] if len(both) == 1 else None)
+
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from needs_extra("torchmetrics", EXTRA, f"metrics=[{self.name}]")
+        if self.kind is None:
+            yield (
+                f"metrics=[{self.name}] has to know what the targets of {run.named('data')} are, and neither the data nor "
+                f"{run.named('loss')} says it: set data.targets"
+            )
+        elif self.kind not in self.takes:
+            yield (
+                f"metrics=[{self.name}] measures {describe(self.takes)}, but the targets of this run are "
+                f"{describe((self.kind,))}: take it out of metrics; {', '.join(_fitting(self.kind))} would fit"
+            )
+
+    def setup(self, context: BuildContext) -> None:
+        from drivetrain.metrics.states import place
+
+        self.classes, self.names = context.data.classes, context.data.names
+        self.state = place(self.create(context), context.device, context.parallel)
+
+    def create(self, context: BuildContext) -> torchmetrics.Metric:
+        """Make the torchmetrics.Metric that keeps what `prepare` returns."""
+        raise NotImplementedError
+
+    def prepare(self, output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return what the state is updated with, for a batch. Nothing here may wait for the device."""
+        return output, target
+
+    def reset(self) -> None:
+        """Forget the batches so far."""
+        self.state.reset()
+
+    def update(self, output: torch.Tensor, target: torch.Tensor) -> None:
+        """Take a batch: what the model returned, and the targets."""
+        self.state.update(*self.prepare(output, target))
+
+    def result(self) -> tuple[dict[str, float], dict[str, Table]]:
+        """Return the figures and the tables by name, over all ranks. Called on all ranks."""
+        computed = self.state.compute()
+        table = self.table(computed)
+        return self.figures(computed), {} if table is None else {self.name: table}
+
+    def figures(self, computed: Any) -> dict[str, float]:
+        """Return the figures by name, from what the state has computed."""
+        return {self.name: float(computed)}
+
+    def table(self, computed: Any) -> Table | None:
+        """Return the table, from what the state has computed; None: it has none."""
+        return None
+
+    def class_names(self) -> list[str]:
+        """Return the names of the classes or labels: the data's, or their numbers."""
+        return [str(name) for name in self.names or range(self.classes)]
+
+
+def _fitting(kind: TargetKind) -> Sequence[str]:
+    """Return the names of the metrics that are computed from such targets."""
+    options = [Metric]
+    for option in options:
+        options += option.__subclasses__()
+    return sorted({o.name for o in options if "name" in vars(o) and kind in o.takes and not o.__module__.endswith(".own")})

@@ -1,0 +1,102 @@
+"""metrics=[own]: a metric of the user's."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal
+
+from drivetrain.core.errors import UserError
+from drivetrain.core.option import RunSpec, needs_extra
+from drivetrain.core.selection import Better
+from drivetrain.core.targets import DESCRIPTIONS
+from drivetrain.metrics.base import DIRECTIONS, EXTRA, Metric
+
+if TYPE_CHECKING:
+    import torchmetrics
+
+    from drivetrain.core.context import BuildContext
+
+
+class Own(Metric):
+    """The class or function `target` (a dotted name) of a package that is listed in `trust`.
+
+    A torchmetrics.Metric class is made with `kwargs` (and `classes` or `num_classes`, if it has parameters of these names) and
+    updated with (output, target) of each batch. A function is called with the outputs and the targets of the whole test set,
+    and `kwargs`: so it is exact on any number of ranks, and the outputs of the whole set have to fit on the device. Both give a
+    number, or a dict of numbers by name.
+    """
+
+    machine_local_keys = ("target",)
+    name: str | None  # type: ignore[assignment]
+    takes = tuple(DESCRIPTIONS)
+
+    def __init__(
+        self,
+        target: str | None = None,
+        kwargs: dict[str, Any] | None = None,
+        name: str | None = None,
+        better: Literal["min", "max"] | None = None,
+    ) -> None:
+        self.target, self.kwargs = target, kwargs or {}
+        self.name, self.better = name, better
+
+    @property
+    def figure(self) -> str:
+        """The name of its figure, where it gives one number."""
+        return self.name or str(self.target).rpartition(".")[2]
+
+    @property
+    def directions(self) -> dict[str, Better | None]:
+        return {self.figure: None if self.better is None else DIRECTIONS[self.better]}
+
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from needs_extra("torchmetrics", EXTRA, "metrics=[own]")
+        if not self.target:
+            yield "metrics=[own] needs metrics.own.target, the dotted name of your class or function, such as my_pkg.MyMetric"
+        elif (package := self.target.split(".")[0]) not in run.values["trust"]:
+            yield (
+                f"metrics.own.target={self.target} is code that drivetrain does not ship: "
+                f"if you trust it, set trust=[{package}] on the command line"
+            )
+
+    def create(self, context: BuildContext) -> torchmetrics.Metric:
+        import torchmetrics
+
+        from drivetrain.metrics.states import Collected
+
+        target = self._import()
+        self._function: Callable[..., Any] | None = None
+        if not isinstance(target, type):
+            self._function = target
+            return Collected()
+        if not issubclass(target, torchmetrics.Metric):
+            raise UserError(f"metrics.own.target={self.target} is no torchmetrics.Metric: derive from it, or name a function")
+        offered = {"classes": context.data.classes, "num_classes": context.data.classes}
+        parameters = inspect.signature(target).parameters
+        kwargs = {**{k: v for k, v in offered.items() if k in parameters}, **self.kwargs}
+        try:
+            return target(**kwargs)
+        except TypeError as error:
+            raise UserError(f"metrics.own.target={self.target} cannot be built with {sorted(kwargs)}: {error}") from None
+
+    def _import(self) -> Any:
+        module, _, name = str(self.target).rpartition(".")
+        try:
+            target = getattr(import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise UserError(f"metrics.own.target={self.target} cannot be imported: {error}") from None
+        if not callable(target):
+            raise UserError(f"metrics.own.target={self.target} is {type(target).__name__}: name a class or a function")
+        return target
+
+    def figures(self, computed: Any) -> dict[str, float]:
+        value = computed if self._function is None else self._function(*computed, **self.kwargs)
+        found = value if isinstance(value, dict) else {self.figure: value}
+        try:
+            return {str(name): float(number) for name, number in found.items()}
+        except (TypeError, ValueError, RuntimeError):
+            raise UserError(
+                f"metrics.own.target={self.target} gives {type(value).__name__}: it must give a number, or a dict of numbers"
+            ) from None

@@ -1,0 +1,84 @@
+"""The states of metrics as torchmetrics knows them, on the run's device and over its ranks. It imports torchmetrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torchmetrics
+from torchmetrics.utilities.distributed import gather_all_tensors
+
+from drivetrain.core.errors import UserError
+from drivetrain.core.protocols import Strategy
+
+
+def place(state: torchmetrics.Metric, device: torch.device, parallel: Strategy) -> torchmetrics.Metric:
+    """Put a metric on a device, and let its `compute` be over the data-parallel ranks."""
+    several = parallel.data_world.size > 1
+    state.distributed_available_fn = lambda: several
+    state.dist_sync_fn = gather
+    state.process_group = parallel.data_group if several else None
+    return state.to(device)
+
+
+def gather(rows: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+    """Return every rank's tensor. They may have different lengths.
+
+    torchmetrics gives an empty float32 vector for a rank without a batch, which torch cannot gather with the others' tensors.
+    """
+    layouts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(layouts, (tuple(rows.shape), rows.dtype), group=group)
+    filled = [(shape, dtype) for shape, dtype in layouts if 0 not in shape]
+    if filled and not rows.numel():
+        shape, dtype = filled[0]
+        rows = torch.empty((0, *shape[1:]), dtype=dtype, device=rows.device)
+    gathered: list[torch.Tensor] = gather_all_tensors(rows, group)
+    return gathered
+
+
+class Sums(torchmetrics.Metric):
+    """Adds up tensors of one shape."""
+
+    full_state_update = False
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype = torch.int64) -> None:
+        super().__init__()
+        self.sums: torch.Tensor
+        self.add_state("sums", torch.zeros(shape, dtype=dtype), dist_reduce_fx="sum")
+
+    def update(self, sums: torch.Tensor) -> None:
+        """Add a batch's sums."""
+        self.sums += sums
+
+    def compute(self) -> torch.Tensor:
+        """Return the sums in double precision, on the CPU: whatever is computed from them are a few numbers."""
+        return self.sums.cpu().double()
+
+
+class Collected(torchmetrics.Metric):
+    """Keeps all outputs and targets."""
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[torch.Tensor]
+        self.targets: list[torch.Tensor]
+        self.add_state("outputs", [], dist_reduce_fx="cat")
+        self.add_state("targets", [], dist_reduce_fx="cat")
+
+    def update(self, output: torch.Tensor, target: torch.Tensor) -> None:
+        """Keep a batch. Raises UserError where it cannot be joined with the others."""
+        for kept, given in ((self.outputs, output), (self.targets, target)):
+            if not isinstance(given, torch.Tensor) or (kept and kept[-1].shape[1:] != given.shape[1:]):
+                raise UserError(
+                    "metrics=[own]: a function gets the outputs and targets of all samples as two tensors, and here they are no "
+                    "tensors, or differ in shape from batch to batch: name a torchmetrics.Metric class, which gets each batch"
+                )
+        self.outputs.append(output)
+        self.targets.append(target)
+
+    def compute(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the outputs and the targets of all samples."""
+        return torchmetrics.utilities.dim_zero_cat(self.outputs), torchmetrics.utilities.dim_zero_cat(self.targets)

@@ -1,0 +1,97 @@
+"""The end of a run before its last epoch."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from drivetrain.core import selection
+from drivetrain.core.horizon import run_horizon
+from drivetrain.core.option import Count, NonNegative, Option, RunSpec
+
+if TYPE_CHECKING:
+    from drivetrain.core.context import BuildContext
+
+logger = logging.getLogger(__name__)
+
+
+class Stop(Option):
+    """stop=none: the run goes to its end."""
+
+    @property
+    def reason(self) -> str | None:
+        """Why the run has to end now; None: it goes on."""
+        return None
+
+    def evaluated(self, metrics: dict[str, float]) -> None:
+        """Receive the metrics of an evaluation, which are the same on every rank."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state for a resumed run."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load `state_dict()`; it is empty where the run was saved under another option."""
+
+
+class Early(Stop):
+    """Ends the run after `patience` evaluations in a row in which `metric` is not better than before by more than `min_delta`."""
+
+    def __init__(self, patience: Count = 3, min_delta: NonNegative = 0.0, metric: str | None = None) -> None:
+        self.patience, self.min_delta, self.metric = patience, min_delta, metric
+        self._best: float | None = None
+        self._bad = 0  # evaluations without improvement, in a row
+
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from selection.problems(run, "stop.metric", self.metric)
+        if run.values["evaluate_every"] >= run.values["epochs"]:
+            yield (
+                f"{run.named('stop')} looks at evaluations, and evaluate_every={run.values['evaluate_every']} leaves only that "
+                f"at the end of epochs={run.values['epochs']}: lower evaluate_every, or set stop=none"
+            )
+
+    def advise(self, run: RunSpec) -> Iterator[str]:
+        horizon = run_horizon(run)
+        epochs = run.values["epochs"] if horizon is None else horizon.epochs
+        evaluations = math.ceil(epochs / run.values["evaluate_every"])
+        if evaluations <= self.patience + 1:  # the first one is compared with nothing
+            yield (
+                f"stop.patience={self.patience} and {evaluations} evaluations in all: the run cannot end earlier; "
+                "lower stop.patience or evaluate_every, or train longer"
+            )
+        if not run.scheduler.constant and not run.scheduler.follows_evaluations:
+            yield (
+                f"{run.named('stop')} may end the run before {run.named('scheduler')} has brought the learning rate to its end, "
+                "where most of the gain often is: scheduler=constant and scheduler=plateau do not depend on the run's length"
+            )
+
+    def setup(self, context: BuildContext) -> None:
+        chosen = selection.selected(context.run)
+        self._name = self.metric or chosen.name
+        self._better = selection.evaluated(context.run)[self._name] or chosen.better
+
+    @property
+    def reason(self) -> str | None:
+        if self._bad < self.patience or self._best is None:
+            return None
+        by = f" by more than {self.min_delta:g}" if self.min_delta else ""
+        times = "evaluation" if self._bad == 1 else f"{self._bad} evaluations"
+        return f"stop=early: {self._name} has not improved{by} in the last {times} (best: {self._best:.6g})"
+
+    def evaluated(self, metrics: dict[str, float]) -> None:
+        value = metrics[self._name]
+        change = math.inf if self._best is None else (value - self._best) * (1 if self._better(0.0, 1.0) else -1)
+        if change > self.min_delta:
+            self._best, self._bad = value, 0
+        else:
+            self._bad += 1
+        if self.reason is not None:
+            logger.info("%s", self.reason)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self._best, "bad": self._bad}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._best, self._bad = state.get("best"), state.get("bad", 0)

@@ -1,0 +1,35 @@
+"""Finished runs for the tests of this folder, each trained once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """`finished(*words)`: the result of a run with these words."""
+    import drivetrain
+
+    results: dict[tuple[str, ...], Any] = {}
+
+    def trained(*words: str) -> Any:
+        if words not in results:
+            place = Path(tmp_path_factory.getbasetemp()) / "finished" / str(len(results))
+            before = os.getcwd()
+            results[words] = drivetrain.train([f"output_dir={place}", "logger=[]", *words])
+            os.chdir(before)
+            assert results[words].status == "completed", results[words].error
+        return results[words]
+
+    return trained
+
+
+@pytest.fixture(scope="session")
+def digits(finished: Callable[..., Any]) -> Any:
+    """A small network on the digits, with averaged weights."""
+    return finished("model=mlp", "model.hidden=[32]", "epochs=2", "ema=ema")

@@ -1,0 +1,123 @@
+"""`drivetrain evaluate` gives the figures of training: on one process, on ranks, of any checkpoint, on other data."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from drivetrain.cli import main
+from drivetrain.core.errors import UserError
+from drivetrain.inference.evaluation import evaluate
+from drivetrain.inference.finished import Choice
+from tests.support.command import run
+
+
+def test_the_figures_are_those_of_training(digits, tmp_path, capsys):
+    """All of them, with those of the averaged weights, to the last digit, in JSON too."""
+    out = tmp_path / "figures" / "e.json"
+    assert main.main(["evaluate", str(digits.run_dir), "--out", str(out)]) == 0
+    written = json.loads(out.read_text())
+    assert written["metrics"] == digits.metrics["final"]
+    assert set(written["metrics"]) == {"loss", "accuracy", "ema_loss", "ema_accuracy"}
+    assert written["update"] == digits.updates
+    assert f"{digits.metrics['final']['accuracy']:.6g}" in capsys.readouterr().out
+
+
+def test_it_leaves_the_run_as_it_was(digits):
+    files = {path: path.stat().st_mtime_ns for path in digits.run_dir.rglob("*")}
+    evaluate(digits.run_dir)
+    assert {path: path.stat().st_mtime_ns for path in digits.run_dir.rglob("*")} == files
+
+
+def test_averaged_weights(digits):
+    found = evaluate(digits.run_dir, choice=Choice(average=True)).metrics
+    assert found == {name: digits.metrics["final"][f"ema_{name}"] for name in ("loss", "accuracy")}
+
+
+@pytest.mark.parametrize("words", [("optimizer=schedulefree",), ("precision=bf16_pure",), ("batch=accumulate", "precision=bf16")])
+def test_what_training_does_to_weights_is_undone(finished, words):
+    """Weights that the optimizer or the precision keeps in two forms are evaluated in the one that training evaluated."""
+    result = finished("model=mlp", "model.hidden=[32]", "epochs=1", "scheduler=constant", *words)
+    assert evaluate(result.run_dir).metrics == result.metrics["final"]
+
+
+def test_the_best_checkpoint_is_the_default_where_it_was_kept(finished):
+    words = ("model=mlp", "model.hidden=[32]", "epochs=3", "saving.keep=1", "scheduler=constant", "optimizer.lr=1.0")
+    result = finished(*words, "saving=best")
+    best = {name: value for name, value in result.metrics["best"].items() if name != "update"}
+    found = evaluate(result.run_dir)
+    assert (found.update, found.metrics) == (result.metrics["best"]["update"], best)
+    assert evaluate(result.run_dir, choice=Choice("last")).metrics == result.metrics["final"]
+    assert found.update != result.updates, "the test shows nothing where the last one is the best"
+
+
+def test_other_data(digits, finished):
+    """A set of another split gives another figure; one that does not fit is refused by the names of the weights."""
+    other = evaluate(digits.run_dir, ["data.holdout=0.5"])
+    assert other.metrics != digits.metrics["final"]
+    with pytest.raises(UserError, match=r"head\.weight is \[10, 32\], and the model wants \[4, 32\]"):
+        evaluate(digits.run_dir, ["data=synthetic", "data.shape=[1,8,8]", "data.classes=4"])
+
+
+def test_two_ranks(tmp_path):
+    """A run of two ranks is evaluated by two to the last digit, also from sharded checkpoints; by one to rounding."""
+    words = ("model=mlp", "model.hidden=[32]", "epochs=1", "parallel=fsdp", "parallel.nproc=2", "saving.sharded=true", "ema=ema")
+    assert run("train", "-q", *words, "output_dir=out", cwd=tmp_path).code == 0
+    (run_dir,) = (p.parent for p in tmp_path.glob("out/*/*/result.json"))
+    trained = json.loads((run_dir / "result.json").read_text())["metrics"]["final"]
+    found = {}
+    for name, more in (("two", ()), ("one", ("parallel=single",)), ("average", ("average=true",))):
+        done = run("evaluate", str(run_dir), "--out", f"{name}.json", *more, cwd=tmp_path)
+        assert done.code == 0, done
+        found[name] = json.loads((tmp_path / f"{name}.json").read_text())
+    assert found["two"]["metrics"] == trained
+    assert (found["two"]["world_size"], found["one"]["world_size"]) == (2, 1)
+    assert found["average"]["metrics"] == {name: trained[f"ema_{name}"] for name in ("loss", "accuracy")}
+    assert found["one"]["metrics"] == pytest.approx(trained, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["nowhere"], "nowhere is no run's directory"),
+        (["RUN", "update=7"], "no checkpoint of update 7"),
+        (["RUN", "update=newest"], "update=newest: say update=N"),
+        (["RUN", "data=digit"], "did you mean 'digits'"),
+        (["RUN", "average=true", "update=best", "extra"], "takes one run"),
+        ([], "drivetrain evaluate RUN"),
+    ],
+)
+def test_bad_words(words, says, digits, capsys):
+    code = main.main(["evaluate", *(str(digits.run_dir) if word == "RUN" else word for word in words)])
+    told = capsys.readouterr()
+    assert says in told.err + told.out
+    assert code == (2 if words else 0)
+    assert len(told.err.splitlines()) == (1 if words else 0)
+
+
+def test_a_run_without_averages(finished):
+    result = finished("model=mlp", "model.hidden=[32]", "epochs=1", "scheduler=constant", "precision=bf16_pure")
+    with pytest.raises(UserError, match="no averaged weights: the run had ema=none"):
+        evaluate(result.run_dir, choice=Choice(average=True))
+
+
+def test_a_strangers_run_names_no_code(finished, tmp_path, monkeypatch):
+    """Code of a run that somebody else recorded is not imported; one message gives the command that allows it."""
+    (tmp_path / "nets.py").write_text(
+        "from drivetrain.model.mlp import Mlp\ndef net(shape, classes):\n    return Mlp(shape, classes, [8], 0.0)\n"
+    )
+    words = ("model=own", "model.target=nets.net", "trust=[nets]", "epochs=1")
+    result = finished(*words)
+    assert evaluate(result.run_dir).metrics == result.metrics["final"], "an own run needs no word"
+    copy = shutil.copytree(result.run_dir, tmp_path / "copy")
+    file = copy / "environment.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "signature": "another"}))
+    with pytest.raises(UserError, match="If you trust it, say: drivetrain evaluate") as refused:
+        evaluate(copy)
+    (line,) = refused.value.problems
+    assert "'trust=[nets]'" in line
+    assert "nets.net" in line
+    allowed = evaluate(copy, ["trust=[nets]", "model.target=nets.net"])
+    assert allowed.metrics == result.metrics["final"]

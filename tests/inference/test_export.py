@@ -1,0 +1,175 @@
+"""Exported files: alone, in plain torch or onnxruntime, they give the model's output; and so the page that shows how."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+
+import drivetrain
+from drivetrain.cli import main
+from drivetrain.core.errors import UserError
+from drivetrain.inference import export
+from tests.support.command import ROOT
+
+PAGE = ROOT / "docs" / "export.md"
+RESNET = ("model=resnet9", "model.width=4", "epochs=1", "surgery=[channels_last]")
+GPT = (
+    "data=stdlib", "data.max_files=20", "data.test_samples=4", "data.length=16", "model=gpt", "model.width=16", "model.depth=1",
+    "model.heads=2", "loss=next_token", "updates=2", "scheduler=constant",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def samples() -> torch.Tensor:
+    from sklearn.datasets import load_digits
+
+    return torch.from_numpy(load_digits().images[:7, None]).float()
+
+
+def read(path: Path, kind: str):
+    """The exported model as plain torch, or onnxruntime, runs it; and its metadata."""
+    if kind == "onnx":
+        import onnxruntime
+
+        session = onnxruntime.InferenceSession(str(path))
+        about = session.get_modelmeta().custom_metadata_map["drivetrain"]
+        return lambda x: torch.from_numpy(session.run(None, {"input": x.numpy()})[0]), json.loads(about)
+    files = {"drivetrain": ""}
+    if kind == "torch.export":
+        program = torch.export.load(path, extra_files=files)
+        return program.module(), json.loads(files["drivetrain"])
+    module = torch.jit.load(path, _extra_files=files)
+    return module, json.loads(files["drivetrain"])
+
+
+PLAIN, WHOLE = "plain", "whole"  # normalised inputs; those of the data set
+SLOW = [pytest.param(kind, form, marks=pytest.mark.slow) for kind, form in (("torch.export", WHOLE), ("onnx", PLAIN))]
+
+
+@pytest.mark.parametrize(
+    ("kind", "form"), [("torch.export", PLAIN), ("onnx", WHOLE), ("torchscript", PLAIN), ("torchscript", WHOLE), *SLOW]
+)
+def test_convolutions(kind, form, finished, tmp_path, samples, capsys):
+    """BatchNorm and convolutions, for any batch size, with and without the normalisation."""
+    run = drivetrain.load(finished(*RESNET).run_dir)
+    expected = run.predict(samples).output
+    path, words = tmp_path / f"model{export.SUFFIX[kind]}", ["--with-normalize"] * (form == WHOLE)
+    assert main.main(["export", str(run.run_dir), str(path), "--format", kind, *words]) == 0
+    assert "its output is the model's to" in capsys.readouterr().out
+    model, about = read(path, kind)
+    mean, std = (torch.tensor(about["normalize"][key]).view(-1, 1, 1) for key in ("mean", "std"))
+    given = samples if words else (samples - mean) / std
+    with torch.no_grad():
+        torch.testing.assert_close(model(given), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(model(given[:1]), expected[:1], rtol=1e-5, atol=1e-5)
+    assert (about["shape"], about["outputs"], about["model"]["option"]) == ([1, 8, 8], 10, "resnet9")
+    assert about["input"].startswith("values as the data set has them" if words else "normalised")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["onnx", "torch.export"])
+def test_attention(kind, finished, tmp_path):
+    """A transformer over tokens."""
+    run = drivetrain.load(finished(*GPT).run_dir)
+    path = tmp_path / f"model{export.SUFFIX[kind]}"
+    assert main.main(["export", str(run.run_dir), str(path), "--format", kind]) == 0
+    tokens = torch.randint(257, (3, 16), generator=torch.Generator().manual_seed(1))
+    model, about = read(path, kind)
+    torch.testing.assert_close(model(tokens), run.predict(tokens).output, rtol=1e-5, atol=1e-5)
+    assert (about["dtype"], about["input"]) == ("int64", "tokens, int64")
+
+
+def test_weights_say_what_they_need(digits, tmp_path):
+    """An exported file, and the checkpoint's own file of weights, say what is needed to use them alone."""
+    path = tmp_path / "w.safetensors"
+    assert main.main(["export", str(digits.run_dir), str(path)]) == 0
+    checkpoint = digits.run_dir / "checkpoints" / str(digits.updates)
+    for file in (path, checkpoint / "model.safetensors"):
+        with safetensors.safe_open(file, "pt") as opened:
+            about = json.loads(opened.metadata()["drivetrain"])
+            assert about["shape"] == [1, 8, 8]
+            assert about["model"] == {"option": "mlp", "hidden": [32], "dropout": 0.0}
+            assert len(about["normalize"]["mean"]) == 1
+    assert json.loads((checkpoint / "manifest.json").read_text())["about"]["outputs"] == 10
+
+
+def test_a_file_that_gives_another_output_is_not_kept(digits, tmp_path, monkeypatch):
+    read_as_before = export._read_torchscript
+    monkeypatch.setattr(export, "_read_torchscript", lambda path: lambda x: read_as_before(path)(x) + 0.001)
+    path = tmp_path / "m.ts"
+    assert main.main(["export", str(digits.run_dir), str(path), "--format", "torchscript"]) == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_an_exporter_cannot_express(finished, tmp_path, monkeypatch, capsys):
+    """One line, and no file."""
+    (tmp_path / "odd_nets.py").write_text(
+        "import torch\n"
+        "class Odd(torch.nn.Linear):\n"
+        "    def __init__(self, shape, classes):\n        super().__init__(64, classes)\n"
+        "    def forward(self, x):\n"
+        "        x = x.flatten(1)\n"
+        "        return super().forward(x if float(x.detach().sum()) > 1e9 else x * 2)\n"
+    )
+    result = finished("model=own", "model.target=odd_nets.Odd", "trust=[odd_nets]", "updates=2", "scheduler=constant")
+    capsys.readouterr()
+    path = tmp_path / "m.pt2"
+    assert main.main(["export", str(result.run_dir), str(path), "--format", "torch.export"]) == 2
+    error = capsys.readouterr().err
+    assert "--format torch.export cannot express this model" in error
+    assert len(error.splitlines()) == 1
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--format", "tflite"], "--format tflite: there is safetensors, torch.export, onnx, torchscript"),
+        (["--with-normalize"], "safetensors holds weights"),
+        (["a", "b"], "needs a run's directory, and perhaps a file"),
+        (["update=3"], "no checkpoint of update 3"),
+        (["average=maybe"], "average=maybe: say"),
+    ],
+)
+def test_bad_words(words, says, digits, capsys):
+    assert main.main(["export", str(digits.run_dir), *words]) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert len(error.splitlines()) == 1
+
+
+def test_sharded_checkpoints_are_one_file(finished, tmp_path):
+    words = ("model=mlp", "model.hidden=[8]", "epochs=1")
+    whole, parts = finished(*words), finished(*words, "saving.sharded=true")
+    for run in (whole, parts):
+        assert main.main(["export", str(run.run_dir), str(tmp_path / f"{run is whole}.safetensors")]) == 0
+    a, b = (safetensors.torch.load_file(tmp_path / f"{whole_one}.safetensors") for whole_one in (True, False))
+    torch.testing.assert_close(a, b, rtol=0, atol=0)
+    x = torch.rand(4, 1, 8, 8)
+    torch.testing.assert_close(*(drivetrain.load(run.run_dir).predict(x).output for run in (whole, parts)), rtol=0, atol=0)
+
+
+def test_the_page_is_right(digits, samples, tmp_path, monkeypatch):
+    """Every example of docs/export.md is run as it stands, on a run that was exported in each format."""
+    monkeypatch.chdir(tmp_path)
+    for kind in export.FORMATS:
+        assert main.main(["export", str(digits.run_dir), f"model{export.SUFFIX[kind]}", "--format", kind]) == 0
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert len(blocks) == 5
+    run = drivetrain.load(digits.run_dir)
+    expected = run.predict(samples).output
+    for block in blocks:
+        names = {"x": run.transforms(samples), "raw": samples, "RUN": str(digits.run_dir)}
+        exec(block.replace("hidden=[256, 256]", "hidden=[32]"), names)
+        torch.testing.assert_close(torch.as_tensor(names["output"]).detach(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_an_export_needs_a_run(tmp_path):
+    with pytest.raises(UserError, match="is no run's directory"):
+        drivetrain.load(tmp_path)

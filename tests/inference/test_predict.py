@@ -1,0 +1,214 @@
+"""`drivetrain predict`: the same answers as the evaluation, a row for each input, in order, and what is refused."""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import drivetrain
+from drivetrain.cli import completion, main
+from drivetrain.core.errors import DataError
+from drivetrain.inference.inputs import Item, read_in_batches
+
+
+def rows(file: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(file.open(encoding="utf-8")))
+
+
+def predict(result, *words: object) -> int:
+    return main.main(["predict", str(result.run_dir), *map(str, words)])
+
+
+@pytest.fixture(scope="module")
+def images() -> np.ndarray:
+    from sklearn.datasets import load_digits
+
+    found: np.ndarray = load_digits().images[:6, None].astype("float32")
+    return found
+
+
+def test_the_test_set_has_the_accuracy_of_the_evaluation(digits, tmp_path, capsys):
+    assert predict(digits, "--data", "test", "--out", tmp_path / "p.csv") == 0
+    found = rows(tmp_path / "p.csv")
+    right = sum(row["label"] == row["target"] for row in found)
+    assert right / len(found) == digits.metrics["final"]["accuracy"]
+    assert [row["input"] for row in found] == [f"test[{n}]" for n in range(len(found))]
+    assert all(float(row["probability"]) == max(float(row[f"p_{c}"]) for c in range(10)) for row in found)
+    assert "359 predictions" in capsys.readouterr().err
+
+
+def test_formats(digits, tmp_path, images):
+    """JSON lines and Parquet hold what CSV does, and standard output is CSV."""
+    from pyarrow import parquet
+
+    np.save(tmp_path / "x.npy", images)
+    for kind in ("csv", "jsonl", "parquet"):
+        assert predict(digits, tmp_path / "x.npy", "--batch", 4, "--out", tmp_path / f"p.{kind}") == 0
+    lines = [json.loads(line) for line in (tmp_path / "p.jsonl").read_text().splitlines()]
+    assert parquet.read_table(tmp_path / "p.parquet").to_pylist() == lines
+    assert [{k: "" if v is None else str(v) for k, v in line.items()} for line in lines] == rows(tmp_path / "p.csv")
+    assert not list(tmp_path.glob(".*")), "temporary files are gone"
+
+
+def test_arrays(digits, tmp_path, images):
+    """The same samples in any file give the same predictions, those of drivetrain.load."""
+    np.save(tmp_path / "a.npy", images)
+    np.savez(tmp_path / "b.npz", x=images, y=np.zeros(6))
+    torch.save(torch.from_numpy(images), tmp_path / "c.pt")
+    np.save(tmp_path / "d.npy", images[0])
+    files = [tmp_path / name for name in ("a.npy", "b.npz", "c.pt", "d.npy")]
+    assert predict(digits, *files, "--out", tmp_path / "p.csv") == 0
+    found = rows(tmp_path / "p.csv")
+    expected = drivetrain.load(digits.run_dir).predict(images)
+    assert [row["label"] for row in found] == [*expected.labels * 3, expected.labels[0]]
+    assert [row["input"] for row in found][5:8] == [f"{files[0]}[5]", f"{files[1]}[0]", f"{files[1]}[1]"]
+    assert expected.probabilities is not None
+    torch.testing.assert_close(torch.tensor([float(row["p_3"]) for row in found[:6]]), expected.probabilities[:, 3])
+
+
+def test_a_folder_of_images_with_a_broken_one(digits, tmp_path, images, capsys):
+    """In the order of the paths; what cannot be read says why in its row, and the exit code says so."""
+    folder = tmp_path / "folder"
+    (folder / "more").mkdir(parents=True)
+    for n, image in enumerate(images):
+        pixels = (image[0] * (255 / 16)).round().astype("uint8")
+        Image.fromarray(pixels).save(folder / ("more" if n > 3 else "") / f"{n}.png")
+    (folder / "2.png").write_bytes(b"no image")
+    Image.new("RGB", (20, 30)).save(folder / "9.png")
+    (folder / "readme.txt").write_text("not read")
+    assert predict(digits, folder, "--batch", 3, "--out", tmp_path / "p.csv") == 1
+    found = rows(tmp_path / "p.csv")
+    assert [Path(row["input"]).name for row in found] == ["0.png", "1.png", "2.png", "3.png", "9.png", "4.png", "5.png"]
+    assert [row["error"] != "" for row in found] == [False, False, True, False, True, False, False]
+    assert "2.png cannot be read as an image" in found[2]["error"]
+    assert "9.png has 20×30 pixels, and the model takes 8×8" in found[4]["error"]
+    assert found[2]["label"] == found[2]["p_0"] == ""
+    expected = drivetrain.load(digits.run_dir).predict(images)
+    assert [row["label"] for row in found if not row["error"]] == [expected.labels[n] for n in (0, 1, 3, 4, 5)]
+    assert "2 inputs could not be read" in capsys.readouterr().err
+
+
+def test_image_files_as_the_run_reads_its_own(finished, tmp_path):
+    """Photographs of any size are cropped, resized and normalised as the evaluation does it: the same numbers."""
+    random = np.random.default_rng(0)
+    for n, (split, name) in enumerate(itertools.product(("train", "val"), ("cat", "dog"))):
+        folder = tmp_path / "photos" / split / name
+        folder.mkdir(parents=True)
+        for m in range(3):
+            pixels = random.integers(0, 256, (20 + m, 30 + n, 3), dtype="uint8")
+            Image.fromarray(pixels).save(folder / f"{m}.{'jpg' if m else 'png'}")
+    data = ("data=imagefolder", f"data.root={tmp_path}/photos", "data.size=16")
+    result = finished(*data, "model=mlp", "model.hidden=[8]", "batch.global_batch=3", "updates=2", "scheduler=constant")
+    assert predict(result, "--data", "test", "--out", tmp_path / "a.csv") == 0
+    assert predict(result, tmp_path / "photos" / "val", "--out", tmp_path / "b.csv") == 0
+    a, b = rows(tmp_path / "a.csv"), rows(tmp_path / "b.csv")
+    assert [{k: v for k, v in row.items() if k != "target"} for row in a] == b
+    assert {row["target"] for row in a} == {"cat", "dog"}
+    assert {"p_cat", "p_dog"} < set(b[0])
+
+
+def test_lines(digits, finished, tmp_path, images, capsys, monkeypatch):
+    """`-` reads paths, or texts where the run reads text."""
+    pixels = (images[0, 0] * (255 / 16)).round().astype("uint8")
+    Image.fromarray(pixels).save(tmp_path / "one.png")
+    monkeypatch.setattr("sys.stdin", io.StringIO("one.png\nnone.png\n"))
+    assert predict(digits, "-") == 1
+    one, none = csv.DictReader(io.StringIO(capsys.readouterr().out))
+    assert (one["input"], one["label"], one["error"]) == ("one.png", "0", "")
+    assert "none.png cannot be read" in none["error"]
+    words = ("data=stdlib", "data.max_files=20", "data.test_samples=4", "data.length=16", "model=gpt", "model.width=16")
+    text = finished(*words, "model.depth=1", "model.heads=2", "loss=next_token", "updates=2", "scheduler=constant")
+    capsys.readouterr()
+    monkeypatch.setattr("sys.stdin", io.StringIO("import os\n\nimport a very long line of text\n"))
+    assert predict(text, "-") == 0
+    found = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [row["input"] for row in found] == ["import os", "", "import a very long line of text"]
+    assert all(0 <= int(row["label"]) < 257 for row in found)
+    assert predict(text, tmp_path / "one.png") == 2
+    assert "this run reads text" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["RUN"], "needs either inputs"),
+        (["RUN", "x.npy", "--data", "test"], "needs either inputs"),
+        (["RUN", "none.png", "x.npy"], "none.png: there is no such file"),
+        (["RUN", "wide.npy"], "wide.npy has the shape (2, 1, 9, 9), and the model takes (n, 1, 8, 8)"),
+        (["RUN", "broken.npy"], "broken.npy cannot be read as an array"),
+        (["RUN", "several.npz"], "it holds the arrays a, b: name the inputs 'x'"),
+        (["RUN", "empty"], "empty holds no image and no array"),
+        (["RUN", "-", "x.npy"], "give it alone"),
+        (["RUN", "x.npy", "--out", "p.xlsx"], "must end in .csv, .jsonl or .parquet"),
+        (["RUN", "x.npy", "--batch", "0"], "--batch 0"),
+        (["x.npy"], "needs either inputs"),
+        (["nowhere", "x.npy"], "nowhere is no run's directory"),
+    ],
+)
+def test_what_is_refused_before_anything_begins(words, says, digits, tmp_path, images, capsys):
+    np.save(tmp_path / "x.npy", images)
+    np.save(tmp_path / "wide.npy", np.zeros((2, 1, 9, 9), dtype="float32"))
+    np.savez(tmp_path / "several.npz", a=images, b=images)
+    (tmp_path / "broken.npy").write_bytes(b"\x93NUMPY no")
+    (tmp_path / "empty").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    assert main.main(["predict", *(str(digits.run_dir) if word == "RUN" else word for word in words)]) == 2
+    told = capsys.readouterr()
+    assert says in told.err
+    assert (told.out, len(told.err.splitlines())) == ("", 1)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_file_that_was_half_written_is_not_left(digits, tmp_path, images, monkeypatch):
+    np.save(tmp_path / "x.npy", images)
+    monkeypatch.setattr("drivetrain.inference.predict._row", lambda *_: 1 / 0)
+    assert predict(digits, tmp_path / "x.npy", "--out", tmp_path / "p.csv") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.npy"]
+
+
+def test_memory_is_bounded_and_order_kept():
+    """At most two batches are read ahead of what is used, however long the input, whichever read takes longest."""
+    begun = 0
+
+    def items():
+        nonlocal begun
+        for n in itertools.count():
+            begun += 1
+            yield Item(str(n), lambda n=n: slow(n))
+
+    def slow(n: int) -> torch.Tensor:
+        time.sleep(0.002 * (n % 3 == 0))
+        if n == 5:
+            raise DataError("five is broken")
+        return torch.tensor([n])
+
+    seen = []
+    for batch in itertools.islice(read_in_batches(items(), 4), 5):
+        seen += batch
+        assert begun <= len(seen) + 8
+    assert [read.name for read in seen] == [str(n) for n in range(20)]
+    assert [int(read.x) for read in seen if read.x is not None] == [n for n in range(20) if n != 5]
+    assert seen[5].error == "five is broken"
+
+
+def test_help_and_completion(tmp_path, capsys):
+    """Of the runs, and of what follows."""
+    assert main.main(["predict", "--help"]) == 0
+    assert "--data test" in capsys.readouterr().out
+    place = tmp_path / "outputs" / "2026-11-21" / "one"
+    place.mkdir(parents=True)
+    (place / "environment.json").write_text("{}")
+    assert completion.candidates(["drivetrain predict "]) == ["outputs/2026-11-21/one"]
+    assert "--data" in completion.candidates([f"drivetrain predict {place} --"])
+    assert "update=best" in completion.candidates([f"drivetrain evaluate {place} up"])
+    assert "data=imagefolder" in completion.candidates([f"drivetrain evaluate {place} data=im"])
+    assert "--format" in completion.candidates([f"drivetrain export {place} --"])

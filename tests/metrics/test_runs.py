@@ -1,0 +1,242 @@
+"""Metrics in runs: which are reported, on any number of ranks, and which one ranks models."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from sklearn import metrics as sk
+
+import drivetrain
+from drivetrain.core.errors import Diverged, UserError
+from drivetrain.core.microbatch import Request
+from drivetrain.launch import launcher
+from drivetrain.run import reader
+
+OWN = '''
+"""Somebody's own metrics."""
+import torch
+import torchmetrics
+
+class Right(torchmetrics.Metric):
+    def __init__(self, num_classes, factor=1):
+        super().__init__()
+        self.factor = factor * num_classes
+        self.add_state("right", torch.tensor(0.0), dist_reduce_fx="sum")
+
+    def update(self, output, target):
+        self.right += (output.argmax(1) == target).sum()
+
+    def compute(self):
+        return {"right": self.right, "scaled": self.right * self.factor}
+
+def worst(output, target):
+    """What no mean of batches is."""
+    return torch.nn.functional.cross_entropy(output, target, reduction="none").max()
+
+def words(output, target):
+    return "many"
+
+class Other:
+    pass
+
+number = 3
+'''
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    (tmp_path / "my_metrics.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    return lambda target, *more: ["metrics=[own]", f"metrics.own.target=my_metrics.{target}", "trust=[my_metrics]", *more]
+
+
+def outputs_of(trainer) -> tuple[torch.Tensor, torch.Tensor]:
+    """The model's outputs for the test set, and its targets."""
+    data = trainer.evaluator.data
+    x, y = data(Request(0, torch.arange(len(data.source)), 1.0))
+    trainer.model.eval()
+    with torch.inference_mode():
+        return trainer.model(x), y
+
+
+def test_on_the_digits_they_are_scikit_learns(make):
+    words = ["data=digits", "epochs=3", "updates=null", "optimizer.lr=0.1"]
+    trainer = make(*words, "metrics=[accuracy,f1,precision,recall,auroc,average_precision,confusion_matrix]", "ema=ema")
+    trainer.fit()
+    output, target = outputs_of(trainer)
+    predicted, probabilities = output.argmax(1), output.softmax(1)
+    final = trainer.progress.final
+    assert 0.5 < final["accuracy"] < 1
+    expected = {
+        "accuracy": sk.accuracy_score(target, predicted),
+        "f1": sk.f1_score(target, predicted, average="macro"),
+        "precision": sk.precision_score(target, predicted, average="macro", zero_division=0),
+        "recall": sk.recall_score(target, predicted, average="macro"),
+        "auroc": sk.roc_auc_score(target, probabilities, multi_class="ovr"),
+        "average_precision": sk.average_precision_score(torch.nn.functional.one_hot(target), probabilities),
+    }
+    assert {name: final[name] for name in expected} == pytest.approx(expected, abs=1e-6)
+    assert trainer.progress.tables["confusion_matrix"]["values"] == sk.confusion_matrix(target, predicted).tolist()
+    with trainer.ema.swapped():
+        averaged = outputs_of(trainer)[0].argmax(1)
+    assert final["ema_f1"] == pytest.approx(sk.f1_score(target, averaged, average="macro"), abs=1e-12)
+    assert final["ema_f1"] != final["f1"]
+    assert set(trainer.progress.tables) == {"confusion_matrix", "ema_confusion_matrix"}
+
+
+def test_three_ranks_give_the_figures_of_one_also_if_one_has_no_batch(train, own):
+    words = ["data.test_samples=8", "updates=1", "optimizer.lr=1e-30", "metrics.own.kwargs={}", "saving=none"]
+    words += [w.replace("[own]", "[own,f1,auroc,calibration_error,confusion_matrix]") for w in own("worst")]
+    one = train(*words)
+    three = train(*words, "parallel=ddp", "parallel.nproc=3")
+    assert three.status == "completed", three.error
+    assert len(one.metrics["final"]) == 6
+    assert three.metrics["final"] == pytest.approx(one.metrics["final"], abs=1e-6)
+    assert three.tables == one.tables
+    assert sum(map(sum, one.tables["final"]["confusion_matrix"]["values"])) == 8
+
+
+def test_a_batch_that_only_fills_up_does_not_count(make, monkeypatch):
+    trainer = make("metrics=[f1,auroc,confusion_matrix]")
+    first, tables = trainer.evaluator.metrics(), trainer.evaluator.tables
+    batch = type(trainer.batch)
+    plain = batch.evaluation_requests
+
+    def filled(self, *args, **kwargs):
+        requests = list(plain(self, *args, **kwargs))
+        return [*requests, Request(0, requests[0].indices, 0.0)]
+
+    monkeypatch.setattr(batch, "evaluation_requests", filled)
+    assert trainer.evaluator.metrics() == first
+    assert trainer.evaluator.tables == tables
+    assert sum(map(sum, tables["confusion_matrix"]["values"])) == 20
+
+
+def test_the_losss_own_figures_stay_as_they_are(make):
+    plain, more = (make(*words) for words in ([], ["metrics=[accuracy,f1]"]))
+    assert plain.evaluator.meters == []
+    figures = plain.evaluator.evaluate()
+    assert set(figures) == {"loss", "accuracy"}
+    assert {name: more.evaluator.evaluate()[name] for name in figures} == figures
+
+
+# --- select ---
+
+
+def test_the_selected_metric_ranks_the_evaluations(train, capsys):
+    words = ["metrics=[f1,mae]", "select=f1"]
+    with pytest.raises(UserError, match=r"metrics=\[mae\] measures numbers"):
+        launcher.prepare(words)
+    run = train("metrics=[recall]", "select=recall", "updates=8", "epochs=2", "data.samples=48")
+    evaluations = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
+    recalls = [record["recall"] for record in evaluations if record["event"] == "evaluate"]
+    assert run.metrics["best"]["recall"] == max(recalls)
+    assert run.selection == {"metric": "recall", "better": "max"}
+    (run.run_dir / "result.json").unlink()  # as of a run that is under way
+    found = reader.read(run.run_dir)
+    assert (found.metric, found.best()) == (("recall", True), max(recalls))
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["select=accurracy"], "select=accurracy is not evaluated: did you mean 'accuracy'?"),
+        (["select=f1"], "select=f1 is not evaluated: there is: accuracy, loss (metrics=[…] adds others)"),
+        (["select=ema_loss"], "select=ema_loss is not evaluated"),
+        (["select=3"], "select=3: must be a text"),
+        (["metrics=[confusion_matrix]", "select=confusion_matrix"], "select=confusion_matrix is not evaluated"),
+        (["metrics=[f1,rmse]"], "metrics=[rmse] measures numbers for each sample (regression), but the targets of this run are"
+         " one class for each sample: take it out of metrics; accuracy, auroc, average_precision, calibration_error"),
+        (["metrics=[iou]"], "metrics=[iou] measures a class for each pixel"),
+        (["metrics=[perplexity]"], "metrics=[perplexity] measures the next token at each position"),
+        (["metrics=[top5]", "metrics.top5.k=0"], "metrics.top5.k=0: must be ≥ 1"),
+        (["metrics=[own]"], "metrics=[own] needs metrics.own.target"),
+        (["metrics=[own]", "metrics.own.target=my_metrics.Right"], "set trust=[my_metrics] on the command line"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_measured_or_selected_is_refused(problems, words, says):
+    assert any(problem.startswith(says) or says in problem for problem in problems(*words)), problems(*words)
+
+
+def test_the_package_of_an_extra_is_named(problems, monkeypatch):
+    import importlib.util
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "torchmetrics" else find(name, *rest))
+    (problem,) = problems("metrics=[f1]")
+    assert "pip install 'drivetrain[metrics]'" in problem
+
+
+def test_a_figure_that_is_not_finite_is_left_out_unless_it_ranks(make, caplog):
+    trainer = make("metrics=[auroc]", "data.test_samples=1")  # one sample: no class has both kinds
+    assert set(trainer.evaluator.evaluate()) == {"loss", "accuracy"}
+    assert "auroc is nan in this evaluation, and is left out" in caplog.messages
+    with pytest.raises(Diverged, match="auroc ranks the run's models"):
+        make("metrics=[auroc]", "data.test_samples=1", "select=auroc").evaluator.evaluate()
+
+
+# --- own ---
+
+
+def test_an_own_class_and_an_own_function(make, own):
+    trainer = make(
+        *own("Right", "metrics.own.kwargs={factor: 2}", "metrics.own.name=right", "metrics.own.better=max", "select=right")
+    )
+    output, target = outputs_of(trainer)
+    figures = trainer.evaluator.evaluate()
+    assert figures["right"] == (output.argmax(1) == target).sum()
+    assert figures["scaled"] == 4 * 2 * figures["right"]
+    figures = make(*own("worst")).evaluator.evaluate()
+    losses = torch.nn.functional.cross_entropy(output, target, reduction="none")
+    assert figures["worst"] == pytest.approx(float(losses.max()))
+    assert not math.isclose(figures["worst"], figures["loss"])
+
+
+def test_an_own_metric_that_cannot_rank_is_refused(problems, own):
+    (problem,) = problems(*own("worst", "select=worst"))
+    assert "neither a high nor a low worst is known to be better" in problem
+
+
+@pytest.mark.parametrize(
+    ("target", "says"),
+    [
+        ("Other", "is no torchmetrics.Metric: derive from it, or name a function"),
+        ("missing", "cannot be imported"),
+        ("number", "is int: name a class or a function"),
+        ("words", "gives str: it must give a number, or a dict of numbers"),
+    ],
+)
+def test_an_own_metric_that_is_none_is_refused(make, own, target, says):
+    with pytest.raises(UserError, match=says):
+        make(*own(target)).evaluator.evaluate()
+
+
+def test_a_recipe_names_no_code(tmp_path):
+    (tmp_path / "mine.yaml").write_text("defaults:\n  - override /metrics: [f1, own]\n")
+    with pytest.raises(UserError, match=r"a recipe cannot choose 'metrics=own'"):
+        launcher.prepare([f"recipe={tmp_path / 'mine.yaml'}"])
+
+
+# --- tables ---
+
+
+def test_tables_are_in_the_result_the_terminal_and_the_report(train, capsys):
+    from drivetrain.cli import main
+    from drivetrain.ui import terminal
+
+    run = train("metrics=[confusion_matrix,per_class]", "data.classes=3")
+    written = json.loads((run.run_dir / "result.json").read_text())["tables"]["final"]
+    assert written["confusion_matrix"]["rows"] == written["per_class"]["rows"] == ["0", "1", "2"]
+    terminal.show_result(run)
+    said = capsys.readouterr().out
+    assert "confusion matrix (row: the class, column: predicted)" in said
+    assert "precision" in said
+    again = drivetrain.train([f"resume={run.run_dir}"])  # it is finished: nothing is evaluated, and nothing lost
+    assert again.tables == run.tables
+    assert main.main(["report", "outputs", "out=page"]) == 0
+    page = (Path("page") / "report.html").read_text()
+    assert "Confusion matrix, run 0" in page
+    assert '"type": "heatmap"' in page
+    assert "Per class, run 0" in page
