@@ -144,7 +144,7 @@ class Run:
     """What losses ask of a run."""
 
     def __init__(self, kind):
-        self.data = type("Data", (), {"targets": kind})
+        self.data = type("Data", (), {"targets": kind, "byte_tokens": True})
         self.values = {"epochs": 1, "trust": []}
 
 
