@@ -144,7 +144,7 @@ class Run:
     """What losses ask of a run."""
 
     def __init__(self, kind):
-        self.data = type("Data", (), {"targets": kind})
+        self.data = type("Data", (), {"targets": kind, "byte_tokens": True})
         self.values = {"epochs": 1, "trust": []}
 
 
@@ -158,7 +158,7 @@ class Source:
 def prepared(kind, y, capacity=N):
     def setup(loss, parallel):
         size = parallel.world.size
-        batch = type("Batch", (), {"lengths": None, "size": lambda self, epoch: capacity * size})()
+        batch = type("Batch", (), {"lengths": None, "weighs_by_length": True, "size": lambda self, epoch: capacity * size})()
         data = type("Data", (), {"classes": y.shape[1] if kind == "labels" else CLASSES})
         loss.see(Run(kind))
         made = context(run=Run(kind), batch=batch, data=data, train_source=Source(y), precision=None)
