@@ -36,6 +36,8 @@ TEXT = [
     "data=stdlib", "data.max_files=10", "data.length=32", "data.test_samples=8", "loss=next_token",
     "model=gpt", "model.width=16", "model.heads=2",
 ]  # fmt: skip
+SCENES = ["data=digit_scenes", "data.samples=48", "data.test_samples=20"]
+PIXELS = [*SCENES, "data.kind=mask", "model=unet", "model.width=4"]
 SMALL_VIT = "model.kwargs={img_size: 8, patch_size: 4, depth: 2, embed_dim: 24, num_heads: 2}"
 TARGETS = {"bce": "Labels", "mse": "Numbers", "l1": "Numbers", "huber": "Numbers", "quantile": "Numbers", "contrastive": "Views"}
 PIXELS = ["data=own", "data.target=outside.Masks", "model=own", "model.target=outside.each_pixel", "trust=[outside]"]
@@ -74,6 +76,19 @@ BESIDE = {
     ("metrics", "bits_per_byte"): TEXT,
     ("metrics", "own"): ["metrics.own.target=outside.errors", "trust=[outside]", "data=digits"],
     ("data", "digits"): ["model=resnet9", "model.width=4"],
+    ("data", "tabular"): ["data.path=table.csv", "data.target=kind", "data.columns=[x]"],
+    ("data", "labels_csv"): ["data.path=table.csv", "data.target=kind", "data.size=8"],
+    ("data", "masks"): ["data.root=masked", "data.size=8", "data.holdout=0.3", "model=unet", "model.width=4"],
+    ("data", "jsonl"): ["data.path=texts.jsonl", "data.length=32", *TEXT[4:]],
+    ("data", "diabetes"): ["loss=mse"],
+    ("data", "digit_scenes"): [*SCENES[1:], "loss=bce", "model=resnet9", "model.width=4"],
+    ("model", "unet"): PIXELS,
+    ("task", "multilabel"): [*SCENES, "model=resnet9", "model.width=4"],
+    ("task", "regression"): ["data=diabetes", "model.hidden=[8]"],
+    ("task", "segmentation"): PIXELS,
+    ("task", "language_modelling"): TEXT,
+    ("task", "text_classification"): ["data=stdlib", "data.length=32", "data.test_samples=8", "model=gpt", "model.width=16"],
+    ("task", "contrastive"): ["data=digits", "model=resnet9", "model.width=4"],
     ("parallel", "split"): ["parallel.devices=[cpu,cpu]"],
     ("parallel", "tensor"): ["model=timm", "model.name=vit_tiny_patch16_224", SMALL_VIT],
     ("parallel", "pipeline"): ["model.hidden=[16,16]"],

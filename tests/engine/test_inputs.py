@@ -134,7 +134,7 @@ def test_arrays_become_tensors_over_the_same_memory(tmp_path, monkeypatch):
     image = data.decode((tmp_path / "a.png").read_bytes(), "a.png", 8, 10**6)
     assert len(arrays) == 1
     assert image.shape == (3, 8, 8)
-    digits._read_digits()
+    digits.read_digits()
     assert len(arrays) == 3  # pixels and labels
 
 

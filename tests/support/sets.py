@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import tarfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,15 +13,33 @@ from PIL import Image
 
 
 def write(folder: Path, size: int = 8) -> None:
-    """cifar/, shard.tar, packed/ and hub/ (empty without its library): two classes of noise, 50 images or so each."""
+    """Write two classes of noise, 50 samples or so each, in every form.
+
+    cifar/, shard.tar, packed/, hub/ (empty without its library), masked/, table.csv with its images, and texts.jsonl.
+    """
     noise = np.random.default_rng(0)
     images = noise.integers(0, 255, (50, size, size, 3), dtype=np.uint8)
     cifar(folder / "cifar", noise)
     shard(folder / "shard.tar", images)
     packed(folder / "packed", images)
+    table_and_masks(folder, images)
+    texts = [{"text": f"line {i} of {len(images)}: {'ab' * (i % 9)}", "kind": "ab"[i % 2]} for i in range(len(images))]
+    (folder / "texts.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
     (folder / "hub").mkdir()
     if find_spec("datasets") is not None:
         hub(folder / "hub", images)
+
+
+def table_and_masks(folder: Path, images: np.ndarray) -> None:
+    """masked/images and masked/masks, and a table with a row for each image."""
+    rows = ["image,kind,x"]
+    for kind in ("images", "masks"):
+        (folder / "masked" / kind).mkdir(parents=True)
+    for i, image in enumerate(images):
+        (folder / "masked" / "images" / f"{i}.png").write_bytes(png(image))
+        (folder / "masked" / "masks" / f"{i}.png").write_bytes(png(image[..., 0] % 3))
+        rows.append(f"masked/images/{i}.png,{'ab'[i % 2]},{i / 7}")
+    (folder / "table.csv").write_text("\n".join(rows) + "\n")
 
 
 def cifar(folder: Path, noise: np.random.Generator) -> None:

@@ -53,6 +53,15 @@ def require_images(run: RunSpec, option: str, rgb: bool = False) -> Iterator[str
         )
 
 
+def require_still_targets(run: RunSpec, option: str) -> Iterator[str]:
+    """Yield a problem if the run's targets are masks: this option would move the images' pixels and leave the masks'."""
+    if run.data.targets == "mask":
+        yield (
+            f"augment=[{option}] moves the pixels of images, and the masks of {run.named('data')} would stay where they are: set "
+            "augment=[flip_crop], which moves both"
+        )
+
+
 def in_chunks(function: Callable[..., torch.Tensor], x: torch.Tensor, *each: torch.Tensor) -> torch.Tensor:
     """Return function(x, *each), computed on a CPU for chunks of the samples: all arguments have n rows."""
     size = max(1, CHUNK // max(1, x[0].numel()))

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import annotated_types
 
 from drivetrain.augment import random_streams
-from drivetrain.augment.base import Augment, require_images, where
+from drivetrain.augment.base import Augment, require_images, require_still_targets, where
 from drivetrain.core import rng
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
@@ -50,6 +50,8 @@ class FlipCrop(Augment):
     def apply(
         self, x: torch.Tensor, y: torch.Tensor, indices: torch.Tensor, pipeline: SamplePipeline, request: Request
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if pipeline.masks:  # they move by the same draws, pixel by pixel
+            y = self(y.unsqueeze(1), pipeline.seed, request.epoch, indices).squeeze(1)
         if self.pad or not flips_one_by_one(x):
             return super().apply(x, y, indices, pipeline, request)
         return flip_(x, self._flips(pipeline.seed, request.epoch, indices)), y, indices
@@ -120,6 +122,7 @@ class RandomResizedCrop(Augment):
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from check_intervals("random_resized_crop", self.scale, self.ratio)
+        yield from require_still_targets(run, "random_resized_crop")
         if self.scale[1] > 1:
             yield f"augment.random_resized_crop.scale={list(self.scale)}: a share of the image is at most 1"
         chosen = run.names("augment")
@@ -137,7 +140,7 @@ class RandomResizedCrop(Augment):
     def apply(
         self, x: torch.Tensor, y: torch.Tensor, indices: torch.Tensor, pipeline: SamplePipeline, request: Request
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        if getattr(pipeline.source, "crops", False):  # the source has cropped them already, while decoding
+        if pipeline.crops:  # the source has cropped them already, while decoding
             return x, y, indices
         return super().apply(x, y, indices, pipeline, request)
 

@@ -41,7 +41,9 @@ class Mixing(Augment):
             yield f"{run.named('augment')}: {self.name} mixes images that are augmented already: write it last, [{right}]"
         if not self.prob:
             yield f"augment.{self.name}.prob=0 does nothing: raise it or leave {self.name} out"
-        if not getattr(run.loss, "soft_targets", False):
+        if run.data.targets not in ("class", None):
+            yield f"augment=[{self.name}] mixes the classes of samples, and {run.named('data')} has none: leave {self.name} out"
+        elif not getattr(run.loss, "soft_targets", False):
             yield (
                 f"augment=[{self.name}] gives each sample a share of two labels, and {run.named('loss')} takes one: "
                 f"set loss=cross_entropy, or leave {self.name} out"

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import annotated_types
 
 from drivetrain.augment import color, random_streams
-from drivetrain.augment.base import Augment, in_chunks, require_images
+from drivetrain.augment.base import Augment, in_chunks, require_images, require_still_targets
 from drivetrain.augment.geometry import warp
 from drivetrain.core import rng
 from drivetrain.core.lazy import torch
@@ -31,6 +31,9 @@ class RandAugment(Augment):
 
     def __init__(self, n: Operations = 2, magnitude: Magnitude = 9.0, fill: Byte = 128) -> None:
         self.n, self.magnitude, self.fill = n, magnitude, fill
+
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from require_still_targets(run, "randaugment")
 
     def validate_device(self, run: RunSpec) -> Iterator[str]:
         yield from require_images(run, "randaugment", rgb=True)

@@ -50,4 +50,5 @@ def show(group: str | None = None, config_dirs: Sequence[str] = ()) -> None:
     for option, file in groups[group].items():
         knobs = [line for line in file.read_text().splitlines() if not line.startswith(("#", "_target_"))]
         print(f"{group}={option}: {catalog.summary(file)}")
-        print("".join(f"    {group}.{knob}\n" for knob in knobs))
+        # Indented lines are the entries of a mapping, such as what a task sets.
+        print("".join(f"    {knob}\n" if knob.startswith(" ") else f"    {group}.{knob}\n" for knob in knobs))

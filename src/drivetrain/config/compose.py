@@ -11,9 +11,10 @@ from operator import getitem
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from drivetrain.config import presets
 from drivetrain.config.catalog import LISTS, SUMS, default_options, option_keys, options, other_folders
 from drivetrain.config.catalog import problems as option_problems
 from drivetrain.config.hydra_idioms import instead, is_hydra_override
@@ -93,14 +94,14 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str] = (), base: Rec
     for group, option in chosen.items():
         choices.choose(group, option)
     values |= {key: value for key, value in given.items() if key not in known}
+    failed = {*chosen, *(recipe.choices if recipe is not None else ())}.intersection(known) - set(choices.made)
 
-    config = _by_hydra(choices.made, config_dirs)
-    defaults: Any = OmegaConf.to_container(config)
+    config, all_choices, task_problems = _with_preset(choices, config_dirs)
+    problems += task_problems
     composed = Composed(
-        config, {**default_options(), **choices.made}, list(overrides), recipe, notices, tuple(config_dirs), defaults, problems,
+        config, all_choices, list(overrides), recipe, notices, tuple(config_dirs), OmegaConf.to_container(config), problems,  # type: ignore[arg-type]
         recipe_keys=set(values) - set(given),
     )  # fmt: skip
-    failed = {*chosen, *(recipe.choices if recipe is not None else ())}.intersection(known) - set(choices.made)
     composed.doubtful = failed if all_parsed else {*failed, "an override"}
     setter = KeySetter(config, composed.choices, config_dirs)
     for key, value in values.items():
@@ -251,6 +252,19 @@ def _drop_values_of_other_options(
             f"of the recipe's values the run {' and '.join(outcome)}"
         )
     return notices
+
+
+def _with_preset(choices: _Choices, config_dirs: Sequence[str]) -> tuple[DictConfig, dict[str, Any], list[str]]:
+    """The config of these options and of what the task sets beside them; all options; what the task cannot set."""
+    preset = presets.read(choices.made.get("task", default_options()["task"]), choices.known, config_dirs)
+    made = {**preset.choices, **choices.made}
+    every = {**default_options(), **made}
+    config = _by_hydra(made, config_dirs)
+    with open_dict(config):
+        config.task.pop("preset", None)
+    setter = KeySetter(config, every, config_dirs)
+    found = [setter.set(key, value) for key, value in preset.values_for(every).items()]
+    return config, every, [f"task={every['task']} sets what it cannot: {problem}" for problem in found if problem is not None]
 
 
 def _by_hydra(choices: dict[str, Any], config_dirs: Sequence[str]) -> DictConfig:

@@ -106,3 +106,7 @@ class SamplePipeline(Protocol):
     def seed(self) -> int: ...
     @property
     def classes(self) -> int: ...
+    @property
+    def crops(self) -> bool: ...  # the source has cropped the samples while it read them
+    @property
+    def masks(self) -> bool: ...  # targets are masks (n, h, w)

@@ -3,16 +3,21 @@
 from drivetrain.data.base import Data, Normalize, Source, Splits, Tensors
 from drivetrain.data.cifar10 import Cifar10
 from drivetrain.data.decoding import decode
+from drivetrain.data.digit_scenes import DigitScenes
 from drivetrain.data.digits import Digits
 from drivetrain.data.huggingface import HuggingFace
+from drivetrain.data.image_files import LabelsCsv, Masks
 from drivetrain.data.images import ImageFolder, Images
+from drivetrain.data.jsonl import Jsonl
 from drivetrain.data.own import Own
 from drivetrain.data.packed import Packed
 from drivetrain.data.synthetic import Synthetic
-from drivetrain.data.text import Stdlib, Texts
+from drivetrain.data.tabular import Diabetes, Tabular, Wine
+from drivetrain.data.text import LabelledTexts, Stdlib, Texts
 from drivetrain.data.webdataset import WebDataset
 
 __all__ = [
-    "Cifar10", "Data", "Digits", "HuggingFace", "ImageFolder", "Images", "Normalize", "Own", "Packed", "Source", "Splits",
-    "Stdlib", "Synthetic", "Tensors", "Texts", "WebDataset", "decode",
+    "Cifar10", "Data", "Diabetes", "DigitScenes", "Digits", "HuggingFace", "ImageFolder", "Images", "Jsonl", "LabelledTexts",
+    "LabelsCsv", "Masks", "Normalize", "Own", "Packed", "Source", "Splits", "Stdlib", "Synthetic", "Tabular", "Tensors", "Texts",
+    "WebDataset", "Wine", "decode",
 ]  # fmt: skip

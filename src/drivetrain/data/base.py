@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
-from typing import Annotated, Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar
 
 import annotated_types
 
 from drivetrain.core.errors import DataError
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Option
+from drivetrain.core.option import Option, RunSpec
 from drivetrain.core.source import Source as Source
 from drivetrain.core.targets import TargetKind
 from drivetrain.core.tensors import Tensors as Tensors
@@ -35,6 +35,8 @@ class Splits:
     dtype: torch.dtype | None = None  # of the inputs, where they are not floats
     vocabulary: int | None = None  # of the inputs, where they are tokens; None: that of the outputs
     token_bytes: torch.Tensor | None = None  # (vocabulary,) the bytes of text of each target token; None: a token is a byte
+    units: Units | None = None  # of target values that were standardised
+    files: Mapping[str, str] = field(default_factory=dict)  # name → text, kept with the run: a tokenizer, …
     example: Tree | None = None  # the inputs of two samples; None: of this shape and type
     images: str | None = None  # the key of the images, where inputs are a dict: they are augmented and normalised
 
@@ -63,6 +65,22 @@ class Normalize:
         return moved
 
 
+@dataclass
+class Units:
+    """Turns standardised values (n, k) back into those of the data: value × std + mean."""
+
+    mean: torch.Tensor  # (k,)
+    std: torch.Tensor  # (k,)
+
+    def __call__(self, values: torch.Tensor) -> torch.Tensor:
+        """Return values (n, k), of outputs or of targets, in the data's units."""
+        return values * self.std + self.mean
+
+    def to(self, device: torch.device) -> Units:
+        """Return the same units for values on a device."""
+        return Units(self.mean.to(device), self.std.to(device))
+
+
 class Data(Option):
     """The base of every data option."""
 
@@ -71,8 +89,22 @@ class Data(Option):
     on_device = False  # samples are made on the model's device
     mirrored_changes_label = False  # a mirrored image shows another class
     tokens: bool | None = False  # inputs are sequences of tokens, which may differ in length; None where only the user knows
+    byte_tokens = True  # a token is a byte: losses are also in bits per byte
     may_differ_in_length = False  # samples may be sequences of several lengths, other than tokens
     targets: TargetKind | None = "class"  # what a sample's target is; None where only the user knows
+    views = 1  # how many views the augmentation makes of each sample
+    reads: ClassVar[tuple[TargetKind, ...]] = ()  # what targets it can read, where there are several kinds; the usual one first
+    kind: TargetKind | None = None  # the one of them that the user chose
+
+    def see(self, run: RunSpec) -> None:
+        """Read the targets that the user chose, or those that the task wants; for pairs, make two views of each image."""
+        wanted = run.parts["task"].targets
+        if self.reads:
+            self.targets = self.kind or next((kind for kind in wanted if kind in self.reads), self.reads[0])
+        if self.targets is None and len(wanted) == 1:
+            self.targets = wanted[0]
+        if "pair" in wanted and self.targets == "class" and not self.tokens:
+            self.targets, self.views = "pair", 2
 
     def load(self, device: torch.device) -> Splits:
         """Load the data, or open its files. Raises UserError where it is missing or not usable."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Annotated
 
 import annotated_types
@@ -12,6 +11,7 @@ from drivetrain.core import rng
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
 from drivetrain.data.base import Data, Fraction, Normalize, Splits, Tensors, measure_normalization
+from drivetrain.data.scikit_learn import data_file
 
 DIGITS = 1797
 Digit = Annotated[int, annotated_types.Ge(0), annotated_types.Le(9)]
@@ -42,7 +42,7 @@ class Digits(Data):
         return None if self.classes is not None else DIGITS - round(DIGITS * self.holdout)
 
     def load(self, device: torch.device) -> Splits:
-        x, y = _read_digits()
+        x, y = read_digits()
         order = rng.permutation(0, 0, len(y))  # the same split in every run, whatever its seed
         test, train = order.split([round(len(y) * self.holdout), len(y) - round(len(y) * self.holdout)])
         chosen = range(10) if self.classes is None else self.classes
@@ -55,21 +55,10 @@ class Digits(Data):
         )
 
 
-def _read_digits() -> tuple[torch.Tensor, torch.Tensor]:
+def read_digits() -> tuple[torch.Tensor, torch.Tensor]:
     """Return images (n, 1, 8, 8) uint8 in 0 … 16 and labels (n,)."""
-    from importlib.util import find_spec
-
     import numpy as np
 
-    spec = find_spec("sklearn")  # read its file without importing it, which takes a second
-    root = Path(next(iter(spec.submodule_search_locations or [""]))) if spec else Path()
-    file = root / "datasets" / "data" / "digits.csv.gz"
-    if file.is_file():
-        table = np.loadtxt(file, delimiter=",", dtype=np.float32)
-    else:
-        from sklearn.datasets import load_digits
-
-        images, labels = load_digits(return_X_y=True)
-        table = np.column_stack([images, labels]).astype(np.float32)
+    table = np.loadtxt(data_file("digits.csv.gz"), delimiter=",", dtype=np.float32)
     x = torch.from_numpy(table[:, :-1]).to(torch.uint8).view(-1, 1, 8, 8)
     return x, torch.from_numpy(table[:, -1]).long()

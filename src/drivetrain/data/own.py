@@ -11,6 +11,7 @@ from typing import Any
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec
+from drivetrain.core.targets import TargetKind
 from drivetrain.core.trees import Tree, map_tensors
 from drivetrain.data.base import Data, Normalize, Splits, measure_on_some
 from drivetrain.data.padding import Lengths, padding_for
@@ -34,6 +35,7 @@ class Own(Data):
     tokens = None
     max_value = None
     targets = None
+    tokens = None
 
     def __init__(
         self,
@@ -42,6 +44,7 @@ class Own(Data):
         train: dict[str, Any] | None = None,
         test: dict[str, Any] | None = None,
         classes: Count | None = None,
+        targets: TargetKind | None = None,
         target_key: str | list[str] | None = None,
         collate: str | None = None,
         pad: bool | str | None = None,
@@ -50,7 +53,7 @@ class Own(Data):
     ) -> None:
         self.target, self.kwargs, self.train, self.test = target, kwargs or {}, train, test
         self.classes, self.normalize, self.drop_last = classes, normalize, drop_last
-        self.target_key, self.collate, self.pad = target_key, collate, pad
+        self.targets, self.target_key, self.collate, self.pad = targets, target_key, collate, pad
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if not self.target:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from copy import copy
 from pathlib import Path
+from typing import ClassVar, Literal
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec
+from drivetrain.core.targets import TargetKind
 from drivetrain.data.base import IGNORE_INDEX, Data, Fraction, Splits, hash_fraction
 
 BEGIN = 256  # the token before a document's first byte
 VOCABULARY = 257  # the 256 values of a byte, and BEGIN
 NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__"}  # folders within the library's that do not belong to it
+PACKAGE, PIECES = 20, 16  # files that make a package a class, and pieces of each file, with kind=class
 TESTS = {"test", "tests", "idle_test"}
 
 
@@ -24,14 +28,18 @@ class Stdlib(Data):
 
     A document is a file. Longer files are cut into pieces of `length` bytes, and a piece's first input is the byte before it,
     so every byte is a target once. Files are held out by the hash of their names: the same in every run.
+    With kind=class a piece's class is the package that its file belongs to, of those with at least 20 files; of each file
+    there are at most 16 pieces, spread evenly.
     """
 
     machine_local_keys = ("root",)
     tokens = True
     targets = "tokens"
+    reads: ClassVar[tuple[TargetKind, ...]] = ("tokens", "class")
 
     def __init__(
         self,
+        kind: Literal["tokens", "class"] | None = None,
         root: str | None = None,
         length: Count = 256,
         holdout: Fraction = 0.1,
@@ -40,7 +48,7 @@ class Stdlib(Data):
         test_samples: Count | None = None,
         drop_last: bool = True,
     ) -> None:
-        self.root = os.path.expanduser(root) if root else None
+        self.kind, self.root = kind, os.path.expanduser(root) if root else None
         self.length, self.holdout, self.tests = length, holdout, tests
         self.max_files, self.test_samples, self.drop_last = max_files, test_samples, drop_last
 
@@ -60,14 +68,31 @@ class Stdlib(Data):
     def load(self, device: torch.device) -> Splits:
         root = Path(self.root or sysconfig.get_paths()["stdlib"])
         files = self._files(root)
+        packages = _packages(files) if self.targets == "class" else None
+        if packages is not None:
+            files = [(name, value) for name, value in files if name.parts[0] in packages]
         train, test = ([name for name, value in files if (value < self.holdout) is held] for held in (False, True))
         if not train or not test:
             raise UserError(
                 f"{root} gives {len(train)} training and {len(test)} held-out .py files: set data.root to a folder with more of "
                 "them; see data.max_files and data.holdout"
             )
+        if packages is not None:
+            return self._classified(root, train, test, packages)
         sources = [Texts([_read(root / name) for name in names], self.length) for names in (train, test)]
         return Splits(sources[0], sources[1].subset(self.test_samples), self.shape(), VOCABULARY, None, dtype=torch.int64)
+
+    def _classified(self, root: Path, train: list[Path], test: list[Path], packages: list[str]) -> Splits:
+        sources = [
+            LabelledTexts(
+                [as_tokens(_read(root / name)) for name in names], [packages.index(name.parts[0]) for name in names],
+                self.length, PIECES,
+            )
+            for names in (train, test)
+        ]  # fmt: skip
+        test_source = sources[1].subset(self.test_samples)
+        shape = self.shape()
+        return Splits(sources[0], test_source, shape, len(packages), None, packages, torch.int64, vocabulary=VOCABULARY)
 
     def _files(self, root: Path) -> list[tuple[Path, float]]:
         """Return the names of files below `root` and their hashes in [0, 1), in the order of the hashes; no empty files."""
@@ -78,18 +103,34 @@ class Stdlib(Data):
         return [(name, value) for value, name in hashed[::step][: self.max_files]]
 
 
-class Texts:
-    """Pieces of documents as a source: inputs (n, longest of the batch) and targets, the next tokens."""
+def _packages(files: list[tuple[Path, float]]) -> list[str]:
+    """Return the packages that have enough files to be classes. Raises UserError."""
+    counts = Counter(name.parts[0] for name, _ in files if len(name.parts) > 1)
+    packages = sorted(package for package, count in counts.items() if count >= PACKAGE)
+    if len(packages) < 2:
+        raise UserError(
+            f"{len(packages)} packages have at least {PACKAGE} files, and two are needed to tell them apart: set data.max_files "
+            "and data.root to more files, or data.kind=tokens"
+        )
+    return packages
 
-    def __init__(self, documents: list[bytes], length: int) -> None:
+
+class Texts:
+    """Pieces of documents as a source: inputs (n, longest of the batch) and targets, the next tokens.
+
+    Documents are bytes, or tokens below `begin` (int tensors); `begin` is the token before a document's first.
+    """
+
+    def __init__(self, documents: Sequence[bytes | torch.Tensor], length: int, begin: int = BEGIN) -> None:
         sizes = torch.tensor([len(d) for d in documents])
         pieces = -(-sizes // length)
         document = torch.repeat_interleave(pieces)  # of each piece
         number = torch.arange(len(document)) - (pieces.cumsum(0) - pieces)[document]  # of the piece in its document
         begins = (sizes + 1).cumsum(0) - sizes - 1
-        self.text = torch.full((int(sizes.sum()) + len(documents),), BEGIN, dtype=torch.int16)
-        for begin, content in zip(begins.tolist(), documents, strict=True):
-            self.text[begin + 1 : begin + 1 + len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        dtype = torch.int16 if begin < 2**15 else torch.int32
+        self.text = torch.full((int(sizes.sum()) + len(documents),), begin, dtype=dtype)
+        for first, content in zip((begins + 1).tolist(), documents, strict=True):
+            self.text[first : first + len(content)] = as_tokens(content)
         self.starts = begins[document] + number * length  # of each piece's inputs, in `text`
         self.lengths = (sizes[document] - number * length).clamp_(max=length)
         self.longest = int(self.lengths.max())
@@ -115,6 +156,50 @@ class Texts:
         tokens.masked_fill_(padding, 0)
         x, y = self.text[tokens].long(), self.text[tokens + 1].long()
         return x.masked_fill_(padding, 0), y.masked_fill_(padding, IGNORE_INDEX)
+
+
+class LabelledTexts:
+    """Pieces of documents as a source: inputs (n, longest of the batch), and each piece's class, which is its document's.
+
+    An input is the token + 1, and 0 is padding. Of a document there are at most `max_pieces`, spread evenly.
+    """
+
+    def __init__(self, documents: Sequence[torch.Tensor], labels: Sequence[int], length: int, max_pieces: int) -> None:
+        sizes = torch.tensor([len(d) for d in documents])
+        all_pieces = (-(-sizes // length)).clamp(min=1)
+        pieces = all_pieces.clamp(max=max_pieces)
+        document = torch.repeat_interleave(pieces)  # of each piece
+        chosen = torch.arange(len(document)) - (pieces.cumsum(0) - pieces)[document]  # its number among its document's
+        number = chosen * all_pieces[document] // pieces[document]
+        self.text = torch.cat(list(documents)).to(torch.int32) + 1
+        self.starts = (sizes.cumsum(0) - sizes)[document] + number * length
+        self.lengths = (sizes[document] - number * length).clamp_(max=length)
+        self.labels, self.longest = torch.tensor(labels)[document], int(self.lengths.max())
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def subset(self, max_pieces: int | None) -> LabelledTexts:
+        """Return a source of at most so many of the pieces, spread evenly over the documents."""
+        if max_pieces is None or max_pieces >= len(self):
+            return self
+        subset = copy(self)
+        chosen = torch.arange(max_pieces) * len(self) // max_pieces
+        subset.starts, subset.lengths, subset.labels = self.starts[chosen], self.lengths[chosen], self.labels[chosen]
+        return subset
+
+    def fetch(self, indices: torch.Tensor, pad_to: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+        lengths = self.lengths[indices].unsqueeze(1)
+        longest = -(-int(lengths.max()) // pad_to) * pad_to
+        position = torch.arange(min(max(longest, 1), self.longest))
+        padding = position >= lengths
+        tokens = (self.starts[indices].unsqueeze(1) + position).masked_fill_(padding, 0)
+        return self.text[tokens].long().masked_fill_(padding, 0), self.labels[indices]
+
+
+def as_tokens(content: bytes | torch.Tensor) -> torch.Tensor:
+    """Return a document's tokens: each byte of bytes is one."""
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if isinstance(content, bytes) else content
 
 
 def _read(path: Path) -> bytes:

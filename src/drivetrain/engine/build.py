@@ -128,7 +128,8 @@ def _load_data(context: BuildContext, debug: Debug) -> Batch:
     """Load the data and build the batch. Sample lengths may set the batch size, and so the number of updates of the run."""
     run, data = context.run, context.run.data.load(context.device)
     # The loss may give the model one view of a sample at a time, or want several outputs for each number.
-    data = replace(data, classes=run.loss.outputs(data.classes), shape=run.loss.input_shape(data.shape))
+    shape = (run.data.views, *data.shape) if run.data.views > 1 else data.shape
+    data = replace(data, classes=run.loss.outputs(data.classes), shape=run.loss.input_shape(shape))
     context.data, context.train_source = data, data.train
     known_before = horizons.run_horizon(run) is not None
     batch: Batch = run.batch.build(context)
@@ -136,9 +137,14 @@ def _load_data(context: BuildContext, debug: Debug) -> Batch:
     steps = tuple(run.augment) if run.debug.augments else ()
     if steps and (refusal := _cannot_augment(context, steps)):
         raise UserError(refusal)
-    train = Pipeline(data.train, steps, data.normalize, context.seed, data.classes, batch.pad_to, images=data.images)
-    test = Pipeline(data.test, (), data.normalize, context.seed, images=data.images)
+    about: dict[str, Any] = {"images": data.images, "views": run.data.views, "masks": run.data.targets == "mask"}
+    train = Pipeline(data.train, steps, data.normalize, context.seed, data.classes, batch.pad_to, **about)
+    # Several views of a sample differ by their augmentation alone, so that an evaluation augments too.
+    test = Pipeline(data.test, steps if run.data.views > 1 else (), data.normalize, context.seed, **about)
     context.train_data, context.test_data = debug.choose_data(train, test)
+    if context.world.rank == 0:
+        for name, text in data.files.items():
+            (context.run_dir / name).write_text(text)
     return batch
 
 

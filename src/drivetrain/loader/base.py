@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import starmap
 from typing import NamedTuple, cast
 
-from drivetrain.core import trees
+from drivetrain.core import rng, trees
 from drivetrain.core.cpus import usable_cores
 from drivetrain.core.errors import Interrupted
 from drivetrain.core.lazy import torch
@@ -17,6 +17,8 @@ from drivetrain.core.source import Augmentation, CropBox, CroppingSource, Normal
 from drivetrain.core.tensors import has_streams, send
 from drivetrain.core.trees import Tree
 from drivetrain.loader.side_stream import copy_ahead
+
+VIEW = 8  # of the random numbers of a sample's further views
 
 Batch = tuple[Tree, Tree]  # inputs and targets
 ReadBatch = tuple[Tree, Tree, Request]  # and the request that they answer
@@ -36,6 +38,8 @@ class Pipeline(NamedTuple):
     pad_to: int = 1  # sequences are padded to a multiple of this
     normalize_later: bool = False
     images: str | None = None  # the key of the images, where inputs are a dict: they are what is augmented and normalised
+    views: int = 1  # of each sample, (n, views, …) where there are several: it is augmented so many times
+    masks: bool = False  # targets are masks (n, h, w), which move with their images
 
     def read(self, request: Request) -> Batch:
         """Return inputs and targets of `request.indices_to_read()` as the source has them."""
@@ -50,8 +54,12 @@ class Pipeline(NamedTuple):
 
     def crop_boxes(self, indices: torch.Tensor, request: Request) -> Sequence[CropBox] | None:
         """Return the crops that the source takes of the samples `indices` (n,) while it reads them; None: whole images."""
-        crops = self.steps and getattr(self.source, "crops", False)
-        return self.steps[0].crop_boxes(self.seed, request.epoch, indices) if crops else None
+        return self.steps[0].crop_boxes(self.seed, request.epoch, indices) if self.steps and self.crops else None
+
+    @property
+    def crops(self) -> bool:
+        """Whether the source crops samples while it reads them: each once, so not where several views are made of it."""
+        return self.views == 1 and bool(getattr(self.source, "crops", False))
 
     def finish(self, x: Tree, y: Tree, request: Request) -> Batch:
         """Augment, mix and normalise what `read` returned, on the device that both are on."""
@@ -60,6 +68,9 @@ class Pipeline(NamedTuple):
 
     def augment(self, x: Tree, y: Tree, request: Request) -> Batch:
         """Augment and mix what `read` returned, on the device that both are on."""
+        if self.views > 1:
+            made = [self._view(number).augment(x.clone(), y, request)[0] for number in range(self.views)]
+            return torch.stack(made, 1), y
         if not self.steps:
             return x, y
         values = x if self.images is None else x[self.images]
@@ -67,6 +78,10 @@ class Pipeline(NamedTuple):
         for step in self.steps:
             values, y, indices = step.apply(values, y, indices, self, request)
         return (values if self.images is None else {**x, self.images: values}), y
+
+    def _view(self, number: int) -> Pipeline:
+        """Return the pipeline of one of several views, which has random numbers of its own."""
+        return self._replace(views=1, seed=rng.mix(self.seed, VIEW, number) if number else self.seed)
 
     def normalized(self, x: Tree) -> Tree:
         """Return the normalised inputs, on the device that x and the normalisation are on."""
@@ -151,18 +166,20 @@ class Loader(Option):
         if self.copies_ahead():
             x, y = send(x, device), send(y, device)
         else:
-            x, y = (trees.map_tensors(lambda t: t.to(device), tree) for tree in (x, y))
+            x, y = trees.to(x, device), trees.to(y, device)
         if self.augments_on_device:
             x, y = pipeline.augment(x, y, request)
         # The order of memory changes after the copy, since a CPU would write it to memory that is not pinned, and before
         # normalising, since bytes are a quarter of the floats.
-        x = pipeline.normalized(in_memory_format(x, memory_format))
+        x = pipeline.normalized(in_memory_format(x, memory_format, pipeline.views))
         weight = torch.full((), request.weight, device=device)  # a kernel writes it: nothing is copied
         return MicroBatch(x, y, weight, request.last, request.epoch_end, request.seconds, request.ready, not request.weight)
 
 
-def in_memory_format(x: Tree, memory_format: torch.memory_format) -> Tree:
+def in_memory_format(x: Tree, memory_format: torch.memory_format, views: int = 1) -> Tree:
     """Return inputs in this order of memory; in a tree, those that have the four dimensions of images."""
+    if views > 1:
+        return in_memory_format(x.flatten(0, 1), memory_format).unflatten(0, (-1, views))
     if isinstance(x, torch.Tensor):
         return x.to(memory_format=memory_format)
     return trees.map_tensors(lambda t: t.to(memory_format=memory_format) if t.ndim == 4 else t, x)

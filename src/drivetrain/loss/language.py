@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.device import sum_dtype
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Count
+from drivetrain.core.option import Count, RunSpec
 from drivetrain.loss.base import Loss, shape_of
 from drivetrain.loss.classification import lowest_and_highest
 
@@ -27,6 +27,10 @@ class NextToken(Loss):
     metrics = ("loss", "bits_per_byte")
     best = ("bits_per_byte", min)
     takes = ("tokens",)
+
+    def see(self, run: RunSpec) -> None:
+        if not run.data.byte_tokens:
+            self.metrics, self.best = ("loss", "bits_per_token"), ("bits_per_token", min)
 
     def __init__(self, chunks: Count = 1) -> None:
         self.chunks = chunks

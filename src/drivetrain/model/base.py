@@ -38,6 +38,7 @@ class Model(Option):
     unfreeze: dict[str, Any] = field(default_factory=dict)
 
     tokens: ClassVar[bool | None] = False  # whether it reads sequences of tokens; None: not known
+    pixels: ClassVar[bool | None] = False  # whether it gives an output for each pixel of an image; None: not known
     may_be_transformer: ClassVar[bool] = False
     takes_trees: ClassVar[bool] = False  # whether a forward may take several inputs
     machine_local_keys: ClassVar[tuple[str, ...]] = ("weights",)
@@ -51,6 +52,11 @@ class Model(Option):
                 f"{run.named('model')} reads sequences of tokens, which {run.named('data')} does not give: "
                 "set data=stdlib loss=next_token, or another model"
             )
+        data, masks = run.named("data"), run.data.targets == "mask"
+        if masks and self.pixels is False:
+            yield f"{run.named('model')} gives one output for an image, but {data} has a class for each pixel: set model=unet"
+        if self.pixels and not masks and run.data.targets is not None:
+            yield f"{run.named('model')} is for masks, and {data} has none: set task=segmentation, or another model"
         yield from self._weights_problems(run)
 
     def _weights_problems(self, run: RunSpec) -> Iterator[str]:
@@ -89,7 +95,7 @@ class Model(Option):
                 f"{context.run.named('model')} takes one tensor, and the inputs of a sample are several "
                 f"({', '.join(name for name, _ in parts)}): set model=own, with a network whose forward takes them"
             )
-        model = self.create(context.data.shape, context.data.classes)
+        model = self.create_for(context)
         # On every rank alike, and before any edit: a file has the names and shapes of the model as it is created. Edits that
         # remove biases then account for them, float32 weights become exact masters, and shards are cut from whole tensors.
         # A resumed run has the weights of its checkpoint.
@@ -104,6 +110,10 @@ class Model(Option):
     def untrained(self) -> Model:
         """Return this option for a run that is finished: without the weights that training started from, nothing frozen."""
         return replace(self, **NO_START)
+
+    def create_for(self, context: BuildContext) -> torch.nn.Module:
+        """A freshly initialised network for the run's data."""
+        return self.create(context.data.shape, context.data.classes)
 
     def create(self, shape: tuple[int, ...], classes: int) -> torch.nn.Module:
         """A freshly initialised network for samples of `shape` (without the batch dimension), with `classes` outputs."""

@@ -123,6 +123,10 @@ class Gpt(nn.Module):
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.features(tokens))
+
+    def features(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Tokens (n, length) to what the head reads (n, length, width)."""
         x = self.embedding(tokens)
         if self.ngrams is not None:
             x = x + self.ngrams(tokens)
@@ -130,7 +134,24 @@ class Gpt(nn.Module):
         rotary = self.rotary[:, : tokens.shape[1]]
         for block in self.blocks:
             x = block(x, rotary)
-        return self.head(self.norm(x))
+        return self.norm(x)
+
+
+class GptClassifier(Gpt):
+    """Tokens (n, up to `length`) to logits (n, classes): a head on the mean over a text's tokens. Token 0 is padding."""
+
+    def __init__(self, length: int, classes: int, vocabulary: int, width: int, *others: float) -> None:
+        super().__init__(length, vocabulary, width, *others)  # type: ignore[arg-type]
+        self.head = nn.Linear(width, classes)
+        nn.init.normal_(self.head.weight, std=width**-0.5)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.features(tokens)
+        counts = (tokens != 0).unsqueeze(2)
+        wide = torch.promote_types(x.dtype, torch.float32)  # 16 bits are too few to count tokens
+        mean = (x * counts).sum(1, dtype=wide) / counts.sum(1).clamp(min=1)
+        return self.head(mean.to(x.dtype))
 
 
 def rotary_table(length: int, head: int) -> torch.Tensor:

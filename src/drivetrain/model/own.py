@@ -26,6 +26,7 @@ class Own(Model):
 
     machine_local_keys = ("target", *Model.machine_local_keys)
     tokens = None
+    pixels = None
     may_be_transformer = True
     takes_trees = True
 

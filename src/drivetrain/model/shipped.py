@@ -1,13 +1,17 @@
-"""model=resnet9, model=mlp and model=gpt: the options of the networks that drivetrain ships."""
+"""model=resnet9, model=mlp, model=unet and model=gpt: the options of the networks that drivetrain ships."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, Momentum, RunSpec
 from drivetrain.model.base import Model
+
+if TYPE_CHECKING:
+    from drivetrain.core.context import BuildContext
 
 
 @dataclass(eq=False)
@@ -45,8 +49,34 @@ class Mlp(Model):
 
 
 @dataclass(eq=False)
+class UNet(Model):
+    """A small fully convolutional network (drivetrain.model.unet) that gives a class for each pixel."""
+
+    width: Count = 16
+    depth: Count = 2
+
+    pixels = True
+
+    def validate_device(self, run: RunSpec) -> Iterator[str]:
+        shape, least = run.data.shape(), 2**self.depth
+        if shape is not None and (len(shape) != 3 or min(shape[1:]) < least):
+            yield (
+                f"model=unet with model.depth={self.depth} wants images of at least {least}×{least}, but the data gives "
+                f"{list(shape)}: lower model.depth"
+            )
+
+    def create(self, shape: tuple[int, ...], classes: int) -> torch.nn.Module:
+        from drivetrain.model import unet
+
+        return unet.UNet(shape, classes, self.width, self.depth)
+
+
+@dataclass(eq=False)
 class Gpt(Model):
-    """A small decoder-only transformer (drivetrain.model.gpt) that predicts the next token from those before it."""
+    """A small decoder-only transformer (drivetrain.model.gpt) that predicts the next token from those before it.
+
+    Where the data has a class for each text, a head on the mean over the text's tokens predicts that.
+    """
 
     width: Count = 256
     depth: Count = 4
@@ -67,7 +97,23 @@ class Gpt(Model):
                 f"set model.width to {' or '.join(str(n) for n in (near, near + 2 * self.heads) if n)}"
             )
 
+    def create_for(self, context: BuildContext) -> torch.nn.Module:
+        data = context.data
+        if context.run.data.targets == "tokens" or data.vocabulary is None:
+            return super().create_for(context)
+        return self.classifier(data.shape, data.classes, data.vocabulary)
+
     def create(self, shape: tuple[int, ...], classes: int) -> torch.nn.Module:
         from drivetrain.model import gpt
 
-        return gpt.Gpt(shape[0], classes, self.width, self.depth, self.heads, self.dropout, self.ngrams, self.buckets)
+        return gpt.Gpt(shape[0], classes, *self._sizes)
+
+    def classifier(self, shape: tuple[int, ...], classes: int, vocabulary: int) -> torch.nn.Module:
+        """A freshly initialised network for texts of `vocabulary` tokens, with `classes` outputs for each text."""
+        from drivetrain.model import gpt
+
+        return gpt.GptClassifier(shape[0], classes, vocabulary, *self._sizes)
+
+    @property
+    def _sizes(self) -> tuple[int, int, int, float, int, int]:
+        return self.width, self.depth, self.heads, self.dropout, self.ngrams, self.buckets

@@ -1,0 +1,101 @@
+"""Several digits in one image: pictures whose labels and masks are known exactly."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from drivetrain.core import rng
+from drivetrain.core.lazy import torch
+from drivetrain.core.option import Count, CountOrZero, Share
+from drivetrain.core.targets import TargetKind
+from drivetrain.data.base import Data, Fraction, Splits, Tensors, measure_normalization
+from drivetrain.data.digits import read_digits
+
+DIGIT, CELL, SIDE = 8, 12, 2  # pixels of a digit, pixels of a cell, cells along a side
+INK = 4  # a pixel of a digit belongs to it from this value on, of 16
+STREAM = 7  # of the random numbers that place the digits
+
+
+class DigitScenes(Data):
+    """Real digits (scikit-learn's) at random places on a canvas of noise, 24×24. Nothing is downloaded.
+
+    The canvas has 2×2 cells, and each holds a digit with the probability `density`, somewhere within its 12×12 pixels. Targets
+    are the labels of the digits that are there, or a mask: 0 for the background, digit + 1 for its pixels. Scenes of the test
+    are made of digits that no training scene has. They are the same in every run.
+    """
+
+    max_value = 16.0
+    mirrored_changes_label = True
+    targets = "labels"
+    reads: ClassVar[tuple[TargetKind, ...]] = ("labels", "mask")
+
+    def __init__(
+        self,
+        kind: Literal["labels", "mask"] | None = None,
+        samples: Count = 2000,
+        test_samples: Count = 500,
+        density: Share = 0.6,
+        noise: CountOrZero = 6,
+        holdout: Fraction = 0.2,
+        normalize: bool = True,
+        drop_last: bool = True,
+    ) -> None:
+        self.kind, self.samples, self.test_samples = kind, samples, test_samples
+        self.density, self.noise, self.holdout, self.normalize, self.drop_last = density, noise, holdout, normalize, drop_last
+
+    def shape(self) -> tuple[int, ...]:
+        return (1, SIDE * CELL, SIDE * CELL)
+
+    def train_samples(self) -> int:
+        return self.samples
+
+    def load(self, device: torch.device) -> Splits:
+        digits, classes = read_digits()
+        order = rng.permutation(0, 0, len(classes))
+        apart = round(len(classes) * self.holdout)
+        sources = [
+            Tensors(*self._scenes(digits[chosen], classes[chosen], count, split))
+            for split, (chosen, count) in enumerate(((order[apart:], self.samples), (order[:apart], self.test_samples)))
+        ]
+        names = [str(digit) for digit in range(10)]
+        if self.targets == "mask":
+            names = ["background", *names]
+        normalize = measure_normalization(sources[0].x) if self.normalize else None
+        return Splits(sources[0], sources[1], self.shape(), len(names), normalize, names)
+
+    def _scenes(self, digits: torch.Tensor, classes: torch.Tensor, count: int, split: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `count` images (n, 1, 24, 24) uint8 and their labels (n, 10) or masks (n, 24, 24)."""
+        generator = torch.Generator().manual_seed(rng.mix(split, STREAM))
+        side = SIDE * CELL
+        images = torch.randint(self.noise + 1, (count, side, side), generator=generator, dtype=torch.uint8)
+        masks, labels = torch.zeros(count, side, side, dtype=torch.int64), torch.zeros(count, 10)
+        for row in range(SIDE):
+            for column in range(SIDE):
+                chosen = torch.randint(len(digits), (count,), generator=generator)
+                there = torch.rand(count, generator=generator) < self.density
+                top, left = torch.randint(CELL - DIGIT + 1, (2, count), generator=generator)
+                self._place(images, masks, digits[chosen, 0], classes[chosen], there, row * CELL + top, column * CELL + left)
+                labels[there, classes[chosen][there]] = 1.0
+        return images.unsqueeze(1), masks if self.targets == "mask" else labels
+
+    @staticmethod
+    def _place(
+        images: torch.Tensor,
+        masks: torch.Tensor,
+        digits: torch.Tensor,
+        classes: torch.Tensor,
+        there: torch.Tensor,
+        top: torch.Tensor,
+        left: torch.Tensor,
+    ) -> None:
+        """Draw one digit (8, 8) into each image where `there` (n,) is true, and mark its pixels in the mask."""
+        pixels = torch.arange(DIGIT)
+        at = (
+            torch.arange(len(images)).view(-1, 1, 1),
+            (top.view(-1, 1) + pixels).unsqueeze(2),
+            (left.view(-1, 1) + pixels).unsqueeze(1),
+        )
+        drawn = torch.maximum(images[at], digits)
+        images[at] = torch.where(there.view(-1, 1, 1), drawn, images[at])
+        ink = there.view(-1, 1, 1) & (digits >= INK)
+        masks[at] = torch.where(ink, classes.view(-1, 1, 1) + 1, masks[at])

@@ -1,0 +1,148 @@
+"""Texts in JSON lines: one object on each line of a file."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from drivetrain.core.errors import UserError, did_you_mean
+from drivetrain.core.lazy import torch
+from drivetrain.core.option import Count, RunSpec, needs_extra
+from drivetrain.core.targets import TargetKind
+from drivetrain.data.base import Data, Fraction, Splits, hash_fraction
+from drivetrain.data.text import LabelledTexts, Texts
+from drivetrain.data.tokenizer import BytePairs, Bytes, Tokenizer
+
+
+class Line(NamedTuple):
+    """One line's text and its class; "" for no class."""
+
+    text: str
+    label: str
+
+
+class Jsonl(Data):
+    """Texts of a file of JSON lines. Without `label` the model learns to predict the next token, with it the text's class.
+
+    Longer texts are cut into pieces of `length` tokens; of a text that has a class only the first piece is read. Without a
+    file of its own for the test, the share `holdout` of the texts is held out, chosen by the hash of their content.
+    """
+
+    machine_local_keys = ("path", "test", "tokenizer_file")
+    tokens = True
+    max_value = None
+
+    def __init__(
+        self,
+        path: str | None = None,
+        test: str | None = None,
+        text: str = "text",
+        label: str | None = None,
+        tokenizer: Literal["bytes", "bpe", "file"] = "bytes",
+        vocabulary: Count = 4096,
+        tokenizer_file: str | None = None,
+        length: Count = 256,
+        holdout: Fraction = 0.1,
+        drop_last: bool = True,
+    ) -> None:
+        self.path, self.test, self.tokenizer_file = (os.path.expanduser(p) if p else None for p in (path, test, tokenizer_file))
+        self.text, self.label, self.tokenizer, self.vocabulary = text, label, tokenizer, vocabulary
+        self.length, self.holdout, self.drop_last = length, holdout, drop_last
+        self.targets: TargetKind = "tokens" if label is None else "class"
+        self.byte_tokens = tokenizer == "bytes"
+
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        if not self.path:
+            yield "data=jsonl needs data.path, a file with one JSON object on each line"
+        for knob in ("path", "test", "tokenizer_file"):
+            path = getattr(self, knob)
+            if path and not Path(path).is_file():
+                yield f"data.{knob}={path} is no file"
+        if (self.tokenizer == "file") != (self.tokenizer_file is not None):
+            yield (
+                f"data.tokenizer={self.tokenizer} and data.tokenizer_file={self.tokenizer_file or 'null'} exclude each other: "
+                "a tokenizer is loaded by data.tokenizer=file data.tokenizer_file=PATH"
+            )
+        if self.tokenizer != "bytes":
+            yield from needs_extra("tokenizers", "text", f"data.tokenizer={self.tokenizer}")
+        if self.tokenizer == "bpe" and self.vocabulary < Bytes.size:
+            yield f"data.vocabulary={self.vocabulary}: the {Bytes.size} bytes are tokens of their own: set it to more"
+        if self.label is None and "class" in run.task.targets:
+            yield f"{run.named('task')} wants a class for each text: set data.label to its key in the JSON objects"
+        if run.augment:
+            yield f"{run.named('augment')} changes images, but data=jsonl is text: set augment=[]"
+
+    def shape(self) -> tuple[int, ...]:
+        return (self.length,)
+
+    def load(self, device: torch.device) -> Splits:
+        train, test = self._lines()
+        tokenizer = self._tokenizer([line.text for line in train])
+        parts = [tokenizer([line.text for line in lines]) for lines in (train, test)]
+        files = {"tokenizer.json": tokenizer.to_json()}
+        shape = self.shape()
+        if self.label is None:
+            texts = [Texts(tokens, self.length, begin=tokenizer.size) for tokens in parts]
+            lengths = tokenizer.token_bytes()
+            if lengths is not None:
+                lengths = torch.cat([lengths, torch.zeros_like(lengths[:1])])  # the token before a text's first is no text
+            return Splits(
+                texts[0], texts[1], shape, tokenizer.size + 1, None, dtype=torch.int64, token_bytes=lengths, files=files
+            )  # fmt: skip
+        names = sorted({line.label for line in train})
+        if unknown := sorted({line.label for line in test} - set(names)):
+            raise UserError(f"{self.test or self.path}: no training text has the class {', '.join(unknown[:5])}")
+        sources = [
+            LabelledTexts(tokens, [names.index(line.label) for line in lines], self.length, 1)
+            for tokens, lines in zip(parts, (train, test), strict=True)
+        ]
+        vocabulary = tokenizer.size + 1
+        return Splits(sources[0], sources[1], shape, len(names), None, names, torch.int64, vocabulary=vocabulary, files=files)
+
+    def _tokenizer(self, texts: list[str]) -> Tokenizer:
+        if self.tokenizer == "bpe":
+            return BytePairs.trained(texts, self.vocabulary)
+        return BytePairs.loaded(Path(str(self.tokenizer_file))) if self.tokenizer == "file" else Bytes()
+
+    def _lines(self) -> tuple[list[Line], list[Line]]:
+        """Return the training and the test lines. Raises UserError."""
+        train = self._read(Path(str(self.path)))
+        if self.test is not None:
+            return train, self._read(Path(self.test))
+        test = [line for line in train if hash_fraction(line.text) < self.holdout]
+        train = [line for line in train if hash_fraction(line.text) >= self.holdout]
+        if not train or not test:
+            raise UserError(f"{self.path} gives {len(train)} training and {len(test)} test texts: set data.test or data.holdout")
+        return train, test
+
+    def _read(self, path: Path) -> list[Line]:
+        """Return the lines whose text is not empty. Raises UserError."""
+        try:
+            with path.open(encoding="utf-8") as file:
+                read = [self._line(line, f"{path}:{number}") for number, line in enumerate(file, 1) if line.strip()]
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path} is not UTF-8: {error}") from None
+        lines = [line for line in read if line.text]
+        if not lines:
+            raise UserError(f"{path} has no texts under the key '{self.text}'")
+        return lines
+
+    def _line(self, content: str, where: str) -> Line:
+        try:
+            entry = json.loads(content)
+        except ValueError as error:
+            raise UserError(f"{where}: not JSON: {error}") from None
+        if not isinstance(entry, dict):
+            raise UserError(f"{where}: {type(entry).__name__}, but each line must be an object with the key {self.text}")
+        for knob, key in (("text", self.text), ("label", self.label)):
+            if key is not None and key not in entry:
+                raise UserError(f"{where} has no '{key}' (data.{knob}): {did_you_mean(key, entry)}")
+        if not isinstance(entry[self.text], str):
+            raise UserError(f"{where}: '{self.text}' is {type(entry[self.text]).__name__}, not a text")
+        label = entry[self.label] if self.label is not None else ""
+        if not isinstance(label, str | int | bool):
+            raise UserError(f"{where}: '{self.label}' is {type(label).__name__}: a class is a text or a whole number")
+        return Line(entry[self.text], str(label))

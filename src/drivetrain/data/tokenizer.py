@@ -1,0 +1,100 @@
+"""Texts to tokens: the bytes of UTF-8, or byte pairs by the tokenizers library."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from drivetrain.core.errors import UserError
+from drivetrain.core.lazy import torch
+
+
+class Tokenizer(Protocol):
+    """Turns texts into tokens, numbers from 0 to `size` − 1."""
+
+    size: int
+
+    def token_bytes(self) -> torch.Tensor | None:
+        """Return the bytes of text that each token stands for (size,); None: a token is a byte."""
+
+    def __call__(self, texts: Sequence[str]) -> list[torch.Tensor]:
+        """Return each text's tokens, int (length,)."""
+
+    def to_json(self) -> str:
+        """Return the tokenizer as text, to be kept with the run."""
+
+
+class Bytes:
+    """A token for each byte of a text's UTF-8."""
+
+    size = 256
+
+    def token_bytes(self) -> torch.Tensor | None:
+        return None
+
+    def __call__(self, texts: Sequence[str]) -> list[torch.Tensor]:
+        encoded = [text.encode("utf-8", errors="surrogatepass") for text in texts]
+        all_bytes = torch.frombuffer(bytearray(b"".join(encoded)), dtype=torch.uint8)
+        return list(all_bytes.split([len(content) for content in encoded]))
+
+    def to_json(self) -> str:
+        return '{"model": {"type": "bytes"}}\n'
+
+
+class BytePairs:
+    """A tokenizer of the tokenizers library (Hugging Face), which its file, tokenizer.json, describes."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.tokenizer.no_padding()
+        self.tokenizer.no_truncation()
+        self.size: int = tokenizer.get_vocab_size()
+
+    def __call__(self, texts: Sequence[str]) -> list[torch.Tensor]:
+        encoded = [text.ids for text in self.tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+        tokens = torch.tensor(list(itertools.chain.from_iterable(encoded)), dtype=torch.int32)
+        return list(tokens.split([len(text) for text in encoded]))
+
+    def token_bytes(self) -> torch.Tensor | None:
+        texts = (self.tokenizer.decode([token]) for token in range(self.size))
+        if self.tokenizer.decoder is None or "ByteLevel" not in type(self.tokenizer.decoder).__name__:
+            return torch.tensor([max(1, len(text.encode())) for text in texts])
+        # A byte-level token is written with one character for each of its bytes.
+        return torch.tensor([len(self.tokenizer.id_to_token(token)) for token in range(self.size)])
+
+    def to_json(self) -> str:
+        return str(self.tokenizer.to_str())
+
+    @classmethod
+    def trained(cls, texts: Iterable[str], size: int) -> BytePairs:
+        """Return a byte-level BPE tokenizer of at most `size` tokens, trained on texts: the same texts give the same one."""
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()  # all bytes: no text has a token that is not known
+        trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
+        tokenizer.train_from_iterator(texts, trainer)
+        return cls(tokenizer)
+
+    @classmethod
+    def loaded(cls, path: Path) -> BytePairs:
+        """Return the tokenizer of a file, such as tokenizer.json. Raises UserError."""
+        from tokenizers import Tokenizer
+
+        try:
+            return cls(Tokenizer.from_file(str(path)))
+        except Exception as error:  # the library raises plain Exceptions
+            raise UserError(f"data.tokenizer_file={path} is no tokenizer of the tokenizers library: {error}") from None
+
+
+def from_json(text: str) -> Tokenizer:
+    """Return the tokenizer that `to_json` wrote."""
+    if text == Bytes().to_json():
+        return Bytes()
+    from tokenizers import Tokenizer
+
+    return BytePairs(Tokenizer.from_str(text))

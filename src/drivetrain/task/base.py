@@ -1,0 +1,80 @@
+"""The tasks. What a task sets is the mapping `preset` of its file; its class checks that what was set besides fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from drivetrain.core.option import Option, RunSpec
+from drivetrain.core.targets import TargetKind, describe
+
+
+class Task(Option):
+    """task=classification, and the base of the others: data, loss and metrics say themselves what they take."""
+
+    targets: ClassVar[tuple[TargetKind, ...]] = ()  # what the samples' targets must be; (): any
+    tokens: ClassVar[bool] = False  # whether the inputs must be sequences of tokens
+    fitting_data: ClassVar[str] = ""  # data that has such targets, for messages
+
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        """Refuse data with other targets or inputs. Losses and metrics refuse data that they do not take themselves."""
+        name, data, given = run.named("task"), run.named("data"), run.data.targets
+        if self.targets and given is not None and given not in self.targets:
+            yield (
+                f"{name} wants {describe(self.targets)}, but {data} has {describe((given,))}: set data={self.fitting_data}, or "
+                "another task"
+            )
+        elif self.tokens and run.data.tokens is False:
+            yield f"{name} wants sequences of tokens, which {data} does not give: set data={self.fitting_data}, or another task"
+
+
+class Multilabel(Task):
+    """Any number of labels for each sample."""
+
+    targets = ("labels",)
+    fitting_data = "digit_scenes"
+
+
+class Regression(Task):
+    """Numbers for each sample."""
+
+    targets = ("values",)
+    fitting_data = "diabetes"
+
+
+class Segmentation(Task):
+    """A class for each pixel."""
+
+    targets = ("mask",)
+    fitting_data = "digit_scenes"
+
+
+class LanguageModelling(Task):
+    """The next token at each position."""
+
+    targets = ("tokens",)
+    tokens = True
+    fitting_data = "stdlib"
+
+
+class TextClassification(Task):
+    """One class for each text."""
+
+    targets = ("class",)
+    tokens = True
+    fitting_data = "stdlib"
+
+
+class Contrastive(Task):
+    """Two views of each sample, which the model learns to recognise among those of others."""
+
+    targets = ("pair",)
+    fitting_data = "digits"
+
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate(run)
+        if run.data.views > 1 and not run.names("augment"):
+            yield (
+                "task=contrastive makes two views of a sample by augmenting it twice, and with augment=[] both are the same: set "
+                "augment=[random_resized_crop], or others"
+            )

@@ -1,0 +1,115 @@
+"""Texts: JSON lines with their tokenizers, and pieces of text with a class."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from drivetrain.core.errors import UserError
+from drivetrain.data import Jsonl, LabelledTexts, Stdlib
+from drivetrain.data.tokenizer import from_json
+from drivetrain.model import Gpt
+
+CPU = torch.device("cpu")
+TEXTS = [f"the {'cat' if i % 2 else 'dog'} number {i} sat on the mat, and then the mat sat on it" for i in range(80)]
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": t, "animal": "cat" if "cat" in t else "dog"}) + "\n" for t in TEXTS))
+    return path
+
+
+def test_bytes_of_texts_are_predicted_from_those_before(texts):
+    splits = Jsonl(str(texts), length=16, holdout=0.2).load(CPU)
+    x, y = splits.train.fetch(torch.tensor([0]))
+    assert (splits.classes, splits.vocabulary) == (257, None)
+    assert x[0, 0] == 256  # the begin of a text
+    assert torch.equal(x[0, 1:], y[0, :-1])
+    assert bytes(y[0].tolist()).decode() in TEXTS[0] + "".join(TEXTS)
+
+
+def test_byte_pairs_are_trained_once_and_kept_with_the_run(texts):
+    pytest.importorskip("tokenizers")
+    option = Jsonl(str(texts), tokenizer="bpe", vocabulary=300, length=64, holdout=0.2)
+    splits, again = option.load(CPU), option.load(CPU)
+    assert splits.files == again.files
+    tokenizer = from_json(splits.files["tokenizer.json"])
+    assert 256 < tokenizer.size <= 300 == splits.classes - 1 or tokenizer.size == splits.classes - 1
+    (tokens,) = tokenizer([TEXTS[3]])
+    assert len(tokens) < len(TEXTS[3])
+    assert tokenizer.tokenizer.decode(tokens.tolist()) == TEXTS[3]
+    assert splits.token_bytes[tokens.long()].sum() == len(TEXTS[3])
+    file = texts.parent / "tokenizer.json"
+    file.write_text(splits.files["tokenizer.json"])
+    loaded = Jsonl(str(texts), tokenizer="file", tokenizer_file=str(file), length=64, holdout=0.2).load(CPU)
+    assert torch.equal(loaded.train.text, splits.train.text)
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+def test_a_text_has_a_class(texts, tokenizer):
+    if tokenizer == "bpe":
+        pytest.importorskip("tokenizers")
+    option = Jsonl(str(texts), label="animal", tokenizer=tokenizer, vocabulary=300, length=64, holdout=0.2)
+    splits = option.load(CPU)
+    assert (option.targets, splits.names, splits.classes) == ("class", ["cat", "dog"], 2)
+    x, y = splits.train.fetch(torch.arange(len(splits.train)))
+    assert len(y) + len(splits.test) == len(TEXTS)
+    assert int(x.max()) < splits.vocabulary
+    if tokenizer == "bytes":
+        text = bytes((x[0][x[0] > 0] - 1).tolist()).decode()
+        assert splits.names[y[0]] in text
+
+
+@pytest.mark.parametrize(
+    ("content", "settings", "says"),
+    [
+        ('{"text": "a"}\n{"text"', {}, r"t.jsonl:2: not JSON"),
+        ('["a"]', {}, r"t.jsonl:1: list, but each line must be an object"),
+        ('{"body": "a"}', {}, r"t.jsonl:1 has no 'text' \(data.text\): there is: body"),
+        ('{"text": 3}', {}, r"'text' is int, not a text"),
+        ('{"text": ""}', {}, "has no texts under the key 'text'"),
+        ('{"text": "a", "y": [1]}', {"label": "y"}, "'y' is list: a class is a text or a whole number"),
+    ],
+)
+def test_a_wrong_line_is_named(tmp_path, content, settings, says):
+    (tmp_path / "t.jsonl").write_text(content)
+    with pytest.raises(UserError, match=says):
+        Jsonl(str(tmp_path / "t.jsonl"), **settings).load(CPU)
+
+
+def test_pieces_of_documents_with_a_class():
+    documents = [torch.arange(10, dtype=torch.uint8), torch.arange(100, 103, dtype=torch.uint8)]
+    source = LabelledTexts(documents, [1, 0], length=4, max_pieces=2)
+    x, y = source.fetch(torch.arange(len(source)))
+    assert x.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8], [101, 102, 103, 0]]  # two of the three pieces of the first
+    assert y.tolist() == [1, 1, 0]
+    assert source.fetch(torch.tensor([2]))[0].shape == (1, 3)
+
+
+def test_the_packages_of_the_standard_library_are_classes(tmp_path):
+    for package in ("alpha", "beta", "tiny"):
+        (tmp_path / package).mkdir()
+        for i in range(2 if package == "tiny" else 30):
+            (tmp_path / package / f"{i}.py").write_text(f"{package} = {i}\n")
+    option = Stdlib("class", str(tmp_path), length=16, holdout=0.3)
+    option.targets = "class"
+    splits = option.load(CPU)
+    assert splits.names == ["alpha", "beta"]
+    x, y = splits.train.fetch(torch.arange(3))
+    for row, label in zip(x, y, strict=True):
+        assert bytes((row[row > 0] - 1).tolist()).startswith(splits.names[label].encode())
+
+
+def test_padding_does_not_change_what_a_classifier_says():
+    model = Gpt(width=16, depth=1, heads=2, ngrams=2, buckets=50).classifier((12,), 3, 30).eval()
+    torch.nn.init.normal_(model.blocks[0].attention.out.weight)
+    x = torch.randint(1, 30, (4, 7))
+    padded = torch.nn.functional.pad(x, (0, 5))
+    assert model(x).shape == (4, 3)
+    torch.testing.assert_close(model(padded), model(x))
+    assert not torch.allclose(model(x.flip(1)), model(x))

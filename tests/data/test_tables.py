@@ -1,0 +1,176 @@
+"""Tables as data: CSV, Parquet and NumPy files, and two of scikit-learn's; and a table beside images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from drivetrain.core.errors import UserError
+from drivetrain.data import Diabetes, LabelsCsv, Tabular, Wine
+from drivetrain.data.tabular import Encoder
+
+CPU = torch.device("cpu")
+Write = Callable[..., str]
+
+
+@pytest.fixture
+def houses(tmp_path: Path) -> str:
+    """100 houses: a number, a category, a code, a class and a price of which two thirds are missing nothing."""
+    rows = [f"{i},{'old' if i % 3 else 'new'},{i % 4},{'ab'[i % 2]},{2 * i + 1}" for i in range(100)]
+    return written(tmp_path, "area,age,zone,kind,price", *rows)
+
+
+def written(folder: Path, *lines: str, name: str = "table.csv") -> str:
+    (folder / name).write_text("\n".join(lines) + "\n")
+    return str(folder / name)
+
+
+def asked(option, *targets: str):
+    """The option as it is where a task wants these targets."""
+    option.see(SimpleNamespace(parts={"task": SimpleNamespace(targets=targets)}))
+    return option
+
+
+def test_a_tables_columns_become_standardised_numbers_and_categories(houses):
+    splits = asked(Tabular(houses, target="kind", categories=["zone"])).load(CPU)
+    x, y = splits.train.x, splits.train.y
+    assert splits.shape == (1 + 2 + 4 + 1,)  # area, two ages, four zones, price
+    torch.testing.assert_close(x[:, [0, 7]].mean(0), torch.zeros(2), atol=1e-5, rtol=0)
+    torch.testing.assert_close(x[:, [0, 7]].std(0, correction=0), torch.ones(2))
+    assert torch.equal(x[:, 1:3].sum(1), torch.ones(len(x)))
+    assert (splits.names, splits.classes, y.dtype) == (["a", "b"], 2, torch.int64)
+    assert len(splits.train) + len(splits.test) == 100
+
+
+def test_numbers_are_the_targets_of_regression_in_the_datas_units(houses):
+    splits = asked(Tabular(houses, target="price"), "values").load(CPU)
+    prices = splits.units(splits.train.y)
+    assert set(prices.flatten().round().int().tolist()) <= {2 * i + 1 for i in range(100)}
+    torch.testing.assert_close(splits.train.y.mean(), torch.tensor(0.0), atol=1e-5, rtol=0)
+    assert (splits.classes, splits.names) == (1, None)
+
+
+def test_columns_of_0_and_1_are_several_labels(tmp_path):
+    path = written(tmp_path, "x,red,round", *(f"{i},{i % 2},{i % 3 // 2}" for i in range(60)))
+    splits = asked(Tabular(path, target=["red", "round"]), "labels").load(CPU)
+    assert splits.names == ["red", "round"]
+    assert splits.train.y.shape[1] == 2
+    assert set(splits.train.y.flatten().tolist()) == {0.0, 1.0}
+
+
+def test_the_same_rows_are_held_out_when_rows_are_added_and_moved(houses, tmp_path):
+    header, *rows = Path(houses).read_text().splitlines()
+    before = asked(Tabular(houses, target="price"), "values").load(CPU)
+    more = written(tmp_path, header, *reversed(rows), "500,new,1,a,7", name="more.csv")
+    after = asked(Tabular(more, target="price"), "values").load(CPU)
+    held = [set(s.units(s.test.y).flatten().round().int().tolist()) for s in (before, after)]
+    assert held[0] <= held[1]
+    assert len(held[1] - held[0]) <= 1
+
+
+@pytest.mark.parametrize("form", ["parquet", "npz", "tsv"])
+def test_other_forms_give_the_same_table(tmp_path, form):
+    area, price = np.arange(40.0), 3 * np.arange(40.0)
+    csv = written(tmp_path, "area,price", *(f"{a},{p}" for a, p in zip(area, price, strict=True)))
+    path = str(tmp_path / f"table.{form}")
+    if form == "parquet":
+        pyarrow = pytest.importorskip("pyarrow")
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.table({"area": area, "price": price}), path)
+    elif form == "npz":
+        np.savez(path, area=area, price=price)
+    else:
+        written(tmp_path, "area\tprice", *(f"{a}\t{p}" for a, p in zip(area, price, strict=True)), name="table.tsv")
+    one, other = (asked(Tabular(p, target="price"), "values").load(CPU) for p in (csv, path))
+    assert torch.equal(one.train.x, other.train.x)
+    assert torch.equal(one.test.y, other.test.y)
+
+
+def test_missing_values_are_refused_or_filled(tmp_path):
+    path = written(tmp_path, "x,c,y", *(f"{'' if i == 50 else i},{'?' if i == 60 else 'ab'[i % 2]},{i}" for i in range(100)))
+    with pytest.raises(UserError, match=r"rows without a value in x \(1\), c \(1\): set data.missing=fill"):
+        asked(Tabular(path, target="y", holdout=0.01), "values").load(CPU)
+    splits = asked(Tabular(path, target="y", missing="fill", holdout=0.01), "values").load(CPU)
+    filled = (splits.units(splits.train.y) - 50).abs().argmin()
+    assert splits.train.x[filled, 0] == pytest.approx(0.0, abs=1e-6)  # the mean
+    assert splits.shape == (1 + 3,)  # a missing text is a category of its own
+
+
+def test_the_encoder_that_a_run_keeps_encodes_new_rows_alike(houses):
+    splits = asked(Tabular(houses, target="price"), "values").load(CPU)
+    encoder = Encoder.from_json(splits.files["table.json"])
+    row = {"area": np.array([5.0]), "age": np.array(["new"], dtype=object), "zone": np.array([1.0])}
+    row["kind"] = np.array(["unseen"], dtype=object)
+    encoded = encoder(row)
+    assert encoded.shape == (1, *splits.shape)
+    assert encoded[0, -2:].tolist() == [0.0, 0.0]  # a category that no training row has
+
+
+@pytest.mark.parametrize(
+    ("lines", "settings", "says"),
+    [
+        (["x,y", "1,2"], {"target": "z"}, "data.target=z is no column"),
+        (["x,y", "1,2,3"], {"target": "y"}, "row 2 has 3 cells"),
+        (["x,x", "1,2"], {"target": "x"}, "several columns of one name"),
+        (["x,y"], {"target": "y"}, "has no rows"),
+        (["x,y", "1,a", "2,", "3,b"], {"target": "y"}, "no value in the target column y, the first is row 2"),
+        (["y", "1", "2", "3"], {"target": "y"}, "no column beside the target"),
+        (["x,y", "1,2", "2,3"], {"target": "y", "columns": ["y"]}, "would be given what it is to predict"),
+        (["x,y", "1,2", "2,3"], {"target": "y", "categories": ["z"]}, "data.categories: z is no column"),
+    ],
+)
+def test_a_wrong_table_is_answered_with_what_to_do(tmp_path, lines, settings, says):
+    path = written(tmp_path, *lines)
+    with pytest.raises(UserError, match=says):
+        asked(Tabular(path, test=path, **settings)).load(CPU)
+
+
+def test_texts_are_no_targets_of_regression(houses):
+    with pytest.raises(UserError, match="holds texts, such as 'a', and regression wants numbers: set task=classification"):
+        asked(Tabular(houses, target="kind"), "values").load(CPU)
+
+
+def test_scikit_learns_tables_are_its_own():
+    from sklearn.datasets import load_diabetes, load_wine
+
+    for option, (x, y) in ((Diabetes(), load_diabetes(return_X_y=True, scaled=False)), (Wine(), load_wine(return_X_y=True))):
+        splits = option.load(CPU)
+        targets = torch.cat([splits.train.y, splits.test.y])
+        targets = targets if splits.units is None else splits.units(targets)
+        assert sorted(targets.flatten().tolist()) == pytest.approx(sorted(y.astype(float).tolist()), abs=1e-3)
+        assert len(splits.train) + len(splits.test) == len(x)
+        assert splits.shape == (x.shape[1],) == option.shape()
+        assert len(splits.train) == option.train_samples()
+        torch.testing.assert_close(splits.train.x.std(0, correction=0), torch.ones(x.shape[1]), atol=1e-4, rtol=1e-4)
+
+
+# --- a table beside images ---
+
+
+def test_a_table_beside_images_gives_a_class_labels_or_numbers(tmp_path):
+    lines = []
+    for i in range(40):
+        Image.new("RGB", (9, 8), (6 * i, 0, 0)).save(tmp_path / f"{i}.png")
+        lines.append(f"{i}.png,{'cat' if i % 2 else 'dog'},{'red|big' if i % 2 else 'red'},{i}")
+    path = written(tmp_path, "image,animal,tags,age", *lines)
+    splits = asked(LabelsCsv(path, target="animal", size=8, holdout=0.3)).load(CPU)
+    x, y = splits.train.fetch(torch.arange(3))
+    assert (x.shape, splits.names) == ((3, 3, 8, 8), ["cat", "dog"])
+    splits = asked(LabelsCsv(path, target="tags", separator="|", size=8, holdout=0.3), "labels").load(CPU)
+    assert splits.names == ["big", "red"]
+    splits = asked(LabelsCsv(path, target="age", size=8, holdout=0.3), "values").load(CPU)
+    x, y = splits.train.fetch(torch.arange(5))
+    assert torch.equal(splits.units(y)[:, 0].round() * 6, x[:, 0, 0, 0].float())  # each image has its own row's target
+
+
+def test_an_image_that_is_not_there_is_named(tmp_path):
+    path = written(tmp_path, "image,y", "gone.png,1", "lost.png,2")
+    with pytest.raises(UserError, match=r"names 2 images that are not there, the first is .*gone.png: set data.root"):
+        asked(LabelsCsv(path, test=path, target="y")).load(CPU)
