@@ -70,7 +70,7 @@ def find(
     job.composed.overrides = list(overrides)
     job.notices.clear()
     job.run.parts["model"] = job.run.model.untrained()
-    return Finished(run_dir, job, checkpoint_of(run_dir, choice.update, job.run.saving.keep_best), choice.average)
+    return Finished(run_dir, job, checkpoint_of(run_dir, choice.update, job.run.saving.best), choice.average)
 
 
 def _refusal(
