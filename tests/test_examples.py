@@ -118,7 +118,7 @@ OPTIONS = {
     "precision=fp64": [],
     "loader=prefetch_one": ["data=digits"],
     "augment=[invert]": ["data=digits", "augment.invert.max_value=16"],
-    "loss=focal": [],
+    "loss=poly1": [],
     "loss=cross_entropy_top2": [],
     "parallel=local_sgd": [],
 }
@@ -227,18 +227,18 @@ def test_invert_wants_the_largest_value_of_the_data(job):
         job("augment=[invert]", "data=digits")
 
 
-def test_focal_without_gamma_is_cross_entropy(my_pkg):
-    from my_pkg.loss import Focal
+def test_poly1_without_epsilon_is_cross_entropy(my_pkg):
+    from my_pkg.loss import Poly1
 
     output, target = torch.randn(16, 5), torch.arange(16) % 5
     plain = torch.nn.functional.cross_entropy(output, target)
-    torch.testing.assert_close(Focal(0.0)(output, target), plain)
-    assert Focal(2.0)(output, target) < plain
+    torch.testing.assert_close(Poly1(0.0)(output, target), plain)
+    assert Poly1(2.0)(output, target) > plain
 
 
-def test_focal_is_refused_with_mixup(job):
-    with pytest.raises(UserError, match="loss=focal"):
-        job("loss=focal", "augment=[mixup]")
+def test_poly1_is_refused_with_mixup(job):
+    with pytest.raises(UserError, match="loss=poly1"):
+        job("loss=poly1", "augment=[mixup]")
 
 
 def test_top2_accuracy(my_pkg):
@@ -322,7 +322,7 @@ def plugin(tmp_path, my_pkg, monkeypatch):
 
 
 def test_an_installed_plugin_needs_no_config_dir_and_no_trust(plugin, tiny, capsys):
-    assert main(["train", "-q", *tiny("optimizer=sign_sgd", "precision=fp64", "loss=focal", "callbacks=[weight_norm]")]) == 0
+    assert main(["train", "-q", *tiny("optimizer=sign_sgd", "precision=fp64", "loss=poly1", "callbacks=[weight_norm]")]) == 0
     capsys.readouterr()
     assert main(["list", "parallel"]) == 0
     assert "parallel=local_sgd: ranks train by themselves" in capsys.readouterr().out

@@ -17,7 +17,7 @@ MODULES = (argparse, random, tarfile)
 class Lines(torch.utils.data.Dataset):
     """Every eighth line is for the test."""
 
-    classes = [module.__name__ for module in MODULES]
+    classes = tuple(module.__name__ for module in MODULES)
 
     def __init__(self, split: str) -> None:
         held_out = split == "test"

@@ -70,6 +70,21 @@ def test_inputs_have_mean_0_and_deviation_1_measured_on_the_training_set():
     assert torch.equal(raw.normalize(raw.train.x), raw.train.x.float())
 
 
+def test_some_digits_alone_are_numbered_from_0():
+    """For pretraining on some classes and fine-tuning on others: no test sample of the one is trained on in the other."""
+    every, some = Digits().load(CPU), Digits(classes=[7, 2, 5]).load(CPU)
+    for whole, part in ((every.train, some.train), (every.test, some.test)):
+        chosen = [int(digit) in (7, 2, 5) for digit in whole.y]
+        assert torch.equal(part.x, whole.x[chosen])
+        assert [(7, 2, 5)[label] for label in part.y] == whole.y[chosen].tolist()
+    assert (some.classes, some.names, every.classes, every.names) == (3, ["7", "2", "5"], 10, None)
+
+
+@pytest.mark.parametrize("classes", ["[3]", "[1,1]", "[1,10]", "[]"])
+def test_digits_that_are_no_classes(problems, classes):
+    assert any("data.classes" in problem for problem in problems("data=digits", f"data.classes={classes}"))
+
+
 def test_normalising_is_per_channel_and_does_not_write_its_input():
     x = torch.randint(255, (4, 3, 5, 5), dtype=torch.uint8)
     for kept in (x, x.float()):

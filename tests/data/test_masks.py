@@ -45,7 +45,7 @@ def test_a_mask_belongs_to_its_image(root):
 
 
 def test_what_is_wrong_with_masks_is_named(root):
-    with pytest.raises(DataError, match="has the class 1, and data.classes=1"):
+    with pytest.raises(DataError, match=r"has the class 1, and data\.classes=1"):
         Masks(str(root), size=8, classes=1, holdout=0.3).load(CPU).train.fetch(torch.tensor([0]))
     Image.new("RGB", (16, 16)).save(root / "masks" / "3.png")
     with pytest.raises(DataError, match=r"3.png is a RGB image: a mask has one number for each pixel"):

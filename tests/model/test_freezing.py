@@ -172,6 +172,13 @@ def test_a_resumed_run_unfreezes_as_one_that_was_not_interrupted(train, at):
     assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
 
 
+def test_a_resume_cannot_train_what_the_run_had_frozen(train):
+    first = train("model.freeze=[layers.0]", "saving=last")
+    resumed = drivetrain.train([f"resume={first.run_dir}", "resume_changed=true", "model.freeze=[]", "updates=3"])
+    assert "no optimizer state of layers.0.linear.weight" in resumed.error
+    assert "model.weights=" in resumed.error
+
+
 @pytest.mark.parametrize("optimizer", [name for name in options()["optimizer"] if not name.startswith("apex")])
 def test_every_optimizer_takes_parameters_that_begin_later(make, optimizer):
     hidden = "model.hidden=[5,5,5]"

@@ -23,8 +23,8 @@ def write(folder: Path, size: int = 8) -> None:
     shard(folder / "shard.tar", images)
     packed(folder / "packed", images)
     table_and_masks(folder, images)
-    texts = (json.dumps({"text": f"line {i} of {len(images)}: {'ab' * (i % 9)}", "kind": "ab"[i % 2]}) for i in range(len(images)))
-    (folder / "texts.jsonl").write_text("\n".join(texts) + "\n")
+    texts = [{"text": f"line {i} of {len(images)}: {'ab' * (i % 9)}", "kind": "ab"[i % 2]} for i in range(len(images))]
+    (folder / "texts.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
     (folder / "hub").mkdir()
     if find_spec("datasets") is not None:
         hub(folder / "hub", images)

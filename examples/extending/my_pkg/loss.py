@@ -1,4 +1,4 @@
-"""loss=focal, and loss=cross_entropy_top2, which is a metric more."""
+"""loss=poly1, and loss=cross_entropy_top2, which is a metric more."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from drivetrain.core.option import NonNegative
 from drivetrain.loss import CrossEntropy
 
 
-class Focal(CrossEntropy):
-    """Cross entropy that counts samples less the surer the model is of them (Lin et al. 2017). gamma=0 is cross entropy.
+class Poly1(CrossEntropy):
+    """Poly-1 loss (Leng et al. 2022): cross entropy and epsilon × (1 − the probability of the right class).
 
     An evaluation reports what CrossEntropy does.
     """
 
     soft_targets = False  # a capability: with mixup, which mixes labels, this loss is refused
 
-    def __init__(self, gamma: NonNegative = 2.0) -> None:
+    def __init__(self, epsilon: NonNegative = 1.0) -> None:
         super().__init__()
-        self.gamma = gamma
+        self.epsilon = epsilon
 
     def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """The mean loss of logits (n, classes) against class numbers (n,)."""
         loss = torch.nn.functional.cross_entropy(output, target, reduction="none")  # -log p of the right class, (n,)
-        return ((1 - torch.exp(-loss)) ** self.gamma * loss).mean()
+        return (loss + self.epsilon * (1 - torch.exp(-loss))).mean()
 
 
 class CrossEntropyTop2(CrossEntropy):

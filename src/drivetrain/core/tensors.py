@@ -21,7 +21,7 @@ def send(tree: Tree, device: torch.device) -> Tree:
     block only when the copies from it are done, so the caller may drop the tensor at once.
     """
     if not has_streams(device):
-        return trees.map_tensors(lambda tensor: tensor.to(device), tree)
+        return trees.to(tree, device)
     return trees.map_tensors(lambda tensor: _send_through_pinned_memory(tensor, device), tree)
 
 
@@ -41,8 +41,7 @@ class Tensors:
     def fetch(self, indices: torch.Tensor) -> tuple[Tree, Tree]:
         """The samples at these indices (n,), which are on the CPU."""
         indices = send(indices, self.device)
-        x, y = (trees.map_tensors(lambda tensor: tensor.index_select(0, indices), tree) for tree in (self.x, self.y))
-        return x, y
+        return trees.select(self.x, indices), trees.select(self.y, indices)
 
     @property
     def device(self) -> torch.device:
@@ -51,4 +50,4 @@ class Tensors:
 
     def to(self, device: torch.device) -> Tensors:
         """The same source on a device."""
-        return Tensors(*(trees.map_tensors(lambda tensor: tensor.to(device), tree) for tree in (self.x, self.y)))
+        return Tensors(trees.to(self.x, device), trees.to(self.y, device))

@@ -23,6 +23,18 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: Tree) -> Tree:
     return tree_map_only(torch.Tensor, function, tree)
 
 
+def to(tree: Tree, device: torch.device) -> Tree:
+    """Return the tree on a device."""
+    return tree.to(device) if isinstance(tree, torch.Tensor) else map_tensors(lambda tensor: tensor.to(device), tree)
+
+
+def select(tree: Tree, indices: torch.Tensor) -> Tree:
+    """Return the samples `indices` (n,), which are on the tree's device."""
+    if isinstance(tree, torch.Tensor):
+        return tree.index_select(0, indices)
+    return map_tensors(lambda tensor: tensor.index_select(0, indices), tree)
+
+
 def leaves(tree: Tree) -> list[torch.Tensor]:
     """Return the tree's tensors, in its order."""
     if isinstance(tree, torch.Tensor):

@@ -166,7 +166,7 @@ class Loader(Option):
         if self.copies_ahead():
             x, y = send(x, device), send(y, device)
         else:
-            x, y = (trees.map_tensors(lambda t: t.to(device), tree) for tree in (x, y))
+            x, y = trees.to(x, device), trees.to(y, device)
         if self.augments_on_device:
             x, y = pipeline.augment(x, y, request)
         # The order of memory changes after the copy, since a CPU would write it to memory that is not pinned, and before

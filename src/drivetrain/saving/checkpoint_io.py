@@ -13,6 +13,7 @@ from typing import Any
 import safetensors.torch
 import torch
 
+from drivetrain.core.errors import UserError
 from drivetrain.saving import manifest, sharded_checkpoint
 from drivetrain.saving.manifest import FORMAT, checkpoints, sha256
 
@@ -135,6 +136,11 @@ def _state_for(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
         return {"members": [_state_for(member, member_state) for member, member_state in pairs]}
     saved_index = {name: i for i, name in sharded_checkpoint.parameter_names(state).items()}
     settings = {name: group for group in state["param_groups"] for name in group["param_names"]}
+    if new := [name for group in optimizer.param_groups for name in group["param_names"] if name not in settings]:
+        raise UserError(
+            f"the checkpoint has no optimizer state of {', '.join(new[:10])}: the run did not train these parameters "
+            "(model.freeze). To train them from its weights, start a new run by model.weights=<run's directory>"
+        )
     groups: list[dict[str, Any]] = []
     states: dict[int, Any] = {}
     for group, indices in zip(optimizer.param_groups, _parameter_indices(optimizer), strict=True):
