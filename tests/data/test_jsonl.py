@@ -101,14 +101,8 @@ def test_the_packages_of_the_standard_library_are_classes(tmp_path):
     splits = option.load(CPU)
     assert splits.names == ["alpha", "beta"]
     x, y = splits.train.fetch(torch.arange(3))
-<<<<<<< HEAD
-    assert all(
-        bytes((row[row > 0] - 1).tolist()).startswith(splits.names[label].encode()) for row, label in zip(x, y, strict=True)
-    )
-=======
     for row, label in zip(x, y, strict=True):
         assert bytes((row[row > 0] - 1).tolist()).startswith(splits.names[label].encode())
->>>>>>> main
 
 
 def test_padding_does_not_change_what_a_classifier_says():
