@@ -112,6 +112,7 @@ def test_a_class_may_ask_for_every_update_and_the_model(train, hooks):
     watched = train(*given("EveryUpdate"), "updates=null", "epochs=1", "log_every=4")
     updates = [update for name, update, _, has_model in hooks.EveryUpdate.told if name == "update" and has_model]
     assert updates == [1, 2, 3, 4]
+    assert plain.status == watched.status == "completed", plain.error
     assert plain.metrics == watched.metrics
 
 

@@ -85,6 +85,9 @@ class Views(Pictures):
 def each_pixel(shape, classes):
     return torch.nn.Conv2d(shape[0], classes, 1)
 
+def errors(output, target):
+    return (output.argmax(-1) != target).sum()
+
 def my_loss(output, y):
     return torch.nn.functional.cross_entropy(output, y)
 """
@@ -96,6 +99,7 @@ Pair = frozenset[str]
 def needs(folder: Path) -> dict[str, list[str]]:
     """What an option wants besides its name, to be tried at all and to be small; options give way to those of a row."""
     own = ["data=own", "trust=[pairwise_net]"]
+    each_pixel = ["model=own", "model.target=pairwise_net.each_pixel"]
     shards = [f"data.{split}={folder}/shard.tar" for split in ("train", "test")]
     return {
         "data=synthetic": ["data.shape=[3,32,32]", "data.samples=32", "data.test_samples=16"],
@@ -131,8 +135,12 @@ def needs(folder: Path) -> dict[str, list[str]]:
         "loader=dali": ["data=imagefolder"],
         "loss=next_token": ["data=stdlib", "model=gpt"],
         **{f"loss={name}": [f"data.target=pairwise_net.{kind}", *own] for name, kind in TARGETS.items()},
-        "loss=dice": ["data.target=pairwise_net.Masks", *own, "model=own", "model.target=pairwise_net.each_pixel"],
+        "loss=dice": ["data.target=pairwise_net.Masks", *own, *each_pixel],
         "loss=own": ["loss.target=pairwise_net.my_loss", "trust=[pairwise_net]"],
+        **{f"metrics=[{name}]": ["data.target=pairwise_net.Numbers", *own, "loss=mse"] for name in ("mae", "rmse", "r2")},
+        **{f"metrics=[{name}]": ["data.target=pairwise_net.Masks", *own, "loss=dice", *each_pixel] for name in ("iou", "dice")},
+        **{f"metrics=[{name}]": ["data=stdlib", "model=gpt", "loss=next_token"] for name in ("perplexity", "bits_per_byte")},
+        "metrics=[own]": ["metrics.own.target=pairwise_net.errors", "trust=[pairwise_net]"],
         "batch=bucketed": ["data=stdlib", "model=gpt", "loss=next_token", "runtime.cudnn_benchmark=false"],
         "model=timm": ["model.name=test_resnet"],
         "model=resnet9": ["model.width=4", "model.bias=true"],

@@ -91,9 +91,9 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter]) -> Trainer:
     callbacks = Callbacks.build(context, log.figures, log.image)
     evaluator = Evaluator(
         model=model, forward=_joining(loss, takes_batches(parallel.inference_model(model))), eval_weights=eval_weights,
-        ema=ema, loss=loss, meters=meters, selected=selection.name, precision=precision, parallel=parallel, batch=batch,
-        loader=loader, data=context.test_data, device=context.device, memory_format=context.memory_format,
-        max_batches=run.debug.eval_batches,
+        ema=ema, loss=loss, meters=meters, units=_units(context), selected=selection.name, precision=precision,
+        parallel=parallel, batch=batch, loader=loader, data=context.test_data, device=context.device,
+        memory_format=context.memory_format, max_batches=run.debug.eval_batches,
     )  # fmt: skip
     trainer = Trainer(
         model=model, step=callbacks.wrap_step(step), selection=selection, optimizer=optimizer, scheduler=scheduler,
@@ -122,6 +122,12 @@ def _step_for_loss(step: Step, loss: Loss, forward: Callable[..., Any], context:
 def _joining(loss: Loss, forward: Callable[..., Any]) -> Callable[..., Any]:
     """The forward of an evaluation, which takes several views of each sample where the loss compares them."""
     return (lambda x: forward(loss.joined(x))) if isinstance(loss, ComparingLoss) else forward
+
+
+def _units(context: BuildContext) -> Callable[[Any], Any]:
+    """Return what turns outputs and targets into the data's units, in which metrics measure."""
+    units = context.data.units
+    return (lambda values: values) if units is None else units.to(context.device)
 
 
 def _load_data(context: BuildContext, debug: Debug) -> Batch:

@@ -36,6 +36,7 @@ class Evaluator:
     ema: Ema
     loss: Loss
     meters: Sequence[Metric]  # the metrics beside those of the loss
+    units: Callable[[Any], Any]  # turns outputs and targets into those that the metrics measure
     selected: str  # the metric that ranks models
     precision: Precision
     parallel: Parallel
@@ -79,7 +80,7 @@ class Evaluator:
                     output = self.forward(batch.x)
                 sums += self.loss.sums(output, self.loss.evaluation_target(batch)) * batch.weight
                 for meter in () if batch.filler else self.meters:
-                    meter.update(output, batch.y)
+                    meter.update(self.units(output), self.units(batch.y))
             figures = self.loss.evaluated(self.parallel.all_reduce_sum(sums).tolist())
             if not all(map(math.isfinite, figures.values())):
                 raise Diverged(f"an evaluation is not finite: {figures}")

@@ -72,7 +72,7 @@ def run_rank(job: Job, world: World, run_dir: Path, stop: StopFlag, quiet: bool)
     if trainer is not None:
         _end_callbacks(trainer, result)
         trainer.writer.finish(LAST_WRITE_S)
-        if result.status != "completed":
+        if result.status != "completed" or job.work is not None:  # else it is recorded, and the trainer holds other weights now
             _record_measurements(result, trainer)
         _count_skipped(result, trainer, world, run_dir)
     for writer in writers:
@@ -202,9 +202,7 @@ def _show_tables(result: Result, trainer: Trainer, run_dir: Path) -> None:
     for name, table in tables.of_result(result.tables)[1].items():
         if tables.is_confusion(table):
             path = table_picture.draw(table, run_dir / "images" / f"{name}.png")
-            for writer in trainer.log.writers:
-                if hasattr(writer, "log_image"):
-                    writer.log_image(name, trainer.progress.updates, path)
+            trainer.log.image(name, path)
 
 
 def _count_skipped(result: Result, trainer: Trainer, world: World, run_dir: Path) -> None:
