@@ -134,6 +134,7 @@ def test_the_rules_speak():
         launcher.prepare(["batch.grow_until=130", "batch.grow_every=1"])
 
 
+@pytest.mark.slow
 def test_the_knobs_of_what_a_trial_goes_without_go_too():
     words = [
         *TINY,
@@ -147,6 +148,7 @@ def test_the_knobs_of_what_a_trial_goes_without_go_too():
     assert batch_probe.count_fitting([*words, "model=mlp", "saving.every_updates=3"], [], [2, 4], 16.0) == 2
 
 
+@pytest.mark.slow
 def test_the_compilers_budget_does_not_keep_a_trial_from_running():
     """Trials run without a compiler, whose the budget is; the run itself has both."""
     words = ["data=synthetic", "data.shape=[3,8,8]", "model=mlp", "checkpointing=budget", "compile=inductor"]

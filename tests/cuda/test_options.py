@@ -23,6 +23,7 @@ CLASSES = {option: class_of(option) for option in OPTIONS}
 REAL = [option for option in OPTIONS if CLASSES[option].needs_real_tensors]
 WAITING = [option for option in OPTIONS if CLASSES[option].step_waits]
 SEVERAL_RANKS = [o for o in OPTIONS if getattr(CLASSES[o], "distributed", False) and o not in REAL]  # test_strategies.py
+METRICS = [o for o in OPTIONS if o[0] == "metrics" and o not in REAL]  # tests/metrics/test_devices.py
 
 
 def in_rows(options):
@@ -38,7 +39,7 @@ def in_rows(options):
     return rows
 
 
-ROWS = in_rows(option for option in OPTIONS if option not in (*REAL, *SEVERAL_RANKS))
+ROWS = in_rows(option for option in OPTIONS if option not in (*REAL, *SEVERAL_RANKS, *METRICS))
 
 
 def train(fake_run, kind, row):
@@ -86,6 +87,6 @@ def test_what_fake_tensors_cannot_stand_for(option):
 
 
 def test_every_option_is_in_a_row_or_says_why_not():
-    assert sorted([o for row in ROWS for o in row] + REAL + SEVERAL_RANKS) == sorted(OPTIONS)
+    assert sorted([o for row in ROWS for o in row] + REAL + SEVERAL_RANKS + METRICS) == sorted(OPTIONS)
     assert len(ROWS) < 40
     assert len(REAL) <= 12

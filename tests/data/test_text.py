@@ -94,6 +94,7 @@ def test_an_evaluation_on_fewer_pieces_takes_them_from_all_files(library):
     assert torch.equal(some.lengths, whole.lengths[expected])
 
 
+@pytest.mark.slow
 def test_pythons_own_library_is_there():
     splits = Stdlib(max_files=12).load(CPU)
     first = splits.train.fetch(torch.arange(len(splits.train)))[1]

@@ -90,7 +90,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(train, stop_at, name):  # noqa: 
     assert resumed.metrics == whole.metrics
 
 
-@pytest.mark.parametrize("name", ["dicts", "one argument", "buckets"])
+@pytest.mark.parametrize("name", ["dicts", *(pytest.param(name, marks=pytest.mark.slow) for name in ("one argument", "buckets"))])
 @pytest.mark.parametrize("option", ["inductor", "step"])
 def test_compiled_and_traced_runs_equal_the_plain_one(train, eager_backend, recorded, option, name, caplog):  # noqa: F811
     words = ["batch.pad_to=16"] if name == "buckets" else []

@@ -120,6 +120,7 @@ def test_one_rank_out_of_memory_ends_all_and_is_named(tmp_path: Path) -> None:
     assert checkpoints(only_run(outputs))
 
 
+@pytest.mark.slow
 def test_another_number_of_ranks_between_runs_keeps_the_order_of_the_data(
     tmp_path: Path, losses_close: Callable[[Path, Path], None]
 ) -> None:

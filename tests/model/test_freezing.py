@@ -179,7 +179,11 @@ def test_a_resume_cannot_train_what_the_run_had_frozen(train):
     assert "model.weights=" in resumed.error
 
 
-@pytest.mark.parametrize("optimizer", [name for name in options()["optimizer"] if not name.startswith("apex")])
+OPTIMIZERS = [name for name in options()["optimizer"] if not name.startswith("apex")]
+SHORT = {"adamw", "muon", "schedulefree", "sgd"}  # of each kind of state one
+
+
+@pytest.mark.parametrize("optimizer", [pytest.param(o, marks=[] if o in SHORT else pytest.mark.slow) for o in OPTIMIZERS])
 def test_every_optimizer_takes_parameters_that_begin_later(make, optimizer):
     hidden = "model.hidden=[5,5,5]"
     trainer = make(

@@ -94,7 +94,7 @@ SMALL = [*TEXT, "model=gpt", "model.width=32", "model.heads=2", "model.depth=2",
     "words",
     [
         pytest.param(["checkpointing=blocks"], marks=pytest.mark.slow),
-        ["checkpointing=selective"],
+        pytest.param(["checkpointing=selective"], marks=pytest.mark.slow),
         pytest.param(["compile=jit"], marks=pytest.mark.slow),
         pytest.param(["model.dropout=0.1"], marks=pytest.mark.slow),
         ["batch=bucketed", "precision=bf16"],
