@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import safetensors.torch
+import yaml
 from PIL import Image
 
 import drivetrain
@@ -207,8 +208,9 @@ def words_of(option: Option) -> list[str]:
 
 
 def groups_of(option: Option) -> set[str]:
-    """The groups that its words are about."""
-    return {w.partition("=")[0].partition(".")[0] for w in words_of(option)}
+    """The groups that its words are about, and those that a task sets."""
+    preset = yaml.safe_load(FILES[option].read_text()).get("preset") or {} if option[0] == "task" else {}
+    return {w.partition("=")[0].partition(".")[0] for w in (*words_of(option), *preset)}
 
 
 def in_pairs(given: Iterable[Option]) -> list[tuple[Option, ...]]:

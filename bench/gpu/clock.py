@@ -105,5 +105,5 @@ class _Outside:
             with self.file.open("a") as file:
                 print(time.perf_counter(), record["update"], record["samples"], record["samples_per_second"], file=file)
 
-    def close(self) -> None:
+    def close(self, status: str = "completed") -> None:
         pass

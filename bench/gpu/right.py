@@ -126,7 +126,7 @@ class _StopHalfWay:
         if record["event"] == "train" and record["update"] == self.update:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def close(self) -> None:
+    def close(self, status: str = "completed") -> None:
         pass
 
 

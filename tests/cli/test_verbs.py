@@ -219,7 +219,9 @@ def test_cfg_job(tmp_path: Path) -> None:
     """The whole config as YAML; with --resolve, without references; with --package, a part of it; nothing is run."""
     words = ("precision=amp", "recipe=fast", "epochs=7", "optimizer.weight_decay=${optimizer.lr}")
     config = yaml.safe_load(cfg(*words, cwd=tmp_path))
-    assert set(config) >= set(GROUPS) - {"augment", "surgery"} | {"epochs", "updates", "output_dir"}, "all but empty lists"
+    assert set(config) >= set(GROUPS) - {"augment", "surgery", "metrics"} | {"epochs", "updates", "output_dir"}, (
+        "all but empty lists"
+    )
     assert config["precision"]["_target_"].endswith(".Amp")
     assert (config["epochs"], config["optimizer"]["weight_decay"]) == (7, "${optimizer.lr}")
     resolved = yaml.safe_load(cfg(*words, "--resolve", cwd=tmp_path))

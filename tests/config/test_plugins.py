@@ -26,7 +26,7 @@ GROUPS = list(catalog.default_options())
 # The shipped option that each made-up one derives from: one that takes knobs and runs with the defaults of everything else.
 BASE = {
     "augment": "flip_crop", "surgery": "channels_last", "checkpointing": "every_k", "compile": "none", "clip": "norm",
-    "ema": "ema", "debug": "fast", "logger": "files",
+    "ema": "ema", "debug": "fast", "logger": "files", "metrics": "accuracy",
 }  # fmt: skip
 RULE = """
     def validate(self, run):

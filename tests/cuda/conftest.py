@@ -67,11 +67,12 @@ def fake_run(tiny, folder, monkeypatch, tmp_path, pretend):
         monkeypatch.chdir(folder)
         monkeypatch.syspath_prepend(folder)
         for name in ("save", "save_sharded"):  # files hold real tensors
-            monkeypatch.setattr(checkpoint_io, name, lambda *_: None)
+            monkeypatch.setattr(checkpoint_io, name, lambda *_, **__: None)
         monkeypatch.setattr(flops, "count", lambda *_: flops.ModelFlops(None, "not of interest here"))
         device = pretend(kind)
         job = prepared(tuple(tiny(*words, "updates=2")))
         check.validate_device(job.run)
+        (tmp_path / "run").mkdir(exist_ok=True)
         context = BuildContext(job.run, world or World(), tmp_path / "run")
         contexts.append(context)
         with device:

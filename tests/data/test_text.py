@@ -224,7 +224,7 @@ def test_two_ranks_train_and_evaluate_as_one(train, library):
         ),
         (
             ["data=stdlib", "model=gpt"],
-            "loss=cross_entropy wants one class for each sample, but data=stdlib has the next token at each position",
+            "loss=cross_entropy wants one class for each sample or a class for each pixel, but data=stdlib has the next token",
         ),
         (["model=gpt", "loss=next_token"], "model=gpt reads sequences of tokens, which data=synthetic does not give"),
         (

@@ -35,7 +35,7 @@ RESULT_KEYS = {
     "status", "error", "metrics", "updates", "epochs", "samples_per_second", "step_ms_p50", "step_ms_p95", "data_wait_fraction",
     "peak_memory_bytes", "time_to_first_step_s", "compile_s", "wall_s", "world_size", "device", "device_name",
     "overrides", "config_hash",
-    "skipped_samples", "flops_per_sample", "mfu", "mfu_note",
+    "skipped_samples", "flops_per_sample", "mfu", "mfu_note", "selection", "stopped", "tables",
 }  # fmt: skip
 TRAIN_KEYS = {
     "event",
@@ -54,7 +54,7 @@ TRAIN_KEYS = {
 EVALUATE_KEYS = {"event", "update", "epoch", "loss", "accuracy", "ema_loss", "ema_accuracy"}
 FILES = {
     ".lock", "checkpoints", "config.yaml", "environment.json", "log.txt", "metrics.csv", "metrics.jsonl", "recipe.yaml",
-    "result.json",
+    "result.json", ".hydra",
 }  # fmt: skip
 SECRET = "sesame-open-4711"
 WORDS = (

@@ -406,8 +406,8 @@ REFUSED = {
     "scheduler=onecycle scheduler.momentum=[0.9,1.0]": "must be < 1",
     "scheduler=onecycle epochs=null": "epochs=null: must be a whole number",
     "scheduler=plateau scheduler.metric=accuracy": "set scheduler.mode=max",
-    "scheduler=plateau scheduler.metric=acuracy": "set one of loss, accuracy",
-    "scheduler=plateau scheduler.metric=ema_loss": "set one of loss, accuracy",
+    "scheduler=plateau scheduler.metric=acuracy": "did you mean 'accuracy'?",
+    "scheduler=plateau scheduler.metric=ema_loss": "did you mean 'loss'?",
 }  # fmt: skip
 
 

@@ -104,7 +104,11 @@ def _misplaced(folder: Path) -> Iterator[str]:
     def holds_options(place: Path) -> bool:
         return any((place / name).is_dir() for name in known)
 
-    if holds_options(folder) or (any(folder.glob("*.yaml")) and folder.resolve().name not in known):
+    if (
+        holds_options(folder)
+        or any(folder.glob("*/*.yaml"))
+        or (any(folder.glob("*.yaml")) and folder.resolve().name not in known)
+    ):
         return
     below = [place for place in sorted(folder.glob("*/")) if holds_options(place)]
     place = folder.resolve().parent if folder.resolve().name in known else below[0] if below else None

@@ -55,7 +55,8 @@ def validate(composed: Composed) -> RunSpec:
     if plain.get("trust"):
         paths.add_working_directory()
     groups = options(composed.config_dirs)
-    run = RunSpec(composed.choices, {k: v for k, v in plain.items() if k not in groups})
+    values = {k: v for k, v in plain.items() if k not in groups}
+    run = RunSpec(composed.choices, values, from_environment=composed.from_environment)
     _decode(composed, "", _KINDS, run.values)
     problems = [*composed.problems, *_value_problems(run.values, composed.where)]
     for group in groups:

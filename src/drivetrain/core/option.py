@@ -7,7 +7,7 @@ conf/ gives the value. Constructors only store their arguments; nothing is built
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -32,6 +32,7 @@ class RunSpec:
     choices: dict[str, Any]  # group → option's name (a list for surgery, augment, logger)
     values: dict[str, Any]  # the keys of conf/config.yaml that are no group
     parts: dict[str, Any] = field(default_factory=dict)  # group → Option, or a list of them
+    from_environment: Callable[[str], bool] = lambda _: False  # whether the value of a dotted key came from the environment
 
     def __getattr__(self, group: str) -> Any:
         try:

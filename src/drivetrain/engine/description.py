@@ -15,10 +15,15 @@ from drivetrain.model.base import Model
 
 
 def describe(run: RunSpec, data: Splits) -> dict[str, Any]:
-    """Return the model's option, and shape, classes and normalisation of its inputs, as plain values."""
-    of_start = {f.name for f in fields(Model)}  # such as the weights that training started from
+    """Return the model's option, and shape, classes and normalisation of its inputs, as plain values.
+
+    Values from the environment are left out: they may be secrets.
+    """
+    left_out = {f.name for f in fields(Model)} | {"pretrained"}  # such as the weights that training started from
     model = {
-        key: value for key, value in vars(run.model).items() if not key.startswith("_") and key not in of_start | {"pretrained"}
+        key: value
+        for key, value in vars(run.model).items()
+        if not (key.startswith("_") or key in left_out or run.from_environment(f"model.{key}"))
     }
     normalize = data.normalize
     return {
@@ -56,11 +61,11 @@ def recall(about: Mapping[str, Any]) -> Splits:
         tuple(about["shape"]) if example is None else map_tensors(lambda t: tuple(t.shape[1:]), example),
         about["outputs"],
         normalize and Normalize(normalize["mean"], normalize["std"]),
-        about["classes"],
-        about["dtype"] and getattr(torch, about["dtype"]),
-        about["vocabulary"],
-        example,
-        about["images"],
+        names=about["classes"],
+        dtype=about["dtype"] and getattr(torch, about["dtype"]),
+        vocabulary=about["vocabulary"],
+        example=example,
+        images=about["images"],
     )
 
 

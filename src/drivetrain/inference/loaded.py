@@ -128,4 +128,5 @@ def open_run(finished: Finished) -> LoadedRun:
     model = build.build_for_inference(context, data)
     load_weights(model, finished.weights())
     torch.set_rng_state(random)  # building initialised the weights; the caller's random numbers go on as they were
+    context.on_exit.close()  # as do the switches of torch that precision and runtime had set
     return LoadedRun(finished, model.requires_grad_(False), data, context)
