@@ -115,7 +115,7 @@ import torch
 class Net(torch.nn.Module):
     def __init__(self, shape, classes):
         super().__init__()
-        self.only = torch.nn.Linear(shape[0] * shape[1] * shape[2], classes)
+        self.only = torch.nn.Linear(torch.Size(shape).numel(), classes)
 
     def forward(self, x):
         return self.only(x.flatten(1))

@@ -147,7 +147,7 @@ def test_the_selected_metric_ranks_the_evaluations(train, capsys):
         (["select=ema_loss"], "select=ema_loss is not evaluated"),
         (["select=3"], "select=3: must be a text"),
         (["metrics=[confusion_matrix]", "select=confusion_matrix"], "select=confusion_matrix is not evaluated"),
-        (["metrics=[f1,rmse]"], "metrics=[rmse] measures numbers for each sample (regression), but the targets of this run are"
+        (["metrics=[f1,rmse]"], "metrics=[rmse] measures numbers for each sample (regression), but the targets of"
          " one class for each sample: take it out of metrics; accuracy, auroc, average_precision, calibration_error"),
         (["metrics=[iou]"], "metrics=[iou] measures a class for each pixel"),
         (["metrics=[perplexity]"], "metrics=[perplexity] measures the next token at each position"),

@@ -56,8 +56,9 @@ class Metric(Option):
             )
         elif self.kind not in self.takes:
             yield (
-                f"metrics=[{self.name}] measures {describe(self.takes)}, but the targets of this run are "
-                f"{describe((self.kind,))}: take it out of metrics; {', '.join(_fitting(self.kind))} would fit"
+                f"metrics=[{self.name}] measures {describe(self.takes)}, but the targets of {run.named('data')} and "
+                f"{run.named('loss')} are {describe((self.kind,))}: take it out of metrics; "
+                f"{', '.join(_fitting(self.kind))} would fit"
             )
 
     def setup(self, context: BuildContext) -> None:
