@@ -17,7 +17,7 @@ from drivetrain.core.tensors import has_streams
 from drivetrain.core.trees import Tree
 from drivetrain.loader.base import Batch, Loader, Pipeline, ReadBatch, reading_advice, timeout_error
 
-DEATH_NOTICE_S = 1.0  # from a broken connection until torch reports that the worker was killed
+DEATH_NOTICE_S = 10.0  # from a broken connection until torch reports that the worker was killed
 
 
 class Workers(Loader):
