@@ -59,6 +59,10 @@ def _own_place(_no_launcher: None, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         torch.set_default_dtype(torch.float32)
         torch.autograd.set_detect_anomaly(False)
         torch.use_deterministic_algorithms(False)
+        products = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cudnn.allow_tf32 = True
+        assert products == ("highest", True), "the test left torch computing float32 products in another way"
 
 
 @pytest.fixture(autouse=True)

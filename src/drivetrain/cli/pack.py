@@ -141,10 +141,11 @@ def _progress(verb: str) -> Iterator[packing.OnProgress]:
     if not terminal.is_live():
         yield _Lines(verb)
         return
+    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}")]
-    with Progress(*columns, TimeRemainingColumn()) as bar:
+    with Progress(*columns, TimeRemainingColumn(), console=Console()) as bar:
         tasks: dict[str, tuple[Any, float, int]] = {}
 
         def step(split: str, done: int, total: int) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from importlib import import_module
 from typing import Any
 
 from drivetrain.config import plugins
+from drivetrain.core import user_code
 from drivetrain.core.callback import Callback
 from drivetrain.core.errors import UserError, did_you_mean
 from drivetrain.core.option import RunSpec
@@ -16,17 +16,13 @@ def trust_problems(values: Mapping[str, Any]) -> Iterator[str]:
     """Yield the names that may not be imported, without importing one."""
     registered = _registered()
     for name in values["callbacks"]:
-        package, dot, _ = name.partition(".")
-        if not dot and name not in registered:
+        if "." not in name and name not in registered:
             yield (
                 f"callbacks=[{name}] is no dotted name, such as my_pkg.Watch, and no callback that a plugin has registered: "
                 f"{did_you_mean(name, registered)}"
             )
-        elif dot and package not in plugins.trusted_packages().union(values["trust"]):
-            yield (
-                f"callbacks=[{name}] is code that drivetrain does not ship: "
-                f"if you trust it, set trust=[{package}] on the command line"
-            )
+        elif "." in name:
+            yield from user_code.trust_problems(f"callbacks=[{name}]", name, plugins.trusted_packages().union(values["trust"]))
 
 
 def problems(run: RunSpec) -> Iterator[str]:
@@ -48,8 +44,7 @@ def load(name: str) -> Callback:
     """Make a callback. Raises UserError."""
     try:
         target = _registered()[name] if "." not in name else name.replace(":", ".")
-        module, _, attribute = target.rpartition(".")
-        found = getattr(import_module(module), attribute)
+        found = user_code.import_name(target)
     except Exception as error:  # whatever the module raises
         raise UserError(f"callbacks=[{name}] cannot be imported: {type(error).__name__}: {error}") from None
     if not callable(found):

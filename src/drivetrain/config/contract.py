@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 
 from drivetrain.config.catalog import LISTS, option_files, summary
 from drivetrain.config.compose import compose
-from drivetrain.config.validate import import_target, knob_problems
+from drivetrain.config.validate import knob_problems
 from drivetrain.core.option import Option
+from drivetrain.core.user_code import import_name
 
 
 def contract_problems(group: str, option: str, config_dirs: Sequence[str] = ()) -> list[str]:
@@ -26,7 +27,7 @@ def _problems(group: str, option: str, config_dirs: Sequence[str]) -> Iterator[s
         yield f"{file}: its first comment must say what {option} does for a run"
     section = compose([f"{group}=[{option}]" if group in LISTS else f"{group}={option}"], config_dirs).plain[group]
     knobs = dict(section[option] if group in LISTS else section)
-    cls = import_target(knobs.pop("_target_"))
+    cls = import_name(knobs.pop("_target_"))
     if not issubclass(cls, Option):
         yield f"{file}: {cls.__name__} does not derive from Option"
         return

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -17,7 +16,7 @@ from drivetrain.config import callbacks
 from drivetrain.config.catalog import LISTS, SUMS, options, shipped_targets
 from drivetrain.config.compose import Composed
 from drivetrain.config.plugins import trusted_packages
-from drivetrain.core import paths, selection
+from drivetrain.core import paths, selection, user_code
 from drivetrain.core.errors import UserError, did_you_mean
 from drivetrain.core.model_call import ForwardInput
 from drivetrain.core.option import Count, Option, RunSpec
@@ -125,15 +124,13 @@ def _make(prefix: str, section: dict[str, Any], trust: list[str], composed: Comp
     target = str(section.get("_target_"))
     if target in SUMS.values():
         return _make_sum(prefix, target, knobs, trust, composed, problems)
-    package = target.split(".")[0]
-    if target not in shipped_targets() and package not in trusted_packages().union(trust):
-        problems.append(
-            f"{prefix}._target_={target} is code that drivetrain does not ship: "
-            f"if you trust it, set trust=[{package}] on the command line"
-        )
-        return None
+    if target not in shipped_targets():
+        untrusted = list(user_code.trust_problems(f"{prefix}._target_={target}", target, trusted_packages().union(trust)))
+        if untrusted:
+            problems += untrusted
+            return None
     try:
-        cls = import_target(target)
+        cls = user_code.import_name(target)
     except (ImportError, AttributeError, ValueError) as error:
         problems.append(f"{prefix}._target_={target} cannot be imported: {error}{_near(target)}")
         return None
@@ -150,16 +147,10 @@ def _make_sum(
     """An option that adds up several of its group, which are made from the sections below their names."""
     names = [k for k, v in knobs.items() if isinstance(v, dict) and "_target_" in v]
     made = {name: _make(f"{prefix}.{name}", knobs.pop(name), trust, composed, problems) for name in names}
-    cls = import_target(target)
+    cls = user_code.import_name(target)
     wrong = list(knob_problems(prefix, cls, knobs, composed.where))
     problems += wrong
     return None if wrong or None in made.values() else cls(made, **knobs)
-
-
-def import_target(target: str) -> Any:
-    """The class of a dotted name. Raises ImportError, AttributeError or ValueError."""
-    module, _, name = target.rpartition(".")
-    return getattr(import_module(module), name)
 
 
 def _near(target: str) -> str:
@@ -188,7 +179,7 @@ def _class_problems(group: str, cls: Any, target: str) -> Iterator[str]:
     if not isinstance(cls, type) or not issubclass(cls, Option):
         hint = " To train your own network, set model=own model.target=…" if group == "model" else ""
         yield f"{group}._target_={target} is not an option of drivetrain: derive your class from the group's base class.{hint}"
-    elif _base_of(cls) not in {_base_of(import_target(shipped)) for shipped in shipped_targets(group)}:
+    elif _base_of(cls) not in {_base_of(user_code.import_name(shipped)) for shipped in shipped_targets(group)}:
         yield f"{group}._target_={target} is an option, but not one of {group}: its class derives from {_base_of(cls).__name__}"
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import import_module
 from typing import Any
 
+from drivetrain.core import user_code
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec
@@ -59,18 +59,15 @@ class Own(Data):
         if not self.target:
             yield "data=own needs data.target, the dotted name of your Dataset, such as my_pkg.Pictures"
         for key, name in (("target", self.target), ("collate", self.collate)):
-            if name and name.split(".")[0] not in run.values["trust"]:
-                yield (
-                    f"data.{key}={name} is code that drivetrain does not ship: "
-                    f"if you trust it, set trust=[{name.split('.')[0]}] on the command line"
-                )
+            if name:
+                yield from user_code.trust_problems(f"data.{key}={name}", name, run.values["trust"])
         if self.collate and self.pad not in (None, False):
             yield f"data.pad={str(self.pad).lower()} and data.collate={self.collate} exclude each other: the function pads"
         if (self.train is None) != (self.test is None):
             yield "data.train and data.test belong together: give both, or neither"
 
     def load(self, device: torch.device) -> Splits:
-        target = self._import("target")
+        target = user_code.load(f"data.target={self.target}", str(self.target))
         datasets = self._dataset(target, "train"), self._dataset(target, "test")
         with torch.random.fork_rng([]):  # a Dataset may draw random numbers, and what is read here is only looked at
             try:
@@ -94,25 +91,10 @@ class Own(Data):
             train, test, shape, classes, normalize, list(names or ()) if named else None, example=example, images=images
         )
 
-    def _import(self, key: str) -> Any:
-        """Import the class or function that the knob `key` names. Raises UserError."""
-        given = str(getattr(self, key))
-        module, _, name = given.rpartition(".")
-        try:
-            found = getattr(import_module(module), name)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise UserError(f"data.{key}={given} cannot be imported: {error}") from None
-        if not callable(found):
-            raise UserError(f"data.{key}={given} is {type(found).__name__}: name a class, or a function that makes one")
-        return found
-
     def _dataset(self, target: Any, split: str) -> Any:
         """Build the Dataset of a split. Raises UserError."""
         kwargs = {**self.kwargs, **self._split_arguments(target, split)}
-        try:
-            dataset = target(**kwargs)
-        except TypeError as error:
-            raise UserError(f"data.target={self.target} cannot be built with {sorted(kwargs)}: {error}") from None
+        dataset = user_code.make(f"data.target={self.target}", target, kwargs)
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise UserError(
                 f"data.target={self.target} has no __len__ and __getitem__ (an IterableDataset has not): it must be a map-style "
@@ -142,7 +124,8 @@ class Own(Data):
         """Return both sets as sources whose samples are stacked, padded, or put together by the user's function."""
         setting = f"data.target={self.target}"
         if self.collate:
-            together = OwnCollate(self._import("collate"), f"data.collate={self.collate}", self.target_key)
+            named = f"data.collate={self.collate}"
+            together = OwnCollate(user_code.load(named, self.collate), named, self.target_key)
             found = [Lengths(dataset, self.target_key).given() for dataset in (train, test)]
             return OwnSource(train, setting, together, found[0]), OwnSource(test, setting, together, found[1])
         padding = padding_for(train, self.pad, self.target_key)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from drivetrain.core import user_code
 from drivetrain.core.device import sum_dtype
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
@@ -46,11 +46,8 @@ class Own(PartedLoss):
         key = f"{self.target_key}.target"
         if not self.target:
             yield f"loss=own needs {key}, the dotted name of your function or class, such as my_pkg.my_loss"
-        elif (package := self.target.split(".")[0]) not in run.values["trust"]:
-            yield (
-                f"{key}={self.target} is code that drivetrain does not ship: "
-                f"if you trust it, set trust=[{package}] on the command line"
-            )
+        else:
+            yield from user_code.trust_problems(f"{key}={self.target}", self.target, run.values["trust"])
 
     def advise(self, run: RunSpec) -> Iterator[str]:
         if not run.parallel.own_forward:
@@ -65,27 +62,20 @@ class Own(PartedLoss):
 
     def _made(self, device: torch.device) -> Callable[..., Any]:
         """Import the target; make an object of it if it is a class. Raises UserError."""
-        name, key = str(self.target), f"{self.target_key}.target"
-        module, _, attribute = name.rpartition(".")
-        try:
-            target = getattr(import_module(module), attribute)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise UserError(f"{key}={name} cannot be imported: {error}") from None
+        setting = f"{self.target_key}.target={self.target}"
+        target = user_code.load(setting, str(self.target))
         if isinstance(target, type):
-            try:
-                made = target(**self.kwargs)
-            except TypeError as error:
-                raise UserError(f"{key}={name} cannot be built with {sorted(self.kwargs)}: {error}") from None
+            made = user_code.make(setting, target, self.kwargs)
         elif self.kwargs:
-            raise UserError(f"{key}={name} is a function, and {self.target_key}.kwargs are for a class: leave them out")
+            raise UserError(f"{setting} is a function, and {self.target_key}.kwargs are for a class: leave them out")
         else:
             made = target
         if isinstance(made, torch.nn.Module):
             if any(p.requires_grad for p in made.parameters()):
-                raise UserError(f"{key}={name} has parameters, and no optimizer sees those of a loss: move them to your model")
+                raise UserError(f"{setting} has parameters, and no optimizer sees those of a loss: move them to your model")
             made = made.to(device)
         if not callable(made) or len(inspect.signature(made).parameters) < 2:
-            raise UserError(f"{key}={name} cannot be called as (output, y) or (output, batch)")
+            raise UserError(f"{setting} cannot be called as (output, y) or (output, batch)")
         return made
 
     def count(self, target: Any) -> torch.Tensor:

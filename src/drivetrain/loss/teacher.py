@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.config import catalog, plugins
-from drivetrain.config.validate import import_target, knob_problems, read_config
+from drivetrain.config.validate import knob_problems, read_config
+from drivetrain.core import user_code
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.saving import manifest
@@ -28,11 +29,12 @@ def load(path: Path, key: str, context: BuildContext) -> torch.nn.Module:
     if "pretrained" in section:  # the run's weights follow
         section["pretrained"] = False
     for named in (target, section.get("target")):  # of model=own too
-        package = str(named).split(".")[0]
+        if named is None or named in catalog.shipped_targets("model"):
+            continue
         trusted = {*plugins.trusted_packages(), *context.run.values["trust"]}
-        if named is not None and named not in catalog.shipped_targets("model") and package not in trusted:
-            raise UserError(f"{key}={path}: its model {named} is code that drivetrain does not ship: set trust=[{package}]")
-    weights, option = _weights(path, key), import_target(target)
+        if problems := list(user_code.trust_problems(f"{key}={path}: its model {named}", str(named), trusted)):
+            raise UserError(problems)
+    weights, option = _weights(path, key), user_code.import_name(target)
     if problems := list(knob_problems(f"{key}={path}: model", option, section)):
         raise UserError(problems)
     try:

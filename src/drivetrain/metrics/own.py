@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
+from drivetrain.core import user_code
 from drivetrain.core.errors import UserError
 from drivetrain.core.option import RunSpec, needs_extra
 from drivetrain.core.selection import Better
@@ -55,41 +54,25 @@ class Own(Metric):
         yield from needs_extra("torchmetrics", EXTRA, "metrics=[own]")
         if not self.target:
             yield "metrics=[own] needs metrics.own.target, the dotted name of your class or function, such as my_pkg.MyMetric"
-        elif (package := self.target.split(".")[0]) not in run.values["trust"]:
-            yield (
-                f"metrics.own.target={self.target} is code that drivetrain does not ship: "
-                f"if you trust it, set trust=[{package}] on the command line"
-            )
+        else:
+            yield from user_code.trust_problems(f"metrics.own.target={self.target}", self.target, run.values["trust"])
 
     def create(self, context: BuildContext) -> torchmetrics.Metric:
         import torchmetrics
 
         from drivetrain.metrics.states import Collected
 
-        target = self._import()
+        setting = f"metrics.own.target={self.target}"
+        target = user_code.load(setting, str(self.target))
         self._function: Callable[..., Any] | None = None
         if not isinstance(target, type):
             self._function = target
             return Collected()
         if not issubclass(target, torchmetrics.Metric):
-            raise UserError(f"metrics.own.target={self.target} is no torchmetrics.Metric: derive from it, or name a function")
+            raise UserError(f"{setting} is no torchmetrics.Metric: derive from it, or name a function")
         offered = {"classes": context.data.classes, "num_classes": context.data.classes}
-        parameters = inspect.signature(target).parameters
-        kwargs = {**{k: v for k, v in offered.items() if k in parameters}, **self.kwargs}
-        try:
-            return target(**kwargs)
-        except TypeError as error:
-            raise UserError(f"metrics.own.target={self.target} cannot be built with {sorted(kwargs)}: {error}") from None
-
-    def _import(self) -> Any:
-        module, _, name = str(self.target).rpartition(".")
-        try:
-            target = getattr(import_module(module), name)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise UserError(f"metrics.own.target={self.target} cannot be imported: {error}") from None
-        if not callable(target):
-            raise UserError(f"metrics.own.target={self.target} is {type(target).__name__}: name a class or a function")
-        return target
+        made: torchmetrics.Metric = user_code.make(setting, target, self.kwargs, offered)
+        return made
 
     def figures(self, computed: Any) -> dict[str, float]:
         value = computed if self._function is None else self._function(*computed, **self.kwargs)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Any
 
-from drivetrain.core.errors import UserError
+from drivetrain.core import user_code
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
 from drivetrain.model.base import Model
@@ -34,28 +32,11 @@ class Own(Model):
         yield from super().validate(run)
         if not self.target:
             yield "model=own needs model.target, the dotted name of your class, such as my_pkg.Net"
-        elif self.target.split(".")[0] not in run.values["trust"]:
-            yield (
-                f"model.target={self.target} is code that drivetrain does not ship: "
-                f"if you trust it, set trust=[{self.target.split('.')[0]}] on the command line"
-            )
+        else:
+            yield from user_code.trust_problems(f"model.target={self.target}", self.target, run.values["trust"])
 
     def create(self, shape: tuple[int, ...], classes: int) -> torch.nn.Module:
-        target = self._import()
+        setting = f"model.target={self.target}"
         offered = {"shape": shape, "classes": classes, "num_classes": classes}
-        parameters = inspect.signature(target).parameters
-        kwargs = {**{k: v for k, v in offered.items() if k in parameters}, **self.kwargs}
-        try:
-            return target(**kwargs)
-        except TypeError as error:
-            raise UserError(f"model.target={self.target} cannot be built with {sorted(kwargs)}: {error}") from None
-
-    def _import(self) -> Callable[..., torch.nn.Module]:
-        module, _, name = str(self.target).rpartition(".")
-        try:
-            target = getattr(import_module(module), name)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise UserError(f"model.target={self.target} cannot be imported: {error}") from None
-        if not callable(target):
-            raise UserError(f"model.target={self.target} is {type(target).__name__}: name a class, or a function that makes one")
-        return target
+        made: torch.nn.Module = user_code.make(setting, user_code.load(setting, str(self.target)), self.kwargs, offered)
+        return made

@@ -163,9 +163,12 @@ class Progress:
 
 def _bar(total: int) -> tuple[rich.progress.Progress, rich.progress.TaskID]:
     """A live line, not yet drawn, and its one task."""
+    from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    bar = Progress(BarColumn(bar_width=20), TextColumn("{task.fields[text]}"), TimeRemainingColumn(), refresh_per_second=4)
+    columns = BarColumn(bar_width=20), TextColumn("{task.fields[text]}"), TimeRemainingColumn()
+    # Not rich's console for the whole process: it still knows whether its first output was a terminal, not whether this one is.
+    bar = Progress(*columns, console=Console(), refresh_per_second=4)
     return bar, bar.add_task("train", total=total, text="starting")
 
 
