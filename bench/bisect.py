@@ -131,11 +131,11 @@ def true_run(kind: str, extra_ms: float, quality: bool, seed: int = 0) -> dict[s
     guilty = sorted(draw.sample(range(1, CHANGES + 1), max(size, 1)))
     sides = [" ".join(f"model.kwargs.k{number:02d}={value}" for number in range(1, CHANGES + 1)) for value in (0, 1)]
     planted = f"model.kwargs.noisy={0.3 if size else 0.0}" if quality else f"model.kwargs.extra_ms={extra_ms if size else 0.0}"
-    settings = ["quality=true", "seeds=12"] if quality else ["block_s=0.2", f"rounds={Settings.rounds}"]
+    settings = ["quality=true", "seeds=12"] if quality else ["block_s=0.1", "budget_s=1200"]
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         words = [
-            *sides, "data=digits", "model=own", "model.target=bench.planted.Knobs", "trust=[bench]", "runtime.device=cpu",
+            *sides, f"data={'digits' if quality else 'synthetic'}", "model=own", "model.target=bench.planted.Knobs", "trust=[bench]", "runtime.device=cpu",
             f"model.kwargs.slow=[{','.join(map(str, guilty))}]", planted, "epochs=5", "runtime.threads=1", "optimizer=sgd",
             "optimizer.lr=0.1", "scheduler=constant", f"output_dir={folder}", *settings,
         ]  # fmt: skip
@@ -152,7 +152,7 @@ def true_run(kind: str, extra_ms: float, quality: bool, seed: int = 0) -> dict[s
 def main() -> None:
     """Run the campaign and write bench/results/bisect-cpu.json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=100)
+    parser.add_argument("--repeats", type=int, default=100, help="0: leave the simulated rounds out")
     parser.add_argument("--true", default="", help="kinds to bisect with true processes as well, such as single,pair,none")
     parser.add_argument("--quality", default="", help="kinds to bisect by true trainings as well")
     parser.add_argument("--extra-ms", type=float, default=3.0)
@@ -160,20 +160,25 @@ def main() -> None:
     given = parser.parse_args()
     found: dict[str, Any] = json.loads(given.out.read_text()) if given.out.exists() else {}
     noise = {"sd": NOISE, "outliers": OUTLIERS, "outlier": OUTLIER}
-    found["simulated"] = {"changes": CHANGES, "noise": noise, "kinds": simulate(given.repeats, Settings.rounds)}
+    if given.repeats:
+        found["simulated"] = {"changes": CHANGES, "noise": noise, "kinds": simulate(given.repeats, Settings.rounds)}
     for name, kinds in (("true", given.true), ("quality", given.quality)):
         for kind in filter(None, kinds.split(",")):
             run = {"machine": machine(), **true_run(kind, given.extra_ms, name == "quality")}
             found[name] = {**found.get(name, {}), kind: run}
             write(given.out, found)
     write(given.out, {"machine": machine(), **{key: value for key, value in found.items() if key != "machine"}})
+    _show(found)
+
+
+def _show(found: dict[str, Any]) -> None:
     header = ("planted among 15", "named rightly", "of", "others named", "comparisons", "at most", "rounds")
     rows = [
         (
             kind, str(s["right"]), str(s["repeats"]), str(s["named others"]), f"{s['comparisons']['median']:g}",
             str(s["comparisons"]["max"]), f"{s['rounds']['median']:g}",
         )
-        for kind, s in found["simulated"]["kinds"].items()
+        for kind, s in found.get("simulated", {"kinds": {}})["kinds"].items()
     ]  # fmt: skip
     table(f"bisect, simulated rounds ({2 * math.log2(CHANGES):.1f} = 2 log2 {CHANGES})", header, rows)
     for name in ("true", "quality"):

@@ -40,7 +40,8 @@ class Knobs(torch.nn.Module):
         super().__init__()
         guilty = all(knobs[f"k{number:02d}"] for number in slow)
         self.extra, self.noisy = (extra_ms / 1e3, noisy) if guilty else (0.0, 0.0)
-        self.body = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.LazyLinear(64), torch.nn.ReLU(), torch.nn.Linear(64, classes))
+        layers = torch.nn.Flatten(), torch.nn.LazyLinear(64), torch.nn.ReLU(), torch.nn.Linear(64, classes)
+        self.body = torch.nn.Sequential(*layers)
         self.body(torch.zeros(1, *shape))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -26,12 +26,13 @@ def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
     _check(settings, words)
     subsets, bad, notes = prepare(words, config_dirs, settings.quality)
     began = time.monotonic()
-    measurer = (Quality if settings.quality else Speed)(subsets, settings, began + settings.budget_s)
+    until = began + settings.budget_s
+    measurer: Speed | Quality | Fails = (Quality if settings.quality else Speed)(subsets, settings, until)
     print("\n".join([*report.heading(subsets.numbered), *notes]), flush=True)
     try:
         search = Search(len(subsets.numbered), Announced(measurer))
         answer = search.run()
-        if answer.outcome == FAILS:
+        if answer.outcome == FAILS and not isinstance(measurer, Fails):
             print(f"BAD does not run to a figure ({answer.whole.problem}): what makes it fail?", flush=True)
             measurer = Fails(measurer)
             search = Search(len(subsets.numbered), Announced(measurer))
@@ -64,7 +65,7 @@ def prepare(words: Sequence[str], config_dirs: Sequence[str], quality: bool) -> 
     subsets = Subsets(side, changes, list(_common(words[2:], found, job, other)))
     refusals: dict[str, str] = {}
     subsets.numbered = differing.in_order(found, lambda chosen: _can_run(subsets, chosen, refusals))
-    notes = [f"kept together: {c.key}: without the other: {refusals.get(c.parts[0].key, '')}" for c in subsets.numbered if c.parts]
+    notes = [f"kept together: {c.key} ({refusals.get(c.parts[0].key, '')})" for c in subsets.numbered if c.parts]
     if changes.not_tried:
         notes.append(f"not tried, though they differ: {', '.join(changes.not_tried)}")
     return subsets, _whole(subsets, words), notes
@@ -75,8 +76,7 @@ def _check(settings: Settings, words: Sequence[str]) -> None:
     refuse_resume("bisect", words)
     if len(words) < 2:
         raise UserError(
-            "drivetrain bisect wants GOOD and BAD, each a run's directory, a recipe or overrides in quotes: "
-            f"given {len(words)}"
+            f"drivetrain bisect wants GOOD and BAD, each a run's directory, a recipe or overrides in quotes: given {len(words)}"
         )
     if wrong := [word for word in words[2:] if "=" not in word]:
         raise UserError(f"'{wrong[0]}': after GOOD and BAD come overrides of both, of the form key=value")

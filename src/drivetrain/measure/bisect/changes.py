@@ -75,8 +75,8 @@ class Changes:
         given |= {key: tuple(flatten(plain).get(key) for plain in (self._old, self._new)) for key in keys}  # type: ignore[misc]
         for key, (a, b) in given.items():
             if a != b:
-                word = format_value(b)
-                yield f"the two are about different data: {key}={a} and {key}={b}: give both the same, as {key}={word} behind them"
+                hint = f"give both the same, as {key}={format_value(b)} after them"
+                yield f"the two are about different data: {key}={a} and {key}={b}: {hint}"
 
     def _tried(self, changes: Iterator[Change]) -> Iterator[Change]:
         """The changes without those that cannot matter, whose keys are noted."""
@@ -111,8 +111,8 @@ class Changes:
             if name in old and name in new:
                 yield from _values(f"{group}.{name}", self._old[group][name], self._new[group][name])
             else:
-                texts = [name if name in names else "–" for names in (old, new)]
-                yield Change(f"{group}=[{name}]", *texts, item=(group, name))
+                was, now = (name if name in names else "–" for names in (old, new))
+                yield Change(f"{group}=[{name}]", was, now, item=(group, name))
 
     def _list(self, group: str, toggled: set[str]) -> Iterator[str]:
         """The overrides of GOOD's list with these items added or removed, with every key of every item."""
@@ -166,11 +166,13 @@ def _keys(prefix: str, section: dict[str, Any]) -> Iterator[str]:
 
 def _merged(old: Sequence[str], new: Sequence[str]) -> list[str]:
     """All names of two lists whose common names have the same order, in an order that both keep."""
-    waiting, merged = list(old), []
-    for name in new:
-        if name in waiting:
-            at = waiting.index(name) + 1
-            merged, waiting = [*merged, *waiting[:at]], waiting[at:]
-        else:
-            merged.append(name)
-    return [*merged, *waiting]
+    merged: list[str] = []
+    old_left, new_left = list(old), list(new)
+    for common in [*(name for name in old if name in new), None]:
+        for left in (old_left, new_left):
+            while left and left[0] != common:
+                merged.append(left.pop(0))
+        if common is not None:
+            merged.append(common)
+            del old_left[0], new_left[0]
+    return merged

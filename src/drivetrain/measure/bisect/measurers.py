@@ -159,7 +159,7 @@ class Quality:
 
     def __init__(self, subsets: Subsets, settings: Settings, until: float) -> None:
         self.subsets, self.settings, self.until = subsets, settings, until
-        good = subsets.arm([]).job
+        good = subsets.arm(frozenset()).job
         assert good is not None  # composed before
         self.unit, self._good = selected(good.run).name, good
         self._trained: dict[tuple[Subset, int], Trained] = {}

@@ -42,10 +42,10 @@ class Report:
         return [header[n] for n in used], [[cells[n] for n in used] for cells in rows]
 
     def _row(self, name: str, found: Measured) -> list[str]:
-        whole = self.answer.whole.effect
         if found.effect is None:
             return [name, "–", "", "", str(found.pairs or ""), printable(found.problem)]
-        share = f"{100 * found.effect.middle / whole.middle:.0f} %" if whole and self.answer.outcome != NONE and whole.middle else ""
+        whole = self.answer.whole.effect.middle if self.answer.whole.effect is not None else 0.0
+        share = f"{100 * found.effect.middle / whole:.0f} %" if whole and self.answer.outcome != NONE else ""
         return [name, *self.measurer.shown(found.effect), share, str(found.pairs), printable(found.problem)]
 
     def conclusion(self) -> list[str]:
@@ -88,11 +88,8 @@ class Report:
 
     def _of(self, cause: Cause) -> str:
         """A cause's effect in words."""
-        alone = "alone make" if len(cause.changes) == 1 else "together make, and none of them is enough without the others:"
-        if cause.effect is None:
-            return f"{alone.replace('make', 'makes')} training diverge".replace("makes, and", "make, and")
-        found = self.search.tried[frozenset(cause.changes)]
-        return f"{'alone on top of GOOD' if len(cause.changes) == 1 else 'together on top of GOOD'}: {self._figures(found)}"
+        how = "alone" if len(cause.changes) == 1 else "together, and none of them is enough without the others"
+        return f"on top of GOOD {how}: {self._figures(self.search.tried[frozenset(cause.changes)])}"
 
     def _figures(self, found: Measured) -> str:
         if found.effect is None:

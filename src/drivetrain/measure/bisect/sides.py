@@ -37,7 +37,7 @@ class Side:
         return of_run(self.run_dir, given, dirs, recorded_settings(self.recorded, given))
 
     def changed(self, changes: Sequence[str]) -> list[str]:
-        """The side's overrides with these on top; a list of options, such as surgery=[…], comes with all the keys of its items."""
+        """The side's overrides with these on top; a list of options, as surgery=[…], has all keys of its items."""
         keys = {key_of(change) for change in changes}
         below = tuple(f"{key}." for key in keys if key in LISTS or "." in key)
         kept = [override for override in self.overrides if not key_of(override).startswith(below)]
@@ -47,14 +47,29 @@ class Side:
 def read(word: str, overrides: Sequence[str], config_dirs: Sequence[str]) -> Side:
     """What a word of the command line names, with the overrides that both sides have. Raises UserError."""
     path = Path(word).expanduser()
-    if path.is_dir():
-        recorded = recorded_environment(path)
-        return Side(word, [*overrides], config_dirs, path, recorded if is_of_this_user(recorded) else {})
-    if "=" in word and not path.is_file():
-        own = translated(shlex.split(word), config_dirs)
+    if "=" in word and not _is_path(path):
+        own = translated(_words(word), config_dirs)
         if wrong := [override for override in own if "=" not in override]:
             raise UserError(f"'{wrong[0]}' in '{word}' is not of the form key=value")
         return Side(word, [*own, *overrides], config_dirs)
+    if path.is_dir():
+        recorded = recorded_environment(path)
+        return Side(word, [*overrides], config_dirs, path, recorded if is_of_this_user(recorded) else {})
     name = recipe_word(word, config_dirs)
     recipes.find(name.strip("'"))
     return Side(word, [f"recipe={name}", *overrides], config_dirs)
+
+
+def _is_path(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a list of overrides that is too long for a file's name
+        return False
+
+
+def _words(word: str) -> list[str]:
+    """The overrides in a quoted list; quotes within them are the shell's. Raises UserError."""
+    try:
+        return shlex.split(word)
+    except ValueError as error:
+        raise UserError(f"'{word}' is no list of overrides: {error}") from None
