@@ -1,6 +1,6 @@
 """Does `drivetrain bisect` name the right knobs? Planted causes among 15 changes, many times over.
 
-    python -m bench.bisect                       # 100 repeats of each kind, with simulated rounds: a minute
+    python -m bench.bisect                       # 40 repeats of each kind, with simulated rounds: a minute
     python -m bench.bisect --true single,pair    # and these kinds once more with true processes: minutes each
 
 The simulated rounds have the noise of compare's on the machine of bench/results/honest-cpu.json: the same against itself
@@ -118,7 +118,7 @@ def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
         "not resolved": sum(run["outcome"] == "not resolved" for run in runs),
         "comparisons": {"median": statistics.median(comparisons), "max": max(comparisons)},
         "rounds": {"median": statistics.median(run["rounds"] for run in runs), "max": max(run["rounds"] for run in runs)},
-        "runs": runs,
+        "columns of runs": list(runs[0]), "runs": [list(run.values()) for run in runs],
     }  # fmt: skip
 
 
@@ -136,7 +136,7 @@ def true_run(kind: str, extra_ms: float, quality: bool, seed: int = 0) -> dict[s
     with tempfile.TemporaryDirectory() as folder:
         words = [
             *sides, f"data={'digits' if quality else 'synthetic'}", "model=own", "model.target=bench.planted.Knobs", "trust=[bench]", "runtime.device=cpu",
-            f"model.kwargs.slow=[{','.join(map(str, guilty))}]", planted, "epochs=5", "runtime.threads=1", "optimizer=sgd",
+            f"model.kwargs.slow=[{','.join(map(str, guilty))}]", planted, "updates=60", "runtime.threads=1", "optimizer=sgd",
             "optimizer.lr=0.1", "scheduler=constant", f"output_dir={folder}", *settings,
         ]  # fmt: skip
         bisect.command(words)
@@ -152,7 +152,7 @@ def true_run(kind: str, extra_ms: float, quality: bool, seed: int = 0) -> dict[s
 def main() -> None:
     """Run the campaign and write bench/results/bisect-cpu.json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=100, help="0: leave the simulated rounds out")
+    parser.add_argument("--repeats", type=int, default=40, help="0: leave the simulated rounds out")
     parser.add_argument("--true", default="", help="kinds to bisect with true processes as well, such as single,pair,none")
     parser.add_argument("--quality", default="", help="kinds to bisect by true trainings as well")
     parser.add_argument("--extra-ms", type=float, default=3.0)

@@ -3,8 +3,8 @@
 import math
 
 import pytest
-
 from bench import bisect as campaign
+
 from drivetrain.measure.bisect.search import FAILS, NAMED, NONE, UNRESOLVED, Between, Measured, Search
 from drivetrain.measure.intervals import Interval
 
@@ -117,8 +117,8 @@ def test_a_question_is_decided_by_an_interval_on_one_side_or_a_narrow_one():
 @pytest.mark.parametrize("kind", ["single", "pair", "none"])
 def test_under_noise_planted_causes_are_named_and_nothing_is_planted_in_none(kind):
     share = 0.0 if kind == "none" else 0.2
-    runs = [campaign.repeat(kind, share, seed, rounds=40) for seed in range(10)]
-    assert sum(run["named"] == run["guilty"] for run in runs) >= 9
+    runs = [campaign.repeat(kind, share, seed, rounds=40) for seed in range(5)]
+    assert sum(run["named"] == run["guilty"] for run in runs) == 5
     assert sum(bool(set(run["named"]) - set(run["guilty"])) for run in runs) == 0
     if kind == "single":
         assert max(run["comparisons"] for run in runs) <= 2 * math.log2(N)
@@ -128,7 +128,8 @@ def test_under_noise_planted_causes_are_named_and_nothing_is_planted_in_none(kin
 def test_the_campaign_names_19_of_20():
     found = campaign.simulate(20, rounds=40)
     for kind, summary in found.items():
+        columns = summary["columns of runs"]
         if kind.split(",")[0] in ("single", "pair", "none") and ", 5 %" not in kind:
             assert summary["right"] >= 19, kind
         if kind.startswith("single"):
-            assert sum(run["comparisons"] <= 2 * math.log2(N) for run in summary["runs"]) >= 19, kind
+            assert sum(run[columns.index("comparisons")] <= 2 * math.log2(N) for run in summary["runs"]) >= 19, kind
