@@ -117,7 +117,7 @@ def test_the_encoder_that_a_run_keeps_encodes_new_rows_alike(houses):
     ("lines", "settings", "says"),
     [
         (["x,y", "1,2"], {"target": "z"}, "data.target=z is no column"),
-        (["x,y", "1,2,3"], {"target": "y"}, "row 2 has 3 cells"),
+        (["x,y", "1,2,3"], {"target": "y"}, "row 2 has 3 cells, and the first line names 2"),
         (["x,x", "1,2"], {"target": "x"}, "several columns of one name"),
         (["x,y"], {"target": "y"}, "has no rows"),
         (["x,y", "1,a", "2,", "3,b"], {"target": "y"}, "no value in the target column y, the first is row 2"),
@@ -130,6 +130,22 @@ def test_a_wrong_table_is_answered_with_what_to_do(tmp_path, lines, settings, sa
     path = written(tmp_path, *lines)
     with pytest.raises(UserError, match=says):
         asked(Tabular(path, test=path, **settings)).load(CPU)
+
+
+def test_a_code_is_one_category_whether_its_column_holds_numbers_or_texts(tmp_path):
+    """The same codes are numbers in a column of numbers, and texts where another row has a text."""
+    train = written(tmp_path, "code,y", *(f"{code},{n}" for n, code in enumerate(["1", "2", "x", "1234567"])))
+    test = written(tmp_path, "code,y", "2,1", "1234567,3", name="test.csv")
+    splits = asked(Tabular(train, test, target="y", categories=["code"]), "values").load(CPU)
+    assert torch.equal(splits.test.x, splits.train.x[[1, 3]])
+    assert not torch.equal(splits.train.x[0], splits.train.x[3])
+
+
+def test_a_text_among_numbers_of_the_test_is_named(tmp_path):
+    train = written(tmp_path, "x,y", "1,1", "2,2")
+    test = written(tmp_path, "x,y", "3,1", "many,2", name="test.csv")
+    with pytest.raises(UserError, match="column x holds 'many', and the training rows have numbers there"):
+        asked(Tabular(train, test, target="y"), "values").load(CPU)
 
 
 def test_texts_are_no_targets_of_regression(houses):
