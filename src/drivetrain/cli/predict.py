@@ -51,8 +51,8 @@ def command(argv: Sequence[str]) -> int:
     from drivetrain.inference.tables import Output
     from drivetrain.ui.progress import Rate
 
-    choice, split = given.choice, given.options.data
-    loaded = load(given.run_dir, given.overrides, update=choice.update, average=choice.average, config_dirs=given.config_dirs)
+    split = given.options.data
+    loaded = load(given.run_dir, given.overrides, given.config_dirs, given.choice)
     loaded.check_rows(split)
     items, count = loaded.items_of(split) if split else inputs.given(given.paths, loaded.transforms, sys.stdin)
     size = given.options.batch or loaded.batch_size()

@@ -104,19 +104,9 @@ class LoadedRun:
 
 
 def load(
-    run_dir: Path | str,
-    overrides: Sequence[str] = (),
-    *,
-    update: int | str | None = None,
-    average: bool = False,
-    config_dirs: Sequence[str] = (),
+    run_dir: Path | str, overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), choice: Choice | None = None
 ) -> LoadedRun:
-    """Load a finished run's model: the best checkpoint where the run kept it (saving=best), else the newest one.
-
-    `update` chooses another one, `average` the averaged weights; overrides change the config, such as `runtime.device=cpu`.
-    Raises UserError.
-    """
-    choice = Choice(None if update is None else str(update), average)
+    """Load a finished run's model, as `drivetrain.load` says. Raises UserError."""
     return open_run(find("drivetrain predict", Path(run_dir), [ONE_PROCESS, "ema=none", *overrides], config_dirs, choice))
 
 
