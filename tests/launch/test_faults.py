@@ -158,6 +158,7 @@ def test_a_rendezvous_that_is_never_complete(tmp_path: Path) -> None:
     assert not (tmp_path / "outputs").exists()
 
 
+@pytest.mark.slow
 def test_one_machine_plays_two(tmp_path: Path) -> None:
     """Begun at the same moment: one of them opens the place to meet, the other comes to it."""
     with socket.create_server(("127.0.0.1", 0)) as free:

@@ -18,7 +18,11 @@ TIMMS = ["nadamw", "lookahead_lamb"]
 ALL = [
     *(pytest.param(o, {}, "plain", id=o.__name__) for o in (*TORCHS, *OURS)),
     *(pytest.param(options.Timm, {"name": n}, "plain", id=n) for n in TIMMS),
-    *(pytest.param(o, {}, layout, id=f"{o.__name__} {layout}") for o in OURS for layout in ("channels_last", "bf16")),
+    *(
+        pytest.param(o, {}, layout, id=f"{o.__name__} {layout}", marks=[] if o is options.Muon else pytest.mark.slow)
+        for o in OURS
+        for layout in ("channels_last", "bf16")
+    ),
 ]
 
 
