@@ -147,6 +147,7 @@ def test_the_compiler_is_given_the_budget(make, monkeypatch):
     assert seen == [0.25, 1.0]
 
 
+@pytest.mark.slow
 def test_a_smaller_budget_keeps_less(make, monkeypatch):
     """By the partitioner that inductor uses, on a graph that runs op by op."""
     original = torch.compile

@@ -186,6 +186,7 @@ def test_a_rank_of_torchruns_that_stops(tmp_path: Path, rank: int) -> None:
     assert result(run_dir)["status"] == "interrupted"
 
 
+@pytest.mark.slow
 def test_what_another_launcher_does_is_not_ours(tmp_path: Path) -> None:
     refused = train("data=digits", "parallel=ddp", "parallel.max_restarts=1", cwd=tmp_path, how=TORCHRUN)
     assert any("parallel.max_restarts=1, but a launcher started the ranks" in e for e in refused.errors)

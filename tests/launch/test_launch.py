@@ -226,6 +226,7 @@ def test_from_python(own_launcher: Path, tmp_path: Path) -> None:
     assert len(runs(place / "outputs")) == 3
 
 
+@pytest.mark.slow
 def test_a_second_run_of_a_process_has_its_own_clock(tmp_path: Path) -> None:
     """Its times begin when it is called, not when the package was imported."""
     (_, second), _ = from_python(tmp_path, [*WORDS], [*TINY, "updates=1"])

@@ -216,6 +216,7 @@ def test_schedulefree_comes_back_on_an_exception() -> None:
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), trained, strict=True))
 
 
+@pytest.mark.slow
 def test_steps_do_not_import_the_compiler() -> None:
     """1.4 s of every start: building and stepping any of ours must not import torch._dynamo."""
     code = (
