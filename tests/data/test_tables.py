@@ -13,6 +13,7 @@ from PIL import Image
 
 from drivetrain.core.errors import UserError
 from drivetrain.data import Diabetes, LabelsCsv, Tabular, Wine
+from drivetrain.data.base import Units
 from drivetrain.data.tabular import Encoder
 
 CPU = torch.device("cpu")
@@ -190,3 +191,11 @@ def test_an_image_that_is_not_there_is_named(tmp_path):
     path = written(tmp_path, "image,y", "gone.png,1", "lost.png,2")
     with pytest.raises(UserError, match=r"names 2 images that are not there, the first is .*gone.png: set data.root"):
         asked(LabelsCsv(path, test=path, target="y")).load(CPU)
+
+
+def test_several_outputs_for_each_number_have_its_units():
+    """As a quantile loss wants them: those of the first number first."""
+    units = Units(torch.tensor([0.0, 100.0]), torch.tensor([1.0, 10.0]))
+    outputs = torch.tensor([[-1.0, 0.0, 1.0, -1.0, 0.0, 1.0]])
+    assert units(outputs).tolist() == [[-1.0, 0.0, 1.0, 90.0, 100.0, 110.0]]
+    assert units(outputs[:, :2]).tolist() == [[-1.0, 100.0]]
