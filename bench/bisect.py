@@ -135,7 +135,8 @@ def true_run(kind: str, extra_ms: float, quality: bool, seed: int = 0) -> dict[s
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         words = [
-            *sides, f"data={'digits' if quality else 'synthetic'}", "model=own", "model.target=bench.planted.Knobs", "trust=[bench]", "runtime.device=cpu",
+            *sides, f"data={'digits' if quality else 'synthetic'}",
+            "model=own", "model.target=bench.planted.Knobs", "trust=[bench]", "runtime.device=cpu",
             f"model.kwargs.slow=[{','.join(map(str, guilty))}]", planted, "updates=60", "runtime.threads=1", "optimizer=sgd",
             "optimizer.lr=0.1", "scheduler=constant", f"output_dir={folder}", *settings,
         ]  # fmt: skip

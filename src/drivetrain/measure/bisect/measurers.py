@@ -9,14 +9,14 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from drivetrain.core.errors import Interrupted, UserError
 from drivetrain.core.option import Count, Positive
 from drivetrain.core.selection import selected
 from drivetrain.launch.job import Job
-from drivetrain.measure.benchmark import comparison
+from drivetrain.measure.benchmark import comparison, noninferiority
 from drivetrain.measure.benchmark.arms import ArmSpec
 from drivetrain.measure.benchmark.interleave import Arm, StoppingRule, never_stop
 from drivetrain.measure.bisect.changes import Change, Changes
@@ -24,6 +24,7 @@ from drivetrain.measure.bisect.search import Measured, Subset
 from drivetrain.measure.bisect.sides import Side
 from drivetrain.measure.intervals import EQUIVALENCE, Interval, deviation, mean, ratio
 from drivetrain.run import directory
+from drivetrain.run.reader import read
 from drivetrain.sweep import SignalForwarder, SweepJob, run_one
 from drivetrain.ui.progress import Steps
 
@@ -218,13 +219,12 @@ class Quality:
         try:
             job = self.subsets.job(chosen, f"runtime.seed={seed}", f"output_dir={folder}")
             _, result = run_one(SweepJob("", job.composed.overrides, job, []), folder / "run", signals, quiet=True)
+            run = replace(read(folder / "run"), result=result, status=result.status)
+            found = noninferiority.trained_run(run, seed, self.unit)
         finally:
             directory.remove(folder)
-        if result.status != "completed":
-            error = f"{result.status}: {(result.error or 'no error message').splitlines()[0]}"
-            return Trained(None, error, result.status == "diverged")
-        metric = result.metrics["final"].get(self.unit)
-        return Trained(metric, "" if metric is not None else f"failed: it evaluates no {self.unit}")
+        error = found.error or ("" if found.metric is not None else f"failed: it evaluates no {self.unit}")
+        return Trained(found.metric, error, result.status == "diverged")
 
 
 @dataclass
