@@ -19,7 +19,7 @@ drivetrain predict RUN INPUT … [--out FILE] [key=value] …      labels and pr
 
   INPUT                 image files; folders of them; arrays of samples as the data set has them (.npy, .npz, .pt);
                         - reads lines: paths of image files, or texts where the run reads text
-  --data test           the run's own test set (or train), with a column of the right answers
+  --data test           the run's own test set (or validation, train), with a column of the right answers
   --out FILE            .csv, .jsonl or .parquet; default: CSV on standard output
   --batch N             samples at a time; default: as in the run's evaluation
 {run_arguments.OF_CHOICE}
@@ -34,7 +34,7 @@ def command(argv: Sequence[str]) -> int:
     """Run `drivetrain predict`; its exit code."""
     parser = run_arguments.parser("predict")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--data", choices=["test", "train"])
+    parser.add_argument("--data", choices=["test", "validation", "train"])
     parser.add_argument("--batch", type=int)
     given = run_arguments.parse("drivetrain predict", parser, argv, HELP)
     if given is None:

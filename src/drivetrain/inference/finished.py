@@ -32,6 +32,7 @@ class Choice:
 
     update: str | None = None  # a number, "best" or "last"; None: the best where the run kept it, else the last
     average: bool = False  # the averaged weights, instead of the trained ones
+    split: str = "test"  # the set to evaluate on: test or validation
 
 
 @dataclass

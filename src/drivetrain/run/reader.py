@@ -45,7 +45,7 @@ class RunFiles:
     config: dict[str, Any]  # dotted keys
     environment: dict[str, Any]
     train: Points
-    evaluated: Points
+    evaluated: Points  # on the validation set, or on the test set where there is no other
 
     @cached_property
     def metric(self) -> tuple[str, bool] | None:
@@ -152,6 +152,8 @@ def _points(path: Path) -> tuple[Points, Points]:
         seconds = record.pop("time", None)
         began = seconds if began is None else began
         samples = record.pop("samples", samples)
+        if event == "evaluate" and "weights" in record:  # at the run's end: the test set, which nothing is selected by
+            continue
         points = train if event == "train" else evaluated if event == "evaluate" else None
         if points is None:
             continue
