@@ -67,7 +67,7 @@ def test_notebooks(digits, images):
     assert html.count("<tr>") == 11
     assert "and 8 more" in html
     shown = digits._repr_html_()
-    assert f"{digits.metrics['final']['accuracy']:.4f}" in shown
+    assert f"{digits.tested('final')['accuracy']:.4f}" in shown
     assert "completed" in shown
     assert "&lt;b&gt;" in Result(error="<b>")._repr_html_()
 

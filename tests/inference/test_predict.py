@@ -40,7 +40,7 @@ def test_the_test_set_has_the_accuracy_of_the_evaluation(digits, tmp_path, capsy
     assert predict(digits, "--data", "test", "--out", tmp_path / "p.csv") == 0
     found = rows(tmp_path / "p.csv")
     right = sum(row["label"] == row["target"] for row in found)
-    assert right / len(found) == digits.metrics["final"]["accuracy"]
+    assert right / len(found) == digits.tested("final")["accuracy"]
     assert [row["input"] for row in found] == [f"test[{n}]" for n in range(len(found))]
     assert all(float(row["probability"]) == max(float(row[f"p_{c}"]) for c in range(10)) for row in found)
     assert "359 predictions" in capsys.readouterr().err

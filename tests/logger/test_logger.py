@@ -21,7 +21,7 @@ def test_a_line_for_each_logged_update_and_each_evaluation(train):
     first = told[0]
     assert {"event", "update", "epoch", "loss", "lr", "samples", "skipped", "samples_per_second", "data_wait"} <= set(first)
     assert (first["samples"], first["lr"], first["skipped"]) == (24, 0.05, 0)
-    assert told[-1]["loss"] == result.metrics["final"]["loss"]
+    assert told[-1]["loss"] == result.judged("final")["loss"]
 
 
 def test_the_table_holds_what_the_lines_hold(train):

@@ -103,9 +103,9 @@ def test_metrics(done: Path) -> None:
     assert [r["samples"] for r in trained] == [128 * r["update"] for r in trained]
     assert trained[-1]["loss"] < trained[0]["loss"]
     own = {"event", "update", "epoch"}
-    assert left["metrics"]["final"] == {k: v for k, v in evaluated[-1].items() if k not in own}
+    assert left["metrics"]["test"]["final"] == {k: v for k, v in evaluated[-1].items() if k not in own}
     best = max(evaluated, key=lambda r: r["accuracy"])
-    assert left["metrics"]["best"] == {k: v for k, v in best.items() if k not in ("event", "epoch")}
+    assert left["metrics"]["test"]["best"] == {k: v for k, v in best.items() if k not in ("event", "epoch")}
     rows = list(csv.DictReader((done / "metrics.csv").open()))
     lines = list(map(json.loads, (done / "metrics.jsonl").read_text().splitlines()))
     assert [{k: v for k, v in row.items() if v} for row in rows] == [{k: str(v) for k, v in line.items()} for line in lines]

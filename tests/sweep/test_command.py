@@ -68,7 +68,7 @@ def test_two_by_two(tmp_path: Path) -> None:
         assert " ".join(words) in row
         assert "completed" in row
     assert len({result(run_dir)["config_hash"] for run_dir in left}) == 4
-    assert len({result(run_dir)["metrics"]["final"]["loss"] for run_dir in left}) == 4, "they really differ"
+    assert len({result(run_dir)["metrics"]["test"]["final"]["loss"] for run_dir in left}) == 4, "they really differ"
 
 
 def test_a_job_is_the_run_that_it_is_alone(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_one_process_or_two(tmp_path: Path) -> None:
     assert_whole(single, 11)
     assert_whole(ddp, 11)
     assert [result(d)["world_size"] for d in (single, ddp)] == [1, 2]
-    alone, together = (result(d)["metrics"]["final"] for d in (single, ddp))
+    alone, together = (result(d)["metrics"]["test"]["final"] for d in (single, ddp))
     assert together["loss"] == pytest.approx(alone["loss"], rel=1e-4)
 
 

@@ -71,15 +71,15 @@ def _keys(source: Any) -> np.ndarray:
     import numpy as np
 
     if hasattr(source, "identities"):
-        return hashed(source.identities())
+        return hash_of(source.identities())
     if isinstance(source, Tensors) and source.device.type == "cpu":
         rows = [leaf.reshape(len(leaf), -1).contiguous().view(torch.uint8).numpy() for leaf in trees.leaves((source.x, source.y))]
-        return hashed(b"".join(parts) for parts in zip(*(map(bytes, leaf) for leaf in rows), strict=True))
+        return hash_of(b"".join(parts) for parts in zip(*(map(bytes, leaf) for leaf in rows), strict=True))
     numbers = rng.uniform(0, 0, torch.arange(len(source)), STREAM).double() * 2**24
     return numbers.numpy().astype(np.uint64) * np.uint64(2**40) + np.arange(len(source), dtype=np.uint64)  # all different
 
 
-def hashed(identities: Iterable[str | bytes]) -> np.ndarray:
+def hash_of(identities: Iterable[str | bytes]) -> np.ndarray:
     """Return a hash (n,) uint64 of each text."""
     import numpy as np
 
