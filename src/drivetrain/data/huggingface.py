@@ -182,6 +182,8 @@ class Texts(Rows):
 class Images(ImageFileSource, Rows):
     """Images as a source: uint8 (n, 3, size, size)."""
 
+    select = Rows.select
+
     def __init__(self, data: HuggingFace, rows: Any) -> None:
         super().__init__(rows, str(data.image), data.label)
         self.root, self.size, self.max_pixels = data.root, data.size, data.max_pixels

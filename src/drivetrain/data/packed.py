@@ -243,6 +243,8 @@ class RawImages:
 class JpegImages(ImageFileSource, RawImages):
     """Images stored as JPEGs and decoded when read: uint8 (n, 3, size, size)."""
 
+    select = RawImages.select
+
     def __init__(self, path: Path, table: torch.Tensor, shape: tuple[int, ...], verify: bool, max_pixels: int) -> None:
         super().__init__(path, table, shape, verify)
         self.size, self.max_pixels = shape[-1], max_pixels
