@@ -95,7 +95,7 @@ def test_three_ranks_give_the_figures_of_one_also_if_one_has_no_batch(train, own
     assert len(one.judged("final")) == 6
     assert three.judged("final") == pytest.approx(one.judged("final"), abs=1e-6)
     assert three.tables == one.tables
-    assert sum(map(sum, one.tables["final"]["confusion_matrix"]["values"])) == 8
+    assert sum(map(sum, one.tables["test"]["final"]["confusion_matrix"]["values"])) == 8
 
 
 def test_a_batch_that_only_fills_up_does_not_count(make, monkeypatch):
@@ -228,7 +228,7 @@ def test_tables_are_in_the_result_the_terminal_and_the_report(train, capsys):
     from drivetrain.ui import terminal
 
     run = train("metrics=[confusion_matrix,per_class]", "data.classes=3")
-    written = json.loads((run.run_dir / "result.json").read_text())["tables"]["final"]
+    written = json.loads((run.run_dir / "result.json").read_text())["tables"]["test"]["final"]
     assert written["confusion_matrix"]["rows"] == written["per_class"]["rows"] == ["0", "1", "2"]
     terminal.show_result(run)
     said = capsys.readouterr().out

@@ -28,6 +28,7 @@ class Points:
     samples: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)  # since the run's first record
     values: list[dict[str, float]] = field(default_factory=list)
+    set: str = "test"  # of evaluations: what they saw
 
     def curve(self, name: str) -> list[float | None]:
         """The value of this name in each record; None where it is missing."""
@@ -157,6 +158,7 @@ def _points(path: Path) -> tuple[Points, Points]:
         points = train if event == "train" else evaluated if event == "evaluate" else None
         if points is None:
             continue
+        points.set = record.get("set", points.set)
         points.updates.append(update)
         points.samples.append(samples)
         points.seconds.append(seconds - began if seconds is not None and began is not None else 0.0)
