@@ -194,7 +194,7 @@ def test_recipe_export(finished: Path, tmp_path: Path) -> None:
         device,
         "torch 2.",
         "result: completed",
-        f"accuracy {told['metrics']['test']['final']['accuracy']:.4f}",
+        f"accuracy {told['metrics']['validation']['final']['accuracy']:.4f}",
         rate,
     ):
         assert fact in "\n".join(said)
