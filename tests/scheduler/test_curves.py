@@ -432,7 +432,7 @@ ADVISED = {
 
 @pytest.mark.parametrize("words", ADVISED)
 def test_advised(words: str) -> None:
-    said = prepare(["model=mlp", *words.split()]).notices
+    said = prepare(["model=mlp", "data.validation=null", *words.split()]).notices
     assert len(said) == 1
     assert ADVISED[words] in said[0]
 

@@ -157,7 +157,7 @@ def test_one_process_or_two(tmp_path: Path) -> None:
     assert_whole(single, 11)
     assert_whole(ddp, 11)
     assert [result(d)["world_size"] for d in (single, ddp)] == [1, 2]
-    alone, together = (result(d)["metrics"]["test"]["final"] for d in (single, ddp))
+    alone, together = (result(d)["metrics"]["validation"]["final"] for d in (single, ddp))
     assert together["loss"] == pytest.approx(alone["loss"], rel=1e-4)
 
 
