@@ -374,7 +374,7 @@ def test_every_length_knob_is_looked_at() -> None:
         assert annotated == set(cls.lengths), name
 
 
-# rules: 1,438 training samples of digits / 128 = 11 updates an epoch, 15 epochs = 120 updates
+# rules: 1,150 training samples of digits / 128 = 8 updates an epoch, 15 epochs = 120 updates
 
 
 def problems(*words: str) -> list[str]:
@@ -425,7 +425,7 @@ ADVISED = {
     "scheduler=cosine scheduler.length=20ep": "scheduler.length=20ep is 160 updates and the run has 120",
     "scheduler=onecycle scheduler.length=200": "scheduler.length=200 is 200 updates",
     "scheduler=cyclic scheduler.up=100": "one cycle is 200 updates",
-    "scheduler=exponential scheduler.every=1": "of the learning rate",
+    "scheduler=exponential scheduler.every=1 scheduler.gamma=0.8": "of the learning rate",
     "scheduler=plateau scheduler.patience=14": "the learning rate can hardly fall",
 }
 
