@@ -37,7 +37,8 @@ from tests.support.command import (
 
 TERM, KILL, USR1, INT = signal.SIGTERM, signal.SIGKILL, signal.SIGUSR1, signal.SIGINT
 BASE = (
-    *OWN, "data.validation=null", "model.target=my_nets.Gated", "optimizer=sgd", "optimizer.lr=0.05", "scheduler=cosine", "scheduler.warmup=4",
+    *OWN, "data.validation=null", "model.target=my_nets.Gated",
+    "optimizer=sgd", "optimizer.lr=0.05", "scheduler=cosine", "scheduler.warmup=4",
     "augment=[flip_crop]", "augment.flip_crop.flip=0.0", "augment.flip_crop.pad=1", "epochs=3", "saving.every_updates=5",
 )  # fmt: skip
 PER_EPOCH = 11

@@ -19,14 +19,9 @@ drivetrain predict RUN INPUT … [--out FILE] [key=value] …      labels and pr
   drivetrain predict outputs/2026-11-21/07-37-57-4262f6 --data test --out predictions.csv
 
   INPUT                 image files; folders of them; arrays of samples as the data set has them (.npy, .npz, .pt);
-<<<<<<< HEAD
-                        - reads lines: paths of image files, or texts where the run reads text
-  --data test           the run's own test set (or validation, train), with a column of the right answers
-=======
                         tables where the run reads tables (.csv, .tsv, .parquet, …); texts (.jsonl) where it reads those;
                         - reads lines: paths of image files, a CSV, or texts, whichever the run reads
-  --data test           the run's own test set (or train), with a column of the right answers
->>>>>>> main
+  --data test           the run's own test set (or validation, train), with a column of the right answers
   --out FILE            .csv, .jsonl or .parquet; default: CSV on standard output
   --batch N             samples at a time; default: as in the run's evaluation
 {run_arguments.OF_CHOICE}

@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-<<<<<<< HEAD
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
-=======
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from copy import copy
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Annotated, Any, ClassVar
->>>>>>> main
 
 import annotated_types
 

@@ -13,15 +13,12 @@ from drivetrain.core.errors import UserError, did_you_mean
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
 from drivetrain.core.targets import TargetKind
-<<<<<<< HEAD
 from drivetrain.data.base import Data, Fraction, Splits, Tensors, beside
-from drivetrain.data.columns import Columns, contents, held_out, is_text, missing, named, number_of_rows, read_columns, rows_of
-=======
-from drivetrain.data.base import Data, Fraction, Splits, Tensors
 from drivetrain.data.columns import (
     FORMATS,
     Columns,
     cells,
+    contents,
     csv_rows,
     held_out,
     missing,
@@ -32,7 +29,6 @@ from drivetrain.data.columns import (
     typed,
 )
 from drivetrain.data.encoder import Encoder
->>>>>>> main
 from drivetrain.data.scikit_learn import read_diabetes, read_wine
 from drivetrain.data.targets import TargetReader
 
@@ -164,7 +160,11 @@ class Rows(Tensors):
 
     def __init__(self, x: torch.Tensor, y: torch.Tensor, columns: Columns) -> None:
         super().__init__(x, y)
-        self.identities = lambda: contents(columns)
+        self._columns = columns
+
+    def identities(self) -> list[str]:
+        """Return the content of each row."""
+        return contents(self._columns)
 
 
 def encoded_splits(
