@@ -61,7 +61,7 @@ def test_other_metrics_than_those_that_training_needed(finished):
     result = finished(*words, "stop=early", "stop.patience=1", "stop.metric=f1")
     found = evaluate(result.run_dir, ["metrics=[precision]"]).metrics
     assert set(found) == {"loss", "accuracy", "precision"}
-    assert found["accuracy"] == result.metrics["best"]["accuracy"]
+    assert found["accuracy"] == result.tested("best")["accuracy"]
 
 
 def test_other_data(digits, finished):

@@ -235,7 +235,7 @@ def test_rows_of_a_table(finished, tmp_path, monkeypatch, capsys):
     assert [row["value"] for row in a] == [row["value"] for row in b]
     assert [round(float(row["target"])) for row in a] == [3 * n + 7 for n in range(1, 40, 2)]
     errors = [abs(float(row["value"]) - float(row["target"])) for row in a]
-    assert sum(errors) / len(errors) == pytest.approx(result.metrics["final"]["mae"])
+    assert sum(errors) / len(errors) == pytest.approx(result.tested("final")["mae"])
     expected = [float(row["value"]) for row in b]
     assert drivetrain.load(result.run_dir).predict(str(test)).labels[:, 0].tolist() == pytest.approx(expected)
     capsys.readouterr()
@@ -282,7 +282,7 @@ def test_texts_by_the_runs_own_tokenizer(label, finished, tmp_path, monkeypatch,
     assert [row["input"] for row in found] == [f"{path}[{n}]" for n in range(40)]
     if label:
         right = sum(row["label"] == text[4:7] for row, text in zip(found, texts, strict=True))
-        assert right / 40 == result.metrics["final"]["accuracy"]
+        assert right / 40 == result.tested("final")["accuracy"]
     else:
         assert list(found[0]) == ["input", "label", "probability", "error"]
         assert {int(row["label"]) for row in found} <= set(range(301))

@@ -190,6 +190,6 @@ def test_the_page_trains_what_is_all_of_your_own(tmp_path, monkeypatch):
     command = re.search(r"    python -m src\.train ('trust=\[mine\]'.*?)\n\n", page, re.S)[1]
     result = drivetrain.train([*shlex.split(command.replace("\\\n", " ")), "epochs=5"])
     assert result.status == "completed", result.error
-    assert set(result.metrics["final"]) == {"loss", "accuracy", "cost"}
-    assert result.metrics["final"]["accuracy"] > 0.75
+    assert set(result.judged("final")) == {"loss", "accuracy", "cost"}
+    assert result.judged("final")["accuracy"] > 0.75
     assert result.selection == {"metric": "cost", "better": "min"}
