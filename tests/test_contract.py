@@ -235,7 +235,7 @@ def train_save_and_go_on(words: list[str], saves: bool, resumes: bool) -> None:
     first = drivetrain.train(words)
     assert (first.status, first.updates) == ("completed", 2), first.error
     run_dir = Path(first.run_dir)
-    assert first.metrics["final"]["loss"] > 0
+    assert first.judged("final")["loss"] > 0
     saved = run_dir / "checkpoints" / "2"
     assert (manifest.verify(saved) is None) if saves else not saved.exists()
     if not resumes:

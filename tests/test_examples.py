@@ -410,5 +410,5 @@ def test_the_command_of_the_docs_trains_on_dicts(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(SAMPLES)
     result = drivetrain.train([*shlex.split(text.replace("\\\n", " ")), "updates=20", "batch=bucketed", f"output_dir={tmp_path}"])
     assert result.status == "completed", result.error
-    assert result.metrics["final"]["accuracy"] > 0.5
-    assert result.metrics["final"]["loss"] < 1.0  # of three modules by chance: 1.1
+    assert result.judged("final")["accuracy"] > 0.5
+    assert result.judged("final")["loss"] < 1.0  # of three modules by chance: 1.1

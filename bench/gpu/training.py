@@ -32,7 +32,7 @@ def distinct(words: Sequence[str]) -> list[str]:
 def facts(result: Any) -> dict[str, Any]:
     """What a row keeps of a run."""
     names = ("updates", "samples_per_second", "step_ms_p50", "compile_s", "peak_memory_bytes", "time_to_first_step_s")
-    return {"overrides": result.overrides, "metrics": result.metrics["final"], **{name: getattr(result, name) for name in names}}
+    return {"overrides": result.overrides, "metrics": result.judged("final"), **{name: getattr(result, name) for name in names}}
 
 
 def losses(run_dir: Path) -> list[float]:

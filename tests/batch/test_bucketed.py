@@ -235,13 +235,13 @@ def test_a_run_cut_in_two_is_the_whole_run(train, make, budget):
     first = train(*words, "updates=4")
     again = plain_train([f"resume={first.run_dir}", "updates=6"])
     assert (whole.status, again.status, again.updates) == ("completed", "completed", 6)
-    assert again.metrics["final"] == whole.metrics["final"]
+    assert again.judged("final") == whole.judged("final")
 
 
 def test_one_batch_learnt_by_heart_is_the_one_that_is_evaluated(train):
     result = train(*GPT, "debug=overfit", "debug.updates=30", "optimizer=adamw", "optimizer.lr=0.01", "updates=null")
     assert result.status == "completed", result.error
-    assert result.metrics["final"]["loss"] < 4
+    assert result.judged("final")["loss"] < 4
 
 
 def test_cudnns_autotuner_is_warned_of(tiny):

@@ -109,13 +109,13 @@ def test_data_that_must_be_read_is_read(monkeypatch, capsys, tiny):
 
 def test_a_debugging_run_is_shown_as_short_as_it_is(capsys):
     assert main(["show", "model=mlp", "debug=fast", "debug.updates=4"]) == 0
-    assert "4 updates, 11 an epoch" in capsys.readouterr().out
+    assert "4 updates, 8 an epoch" in capsys.readouterr().out
 
 
 def test_epochs_that_get_shorter_are_marked_where_they_end(capsys):
     assert main(["show", "model=mlp", "epochs=6", "batch.grow_every=2"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "36 updates, 11 an epoch at first" in lines[0]
+    assert "28 updates, 8 an epoch at first" in lines[0]
     marks = [c for c, mark in enumerate(lines[3]) if mark == "┴"]
     widths = [b - a for a, b in pairwise(marks)]
     assert len(widths) == 6

@@ -194,7 +194,7 @@ def test_recipe_export(finished: Path, tmp_path: Path) -> None:
         device,
         "torch 2.",
         "result: completed",
-        f"accuracy {told['metrics']['final']['accuracy']:.4f}",
+        f"accuracy {told['metrics']['validation']['final']['accuracy']:.4f}",
         rate,
     ):
         assert fact in "\n".join(said)
@@ -261,8 +261,8 @@ def test_quiet_and_piped(finished: Path, tmp_path: Path) -> None:
     assert "recipe default:" in loud
     assert "optimizer=sgd" in loud
     lines = [line for line in loud.splitlines() if line.startswith("epoch ")]
-    assert len(lines) == 2
-    for text in ("update 11/22", "loss", "lr", "samples/s", "data wait", "GiB", "test accuracy"):
+    assert len(lines) == 3
+    for text in ("update 8/16", "loss", "lr", "samples/s", "data wait", "GiB", "validation accuracy"):
         assert text in lines[0]
 
 
@@ -420,7 +420,7 @@ def test_own_option_that_names_an_own_class(tmp_path: Path) -> None:
     assert not (place / "outputs").exists()
     done = train(*words, "trust=[my_nets]", cwd=place)
     assert done.code == 0, done
-    assert result(only_run(place / "outputs"))["updates"] == 11
+    assert result(only_run(place / "outputs"))["updates"] == 8
     direct = train(*OWN, "model.target=my_nets.Net", "epochs=1", "output_dir=direct", cwd=place)
     assert direct.code == 0, direct
     assert weights(only_run(place / "direct")) == weights(only_run(place / "outputs")), "the same network"
@@ -446,7 +446,7 @@ def test_own_option_of_an_own_kind(tmp_path: Path) -> None:
     assert losses(run_dir)[-1][2] < losses(run_dir)[0][2]
     done = train(f"resume={run_dir}", "epochs=2", cwd=place)  # the run knows where its options came from
     assert done.code == 0, done
-    assert result(run_dir)["updates"] == 22
+    assert result(run_dir)["updates"] == 16
 
 
 WRONG = {  # what is wrong: its group, its text, what the answer must name

@@ -60,6 +60,18 @@ def test_without_a_split_for_the_test_samples_are_held_out(saved):
     assert len(test) == 10
 
 
+def test_the_validation_set_is_a_split_or_a_share_of_the_training(saved):
+    option = HuggingFace(root=str(saved(test=range(100, 110))), size=8, validation=0.25)
+    data = option.load_sets(CPU)
+    parts = [s.fetch(torch.arange(len(s))) for s in (data.train, data.validation)]
+    assert sorted(torch.cat([x[:, 0, 0, 0] for x, _ in parts]).tolist()) == list(range(40))
+    assert torch.bincount(parts[1][1]).tolist() in ([3, 4, 3], [4, 3, 3], [3, 3, 4]), "of each class a quarter"
+    named = HuggingFace(root=option.root, size=8, validation="validation", holdout=0.25).load_sets(CPU)
+    assert [len(s) for s in (named.train, named.validation, named.test)] == [30, 10, 10]
+    texts = HuggingFace(root=option.root, image=None, text="caption", validation=0.1).load_sets(CPU)
+    assert (len(texts.train), len(texts.validation)) == (36, 4)
+
+
 def test_texts_come_as_bytes(saved):
     splits = HuggingFace(root=str(saved(test=range(3))), image=None, text="caption", length=4).load(CPU)
     x, y = splits.train.fetch(torch.tensor([7, 12]))

@@ -56,7 +56,7 @@ def test_what_is_wrong_with_masks_is_named(root):
 
 
 def test_a_scenes_labels_are_the_digits_of_its_mask():
-    labels, masks = DigitScenes("labels", samples=50, test_samples=10), DigitScenes("mask", samples=50, test_samples=10)
+    labels, masks = DigitScenes("labels", samples=56, test_samples=10), DigitScenes("mask", samples=56, test_samples=10)
     labels.targets, masks.targets = "labels", "mask"
     (x, y), (same, mask) = (option.load(CPU).train.fetch(torch.arange(50)) for option in (labels, masks))
     assert torch.equal(x, same)

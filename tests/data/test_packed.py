@@ -78,6 +78,25 @@ def test_packed_images_are_the_folders(images, tmp_path):
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("form", [["--size", "16"], ["--size", "16", "--jpeg"]])
+def test_the_validation_set_is_a_view_of_the_packed_file(images, tmp_path, form):
+    """What is held out has the bytes of the whole set's samples; a set of its own is packed too."""
+    root = images()
+    pack(root, tmp_path / "packed", *form)
+    whole = Packed(root=str(tmp_path / "packed")).load(CPU).train
+    sets = Packed(root=str(tmp_path / "packed"), validation=0.25).load_sets(CPU)
+    assert (len(sets.train), len(sets.validation)) == (30, 10)
+    assert sets.validation.labels().bincount().tolist() == [5, 5]
+    rows = {whole.begins[i].item(): i for i in range(len(whole))}
+    for source in (sets.train, sets.validation):
+        indices = torch.tensor([rows[begin] for begin in source.begins.tolist()])
+        assert torch.equal(everything(source)[0], whole.fetch(indices)[0])
+    (root / "test").symlink_to(root / "val")
+    pack(root, tmp_path / "three", *form)
+    three = Packed(root=str(tmp_path / "three")).load_sets(CPU)
+    assert (len(three.train), len(three.validation), len(three.test)) == (40, 40, 40)
+
+
 def test_large_samples_are_asked_for_ahead_and_come_out_the_same(images, tmp_path):
     root = images(4)
     pack(root, tmp_path / "packed", "--size", "96")  # 27 kB each

@@ -164,7 +164,7 @@ def test_scikit_learns_tables_are_its_own():
         assert sorted(targets.flatten().tolist()) == pytest.approx(sorted(y.astype(float).tolist()), abs=1e-3)
         assert len(splits.train) + len(splits.test) == len(x)
         assert splits.shape == (x.shape[1],) == option.shape()
-        assert len(splits.train) == option.train_samples()
+        assert len(splits.train) == option.loaded_samples()
         torch.testing.assert_close(splits.train.x.std(0, correction=0), torch.ones(x.shape[1]), atol=1e-4, rtol=1e-4)
 
 

@@ -190,7 +190,7 @@ def test_the_weights_of_an_update_sum_to_the_ranks(library):
 def test_it_trains_and_reports_bits_per_byte(train, library):
     result = train(*GPT, "optimizer=adamw", "optimizer.lr=0.01", "epochs=3", "updates=null")
     assert result.status == "completed", result.error
-    final, best = result.metrics["final"], result.metrics["best"]
+    final, best = result.judged("final"), result.judged("best")
     assert final["bits_per_byte"] == pytest.approx(final["loss"] / math.log(2))
     assert final["bits_per_byte"] < 8
     assert best["bits_per_byte"] <= final["bits_per_byte"]
@@ -210,7 +210,7 @@ def test_two_ranks_train_and_evaluate_as_one(train, library):
     one, two = train(*words), train(*words, "parallel=ddp")
     assert (one.status, two.status, two.world_size) == ("completed", "completed", 2), two.error
     assert one.updates == two.updates == 5
-    assert two.metrics["final"]["loss"] == pytest.approx(one.metrics["final"]["loss"], rel=1e-5)
+    assert two.judged("final")["loss"] == pytest.approx(one.judged("final")["loss"], rel=1e-5)
 
 
 # --- refused ---

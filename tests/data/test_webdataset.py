@@ -225,8 +225,22 @@ def test_a_run_goes_on_in_the_same_order(train, four):
     assert weights[0] == weights[1]
 
 
+def test_whole_shards_are_held_out_where_there_are_enough(tmp_path):
+    for k in range(10):
+        shard(tmp_path / f"set/train-{k:03d}.tar", range(k * EACH, (k + 1) * EACH))
+    option = data(tmp_path / "set", train=f"{tmp_path}/set/train-{{000..009}}.tar", test=f"{tmp_path}/set/train-000.tar")
+    sets = option.load_sets(torch.device("cpu"))
+    shards_ = [set(source.table.shard.tolist()) for source in (sets.train, sets.validation)]
+    assert (len(shards_[0]), len(shards_[1]), shards_[0] & shards_[1]) == (9, 1, set())
+    assert sorted(sets.train.order(0, 0).tolist()) == list(range(9 * EACH))
+    few = data(tmp_path / "set", test=f"{tmp_path}/set/train-009.tar").load_sets(torch.device("cpu"))
+    assert (len(few.train), len(few.validation)) == (36, 4), "of four shards samples are held out"
+    own = data(tmp_path / "set", test=f"{tmp_path}/set/train-009.tar", validation="train-{008..009}.tar")
+    assert len(own.load_sets(torch.device("cpu")).validation) == 2 * EACH
+
+
 def test_the_trainer_takes_the_sources_order(make, four):
-    trainer = make(*words(four), "epochs=2", "updates=null")
+    trainer = make(*words(four), "data.validation=null", "epochs=2", "updates=null")
     asked = torch.cat([request.indices for request in trainer.requests()])
     source = trainer.train_data.source
     assert torch.equal(asked, torch.cat([source.order(0, 0), source.order(0, 1)]))

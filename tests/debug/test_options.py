@@ -655,7 +655,7 @@ def test_overfit_goes_on_with_its_batch_after_a_resume(tiny):
     on = drivetrain.train([f"resume={part.run_dir}", "updates=7"])
     assert on.status == "completed", on.error
     assert losses(on) == losses(whole)
-    assert on.metrics["final"] == whole.metrics["final"]
+    assert on.judged("final") == whole.judged("final")
 
 
 @pytest.mark.parametrize(
@@ -673,7 +673,7 @@ def test_overfit_says_that_a_good_model_can_learn(train, beside):
     words = ["debug=overfit", "debug.updates=60", "updates=null", "epochs=99", "optimizer.lr=0.2", "batch.global_batch=8"]
     result = train(*words, *beside)
     assert result.status == "completed", result.error
-    assert result.metrics["final"]["loss"] < 0.1
+    assert result.judged("final")["loss"] < 0.1
     (line,) = report(result)
     assert line.startswith(f"debug=overfit: after {result.updates} updates on one batch of 8 the loss is ")
     assert line.endswith("below 0.1: model, loss and optimizer can learn")
@@ -682,7 +682,7 @@ def test_overfit_says_that_a_good_model_can_learn(train, beside):
 def test_overfit_says_that_a_broken_model_cannot(train, planted):
     result = train("debug=overfit", "debug.updates=60", "updates=null", "epochs=99", *planted("right", "Cut"))
     assert (result.status, result.updates) == ("completed", 60)
-    assert result.metrics["final"]["loss"] > 0.5
+    assert result.judged("final")["loss"] > 0.5
     assert "not below 0.1: something is broken" in report(result)[0]
 
 

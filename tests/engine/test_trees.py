@@ -51,7 +51,7 @@ def close(a, b) -> None:
 def test_accumulation_equals_the_big_batch(train, make, name):
     whole, parts = (train(*OWN, *RUNS[name], *words) for words in ([], ACCUMULATED[name]))
     close(weights(whole), weights(parts))
-    assert whole.metrics["final"] == pytest.approx(parts.metrics["final"], rel=1e-3)
+    assert whole.judged("final") == pytest.approx(parts.judged("final"), rel=1e-3)
     start = make(*OWN, *RUNS[name]).model.state_dict()
     assert not any(torch.equal(start[key], value) for key, value in weights(whole).items())
 
@@ -68,7 +68,7 @@ def test_two_ranks_equal_one_process(train, name):
     one, two = train(*OWN, *RUNS[name]), train(*OWN, *RUNS[name], *ACCUMULATED[name], "parallel=ddp")
     assert two.world_size == 2
     close(weights(one), weights(two))
-    assert two.metrics["final"] == pytest.approx(one.metrics["final"], rel=1e-3)
+    assert two.judged("final") == pytest.approx(one.judged("final"), rel=1e-3)
 
 
 @pytest.mark.slow

@@ -19,10 +19,10 @@ def test_the_figures_are_those_of_training(digits, tmp_path, capsys):
     out = tmp_path / "figures" / "e.json"
     assert main.main(["evaluate", str(digits.run_dir), "--out", str(out)]) == 0
     written = json.loads(out.read_text())
-    assert written["metrics"] == digits.metrics["final"]
+    assert written["metrics"] == digits.tested("final")
     assert set(written["metrics"]) == {"loss", "accuracy", "ema_loss", "ema_accuracy"}
     assert written["update"] == digits.updates
-    assert f"{digits.metrics['final']['accuracy']:.6g}" in capsys.readouterr().out
+    assert f"{digits.tested('final')['accuracy']:.6g}" in capsys.readouterr().out
 
 
 def test_it_leaves_the_run_as_it_was(digits):
@@ -33,23 +33,25 @@ def test_it_leaves_the_run_as_it_was(digits):
 
 def test_averaged_weights(digits):
     found = evaluate(digits.run_dir, choice=Choice(average=True)).metrics
-    assert found == {name: digits.metrics["final"][f"ema_{name}"] for name in ("loss", "accuracy")}
+    assert found == {name: digits.tested("final")[f"ema_{name}"] for name in ("loss", "accuracy")}
 
 
 @pytest.mark.parametrize("words", [("optimizer=schedulefree",), ("precision=bf16_pure",), ("batch=accumulate", "precision=bf16")])
 def test_what_training_does_to_weights_is_undone(finished, words):
     """Weights that the optimizer or the precision keeps in two forms are evaluated in the one that training evaluated."""
     result = finished("model=mlp", "model.hidden=[32]", "epochs=1", "scheduler=constant", *words)
-    assert evaluate(result.run_dir).metrics == result.metrics["final"]
+    assert evaluate(result.run_dir).metrics == result.tested("final")
 
 
 def test_the_best_checkpoint_is_the_default_where_it_was_kept(finished):
     words = ("model=mlp", "model.hidden=[32]", "epochs=3", "saving.keep=1", "scheduler=constant", "optimizer.lr=1.0")
     result = finished(*words, "saving=best")
-    best = {name: value for name, value in result.metrics["best"].items() if name != "update"}
+    best = {name: value for name, value in result.tested("best").items() if name != "update"}
     found = evaluate(result.run_dir)
-    assert (found.update, found.metrics) == (result.metrics["best"]["update"], best)
-    assert evaluate(result.run_dir, choice=Choice("last")).metrics == result.metrics["final"]
+    assert (found.update, found.metrics) == (result.judged("best")["update"], best)
+    again = {**evaluate(result.run_dir, choice=Choice(split="validation")).metrics, "update": found.update}
+    assert again == result.judged("best"), "the validation set is evaluated as in training, too"
+    assert evaluate(result.run_dir, choice=Choice("last")).metrics == result.tested("final")
     assert found.update != result.updates, "the test shows nothing where the last one is the best"
 
 
@@ -59,13 +61,13 @@ def test_other_metrics_than_those_that_training_needed(finished):
     result = finished(*words, "stop=early", "stop.patience=1", "stop.metric=f1")
     found = evaluate(result.run_dir, ["metrics=[precision]"]).metrics
     assert set(found) == {"loss", "accuracy", "precision"}
-    assert found["accuracy"] == result.metrics["best"]["accuracy"]
+    assert found["accuracy"] == result.tested("best")["accuracy"]
 
 
 def test_other_data(digits, finished):
     """A set of another split gives another figure; one that does not fit is refused by the names of the weights."""
     other = evaluate(digits.run_dir, ["data.holdout=0.5"])
-    assert other.metrics != digits.metrics["final"]
+    assert other.metrics != digits.tested("final")
     with pytest.raises(UserError, match=r"head\.weight is \[10, 32\], and the model wants \[4, 32\]"):
         evaluate(digits.run_dir, ["data=synthetic", "data.shape=[1,8,8]", "data.classes=4"])
 
@@ -76,7 +78,7 @@ def test_two_ranks(tmp_path):
     words = ("model=mlp", "model.hidden=[32]", "epochs=1", "parallel=fsdp", "parallel.nproc=2", "saving.sharded=true", "ema=ema")
     assert run("train", "-q", *words, "output_dir=out", cwd=tmp_path).code == 0
     (run_dir,) = (p.parent for p in tmp_path.glob("out/*/*/result.json"))
-    trained = json.loads((run_dir / "result.json").read_text())["metrics"]["final"]
+    trained = json.loads((run_dir / "result.json").read_text())["metrics"]["test"]["final"]
     found = {}
     for name, more in (("two", ()), ("one", ("parallel=single",)), ("average", ("average=true",))):
         done = run("evaluate", str(run_dir), "--out", f"{name}.json", *more, cwd=tmp_path)
@@ -120,7 +122,7 @@ def test_a_strangers_run_names_no_code(finished, tmp_path, monkeypatch):
     )
     words = ("model=own", "model.target=nets.net", "trust=[nets]", "epochs=1")
     result = finished(*words)
-    assert evaluate(result.run_dir).metrics == result.metrics["final"], "an own run needs no word"
+    assert evaluate(result.run_dir).metrics == result.tested("final"), "an own run needs no word"
     copy = shutil.copytree(result.run_dir, tmp_path / "copy")
     file = copy / "environment.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "signature": "another"}))
@@ -130,4 +132,4 @@ def test_a_strangers_run_names_no_code(finished, tmp_path, monkeypatch):
     assert "'trust=[nets]'" in line
     assert "nets.net" in line
     allowed = evaluate(copy, ["trust=[nets]", "model.target=nets.net"])
-    assert allowed.metrics == result.metrics["final"]
+    assert allowed.metrics == result.tested("final")

@@ -48,11 +48,11 @@ def test_the_data_is_not_needed(digits, images, monkeypatch):
 
 
 def test_averaged_weights_and_other_checkpoints(digits, images):
-    newest, average, first = (drivetrain.load(digits.run_dir, **k) for k in ({}, {"average": True}, {"update": 11}))
+    newest, average, first = (drivetrain.load(digits.run_dir, **k) for k in ({}, {"average": True}, {"update": 8}))
     weight = newest.model.head.weight
     assert not torch.equal(weight, average.model.head.weight)
     assert not torch.equal(weight, first.model.head.weight)
-    assert first.update == 11
+    assert first.update == 8
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 9, 9), (8, 8), (2, 3, 8, 8)])
@@ -67,7 +67,7 @@ def test_notebooks(digits, images):
     assert html.count("<tr>") == 11
     assert "and 8 more" in html
     shown = digits._repr_html_()
-    assert f"{digits.metrics['final']['accuracy']:.4f}" in shown
+    assert f"{digits.tested('final')['accuracy']:.4f}" in shown
     assert "completed" in shown
     assert "&lt;b&gt;" in Result(error="<b>")._repr_html_()
 
@@ -79,7 +79,7 @@ def test_runs(tmp_path, train, monkeypatch):
     frame = drivetrain.runs("out")
     assert list(frame["optimizer.lr"]) == [0.1, 0.2]
     assert list(frame["status"]) == ["completed"] * 2
-    assert frame["final.loss"].notna().all()
+    assert frame["test.final.loss"].notna().all()
     assert frame["model.hidden"][1] == (4,)
     with pytest.raises(UserError, match="nothing: there is no such folder"):
         drivetrain.runs("nothing")

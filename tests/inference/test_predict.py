@@ -40,7 +40,7 @@ def test_the_test_set_has_the_accuracy_of_the_evaluation(digits, tmp_path, capsy
     assert predict(digits, "--data", "test", "--out", tmp_path / "p.csv") == 0
     found = rows(tmp_path / "p.csv")
     right = sum(row["label"] == row["target"] for row in found)
-    assert right / len(found) == digits.metrics["final"]["accuracy"]
+    assert right / len(found) == digits.tested("final")["accuracy"]
     assert [row["input"] for row in found] == [f"test[{n}]" for n in range(len(found))]
     assert all(float(row["probability"]) == max(float(row[f"p_{c}"]) for c in range(10)) for row in found)
     assert "359 predictions" in capsys.readouterr().err
@@ -235,7 +235,7 @@ def test_rows_of_a_table(finished, tmp_path, monkeypatch, capsys):
     assert [row["value"] for row in a] == [row["value"] for row in b]
     assert [round(float(row["target"])) for row in a] == [3 * n + 7 for n in range(1, 40, 2)]
     errors = [abs(float(row["value"]) - float(row["target"])) for row in a]
-    assert sum(errors) / len(errors) == pytest.approx(result.metrics["final"]["mae"])
+    assert sum(errors) / len(errors) == pytest.approx(result.tested("final")["mae"])
     expected = [float(row["value"]) for row in b]
     assert drivetrain.load(result.run_dir).predict(str(test)).labels[:, 0].tolist() == pytest.approx(expected)
     capsys.readouterr()
@@ -282,7 +282,7 @@ def test_texts_by_the_runs_own_tokenizer(label, finished, tmp_path, monkeypatch,
     assert [row["input"] for row in found] == [f"{path}[{n}]" for n in range(40)]
     if label:
         right = sum(row["label"] == text[4:7] for row, text in zip(found, texts, strict=True))
-        assert right / 40 == result.metrics["final"]["accuracy"]
+        assert right / 40 == result.tested("final")["accuracy"]
     else:
         assert list(found[0]) == ["input", "label", "probability", "error"]
         assert {int(row["label"]) for row in found} <= set(range(301))

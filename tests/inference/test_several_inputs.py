@@ -34,10 +34,10 @@ def _sets(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", RUNS)
 def test_the_figures_and_the_rows_are_those_of_training(name, finished, tmp_path, monkeypatch):
     result = finished(*OWN, *RUNS[name])
-    assert evaluate(result.run_dir).metrics == result.metrics["final"]
+    assert evaluate(result.run_dir).metrics == result.tested("final")
     assert main.main(["predict", str(result.run_dir), "--data", "test", "--batch", "3", "--out", str(tmp_path / "p.csv")]) == 0
     rows = list(csv.DictReader((tmp_path / "p.csv").open()))
-    assert sum(row["label"] == row["target"] for row in rows) / len(rows) == result.metrics["final"]["accuracy"]
+    assert sum(row["label"] == row["target"] for row in rows) / len(rows) == result.tested("final")["accuracy"]
     monkeypatch.setattr(Own, "load", lambda *_: pytest.fail("the data was read"))
     run = drivetrain.load(result.run_dir)
     assert len(run.predict(run.example())) == 2

@@ -65,8 +65,8 @@ def test_two_ranks_are_one_process_with_the_whole_batch(own_launcher: Path, tmp_
     assert list(alone) == list(together), "plain names on any number of ranks"
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-6)
     assert [loss for _, _, loss, *_ in losses(own_launcher)] == pytest.approx([x for _, _, x, *_ in losses(single)], rel=1e-4)
-    evaluated = result(own_launcher)["metrics"]["final"]
-    assert evaluated == pytest.approx(result(single)["metrics"]["final"], rel=1e-4)
+    evaluated = result(own_launcher)["metrics"]["test"]["final"]
+    assert evaluated == pytest.approx(result(single)["metrics"]["test"]["final"], rel=1e-4)
 
 
 @pytest.mark.slow

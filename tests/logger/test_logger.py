@@ -21,7 +21,7 @@ def test_a_line_for_each_logged_update_and_each_evaluation(train):
     first = told[0]
     assert {"event", "update", "epoch", "loss", "lr", "samples", "skipped", "samples_per_second", "data_wait"} <= set(first)
     assert (first["samples"], first["lr"], first["skipped"]) == (24, 0.05, 0)
-    assert told[-1]["loss"] == result.metrics["final"]["loss"]
+    assert told[-1]["loss"] == result.judged("final")["loss"]
 
 
 def test_the_table_holds_what_the_lines_hold(train):
@@ -51,10 +51,10 @@ def test_tensorboard_reads_the_values_of_the_lines(train):
     events.Reload()
     told = records(result.run_dir)
     seen = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-    assert {"train/loss", "train/lr", "evaluate/loss", "evaluate/accuracy"} <= set(seen)
+    assert {"train/loss", "train/lr", "test/loss", "test/accuracy"} <= set(seen)
     for tag, points in seen.items():
         event, key = tag.split("/")
-        expected = [(r["update"], r[key]) for r in told if r["event"] == event and r[key] is not None]
+        expected = [(r["update"], r[key]) for r in told if r.get("set", r["event"]) == event and r[key] is not None]
         assert [step for step, _ in points] == [step for step, _ in expected]
         assert [v for _, v in points] == pytest.approx([v for _, v in expected], rel=1e-6)  # it keeps float32
         assert points

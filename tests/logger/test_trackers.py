@@ -16,12 +16,12 @@ PICTURES = ["data.shape=[3,8,8]", "logger.images.samples=4", "logger.images.pred
 
 
 def told(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
-    """The figures of metrics.jsonl: <event>/<name> → (update, value)."""
+    """The figures of metrics.jsonl: <event or set>/<name> → (update, value)."""
     found: dict[str, list[tuple[int, float]]] = {}
     for record in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines()):
         for key, value in record.items():
             if key not in ("event", "update", "time") and isinstance(value, int | float):
-                found.setdefault(f"{record['event']}/{key}", []).append((record["update"], value))
+                found.setdefault(f"{record.get('set', record['event'])}/{key}", []).append((record["update"], value))
     return found
 
 

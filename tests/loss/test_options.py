@@ -201,12 +201,12 @@ def test_an_own_loss_logs_its_parts(train, mine):
     assert result.status == "completed", result.error
     record = json.loads((result.run_dir / "metrics.jsonl").read_text().splitlines()[0])
     assert record["loss"] == pytest.approx(record["loss_fit"] + record["loss_size"], rel=1e-6)
-    assert result.metrics["final"]["loss"] > 0
+    assert result.judged("final")["loss"] > 0
 
 
 def test_an_own_loss_may_read_the_inputs(train, mine):
     own, plain = (train(*mine, *words) for words in (["loss=own", "loss.target=my_losses.with_inputs"], []))
-    assert own.metrics["final"]["loss"] == pytest.approx(plain.metrics["final"]["loss"], rel=1e-6)
+    assert own.judged("final")["loss"] == pytest.approx(plain.judged("final")["loss"], rel=1e-6)
 
 
 @pytest.mark.parametrize(

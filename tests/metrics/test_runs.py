@@ -92,10 +92,10 @@ def test_three_ranks_give_the_figures_of_one_also_if_one_has_no_batch(train, own
     one = train(*words)
     three = train(*words, "parallel=ddp", "parallel.nproc=3")
     assert three.status == "completed", three.error
-    assert len(one.metrics["final"]) == 6
-    assert three.metrics["final"] == pytest.approx(one.metrics["final"], abs=1e-6)
+    assert len(one.judged("final")) == 6
+    assert three.judged("final") == pytest.approx(one.judged("final"), abs=1e-6)
     assert three.tables == one.tables
-    assert sum(map(sum, one.tables["final"]["confusion_matrix"]["values"])) == 8
+    assert sum(map(sum, one.tables["test"]["final"]["confusion_matrix"]["values"])) == 8
 
 
 def test_a_batch_that_only_fills_up_does_not_count(make, monkeypatch):
@@ -132,7 +132,7 @@ def test_the_selected_metric_ranks_the_evaluations(train, capsys):
     run = train("metrics=[recall]", "select=recall", "updates=8", "epochs=2", "data.samples=48")
     evaluations = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
     recalls = [record["recall"] for record in evaluations if record["event"] == "evaluate"]
-    assert run.metrics["best"]["recall"] == max(recalls)
+    assert run.judged("best")["recall"] == max(recalls)
     assert run.selection == {"metric": "recall", "better": "max"}
     (run.run_dir / "result.json").unlink()  # as of a run that is under way
     found = reader.read(run.run_dir)
@@ -228,7 +228,7 @@ def test_tables_are_in_the_result_the_terminal_and_the_report(train, capsys):
     from drivetrain.ui import terminal
 
     run = train("metrics=[confusion_matrix,per_class]", "data.classes=3")
-    written = json.loads((run.run_dir / "result.json").read_text())["tables"]["final"]
+    written = json.loads((run.run_dir / "result.json").read_text())["tables"]["test"]["final"]
     assert written["confusion_matrix"]["rows"] == written["per_class"]["rows"] == ["0", "1", "2"]
     terminal.show_result(run)
     said = capsys.readouterr().out

@@ -106,7 +106,7 @@ def test_it_trains_with_what_works_on_models(train, words):
     plain, other = train(*SMALL), train(*SMALL, *words)
     assert (plain.status, other.status) == ("completed", "completed"), other.error
     close = 1e-5 if words[0].startswith(("checkpointing", "compile")) else 0.05
-    assert other.metrics["final"]["loss"] == pytest.approx(plain.metrics["final"]["loss"], rel=close)
+    assert other.judged("final")["loss"] == pytest.approx(plain.judged("final")["loss"], rel=close)
 
 
 @pytest.mark.slow
@@ -115,7 +115,7 @@ def test_it_compiles(train, option):
     words = [*SMALL, "batch=bucketed", "batch.pad_to=32", "optimizer=adamw"]
     plain, other = train(*words), train(*words, f"compile={option}")
     assert other.status == "completed", other.error
-    assert other.metrics["final"]["loss"] == pytest.approx(plain.metrics["final"]["loss"], rel=1e-3)
+    assert other.judged("final")["loss"] == pytest.approx(plain.judged("final")["loss"], rel=1e-3)
 
 
 def test_muon_takes_its_hidden_matrices_and_adamw_the_tables(make):

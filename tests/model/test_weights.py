@@ -232,7 +232,7 @@ def test_a_runs_directory_means_its_best_checkpoint_or_the_newest_valid_one(trai
     result = json.loads((run_dir / "result.json").read_text())
 
     def loaded(best: int) -> int:
-        result["metrics"]["best"]["update"] = best
+        result["metrics"]["test"]["best"]["update"] = best
         (run_dir / "result.json").write_text(json.dumps(result))
         model = Mlp().create((3, 8, 8), 4)
         load(model, run_dir)

@@ -42,7 +42,7 @@ def weights(result: Result) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", short(RATES, "adamw", "timm"))
 def test_learns_the_digits(name: str, tmp_path: Path) -> None:
     result = run(tmp_path, f"optimizer={name}", *RATES[name])
-    assert result.metrics["final"]["accuracy"] > 0.85  # chance is 0.1
+    assert result.judged("final")["accuracy"] > 0.85  # chance is 0.1
 
 
 @pytest.mark.parametrize("name", short(["lamb", "muon", "schedulefree", "novograd"], "schedulefree"))
@@ -55,7 +55,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(name: str, tmp_path: Path) -> No
     assert second.updates == straight.updates
     a, b = weights(straight), weights(second)
     assert all(torch.equal(a[n], b[n]) for n in a)
-    assert straight.metrics["final"] == second.metrics["final"]
+    assert straight.judged("final") == second.judged("final")
 
 
 def test_schedulefree_evaluates_and_saves_the_average(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +91,7 @@ def test_schedulefree_evaluates_and_saves_the_average(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize("name", short(["sgd", "lamb", "novograd", "muon"], "lamb"))
 def test_with_loss_scaling(name: str, tmp_path: Path) -> None:
     result = run(tmp_path, f"optimizer={name}", "precision=amp", "batch=accumulate", "batch.accumulation_steps=2", epochs=3)
-    assert result.metrics["final"]["accuracy"] > 0.7
+    assert result.judged("final")["accuracy"] > 0.7
 
 
 def test_groups_reach_the_run(tmp_path: Path) -> None:
@@ -101,4 +101,4 @@ def test_groups_reach_the_run(tmp_path: Path) -> None:
         "optimizer.lr_multipliers={head: 2}",
         "optimizer.no_weight_decay=[layers.1]",
     ]
-    assert run(tmp_path, *words).metrics["final"]["accuracy"] > 0.8
+    assert run(tmp_path, *words).judged("final")["accuracy"] > 0.8

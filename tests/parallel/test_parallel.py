@@ -48,8 +48,8 @@ def test_two_ranks_that_accumulate_equal_one_process(train, make, samples):
     assert len(losses(one.run_dir)) == updates
     assert losses(two.run_dir) == pytest.approx(losses(one.run_dir), rel=1e-5)
     # Seven test samples over two ranks: each once, so the sums are those of one process.
-    assert two.metrics["final"]["loss"] == pytest.approx(one.metrics["final"]["loss"], rel=1e-5)
-    assert two.metrics["final"]["accuracy"] == one.metrics["final"]["accuracy"]
+    assert two.judged("final")["loss"] == pytest.approx(one.judged("final")["loss"], rel=1e-5)
+    assert two.judged("final")["accuracy"] == one.judged("final")["accuracy"]
 
 
 RESNET = ["model=resnet9", "model.width=8", "checkpointing=blocks", "ema=ema", "ema.decay=0.5", "updates=4"]
@@ -85,7 +85,7 @@ def test_all_ranks_evaluate_the_model_that_is_saved(blocks_on_two_ranks, make, w
     alone.restore(*checkpoint_io.load(blocks_on_two_ranks.run_dir / "checkpoints" / "4"))
     with alone.ema.swapped() if which == "ema_loss" else torch.no_grad():
         told = alone.evaluator.metrics()["loss"]
-    assert blocks_on_two_ranks.metrics["final"][which] == pytest.approx(told, rel=1e-6)
+    assert blocks_on_two_ranks.judged("final")[which] == pytest.approx(told, rel=1e-6)
 
 
 @pytest.mark.slow

@@ -96,8 +96,8 @@ def equal(a: Done, b: Done, to: float) -> None:
         torch.testing.assert_close(b.weights[name], a.weights[name], rtol=to, atol=to, msg=lambda m, n=name: f"{n}: {m}")
     assert len(a.losses) == len(b.losses) == a.result.updates
     assert b.losses == pytest.approx(a.losses, rel=max(to, 1e-6))  # summed in float32
-    for name, value in a.result.metrics["final"].items():
-        assert b.result.metrics["final"][name] == pytest.approx(value, rel=max(to, 1e-6), abs=to)
+    for name, value in a.result.judged("final").items():
+        assert b.result.judged("final")[name] == pytest.approx(value, rel=max(to, 1e-6), abs=to)
     if to > 1e-6:  # 16 bits round a whole batch otherwise than its parts
         return
     mine, theirs = (by_name(done.state["optimizer"]) for done in (a, b))
@@ -210,7 +210,7 @@ def test_every_rank_writes_its_part_and_any_strategy_reads_them(done, tmp_path):
 def test_export(done, tmp_path, capsys):
     """The newest, the best, a certain update, the average; what is not there is refused."""
     run = done(*EXACT)
-    for word, update in ((None, "6"), ("update=best", str(int(run.result.metrics["best"]["update"]))), ("update=6", "6")):
+    for word, update in ((None, "6"), ("update=best", str(int(run.result.judged("best")["update"]))), ("update=6", "6")):
         to = tmp_path / f"{word}.safetensors"
         assert main.main(["export", str(run.run_dir), str(to), *([word] if word else [])]) == 0
         assert f"of update {update}:" in capsys.readouterr().out
@@ -333,4 +333,4 @@ def test_digits_to_the_same_accuracy(tmp_path, strategy):
     words = ["precision=bf16", "batch=accumulate", f"output_dir={tmp_path}"]
     one, many = drivetrain.train(words), drivetrain.train([*words, *STRATEGIES[strategy]])
     assert many.status == "completed", many.error
-    assert many.metrics["final"]["accuracy"] == pytest.approx(one.metrics["final"]["accuracy"], abs=0.0051)
+    assert many.judged("final")["accuracy"] == pytest.approx(one.judged("final")["accuracy"], abs=0.0051)

@@ -366,7 +366,7 @@ def test_every_kind_of_optimizer_goes_on_bit_for_bit(tiny, master, optimizer):
     assert [r.status for r in (whole, part, on)] == ["completed"] * 3, on.error
     ends = [Path(r.run_dir) / "checkpoints" / "5" / "model.safetensors" for r in (whole, on)]
     assert ends[0].read_bytes() == ends[1].read_bytes()
-    assert whole.metrics["final"] == on.metrics["final"]
+    assert whole.judged("final") == on.judged("final")
 
 
 @masters
@@ -435,7 +435,7 @@ def test_two_ranks_end_with_the_weights_of_one(train, master):
     words = ["precision=bf16_pure", master, "data.samples=48", "updates=3"]
     one, two = train(*words), train(*words, "parallel=ddp")
     assert (one.status, two.status, two.world_size) == ("completed", "completed", 2), two.error
-    assert two.metrics["final"]["loss"] == pytest.approx(one.metrics["final"]["loss"], rel=0.02)
+    assert two.judged("final")["loss"] == pytest.approx(one.judged("final")["loss"], rel=0.02)
 
 
 def test_tied_weights_stay_tied(tiny, tmp_path, monkeypatch, make):

@@ -51,7 +51,7 @@ TRAIN_KEYS = {
     "decode_ms",
     "queue_depth",
 }
-EVALUATE_KEYS = {"event", "update", "epoch", "loss", "accuracy", "ema_loss", "ema_accuracy"}
+EVALUATE_KEYS = {"event", "update", "epoch", "set", "loss", "accuracy", "ema_loss", "ema_accuracy"}
 FILES = {
     ".lock", "checkpoints", "config.yaml", "environment.json", "log.txt", "metrics.csv", "metrics.jsonl", "recipe.yaml",
     "result.json", ".hydra",
@@ -61,7 +61,7 @@ WORDS = (
     "precision=bf16", "model=mlp", "model.hidden=[32,16]", "model.dropout=0.1", "optimizer=sgd", "optimizer.lr=0.05",
     "scheduler=cosine", "scheduler.warmup=3", "batch=accumulate", "batch.accumulation_steps=2", "clip=norm", "ema=ema",
     "loss.label_smoothing=0.1", "augment=[flip_crop]", "augment.flip_crop.flip=0.0", "augment.flip_crop.pad=1",
-    "runtime.seed=7", "epochs=2", "log_every=4", "output_dir=${oc.env:RUNS_PLACE}",
+    "runtime.seed=7", "epochs=2", "log_every=4", "data.validation=0.1", "output_dir=${oc.env:RUNS_PLACE}",
 )  # fmt: skip
 
 
@@ -82,7 +82,7 @@ def test_place_and_files(done: Path) -> None:
 def test_result(done: Path) -> None:
     left = result(done)
     assert set(left) == RESULT_KEYS
-    assert (left["status"], left["error"], left["updates"], left["epochs"]) == ("completed", None, 22, 2.0)
+    assert (left["status"], left["error"], left["updates"], left["epochs"]) == ("completed", None, 20, 2.0)
     assert (left["world_size"], left["compile_s"], left["overrides"]) == (1, None, list(WORDS))
     assert left["device"] in ("cpu", "cuda")
     assert re.fullmatch(r"[0-9a-f]{16}", left["config_hash"])
@@ -95,17 +95,19 @@ def test_result(done: Path) -> None:
 
 def test_metrics(done: Path) -> None:
     """A line for each log_every updates and each epoch's end, one for each evaluation, and the same as CSV."""
-    left, trained, evaluated = result(done), records(done, "train"), records(done, "evaluate")
-    assert [r["update"] for r in trained] == [4, 8, 11, 12, 16, 20, 22]
-    assert [(r["update"], r["epoch"]) for r in evaluated] == [(11, 1), (22, 2)]
+    left, trained, (*evaluated, tested) = result(done), records(done, "train"), records(done, "evaluate")
+    assert [r["update"] for r in trained] == [4, 8, 10, 12, 16, 20]
+    assert [(r["update"], r["epoch"], r["set"]) for r in evaluated] == [(10, 1, "validation"), (20, 2, "validation")]
+    assert (tested["update"], tested["set"], tested["weights"]) == (20, "test", "final")
     assert all(set(r) == TRAIN_KEYS for r in trained)
     assert all(set(r) == EVALUATE_KEYS for r in evaluated)
     assert [r["samples"] for r in trained] == [128 * r["update"] for r in trained]
     assert trained[-1]["loss"] < trained[0]["loss"]
-    own = {"event", "update", "epoch"}
-    assert left["metrics"]["final"] == {k: v for k, v in evaluated[-1].items() if k not in own}
+    own = {"event", "update", "epoch", "set", "weights"}
+    for name, last in (("validation", evaluated[-1]), ("test", tested)):
+        assert left["metrics"][name]["final"] == {k: v for k, v in last.items() if k not in own}
     best = max(evaluated, key=lambda r: r["accuracy"])
-    assert left["metrics"]["best"] == {k: v for k, v in best.items() if k not in ("event", "epoch")}
+    assert left["metrics"]["validation"]["best"] == {k: v for k, v in best.items() if k not in ("event", "epoch", "set")}
     rows = list(csv.DictReader((done / "metrics.csv").open()))
     lines = list(map(json.loads, (done / "metrics.jsonl").read_text().splitlines()))
     assert [{k: v for k, v in row.items() if v} for row in rows] == [{k: str(v) for k, v in line.items()} for line in lines]
@@ -120,7 +122,7 @@ def test_recipe_replays_the_run(done: Path, tmp_path: Path) -> None:
     assert result(again)["config_hash"] == result(done)["config_hash"]
     assert result(again)["metrics"] == result(done)["metrics"]
     assert losses(again) == losses(done)
-    assert len(losses(done)) == 7
+    assert len(losses(done)) == 6
     assert weights(again) == weights(done)
     assert (again / "recipe.yaml").read_text() == (done / "recipe.yaml").read_text()
 
@@ -169,7 +171,7 @@ def test_checkpoints(done: Path) -> None:
 
     from drivetrain.model.mlp import Mlp
 
-    assert [p.name for p in checkpoints(done)] == ["11", "22"]
+    assert [p.name for p in checkpoints(done)] == ["10", "20"]
     for checkpoint in checkpoints(done):
         assert {p.name for p in checkpoint.iterdir()} == {"model.safetensors", "state.pt", "manifest.json"}
         manifest = json.loads((checkpoint / "manifest.json").read_text())
@@ -179,7 +181,7 @@ def test_checkpoints(done: Path) -> None:
         }
     Mlp((1, 8, 8), 10, [32, 16], 0.1).load_state_dict(safetensors.torch.load_file(checkpoints(done)[-1] / "model.safetensors"))
     state = torch.load(checkpoints(done)[-1] / "state.pt", weights_only=True)
-    assert state["progress"]["updates"] == 22
+    assert state["progress"]["updates"] == 20
 
 
 def fail(place: Path, target: str, *words: str, code: int) -> tuple[Done, Path, dict[str, Any]]:
@@ -233,8 +235,8 @@ def test_an_evaluation_that_is_not_finite(tmp_path: Path) -> None:
     ended = train(*OWN, "model.target=my_nets.NanInEvaluation", "epochs=1", cwd=cwd)
     assert "Traceback" not in ended.err
     run_dir = only_run(cwd / "outputs")
-    assert strict_json((run_dir / "result.json").read_text())["updates"] == 11
-    assert [strict_json(line)["update"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()][-1] == 11
+    assert strict_json((run_dir / "result.json").read_text())["updates"] == 8
+    assert [strict_json(line)["update"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()][-1] == 8
 
 
 def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path: Path) -> None:

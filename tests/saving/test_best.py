@@ -9,6 +9,7 @@ import torch
 import drivetrain
 from drivetrain.launch.kept import AVERAGED
 from drivetrain.saving import Best, Last, checkpoint_io
+from tests.support.command import records
 
 EPOCHS = ["updates=null", "epochs=4", "data.samples=48", "optimizer.lr=0.2"]  # 4 updates each
 
@@ -49,11 +50,12 @@ RUNS = {
 def test_the_best_checkpoint_evaluates_to_the_recorded_best_at_the_end(train, name):
     run = train(*EPOCHS, "saving=best", "metrics=[f1,per_class]", "optimizer.lr=0.5", *RUNS[name])
     assert run.status == "completed", run.error
-    best = dict(run.metrics["best"])
-    update = best.pop("update")
-    assert run.metrics["best_weights"] == best
-    assert run.metrics["final"] != best or update == 16
-    assert set(run.tables) == {"final", "best_weights"}
+    (recorded,) = (
+        r for r in records(run.run_dir, "evaluate") if r["update"] == run.judged("best")["update"] and "weights" not in r
+    )
+    assert run.tested("best") == {name: recorded[name] for name in run.tested("best")}
+    assert run.judged("final") != run.judged("best") or recorded["update"] == 16
+    assert {name: set(of_set) for name, of_set in run.tables.items()} == {"test": {"final", "best"}}
     again = drivetrain.train([f"resume={run.run_dir}"])
     assert (again.metrics, again.updates, again.tables) == (run.metrics, 16, run.tables)
 
@@ -62,9 +64,7 @@ def test_the_best_checkpoint_evaluates_to_the_recorded_best_at_the_end(train, na
 def test_two_ranks_load_the_best_checkpoint(train):
     run = train(*EPOCHS, "epochs=2", "saving=best", "saving.average_kept=true", "parallel=ddp", "parallel.nproc=2")
     assert run.status == "completed", run.error
-    best = {name: value for name, value in run.metrics["best"].items() if name != "update"}
-    assert run.metrics["best_weights"] == best
-    assert run.metrics["averaged"].keys() == best.keys()
+    assert {*run.judged("averaged"), "update"} == run.tested("best").keys()
 
 
 @pytest.mark.parametrize("option", ["last", "best"])
@@ -74,7 +74,8 @@ def test_the_mean_of_the_kept_weights_is_evaluated_and_written(train, make, opti
     kept = [run.run_dir / f"checkpoints/{n}/model.safetensors" for n in checkpoint_io.updates(run.run_dir)]
     if option == "best":
         evaluations = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
-        ranked = sorted((r for r in evaluations if r["event"] == "evaluate"), key=lambda r: (-r["accuracy"], r["update"]))
+        curve = [r for r in evaluations if r["event"] == "evaluate" and "weights" not in r]
+        ranked = sorted(curve, key=lambda r: (-r["accuracy"], r["update"]))
         kept = [run.run_dir / f"checkpoints/{r['update']}/model.safetensors" for r in ranked[:3]]
     weights = [safetensors.torch.load_file(path) for path in kept]
     assert len(weights) == 3
@@ -85,5 +86,5 @@ def test_the_mean_of_the_kept_weights_is_evaluated_and_written(train, make, opti
             torch.testing.assert_close(tensor, torch.stack([w[name].double() for w in weights]).mean(0).to(tensor.dtype))
     trainer = make(*words)
     trainer.model.load_state_dict(averaged)
-    assert trainer.evaluator.metrics() == run.metrics["averaged"]
-    assert run.metrics["averaged"] not in (run.metrics["final"], run.metrics["best"])
+    assert trainer.evaluator.metrics() == run.judged("averaged")
+    assert run.judged("averaged") not in (run.judged("final"), run.judged("best"))

@@ -37,7 +37,8 @@ from tests.support.command import (
 
 TERM, KILL, USR1, INT = signal.SIGTERM, signal.SIGKILL, signal.SIGUSR1, signal.SIGINT
 BASE = (
-    *OWN, "model.target=my_nets.Gated", "optimizer=sgd", "optimizer.lr=0.05", "scheduler=cosine", "scheduler.warmup=4",
+    *OWN, "data.validation=null", "model.target=my_nets.Gated",
+    "optimizer=sgd", "optimizer.lr=0.05", "scheduler=cosine", "scheduler.warmup=4",
     "augment=[flip_crop]", "augment.flip_crop.flip=0.0", "augment.flip_crop.pad=1", "epochs=3", "saving.every_updates=5",
 )  # fmt: skip
 PER_EPOCH = 11
@@ -189,7 +190,7 @@ def test_stopped_before_the_first_update(by: signal.Signals, tmp_path: Path) -> 
 
 # One finished run, copied and damaged.
 
-SMALL = (*TINY, "optimizer=sgd", "scheduler=constant", "epochs=2", "saving.keep=3")
+SMALL = (*TINY, "data.validation=null", "optimizer=sgd", "scheduler=constant", "epochs=2", "saving.keep=3")
 
 
 @pytest.fixture(scope="module")

@@ -47,7 +47,7 @@ def accuracies(monkeypatch):
             metrics = {"loss": 1.0 - value, "accuracy": value}
             self.progress.record_evaluation(metrics, *self.selection)
             self.stopping.evaluated(metrics)
-            self.log.write("evaluate", **metrics)
+            self.log.write("evaluate", set="test", **metrics)
 
         monkeypatch.setattr(Trainer, "_evaluate", evaluated)
 
@@ -64,7 +64,7 @@ def test_a_run_ends_early_completed_and_says_why(train, accuracies):
     assert run.stopped == "stop=early: accuracy has not improved in the last 3 evaluations (best: 0.5)"
     assert json.loads((run.run_dir / "result.json").read_text())["stopped"] == run.stopped
     assert run.stopped in (run.run_dir / "log.txt").read_text()
-    assert run.metrics["best"]["update"] == 12
+    assert run.judged("best")["update"] == 12
     assert sorted(int(p.name) for p in (run.run_dir / "checkpoints").iterdir())[-1] == 24
     # It stays finished, until it is given more patience.
     again = drivetrain.train([f"resume={run.run_dir}"])

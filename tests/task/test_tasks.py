@@ -130,7 +130,7 @@ def test_what_does_not_fit_is_refused_with_what_to_set(words: list[str], says: s
 def test_each_task_trains_from_one_word(task: str):
     result = drivetrain.train([f"task={task}", *SMALL[task], "updates=2", "epochs=1", "batch.global_batch=16"])
     assert (result.status, result.updates) == ("completed", 2), result.error
-    assert set(prepare([f"task={task}"]).run.names("metrics")) <= set(result.metrics["final"])
+    assert set(prepare([f"task={task}"]).run.names("metrics")) <= set(result.judged("final"))
 
 
 SYNC = "surgery=[sync_bn]"  # BatchNorm's statistics are those of the whole batch, on two ranks too
@@ -144,7 +144,7 @@ def test_two_ranks_are_one_process(task: str):
     words += ["optimizer=sgd", "optimizer.lr=0.01", "scheduler=constant"]
     one, two = drivetrain.train(words), drivetrain.train([*words, "parallel=ddp", "parallel.nproc=2"])
     assert one.status == two.status == "completed", (one.error, two.error)
-    assert one.metrics["final"] == pytest.approx(two.metrics["final"], rel=1e-4, abs=1e-5)
+    assert one.judged("final") == pytest.approx(two.judged("final"), rel=1e-4, abs=1e-5)
     weights = [load_file(Path(r.run_dir) / "checkpoints" / "2" / "model.safetensors") for r in (one, two)]
     for name, weight in weights[0].items():
         torch.testing.assert_close(weight, weights[1][name], rtol=1e-4, atol=1e-5)
@@ -190,6 +190,6 @@ def test_the_page_trains_what_is_all_of_your_own(tmp_path, monkeypatch):
     command = re.search(r"    python -m src\.train ('trust=\[mine\]'.*?)\n\n", page, re.S)[1]
     result = drivetrain.train([*shlex.split(command.replace("\\\n", " ")), "epochs=5"])
     assert result.status == "completed", result.error
-    assert set(result.metrics["final"]) == {"loss", "accuracy", "cost"}
-    assert result.metrics["final"]["accuracy"] > 0.75
+    assert set(result.judged("final")) == {"loss", "accuracy", "cost"}
+    assert result.judged("final")["accuracy"] > 0.75
     assert result.selection == {"metric": "cost", "better": "min"}

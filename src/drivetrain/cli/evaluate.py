@@ -15,10 +15,12 @@ drivetrain evaluate RUN [group=option] [key=value] …      the metrics of a fin
 
   drivetrain evaluate outputs/2026-11-21/07-37-57-4262f6
   drivetrain evaluate outputs/2026-11-21/07-37-57-4262f6 update=best --out best.json
+  drivetrain evaluate outputs/2026-11-21/07-37-57-4262f6 split=validation
   drivetrain evaluate outputs/2026-11-21/07-37-57-4262f6 data=imagefolder data.root=~/other_photos
   drivetrain evaluate outputs/2026-11-21/07-37-57-4262f6 parallel=ddp runtime.device=cpu
 
   --out FILE            write the figures as JSON
+  split=validation      the set that the run was selected by; default: split=test
 {run_arguments.OF_CHOICE}
 
 On the same set, with the run's own ranks, batch and device, the figures are those of training to the last digit.
@@ -41,7 +43,7 @@ def command(argv: Sequence[str]) -> int:
     found = evaluate(given.run_dir, given.overrides, given.config_dirs, given.choice)
     if launched() is not None and world_of_environment().rank != 0:  # rank 0 prints
         return DONE
-    which = f"update {found.update}" + (", averaged" if found.average else "")
+    which = f"{found.split} set, update {found.update}" + (", averaged" if found.average else "")
     terminal.table((str(given.run_dir), which), [(name, f"{value:.6g}") for name, value in found.metrics.items()])
     if given.options.out is not None:
         given.options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -52,4 +54,4 @@ def command(argv: Sequence[str]) -> int:
 
 def complete(words: Sequence[str], last: str) -> list[str]:
     """What TAB offers."""
-    return run_arguments.complete(words, last, "--out")
+    return run_arguments.complete(words, last, "--out", "split=validation")

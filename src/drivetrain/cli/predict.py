@@ -21,7 +21,7 @@ drivetrain predict RUN INPUT … [--out FILE] [key=value] …      labels and pr
   INPUT                 image files; folders of them; arrays of samples as the data set has them (.npy, .npz, .pt);
                         tables where the run reads tables (.csv, .tsv, .parquet, …); texts (.jsonl) where it reads those;
                         - reads lines: paths of image files, a CSV, or texts, whichever the run reads
-  --data test           the run's own test set (or train), with a column of the right answers
+  --data test           the run's own test set (or validation, train), with a column of the right answers
   --out FILE            .csv, .jsonl or .parquet; default: CSV on standard output
   --batch N             samples at a time; default: as in the run's evaluation
 {run_arguments.OF_CHOICE}
@@ -36,7 +36,7 @@ def command(argv: Sequence[str]) -> int:
     """Run `drivetrain predict`; its exit code."""
     parser = run_arguments.parser("predict")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--data", choices=["test", "train"])
+    parser.add_argument("--data", choices=["test", "validation", "train"])
     parser.add_argument("--batch", type=int)
     given = run_arguments.parse("drivetrain predict", parser, argv, HELP)
     if given is None:

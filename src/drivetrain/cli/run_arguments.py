@@ -58,7 +58,7 @@ def _is_setting(word: str) -> bool:
 
 
 def _choice(settings: Sequence[str]) -> tuple[Choice, list[str]]:
-    """Which weights the settings choose, and those that are overrides of the config. Raises UserError."""
+    """Which weights and which set the settings choose, and those that are overrides of the config. Raises UserError."""
     choice, rest, wrong = Choice(), [], []
     for word in settings:
         key, value = key_of(word), word.partition("=")[2]
@@ -66,6 +66,10 @@ def _choice(settings: Sequence[str]) -> tuple[Choice, list[str]]:
             choice.update = value
         elif key == "average" and value in ("true", "false"):
             choice.average = value == "true"
+        elif key == "split" and value in ("test", "validation"):
+            choice.split = value
+        elif key == "split":
+            wrong.append(f"{word}: say split=test or split=validation")
         elif key in ("update", "average"):
             wrong.append(f"{word}: say update=N, update=best, update=last or average=true")
         else:

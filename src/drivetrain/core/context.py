@@ -52,5 +52,6 @@ class BuildContext:
     optimizer: torch.optim.Optimizer = field(init=False)
     loss: protocols.Loss = field(init=False)
     loader: protocols.Loader = field(init=False)
-    train_data: Any = field(init=False)  # loader.Pipeline, as is test_data
+    train_data: Any = field(init=False)  # loader.Pipeline, as are the next two
+    judging_data: Any = field(init=False)  # what evaluations see while training: the validation set, or the test set without one
     test_data: Any = field(init=False)

@@ -20,6 +20,10 @@ class Source(Protocol):
     - `order(seed, epoch)`: indices (n,), the order that training takes in that epoch; without it, a random permutation.
     - `name(index)`: what messages call a sample.
     - `skipped()`: the names of samples that could not be read and were replaced.
+    - `labels()`: the samples' classes (n,), where they are known without reading; the validation set has the same share of each.
+    - `identities()`: a text for each sample that is the same in every run, on every machine. Those that share one stay together
+      where a validation set is held out. Without it: the content of tensors, else the samples' numbers.
+    - `subset(indices)`: a source of some of the samples; without it core.subset.Subset is one.
     - `parallel_read = True`: reading one sample is work, such as decoding, which threads should share.
     - `crops = True`: it crops samples while it reads them (CroppingSource).
     - `lengths` (n,), for sequences: the length of each sample, known without reading it (SequenceSource). Where there is a

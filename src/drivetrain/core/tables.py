@@ -17,9 +17,12 @@ class Shown(NamedTuple):
 
 
 def of_result(tables: Mapping[str, Mapping[str, Any]]) -> tuple[str, Mapping[str, Any]]:
-    """Return the evaluation whose tables are shown, and its tables: those of the best checkpoint, or else of the last weights."""
-    name = "best_weights" if "best_weights" in tables else "final"
-    return name, tables.get(name, {})
+    """Return what the tables that are shown are of, and these: of the test set, on the best checkpoint or the last weights."""
+    name = "test" if tables.get("test") else "validation"
+    evaluations = tables.get(name, {})
+    if "best" in evaluations:
+        return f"{name} set, best checkpoint", evaluations["best"]
+    return f"{name} set", evaluations.get("final", {})
 
 
 def is_confusion(table: Mapping[str, Any]) -> bool:

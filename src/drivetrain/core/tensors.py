@@ -30,23 +30,50 @@ def _send_through_pinned_memory(tensor: torch.Tensor, device: torch.device) -> t
 
 
 class Tensors:
-    """A data source in memory: inputs (n, …) and targets (n, …), each a tensor or a tree of them."""
+    """A data source in memory: inputs (n, …) and targets (n, …), each a tensor or a tree of them.
 
-    def __init__(self, x: Tree, y: Tree) -> None:
-        self.x, self.y = x, y
+    With `rows` (m,) only these samples of them, which are not copied.
+    """
+
+    def __init__(self, x: Tree, y: Tree, rows: torch.Tensor | None = None) -> None:
+        self._x, self._y, self._rows = x, y, rows
 
     def __len__(self) -> int:
-        return trees.length(self.y)
+        return trees.length(self._y) if self._rows is None else len(self._rows)
 
     def fetch(self, indices: torch.Tensor) -> tuple[Tree, Tree]:
         """The samples at these indices (n,), which are on the CPU."""
-        indices = send(indices, self.device)
-        return trees.select(self.x, indices), trees.select(self.y, indices)
+        indices = send(indices if self._rows is None else self._rows[indices], self.device)
+        return trees.select(self._x, indices), trees.select(self._y, indices)
+
+    @property
+    def x(self) -> Tree:
+        """All inputs; copied where this is a subset."""
+        return self._x if self._rows is None else trees.select(self._x, send(self._rows, self.device))
+
+    @property
+    def y(self) -> Tree:
+        """All targets; copied where this is a subset."""
+        return self._y if self._rows is None else trees.select(self._y, send(self._rows, self.device))
+
+    def subset(self, indices: torch.Tensor) -> Tensors:
+        """Some of the samples, in the same memory."""
+        return Tensors(self._x, self._y, indices if self._rows is None else self._rows[indices])
+
+    def labels(self) -> torch.Tensor | None:
+        """The classes (n,), where targets are classes."""
+        y = self.y
+        return y if isinstance(y, torch.Tensor) and y.ndim == 1 and not y.is_floating_point() else None
+
+    def nbytes(self) -> int:
+        """The bytes of the inputs."""
+        whole = trees.nbytes(self._x)
+        return whole if self._rows is None else whole * len(self._rows) // max(1, trees.length(self._y))
 
     @property
     def device(self) -> torch.device:
         """The device that the samples are on."""
-        return trees.first(self.x).device
+        return trees.first(self._x).device
 
     def to(self, device: torch.device) -> Tensors:
         """The same source on a device."""

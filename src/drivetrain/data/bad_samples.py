@@ -35,6 +35,10 @@ class BadSamplePolicy:
         """Return the names of the samples that were replaced, in this process or in its workers."""
         return []
 
+    def renewed(self, samples: int, name: Callable[[int], str]) -> BadSamplePolicy:
+        """Return the same policy for other samples."""
+        return BadSamplePolicy(name)
+
 
 class SkipBadSamples(BadSamplePolicy):
     """on_error=skip: the next index that can be read replaces a bad one, so every reader gets the same samples.
@@ -44,6 +48,7 @@ class SkipBadSamples(BadSamplePolicy):
 
     def __init__(self, name: Callable[[int], str], samples: int, max_skipped: float) -> None:
         super().__init__(name)
+        self.given = max_skipped
         self.max_skipped = math.ceil(max_skipped * samples) if max_skipped < 1 else int(max_skipped)
         self.bad = torch.zeros(samples, dtype=torch.uint8).share_memory_()
 
@@ -71,6 +76,9 @@ class SkipBadSamples(BadSamplePolicy):
 
     def skipped(self) -> list[str]:
         return [self.name(i) for i in self.bad.nonzero().flatten().tolist()]
+
+    def renewed(self, samples: int, name: Callable[[int], str]) -> BadSamplePolicy:
+        return SkipBadSamples(name, samples, self.given)
 
 
 def bad_sample_policy(on_error: OnError, max_skipped: float, samples: int, name: Callable[[int], str]) -> BadSamplePolicy:

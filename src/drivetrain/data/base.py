@@ -1,13 +1,13 @@
-"""The interface of every data option: a training and a test source, read a batch at a time."""
+"""The interface of every data option: sources of the training, validation and test sets, read a batch at a time."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import annotated_types
 
@@ -18,14 +18,18 @@ from drivetrain.core.source import Source as Source
 from drivetrain.core.targets import TargetKind
 from drivetrain.core.tensors import Tensors as Tensors
 from drivetrain.core.trees import Tree, map_tensors
+from drivetrain.data.validation import count as held_out_count
+from drivetrain.data.validation import hold_out
 
 IGNORE_INDEX = -100  # a target that the loss ignores: torch's own ignore_index
 Fraction = Annotated[float, annotated_types.Gt(0), annotated_types.Lt(1)]
+Validation = Literal["auto"] | Fraction | str | None
+AUTO_SHARE = 0.1  # of the training samples, with data.validation=auto where the data has no validation set of its own
 
 
 @dataclass
 class Splits:
-    """The loaded data: both sources, and what a model must know of them."""
+    """The loaded data: its sources, and what a model must know of them."""
 
     train: Source
     test: Source
@@ -40,6 +44,7 @@ class Splits:
     files: Mapping[str, str] = field(default_factory=dict)  # name → text, kept in the run's directory: a tokenizer, …
     example: Tree | None = None  # the inputs of two samples; None: of this shape and type
     images: str | None = None  # the key of the images, where inputs are a dict: they are augmented and normalised
+    validation: Source | None = None  # None: there is none, and a run selects on the test set
 
     def two_samples(self, device: torch.device) -> Tree:
         """Return the inputs of two samples as zeros, to try a model with. What is true or false is true: a mask of nothing."""
@@ -87,6 +92,7 @@ class Data(Option):
     """The base of every data option."""
 
     drop_last: bool
+    validation: Validation | Mapping[str, Any] = None  # a share of the training set, a set of its own, auto (that, else a share)
     max_value: float | None = 255.0  # the largest value of an input; None where there is no bound
     on_device = False  # samples are made on the model's device
     mirrored_changes_label = False  # a mirrored image shows another class
@@ -109,9 +115,33 @@ class Data(Option):
         if "pair" in wanted and self.targets == "class" and not self.tokens:
             self.targets, self.views = "pair", 2
 
+    def advise(self, run: RunSpec) -> Iterator[str]:
+        if self.validation is None:
+            yield (
+                "data.validation=null: there is no validation set, so what selects (best checkpoint, plateau, early stopping, "
+                "best job) looks at the test set, whose figures are then too good"
+            )
+
     def load(self, device: torch.device) -> Splits:
-        """Load the data, or open its files. Raises UserError where it is missing or not usable."""
+        """Load the data, or open its files: the training and the test set, and the validation set where it is one of its own.
+
+        Raises UserError where it is missing or not usable.
+        """
         raise NotImplementedError
+
+    def load_sets(self, device: torch.device) -> Splits:
+        """Load the data, and hold out the validation set from the training set where it is a share of it. Raises UserError."""
+        data, share = self.load(device), self.share()
+        if data.validation is not None or share is None:
+            return data
+        train, validation = hold_out(data.train, share)
+        return replace(data, train=train, validation=validation)
+
+    def share(self) -> float | None:
+        """Return which share of the training samples is held out, where the data has no validation set of its own."""
+        if self.validation == "auto":
+            return AUTO_SHARE
+        return self.validation if isinstance(self.validation, float) else None
 
     def shape(self) -> tuple[int, ...] | None:
         """Return the shape of one input; None where only loading tells."""
@@ -134,6 +164,11 @@ class Data(Option):
 
     def train_samples(self) -> int | None:
         """Return the number of training samples; None where only loading tells."""
+        samples, share = self.loaded_samples(), self.share()
+        return samples if samples is None or share is None else samples - held_out_count(samples, share)
+
+    def loaded_samples(self) -> int | None:
+        """Return the number of training samples, those included that are held out of them; None where only loading tells."""
         return None
 
 
@@ -148,6 +183,11 @@ def measure_on_some(source: Source, images: str | None = None) -> Normalize:
     count = min(len(source), 500)
     x, _ = source.fetch(torch.arange(count) * (len(source) // count))
     return measure_normalization(x if images is None else x[images])
+
+
+def beside(path: str | None, validation: object) -> Path | None:
+    """Return the file of the validation set, in the folder of the training file `path`; None where it is no file."""
+    return Path(str(path)).parent / validation if path and isinstance(validation, str) else None
 
 
 def hash_fraction(name: str) -> float:

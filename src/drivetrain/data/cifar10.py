@@ -17,7 +17,7 @@ from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
 from drivetrain.data import archive
-from drivetrain.data.base import Data, Normalize, Splits, Tensors, measure_normalization
+from drivetrain.data.base import Data, Fraction, Normalize, Splits, Tensors, measure_normalization
 
 PIXELS = 3 * 32 * 32
 TRAIN = [f"data_batch_{i}" for i in range(1, 6)]
@@ -44,9 +44,16 @@ class Cifar10(Data):
 
     machine_local_keys = ("root", "download")
 
-    def __init__(self, root: str | None = None, download: bool = False, normalize: bool = True, drop_last: bool = True) -> None:
+    def __init__(
+        self,
+        root: str | None = None,
+        download: bool = False,
+        validation: Fraction | None = 0.1,
+        normalize: bool = True,
+        drop_last: bool = True,
+    ) -> None:
         self.root = os.path.expanduser(root) if root else None
-        self.download, self.normalize, self.drop_last = download, normalize, drop_last
+        self.download, self.validation, self.normalize, self.drop_last = download, validation, normalize, drop_last
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if not self.root:

@@ -67,8 +67,12 @@ def held_out(columns: Columns, share: float) -> np.ndarray:
     """Return which rows are held out, bool (rows,), by the hash of their content: the same ones when rows are added or moved."""
     import numpy as np
 
-    rows = zip(*(values.tolist() for values in columns.values()), strict=True)
-    return np.array([hash_fraction(repr(row)) < share for row in rows], dtype=bool)
+    return np.array([hash_fraction(row) < share for row in contents(columns)], dtype=bool)
+
+
+def contents(columns: Columns) -> list[str]:
+    """Return the content of each row as a text."""
+    return [repr(row) for row in zip(*(values.tolist() for values in columns.values()), strict=True)]
 
 
 def typed(values: Iterable[Any]) -> np.ndarray:

@@ -6,6 +6,7 @@ import io
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from typing import Any, NamedTuple
 
 from drivetrain.core.errors import DataError
@@ -78,6 +79,17 @@ class ImageFileSource:
             return content, label, read_layout(content, self.name(candidate), self.max_pixels, box), candidate
 
         return self.policy.read(index, read)
+
+    def subset(self, indices: torch.Tensor) -> ImageFileSource:
+        """Return a source of some of the samples. One that cannot be read is replaced by another one of them."""
+        made = copy(self)
+        made.select(indices)
+        made.policy = self.policy.renewed(len(indices), made.name)
+        return made
+
+    def select(self, indices: torch.Tensor) -> None:
+        """Keep only these samples (n,), in this order."""
+        raise NotImplementedError
 
     def skipped(self) -> list[str]:
         """Return the names of the samples that were replaced."""

@@ -10,6 +10,7 @@ from drivetrain.core.option import Count, CountOrZero, Share
 from drivetrain.core.targets import TargetKind
 from drivetrain.data.base import Data, Fraction, Splits, Tensors, measure_normalization
 from drivetrain.data.digits import read_digits
+from drivetrain.data.validation import count
 
 DIGIT, CELL, SIDE = 8, 12, 2  # pixels of a digit, pixels of a cell, cells along a side
 INK = 4  # a pixel of a digit belongs to it from this value on, of 16
@@ -21,7 +22,7 @@ class DigitScenes(Data):
 
     The canvas has 2×2 cells, and each holds a digit with the probability `density`, somewhere within its 12×12 pixels. Targets
     are the labels of the digits that are there, or a mask: 0 for the background, digit + 1 for its pixels. Scenes of the test
-    are made of digits that no training scene has. They are the same in every run.
+    and of the validation set are made of digits that no other scene has. They are the same in every run.
     """
 
     max_value = 16.0
@@ -37,31 +38,38 @@ class DigitScenes(Data):
         density: Share = 0.6,
         noise: CountOrZero = 6,
         holdout: Fraction = 0.2,
+        validation: Fraction | None = 0.1,
         normalize: bool = True,
         drop_last: bool = True,
     ) -> None:
         self.kind, self.samples, self.test_samples = kind, samples, test_samples
-        self.density, self.noise, self.holdout, self.normalize, self.drop_last = density, noise, holdout, normalize, drop_last
+        self.density, self.noise, self.holdout, self.validation = density, noise, holdout, validation
+        self.normalize, self.drop_last = normalize, drop_last
 
     def shape(self) -> tuple[int, ...]:
         return (1, SIDE * CELL, SIDE * CELL)
 
-    def train_samples(self) -> int:
+    def loaded_samples(self) -> int:
         return self.samples
 
     def load(self, device: torch.device) -> Splits:
         digits, classes = read_digits()
-        order = rng.permutation(0, 0, len(classes))
         apart = round(len(classes) * self.holdout)
+        test, rest = rng.permutation(0, 0, len(classes)).split([apart, len(classes) - apart])
+        share = self.share()
+        held, samples = (0, 0) if share is None else (count(n, share) for n in (len(rest), self.samples))
+        parts = [(rest[held:], self.samples - samples), (test, self.test_samples), (rest[:held], samples)]
         sources = [
-            Tensors(*self._scenes(digits[chosen], classes[chosen], count, split))
-            for split, (chosen, count) in enumerate(((order[apart:], self.samples), (order[:apart], self.test_samples)))
+            Tensors(*self._scenes(digits[chosen], classes[chosen], scenes, split))
+            for split, (chosen, scenes) in enumerate(parts)
+            if scenes
         ]
         names = [str(digit) for digit in range(10)]
         if self.targets == "mask":
             names = ["background", *names]
         normalize = measure_normalization(sources[0].x) if self.normalize else None
-        return Splits(sources[0], sources[1], self.shape(), len(names), normalize, names)
+        validation = sources[2] if samples else None
+        return Splits(sources[0], sources[1], self.shape(), len(names), normalize, names, validation=validation)
 
     def _scenes(self, digits: torch.Tensor, classes: torch.Tensor, count: int, split: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `count` images (n, 1, 24, 24) uint8 and their labels (n, 10) or masks (n, 24, 24)."""

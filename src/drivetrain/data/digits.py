@@ -27,9 +27,15 @@ class Digits(Data):
     mirrored_changes_label = True
 
     def __init__(
-        self, holdout: Fraction = 0.2, normalize: bool = True, drop_last: bool = True, classes: Sequence[Digit] | None = None
+        self,
+        holdout: Fraction = 0.2,
+        validation: Fraction | None = 0.2,
+        normalize: bool = True,
+        drop_last: bool = True,
+        classes: Sequence[Digit] | None = None,
     ) -> None:
-        self.holdout, self.normalize, self.drop_last, self.classes = holdout, normalize, drop_last, classes
+        self.holdout, self.validation, self.normalize, self.drop_last = holdout, validation, normalize, drop_last
+        self.classes = classes
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if self.classes is not None and len(set(self.classes)) < max(2, len(self.classes)):
@@ -38,7 +44,7 @@ class Digits(Data):
     def shape(self) -> tuple[int, ...]:
         return (1, 8, 8)
 
-    def train_samples(self) -> int | None:
+    def loaded_samples(self) -> int | None:
         return None if self.classes is not None else DIGITS - round(DIGITS * self.holdout)
 
     def load(self, device: torch.device) -> Splits:

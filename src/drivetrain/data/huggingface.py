@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ from drivetrain.core.errors import DataError, UserError, did_you_mean
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec, needs_extra
 from drivetrain.data.bad_samples import MaxSkipped, OnError, bad_sample_policy
-from drivetrain.data.base import Data, Fraction, Splits
+from drivetrain.data.base import Data, Fraction, Splits, Validation
 from drivetrain.data.decoding import DAMAGED, ImageFileSource
 from drivetrain.data.images import Normalization, image_normalization
+
+VALIDATION = ("validation", "valid", "val", "dev")  # the names that a split for it has
 
 
 class HuggingFace(Data):
@@ -34,6 +37,7 @@ class HuggingFace(Data):
         train: str = "train",
         test: str | None = None,
         holdout: Fraction = 0.1,
+        validation: Validation = "auto",
         size: Count = 224,
         length: Count = 256,
         normalize: Normalization = "imagenet",
@@ -44,7 +48,8 @@ class HuggingFace(Data):
     ) -> None:
         self.root = os.path.expanduser(root) if root else None
         self.image, self.text, self.label, self.train, self.test = image, text, label, train, test
-        self.holdout, self.size, self.length, self.normalize = holdout, size, length, normalize
+        self.holdout, self.validation = holdout, validation
+        self.size, self.length, self.normalize = size, length, normalize
         self.max_pixels, self.on_error, self.max_skipped, self.drop_last = max_pixels, on_error, max_skipped, drop_last
 
     def validate(self, run: RunSpec) -> Iterator[str]:
@@ -65,18 +70,22 @@ class HuggingFace(Data):
         return self.image is not None
 
     def load(self, device: torch.device) -> Splits:
-        train, test = self._splits()
-        sources = [self._source(split) for split in (train, test)]
+        splits = self._splits()
+        train, sources = splits[0], [self._source(split) for split in splits]
         names = getattr(train.features[self.label], "names", None)
         classes = len(names) if names else 1 + max(max(source.labels()) for source in sources)
         lowest = min(min(source.labels()) for source in sources)
         if lowest < 0:
             raise DataError(f"{self.root}: column '{self.label}' has labels from {lowest}: leave samples without a label out")
         normalize = image_normalization(self.normalize, sources[0]) if self.image else None
-        return Splits(sources[0], sources[1], self.shape(), classes, normalize, names)
+        validation = sources[2] if len(sources) > 2 else None
+        return Splits(sources[0], sources[1], self.shape(), classes, normalize, names, validation=validation)
 
-    def _splits(self) -> tuple[Any, Any]:
-        """Open the data set; return the rows of the training and of the test split. Raises UserError."""
+    def _splits(self) -> list[Any]:
+        """Open the data set; return the rows of the training, the test and, if there is one, the validation split.
+
+        Raises UserError.
+        """
         import datasets
 
         try:
@@ -87,16 +96,21 @@ class HuggingFace(Data):
                 f"data.root={self.root} cannot be read as a data set ({text[0]}): save it with save_to_disk"
             ) from None
         splits = found if isinstance(found, dict) else {self.train: found}
-        for knob, split in (("train", self.train), ("test", self.test)):
+        own = self.validation if isinstance(self.validation, str) else None
+        if own == "auto":  # one split beside train is the test set
+            own = next((name for name in VALIDATION if name in splits and (self.test or "test" in splits)), None)
+            own = own if own != self.test else None
+        for knob, split in (("train", self.train), ("test", self.test), ("validation", own)):
             if split is not None and split not in splits:
                 raise UserError(f"data.{knob}={split}: {self.root} has no such split: {did_you_mean(split, splits)}")
-        train = splits[self.train]
-        test = self.test or next((name for name in ("test", "validation") if name in splits), None)
+        train, validation = splits[self.train], [splits[own]] if own else []
+        test = self.test or next((name for name in ("test", *VALIDATION) if name in splits and name != own), None)
         if test is not None:
-            return train, splits[test]
+            return [train, splits[test], *validation]
         order = rng.permutation(0, 0, len(train))  # the same split in every run, whatever its seed
         count = round(len(train) * self.holdout)
-        return train.select(order[count:].sort().values.tolist()), train.select(order[:count].sort().values.tolist())
+        parts = [train.select(rows.sort().values.tolist()) for rows in (order[count:], order[:count])]
+        return [*parts, *validation]
 
     def _source(self, rows: Any) -> Images | Texts:
         """Return the rows of a split as a source. Raises UserError where a column is missing or of the wrong kind."""
@@ -130,6 +144,16 @@ class Rows:
     def __len__(self) -> int:
         return len(self.rows)
 
+    def subset(self, indices: torch.Tensor) -> Any:
+        """Return a source of some of the rows."""
+        made = copy(self)
+        made.select(indices)
+        return made
+
+    def select(self, indices: torch.Tensor) -> None:
+        """Keep only these rows, in this order."""
+        self.rows = self.rows.select(indices.tolist())
+
     def labels(self) -> list[int]:
         """Return all labels. Raises DataError where one is missing."""
         labels = self.rows.select_columns([self.label])[:][self.label]
@@ -157,6 +181,8 @@ class Texts(Rows):
 
 class Images(ImageFileSource, Rows):
     """Images as a source: uint8 (n, 3, size, size)."""
+
+    select = Rows.select
 
     def __init__(self, data: HuggingFace, rows: Any) -> None:
         super().__init__(rows, str(data.image), data.label)

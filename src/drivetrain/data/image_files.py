@@ -13,7 +13,7 @@ from drivetrain.core.option import Count, CountOrZero, RunSpec
 from drivetrain.core.source import CropBox
 from drivetrain.core.targets import TargetKind
 from drivetrain.data.bad_samples import MaxSkipped, OnError
-from drivetrain.data.base import IGNORE_INDEX, Data, Fraction, Splits, hash_fraction
+from drivetrain.data.base import IGNORE_INDEX, Data, Fraction, Splits, beside, hash_fraction
 from drivetrain.data.columns import Columns, column, held_out, missing, number_of_rows, read_columns, rows_of
 from drivetrain.data.decoding import center_square, open_image
 from drivetrain.data.images import IMAGES, Images, Normalization, image_normalization
@@ -43,13 +43,15 @@ class Masks(Data):
         ignore: CountOrZero | None = 255,
         size: Count = 128,
         holdout: Fraction = 0.1,
+        validation: Fraction | None = 0.1,
         normalize: Normalization = "imagenet",
         max_pixels: Count = 100_000_000,
         drop_last: bool = True,
     ) -> None:
         self.root = os.path.expanduser(root) if root else None
         self.images, self.masks, self.classes, self.ignore, self.size = images, masks, classes, ignore, size
-        self.holdout, self.normalize, self.max_pixels, self.drop_last = holdout, normalize, max_pixels, drop_last
+        self.holdout, self.validation, self.normalize = holdout, validation, normalize
+        self.max_pixels, self.drop_last = max_pixels, drop_last
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if not self.root:
@@ -114,6 +116,9 @@ class MaskedImages(Images):
         super().__init__([(image, row) for row, (image, _) in enumerate(files)], size, max_pixels)
         self.masks, self.classes, self.ignore = [mask for _, mask in files], classes, ignore
 
+    def labels(self) -> None:
+        return None  # there is one for each pixel
+
     def fetch(self, indices: torch.Tensor, boxes: Sequence[CropBox] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         x, rows = super().fetch(indices, boxes)
         return x, torch.stack([self.mask(row) for row in rows.tolist()])
@@ -169,6 +174,7 @@ class LabelsCsv(Data):
         kind: TableKind | None = None,
         size: Count = 224,
         holdout: Fraction = 0.1,
+        validation: Fraction | str | None = 0.1,
         normalize: Normalization = "imagenet",
         max_pixels: Count = 100_000_000,
         on_error: OnError = "raise",
@@ -177,15 +183,16 @@ class LabelsCsv(Data):
     ) -> None:
         self.path, self.test, self.root = (os.path.expanduser(p) if p else None for p in (path, test, root))
         self.image, self.target, self.separator, self.kind = image, target, separator, kind
-        self.size, self.holdout, self.normalize, self.max_pixels = size, holdout, normalize, max_pixels
+        self.size, self.holdout, self.validation, self.normalize = size, holdout, validation, normalize
+        self.max_pixels = max_pixels
         self.on_error, self.max_skipped, self.drop_last = on_error, max_skipped, drop_last
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if not self.path:
             yield "data=labels_csv needs data.path, the table that has a row for each image"
-        for knob, path in (("path", self.path), ("test", self.test)):
-            if path and not Path(path).is_file():
-                yield f"data.{knob}={path} is no file: set it to a table (CSV, Parquet or NumPy)"
+        for knob, file in (("path", self.path), ("test", self.test), ("validation", beside(self.path, self.validation))):
+            if file and not Path(file).is_file():
+                yield f"data.{knob}={file} is no file: set it to a table (CSV, Parquet or NumPy)"
         if self.root and not Path(self.root).is_dir():
             yield f"data.root={self.root} is no directory: set it to the folder that the images' paths begin in"
         if not self.target:
@@ -213,10 +220,14 @@ class LabelsCsv(Data):
         assert self.targets is not None
         names = [self.target] if isinstance(self.target, str) else list(self.target or ())
         reader = TargetReader(self.targets, names, path, "data.target", self.separator)
-        sources = [self._images(train, reader.learn(train), path), self._images(test, reader.read(test), path)]
-        normalize = image_normalization(self.normalize, sources[0])
-        train_images, test_images = sources
-        return Splits(train_images, test_images, self.shape(), reader.outputs, normalize, reader.classes, units=reader.units)
+        images = self._images(train, reader.learn(train), path)
+        normalize = image_normalization(self.normalize, images)
+        own = beside(self.path, self.validation)
+        validation = self._images(rows := read_columns(own), reader.read(rows), own) if own else None
+        return Splits(
+            images, self._images(test, reader.read(test), path), self.shape(), reader.outputs, normalize, reader.classes,
+            units=reader.units, validation=validation,
+        )  # fmt: skip
 
     def _images(self, columns: Columns, targets: torch.Tensor, table: Path) -> ImagesOfTable:
         names = column(columns, self.image, "data.image", table)
@@ -239,6 +250,11 @@ class ImagesOfTable(Images):
     ) -> None:
         super().__init__([(file, row) for row, file in enumerate(files)], size, max_pixels, on_error, max_skipped)
         self.targets = targets
+
+    def labels(self) -> torch.Tensor | None:
+        if self.targets.ndim > 1 or self.targets.is_floating_point():
+            return None
+        return self.targets[[row for _, row in self.files]]
 
     def fetch(self, indices: torch.Tensor, boxes: Sequence[CropBox] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         x, rows = super().fetch(indices, boxes)

@@ -11,7 +11,7 @@ from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, CountOrZero, RunSpec
 from drivetrain.data.bad_samples import MaxSkipped, OnError, bad_sample_policy
-from drivetrain.data.base import Data, Fraction, Normalize, Source, Splits, hash_fraction, measure_on_some
+from drivetrain.data.base import Data, Fraction, Normalize, Source, Splits, Validation, hash_fraction, measure_on_some
 from drivetrain.data.decoding import DAMAGED, ImageFileSource
 
 IMAGES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".gif", ".tif", ".tiff")
@@ -26,9 +26,10 @@ def image_normalization(kind: Normalization, source: Source) -> Normalize:
 
 
 class ImageFolder(Data):
-    """A folder per class, or train/ and val/ (test/) folders of them. Images come out as RGB, upright, `size` square.
+    """A folder per class, or train/, val/ and test/ folders of them. Images come out as RGB, upright, `size` square.
 
-    Without a validation folder, the share `holdout` of the files is held out, chosen by the hash of their names.
+    The test set is test/, or val/ where there is no other. Without either the share `holdout` of the files is held out,
+    chosen by the hash of their names.
     Up to `verify` files are decoded before training starts, so that a broken one is found at once.
     With on_error=skip the next readable file replaces a broken one, up to `max_skipped` times (below 1: a share of the files).
     """
@@ -40,6 +41,7 @@ class ImageFolder(Data):
         root: str | None = None,
         size: Count = 224,
         holdout: Fraction = 0.1,
+        validation: Validation = "auto",
         normalize: Normalization = "imagenet",
         verify: CountOrZero = 1000,
         max_pixels: Count = 100_000_000,
@@ -48,7 +50,7 @@ class ImageFolder(Data):
         drop_last: bool = True,
     ) -> None:
         self.root = os.path.expanduser(root) if root else None
-        self.size, self.holdout, self.normalize = size, holdout, normalize
+        self.size, self.holdout, self.validation, self.normalize = size, holdout, validation, normalize
         self.verify_files, self.max_pixels, self.drop_last = verify, max_pixels, drop_last
         self.on_error, self.max_skipped = on_error, max_skipped
 
@@ -57,6 +59,8 @@ class ImageFolder(Data):
             yield "data=imagefolder needs data.root, the folder that holds one folder per class"
         elif not Path(self.root).is_dir():
             yield f"data.root={self.root} is no directory: set it to the folder that holds one folder per class"
+        elif isinstance(self.validation, str) and self.validation != "auto" and not (Path(self.root) / self.validation).is_dir():
+            yield f"data.validation={self.validation}: {self.root} has no such folder: name one, or give a share such as 0.1"
 
     def shape(self) -> tuple[int, ...]:
         return (3, self.size, self.size)
@@ -65,28 +69,26 @@ class ImageFolder(Data):
         return True
 
     def load(self, device: torch.device) -> Splits:
-        train, test, classes = self._files(Path(str(self.root)))
-        sources = [Images(f, self.size, self.max_pixels, self.on_error, self.max_skipped) for f in (train, test)]
+        sets, classes = self._files(Path(str(self.root)))
+        sources = [Images(f, self.size, self.max_pixels, self.on_error, self.max_skipped) for f in sets]
         left = self.verify_files
         for source in sources:
             for index in range(min(left, len(source))):
                 source.sample(index)
             left -= min(left, len(source))
         normalize = image_normalization(self.normalize, sources[0])
-        return Splits(sources[0], sources[1], self.shape(), len(classes), normalize, classes)
+        validation = sources[2] if len(sources) > 2 else None
+        return Splits(sources[0], sources[1], self.shape(), len(classes), normalize, classes, validation=validation)
 
-    def _files(self, root: Path) -> tuple[list[File], list[File], list[str]]:
-        """Return the training files, the test files and the classes' names. Raises UserError."""
-        folders = {name: root / name for name in ("train", "val", "valid", "test") if (root / name).is_dir()}
-        train_dir = folders.get("train", root)
-        test_dir = next((folders[n] for n in ("val", "valid", "test") if n in folders), None) if "train" in folders else None
+    def _files(self, root: Path) -> tuple[list[list[File]], list[str]]:
+        """Return the files of training, test and, where it has a folder, validation; and the classes' names. Raises UserError."""
+        folders = [name for name in ("train", "test", "val", "valid") if (root / name).is_dir()]
+        train_dir = root / "train" if "train" in folders else root
+        own, test_dir = self._evaluated(root, folders if "train" in folders else [])
         classes = _class_folders(train_dir)
-        train = self._list(train_dir, classes)
+        train, test = self._list(train_dir, classes), []
         if test_dir is not None:
-            unknown = set(_class_folders(test_dir)) - set(classes)
-            if unknown:
-                raise UserError(f"{test_dir} has classes that {train_dir} has not: {', '.join(sorted(unknown))}")
-            test = self._list(test_dir, classes)
+            test = self._list(test_dir, classes, train_dir)
         else:
             held_out = {path for path, _ in train if hash_fraction(path.relative_to(train_dir).as_posix()) < self.holdout}
             test = [file for file in train if file[0] in held_out]
@@ -96,9 +98,20 @@ class ImageFolder(Data):
                 f"{root} gives {len(train)} training and {len(test)} test images: "
                 "add images, a val/ folder, or raise data.holdout"
             )
-        return train, test, classes
+        return [train, test, *([self._list(own, classes, train_dir)] if own else [])], classes
 
-    def _list(self, folder: Path, classes: list[str]) -> list[File]:
+    def _evaluated(self, root: Path, folders: list[str]) -> tuple[Path | None, Path | None]:
+        """Return the folders of the validation and of the test set, of those beside train/; None where there is none."""
+        own = self.validation if isinstance(self.validation, str) else None
+        if own == "auto":  # one folder beside train/ is the test set
+            own = next((name for name in ("val", "valid") if name in folders and "test" in folders), None)
+        test = next((name for name in ("test", "val", "valid") if name in folders and name != own), None)
+        return root / own if own else None, root / test if test else None
+
+    def _list(self, folder: Path, classes: list[str], train: Path | None = None) -> list[File]:
+        """Return the files of each class. A folder beside that of the training may have no other classes. Raises UserError."""
+        if train is not None and (unknown := set(_class_folders(folder)) - set(classes)):
+            raise UserError(f"{folder} has classes that {train} has not: {', '.join(sorted(unknown))}")
         if not classes:
             raise UserError(f"{folder} holds no class folders: data.root must hold one folder of images per class")
         files, empty = [], []
@@ -137,3 +150,16 @@ class Images(ImageFileSource):
 
     def name(self, index: int) -> str:
         return str(self.files[index][0])
+
+    def select(self, indices: torch.Tensor) -> None:
+        self.files = [self.files[i] for i in indices.tolist()]
+
+    def labels(self) -> torch.Tensor | None:
+        """Return the classes (n,), where there is one for each image."""
+        return torch.tensor([label for _, label in self.files])
+
+    def identities(self) -> list[str]:
+        """Return the files' paths below the folder that all are in, which are the same on every machine."""
+        paths = [str(path) for path, _ in self.files]
+        folder = os.path.commonpath([min(paths), max(paths)])
+        return [path[len(folder) :] for path in paths]

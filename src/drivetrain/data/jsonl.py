@@ -13,7 +13,7 @@ from drivetrain.core.errors import DataError, UserError, did_you_mean
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec, needs_extra
 from drivetrain.core.targets import TargetKind
-from drivetrain.data.base import Data, Fraction, Splits, hash_fraction
+from drivetrain.data.base import Data, Fraction, Splits, beside, hash_fraction
 from drivetrain.data.text import LabelledTexts, Texts
 from drivetrain.data.tokenizer import BytePairs, Bytes, Tokenizer, from_json
 
@@ -48,19 +48,20 @@ class Jsonl(Data):
         tokenizer_file: str | None = None,
         length: Count = 256,
         holdout: Fraction = 0.1,
+        validation: Fraction | str | None = 0.1,
         drop_last: bool = True,
     ) -> None:
         self.path, self.test, self.tokenizer_file = (os.path.expanduser(p) if p else None for p in (path, test, tokenizer_file))
         self.text, self.label, self.tokenizer, self.vocabulary = text, label, tokenizer, vocabulary
-        self.length, self.holdout, self.drop_last = length, holdout, drop_last
+        self.length, self.holdout, self.validation, self.drop_last = length, holdout, validation, drop_last
         self.targets: TargetKind = "tokens" if label is None else "class"
         self.byte_tokens = tokenizer == "bytes"
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if not self.path:
             yield "data=jsonl needs data.path, a file with one JSON object on each line"
-        for knob in ("path", "test", "tokenizer_file"):
-            path = getattr(self, knob)
+        files = {"path": self.path, "test": self.test, "validation": beside(self.path, self.validation)}
+        for knob, path in {**files, "tokenizer_file": self.tokenizer_file}.items():
             if path and not Path(path).is_file():
                 yield f"data.{knob}={path} is no file"
         if (self.tokenizer == "file") != (self.tokenizer_file is not None):
@@ -104,9 +105,10 @@ class Jsonl(Data):
             raise DataError(error.problems) from None
 
     def load(self, device: torch.device) -> Splits:
-        train, test = self._lines()
+        sets = self._lines()
+        train = sets[0]
         tokenizer = self._tokenizer([line.text for line in train])
-        parts = [tokenizer([line.text for line in lines]) for lines in (train, test)]
+        parts = [tokenizer([line.text for line in lines]) for lines in sets]
         files = {"tokenizer.json": tokenizer.to_json()}
         shape = self.shape()
         if self.label is None:
@@ -115,33 +117,38 @@ class Jsonl(Data):
             if lengths is not None:
                 lengths = torch.cat([lengths, torch.zeros_like(lengths[:1])])  # the token before a text's first is no text
             return Splits(
-                texts[0], texts[1], shape, tokenizer.size + 1, None, dtype=torch.int64, token_bytes=lengths, files=files
+                texts[0], texts[1], shape, tokenizer.size + 1, None, dtype=torch.int64, token_bytes=lengths, files=files,
+                validation=texts[2] if len(texts) > 2 else None,
             )  # fmt: skip
         names = sorted({line.label for line in train})
-        if unknown := sorted({line.label for line in test} - set(names)):
+        if unknown := sorted({line.label for lines in sets[1:] for line in lines} - set(names)):
             raise UserError(f"{self.test or self.path}: no training text has the class {', '.join(unknown[:5])}")
         sources = [
             LabelledTexts(tokens, [names.index(line.label) for line in lines], self.length, 1)
-            for tokens, lines in zip(parts, (train, test), strict=True)
+            for tokens, lines in zip(parts, sets, strict=True)
         ]
         vocabulary = tokenizer.size + 1
-        return Splits(sources[0], sources[1], shape, len(names), None, names, torch.int64, vocabulary=vocabulary, files=files)
+        return Splits(
+            sources[0], sources[1], shape, len(names), None, names, torch.int64, vocabulary=vocabulary, files=files,
+            validation=sources[2] if len(sources) > 2 else None,
+        )  # fmt: skip
 
     def _tokenizer(self, texts: list[str]) -> Tokenizer:
         if self.tokenizer == "bpe":
             return BytePairs.trained(texts, self.vocabulary)
         return BytePairs.loaded(Path(str(self.tokenizer_file))) if self.tokenizer == "file" else Bytes()
 
-    def _lines(self) -> tuple[list[Line], list[Line]]:
-        """Return the training and the test lines. Raises UserError."""
-        train = self._read(Path(str(self.path)))
+    def _lines(self) -> list[list[Line]]:
+        """Return the lines of training, test and, where it is a file, validation. Raises UserError."""
+        train, own = self._read(Path(str(self.path))), beside(self.path, self.validation)
+        validation = [self._read(own)] if own else []
         if self.test is not None:
-            return train, self._read(Path(self.test))
+            return [train, self._read(Path(self.test)), *validation]
         test = [line for line in train if hash_fraction(line.text) < self.holdout]
         train = [line for line in train if hash_fraction(line.text) >= self.holdout]
         if not train or not test:
             raise UserError(f"{self.path} gives {len(train)} training and {len(test)} test texts: set data.test or data.holdout")
-        return train, test
+        return [train, test, *validation]
 
     def _read(self, path: Path) -> list[Line]:
         """Return the lines whose text is not empty. Raises UserError."""

@@ -13,7 +13,7 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec
 from drivetrain.core.targets import TargetKind
 from drivetrain.core.trees import Tree, map_tensors
-from drivetrain.data.base import Data, Normalize, Splits, measure_on_some
+from drivetrain.data.base import Data, Fraction, Normalize, Splits, measure_on_some
 from drivetrain.data.padding import Lengths, padding_for
 from drivetrain.data.samples import TARGETS, Stack, TargetKey, read, tensors_of
 
@@ -43,6 +43,7 @@ class Own(Data):
         kwargs: dict[str, Any] | None = None,
         train: dict[str, Any] | None = None,
         test: dict[str, Any] | None = None,
+        validation: Fraction | str | dict[str, Any] | None = 0.1,
         classes: Count | None = None,
         targets: TargetKind | None = None,
         target_key: str | list[str] | None = None,
@@ -52,6 +53,7 @@ class Own(Data):
         drop_last: bool = True,
     ) -> None:
         self.target, self.kwargs, self.train, self.test = target, kwargs or {}, train, test
+        self.validation = validation
         self.classes, self.normalize, self.drop_last = classes, normalize, drop_last
         self.targets, self.target_key, self.collate, self.pad = targets, target_key, collate, pad
 
@@ -68,10 +70,11 @@ class Own(Data):
 
     def load(self, device: torch.device) -> Splits:
         target = user_code.load(f"data.target={self.target}", str(self.target))
-        datasets = self._dataset(target, "train"), self._dataset(target, "test")
+        own = isinstance(self.validation, str | dict)
+        datasets = [self._dataset(target, split) for split in ("train", "test", *(["validation"] if own else []))]
         with torch.random.fork_rng([]):  # a Dataset may draw random numbers, and what is read here is only looked at
             try:
-                train, test = self._sources(*datasets)
+                train, test, *validation = self._sources(*datasets)
             except DataError as error:
                 raise DataError(f"data.target={self.target}: {error}") from None
             example, images = self._example(train)
@@ -88,8 +91,9 @@ class Own(Data):
             example = normalize(example) if images is None else {**example, images: normalize(example[images])}
         shape = map_tensors(lambda t: tuple(t.shape[1:]), example)
         return Splits(
-            train, test, shape, classes, normalize, list(names or ()) if named else None, example=example, images=images
-        )
+            train, test, shape, classes, normalize, list(names or ()) if named else None, example=example, images=images,
+            validation=validation[0] if validation else None,
+        )  # fmt: skip
 
     def _dataset(self, target: Any, split: str) -> Any:
         """Build the Dataset of a split. Raises UserError."""
@@ -107,9 +111,12 @@ class Own(Data):
 
     def _split_arguments(self, target: Any, split: str) -> dict[str, Any]:
         """Return the arguments that make it the training or the test set. Raises UserError."""
-        given = self.train if split == "train" else self.test
+        given = {"train": self.train, "test": self.test, "validation": self.validation}[split]
+        if isinstance(given, str):
+            return {"split": given}
+        assert not isinstance(given, float)  # then it is held out of the training set
         if given is not None:
-            return given
+            return dict(given)
         takes = inspect.signature(target).parameters
         if "split" in takes:
             return {"split": split}
@@ -120,21 +127,19 @@ class Own(Data):
             "data.test, such as +data.train.folder=a +data.test.folder=b"
         )
 
-    def _sources(self, train: Any, test: Any) -> tuple[OwnSource, OwnSource]:
-        """Return both sets as sources whose samples are stacked, padded, or put together by the user's function."""
+    def _sources(self, train: Any, *others: Any) -> list[OwnSource]:
+        """Return the sets as sources whose samples are stacked, padded, or put together by the user's function."""
         setting = f"data.target={self.target}"
         if self.collate:
             named = f"data.collate={self.collate}"
             together = OwnCollate(user_code.load(named, self.collate), named, self.target_key)
-            found = [Lengths(dataset, self.target_key).given() for dataset in (train, test)]
-            return OwnSource(train, setting, together, found[0]), OwnSource(test, setting, together, found[1])
+            return [OwnSource(each, setting, together, Lengths(each, self.target_key).given()) for each in (train, *others)]
         padding = padding_for(train, self.pad, self.target_key)
         if padding is None:
-            return OwnSource(train, setting, Stack(self.target_key)), OwnSource(test, setting, Stack(self.target_key))
+            return [OwnSource(each, setting, Stack(self.target_key)) for each in (train, *others)]
         pad, lengths = padding
-        return OwnSource(train, setting, pad, lengths), OwnSource(
-            test, setting, pad, Lengths(test, self.target_key).all(pad.sequence)
-        )
+        measured = [Lengths(each, self.target_key).all(pad.sequence) for each in others]
+        return [OwnSource(each, setting, pad, n) for each, n in zip((train, *others), (lengths, *measured), strict=True)]
 
     def _example(self, source: OwnSource) -> tuple[Tree, str | None]:
         """Return the inputs of two samples, the longest where they have lengths, and the key of the images in them."""
@@ -183,6 +188,13 @@ class OwnSource:
     def __len__(self) -> int:
         return len(self.dataset)
 
+    def labels(self) -> torch.Tensor | None:
+        """Return the classes (n,) where the Dataset has them as `targets`, as torchvision's have."""
+        targets = getattr(self.dataset, "targets", None)
+        if not isinstance(targets, list | torch.Tensor) or len(targets) != len(self) or not _is_number(targets[0]):
+            return None
+        return torch.as_tensor(targets)
+
     def fetch(self, indices: torch.Tensor, pad_to: int = 1) -> tuple[Tree, Tree]:
         chosen = indices.tolist()
         samples = read(self.dataset, chosen)
@@ -190,3 +202,8 @@ class OwnSource:
             return self.together(samples, pad_to)
         except DataError as error:
             raise DataError(f"{self.setting}: samples {chosen[:4]} … do not make a batch of (x, y): {error}") from None
+
+
+def _is_number(target: Any) -> bool:
+    """Whether a target is a class: a whole number."""
+    return isinstance(target, int) or (isinstance(target, torch.Tensor) and target.ndim == 0 and not target.is_floating_point())

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 import warnings
 import zlib
 from collections.abc import Iterator, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec
 from drivetrain.core.source import CropBox
 from drivetrain.data.bad_samples import BadSamplePolicy
-from drivetrain.data.base import Data, Normalize, Splits
+from drivetrain.data.base import Data, Normalize, Splits, Validation
 from drivetrain.data.decoding import ImageFileSource, crop_and_resize
 
 FORMAT, VERSION = "drivetrain-packed", 3
@@ -36,12 +38,14 @@ class Packed(Data):
         self,
         root: str | None = None,
         size: Count | None = None,
+        validation: Validation = "auto",
         verify: bool = True,
         max_pixels: Count = 100_000_000,
         drop_last: bool = True,
     ) -> None:
         self.root = os.path.expanduser(root) if root else None
-        self.size, self.verify_samples, self.max_pixels, self.drop_last = size, verify, max_pixels, drop_last
+        self.size, self.validation, self.verify_samples = size, validation, verify
+        self.max_pixels, self.drop_last = max_pixels, drop_last
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if not self.root:
@@ -56,6 +60,11 @@ class Packed(Data):
             yield (
                 f"data.size={self.size}, but the images in {self.root} are decoded already, at {index['shape'][-1]}: "
                 f"leave it out, or pack again with --size {self.size} or --jpeg"
+            )
+        if isinstance(self.validation, str) and self.validation not in ("auto", *index["splits"]):
+            yield (
+                f"data.validation={self.validation}: {self.root} has only the sets {', '.join(index['splits'])}: "
+                "name one of them, or give a share such as 0.1"
             )
 
     def _index(self) -> dict[str, Any] | None:
@@ -75,7 +84,14 @@ class Packed(Data):
 
     def train_samples(self) -> int | None:
         index = self._index()
-        return int(index["splits"]["train"]["samples"]) if index else None
+        if index is None or (self.share() is not None and self._own(index) is None):  # equal samples stay together
+            return None
+        return int(index["splits"]["train"]["samples"])
+
+    def _own(self, index: dict[str, Any]) -> str | None:
+        """Return the packed set that is the validation set; None where it is a share of the training set, or there is none."""
+        own = self.validation if isinstance(self.validation, str) else None
+        return own if own != "auto" else "validation" if "validation" in index["splits"] else None
 
     def decodes_images(self) -> bool:
         return (index := self._index()) is not None and index["kind"] == "jpeg"
@@ -84,9 +100,12 @@ class Packed(Data):
         root = Path(str(self.root))
         index = read_index(root)
         shape, verify = self._read_shape(index), self.verify_samples
-        sources = [open_split(root, index, split, shape, self.max_pixels, verify) for split in ("train", "test")]
+        own = self._own(index)
+        names = ["train", "test", *([own] if own else [])]
+        sources = [open_split(root, index, name, shape, self.max_pixels, verify) for name in names]
         normalize = Normalize(**index["normalize"]) if index["normalize"] else None
-        return Splits(sources[0], sources[1], shape, index["classes"], normalize, index["names"])
+        validation = sources[2] if own else None
+        return Splits(sources[0], sources[1], shape, index["classes"], normalize, index["names"], validation=validation)
 
 
 def read_index(root: Path) -> dict[str, Any]:
@@ -143,13 +162,36 @@ class RawImages:
     crops = True
 
     def __init__(self, path: Path, table: torch.Tensor, shape: tuple[int, ...], verify: bool) -> None:
-        self.path, self.table, self.shape = path, table, shape
-        # In memory that worker processes share: each sample is verified once, whichever process reads it.
-        self.unverified = torch.ones(len(table), dtype=torch.bool).share_memory_() if verify else None
+        self.path, self.table, self.shape, self.verifies = path, table, shape, verify
+        self.begins = torch.cat([torch.zeros_like(table[:1, END]), table[:-1, END]])  # (n,) where each sample begins
+        self._expect_all()
         self._open: tuple[mmap.mmap, torch.Tensor] | None = None
+
+    def _expect_all(self) -> None:
+        # In memory that worker processes share: each sample is verified once, whichever process reads it.
+        self.unverified = torch.ones(len(self.table), dtype=torch.bool).share_memory_() if self.verifies else None
 
     def __len__(self) -> int:
         return len(self.table)
+
+    def subset(self, indices: torch.Tensor) -> Any:
+        """Return a source of some of the samples, in the same file."""
+        made = copy(self)
+        made.select(indices)
+        return made
+
+    def select(self, indices: torch.Tensor) -> None:
+        """Keep only these samples (n,), in this order."""
+        self.table, self.begins = self.table[indices], self.begins[indices]
+        self._expect_all()
+
+    def labels(self) -> torch.Tensor:
+        """Return the classes (n,)."""
+        return self.table[:, LABEL]
+
+    def identities(self) -> list[str]:
+        """Return a text for each sample that depends on its content."""
+        return [f"{checksum} {label}" for checksum, label in self.table[:, [CRC, LABEL]].tolist()]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": None}  # each process maps the file itself
@@ -168,19 +210,20 @@ class RawImages:
 
     def fetch(self, indices: torch.Tensor, boxes: Sequence[CropBox] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         memory, content = self.mapped
-        rows = content.view(len(self.table), -1)
+        rows = content.view(-1, math.prod(self.shape))
+        numbers = self.begins[indices] // rows.shape[1]  # of the samples in the file
         if rows.shape[1] >= READ_AHEAD_FROM:
-            _read_ahead(memory, indices, rows.shape[1])
+            _read_ahead(memory, numbers, rows.shape[1])
         channels, height, width = self.shape
         if self.unverified is not None:
             for index in indices[self.unverified[indices]].tolist():
-                self.verify(index, rows[index].numpy())
+                self.verify(index, self.stored(index))
         if boxes is None:
-            x = rows.index_select(0, indices).view(-1, height, width, channels).permute(0, 3, 1, 2)
+            x = rows.index_select(0, numbers).view(-1, height, width, channels).permute(0, 3, 1, 2)
         else:
             x = torch.empty(len(indices), *self.shape, dtype=torch.uint8)
             pixels = rows.view(-1, height, width, channels).numpy()
-            for target, index, box in zip(x, indices.tolist(), boxes, strict=True):
+            for target, index, box in zip(x, numbers.tolist(), boxes, strict=True):
                 crop = box(width, height)
                 target.copy_(crop_and_resize(pixels[index], (width, height), crop, (height, width), box.interpolation))
         return x, self.table[:, LABEL][indices]
@@ -194,12 +237,13 @@ class RawImages:
 
     def stored(self, index: int) -> memoryview:
         """Return the bytes of a sample as they are stored."""
-        start = int(self.table[index - 1, END]) if index else 0
-        return memoryview(self.mapped[0])[start : int(self.table[index, END])]
+        return memoryview(self.mapped[0])[int(self.begins[index]) : int(self.table[index, END])]
 
 
 class JpegImages(ImageFileSource, RawImages):
     """Images stored as JPEGs and decoded when read: uint8 (n, 3, size, size)."""
+
+    select = RawImages.select
 
     def __init__(self, path: Path, table: torch.Tensor, shape: tuple[int, ...], verify: bool, max_pixels: int) -> None:
         super().__init__(path, table, shape, verify)

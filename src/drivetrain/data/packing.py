@@ -84,12 +84,14 @@ class Jpeg:
 def pack(
     splits: Splits, out: Path, encode: Encoder, shape: tuple[int, ...], about: str, threads: int, on_progress: OnProgress
 ) -> None:
-    """Write both splits, then index.json, which marks the folder as complete. A continued packing writes the same bytes.
+    """Write all sets, then index.json, which marks the folder as complete. A continued packing writes the same bytes.
 
     `about` describes what is packed and how. A folder that was begun with another `about` is refused (UserError).
     """
     entries = {}
-    for name, source in (("train", splits.train), ("test", splits.test)):
+    for name, source in (("train", splits.train), ("test", splits.test), ("validation", splits.validation)):
+        if source is None:
+            continue
         entries[name] = _pack_split(name, source, out, encode, about, threads, on_progress)
     normalize = splits.normalize
     write_json(out / "index.json", {

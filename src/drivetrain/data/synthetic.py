@@ -11,7 +11,7 @@ from drivetrain.core import rng
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec
 from drivetrain.core.targets import TargetKind
-from drivetrain.data.base import Data, Splits, Tensors
+from drivetrain.data.base import Data, Fraction, Splits, Tensors
 
 Shape = Annotated[Sequence[Count], annotated_types.MinLen(1)]  # of one input, without the batch
 
@@ -31,21 +31,25 @@ class Synthetic(Data):
         classes: Count = 10,
         samples: Count = 2048,
         test_samples: Count = 256,
+        validation: Fraction | None = None,
         tokens: bool = False,
         drop_last: bool = True,
     ) -> None:
         self._shape, self.classes, self.drop_last = tuple(shape), classes, drop_last
-        self.samples, self.test_samples, self.tokens = samples, test_samples, tokens
+        self.samples, self.test_samples, self.validation, self.tokens = samples, test_samples, validation, tokens
         self.targets: TargetKind = "tokens" if tokens else "class"
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if self.tokens and len(self._shape) != 1:
             yield f"data.tokens=true gives sequences, and data.shape={list(self._shape)} is none: set data.shape to [length]"
 
+    def advise(self, run: RunSpec) -> Iterator[str]:
+        return iter(())  # random inputs have nothing to select by
+
     def shape(self) -> tuple[int, ...]:
         return self._shape
 
-    def train_samples(self) -> int:
+    def loaded_samples(self) -> int:
         return self.samples
 
     def load(self, device: torch.device) -> Splits:

@@ -13,11 +13,12 @@ from drivetrain.core.errors import UserError, did_you_mean
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
 from drivetrain.core.targets import TargetKind
-from drivetrain.data.base import Data, Fraction, Splits, Tensors
+from drivetrain.data.base import Data, Fraction, Splits, Tensors, beside
 from drivetrain.data.columns import (
     FORMATS,
     Columns,
     cells,
+    contents,
     csv_rows,
     held_out,
     missing,
@@ -90,19 +91,20 @@ class Tabular(Table):
         missing: Literal["refuse", "fill"] = "refuse",
         normalize: bool = True,
         holdout: Fraction = 0.2,
+        validation: Fraction | str | None = 0.1,
         drop_last: bool = False,
     ) -> None:
         self.path, self.test = (os.path.expanduser(p) if p else None for p in (path, test))
         self.target, self.columns, self.categories = target, columns, categories
         self.kind, self.missing = kind, missing
-        self.normalize, self.holdout, self.drop_last = normalize, holdout, drop_last
+        self.normalize, self.holdout, self.validation, self.drop_last = normalize, holdout, validation, drop_last
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if not self.path:
             yield "data=tabular needs data.path, a table in a file (CSV, Parquet or NumPy)"
-        for knob, path in (("path", self.path), ("test", self.test)):
-            if path and not Path(path).is_file():
-                yield f"data.{knob}={path} is no file: set it to a table (CSV, Parquet or NumPy)"
+        for knob, file in (("path", self.path), ("test", self.test), ("validation", beside(self.path, self.validation))):
+            if file and not Path(file).is_file():
+                yield f"data.{knob}={file} is no file: set it to a table (CSV, Parquet or NumPy)"
         if not self.target:
             yield "data=tabular needs data.target, the column that is predicted (several: data.target=[a,b])"
 
@@ -122,12 +124,14 @@ class Tabular(Table):
         targets = [self.target] if isinstance(self.target, str) else list(self.target or ())
         reader = TargetReader(self.targets, targets, path, "data.target")
         y = reader.learn(train)
-        names = self._inputs(train, targets, path)
-        if absent := [name for name in (*names, *targets) if name not in test]:
-            raise UserError(f"data.test={self.test} has no column {named(absent)}, which {path} has")
-        for rows, file in ((train, path), (test, Path(self.test or path))):
+        names, own = self._inputs(train, targets, path), beside(self.path, self.validation)
+        validation = read_columns(own) if own else None
+        for setting, others in ((f"test={self.test}", test), (f"validation={own}", validation or test)):
+            if absent := [name for name in (*names, *targets) if name not in others]:
+                raise UserError(f"data.{setting} has no column {named(absent)}, which {path} has")
+        for rows, file in ((train, path), (test, Path(self.test or path)), (validation or test, own or path)):
             self._refuse_missing(rows, names, file)
-        return encoded_splits(train, test, names, reader, y, self.categories, self.normalize)
+        return encoded_splits(train, test, names, reader, y, self.categories, self.normalize, validation)
 
     def _inputs(self, train: Columns, targets: Sequence[str], path: Path) -> list[str]:
         """Return the names of the input columns. Raises UserError."""
@@ -151,6 +155,18 @@ class Tabular(Table):
             )
 
 
+class Rows(Tensors):
+    """The rows of a table as a source, which know their content as it was before it was encoded."""
+
+    def __init__(self, x: torch.Tensor, y: torch.Tensor, columns: Columns) -> None:
+        super().__init__(x, y)
+        self._columns = columns
+
+    def identities(self) -> list[str]:
+        """Return the content of each row."""
+        return contents(self._columns)
+
+
 def encoded_splits(
     train: Columns,
     test: Columns,
@@ -159,13 +175,15 @@ def encoded_splits(
     y: torch.Tensor,
     categories: Sequence[str] = (),
     normalize: bool = True,
+    validation: Columns | None = None,
 ) -> Splits:
     """Return the rows as inputs and targets; `y` are the training rows' targets, of which `reader` has learned."""
     encoder = Encoder.learned(train, names, categories, normalize)
-    sources = Tensors(encoder(train), y), Tensors(encoder(test), reader.read(test))
+    sources = Rows(encoder(train), y, train), Tensors(encoder(test), reader.read(test))
+    own = None if validation is None else Tensors(encoder(validation), reader.read(validation))
     shape = tuple(sources[0].x.shape[1:])
     files = {"table.json": encoder.to_json()}
-    return Splits(*sources, shape, reader.outputs, None, reader.classes, units=reader.units, files=files)
+    return Splits(*sources, shape, reader.outputs, None, reader.classes, units=reader.units, files=files, validation=own)
 
 
 class ScikitLearn(Table):
@@ -175,13 +193,15 @@ class ScikitLearn(Table):
     inputs: ClassVar[int]
     target: ClassVar[str]
 
-    def __init__(self, holdout: Fraction = 0.2, normalize: bool = True, drop_last: bool = False) -> None:
-        self.holdout, self.normalize, self.drop_last = holdout, normalize, drop_last
+    def __init__(
+        self, holdout: Fraction = 0.2, validation: Fraction | None = 0.2, normalize: bool = True, drop_last: bool = False
+    ) -> None:
+        self.holdout, self.validation, self.normalize, self.drop_last = holdout, validation, normalize, drop_last
 
     def shape(self) -> tuple[int, ...]:
         return (self.inputs,)
 
-    def train_samples(self) -> int:
+    def loaded_samples(self) -> int:
         return self.rows - round(self.rows * self.holdout)
 
     def read(self) -> Columns:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sysconfig
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from copy import copy
+from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self, cast
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
@@ -43,13 +45,14 @@ class Stdlib(Data):
         root: str | None = None,
         length: Count = 256,
         holdout: Fraction = 0.1,
+        validation: Fraction | None = 0.1,
         tests: bool = False,
         max_files: Count | None = None,
         test_samples: Count | None = None,
         drop_last: bool = True,
     ) -> None:
         self.kind, self.root = kind, os.path.expanduser(root) if root else None
-        self.length, self.holdout, self.tests = length, holdout, tests
+        self.length, self.holdout, self.validation, self.tests = length, holdout, validation, tests
         self.max_files, self.test_samples, self.drop_last = max_files, test_samples, drop_last
 
     def validate(self, run: RunSpec) -> Iterator[str]:
@@ -83,7 +86,13 @@ class Stdlib(Data):
         if packages is not None:
             return self._classified(root, train, test, packages)
         sources = [Texts([_read(root / name) for name in names], self.length) for names in (train, test)]
-        return Splits(sources[0], sources[1].subset(self.test_samples), self.shape(), VOCABULARY, None, dtype=torch.int64)
+        return Splits(sources[0], sources[1].spread(self.test_samples), self.shape(), VOCABULARY, None, dtype=torch.int64)
+
+    def load_sets(self, device: torch.device) -> Splits:
+        data = super().load_sets(device)
+        if data.validation is None:
+            return data
+        return replace(data, validation=cast(Pieces, data.validation).spread(self.test_samples))
 
     def _classified(self, root: Path, train: list[Path], test: list[Path], packages: list[str]) -> Splits:
         sources = [
@@ -93,7 +102,7 @@ class Stdlib(Data):
             )
             for names in (train, test)
         ]  # fmt: skip
-        test_source = sources[1].subset(self.test_samples)
+        test_source = sources[1].spread(self.test_samples)
         shape = self.shape()
         return Splits(sources[0], test_source, shape, len(packages), None, packages, torch.int64, vocabulary=VOCABULARY)
 
@@ -118,7 +127,44 @@ def _packages(files: list[tuple[Path, float]]) -> list[str]:
     return packages
 
 
-class Texts:
+class Pieces:
+    """Pieces of documents as a source, (n,) each: where they begin in a text, their lengths, and their documents' numbers."""
+
+    text: torch.Tensor
+    starts: torch.Tensor
+    lengths: torch.Tensor
+    document: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def fetch(self, indices: torch.Tensor, pad_to: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return inputs and targets of these pieces, padded to the longest of them."""
+        raise NotImplementedError
+
+    def spread(self, max_pieces: int | None) -> Self:
+        """Return a source of at most so many of the pieces, spread evenly over the documents."""
+        if max_pieces is None or max_pieces >= len(self):
+            return self
+        return self.subset(torch.arange(max_pieces) * len(self) // max_pieces)
+
+    def subset(self, indices: torch.Tensor) -> Self:
+        """Return a source of these pieces, of the same text."""
+        subset = copy(self)
+        subset.starts, subset.lengths, subset.document = self.starts[indices], self.lengths[indices], self.document[indices]
+        return subset
+
+    def identities(self) -> list[bytes]:
+        """Return a hash of each piece's document: the pieces of a document, and of equal ones, stay together."""
+        first = torch.cat([torch.ones(1, dtype=torch.bool), self.document[1:] != self.document[:-1]])
+        ends = self.starts + self.lengths
+        last = torch.cat([first[1:], torch.ones(1, dtype=torch.bool)])
+        spans = zip(self.starts[first].tolist(), ends[last].tolist(), strict=True)
+        hashes = [hashlib.blake2b(self.text[start:end].numpy().tobytes(), digest_size=8).digest() for start, end in spans]
+        return [hashes[n] for n in (first.cumsum(0) - 1).tolist()]
+
+
+class Texts(Pieces):
     """Pieces of documents as a source: inputs (n, longest of the batch) and targets, the next tokens.
 
     Documents are bytes, or tokens below `begin` (int tensors); `begin` is the token before a document's first.
@@ -136,19 +182,7 @@ class Texts:
             self.text[first : first + len(content)] = as_tokens(content)
         self.starts = begins[document] + number * length  # of each piece's inputs, in `text`
         self.lengths = (sizes[document] - number * length).clamp_(max=length)
-        self.longest = int(self.lengths.max())
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def subset(self, max_pieces: int | None) -> Texts:
-        """Return a source of at most so many of the pieces, spread evenly over the documents."""
-        if max_pieces is None or max_pieces >= len(self):
-            return self
-        subset = copy(self)
-        chosen = torch.arange(max_pieces) * len(self) // max_pieces
-        subset.starts, subset.lengths = self.starts[chosen], self.lengths[chosen]
-        return subset
+        self.document, self.longest = document, int(self.lengths.max())
 
     def fetch(self, indices: torch.Tensor, pad_to: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
         lengths = self.lengths[indices].unsqueeze(1)
@@ -161,7 +195,7 @@ class Texts:
         return x.masked_fill_(padding, 0), y.masked_fill_(padding, IGNORE_INDEX)
 
 
-class LabelledTexts:
+class LabelledTexts(Pieces):
     """Pieces of documents as a source: inputs (n, longest of the batch), and each piece's class, which is its document's.
 
     An input is the token + 1, and 0 is padding. Of a document there are at most `max_pieces`, spread evenly.
@@ -177,19 +211,12 @@ class LabelledTexts:
         self.text = torch.cat(list(documents)).to(torch.int32) + 1
         self.starts = (sizes.cumsum(0) - sizes)[document] + number * length
         self.lengths = (sizes[document] - number * length).clamp_(max=length)
-        self.labels, self.longest = torch.tensor(labels)[document], int(self.lengths.max())
+        self.classes = torch.tensor(labels)  # of the documents
+        self.document, self.longest = document, int(self.lengths.max())
 
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def subset(self, max_pieces: int | None) -> LabelledTexts:
-        """Return a source of at most so many of the pieces, spread evenly over the documents."""
-        if max_pieces is None or max_pieces >= len(self):
-            return self
-        subset = copy(self)
-        chosen = torch.arange(max_pieces) * len(self) // max_pieces
-        subset.starts, subset.lengths, subset.labels = self.starts[chosen], self.lengths[chosen], self.labels[chosen]
-        return subset
+    def labels(self) -> torch.Tensor:
+        """Return the classes (n,)."""
+        return self.classes[self.document]
 
     def fetch(self, indices: torch.Tensor, pad_to: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
         lengths = self.lengths[indices].unsqueeze(1)
@@ -197,7 +224,7 @@ class LabelledTexts:
         position = torch.arange(min(max(longest, 1), self.longest))
         padding = position >= lengths
         tokens = (self.starts[indices].unsqueeze(1) + position).masked_fill_(padding, 0)
-        return self.text[tokens].long().masked_fill_(padding, 0), self.labels[indices]
+        return self.text[tokens].long().masked_fill_(padding, 0), self.classes[self.document[indices]]
 
 
 def as_tokens(content: bytes | torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ from drivetrain.data.decoding import ImageFileSource
 from drivetrain.data.images import Normalization, image_normalization
 
 MAX_CONCURRENT = 16  # shards that are scanned, or samples that are fetched from a web server, at once
+MIN_SHARDS = 10  # of which whole ones are held out for the validation
 SHUFFLE_STREAM = 1000  # the random stream of the shuffle within windows; augmentations' streams lie below
 
 
@@ -39,6 +40,7 @@ class WebDataset(Data):
         test: str | None = None,
         size: Count = 224,
         holdout: Fraction = 0.1,
+        validation: Fraction | str | None = 0.1,
         classes: Count | None = None,
         buffer: Count = 10_000,
         cache: str | None = None,
@@ -49,13 +51,19 @@ class WebDataset(Data):
         drop_last: bool = True,
     ) -> None:
         self.train, self.test, self.size, self.holdout, self.classes = train, test, size, holdout, classes
-        self.buffer, self.cache, self.normalize, self.max_pixels = buffer, cache, normalize, max_pixels
+        self.validation, self.buffer, self.cache, self.normalize, self.max_pixels = (
+            validation,
+            buffer,
+            cache,
+            normalize,
+            max_pixels,
+        )
         self.on_error, self.max_skipped, self.drop_last = on_error, max_skipped, drop_last
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if not self.train:
             yield "data=webdataset needs data.train, its shards, such as 'data.train=\"train-{000..009}.tar\"'"
-        for knob, pattern in (("train", self.train), ("test", self.test)):
+        for knob, pattern in (("train", self.train), ("test", self.test), ("validation", self._own())):
             try:
                 names = shards.expand(pattern) if pattern else []
             except UserError as error:
@@ -84,15 +92,22 @@ class WebDataset(Data):
                 f"data.train={self.train} gives {len(train.names)} training and {len(test.names)} test images: "
                 "give data.test, more samples, or another data.holdout"
             )
-        found = 1 + int(max(train.labels.max(), test.labels.max()))
+        own = self._own()
+        tables = [train, test, *([SampleTable.load(shards.expand(own), cache)] if own else [])]
+        found = 1 + int(max(table.labels.max() for table in tables))
         if self.classes is not None and found > self.classes:
             raise DataError(f"data.classes={self.classes}, but there are labels up to {found - 1}: raise it to {found} or more")
         sources = [
-            ShardImages(table, self.size, self.buffer, self.max_pixels, self.on_error, self.max_skipped)
-            for table in (train, test)
+            ShardImages(table, self.size, self.buffer, self.max_pixels, self.on_error, self.max_skipped) for table in tables
         ]
         normalize = image_normalization(self.normalize, sources[0])
-        return Splits(sources[0], sources[1], self.shape(), self.classes or found, normalize)
+        validation = sources[2] if own else None
+        return Splits(sources[0], sources[1], self.shape(), self.classes or found, normalize, validation=validation)
+
+    def _own(self) -> str | None:
+        """Return the shards of the validation set, which are beside those of training; None where they are no shards."""
+        folder = str(self.train).rpartition("/")[0]
+        return os.path.join(folder, self.validation) if isinstance(self.validation, str) else None
 
 
 def _user_cache() -> Path:
@@ -121,7 +136,7 @@ class SampleTable(NamedTuple):
         return cls(files, names, shard, spans, labels)
 
     def select(self, chosen: torch.Tensor) -> SampleTable:
-        """Return the table of those samples where `chosen` (n,) is true."""
+        """Return the table of the samples `chosen`: their numbers (m,), or true (n,) where one is."""
         return SampleTable(self.files, self.names[chosen.numpy()], self.shard[chosen], self.spans[chosen], self.labels[chosen])
 
 
@@ -153,6 +168,20 @@ class ShardImages(ImageFileSource):
             return super().samples(indices, boxes)
         with ThreadPoolExecutor(min(MAX_CONCURRENT, len(indices))) as pool:
             return list(pool.map(self.sample, indices, boxes))
+
+    def select(self, indices: torch.Tensor) -> None:
+        self.table = self.table.select(indices)
+
+    def labels(self) -> torch.Tensor:
+        """Return the classes (n,)."""
+        return self.table.labels
+
+    def identities(self) -> list[str]:
+        """Return the shard of each sample, so that whole shards are held out; its own name where there are too few shards."""
+        files = [os.path.basename(file) for file in self.table.files]
+        if len(files) >= MIN_SHARDS:
+            return [files[shard] for shard in self.table.shard.tolist()]
+        return [str(name) for name in self.table.names]
 
     def content(self, index: int) -> tuple[bytes, int]:
         start, size = self.table.spans[index].tolist()

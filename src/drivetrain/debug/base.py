@@ -27,9 +27,9 @@ class Debug(Option):
     def check_model(self, model: torch.nn.Module, loss: Loss, data: Pipeline) -> None:
         """Check the model before it is trained, patched or wrapped; `data` gives (x, y) for a request."""
 
-    def choose_data(self, train: Any, test: Any) -> tuple[Any, Any]:
-        """Return the pipelines to train on and to evaluate on, given those of the run."""
-        return train, test
+    def choose_data(self, train: Any, judging: Any, test: Any) -> tuple[Any, Any, Any]:
+        """Return the pipelines to train on, to select by and to test on at the end, given those of the run."""
+        return train, judging, test
 
     def wrap_precision(self, precision: Any) -> Any:
         """Return the precision or a wrapper that observes its methods, which are the phases of a step."""

@@ -10,6 +10,7 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch, one_update
 from drivetrain.core.option import Count, Positive, RunSpec
 from drivetrain.core.step import StreamWatcher
+from drivetrain.core.subset import Subset
 from drivetrain.core.world import World
 from drivetrain.debug.base import Debug
 
@@ -37,13 +38,14 @@ class Overfit(Debug):
     def setup(self, context: BuildContext) -> None:
         self._context = context
 
-    def choose_data(self, train: Any, test: Any) -> tuple[Any, Any]:
+    def choose_data(self, train: Any, judging: Any, test: Any) -> tuple[Any, Any, Any]:
         context = self._context
         requests = context.batch.requests(
             len(train.source), context.seed, 0, World(), context.run.data.drop_last, order=getattr(train.source, "order", None)
         )
         batch = torch.cat([request.indices for request in one_update(requests)])
-        return train, train._replace(source=_Subset(train.source, batch))
+        same = train._replace(source=Subset(train.source, batch))
+        return train, same, same
 
     def stream_watchers(self) -> list[StreamWatcher]:
         return [self._repeat_first_update]
@@ -70,23 +72,10 @@ class Overfit(Debug):
         progress = self._context.progress
         if (loss := progress.final.get("loss")) is None:
             return []
-        after = f"after {progress.updates} updates on one batch of {len(self._context.test_data.source)} the loss is"
+        after = f"after {progress.updates} updates on one batch of {len(self._context.judging_data.source)} the loss is"
         if loss < self.target:
             return [f"debug=overfit: {after} {loss:.4g}, below {self.target:g}: model, loss and optimizer can learn"]
         return [
             f"debug=overfit: {after} {loss:.4g}, not below {self.target:g}: something is broken, or needs more debug.updates or "
             "another learning rate. Look at the labels, at detached or frozen parts of the model, at debug=gradcheck"
         ]
-
-
-class _Subset:
-    """A subset of a source's samples, as a source."""
-
-    def __init__(self, source: Any, indices: torch.Tensor) -> None:
-        self.source, self.indices = source, indices
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def fetch(self, indices: torch.Tensor, *options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.source.fetch(self.indices[indices], *options)

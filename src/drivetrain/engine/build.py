@@ -92,8 +92,9 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter]) -> Trainer:
     evaluator = Evaluator(
         model=model, forward=_joining(loss, takes_batches(parallel.inference_model(model))), eval_weights=eval_weights,
         ema=ema, loss=loss, meters=meters, units=_units(context), selected=selection.name, precision=precision,
-        parallel=parallel, batch=batch, loader=loader, data=context.test_data, device=context.device,
-        memory_format=context.memory_format, max_batches=run.debug.eval_batches,
+        parallel=parallel, batch=batch, loader=loader, data=context.judging_data, test=context.test_data, device=context.device,
+        memory_format=context.memory_format, set="test" if context.data.validation is None else "validation",
+        max_batches=run.debug.eval_batches,
     )  # fmt: skip
     trainer = Trainer(
         model=model, step=callbacks.wrap_step(step), selection=selection, optimizer=optimizer, scheduler=scheduler,
@@ -132,7 +133,7 @@ def _units(context: BuildContext) -> Callable[[Any], Any]:
 
 def _load_data(context: BuildContext, debug: Debug) -> Batch:
     """Load the data and build the batch. Sample lengths may set the batch size, and so the number of updates of the run."""
-    run, data = context.run, context.run.data.load(context.device)
+    run, data = context.run, context.run.data.load_sets(context.device)
     # The loss may give the model one view of a sample at a time, or want several outputs for each number.
     shape = (run.data.views, *data.shape) if run.data.views > 1 else data.shape
     data = replace(data, classes=run.loss.outputs(data.classes), shape=run.loss.input_shape(shape))
@@ -147,7 +148,8 @@ def _load_data(context: BuildContext, debug: Debug) -> Batch:
     train = Pipeline(data.train, steps, data.normalize, context.seed, data.classes, batch.pad_to, **about)
     # Several views of a sample differ by their augmentation alone, so that an evaluation augments too.
     test = Pipeline(data.test, steps if run.data.views > 1 else (), data.normalize, context.seed, **about)
-    context.train_data, context.test_data = debug.choose_data(train, test)
+    judging = test if data.validation is None else test._replace(source=data.validation)
+    context.train_data, context.judging_data, context.test_data = debug.choose_data(train, judging, test)
     if context.world.rank == 0:
         for name, text in data.files.items():
             (context.run_dir / name).write_text(text)

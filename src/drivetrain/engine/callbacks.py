@@ -48,10 +48,10 @@ class Callbacks:
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Tell of a training record or an evaluation."""
-        figures = {k: v for k, v in record.items() if k not in ("event", "update", "epoch", "time")}
+        figures = {k: v for k, v in record.items() if k not in ("event", "update", "epoch", "time", "set")}
         if record["event"] == "train":
             self._tell("update", figures, every_update=False)
-        elif record["event"] == "evaluate":
+        elif record["event"] == "evaluate" and "weights" not in record:  # not those of the run's end, which nothing may select by
             self._tell("evaluation", figures)
 
     def save(self) -> None:

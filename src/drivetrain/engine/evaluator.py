@@ -6,14 +6,14 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from drivetrain.batch.base import Batch
 from drivetrain.core.device import sum_dtype
-from drivetrain.core.errors import Diverged
+from drivetrain.core.errors import Diverged, UserError
 from drivetrain.core.protocols import Loader
 from drivetrain.core.trees import Tree
 from drivetrain.ema.base import Ema
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Evaluator:
-    """Evaluates a model and the average of its weights on `data`."""
+    """Evaluates a model and the average of its weights on `data`: the set that models are selected by."""
 
     model: torch.nn.Module  # set to evaluation mode during evaluation, then back to training mode
     forward: Callable[[Tree], Any]  # the model as evaluation calls it, with a batch's inputs
@@ -43,10 +43,20 @@ class Evaluator:
     batch: Batch
     loader: Loader
     data: Pipeline
+    test: Pipeline  # the same as `data` where there is no validation set
+    set: str  # the name of `data`: validation or test
     device: torch.device
     memory_format: torch.memory_format
     max_batches: int | None = None
     tables: dict[str, Table] = field(default_factory=dict)  # of the last evaluation, by name
+
+    def on(self, name: str) -> Evaluator:
+        """Return the evaluator of a set, by its name. Raises UserError where the run has no such set."""
+        if name == self.set:
+            return self
+        if name != "test":
+            raise UserError(f"split={name}: this run has no {name} set (data.validation=null): set split=test")
+        return replace(self, data=self.test, set="test", tables={})
 
     def evaluate(self) -> dict[str, float]:
         """Return the metrics by name; those of the averaged weights begin with "ema_". Raises Diverged if one is not finite."""
@@ -93,7 +103,7 @@ class Evaluator:
 
 
 def finite(figures: dict[str, float]) -> dict[str, float]:
-    """Return the figures that are finite: a metric may be undefined, as where a class has no sample in the test set."""
+    """Return the figures that are finite: a metric may be undefined, as where a class has no sample in the set."""
     for name, value in figures.items():
         if not math.isfinite(value):
             logger.warning("%s is %s in this evaluation, and is left out", name, value)

@@ -172,7 +172,7 @@ class Trainer:
         self.progress.record_evaluation(metrics, *self.selection, self.evaluator.tables)
         self.scheduler.evaluated(metrics)
         self.stopping.evaluated(metrics)
-        self.log.write("evaluate", **metrics)
+        self.log.write("evaluate", set=self.evaluator.set, **metrics)
 
     def _save(self) -> None:
         self.writer.save(self)

@@ -29,6 +29,7 @@ class Evaluation:
     run: str
     update: int
     average: bool  # whether these are the averaged weights
+    split: str  # the set: test or validation
     metrics: dict[str, float]
     overrides: list[str]  # what differs from the run's own config
     world_size: int
@@ -38,7 +39,7 @@ class Evaluation:
 def evaluate(
     run_dir: Path | str, overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), choice: Choice | None = None
 ) -> Evaluation:
-    """Evaluate a finished run, by default on its own test set. Raises UserError.
+    """Evaluate a finished run on its own test set, or on its validation set. Raises UserError.
 
     Overrides change its config, such as `data=…` or `parallel=ddp`. With the run's own ranks, batches and device the figures are
     those of training to the last digit; other ones add the same numbers in another order.
@@ -47,22 +48,22 @@ def evaluate(
     average = ["ema=none"] if choice.average else []  # the averaged weights take the place of the trained ones
     finished = find("drivetrain evaluate", Path(run_dir), [*average, *overrides], config_dirs, choice)
     checkpoint = finished.checkpoint
-    finished.job.work = lambda trainer: _restore_and_evaluate(trainer, checkpoint, choice.average)
+    finished.job.work = lambda trainer: _restore_and_evaluate(trainer, checkpoint, choice)
     with tempfile.TemporaryDirectory(prefix="drivetrain-evaluate-") as folder:
         ended = launcher.launch(finished.job, Path(folder), quiet=True)
     if ended.code:
         raise UserError(str(ended.result.error).splitlines())
     result = ended.result
     return Evaluation(
-        str(run_dir), int(checkpoint.name), choice.average, result.metrics["final"], list(overrides), result.world_size,
-        result.device,
+        str(run_dir), int(checkpoint.name), choice.average, choice.split, result.metrics[choice.split]["final"],
+        list(overrides), result.world_size, result.device,
     )  # fmt: skip
 
 
-def _restore_and_evaluate(trainer: Trainer, checkpoint: Path, average: bool) -> None:
+def _restore_and_evaluate(trainer: Trainer, checkpoint: Path, choice: Choice) -> None:
     """Load the weights, without the state that only training needs, and evaluate them. Called on all ranks."""
     weights, state = kept.load(checkpoint, trainer.parallel)
-    weights = chosen_weights(checkpoint, weights, state, average)
+    weights = chosen_weights(checkpoint, weights, state, choice.average)
     no_optimizer: dict[str, Any] = {"param_groups": [], "state": {}}
     weights, state = trainer.parallel.shard_state_dict(weights, {**state, "optimizer": no_optimizer})
     load_weights(trainer.model, weights)
@@ -71,6 +72,7 @@ def _restore_and_evaluate(trainer: Trainer, checkpoint: Path, average: bool) -> 
     if trainer.ema.active:
         trainer.ema.load_state_dict(state["ema"])
     trainer.progress.updates = state["progress"]["updates"]
+    trainer.evaluator = trainer.evaluator.on(choice.split)
     with Rate("samples", None) as rate:  # of this rank's
         shown = rate if trainer.parallel.world.rank == 0 else lambda _: None
         evaluator = replace(trainer.evaluator, loader=Counted(trainer.loader, shown))

@@ -83,9 +83,12 @@ class LoadedRun:
             )
 
     def items_of(self, split: str) -> tuple[Iterator[Item], int]:
-        """The samples of the run's own test or training set, and how many."""
-        data = self._run.data.load(torch.device("cpu"))
-        return of_source(data.test if split == "test" else data.train, split)
+        """The samples of the run's own training, validation or test set, and how many. Raises UserError."""
+        data = self._run.data.load_sets(torch.device("cpu"))
+        source = {"train": data.train, "validation": data.validation, "test": data.test}[split]
+        if source is None:
+            raise UserError("--data validation: this run has no validation set (data.validation=null): give --data test")
+        return of_source(source, split)
 
     def name_target(self, target: Any) -> Any:
         """A target of the run's data as text: a class by its name, labels joined by ";", one number in its units."""

@@ -1,9 +1,10 @@
-"""What a run evaluates at its end: the best checkpoint, and the mean of the kept checkpoints' weights."""
+"""What a run evaluates at its end: the test set, on its last weights, its best checkpoint, and the mean of those it kept."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from drivetrain.run.result import Result
 
 AVERAGED = "averaged.safetensors"
+Found = tuple[Mapping[str, Any], Mapping[str, Any]]  # the metrics of an evaluation, and its tables
 
 logger = logging.getLogger(__name__)
 
@@ -32,34 +34,61 @@ def load(checkpoint: Path, parallel: Parallel) -> tuple[dict[str, torch.Tensor],
     return loaded
 
 
+def test_final(trainer: Trainer) -> Found | None:
+    """Evaluate the test set on the last weights of a completed run; None where it is what the run was evaluated on all along."""
+    if trainer.evaluator.set == "test":
+        return None
+    tester = trainer.evaluator.on("test")
+    metrics = tester.evaluate()
+    trainer.log.write("evaluate", set="test", weights="final", **metrics)
+    return metrics, tester.tables
+
+
+def record(result: Result, name: str, evaluation: str, found: Found) -> None:
+    """Note the figures and the tables of an evaluation of the set `name`: final, best or averaged."""
+    metrics, tables = found
+    result.metrics.setdefault(name, {})[evaluation] = dict(metrics)
+    if tables:
+        result.tables.setdefault(name, {})[evaluation] = dict(tables)
+
+
 def evaluate_kept(trainer: Trainer, result: Result, run_dir: Path) -> None:
-    """Evaluate what a completed run has kept. Called on all ranks, when all else is recorded: the trainer's weights change."""
+    """Evaluate what a completed run has kept. Called on all ranks, when all else is recorded: the trainer's weights change.
+
+    The test set is evaluated on the best checkpoint, and both sets on the mean of the kept checkpoints' weights.
+    """
     from drivetrain.saving import checkpoint_io
 
     saving, parallel, progress = trainer.saving, trainer.parallel, trainer.progress
+    best = progress.best.get("update")
+    if best == progress.updates and "final" in result.metrics["test"]:  # the last weights are the best ones
+        last = {**result.metrics["test"]["final"], "update": best}
+        record(result, "test", "best", (last, result.tables.get("test", {}).get("final", {})))
     if not saving.best and not saving.average_kept:
         return
     chosen = saving.chosen(checkpoint_io.updates(run_dir), list(progress.ranked)) if parallel.world.rank == 0 else []
     kept: list[Path] = parallel.broadcast_object([run_dir / "checkpoints" / str(update) for update in chosen])
     if saving.average_kept and kept:
-        _record(result, "averaged", _evaluate_average(trainer, kept, run_dir), trainer)
-    if saving.best and (best := [path for path in kept if int(path.name) == progress.best.get("update")]):
+        _evaluate_average(trainer, result, kept, run_dir)
+    if saving.best and best != progress.updates and (found := [path for path in kept if int(path.name) == best]):
         held = progress.state_dict()
         try:
-            trainer.restore(*load(best[0], parallel))
+            trainer.restore(*load(found[0], parallel))
         finally:
             progress.load_state_dict(held)
-        _record(result, "best_weights", trainer.evaluator.evaluate(), trainer)
+        tester = trainer.evaluator.on("test")
+        metrics = tester.evaluate()
+        _note(trainer, result, "test", "best", ({**metrics, "update": best}, tester.tables))
 
 
-def _record(result: Result, name: str, metrics: dict[str, float], trainer: Trainer) -> None:
-    result.metrics[name] = metrics
-    if trainer.evaluator.tables:
-        result.tables[name] = dict(trainer.evaluator.tables)
+def _note(trainer: Trainer, result: Result, name: str, evaluation: str, found: Found) -> None:
+    """Record an evaluation of the run's end, and log it."""
+    record(result, name, evaluation, found)
+    trainer.log.write("evaluate", set=name, weights=evaluation, **{k: v for k, v in found[0].items() if k != "update"})
 
 
-def _evaluate_average(trainer: Trainer, kept: Sequence[Path], run_dir: Path) -> dict[str, float]:
-    """Give the model the mean of the checkpoints' weights, write it to averaged.safetensors and evaluate it.
+def _evaluate_average(trainer: Trainer, result: Result, kept: Sequence[Path], run_dir: Path) -> None:
+    """Give the model the mean of the checkpoints' weights, write it to averaged.safetensors and evaluate it on every set.
 
     Statistics of BatchNorm are averaged too; counters are those of the newest checkpoint.
     """
@@ -82,10 +111,10 @@ def _evaluate_average(trainer: Trainer, kept: Sequence[Path], run_dir: Path) -> 
     state = trainer.state()
     with evaluator.eval_weights():  # in it the model holds the weights that an evaluation uses
         trainer.model.load_state_dict(weights)
-        evaluator.tables = {}
-        metrics = evaluator.metrics()
+        for name in dict.fromkeys((evaluator.set, "test")):
+            each = replace(evaluator.on(name), tables={})
+            _note(trainer, result, name, "averaged", (each.metrics(), each.tables))
         full, _ = parallel.full_state_dict(trainer.model, state)
     if parallel.world.rank == 0:
         checkpoint_io.write_weights(full, run_dir / AVERAGED)
         logger.info("the mean of %d checkpoints' weights is in %s", len(kept), run_dir / AVERAGED)
-    return metrics

@@ -28,7 +28,7 @@ from drivetrain.core.protocols import LogWriter
 from drivetrain.core.signals import StopFlag
 from drivetrain.core.world import World
 from drivetrain.launch.job import Job
-from drivetrain.launch.kept import evaluate_kept, load
+from drivetrain.launch.kept import evaluate_kept, load, record, test_final
 from drivetrain.run import environment, identity
 from drivetrain.run.result import Result
 from drivetrain.ui import table_picture, terminal
@@ -89,9 +89,12 @@ def _train(trainer: Trainer, stop: StopFlag, result: Result) -> None:
     trainer.callbacks.start()
     trainer.fit(stop)
     trainer.callbacks.raise_error()
+    tested = test_final(trainer)
     trainer.callbacks.end("completed")
     trainer.callbacks.raise_error()
     _record_measurements(result, trainer)
+    if tested is not None:
+        record(result, "test", "final", tested)
     evaluate_kept(trainer, result, trainer.run_dir)
     if trainer.parallel.world.rank == 0:
         _show_tables(result, trainer, trainer.run_dir)
@@ -173,10 +176,11 @@ def _record_measurements(result: Result, trainer: Trainer) -> None:
     from drivetrain.core.device import peak_memory
 
     progress, timer = trainer.progress, trainer.timer
-    result.metrics = {"final": progress.final, "best": progress.best}
+    result.metrics = {trainer.evaluator.set: {"final": progress.final, "best": progress.best}}
+    result.metrics.setdefault("test", {})
     result.selection = trainer.selection.record()
     if tables := trainer.evaluator.tables or progress.tables:  # a run that was finished before is not evaluated again
-        result.tables = {"final": tables}
+        result.tables = {trainer.evaluator.set: {"final": tables}}
     result.stopped = trainer.stopping.reason
     result.updates = progress.updates
     result.epochs = progress.epoch
@@ -210,7 +214,7 @@ def _count_skipped(result: Result, trainer: Trainer, world: World, run_dir: Path
 
     A run that did not complete counts those of this rank: the others may be gone.
     """
-    sources = [pipeline.source for pipeline in (trainer.train_data, trainer.evaluator.data)]
+    sources = [pipeline.source for pipeline in (trainer.train_data, trainer.evaluator.data, trainer.evaluator.test)]
     if not any(hasattr(source, "skipped") for source in sources):
         return
     mine = [name for source in sources if hasattr(source, "skipped") for name in source.skipped()]

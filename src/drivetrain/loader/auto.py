@@ -7,7 +7,6 @@ import statistics
 import time
 from collections.abc import Iterable, Iterator
 
-from drivetrain.core import trees
 from drivetrain.core.cpus import usable_cores
 from drivetrain.core.device import synchronize
 from drivetrain.core.lazy import torch
@@ -50,7 +49,7 @@ class Auto(Loader):
         found |= {f"loader=workers loader.num_workers={n}": Workers(n) for n in counts}
         if device.type != "cpu":
             found |= {f"loader=device loader.num_readers={n}": Device("threads", n) for n in counts}
-            if isinstance(pipeline.source, Tensors) and trees.nbytes(pipeline.source.x) < 0.5 * (free_memory(device) or 0):
+            if isinstance(pipeline.source, Tensors) and pipeline.source.nbytes() < 0.5 * (free_memory(device) or 0):
                 found |= {"loader=resident": Resident()}
         return found
 

@@ -55,7 +55,7 @@ class Resident(Loader):
         """Copy a source to the device. Raises UserError where it does not fit."""
         if isinstance(pipeline.source, Tensors):
             if pipeline.source.device.type != device.type:
-                self._check_size(trees.nbytes(pipeline.source.x), device)
+                self._check_size(pipeline.source.nbytes(), device)
             return pipeline.source.to(device)
         n = len(pipeline.source)
         # Without the random crops of a source that crops: those change every epoch. Sequences are padded to the longest.

@@ -28,7 +28,10 @@ class Logger(Option):
         """Open the log in the run's directory. A resumed run continues after `update`, a new one after 0."""
 
     def log(self, record: dict[str, Any]) -> None:
-        """Write one record: `event` ("train", "evaluate" or "callback"), `update`, `epoch`, `time`, and numbers."""
+        """Write one record: `event` ("train", "evaluate" or "callback"), `update`, `epoch`, `time`, and numbers.
+
+        An evaluation also has its `set`, and at the end of the run its `weights` (final, best or averaged).
+        """
 
     def log_image(self, name: str, update: int, path: Path) -> None:
         """Show a picture, a PNG file. Loggers that have no place for pictures leave it out."""
@@ -41,6 +44,10 @@ class Logger(Option):
 
 
 def numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the figures of a record, as <event>/<name>."""
-    place = ("event", "update", "time")
-    return {f"{record['event']}/{k}": v for k, v in record.items() if k not in place and isinstance(v, int | float)}
+    """Return the figures of a record, as <event>/<name>; those of an evaluation as <set>/<name>, such as validation/loss.
+
+    The evaluations of the run's end are test/<name> of the last weights, and test_best/<name> of the best checkpoint.
+    """
+    place, weights = record.get("set", record["event"]), record.get("weights", "final")
+    prefix = place if weights == "final" else f"{place}_{weights}"
+    return {f"{prefix}/{k}": v for k, v in record.items() if k not in ("update", "time") and isinstance(v, int | float)}

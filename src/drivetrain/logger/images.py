@@ -20,7 +20,7 @@ FOLDER = "images"  # in the run's directory
 
 
 class Images(Logger):
-    """Draw augmented training samples once, and predictions on the first test samples after each evaluation."""
+    """Draw augmented training samples once, and predictions on the first samples of each evaluation's set."""
 
     in_thread = False  # it calls the model
 
@@ -73,7 +73,7 @@ class Images(Logger):
         return [self._tile(*sample) for sample in zip(x[: self.samples], y[: self.samples], strict=True)]
 
     def _predicted_tiles(self) -> list[Tile]:
-        context, pipeline = self._context, self._context.test_data
+        context, pipeline = self._context, self._context.judging_data
         indices = torch.arange(min(self.predictions, len(pipeline.source)))
         x, y = pipeline._replace(normalize=None)(Request(0, indices, 1.0))
         inputs = pipeline.normalized(x).to(context.device, memory_format=context.memory_format)
@@ -88,7 +88,7 @@ class Images(Logger):
         return [self._tile(*sample) for sample in zip(x, y, outputs, strict=True)]
 
     def _tile(self, x: torch.Tensor, y: torch.Tensor, output: torch.Tensor | None = None) -> Tile:
-        """A sample with its target and, of a test sample, the prediction below it."""
+        """A sample with its target and, of an evaluated sample, the prediction below it."""
         from drivetrain.logger import drawing
 
         picture = drawing.pixels(x.cpu().numpy(), self._context.run.data.max_value)

@@ -24,7 +24,7 @@ Thresholds = Annotated[int, Ge(2)]
 class _Curve(Metric):
     """The area under a curve of each class against the rest, or of each label; the mean over those that both occur and do not.
 
-    Without `thresholds` it is exact, and all probabilities of the test set are kept on the device.
+    Without `thresholds` it is exact, and all probabilities of the set are kept on the device.
     """
 
     takes = ("class", "labels")

@@ -22,7 +22,7 @@ class Own(Metric):
     """The class or function `target` (a dotted name) of a package that is listed in `trust`.
 
     A torchmetrics.Metric class is made with `kwargs` (and `classes` or `num_classes`, if it has parameters of these names) and
-    updated with (output, target) of each batch. A function is called with the outputs and the targets of the whole test set,
+    updated with (output, target) of each batch. A function is called with the outputs and the targets of the whole set,
     and `kwargs`: so it is exact on any number of ranks, and the outputs of the whole set have to fit on the device. Both give a
     number, or a dict of numbers by name.
     """

@@ -28,6 +28,7 @@ class Points:
     samples: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)  # since the run's first record
     values: list[dict[str, float]] = field(default_factory=list)
+    set: str = "test"  # of evaluations: what they saw
 
     def curve(self, name: str) -> list[float | None]:
         """The value of this name in each record; None where it is missing."""
@@ -45,7 +46,7 @@ class RunFiles:
     config: dict[str, Any]  # dotted keys
     environment: dict[str, Any]
     train: Points
-    evaluated: Points
+    evaluated: Points  # on the validation set, or on the test set where there is no other
 
     @cached_property
     def metric(self) -> tuple[str, bool] | None:
@@ -152,9 +153,12 @@ def _points(path: Path) -> tuple[Points, Points]:
         seconds = record.pop("time", None)
         began = seconds if began is None else began
         samples = record.pop("samples", samples)
+        if event == "evaluate" and "weights" in record:  # at the run's end: the test set, which nothing is selected by
+            continue
         points = train if event == "train" else evaluated if event == "evaluate" else None
         if points is None:
             continue
+        points.set = record.get("set", points.set)
         points.updates.append(update)
         points.samples.append(samples)
         points.seconds.append(seconds - began if seconds is not None and began is not None else 0.0)

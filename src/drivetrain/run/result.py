@@ -17,10 +17,10 @@ class Result:
 
     status: str = "failed"  # completed, failed, diverged, interrupted
     error: str | None = None
-    # By evaluation: final, best, and at the end of a run those of the best checkpoint (best_weights) and of averaged weights.
-    metrics: dict[str, dict[str, float]] = field(default_factory=lambda: {"final": {}, "best": {}})
+    # By set (validation, which selects; test, at the end) and weights: final, best, and averaged where checkpoints were averaged.
+    metrics: dict[str, dict[str, dict[str, Any]]] = field(default_factory=lambda: {"test": {}})
     selection: dict[str, str] | None = None  # the metric that ranks models, and which of two values is better: min or max
-    tables: dict[str, dict[str, Any]] = field(default_factory=dict)  # of the same evaluations: name → rows, columns, values
+    tables: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)  # of the same: name → rows, columns, values
     stopped: str | None = None  # why the run ended before its last epoch
     updates: int = 0
     epochs: float = 0.0
@@ -49,15 +49,32 @@ class Result:
         del content["run_dir"]
         write_json(run_dir / "result.json", content)
 
+    @property
+    def judged_by(self) -> str:
+        """The set that this run is judged by: validation, or test where it has no other."""
+        return "validation" if "validation" in self.metrics else "test"
+
+    def judged(self, evaluation: str = "final") -> dict[str, Any]:
+        """Return the figures that this run is judged by: final, best or averaged; {} where there are none."""
+        return self.metrics.get(self.judged_by, {}).get(evaluation, {})
+
+    def tested(self, evaluation: str = "final") -> dict[str, Any]:
+        """Return the figures of the test set, to report and never to select by; {} where there are none."""
+        return self.metrics.get("test", {}).get(evaluation, {})
+
     def _repr_html_(self) -> str:
         """The result as a table, for notebooks."""
-        final, best = self.metrics["final"], self.metrics["best"]
         rows: list[tuple[str, Any]] = [
             ("status", self.status),
             ("error", self.error),
             ("updates", f"{self.updates:,} in {self.epochs:g} epochs"),
         ]
-        rows += [(name, f"{value:.4g} (best {best.get(name, value):.4g})") for name, value in final.items()]
+        for figures in self.metrics:
+            final, best = (self.metrics[figures].get(evaluation, {}) for evaluation in ("final", "best"))
+            rows += [
+                (f"{figures} {name}", f"{value:.4g}" + (f" (best {best[name]:.4g})" if name in best else ""))
+                for name, value in final.items()
+            ]
         rows += [("samples/s", self.samples_per_second and f"{self.samples_per_second:,.0f}"), ("time", f"{self.wall_s:.1f} s")]
         rows += [("device", self.device_name), ("ranks", self.world_size), ("overrides", " ".join(self.overrides))]
         rows += [("run", self.run_dir)]
@@ -70,6 +87,9 @@ class Result:
     def read(cls, run_dir: Path) -> Result | None:
         """The result in a run's directory; None where there is none."""
         try:
-            return cls(**json.loads((run_dir / "result.json").read_text()), run_dir=run_dir)
+            result = cls(**json.loads((run_dir / "result.json").read_text()), run_dir=run_dir)
         except (OSError, ValueError, TypeError):
             return None
+        if "final" in result.metrics:  # of a version without validation sets
+            result.metrics, result.tables = {"test": result.metrics}, {"test": result.tables}  # type: ignore[dict-item]
+        return result

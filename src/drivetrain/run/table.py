@@ -15,8 +15,8 @@ TIMES = ("samples_per_second", "step_ms_p50", "step_ms_p95", "data_wait_fraction
 def as_frame(folder: Path | str) -> Any:
     """The runs in a folder and below, the oldest first: a row for each, with its settings, metrics and times.
 
-    Settings are those in which the runs differ. Metrics are `final.<name>` and `best.<name>`. Raises UserError where there is no
-    run, or no pandas.
+    Settings are those in which the runs differ. Metrics are `<set>.final.<name>` and `<set>.best.<name>`, such as
+    `validation.best.accuracy` and `test.best.accuracy`. Raises UserError where there is no run, or no pandas.
     """
     try:
         import pandas
@@ -37,12 +37,13 @@ def _row(run: RunFiles, settings: list[str]) -> Iterator[tuple[str, Any]]:
         value = run.config.get(key)
         yield key, tuple(value) if isinstance(value, list) else value  # a tuple can be grouped by
     result = run.result
-    for when, metrics in (result.metrics if result is not None else {}).items():
-        for name, value in (metrics or {}).items():
-            yield f"{when}.{name}", value
+    for of_set, evaluations in (result.metrics if result is not None else {}).items():
+        for when, metrics in evaluations.items():
+            for name, value in metrics.items():
+                yield f"{of_set}.{when}.{name}", value
     if result is None and run.evaluated.values:  # still running, or killed
         for name, value in run.evaluated.values[-1].items():
-            yield f"final.{name}", value
+            yield f"{run.evaluated.set}.final.{name}", value
     yield "updates", result.updates if result is not None else run.train.updates[-1] if run.train.updates else 0
     for name in TIMES:
         yield name, getattr(result, name) if result is not None else None

@@ -129,7 +129,10 @@ class Progress:
             self._evaluation(record)
 
     def _evaluation(self, record: Mapping[str, Any]) -> None:
-        metrics = "  ".join(f"test {k} {number(v)}" for k, v in record.items() if k not in ("event", "update", "epoch", "time"))
+        figures = {k: v for k, v in record.items() if k not in ("event", "update", "epoch", "time", "set", "weights")}
+        metrics = "  ".join(f"{record['set']} {name} {number(value)}" for name, value in figures.items())
+        if record.get("weights", "final") != "final":
+            return  # the result shows it
         text = f"{self._text(self._last)}  {metrics}" if self._last else metrics
         if self._bar is not None:
             self._bar.console.print(f"  {text}", highlight=False)
@@ -182,9 +185,10 @@ def number(value: float) -> str:
 def show_result(result: Result) -> None:
     """Show a run's result as a table."""
     rows = [("status", result.status + (f": {result.error}" if result.error else ""))]
-    best = result.metrics["best"]
-    for name, value in result.metrics["final"].items():
-        rows.append((f"test {name}", f"{number(value)}" + (f"   (best {number(best[name])})" if name in best else "")))
+    for figures, by_weights in result.metrics.items():
+        best = by_weights.get("best", {})
+        for name, value in by_weights.get("final", {}).items():
+            rows.append((f"{figures} {name}", f"{number(value)}" + (f"   (best {number(best[name])})" if name in best else "")))
     rows += [
         ("updates", f"{result.updates:,} in {result.epochs:.4g} epochs, {result.wall_s:.1f} s"),
         ("samples/s", number(result.samples_per_second) if result.samples_per_second else "–"),
@@ -199,16 +203,16 @@ def show_result(result: Result) -> None:
     ]
     if result.stopped:
         rows.insert(1, ("stopped", result.stopped))
-    for name in ("best_weights", "averaged"):
-        if name in result.metrics:
-            rows.insert(-1, (f"test, {name.replace('_', ' ')}", _figures(result.metrics[name])))
+    for figures, by_weights in result.metrics.items():
+        if "averaged" in by_weights:
+            rows.insert(-1, (f"{figures}, averaged", _figures(by_weights["averaged"])))
     if result.skipped_samples:
         rows.insert(-1, ("skipped", f"{result.skipped_samples:,} samples that could not be read"))
     table(("", "result"), rows)
-    evaluation, found = tables.of_result(result.tables)
+    of_what, found = tables.of_result(result.tables)
     for name, values in found.items():
         shown = tables.shown(name, values)
-        print(f"\n{shown.title}" + (", of the best checkpoint" if evaluation == "best_weights" else ""))
+        print(f"\n{shown.title}, {of_what}")
         table(shown.header, shown.rows)
 
 
@@ -218,10 +222,10 @@ def _figures(metrics: Mapping[str, float]) -> str:
 
 def show_jobs(results: Sequence[tuple[int, str, Result]]) -> None:
     """Show a sweep's jobs in one table. A job is (number, the overrides it does not share, result)."""
-    names = list(dict.fromkeys(n for _, _, r in results for n in r.metrics["final"]))
+    names = list(dict.fromkeys(n for _, _, r in results for n in r.judged("final")))
     rows = []
     for job, label, r in results:
-        metrics = [number(r.metrics["final"][n]) if n in r.metrics["final"] else "–" for n in names]
+        metrics = [number(r.judged("final")[n]) if n in r.judged("final") else "–" for n in names]
         rate = number(r.samples_per_second) if r.samples_per_second else "–"
         rows.append((str(job), label, r.status, *metrics, rate, f"{r.wall_s:.1f} s", (r.error or "").split("\n")[0]))
     table(("job", "overrides", "status", *names, "samples/s", "time", "error"), rows)

@@ -61,7 +61,7 @@ def test_two_runs(diff, train, tiny):
     assert found["updates"] == ["2", "3"]
     assert found["status"] == ["completed", "completed"]
     results = [json.loads((run / "result.json").read_text()) for run in (one, other)]
-    assert found["accuracy"] == [f"{r['metrics']['final']['accuracy']:.4f}" for r in results]
+    assert found["accuracy"] == [f"{r['metrics']['test']['final']['accuracy']:.4f}" for r in results]
     assert found["wall"][::2] == [f"{r['wall_s']:.1f}" for r in results]
     assert "torch" not in found, "versions stand there where they differ"
     facts = json.loads((other / "environment.json").read_text())

@@ -32,7 +32,7 @@ def test_a_table_a_csv_and_a_page(two, capsys):
     assert {row["status"] for row in rows} == {"completed"}
     for row, run_dir in zip(rows, two, strict=True):
         result = json.loads((run_dir / "result.json").read_text())
-        assert float(row["accuracy"]) == pytest.approx(result["metrics"]["final"]["accuracy"], abs=1e-4)
+        assert float(row["accuracy"]) == pytest.approx(result["metrics"]["validation"]["final"]["accuracy"], abs=1e-4)
         assert row["folder"] in str(run_dir)
         assert row["to 0.1"].endswith(" s")
     assert "adamw" in said

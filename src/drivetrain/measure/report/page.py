@@ -55,7 +55,7 @@ def _figures(
     tall = 90 + 24 * min(len(drawn), MAX_BARS)
     figures = {"loss": ("Training loss", _curves(drawn, numbers, "train", "loss", log=True), "", 380)}
     if metric:
-        figures["metric"] = (f"Test {metric}", _curves(drawn, numbers, "evaluated", metric), "", 380)
+        figures["metric"] = (f"{metric.capitalize()} of the evaluations", _curves(drawn, numbers, "evaluated", metric), "", 380)
     speed = _bars(drawn, numbers, _speed, _spread)
     figures["speed"] = ("Samples a second", speed, "The bar's whisker: 10th to 90th percentile.", tall)
     memory = _bars(drawn, numbers, lambda run: run.result and _gib(run.result.peak_memory_bytes))

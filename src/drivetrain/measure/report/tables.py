@@ -22,8 +22,8 @@ def sections(runs: Sequence[RunFiles], numbers: dict[int, str]) -> tuple[list[st
     figures: dict[str, Any] = {}
     for run in [run for run in runs if run.result and run.result.tables][:MOST_RUNS]:
         assert run.result is not None
-        evaluation, found = tables.of_result(run.result.tables)
-        of = f"run {numbers[id(run)]}" + (", weights of the best checkpoint" if evaluation == "best_weights" else "")
+        of_what, found = tables.of_result(run.result.tables)
+        of = f"run {numbers[id(run)]}, {of_what}"
         for name, values in found.items():
             body.append(f"<h2>{html.escape(name.replace('_', ' ').capitalize())}, {of}</h2>")
             if tables.is_confusion(values):

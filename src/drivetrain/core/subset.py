@@ -1,0 +1,54 @@
+"""Some of a source's samples, as a source: nothing is read or copied."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from drivetrain.core.lazy import torch
+from drivetrain.core.source import Source
+from drivetrain.core.trees import Tree
+
+
+def subset(source: Any, indices: torch.Tensor) -> Source:
+    """Return a source of the samples `indices` (n,) of another one, which may know best how (its own method `subset`)."""
+    own = getattr(source, "subset", None)
+    made: Source = own(indices) if own is not None else Subset(source, indices)
+    return made
+
+
+class Subset:
+    """A view of a source, which reads through it. What else the source can do for its samples, it can do for these."""
+
+    def __init__(self, source: Any, indices: torch.Tensor) -> None:
+        self.source, self.indices = source, indices
+        lengths = getattr(source, "lengths", None)
+        self.lengths = None if lengths is None else lengths[indices]
+        self.parallel_read, self.crops = getattr(source, "parallel_read", False), getattr(source, "crops", False)
+        if hasattr(source, "order"):
+            self.order = self._order
+        if hasattr(source, "name"):
+            self.name = self._name
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def fetch(self, indices: torch.Tensor, *options: Any) -> tuple[Tree, Tree]:
+        """Return the samples at these positions of the view."""
+        read: tuple[Tree, Tree] = self.source.fetch(self.indices[indices], *options)
+        return read
+
+    def skipped(self) -> list[str]:
+        """Return the names of the source's samples that could not be read."""
+        names: list[str] = self.source.skipped() if hasattr(self.source, "skipped") else []
+        return names
+
+    def _order(self, seed: int, epoch: int) -> torch.Tensor:
+        """Return the order of these samples in the source's own order."""
+        position = torch.full((len(self.source),), -1)
+        position[self.indices] = torch.arange(len(self.indices))
+        ordered = position[self.source.order(seed, epoch)]
+        return ordered[ordered >= 0]
+
+    def _name(self, index: int) -> str:
+        name: str = self.source.name(int(self.indices[index]))
+        return name

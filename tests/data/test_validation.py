@@ -1,0 +1,319 @@
+"""Three sets: which samples are held out to select by, and that nothing selects by the test set."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import drivetrain
+from drivetrain.core.errors import UserError
+from drivetrain.core.source import Source
+from drivetrain.core.subset import Subset, subset
+from drivetrain.core.tensors import Tensors
+from drivetrain.core.world import World
+from drivetrain.data import Digits, DigitScenes, ImageFolder, Jsonl, Masks, Own, Stdlib, Synthetic, Tabular, Wine
+from drivetrain.data.base import Splits
+from drivetrain.data.validation import chosen, count, hash_of, hold_out
+from drivetrain.loader.base import Loader
+from drivetrain.run.result import Result
+from drivetrain.saving import checkpoint_io
+from tests.support.command import records
+
+CPU = torch.device("cpu")
+
+
+class Numbers:
+    """A user's Dataset: samples of several lengths, whose target is their number."""
+
+    num_classes = 40
+
+    def __init__(self, split: str) -> None:
+        self.first, self.count = (0, 30) if split == "train" else (30, 6)
+        self.targets = [n % 3 for n in range(self.count)]
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        number = self.first + index
+        return torch.full((1 + number % 5, 2), float(number)), number
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of images by class, of masks, a table, texts, and Python files."""
+    root = tmp_path_factory.mktemp("sets")
+    shades = np.random.default_rng(0)
+    for name in ("images/cat", "images/dog", "pairs/images", "pairs/masks", "code/a", "code/b"):
+        (root / name).mkdir(parents=True)
+    for n in range(30):
+        picture = Image.fromarray(shades.integers(0, 256, (8, 8, 3), dtype=np.uint8))
+        picture.save(root / f"images/{'cat' if n % 3 else 'dog'}/{n}.png")
+        picture.save(root / f"pairs/images/{n}.png")
+        Image.fromarray(np.full((8, 8), n % 2, np.uint8)).save(root / f"pairs/masks/{n}.png")
+        (root / f"code/{'ab'[n % 2]}/{n}.py").write_text("".join(f"x = {n} + {i}\n" for i in range(n + 3)))
+    with (root / "table.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["a", "b", "kind"], *([n, n * n % 7, "xyz"[n % 3]] for n in range(60))])
+    lines = (f'{{"text": "{f"{n:03}" * (3 + n % 4)}", "label": "{n % 2}"}}' for n in range(60))
+    (root / "texts.jsonl").write_text("\n".join(lines))
+    return root
+
+
+OPTIONS = {
+    "digits": lambda place: Digits(),
+    "wine": lambda place: Wine(),
+    "synthetic": lambda place: Synthetic([4], samples=64, validation=0.25),
+    "digit_scenes": lambda place: DigitScenes(samples=40, test_samples=10, validation=0.25),
+    "imagefolder": lambda place: ImageFolder(str(place / "images"), size=8, validation=0.2),
+    "masks": lambda place: Masks(str(place / "pairs"), size=8, validation=0.2),
+    "tabular": lambda place: Tabular(str(place / "table.csv"), target="kind", validation=0.2),
+    "jsonl": lambda place: Jsonl(str(place / "texts.jsonl"), length=6, validation=0.2),
+    "jsonl, labelled": lambda place: Jsonl(str(place / "texts.jsonl"), label="label", validation=0.2),
+    "stdlib": lambda place: Stdlib(root=str(place / "code"), length=16, validation=0.2),
+    "own": lambda place: Own(f"{__name__}.Numbers", validation=0.2),
+}  # fmt: skip
+
+
+def contents(source: Source) -> list[bytes]:
+    x, y = source.fetch(torch.arange(len(source)))
+    return [a.numpy().tobytes() + b.numpy().tobytes() for a, b in zip(x, y, strict=True)]
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_sample_is_in_one_set_the_same_in_every_run(place, name):
+    option, other = OPTIONS[name](place), OPTIONS[name](place)
+    data, again = option.load_sets(CPU), other.load_sets(CPU)
+    train, validation, test = (contents(source) for source in (data.train, data.validation, data.test))
+    assert contents(again.validation) == validation
+    assert validation
+    assert not set(validation) & set(train)
+    assert not set(validation) & set(test)
+    if name != "digit_scenes":  # whose scenes are made for each set
+        whole = contents(OPTIONS[name](place).load(CPU).train)
+        assert Counter(train + validation) == Counter(whole), "the set is taken from the training set"
+        assert [c for c in whole if c in set(train)] == train, "in its order"
+    assert option.train_samples() in (None, len(train))
+
+
+def test_classes_have_their_share():
+    for option in (Digits(), Wine()):
+        data = option.load_sets(CPU)
+        counts = [torch.bincount(source.fetch(torch.arange(len(source)))[1]) for source in (data.train, data.validation)]
+        wanted = (counts[0] + counts[1]) * option.validation
+        assert (counts[1] - wanted).abs().max() <= 1
+        assert len(data.validation) == count(len(data.train) + len(data.validation), option.validation)
+
+
+def test_the_set_depends_on_what_samples_are_not_where_they_are():
+    """In another order the same samples are held out; with one more, all but one of them."""
+    x, y = torch.rand(200, 3), torch.arange(200) % 4
+    order = torch.randperm(200)
+    held = set(contents(hold_out(Tensors(x, y), 0.1)[1]))
+    assert set(contents(hold_out(Tensors(x[order], y[order]), 0.1)[1])) == held
+    more = Tensors(torch.cat([x, torch.rand(1, 3)]), torch.cat([y, torch.tensor([2])]))
+    assert len(set(contents(hold_out(more, 0.1)[1])) & held) >= len(held) - 1
+
+
+def test_what_belongs_together_stays_together():
+    keys = hash_of([f"document {n // 7}" for n in range(210)])
+    apart = chosen(keys, None, 0.2)
+    assert {apart[7 * n : 7 * n + 7].sum() for n in range(30)} == {0, 7}
+    assert apart.sum() == 42
+    twice = torch.rand(20, 2).repeat(3, 1)
+    train, validation = hold_out(Tensors(twice, torch.zeros(60, dtype=torch.int64)), 0.2)
+    assert not set(contents(train)) & set(contents(validation)), "equal samples are in one set"
+    one_large = chosen(hash_of(["a"] * 90 + ["b"] * 8 + ["c"] * 9), None, 0.05)
+    assert 0 < one_large.sum() <= 9
+
+
+def test_a_set_that_would_be_empty_is_refused():
+    with pytest.raises(UserError, match="takes 0 of 5 training samples"):
+        hold_out(Tensors(torch.ones(5, 1), torch.zeros(5)), 0.2)  # all the same
+    assert len(hold_out(Tensors(torch.rand(4, 1), torch.zeros(4)), 0.01)[1]) == 1
+
+
+def test_the_folders_of_a_data_set(place, tmp_path):
+    """Of val/ and test/ the first selects; where there is one of them, it is the test set."""
+    for name in ("train", "val", "test"):
+        (tmp_path / name).symlink_to(place / "images")
+    both = ImageFolder(str(tmp_path), size=8).load_sets(CPU)
+    assert "val" in both.validation.name(0)
+    assert "/test/" in both.test.name(0)
+    assert len(both.train) == 30
+    (tmp_path / "test").unlink()
+    one = ImageFolder(str(tmp_path), size=8).load_sets(CPU)
+    assert "/val/" in one.test.name(0)
+    assert "/train/" in one.validation.name(0)
+    assert len(one.train) == 27
+    named = ImageFolder(str(tmp_path), size=8, validation="val").load_sets(CPU)
+    assert "/val/" in named.validation.name(0)
+    assert "/train/" in named.test.name(0)
+
+
+def test_a_file_beside_the_training_file(place, problems):
+    table, texts = str(place / "table.csv"), str(place / "texts.jsonl")
+    assert len(Tabular(table, target="kind", validation="table.csv").load_sets(CPU).validation) == 60
+    assert len(Jsonl(texts, validation="texts.jsonl").load_sets(CPU).validation) >= 60
+    words = ["task=classification", f"data.path={table}", "data.target=kind", "model=mlp"]
+    (problem,) = problems("data=tabular", *words, "data.validation=none.csv")
+    assert "none.csv is no file" in problem
+    assert problems("data=tabular", *words, "data.validation=1.5")
+
+
+@pytest.mark.parametrize("name", ["digits", "imagefolder", "own"])
+@pytest.mark.parametrize("loader", ["loader=threads", "loader=workers", "loader=resident", "loader=device", "loader=auto"])
+def test_loaders_read_a_held_out_set_alike(place, make, name, loader):
+    if name == "own" and loader == "loader=resident":
+        pytest.skip("it pads to the longest")
+    option = OPTIONS[name](place)
+    source = option.load_sets(CPU).validation
+    from drivetrain.core.microbatch import Request
+    from drivetrain.launch.launcher import prepare
+    from drivetrain.loader.base import Pipeline
+
+    requests = [Request(0, indices, 1.0) for indices in torch.arange(len(source)).split(4)][:3]
+    pipeline = Pipeline(source, (), None, 0)
+    run = prepare([loader, *(["loader.num_workers=1"] if loader == "loader=workers" else [])]).run
+    made: Loader = run.loader
+    if loader == "loader=auto":
+        made.budget_s = 0.01
+        made.autotune(pipeline, 4, CPU)
+    batches = list(made.stream(pipeline, requests, CPU, torch.contiguous_format))
+    for request, batch in zip(requests, batches, strict=True):
+        x, y = source.fetch(request.indices)
+        assert torch.equal(batch.x, x)
+        assert torch.equal(batch.y, y)
+
+
+def test_views_know_what_their_source_knows():
+    class Ordered(Tensors):
+        subset = None
+        lengths = torch.arange(10)
+
+        def order(self, seed, epoch):
+            return torch.arange(10).flip(0)
+
+        def name(self, index):
+            return f"n{index}"
+
+    view = Subset(Ordered(torch.arange(10), torch.arange(10)), torch.tensor([1, 4, 8]))
+    assert view.order(0, 0).tolist() == [2, 1, 0]
+    assert (view.name(1), view.lengths.tolist(), len(view)) == ("n4", [1, 4, 8], 3)
+    assert view.fetch(torch.tensor([2, 0]))[0].tolist() == [8, 1]
+    again = subset(subset(Tensors(torch.arange(10), torch.arange(10)), torch.tensor([1, 4, 8])), torch.tensor([2]))
+    assert again.x.tolist() == [8]
+    assert again.nbytes() == 8
+
+
+def test_a_broken_sample_is_replaced_by_one_of_its_own_set(place, tmp_path):
+    for n in range(10):
+        (tmp_path / "one").mkdir(exist_ok=True)
+        (tmp_path / "two").mkdir(exist_ok=True)
+        Image.fromarray(np.full((8, 8, 3), n, np.uint8)).save(tmp_path / f"{'one' if n % 2 else 'two'}/{n}.png")
+    option = ImageFolder(str(tmp_path), size=8, holdout=0.3, validation=0.4, on_error="skip", max_skipped=5, verify=0)
+    data = option.load_sets(CPU)
+    broken = Path(data.train.name(1))
+    broken.write_bytes(b"")
+    x, _ = data.train.fetch(torch.arange(len(data.train)))
+    assert not set(contents(data.validation)) & {row.numpy().tobytes() for row in x}
+    assert data.train.skipped() == [str(broken)]
+    assert data.validation.skipped() == []
+
+
+@pytest.mark.parametrize("words", [["batch=bucketed", "batch.global_batch=4"], ["batch.global_batch=4"]])
+def test_texts_of_different_lengths_are_held_out_by_documents(place, make, words):
+    trainer = make("task=language_modelling", "data=stdlib", f"data.root={place}/code", "data.length=16", "model=gpt",
+                   "model.width=16", "model.depth=1", "model.heads=1", "updates=3", *words)  # fmt: skip
+    train, validation = trainer.train_data.source, trainer.evaluator.data.source
+    assert not set(train.identities()) & set(validation.identities())
+    for source in (train, validation):
+        _, y = source.fetch(torch.arange(len(source)))
+        assert torch.equal((y >= 0).sum(1), source.lengths)
+    trainer.fit()
+    assert trainer.evaluator.set == "validation"
+    assert trainer.progress.final
+
+
+# --- in a run ---
+
+
+def test_the_sets_are_those_of_any_seed_and_any_rank(make):
+    made = [make("data=digits", f"runtime.seed={seed}", world=World(rank, 2)) for seed, rank in ((0, 0), (7, 1))]
+    first, second = ([t.train_data.source, t.evaluator.data.source] for t in made)
+    assert [contents(s) for s in first] == [contents(s) for s in second]
+
+
+def test_a_run_on_three_sets_resumes_exactly(make, tmp_path):
+    words = ["data=digits", "model=mlp", "batch.global_batch=128", "saving.every_updates=3", "saving.keep=9", "updates=12"]
+    whole, resumed = make(*words), make(*words, run_dir=tmp_path / "resumed")
+    whole.fit()
+    resumed.restore(*checkpoint_io.load(tmp_path / "run/checkpoints/6"))
+    resumed.fit()
+    assert resumed.progress.state_dict() == whole.progress.state_dict()
+    assert resumed.evaluator.on("test").evaluate() == whole.evaluator.on("test").evaluate()
+
+
+def test_nothing_that_a_run_selects_depends_on_the_test_set(make, monkeypatch):
+    """Best checkpoint, plateau, early stopping and weights are the same whatever the labels of the test set are."""
+    load, seen = Digits.load, []
+
+    def other_labels(self: Digits, device: torch.device) -> Splits:
+        data = load(self, device)
+        data.test = Tensors(data.test.x, (data.test.y + 1) % 10)
+        return data
+
+    words = ["data=digits", "model=mlp", "optimizer.lr=0.4", "updates=null", "epochs=5", "saving=best", "scheduler=plateau",
+             "scheduler.patience=0", "stop=early", "stop.patience=3", "batch.global_batch=128"]  # fmt: skip
+    for changed in (load, other_labels):
+        monkeypatch.setattr(Digits, "load", changed)
+        trainer = make(*words)
+        trainer.fit()
+        weights = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+        seen.append((trainer.progress.state_dict(), trainer.scheduler.state_dict(), trainer.stopping.state_dict(), weights))
+        tested = trainer.evaluator.on("test").evaluate()["accuracy"]
+        assert (tested < 0.5) is (changed is other_labels), "the test sees the difference"
+    assert seen[0][:3] == seen[1][:3]
+    assert torch.equal(seen[0][3], seen[1][3])
+
+
+def test_only_what_reports_reads_the_figures_of_the_test_set():
+    """Whatever selects asks Result.judged, or the records of the judging set."""
+    reports = {
+        "run/result.py", "ui/terminal.py", "launch/kept.py", "launch/worker.py", "inference/evaluation.py", "engine/evaluator.py",
+        "core/tables.py",
+    }  # fmt: skip
+    root = Path(drivetrain.__file__).parent
+    reading = re.compile(r"""\.tested\(|\[["']test["']\]|get\(["']test["']|\.metrics\[""")
+    found = {p.relative_to(root).as_posix() for p in root.rglob("*.py") if reading.search(p.read_text())}
+    assert found - reports == set()
+
+
+def test_a_run_without_a_validation_set_says_so_once(make):
+    from drivetrain.launch.launcher import prepare
+
+    told = list(prepare(["data.validation=null"]).run.data.advise(None))
+    assert len(told) == 1
+    assert "test set" in told[0]
+    assert not list(prepare([]).run.data.advise(None))
+    trainer = make("data=digits", "model=mlp", "data.validation=null")
+    assert (trainer.evaluator.set, len(trainer.evaluator.data.source)) == ("test", 359)
+
+
+def test_the_figures_of_a_run_and_what_it_is_judged_by(train):
+    """The test set is evaluated once, at the end; without a validation set it is what the run is judged by."""
+    result = train("data=digits", "model=mlp", "batch.global_batch=128", "updates=null", "epochs=2", "saving=best")
+    assert {name: set(figures) for name, figures in result.metrics.items()} == {
+        "validation": {"final", "best"},
+        "test": {"final", "best"},
+    }
+    assert result.judged() is result.metrics["validation"]["final"]
+    told = [(r["set"], r.get("weights")) for r in records(result.run_dir, "evaluate")]
+    assert told[:3] == [("validation", None), ("validation", None), ("test", "final")]
+    assert Result("completed", metrics={"test": {"best": {"loss": 1.0}}}).judged("best") == {"loss": 1.0}
