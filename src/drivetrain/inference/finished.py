@@ -116,7 +116,7 @@ def checkpoint_of(run_dir: Path, update: str | None = None, keeps_best: bool = F
 def _best_update(run_dir: Path) -> int:
     """The update of the best evaluation; -1 where the run had none."""
     result = Result.read(run_dir)
-    best = (result.metrics.get("best") or {}) if result is not None else {}
+    best = result.judged("best") if result is not None else {}
     return int(best.get("update", -1))
 
 

@@ -49,9 +49,17 @@ class Result:
         del content["run_dir"]
         write_json(run_dir / "result.json", content)
 
+    def judged(self, evaluation: str = "final") -> dict[str, Any]:
+        """Return the figures that this run is judged by: those of the validation set, or of the test set where it has none.
+
+        `evaluation` is final, best, or averaged; {} where there was none.
+        """
+        figures: dict[str, Any] = self.metrics.get("validation") or self.metrics.get("test") or self.metrics
+        return figures.get(evaluation, {})
+
     def _repr_html_(self) -> str:
         """The result as a table, for notebooks."""
-        final, best = self.metrics["final"], self.metrics["best"]
+        final, best = self.judged("final"), self.judged("best")
         rows: list[tuple[str, Any]] = [
             ("status", self.status),
             ("error", self.error),

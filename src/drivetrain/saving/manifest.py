@@ -64,7 +64,7 @@ def newest_valid(run_dir: Path) -> tuple[Path | None, list[str]]:
 def best_or_newest(run_dir: Path) -> Path:
     """Return the checkpoint of a run's best evaluation if it was kept, else the newest valid one. Raises UserError."""
     result = Result.read(run_dir)
-    best = (result.metrics.get("best") or {}).get("update") if result is not None else None
+    best = result.judged("best").get("update") if result is not None else None
     for checkpoint in checkpoints(run_dir):
         if int(checkpoint.name) == best and verify(checkpoint) is None:
             return checkpoint

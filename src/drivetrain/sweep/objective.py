@@ -38,7 +38,7 @@ class Objective:
 
     def value(self, result: Result | None) -> float | None:
         """The value at a run's best evaluation; None where the run did not complete, or the value is not finite."""
-        value = result.metrics["best"].get(self.metric) if result is not None and result.status == "completed" else None
+        value = result.judged("best").get(self.metric) if result is not None and result.status == "completed" else None
         return value if value is not None and math.isfinite(value) else None
 
     def best(self, entries: Sequence[Entry]) -> Entry | None:

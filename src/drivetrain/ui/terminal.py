@@ -182,8 +182,8 @@ def number(value: float) -> str:
 def show_result(result: Result) -> None:
     """Show a run's result as a table."""
     rows = [("status", result.status + (f": {result.error}" if result.error else ""))]
-    best = result.metrics["best"]
-    for name, value in result.metrics["final"].items():
+    best = result.judged("best")
+    for name, value in result.judged("final").items():
         rows.append((f"test {name}", f"{number(value)}" + (f"   (best {number(best[name])})" if name in best else "")))
     rows += [
         ("updates", f"{result.updates:,} in {result.epochs:.4g} epochs, {result.wall_s:.1f} s"),
@@ -218,10 +218,10 @@ def _figures(metrics: Mapping[str, float]) -> str:
 
 def show_jobs(results: Sequence[tuple[int, str, Result]]) -> None:
     """Show a sweep's jobs in one table. A job is (number, the overrides it does not share, result)."""
-    names = list(dict.fromkeys(n for _, _, r in results for n in r.metrics["final"]))
+    names = list(dict.fromkeys(n for _, _, r in results for n in r.judged("final")))
     rows = []
     for job, label, r in results:
-        metrics = [number(r.metrics["final"][n]) if n in r.metrics["final"] else "–" for n in names]
+        metrics = [number(r.judged("final")[n]) if n in r.judged("final") else "–" for n in names]
         rate = number(r.samples_per_second) if r.samples_per_second else "–"
         rows.append((str(job), label, r.status, *metrics, rate, f"{r.wall_s:.1f} s", (r.error or "").split("\n")[0]))
     table(("job", "overrides", "status", *names, "samples/s", "time", "error"), rows)

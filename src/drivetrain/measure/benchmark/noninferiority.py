@@ -132,4 +132,4 @@ def trained_run(run: RunFiles, seed: int, metric: str) -> TrainedRun:
     losses = [(now - before, loss) for now, before, loss in points if loss is not None]
     total = sum(count for count, _ in losses)
     mean_loss = sum(count * loss for count, loss in losses) / total if total else math.nan
-    return TrainedRun(seed, samples, run.result.metrics["final"].get(metric), mean_loss)
+    return TrainedRun(seed, samples, run.result.judged("final").get(metric), mean_loss)
