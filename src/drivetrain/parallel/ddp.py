@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
-from drivetrain.core.option import Count, Positive, RunSpec
+from drivetrain.core.option import Count, Effect, Positive, RunSpec
 from drivetrain.core.step import Step
 from drivetrain.parallel.process_group import ProcessGroupStrategy
 
@@ -28,6 +28,8 @@ class Ddp(ProcessGroupStrategy):
     also train with rank 0's, for models whose training forward reads its buffers.
     """
 
+    effect = "close"
+    changes = "gradients are averaged over ranks, of whose parts BatchNorm takes its statistics"
     bucket_mb: Positive = 25.0
     static_graph: bool = False
     gradient_as_bucket_view: bool = True
@@ -37,6 +39,9 @@ class Ddp(ProcessGroupStrategy):
     powersgd_rank: Count = 1
 
     needs_real_tensors = "DDP's reducer reads the memory of gradients"
+
+    def effect_as_set(self) -> Effect:
+        return "changes" if self.compress == "powersgd" else self.effect  # of low rank, not only rounded
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)

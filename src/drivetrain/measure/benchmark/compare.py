@@ -10,7 +10,7 @@ from drivetrain.core.errors import DONE, FAILED, UserError
 from drivetrain.core.files import write_json
 from drivetrain.launch.job import Job
 from drivetrain.measure import arguments
-from drivetrain.measure.benchmark import page
+from drivetrain.measure.benchmark import page, quality
 from drivetrain.measure.benchmark.arms import ArmSpec, baseline_job, refuse_resume, without_saving
 from drivetrain.measure.benchmark.comparison import Comparison, Settings, measure
 from drivetrain.run import directory
@@ -25,6 +25,7 @@ def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
     specs = [ArmSpec(job.label, job.overrides, job.job, job.problems) for job in jobs]
     if len(specs) < 2:
         raise UserError("there is nothing to compare: give one key several values, as in precision=fp32,bf16")
+    quality.check(settings, baseline_job(specs))
     comparison = measure(specs, settings, overrides)
     show(comparison)
     save(comparison, baseline_job(specs), argv)
