@@ -108,7 +108,7 @@ BREAKS = {
     "dropout also in the evaluation": Arm(("model.dropout=0.5",), _dropout_in_evaluation),
     "no normalisation in the evaluation": Arm((), _no_normalisation_in_evaluation),
     "accumulation overwrites gradients": Arm(("batch=accumulate", "batch.accumulation_steps=8"), _overwrite_gradients),
-    "a learning rate 30 times as high": Arm(("optimizer.lr=0.3",)),
+    "a learning rate 30 times as high": Arm(("optimizer.lr=1.0",)),
     "a weight decay 500 times as high": Arm(("optimizer.weight_decay=5.0",)),
 }
 HARMLESS = {
