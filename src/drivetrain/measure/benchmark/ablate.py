@@ -15,7 +15,7 @@ from drivetrain.core.overrides import format_value
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure import arguments
-from drivetrain.measure.benchmark import arms, compare, comparison
+from drivetrain.measure.benchmark import arms, compare, comparison, quality
 from drivetrain.measure.benchmark.comparison import Comparison
 from drivetrain.measure.benchmark.page import ablation_page
 from drivetrain.run import directory
@@ -104,6 +104,8 @@ class Ablation:
     def __post_init__(self) -> None:
         self.baseline = prepare_job([f"recipe={self.settings.baseline}", *self.overrides], self.config_dirs)
         self.recipe = prepare_job([f"recipe={self.settings.recipe}", *self.overrides], self.config_dirs)
+        quality.check(self.settings, self.baseline)
+        self.trained: quality.Trained = {}  # the runs of all three comparisons, which have arms in common
 
     def compare(self, title: str, variants: dict[str, list[Technique]], enable: bool) -> Comparison:
         """Measure the baseline with each variant's techniques (`enable`), or the recipe without them; print the table."""
@@ -113,7 +115,7 @@ class Ablation:
         specs = [arms.compose(name, given, self.config_dirs)]
         for label, differences in variants.items():
             specs.append(arms.compose(label, [*given, *overrides_of(start, differences, enable)], self.config_dirs))
-        done = comparison.measure(specs, self.settings, self.overrides)
+        done = comparison.measure(specs, self.settings, self.overrides, trained=self.trained)
         compare.show(done)
         return done
 

@@ -146,10 +146,12 @@ def measure(
     settings: Settings,
     overrides: Sequence[str],
     stopping_rule: StoppingRule = stopping.precise,
+    trained: quality.Trained | None = None,
 ) -> Comparison:
     """Run the arms in interleaved rounds, then train them to their ends if the settings ask for quality.
 
-    `overrides` are recorded as what all arms have in common. Raises UserError if the first arm cannot run.
+    `overrides` are recorded as what all arms have in common, and `trained` are runs that need no training again. Raises
+    UserError if the first arm cannot run.
     """
     first = baseline_job(specs)
     accelerators.find()  # this, and the import of torch, once here, because the arms are forked
@@ -170,17 +172,22 @@ def measure(
             directory.remove(folder)
         rows = [Row.of(spec, arm, runnable[0]) for spec, arm in zip(specs, arms, strict=True)]
         if settings.quality:
-            add_verdicts(rows, specs, settings, root, progress)
+            add_verdicts(rows, specs, settings, root, progress, trained)
     facts = environment.describe(list(overrides), first.config_hash, {})
     notes = [*_unequal_work(runnable), *_together(rows)]
     return Comparison(rows, notes, list(overrides), settings, facts, time.perf_counter() - began)
 
 
 def add_verdicts(
-    rows: Sequence[Row], specs: Sequence[ArmSpec], plan: quality.Plan, root: Path, progress: Callable[..., None]
+    rows: Sequence[Row],
+    specs: Sequence[ArmSpec],
+    plan: quality.Plan,
+    root: Path,
+    progress: Callable[..., None],
+    trained: quality.Trained | None = None,
 ) -> None:
     """Train the arms with several seeds, and set each row's verdict on quality."""
-    for row, verdict in zip(rows, quality.judge(specs, plan, root, progress), strict=True):
+    for row, verdict in zip(rows, quality.judge(specs, plan, root, progress, trained), strict=True):
         row.verdict = verdict
 
 

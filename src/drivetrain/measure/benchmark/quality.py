@@ -42,8 +42,17 @@ class Plan:
         yield max(self.seeds, self.max_seeds)
 
 
-def judge(specs: Sequence[ArmSpec], plan: Plan, root: Path, progress: Callable[..., None]) -> list[Verdict | None]:
-    """Train every arm that can run with the same seeds; return each arm's verdict, None for an arm that cannot run."""
+Trained = dict[tuple[str, int], TrainedRun]  # by the arm's config, and the number of the seed
+
+
+def judge(
+    specs: Sequence[ArmSpec], plan: Plan, root: Path, progress: Callable[..., None], trained: Trained | None = None
+) -> list[Verdict | None]:
+    """Train every arm that can run with the same seeds; return each arm's verdict, None for an arm that cannot run.
+
+    `trained` holds runs that an earlier comparison has trained, which are not repeated, and gets the others.
+    """
+    known: Trained = {} if trained is None else trained
     first = baseline_job(specs)
     claims = {n: effects.between(first, spec.job) for n, spec in enumerate(specs) if n and spec.job is not None}
     named = [Selection(name, better) for name in plan.judge or [] if (better := evaluated(first.run)[name]) is not None]
@@ -59,8 +68,11 @@ def judge(specs: Sequence[ArmSpec], plan: Plan, root: Path, progress: Callable[.
                 if signals.raised:
                     raise Interrupted("stopped by a signal while the arms were trained")
                 spec = specs[arm]
-                progress(f"quality of {spec.label or 'the first arm'}: seed {number + 1}")
-                return _train(spec, first, number, folder / str(arm) / str(number), signals, plan.target)
+                key = (_config(spec), number)
+                if key not in known:
+                    progress(f"quality of {spec.label or 'the first arm'}: seed {number + 1}")
+                    known[key] = _train(spec, first, number, folder / str(arm) / str(number), signals, plan.target)
+                return known[key]
 
             base = sequentially(trial, plan, train)
     finally:
@@ -83,6 +95,11 @@ def sequentially(trial: Trial, plan: Plan, train: Train) -> list[TrainedRun]:
         if not undecided or (plan.quality_s is not None and time.monotonic() - began > plan.quality_s):
             break
     return runs[0]
+
+
+def _config(spec: ArmSpec) -> str:
+    """The whole config of an arm that can run."""
+    return str(spec.job.composed.plain) if spec.job is not None else ""
 
 
 def check(plan: Plan, job: Job) -> None:
