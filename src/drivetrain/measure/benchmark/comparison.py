@@ -206,7 +206,7 @@ def _together(rows: Sequence[Row]) -> list[str]:
         return []
     arms = f"all {len(verdicts)} arms (Holm) and " if len(verdicts) > 1 else ""
     return [
-        f"quality: a wrong PASS, and a wrong FAIL, have each a probability of at most {noninferiority.ALPHA:.0%} for {arms}"
+        f"quality: PASS and FAIL are each decided at a level of {100 * noninferiority.ALPHA:g} % for {arms}"
         "all looks at the seeds together (alpha spending)"
     ]
 
