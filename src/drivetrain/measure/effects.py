@@ -64,7 +64,7 @@ def _in_option(
 def _options(job: Job, group: str) -> dict[str, Option]:
     """Name → option of those that a run chose; a sum of several is one."""
     parts = job.run.parts[group]
-    return dict(zip(job.run.names(group), parts, strict=True)) if group in LISTS else {str(job.run.choices[group]): parts}
+    return dict(zip(job.run.names(group), parts, strict=True)) if group in LISTS else {str(job.composed.choice(group)): parts}
 
 
 def _weakest(options: Any) -> Effect:

@@ -23,7 +23,7 @@ def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
     specs, notes = swept(overrides, config_dirs)
     if len(specs) < 2:
         raise UserError("there is nothing to compare: give one key several values, as in precision=fp32,bf16")
-    quality.check(settings, baseline_job(specs))
+    quality.check(settings, baseline_job(specs), settings.quality)
     for note in notes:
         print(note, flush=True)
     comparison = measure(specs, settings, overrides)

@@ -102,8 +102,11 @@ def _config(spec: ArmSpec) -> str:
     return str(spec.job.composed.plain) if spec.job is not None else ""
 
 
-def check(plan: Plan, job: Job) -> None:
-    """Raise UserError where a figure of `judge` cannot be judged."""
+def check(plan: Plan, job: Job, quality: bool) -> None:
+    """Raise UserError where a figure of `judge` cannot be judged, or nothing is."""
+    given = [f"{key}={value}" for key in ("judge", "target", "quality_s") if (value := getattr(plan, key)) is not None]
+    if given and not quality:
+        raise UserError(f"{' '.join(given)} is for verdicts on quality, which need quality=true")
     if wrong := [problem for name in plan.judge or [] for problem in problems(job.run, "judge", name)]:
         raise UserError(wrong)
 
