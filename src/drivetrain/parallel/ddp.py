@@ -40,9 +40,6 @@ class Ddp(ProcessGroupStrategy):
 
     needs_real_tensors = "DDP's reducer reads the memory of gradients"
 
-    def effect_as_set(self) -> Effect:
-        return "changes" if self.compress == "powersgd" else self.effect  # of low rank, not only rounded
-
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)
         if self.compress == "powersgd" and run.precision.scales_loss:
@@ -61,6 +58,9 @@ class Ddp(ProcessGroupStrategy):
                 f"model at its buckets, none smaller than {SMALLEST_COMPILED_MB} MiB): set parallel.bucket_mb to "
                 f"{SMALLEST_COMPILED_MB} or more"
             )
+
+    def effect_as_set(self) -> Effect:
+        return "changes" if self.compress == "powersgd" else self.effect  # of low rank, not only rounded
 
     def wrap_model(self, model: Any) -> Any:
         self._work.time_forward(model)

@@ -1,9 +1,9 @@
 """The campaign on verdicts: what it plants does something, and is never a PASS."""
 
 import pytest
-
 from bench import honest_quality
 from bench.breaks import BREAKS, HARMLESS, Arm
+
 from drivetrain.measure.benchmark.noninferiority import FAIL, PASS
 from drivetrain.measure.benchmark.quality import Plan
 
