@@ -10,6 +10,7 @@ from pathlib import Path
 
 from drivetrain.core.errors import Interrupted, UserError
 from drivetrain.core.option import Count, Positive
+from drivetrain.core.overrides import key_of
 from drivetrain.core.selection import Selection, evaluated, problems, selected
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
@@ -114,7 +115,8 @@ def check(plan: Plan, job: Job, quality: bool) -> None:
 def _train(spec: ArmSpec, first: Job, number: int, folder: Path, signals: SignalForwarder, target: float | None) -> TrainedRun:
     """Train the arm to its end with the seed of this number, counted from that of the first arm's own job."""
     seed = first.run.runtime.seed + number
-    overrides = [*spec.overrides, f"runtime.seed={seed}", f"output_dir={folder.parent}"]
+    given = [word for word in spec.overrides if key_of(word) not in ("runtime.seed", "output_dir")]
+    overrides = [*given, f"runtime.seed={seed}", f"output_dir={folder.parent}"]
     try:
         job = prepare_job(overrides, first.composed.config_dirs, first.composed.recipe)
     except UserError as error:
