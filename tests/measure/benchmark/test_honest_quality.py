@@ -8,11 +8,18 @@ from drivetrain.measure.benchmark.noninferiority import FAIL, PASS
 from drivetrain.measure.benchmark.quality import Plan
 
 
+# In the stream, in an augmentation, in the average, in a gradient and in the evaluation.
+PLANTED_EACH_WAY = (
+    "labels of one row in ten are shifted", "mixup without mixing labels", "ema is never updated",
+    "the first layer's gradient is lost", "no normalisation in the evaluation",
+)  # fmt: skip
+
+
 def test_what_is_planted_changes_a_run_and_what_is_not_does_not():
     base = honest_quality.trained(Arm(), 0)
     assert honest_quality.trained(Arm(), 0).figures == base.figures
-    for name, arm in BREAKS.items():
-        run = honest_quality.trained(arm, 0)
+    for name in PLANTED_EACH_WAY:
+        run = honest_quality.trained(BREAKS[name], 0)
         assert run.error is None, name
         assert run.figures != base.figures, name
 

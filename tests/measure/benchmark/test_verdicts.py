@@ -2,6 +2,7 @@
 
 import math
 import random
+from functools import cache
 
 import pytest
 
@@ -164,9 +165,14 @@ def test_a_run_that_averages_its_weights_is_judged_by_the_average():
     ],
 )
 def test_the_difference_of_two_runs_claims_what_its_weakest_part_claims(before, after, effect, claims):
-    found = effects.between(prepare(before), prepare(after))
+    found = effects.between(job(*before), job(*after))
     assert found[0] == effect
     assert claims is None or sorted(found[1]) == sorted(claims)
+
+
+@cache
+def job(*words):
+    return prepare(words)
 
 
 def test_words_of_one_arms_option_go_to_that_arm():
