@@ -7,7 +7,6 @@ from bench.breaks import BREAKS, HARMLESS, Arm
 from drivetrain.measure.benchmark.noninferiority import FAIL, PASS
 from drivetrain.measure.benchmark.quality import Plan
 
-
 # In the stream, in an augmentation, in the average, in a gradient and in the evaluation.
 PLANTED_EACH_WAY = (
     "labels of one row in ten are shifted", "mixup without mixing labels", "ema is never updated",
