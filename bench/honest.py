@@ -1,8 +1,11 @@
 """Is `drivetrain compare` honest? Equal arms against each other, and planted slowdowns, many times over.
 
     python -m bench.honest --repeats 40
+    python -m bench.honest --quality      verdicts on quality instead: the same again, planted breaks, harmless changes
 
 Each repeat compares an arm with the same again, and with slowdowns of about 5 % and 3 %, in fresh processes for each round.
+With --quality each repeat trains the arms with seeds of its own; --repeats are those of the same against itself, harmless
+changes have half as many, breaks a quarter (bench.honest_quality, bench.breaks).
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from bench import honest_quality
 from bench.harness import RESULTS, machine, table, write
 from drivetrain.measure.benchmark import arms, comparison
 from drivetrain.measure.benchmark.interleave import Arm, run_rounds
@@ -29,8 +33,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--block-s", type=float, default=0.3)
-    parser.add_argument("--out", type=Path, default=RESULTS / "honest-cpu.json")
+    parser.add_argument("--quality", action="store_true", help="judge verdicts on quality")
+    parser.add_argument("--processes", type=int, default=2, help="with --quality: repeats that run at a time")
+    parser.add_argument("--out", type=Path)
     given = parser.parse_args()
+    if given.quality:
+        repeats = {"same": given.repeats, "harmless": -(-given.repeats // 2), "break": -(-given.repeats // 4)}
+        honest_quality.main(repeats, given.processes, given.out or RESULTS / "honest-quality-cpu.json")
+        return
     step_ms = _step_ms()
     found: dict[str, list[Any]] = {name: [] for name in SHARES}
     for repeat in range(given.repeats):
@@ -43,7 +53,8 @@ def main() -> None:
             print(f"{repeat + 1:3d}/{given.repeats} {row.label:12s} {row.ratio}", flush=True)
     summaries = {name: _summary(ratios) for name, ratios in found.items()}
     write(
-        given.out, {"machine": machine(), "rounds": given.rounds, "block_s": given.block_s, "step_ms": step_ms, "arms": summaries}
+        given.out or RESULTS / "honest-cpu.json",
+        {"machine": machine(), "rounds": given.rounds, "block_s": given.block_s, "step_ms": step_ms, "arms": summaries},
     )
     header = ("planted", "median ratio", "called different", "of", "median width")
     rows = [(n, f"{a['median']:.3f}", str(a["different"]), str(a["repeats"]), f"{a['width']:.3f}") for n, a in summaries.items()]

@@ -13,15 +13,18 @@ import yaml
 from PIL import Image
 
 import drivetrain
+from drivetrain.config import catalog
 from drivetrain.config import validate as check
 from drivetrain.config.catalog import LISTS, option_files, options, shipped_targets
 from drivetrain.config.compose import compose
 from drivetrain.config.contract import contract_problems
 from drivetrain.core.errors import UserError
 from drivetrain.core.paths import conf_dir
+from drivetrain.core.user_code import import_name
 from drivetrain.launch import launcher
 from drivetrain.model import Mlp
 from drivetrain.optimizer import algorithms
+from drivetrain.precision import Precision
 from drivetrain.saving import manifest
 from tests.support import sets
 
@@ -325,6 +328,26 @@ def test_its_yaml_is_its_constructors_signature(group, option):
     made, parameters = vars(cls()), inspect.signature(cls).parameters  # from Python as from the command line
     defaults = {k: made.get(k, parameters[k].default) for k in section}
     assert {k: list(v) if isinstance(v, tuple) else v for k, v in defaults.items()} == section
+
+
+WHAT_IS_TRAINED = {"task", "data", "model", "loss"}  # every other group is of techniques
+
+
+def test_each_says_what_it_changes_in_training():
+    """`drivetrain compare` and `certify` test what it claims."""
+    for (group, option), file in FILES.items():
+        cls, knobs = import_name(catalog.target(file)), yaml.safe_load(file.read_text())
+        effect = cls().effect_as_set()
+        assert {effect, *cls.key_effects.values()} <= {"exact", "close", "changes"}, word(group, option)
+        assert set(cls.key_effects) <= set(knobs), word(group, option)
+        assert effect == "exact" or group in WHAT_IS_TRAINED or 10 < len(cls.changes) < 100, word(group, option)
+
+
+def test_what_a_class_does_not_say_it_does_not_claim():
+    class Plugin(Precision):
+        """An option of somebody else's."""
+
+    assert (Precision.effect, Plugin.effect, Plugin().effect_as_set()) == ("exact", "changes", "changes")
 
 
 IMPLEMENTATIONS = {

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import ClassVar
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
-from drivetrain.core.option import Option, RunSpec
+from drivetrain.core.option import Effect, Option, RunSpec
 from drivetrain.core.source import CropBox, SamplePipeline
 
 CHUNK = 2**18  # values that a CPU works on at a time: they and their float copies stay in its cache
@@ -15,6 +16,7 @@ CHUNK = 2**18  # values that a CPU works on at a time: they and their float copi
 class Augment(Option):
     """augment=none: samples as they are."""
 
+    effect: ClassVar[Effect] = "exact"
     mixes = False  # mixes each sample with the next one in the epoch's order
     draws_on_cpu = False  # `__call__` gets its indices on the CPU, where numbers drawn can be read without waiting for the device
 

@@ -23,6 +23,9 @@ Half = Annotated[float, annotated_types.Ge(0), annotated_types.Le(0.5)]
 class ColorJitter(Augment):
     """Random brightness, contrast, saturation and hue, always in this order (torchvision's ColorJitter shuffles them)."""
 
+    effect = "changes"
+    changes = "the colours of training images"
+
     def __init__(
         self, brightness: NonNegative = 0.4, contrast: NonNegative = 0.4, saturation: NonNegative = 0.4, hue: Half = 0.1
     ) -> None:

@@ -25,6 +25,8 @@ class RandomErasing(Augment):
     for which no box fits stay as they are.
     """
 
+    effect = "changes"
+    changes = "training images lose a part"
     draws_on_cpu = True
 
     def __init__(

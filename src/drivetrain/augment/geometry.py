@@ -25,6 +25,9 @@ Interval = Annotated[Sequence[Positive], annotated_types.Len(2, 2)]  # lowest, h
 class FlipCrop(Augment):
     """Random horizontal flips, and random crops of the image padded by reflection."""
 
+    effect = "changes"
+    changes = "which side and part of a training image the model sees"
+
     def __init__(self, flip: Share = 0.5, pad: CountOrZero = 4) -> None:
         self.flip, self.pad = flip, pad
 
@@ -110,6 +113,8 @@ class RandomResizedCrop(Augment):
     Image files are cropped while they are decoded, at their full resolution; images in memory are cropped as they are.
     """
 
+    effect = "changes"
+    changes = "which part of a training image the model sees, and its scale"
     draws_on_cpu = True  # boxes are computed in float64, which MPS has not, and in hundreds of kernels of a few numbers
 
     def __init__(

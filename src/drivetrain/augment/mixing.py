@@ -87,6 +87,8 @@ class Mixing(Augment):
 class Mixup(Mixing):
     """The weighted mean of two images, and of their labels (Zhang et al. 2018). Images become float."""
 
+    effect = "changes"
+    changes = "two training images become one, and so do their labels"
     name, draws = "mixup", random_streams.MIXUP
 
     def __init__(self, alpha: Positive = 0.2, prob: Share = 1.0) -> None:
@@ -104,6 +106,8 @@ class Mixup(Mixing):
 class CutMix(Mixing):
     """Pastes a box of another image into each; labels are mixed by area (Yun et al. 2019)."""
 
+    effect = "changes"
+    changes = "training images get a part of another one, and labels their share"
     name, draws = "cutmix", random_streams.CUTMIX
 
     def mix(

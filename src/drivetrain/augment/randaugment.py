@@ -27,6 +27,8 @@ class RandAugment(Augment):
     Operations and strengths are those of torchvision's RandAugment. Samples that drew the same operation are processed together.
     """
 
+    effect = "changes"
+    changes = "training images, by random operations"
     draws_on_cpu = True
 
     def __init__(self, n: Operations = 2, magnitude: Magnitude = 9.0, fill: Byte = 128) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -18,7 +18,7 @@ from drivetrain.core import rng
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
-from drivetrain.core.option import Count, Option, Positive, RunSpec
+from drivetrain.core.option import Count, Effect, Option, Positive, RunSpec
 from drivetrain.core.source import Source
 from drivetrain.core.world import World
 
@@ -40,6 +40,15 @@ class Batch(Option):
     falling learning rate (Smith et al. 2018); micro-batches keep their size, so memory does not grow.
     """
 
+    effect: ClassVar[Effect] = "exact"
+    key_effects: ClassVar[Mapping[str, Effect]] = {
+        "global_batch": "changes",
+        "lr_scaling": "changes",
+        "base_batch": "changes",
+        "grow_every": "changes",
+        "grow_by": "changes",
+        "grow_until": "changes",
+    }
     accumulation_steps = 1  # micro-batches of one update, before any growth
     pad_to = 1  # lengths of training sequences are padded to multiples of this
     buckets_lengths: ClassVar[bool] = False  # sequences are grouped into micro-batches of a few lengths
@@ -228,6 +237,8 @@ class Batch(Option):
 class Accumulate(Batch):
     """Sums the gradients of `accumulation_steps` micro-batches before each update: the same result in less memory."""
 
+    effect = "close"
+    changes = "gradients are summed by micro-batches, of which BatchNorm takes its statistics"
     accumulation_steps: Count = 4
 
 
@@ -238,6 +249,8 @@ class Auto(Batch):
     Each trial is a process of its own, which may run out of memory. A CPU has no memory limit: set `memory_gb`.
     """
 
+    effect = "close"
+    changes = "gradients are summed by micro-batches, of which BatchNorm takes its statistics"
     fixed_micro_batches: ClassVar[bool] = False
 
     memory_gb: Positive | None = None

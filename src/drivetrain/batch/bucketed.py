@@ -44,6 +44,8 @@ class Bucketed(Batch):
     up to the padded tokens of `global_batch` of the longest samples, so that short samples come in larger batches.
     """
 
+    effect = "changes"
+    changes = "which samples meet in an update: those of similar length"
     buckets_lengths: ClassVar[bool] = True
     fixed_micro_batches: ClassVar[bool] = False
 

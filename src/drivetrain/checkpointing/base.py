@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge
 
 from drivetrain.core.blocks import blocks_for, describe_blocks
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Count, Option, RunSpec, Share
+from drivetrain.core.option import Count, Effect, Option, RunSpec, Share
 
 logger = logging.getLogger(__name__)
 
@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 class Checkpointing(Option):
     """checkpointing=none: every activation is kept."""
 
+    effect: ClassVar[Effect] = "exact"
     active = False
     chosen_by_compiler = False
     budget = 1.0  # share of the activations that the compiler keeps
@@ -32,6 +33,7 @@ class Blocks(Checkpointing):
     `block` is the class name of the blocks; null means the blocks that the model repeats.
     """
 
+    effect: ClassVar[Effect] = "exact"
     active = True
     name = "blocks"
 
@@ -72,6 +74,7 @@ class EveryK(Blocks):
     It recomputes single blocks, not segments of k, because segments would need the code that calls the blocks.
     """
 
+    effect = "exact"
     name = "every_k"
 
     def __init__(self, k: Annotated[int, Ge(2)] = 2, block: str | None = None) -> None:
@@ -90,6 +93,7 @@ class Selective(Blocks):
     those (as torchtitan does); `attention` keeps attention alone.
     """
 
+    effect = "exact"
     name = "selective"
 
     def __init__(
@@ -125,6 +129,8 @@ class Budget(Checkpointing):
     1 keeps what the compiler keeps by default, 0 what `blocks` keeps (torch._functorch.config.activation_memory_budget).
     """
 
+    effect = "close"
+    changes = "the compiler computes some activations twice, and may round them otherwise"
     active = True
     chosen_by_compiler = True
     needs_real_tensors = "compilers make code for a device, and run it"

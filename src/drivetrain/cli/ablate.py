@@ -13,8 +13,12 @@ drivetrain ablate recipe=fast baseline=naive [key=value] …   what each techniq
   drivetrain ablate recipe=fast baseline=naive data=digits model=resnet9
   drivetrain ablate recipe=mine.yaml quality=true          is the result still right, technique by technique?
 
-The arms are the baseline with each technique, the recipe without each, and the techniques added one after another to the
-baseline, the best first. rounds=8, block_s, quality, seeds: as for `drivetrain compare`.
+The arms are the baseline with each technique (alone), the recipe without each (without), and the techniques added one after
+another to the baseline, the best first (steps). tables=[steps] measures those alone, in the order of the config.
+
+  rounds=8              as for `drivetrain compare`, which says what block_s is too
+  quality=true          a second column: is the result still as good? seeds, max_seeds, quality_s, judge and target are
+                        compare's; a config that several tables have is trained once
 
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
 """

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from drivetrain.cli import arguments
 from drivetrain.config import catalog
+from drivetrain.config.plugins import trusted_packages
 from drivetrain.core.errors import DONE, UserError, did_you_mean
+from drivetrain.core.option import Option
+from drivetrain.core.user_code import import_name
 from drivetrain.ui.terminal import table
 
 HELP = """\
 drivetrain list [GROUP]      every option of every group with what it buys; of one group, every knob too
+
+`effect` is what an option claims of training: exact, the same numbers as without it; close, the same mathematics, rounded or
+summed otherwise; changes, another run. `drivetrain compare` tests the claim.
 
   -cd, --config-dir DIR your own options too: DIR/<group>/<option>.yaml
 
@@ -39,8 +46,8 @@ def show(group: str | None = None, config_dirs: Sequence[str] = ()) -> None:
         raise UserError(problems)
     groups = catalog.option_files(config_dirs)
     if group is None:
-        table(("group", "option", "what it buys"), [
-            (name if first else "", option, catalog.summary(file))
+        table(("group", "option", "effect", "what it buys"), [
+            (name if first else "", option, _claim(file)[0], catalog.summary(file))
             for name, files in groups.items()
             for first, (option, file) in zip([True] + [False] * len(files), files.items(), strict=False)
         ])  # fmt: skip
@@ -51,6 +58,8 @@ def show(group: str | None = None, config_dirs: Sequence[str] = ()) -> None:
     for option, file in groups[group].items():
         knobs = [line for line in file.read_text().splitlines() if not line.startswith(("#", "_target_"))]
         print(f"{group}={option}: {catalog.summary(file)}")
+        effect, changes = _claim(file)
+        print(f"    effect: {effect}{f' ({changes})' if changes else ''}")
         # Indented lines are the entries of a mapping, such as what a task sets.
         print("".join(f"    {knob}\n" if knob.startswith(" ") else f"    {group}.{knob}\n" for knob in knobs))
     if line := several(group):
@@ -62,3 +71,13 @@ def several(group: str) -> str:
     if group in catalog.SUMS:
         return f"'{group}=[a,b]' adds up several, with '{group}.weights=[1,0.5]' and {group}.a.key=value"
     return f"'{group}=[a,b]' takes several, '{group}=[]' none" if group in catalog.LISTS else ""
+
+
+def _claim(file: Path) -> tuple[str, str]:
+    """What an option claims of training, and what it changes; a dash where that is code which nobody has trusted."""
+    target = catalog.target(file)
+    if target not in catalog.shipped_targets() and target.partition(".")[0] not in trusted_packages():
+        return "–", ""
+    option: Option = import_name(target)()
+    effect = option.effect_as_set()
+    return effect, option.changes if effect != "exact" else ""

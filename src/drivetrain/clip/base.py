@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Option, Positive
+from drivetrain.core.option import Effect, Option, Positive
 
 GlobalNorm = Callable[[Sequence[Any], float], Any]  # (parameters, type of the norm) → norm of their gradients, 0-d
 
@@ -21,6 +21,7 @@ def _nothing() -> None:
 class Clip(Option):
     """clip=none: gradients are not clipped."""
 
+    effect: ClassVar[Effect] = "exact"
     active = False
     needs_whole_rows = False  # of weights, where ranks may hold parts of them
 
@@ -40,6 +41,8 @@ class Clip(Option):
 class Norm(Clip):
     """Scale all gradients by one factor so that their global norm is at most `max_norm` (Pascanu et al. 2013)."""
 
+    effect = "changes"
+    changes = "all gradients are scaled down where their norm is large"
     active = True
 
     def __init__(self, max_norm: Positive = 1.0, norm_type: Positive = 2.0) -> None:
@@ -55,6 +58,8 @@ class Norm(Clip):
 class Value(Clip):
     """Clamp each element of the gradients to ± `clip_value` (torch's clip_grad_value_), which changes their direction."""
 
+    effect = "changes"
+    changes = "large elements of gradients are cut off"
     active = True
 
     def __init__(self, clip_value: Positive = 1.0) -> None:
@@ -76,6 +81,8 @@ class Agc(Clip):
     layer is not clipped: the last parameter of two or more dimensions and those after it (its bias).
     """
 
+    effect = "changes"
+    changes = "large gradients of a unit are scaled down"
     active = True
     needs_whole_rows = True
 

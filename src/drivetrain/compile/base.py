@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Option, RunSpec
+from drivetrain.core.option import Effect, Option, RunSpec
 from drivetrain.core.step import Step
 from drivetrain.core.trees import Tree
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 class Compile(Option):
     """compile=none: the model runs eagerly."""
 
+    effect: ClassVar[Effect] = "exact"
     active = False
     captures_step = False  # the whole step is one graph
     cuda_graphs = False

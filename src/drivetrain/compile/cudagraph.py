@@ -18,6 +18,8 @@ class CudaGraph(Dynamo):
     copies all of them before each replay.
     """
 
+    effect = "close"
+    changes = "fused kernels round otherwise"
     cuda_graphs = True
     partitions_activations = True
     ranks_meet_in_forward = False

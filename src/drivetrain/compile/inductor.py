@@ -63,6 +63,8 @@ class Dynamo(Compiled):
 class Inductor(Dynamo):
     """Compiles the model with torch.compile: fused kernels, for a compilation time that `compile_s` reports."""
 
+    effect = "close"
+    changes = "fused kernels round otherwise"
     partitions_activations = True
 
     def __init__(
@@ -100,6 +102,8 @@ class Regional(Inductor):
     `block` is the class name of the blocks; null means the blocks that the model repeats.
     """
 
+    effect = "close"
+    changes = "fused kernels round otherwise"
     whole_forward = False
 
     def __init__(

@@ -17,6 +17,8 @@ from drivetrain.core.trees import Tree, first
 class Jit(Compiled):
     """Compiles with TorchScript, torch's compiler before torch.compile: retired upstream, included for comparison."""
 
+    effect = "close"
+    changes = "fused kernels round otherwise"
     torchscript = True
     specializes_on_shapes = False
     ranks_meet_in_forward = False

@@ -32,6 +32,8 @@ class StepGraph(Dynamo):
     runs only while recording: its decisions then hold for the whole run.
     """
 
+    effect = "close"
+    changes = "fused kernels round otherwise"
     captures_step = True
     crosses_devices = False
     warmup = 4  # one eager, one recorded, and on CUDA a first call and the capture

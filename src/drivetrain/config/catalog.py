@@ -80,6 +80,11 @@ def summary(file: Path) -> str:
     return next((comment for comment in comments if not comment.startswith("@package")), "")
 
 
+def target(file: Path) -> str:
+    """The dotted name of an option's class."""
+    return str(_TARGET.findall(file.read_text())[0])
+
+
 @cache
 def shipped_targets(group: str = "*") -> frozenset[str]:
     """The dotted names of the classes that conf/ names, of one group or of all: a config may make these without trust."""

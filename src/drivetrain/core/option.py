@@ -7,9 +7,9 @@ conf/ gives the value. Constructors only store their arguments; nothing is built
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
@@ -22,6 +22,8 @@ Share = Annotated[float, Ge(0), Le(1)]  # 0 … 1
 Momentum = Annotated[float, Ge(0), Lt(1)]  # 0 … below 1
 Count = Annotated[int, Ge(1)]
 CountOrZero = Annotated[int, Ge(0)]
+# On training: the same numbers; the same mathematics, rounded otherwise or summed in another order; or another run.
+Effect = Literal["exact", "close", "changes"]
 Length = float | str  # below 1: a share of the run; a whole number: updates; "5ep": epochs (read by horizon.Horizon)
 
 
@@ -73,13 +75,27 @@ class Option:
     An option is data: its settings as the config gave them. The object that `build` returns does the work in a run.
     """
 
+    # What an option claims beside its group's off switch, or beside others of its group that claim the same. `drivetrain
+    # compare` and `certify` test it. A subclass states its own: what it does not say, it does not claim.
+    effect: ClassVar[Effect] = "changes"
+    changes: ClassVar[str] = ""  # what it changes in training, in one line, where it is not exact
+    key_effects: ClassVar[Mapping[str, Effect]] = {}  # of knobs whose values have another effect than the option
+
     step_waits = ""  # why a step waits for the device, where it has to; "" means that it never does
     needs_real_tensors = ""  # why it cannot run on torch's fake tensors, by which the tests stand in for a device
     machine_local_keys: ClassVar[tuple[str, ...]] = ()  # of this machine (paths, devices): not in recipes, nor the config hash
     identifying_keys: ClassVar[tuple[str, ...]] = ()  # those of them that make another run: in the config hash after all
 
+    def __init_subclass__(cls, **named: Any) -> None:
+        super().__init_subclass__(**named)
+        cls.effect = cls.__dict__.get("effect", "changes")
+
     def see(self, run: RunSpec) -> None:
         """Note what this option's own answers depend on in the others. It is called once, before anything is validated."""
+
+    def effect_as_set(self) -> Effect:
+        """Return the effect with these settings, for an option whose knobs change its claim. It is called after `see`."""
+        return self.effect
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         """Yield the problems that can be found without torch, the model or the data, one line each."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Count, Option, RunSpec
+from drivetrain.core.option import Count, Effect, Option, RunSpec
 from drivetrain.core.protocols import Loss, Pipeline
 from drivetrain.core.step import Step, StreamWatcher
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 class Debug(Option):
     """debug=none: no debugging."""
 
+    effect: ClassVar[Effect] = "exact"
     updates: int | None = None  # stop after this many updates
     eval_batches: int | None = None  # evaluate at most this many batches
     augments = True  # whether samples are augmented
@@ -51,6 +52,9 @@ class Debug(Option):
 class Fast(Debug):
     """Runs a few updates and evaluation batches, to test that everything works."""
 
+    effect = "changes"
+    changes = "the run ends after a few updates"
+
     def __init__(self, updates: Count = 5, eval_batches: Count = 2) -> None:
         self.updates, self.eval_batches = updates, eval_batches
 
@@ -58,6 +62,7 @@ class Fast(Debug):
 class Anomaly(Debug):
     """Uses torch's anomaly detection: a NaN in the backward stops the run and names its forward line. Slow."""
 
+    effect = "exact"
     names_backward_lines = True
     step_waits = "torch looks for a NaN in the gradients of each operation"
 

@@ -36,6 +36,7 @@ class Gradcheck(Debug):
     before training and is named by its module. Modules that do not compute in float64 are left out and logged.
     """
 
+    effect = "exact"
     needs_real_tensors = "it compares numbers"
 
     def __init__(

@@ -32,6 +32,8 @@ class HostSync(Debug):
     finds the calls that would wait on CUDA. Intended reads of the training loop, at the end of an update, do not count.
     """
 
+    effect = "exact"
+
     def __init__(self, skip: CountOrZero = 1) -> None:
         self.skip = skip
         self.found: Counter[tuple[str, str]] = Counter()  # (line, call) → times

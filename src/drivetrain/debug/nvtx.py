@@ -17,6 +17,8 @@ class Nvtx(Window):
     nsys profile --capture-range=cudaProfilerApi drivetrain train debug=nvtx …
     """
 
+    effect = "exact"
+
     def __init__(self, skip: CountOrZero = 10, window: Count = 10, operations: bool = True, shapes: bool = False) -> None:
         super().__init__(skip, window)
         self.operations, self.shapes = operations, shapes

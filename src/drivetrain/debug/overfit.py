@@ -24,6 +24,8 @@ class Overfit(Debug):
     If a model cannot overfit one batch, the model, its loss, its learning rate or its labels are wrong.
     """
 
+    effect = "changes"
+    changes = "all updates are made with the first batch"
     augments = False
 
     def __init__(self, updates: Count = 200, target: Positive = 0.1) -> None:

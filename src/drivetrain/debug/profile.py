@@ -26,6 +26,8 @@ class Profile(Window):
     Afterwards the run continues at full speed: `updates=…` ends it sooner. Writes profile/ in the run's directory.
     """
 
+    effect = "exact"
+
     def __init__(
         self,
         skip: CountOrZero = 10,

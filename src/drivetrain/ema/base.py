@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Option, Share
+from drivetrain.core.option import Effect, Option, Share
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 class Ema(Option):
     """ema=none: no average is kept."""
 
+    effect: ClassVar[Effect] = "exact"
     active = False
 
     def update(self) -> None:
@@ -42,6 +43,8 @@ class Average(Ema):
     weights are soon forgotten. The average of 16-bit weights is float32, since in 16 bits small changes would be rounded away.
     """
 
+    effect = "changes"
+    changes = "an average of the weights is evaluated too; the weights train as before"
     active = True
 
     def __init__(self, decay: Share = 0.999, warmup: bool = True, buffers: Literal["average", "copy"] = "average") -> None:

@@ -30,6 +30,9 @@ class Auto(Loader):
     core-seconds. The first round always runs; the others stop after `budget_s` seconds.
     """
 
+    effect = "close"
+    changes = "samples may be augmented on the device, which rounds otherwise"
+
     def __init__(self, budget_s: Positive = 5.0) -> None:
         self.budget_s = budget_s
         self._chosen: Loader = Loader()

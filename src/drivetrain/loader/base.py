@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import starmap
-from typing import NamedTuple, cast
+from typing import ClassVar, NamedTuple, cast
 
 from drivetrain.core import rng, trees
 from drivetrain.core.cpus import usable_cores
 from drivetrain.core.errors import Interrupted
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch, Request
-from drivetrain.core.option import Option, RunSpec
+from drivetrain.core.option import Effect, Option, RunSpec
 from drivetrain.core.source import Augmentation, CropBox, CroppingSource, Normalizer, SequenceSource, Source
 from drivetrain.core.tensors import has_streams, send
 from drivetrain.core.trees import Tree
@@ -101,6 +101,7 @@ class Pipeline(NamedTuple):
 class Loader(Option):
     """loader=sync: the training loop reads each batch itself, as torch's DataLoader does by default."""
 
+    effect: ClassVar[Effect] = "exact"
     augments_on_device = False  # batches are copied as they were read; else augmented
 
     def validate(self, run: RunSpec) -> Iterator[str]:

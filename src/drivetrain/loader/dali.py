@@ -25,6 +25,8 @@ class Dali(Loader):
     Files that are not plain JPEGs, and batches that DALI fails on, are decoded as by the other loaders.
     """
 
+    effect = "changes"
+    changes = "pixels: DALI decodes, crops and resizes otherwise"
     needs_real_tensors = "DALI decodes on the device"
 
     def __init__(

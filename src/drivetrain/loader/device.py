@@ -19,6 +19,8 @@ class Device(Loader):
     `reader` is the loader that reads them on the CPU. On a device without streams the same steps run one after the other.
     """
 
+    effect = "close"
+    changes = "samples are augmented on the device, which rounds otherwise"
     augments_on_device = True
 
     def __init__(

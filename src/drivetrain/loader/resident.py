@@ -28,6 +28,9 @@ class Resident(Loader):
     They may take the share `share` of the device's free memory.
     """
 
+    effect = "close"
+    changes = "samples are augmented on the device, which rounds otherwise"
+
     def __init__(self, share: Share = 0.5) -> None:
         self.share = share
         self._on_device: WeakKeyDictionary[Source, Tensors] = WeakKeyDictionary()

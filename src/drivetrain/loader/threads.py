@@ -30,6 +30,8 @@ class Threads(Loader):
     batch.
     """
 
+    effect = "exact"
+
     def __init__(
         self,
         num_threads: Count | Literal["auto"] = "auto",

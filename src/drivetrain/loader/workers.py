@@ -26,6 +26,8 @@ class Workers(Loader):
     One iterator serves the whole run, so persistent workers read the next epoch while this one still trains.
     """
 
+    effect = "exact"
+
     def __init__(
         self,
         num_workers: Count = 2,

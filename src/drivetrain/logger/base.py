@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.core.option import Option
+from drivetrain.core.option import Effect, Option
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
@@ -20,6 +20,10 @@ class Logger(Option):
 
     in_thread = True
     required = False  # a failure ends the run; else it is logged once and the run goes on without this logger
+
+    def effect_as_set(self) -> Effect:
+        """Return "exact": it only watches."""
+        return "exact"
 
     def setup(self, context: BuildContext) -> None:
         self.start(context.run_dir, context.progress.updates)

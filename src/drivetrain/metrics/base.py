@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Option, RunSpec, needs_extra
+from drivetrain.core.option import Effect, Option, RunSpec, needs_extra
 from drivetrain.core.selection import Better
 from drivetrain.core.targets import TargetKind, describe, kind_of
 
@@ -37,6 +37,10 @@ class Metric(Option):
     takes: tuple[TargetKind, ...]  # the kinds of targets that it can be computed from
     better: Literal["min", "max"] | None = "max"  # which of two of its values is better; None: neither
     kind: TargetKind | None = None  # of the run's targets
+
+    def effect_as_set(self) -> Effect:
+        """Return "exact": it only watches."""
+        return "exact"
 
     @property
     def directions(self) -> dict[str, Better | None]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import RunSpec
+from drivetrain.core.option import Effect, RunSpec
 from drivetrain.core.patterns import flatten
 from drivetrain.optimizer.groups import GroupSettings, parameter_groups
 from drivetrain.optimizer.hyperparameters import Hyperparameters
@@ -32,6 +32,9 @@ class Optimizer(Hyperparameters):
     foreach, else the loop. A subclass has its further hyperparameters as fields and makes the optimizer in `make`.
     """
 
+    effect: ClassVar[Effect] = "changes"
+    changes = "how gradients become updates"
+    key_effects: ClassVar[Mapping[str, Effect]] = {"fused": "close", "foreach": "close"}
     fused_on: ClassVar[tuple[str, ...]] = ()  # device types that are known to have a fused implementation
     has_foreach: ClassVar[bool] = True
     elementwise: ClassVar[bool] = False  # whether an element's update needs only that element's gradient, so that shards do

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Option, RunSpec
+from drivetrain.core.option import Effect, Option, RunSpec
 from drivetrain.core.step import Step
 from drivetrain.core.trees import Tree
 from drivetrain.core.world import World
@@ -24,6 +24,7 @@ State = dict[str, Any]
 class Parallel(Option):
     """parallel=single: one process."""
 
+    effect: ClassVar[Effect] = "exact"
     world = World()
     data_world = World()  # this process among the data-parallel ranks; ranks that split the model get the same samples
     data_group: Any = None  # the process group of the data-parallel ranks; None: that of all ranks

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
-from drivetrain.core.option import Count, Positive, RunSpec
+from drivetrain.core.option import Count, Effect, Positive, RunSpec
 from drivetrain.core.step import Step, WrappingStep
 from drivetrain.parallel.process_group import ProcessGroupStrategy
 
@@ -28,6 +28,8 @@ class Ddp(ProcessGroupStrategy):
     also train with rank 0's, for models whose training forward reads its buffers.
     """
 
+    effect = "close"
+    changes = "gradients are averaged over ranks, of whose parts BatchNorm takes its statistics"
     bucket_mb: Positive = 25.0
     static_graph: bool = False
     gradient_as_bucket_view: bool = True
@@ -56,6 +58,9 @@ class Ddp(ProcessGroupStrategy):
                 f"model at its buckets, none smaller than {SMALLEST_COMPILED_MB} MiB): set parallel.bucket_mb to "
                 f"{SMALLEST_COMPILED_MB} or more"
             )
+
+    def effect_as_set(self) -> Effect:
+        return "changes" if self.compress == "powersgd" else self.effect  # of low rank, not only rounded
 
     def wrap_model(self, model: Any) -> Any:
         self._work.time_forward(model)

@@ -24,6 +24,8 @@ class Fsdp(Sharded):
     weights are gathered in bfloat16, except in a model with BatchNorm.
     """
 
+    effect = "close"
+    changes = "gradients are averaged over ranks, of whose parts BatchNorm takes its statistics"
     replicate: Count = 1
     reshard_after_forward: bool = True
     sync_each_micro: bool = False

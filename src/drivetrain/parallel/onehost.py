@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 class Dp(Parallel):
     """torch's DataParallel: one process, a thread per device. Included for comparison."""
 
+    effect = "close"
+    changes = "a batch is split among devices, of whose parts BatchNorm takes its statistics"
     one_process = False
     thread_per_device = True
 
@@ -60,6 +62,7 @@ class Split(Parallel):
     null means all devices. Blocks are split by measured cost, so that each device gets about the same forward time.
     """
 
+    effect = "exact"
     one_process = False
 
     devices: list[str] | None = None

@@ -41,6 +41,8 @@ class Pipeline(Sharded):
     many ranks, over which its blocks are sharded as with parallel=tensor.
     """
 
+    effect = "close"
+    changes = "gradients are summed by micro-batches, of which BatchNorm takes its statistics"
     portable_shards = False
     own_forward = False
 

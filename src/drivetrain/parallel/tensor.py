@@ -25,6 +25,8 @@ class Tensor(Sharded):
     parallel=fsdp. There are sharding plans for the blocks of timm's vision transformers and of model=gpt.
     """
 
+    effect = "close"
+    changes = "products are summed over ranks"
     portable_shards = False
 
     size: Count | Literal["auto"] = "auto"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Count, Option, Positive
+from drivetrain.core.option import Count, Effect, Option, Positive
 from drivetrain.core.trees import Tree
 from drivetrain.precision import cpu_float16, float32_products, one_pixel_conv
 
@@ -32,6 +32,7 @@ def backpropagate(loss: torch.Tensor, weight: torch.Tensor) -> None:
 class Precision(Option):
     """precision=fp32: everything in float32. torch would round the inputs of convolutions to TensorFloat-32 on CUDA."""
 
+    effect: ClassVar[Effect] = "exact"
     dtype: str | None = None  # that autocast computes in
     full_float32 = True  # every tensor is float32
     scales_loss = False  # an overflow skips the update
@@ -92,6 +93,9 @@ class Tf32(Precision):
     `matmul` sets torch.set_float32_matmul_precision; `cudnn` uses TF32 for convolutions too, which is torch's default.
     """
 
+    effect = "close"
+    changes = "rounds the inputs of products to TensorFloat-32"
+
     def __init__(self, matmul: Literal["high", "medium"] = "high", cudnn: bool = True) -> None:
         self.matmul, self.cudnn = matmul, cudnn
 
@@ -107,6 +111,8 @@ class Tf32(Precision):
 class Bf16(Precision):
     """bfloat16 autocast: float32's range in 16 bits, so no loss scaling."""
 
+    effect = "close"
+    changes = "rounds products and activations to bfloat16"
     dtype = "bfloat16"
     full_float32 = False
 
@@ -130,6 +136,8 @@ class Amp(Bf16):
     On a CPU, layers whose float16 kernels are slow stay in float32: that is measured, once, before training.
     """
 
+    effect = "close"
+    changes = "rounds products and activations to float16; an overflow skips the update"
     dtype = "float16"
     scales_loss = True
     step_waits = "an overflow, which the host reads after each backward, skips the update"

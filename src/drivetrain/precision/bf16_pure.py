@@ -29,6 +29,8 @@ class Bf16Pure(Precision):
     its state are float32 either way; BatchNorm stays in float32, for its running statistics; so does the loss.
     """
 
+    effect = "close"
+    changes = "rounds weights, activations and gradients to bfloat16"
     full_float32 = False
     owns_weights = True
 

@@ -26,6 +26,8 @@ class Fp8(Bf16):
     gains; so do layers of sizes that 16 does not divide. `scaling` is torchao's recipe; `emulate` runs on any device, slowly.
     """
 
+    effect = "close"
+    changes = "rounds the inputs of large products to float8, and the rest to bfloat16"
     owns_weights = True
 
     def __init__(

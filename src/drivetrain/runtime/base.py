@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 from drivetrain.core import accelerators, rng
 from drivetrain.core.accelerators import Accelerator
@@ -15,7 +15,7 @@ from drivetrain.core.cpus import usable_cores
 from drivetrain.core.device import keep_freed_memory
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Count, CountOrZero, Option, RunSpec
+from drivetrain.core.option import Count, CountOrZero, Effect, Option, RunSpec
 from drivetrain.core.world import World
 
 DEVICE = re.compile(r"auto|cpu|mps|(cuda|xpu)(:\d+)?")
@@ -28,6 +28,15 @@ logger = logging.getLogger(__name__)
 class Runtime(Option):
     """The device, the seed, the CPU threads and the backend flags of a run."""
 
+    effect: ClassVar[Effect] = "exact"
+    key_effects: ClassVar[Mapping[str, Effect]] = {
+        "device": "close",
+        "seed": "changes",
+        "threads": "close",
+        "cudnn_benchmark": "close",
+        "deterministic": "close",
+        "attention": "close",
+    }
     machine_local_keys = ("device", "threads")
 
     def __init__(

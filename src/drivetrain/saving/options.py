@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
-from drivetrain.core.option import Count, Option, Positive, RunSpec
+from drivetrain.core.option import Count, Effect, Option, Positive, RunSpec
 
 
 class Saving(Option):
     """saving=none: nothing is saved."""
 
+    effect: ClassVar[Effect] = "exact"
     active = False
     best = False  # keeps the checkpoints of the best evaluations
     average_kept = False
@@ -41,6 +43,7 @@ class Last(Saving):
     (checkpoint averaging, as in Vaswani et al. 2017) and written to averaged.safetensors.
     """
 
+    effect = "exact"
     active = True
 
     def __init__(
@@ -80,6 +83,7 @@ class Best(Last):
     At the end of the run the best one is loaded and evaluated.
     """
 
+    effect = "exact"
     best = True
 
     def validate(self, run: RunSpec) -> Iterator[str]:

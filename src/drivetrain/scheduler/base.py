@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from drivetrain.core.horizon import Horizon, length_problem, run_horizon
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Length, Option, RunSpec, Share
+from drivetrain.core.option import Effect, Length, Option, RunSpec, Share
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
@@ -19,6 +19,8 @@ class Scheduler(Option):
     The warm-up rises from `warmup_start` × lr, as torch's LinearLR does, but never makes an update with learning rate 0.
     """
 
+    effect: ClassVar[Effect] = "changes"
+    changes = "the learning rate over the run"
     lengths: tuple[str, ...] = ("warmup",)  # the arguments that are lengths, or lists of them
     follows_evaluations = False  # it needs no length of the run: the metrics of evaluations set its pace
     plot_note = ""  # printed below a plot of the schedule: what the plot cannot show

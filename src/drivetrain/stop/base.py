@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from drivetrain.core import selection
 from drivetrain.core.horizon import run_horizon
-from drivetrain.core.option import Count, NonNegative, Option, RunSpec
+from drivetrain.core.option import Count, Effect, NonNegative, Option, RunSpec
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 class Stop(Option):
     """stop=none: the run goes to its end."""
+
+    effect: ClassVar[Effect] = "exact"
 
     @property
     def reason(self) -> str | None:
@@ -38,6 +40,9 @@ class Stop(Option):
 
 class Early(Stop):
     """Ends the run after `patience` evaluations in a row in which `metric` is not better than before by more than `min_delta`."""
+
+    effect = "changes"
+    changes = "the length of the run"
 
     def __init__(self, patience: Count = 3, min_delta: NonNegative = 0.0, metric: str | None = None) -> None:
         self.patience, self.min_delta, self.metric = patience, min_delta, metric

@@ -13,6 +13,8 @@ from drivetrain.surgery.base import Edit
 class ChannelsLast(Edit):
     """Put weights and images in NHWC order, which convolution kernels read faster; transformers gain nothing."""
 
+    effect = "close"
+    changes = "kernels for another layout round otherwise"
     memory_format = "channels_last"
 
     def validate_device(self, run: RunSpec) -> Iterator[str]:

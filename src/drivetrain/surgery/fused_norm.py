@@ -26,6 +26,9 @@ class FusedNorm(Edit):
     for a norm with its activation (compile=inductor fuses those), and none for RMSNorm on a CPU.
     """
 
+    effect = "close"
+    changes = "one kernel of a norm rounds otherwise than several"
+
     def apply(self, model: torch.nn.Module, example: Tree) -> str:
         fused, left = Counter[str](), 0
         for module in list(model.modules()):

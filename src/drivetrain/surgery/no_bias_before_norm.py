@@ -23,6 +23,9 @@ class NoBiasBeforeNorm(Edit):
     by nothing else. The norm's running mean is reduced by the bias, so that outputs stay the same in evaluation too.
     """
 
+    effect = "close"
+    changes = "without the biases that a BatchNorm subtracts again"
+
     def apply(self, model: torch.nn.Module, example: Tree) -> str:
         removed = biases_before_norm(model, example)
         norms = sum(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in model.modules())

@@ -18,6 +18,8 @@ class SyncBn(Edit):
     On CUDA a norm becomes torch.nn.SyncBatchNorm. On a CPU, where that does not run, it becomes the same in plain operations.
     """
 
+    effect = "changes"
+    changes = "BatchNorm takes its statistics of all ranks' samples"
     ranks_meet_in_forward = True
 
     def validate(self, run: RunSpec) -> Iterator[str]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from drivetrain.config.catalog import LISTS
 from drivetrain.core.errors import DONE, FAILED, UserError
@@ -15,7 +15,7 @@ from drivetrain.core.overrides import format_value
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure import arguments
-from drivetrain.measure.benchmark import arms, compare, comparison
+from drivetrain.measure.benchmark import arms, compare, comparison, quality
 from drivetrain.measure.benchmark.comparison import Comparison
 from drivetrain.measure.benchmark.page import ablation_page
 from drivetrain.run import directory
@@ -29,6 +29,7 @@ class Settings(comparison.Settings):
     rounds: Count = 8  # of each of three comparisons, which have many arms
     recipe: str = "fast"
     baseline: str = "naive"
+    tables: list[Literal["alone", "without", "steps"]] = field(default_factory=lambda: ["alone", "without", "steps"])
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,8 @@ class Ablation:
     def __post_init__(self) -> None:
         self.baseline = prepare_job([f"recipe={self.settings.baseline}", *self.overrides], self.config_dirs)
         self.recipe = prepare_job([f"recipe={self.settings.recipe}", *self.overrides], self.config_dirs)
+        quality.check(self.settings, self.baseline, self.settings.quality)
+        self.trained: quality.Trained = {}  # the runs of all three comparisons, which have arms in common
 
     def compare(self, title: str, variants: dict[str, list[Technique]], enable: bool) -> Comparison:
         """Measure the baseline with each variant's techniques (`enable`), or the recipe without them; print the table."""
@@ -113,7 +116,7 @@ class Ablation:
         specs = [arms.compose(name, given, self.config_dirs)]
         for label, differences in variants.items():
             specs.append(arms.compose(label, [*given, *overrides_of(start, differences, enable)], self.config_dirs))
-        done = comparison.measure(specs, self.settings, self.overrides)
+        done = comparison.measure(specs, self.settings, self.overrides, trained=self.trained)
         compare.show(done)
         return done
 
@@ -122,21 +125,25 @@ def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
     """Run `drivetrain ablate`; return its exit code."""
     settings, overrides = arguments.split(argv, Settings)
     arms.refuse_resume("ablate", overrides)
+    if not settings.tables:
+        raise UserError("tables=[] measures nothing: leave it out, or name some of alone, without and steps")
     recipe, baseline = settings.recipe, settings.baseline
     ablation = Ablation(settings, overrides, config_dirs)
     found = techniques(ablation.baseline, ablation.recipe)
     if not found:
         raise UserError(f"recipe={recipe} and baseline={baseline} do not differ with these overrides")
-    plus = ablation.compare(f"{baseline} + each", {f"+ {t.label}": [t] for t in found}, True)
-    minus = ablation.compare(f"{recipe} − each", {f"− {t.label}": [t] for t in found}, False)
-    best = _by_gain(found, plus)
-    steps = {f"+ {technique.label}": best[: n + 1] for n, technique in enumerate(best)}
-    ladder = ablation.compare(f"from {baseline} to {recipe}", steps, True)
-    comparisons = {
-        f"From {baseline} to {recipe}, step by step": ladder,
-        f"{baseline} and one technique more": plus,
-        f"{recipe} and one technique less": minus,
-    }
+    comparisons = {}
+    if "alone" in settings.tables:
+        plus = ablation.compare(f"{baseline} + each", {f"+ {t.label}": [t] for t in found}, True)
+        comparisons[f"{baseline} and one technique more"] = plus
+        found = _by_gain(found, plus)
+    if "without" in settings.tables:
+        minus = ablation.compare(f"{recipe} − each", {f"− {t.label}": [t] for t in found}, False)
+        comparisons[f"{recipe} and one technique less"] = minus
+    if "steps" in settings.tables:
+        steps = {f"+ {technique.label}": found[: n + 1] for n, technique in enumerate(found)}
+        ladder = ablation.compare(f"from {baseline} to {recipe}", steps, True)
+        comparisons = {f"From {baseline} to {recipe}, step by step": ladder, **comparisons}
     folder = directory.create(Path(ablation.baseline.run.values["output_dir"]), "compare")
     write_json(folder / "ablate.json", {title: done.as_dict() for title, done in comparisons.items()})
     (folder / "ablate.html").write_text(ablation_page(recipe, baseline, comparisons, argv))

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from drivetrain import sweep
+from drivetrain.config.catalog import option_keys
+from drivetrain.config.compose import compose as compose_config
 from drivetrain.core.errors import UserError
 from drivetrain.core.overrides import key_of
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure.overrides import groups_of
 from drivetrain.recipe.reader import Recipe
+from drivetrain.sweep import SweepJob
 
 NO_SAVING = ("saving=none",)  # of every arm whose overrides do not name saving: it leaves no checkpoints behind
 
@@ -54,6 +59,53 @@ def baseline_job(specs: Sequence[ArmSpec]) -> Job:
         label = specs[0].label
         raise UserError([f"the first arm ({label}) is what the others are compared to: {p}" for p in specs[0].problems])
     return job
+
+
+def swept(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> tuple[list[ArmSpec], list[str]]:
+    """An arm for each combination of the values that the overrides give, and what the user should know of them, in lines.
+
+    A word such as optimizer.momentum=0.9 goes to the arms whose option has that key; the others run without it.
+    """
+    jobs = sweep.prepare(without_saving(overrides), config_dirs)
+    homes = {word: arms for word in _of_options(jobs) if 0 < len(arms := _with_key(word, jobs, config_dirs)) < len(jobs)}
+    found: list[SweepJob] = []
+    notes = []
+    for number, job in enumerate(jobs):
+        foreign = [word for word in job.overrides if number not in homes.get(word, [number])]
+        if foreign:
+            words = [word for word in job.overrides[: len(job.overrides) - len(job.cell)] if word not in foreign]
+            job = sweep.prepare_one([w for w in job.label.split() if w in words], words, job.cell, config_dirs)
+            if any(job.overrides == other.overrides for other in found):
+                continue
+            notes.append(f"{' '.join(foreign)} is not for the arm {job.label}, whose option has no such key: it runs without")
+        found.append(job)
+    return [ArmSpec(job.label, job.overrides, job.job, job.problems) for job in found], notes
+
+
+def _of_options(jobs: Sequence[SweepJob]) -> list[str]:
+    """The words of arms that cannot run which set a key of some option."""
+    words = dict.fromkeys(word for job in jobs if job.job is None for word in job.overrides)
+    return [word for word in words if "." in key_of(word)]
+
+
+def _with_key(word: str, jobs: Sequence[SweepJob], config_dirs: Sequence[str]) -> list[int]:
+    """The numbers of the arms whose chosen options have the key that a word sets."""
+    group, _, key = key_of(word).partition(".")
+    found = []
+    for number, job in enumerate(jobs):
+        chosen = _choices([w for w in job.overrides if "." not in key_of(w)], config_dirs).get(group)
+        first = key.split(".")[0]
+        if first in chosen if isinstance(chosen, list) else first in option_keys(group, chosen, config_dirs):
+            found.append(number)
+    return found
+
+
+def _choices(overrides: Sequence[str], config_dirs: Sequence[str]) -> dict[str, Any]:
+    """Group → option of these overrides; {} where they cannot be composed, which is reported where the arm is."""
+    try:
+        return compose_config(overrides, config_dirs).choices
+    except UserError:
+        return {}
 
 
 def refuse_resume(command: str, overrides: Sequence[str]) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from drivetrain import sweep
 from drivetrain.core.errors import DONE, FAILED, UserError
 from drivetrain.core.files import write_json
 from drivetrain.launch.job import Job
 from drivetrain.measure import arguments
-from drivetrain.measure.benchmark import page
-from drivetrain.measure.benchmark.arms import ArmSpec, baseline_job, refuse_resume, without_saving
+from drivetrain.measure.benchmark import page, quality
+from drivetrain.measure.benchmark.arms import baseline_job, refuse_resume, swept
 from drivetrain.measure.benchmark.comparison import Comparison, Settings, measure
 from drivetrain.run import directory
 from drivetrain.ui import terminal
@@ -21,11 +20,14 @@ def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
     """Run `drivetrain compare`; return its exit code."""
     settings, overrides = arguments.split(argv, Settings)
     refuse_resume("compare", overrides)
-    jobs = sweep.prepare(without_saving(overrides), config_dirs)
-    specs = [ArmSpec(job.label, job.overrides, job.job, job.problems) for job in jobs]
+    specs, notes = swept(overrides, config_dirs)
     if len(specs) < 2:
         raise UserError("there is nothing to compare: give one key several values, as in precision=fp32,bf16")
+    quality.check(settings, baseline_job(specs), settings.quality)
+    for note in notes:
+        print(note, flush=True)
     comparison = measure(specs, settings, overrides)
+    comparison.notes = notes + comparison.notes
     show(comparison)
     save(comparison, baseline_job(specs), argv)
     return FAILED if comparison.failed else DONE

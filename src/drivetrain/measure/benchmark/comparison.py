@@ -12,7 +12,7 @@ from typing import Any
 from drivetrain.core import accelerators
 from drivetrain.core.option import Count, Positive
 from drivetrain.core.signals import ended_by_signals
-from drivetrain.measure.benchmark import noninferiority, stopping
+from drivetrain.measure.benchmark import noninferiority, quality, stopping
 from drivetrain.measure.benchmark.arms import ArmSpec, baseline_job
 from drivetrain.measure.benchmark.interleave import Arm, StoppingRule, run_rounds
 from drivetrain.measure.cells import figure
@@ -22,13 +22,12 @@ from drivetrain.ui.progress import Steps
 
 
 @dataclass
-class Settings:
+class Settings(quality.Plan):
     """The settings of `drivetrain compare`."""
 
     rounds: Count = 20  # at most, each with fresh processes; with fewer than 6 there is no interval
     block_s: Positive = 0.4  # seconds of a timed block; two blocks for each round and arm
     quality: bool = False  # also train each arm to its end, with several seeds
-    seeds: Count = 5
 
 
 @dataclass
@@ -131,9 +130,9 @@ class Comparison:
         header = ["arm", "samples/s", "ratio", "95 % interval", "step p50", "p95", "data wait", "memory", "compile", "pays after"]
         rows = [[row.label, *row.cells(first=not n)] for n, row in enumerate(self.rows)]
         if self.settings.quality:
-            header += ["quality", "because"]
+            header += ["effect", "seeds", "quality", "because"]
             for cells, row in zip(rows, self.rows, strict=True):
-                cells += [row.verdict.outcome, row.verdict.reason] if row.verdict else ["–", ""]
+                cells += _quality(row.verdict)
         if self.failed:
             header.append("error")
             for cells, row in zip(rows, self.rows, strict=True):
@@ -147,10 +146,12 @@ def measure(
     settings: Settings,
     overrides: Sequence[str],
     stopping_rule: StoppingRule = stopping.precise,
+    trained: quality.Trained | None = None,
 ) -> Comparison:
     """Run the arms in interleaved rounds, then train them to their ends if the settings ask for quality.
 
-    `overrides` are recorded as what all arms have in common. Raises UserError if the first arm cannot run.
+    `overrides` are recorded as what all arms have in common, and `trained` are runs that need no training again. Raises
+    UserError if the first arm cannot run.
     """
     first = baseline_job(specs)
     accelerators.find()  # this, and the import of torch, once here, because the arms are forked
@@ -171,15 +172,43 @@ def measure(
             directory.remove(folder)
         rows = [Row.of(spec, arm, runnable[0]) for spec, arm in zip(specs, arms, strict=True)]
         if settings.quality:
-            add_verdicts(rows, specs, settings.seeds, root, progress)
+            add_verdicts(rows, specs, settings, root, progress, trained)
     facts = environment.describe(list(overrides), first.config_hash, {})
-    return Comparison(rows, _unequal_work(runnable), list(overrides), settings, facts, time.perf_counter() - began)
+    notes = [*_unequal_work(runnable), *_together(rows)]
+    return Comparison(rows, notes, list(overrides), settings, facts, time.perf_counter() - began)
 
 
-def add_verdicts(rows: Sequence[Row], specs: Sequence[ArmSpec], seeds: int, root: Path, progress: Callable[..., None]) -> None:
+def add_verdicts(
+    rows: Sequence[Row],
+    specs: Sequence[ArmSpec],
+    plan: quality.Plan,
+    root: Path,
+    progress: Callable[..., None],
+    trained: quality.Trained | None = None,
+) -> None:
     """Train the arms with several seeds, and set each row's verdict on quality."""
-    for row, verdict in zip(rows, noninferiority.judge(specs, seeds, root, progress), strict=True):
+    for row, verdict in zip(rows, quality.judge(specs, plan, root, progress, trained), strict=True):
         row.verdict = verdict
+
+
+def _quality(verdict: noninferiority.Verdict | None) -> list[str]:
+    """The cells of a row's verdict."""
+    if verdict is None:
+        return ["–", "–", "–", ""]
+    effect = "–" if verdict.outcome == noninferiority.FIRST else verdict.effect
+    return [effect, str(len(verdict.runs)), verdict.outcome, verdict.reason]
+
+
+def _together(rows: Sequence[Row]) -> list[str]:
+    """A note on what the verdicts of several arms, and of several looks at their seeds, hold for together."""
+    verdicts = [row.verdict for row in rows[1:] if row.verdict is not None]
+    if not verdicts:
+        return []
+    arms = f"all {len(verdicts)} arms (Holm) and " if len(verdicts) > 1 else ""
+    return [
+        f"quality: PASS and FAIL are each decided at a level of {100 * noninferiority.ALPHA:g} % for {arms}"
+        "all looks at the seeds together (alpha spending)"
+    ]
 
 
 def _unequal_work(arms: Sequence[Arm]) -> list[str]:

@@ -1,34 +1,46 @@
 """Whether a technique leaves the result as good as before: a non-inferiority test against the first arm.
 
-All arms are trained with the same seeds, and two figures are compared, seed by seed: the final metric, and the mean
-training loss over the run. The margin is twice the first arm's standard deviation over the seeds, or 0.5 % of its mean
-where that is more. PASS: for both figures the 90 % interval of the difference (Student's t, 5 % on each side) lies below
-the margin. FAIL: for one figure it lies above the margin, or a run did not complete that the first arm completed.
-INCONCLUSIVE: anything else, so too few seeds never give a PASS.
+All arms are trained with the same seeds, and compared seed by seed in what their runs end with on the validation data: the
+metric that ranks models, and the loss. Techniques that claim to be the same mathematics (`exact` or `close` in `drivetrain
+list`) are also compared in the mean training loss over the run; of others it is shown, as they may change it on purpose.
+The margin is twice the first arm's standard deviation over the seeds, or 0.5 % of its mean where that is more. PASS: every
+figure's interval of the difference (Student's t) lies below the margin. FAIL: the metric's lies above it (of the same
+mathematics: any figure's), or a run did not complete that the first arm completed. INCONCLUSIVE: anything else, so too few
+seeds never give a PASS. While an arm is INCONCLUSIVE, more seeds are trained, up to `max_seeds`.
+
+PASS and FAIL are each decided at a level of 5 % for all arms and all looks at the seeds together: over the arms by Holm's
+step-down procedure (1979), over the figures of which one is enough for a FAIL by Bonferroni's inequality, over the looks by
+alpha spending (Lan & DeMets 1983) with Pocock's spending function. The margin counts as known, although it is measured on the
+same seeds: with 20 seeds, an arm that is worse by one standard deviation FAILs in 1 % of the cases, one that is worse by three
+PASSes in 0.1 %.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from drivetrain.core.errors import Interrupted, UserError
-from drivetrain.core.selection import selected
-from drivetrain.launch.job import Job
-from drivetrain.launch.job import prepare as prepare_job
-from drivetrain.measure.benchmark.arms import ArmSpec, baseline_job
+from drivetrain.core.option import Effect
+from drivetrain.core.selection import Selection
 from drivetrain.measure.intervals import Interval, deviation, mean
-from drivetrain.run import directory
-from drivetrain.run.reader import RunFiles, read
-from drivetrain.sweep import SignalForwarder, SweepJob, run_one
 
 MARGIN_DEVIATIONS = 2.0  # the margin in standard deviations of the first arm over its seeds
 MARGIN_FLOOR = 0.005  # the least margin, as a share of the first arm's mean
-CONFIDENCE = 0.9
+ALPHA = 0.05  # level of PASS, and of FAIL, over all arms and looks
 
-PASS, FAIL, INCONCLUSIVE = "PASS", "FAIL", "INCONCLUSIVE"
+PASS, FAIL, INCONCLUSIVE, FIRST = "PASS", "FAIL", "INCONCLUSIVE", "first"
+LOSS, TRAINING_LOSS = "loss", "training loss"
+
+
+class Figure(NamedTuple):
+    """A figure that runs are compared in, and what it decides."""
+
+    name: str
+    sign: float = 1.0  # 1: lower is better; -1: higher is better
+    needed: bool = True  # a PASS needs it
+    alone: bool = True  # if it is worse, that alone is a FAIL
 
 
 @dataclass
@@ -37,8 +49,8 @@ class TrainedRun:
 
     seed: int
     samples: int
-    metric: float | None = None
-    loss: float | None = None  # mean training loss over the run
+    figures: dict[str, float] = field(default_factory=dict)  # by name
+    censored: list[str] = field(default_factory=list)  # figures that are at least so much: the time to a target never reached
     error: str | None = None
 
 
@@ -52,84 +64,163 @@ class Verdict:
     runs: list[TrainedRun] = field(default_factory=list)
     degradation: dict[str, Interval] = field(default_factory=dict)  # by figure
     margin: dict[str, float] = field(default_factory=dict)  # by figure
+    decides: list[str] = field(default_factory=list)  # the figures that a PASS needs
+    effect: Effect = "changes"  # what the arm's difference claims
+    claims: list[str] = field(default_factory=list)  # the settings that differ and claim so
+    confidence: float | None = None  # of the intervals: that at which the last look decided
 
 
-def judge(specs: Sequence[ArmSpec], seeds: int, root: Path, progress: Callable[..., None]) -> list[Verdict | None]:
-    """Train every arm that can run with the same seeds; return each arm's verdict, None for an arm that cannot run."""
-    folder = directory.create(root, "compare", "quality")
-    try:
-        with SignalForwarder() as signals:
-            runs = [
-                _train(spec, spec.job, seeds, folder / str(n), signals, progress) if spec.job is not None else []
-                for n, spec in enumerate(specs)
-            ]
-    finally:
-        directory.remove(folder)
-    selection = selected(baseline_job(specs).run)
-    sign = -1.0 if selection.maximize else 1.0
-    return [verdict(own, runs[0], selection.name, sign) if own else None for own in runs]
+def figures_for(effect: Effect, selection: Selection, judge: Sequence[Selection] = (), target: str | None = None) -> list[Figure]:
+    """The figures of an arm whose difference has this effect: those that `judge` names, or else the metric and the loss."""
+    same = effect != "changes"
+    named = {s.name: s for s in judge or [selection, Selection(LOSS, min)]}
+    alone = {name for name in named if same or judge or name == selection.name}
+    found = [Figure(name, -1.0 if s.maximize else 1.0, alone=name in alone) for name, s in named.items()]
+    return [*found, *([Figure(target)] if target else []), Figure(TRAINING_LOSS, needed=same, alone=same)]
 
 
-def verdict(runs: list[TrainedRun], base: list[TrainedRun], metric: str, sign: float) -> Verdict:
-    """The verdict on an arm's `runs` against those of the first arm; `sign` is 1 where a lower metric is better, else -1."""
-    if failed := next((run for run in base if run.error), None):
-        return Verdict(INCONCLUSIVE, f"the first arm's own run with seed {failed.seed} ended: {failed.error}", metric, runs)
+class _Evidence:
+    """How an arm compares with the first one in one figure."""
+
+    def __init__(self, figure: Figure, runs: Sequence[TrainedRun], base: Sequence[TrainedRun]) -> None:
+        self.figure = figure
+        before, after = ([run.figures.get(figure.name, math.nan) for run in each] for each in (base, runs))
+        self.before, self.after = before, after
+        self.worse_by = [figure.sign * (a - b) for a, b in zip(after, before, strict=True)]
+        self.margin = max(MARGIN_DEVIATIONS * deviation(before), MARGIN_FLOOR * abs(sum(before) / len(before)))
+        self.p_pass, self.p_fail = self._p()
+        if any(figure.name in run.censored for run in (*runs, *base)):  # it may be much more: never a PASS
+            self.p_pass = 1.0
+        if any(figure.name in run.censored for run in base):
+            self.p_fail = 1.0
+
+    def _p(self) -> tuple[float, float]:
+        """The probabilities of such runs, or of clearer ones: where the arm is worse by the margin or more; by no more."""
+        from scipy.stats import t
+
+        spread, n = deviation(self.worse_by), len(self.worse_by)
+        beyond = sum(self.worse_by) / n - self.margin
+        if not math.isfinite(spread) or math.isnan(beyond):
+            return 1.0, 1.0
+        if spread == 0:
+            return (0.0, 1.0) if beyond <= 0 else (1.0, 0.0)
+        statistic = beyond / (spread / math.sqrt(n))
+        return float(t.cdf(statistic, n - 1)), float(t.sf(statistic, n - 1))
+
+    def text(self, confidence: float) -> str:
+        """The difference in words."""
+        middle, low, high = mean(self.worse_by, confidence)
+        word, least, most = ("better", -high, -low) if middle < 0 else ("worse", low, high)
+        decides = f"allowed {self.margin:.2g}" if self.figure.needed else "it does not decide"
+        return f"{self.figure.name} {word} by {abs(middle):.2g} ({least:.2g} to {most:.2g}), {decides}"
+
+
+@dataclass
+class Trial:
+    """Arms that are judged together, at one look at their seeds or at several. Only an INCONCLUSIVE arm is judged again."""
+
+    verdicts: dict[int, Verdict]  # by the arm's number; before the first look without an outcome
+    figures: dict[int, list[Figure]]
+    spent: float = 0.0  # of ALPHA, by the looks so far
+
+    @classmethod
+    def of(cls, metric: str, claims: dict[int, tuple[Effect, list[str]]], figures: dict[int, list[Figure]]) -> Trial:
+        """A trial of these arms; `claims` has what the difference of each from the first arm claims."""
+        verdicts = {n: Verdict(INCONCLUSIVE, "", metric, effect=effect, claims=names) for n, (effect, names) in claims.items()}
+        return cls(verdicts, figures)
+
+    def look(self, runs: dict[int, list[TrainedRun]], base: list[TrainedRun], share: float = 1.0) -> list[int]:
+        """Judge the undecided arms, when `share` of the seeds that may be trained have been; return those still undecided."""
+        level = spending(share) - self.spent
+        self.spent += level
+        evidence = {}
+        for n in [n for n, v in self.verdicts.items() if v.outcome == INCONCLUSIVE]:
+            verdict = self.verdicts[n]
+            verdict.runs = runs[n]
+            if settled := _without_test(runs[n], base):
+                verdict.outcome, verdict.reason = settled
+            elif len(base) < 2:
+                verdict.reason = "one seed shows no spread: set seeds=5"
+            else:
+                evidence[n] = [_Evidence(figure, runs[n], base) for figure in self.figures[n]]
+        passing = {n: max(e.p_pass for e in found if e.figure.needed) for n, found in evidence.items()}
+        failing = {n: min(1.0, len(a) * min(a)) for n, e in evidence.items() if (a := [f.p_fail for f in e if f.figure.alone])}
+        levels = self._decide(PASS, passing, level)
+        self._decide(FAIL, failing, level)
+        for n, found in evidence.items():
+            _describe(self.verdicts[n], found, base, 1 - 2 * levels[n])
+        undecided = [n for n, v in self.verdicts.items() if v.outcome == INCONCLUSIVE and not any(run.error for run in base)]
+        return [n for n in undecided if not _stuck(evidence.get(n, ()), level)]
+
+    def _decide(self, outcome: str, p: dict[int, float], level: float) -> dict[int, float]:
+        """Holm's procedure: give the outcome to the arms whose p allows it; return the level at which each was tested.
+
+        The arms that have the outcome from a look before count as rejected ones, so that all looks share one family.
+        """
+        decided = sum(v.outcome == outcome and bool(v.margin) for v in self.verdicts.values())
+        levels, open_ = {}, True
+        for n in sorted(p, key=lambda n: p[n]):
+            levels[n] = level / (len(self.verdicts) - decided)
+            open_ = open_ and p[n] <= levels[n]
+            if open_:
+                self.verdicts[n].outcome = outcome
+                decided += 1
+        return levels
+
+
+def spending(share: float) -> float:
+    """The part of ALPHA that may be spent when `share` of the seeds have been trained (Pocock's function)."""
+    return ALPHA * math.log(1 + (math.e - 1) * min(1.0, share))
+
+
+def verdict(runs: list[TrainedRun], base: list[TrainedRun], selection: Selection, effect: Effect = "changes") -> Verdict:
+    """The verdict on one arm's `runs` against those of the first arm, by one look at all of their seeds."""
+    trial = Trial.of(selection.name, {1: (effect, [])}, {1: figures_for(effect, selection)})
+    trial.look({1: runs}, base)
+    return trial.verdicts[1]
+
+
+def first(runs: list[TrainedRun], figures: Sequence[Figure], metric: str) -> Verdict:
+    """The row of the first arm, whose own spread the others are compared with."""
     if failed := next((run for run in runs if run.error), None):
-        return Verdict(FAIL, f"the run with seed {failed.seed} ended: {failed.error}", metric, runs)
-    if len(base) < 2:
-        return Verdict(INCONCLUSIVE, "one seed shows no spread: set seeds=5", metric, runs)
-    found = Verdict(PASS, "", metric, runs)
-    reasons: list[str] = []
-    for name, attribute, direction in ((metric, "metric", sign), ("training loss", "loss", 1.0)):
-        before, after = [getattr(run, attribute) for run in base], [getattr(run, attribute) for run in runs]
-        degradation = mean([direction * (a - b) for a, b in zip(after, before, strict=True)], CONFIDENCE)
-        margin = max(MARGIN_DEVIATIONS * deviation(before), MARGIN_FLOOR * abs(sum(before) / len(before)))
-        found.degradation[name], found.margin[name] = degradation, margin
-        middle, low, high = degradation
-        reason = f"{name} worse by {middle:.2g} ({low:.2g} to {high:.2g}), allowed {margin:.2g}"
-        if low > margin:
-            found.outcome = FAIL
-            reasons.insert(0, reason)
-        else:
-            if not high <= margin and found.outcome == PASS:  # `not <=`: also where a figure is nan
-                found.outcome = INCONCLUSIVE
-            reasons.append(reason)
-    found.reason = reasons[0] if found.outcome == FAIL else "; ".join(reasons)
-    if {run.samples for run in runs} != {run.samples for run in base}:
-        found.reason += f"; trained on {runs[0].samples:,} samples, the first arm on {base[0].samples:,}"
-    return found
+        return Verdict(INCONCLUSIVE, f"the run with seed {failed.seed} ended: {failed.error}", metric, runs)
+    values = [(figure.name, [run.figures.get(figure.name, math.nan) for run in runs]) for figure in figures]
+    spreads = [f"{n} {sum(v) / len(v):.4g}" + (f" ± {deviation(v):.2g}" if len(v) > 1 else "") for n, v in values]
+    return Verdict(FIRST, f"{', '.join(spreads)} over {len(runs)} seeds", metric, runs)
 
 
-def _train(
-    spec: ArmSpec, first: Job, seeds: int, folder: Path, signals: SignalForwarder, progress: Callable[..., None]
-) -> list[TrainedRun]:
-    """Train the arm to its end once for each seed, starting at the seed of its own job."""
-    runs = []
-    for number in range(seeds):
-        if signals.raised:
-            raise Interrupted("stopped by a signal while the arms were trained")
-        progress(f"quality of {spec.label or 'the first arm'}: seed {number + 1} of {seeds}")
-        seed = first.run.runtime.seed + number
-        overrides = [*spec.overrides, f"runtime.seed={seed}", f"output_dir={folder}"]
-        try:
-            job = prepare_job(overrides, first.composed.config_dirs, first.composed.recipe)
-        except UserError as error:
-            raise UserError([f"{spec.label}: {problem}" for problem in error.problems]) from None
-        _, result = run_one(SweepJob(spec.label, overrides, job, []), folder / str(number), signals, quiet=True)
-        run = replace(read(folder / str(number)), result=result, status=result.status)
-        runs.append(trained_run(run, seed, selected(job.run).name))
-    return runs
+def _without_test(runs: Sequence[TrainedRun], base: Sequence[TrainedRun]) -> tuple[str, str] | None:
+    """The outcome and the reason where no test is needed, or none is possible."""
+    if failed := next((run for run in base if run.error), None):
+        return INCONCLUSIVE, f"the first arm's own run with seed {failed.seed} ended: {failed.error}"
+    if failed := next((run for run in runs if run.error), None):
+        return FAIL, f"the run with seed {failed.seed} ended: {failed.error}"
+    return None
 
 
-def trained_run(run: RunFiles, seed: int, metric: str) -> TrainedRun:
-    """The figures of a run's files that are judged; `metric` is the metric's name."""
-    samples = run.train.samples[-1] if run.train.samples else 0
-    if run.result is None or run.status != "completed":
-        error = (run.result.error if run.result else "") or "no error message"
-        return TrainedRun(seed, samples, error=f"{run.status}: {error.splitlines()[0]}")
-    # Each recorded loss is the mean over the samples since the record before.
-    points = zip(run.train.samples, [0, *run.train.samples], run.train.curve("loss"), strict=False)
-    losses = [(now - before, loss) for now, before, loss in points if loss is not None]
-    total = sum(count for count, _ in losses)
-    mean_loss = sum(count * loss for count, loss in losses) / total if total else math.nan
-    return TrainedRun(seed, samples, run.result.judged("final").get(metric), mean_loss)
+def _stuck(found: Sequence[_Evidence], level: float) -> bool:
+    """Whether more seeds would not help: what may FAIL the arm is as good as before, what a PASS needs too is worse."""
+    worse = any(e.p_fail <= level for e in found if e.figure.needed and not e.figure.alone)
+    return worse and all(e.p_pass <= level for e in found if e.figure.alone)
+
+
+def _describe(verdict: Verdict, found: Sequence[_Evidence], base: Sequence[TrainedRun], confidence: float) -> None:
+    """Set a verdict's evidence and its reason: of a FAIL what is worse, else every figure."""
+    verdict.confidence = confidence
+    verdict.decides = [e.figure.name for e in found if e.figure.needed]
+    for e in found:
+        verdict.degradation[e.figure.name], verdict.margin[e.figure.name] = mean(e.worse_by, confidence), e.margin
+    if verdict.outcome == FAIL:
+        worst = min((e for e in found if e.figure.alone), key=lambda e: e.p_fail)
+        texts = [worst.text(confidence)]
+    else:
+        texts = [e.text(confidence) for e in found]
+    verdict.reason = "; ".join([*texts, *_remarks(verdict, found, base)])
+
+
+def _remarks(verdict: Verdict, found: Sequence[_Evidence], base: Sequence[TrainedRun]) -> Iterator[str]:
+    if verdict.outcome == INCONCLUSIVE and _stuck(found, ALPHA):
+        metric = verdict.metric
+        yield f"a technique that changes training may move the loss alone: judge=[{metric}] lets {metric} decide"
+    if {run.samples for run in verdict.runs} != {run.samples for run in base}:
+        yield f"trained on {verdict.runs[0].samples:,} samples, the first arm on {base[0].samples:,}"

@@ -16,7 +16,7 @@ from drivetrain.core.errors import Interrupted, UserError
 from drivetrain.core.option import Count, Positive
 from drivetrain.core.selection import selected
 from drivetrain.launch.job import Job
-from drivetrain.measure.benchmark import comparison, noninferiority
+from drivetrain.measure.benchmark import comparison, quality
 from drivetrain.measure.benchmark.arms import ArmSpec
 from drivetrain.measure.benchmark.interleave import Arm, StoppingRule, never_stop
 from drivetrain.measure.bisect.changes import Change, Changes
@@ -220,11 +220,12 @@ class Quality:
             job = self.subsets.job(chosen, f"runtime.seed={seed}", f"output_dir={folder}")
             _, result = run_one(SweepJob("", job.composed.overrides, job, []), folder / "run", signals, quiet=True)
             run = replace(read(folder / "run"), result=result, status=result.status)
-            found = noninferiority.trained_run(run, seed, self.unit)
+            found = quality.trained_run(run, seed)
         finally:
             directory.remove(folder)
-        error = found.error or ("" if found.metric is not None else f"failed: it evaluates no {self.unit}")
-        return Trained(found.metric, error, result.status == "diverged")
+        value = found.figures.get(self.unit)
+        error = found.error or ("" if value is not None else f"failed: it evaluates no {self.unit}")
+        return Trained(value, error, result.status == "diverged")
 
 
 @dataclass

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drivetrain.core.errors import DONE, UserError
+from drivetrain.core.selection import Selection
 from drivetrain.measure import arguments
-from drivetrain.measure.benchmark import noninferiority
+from drivetrain.measure.benchmark import noninferiority, quality
 from drivetrain.measure.cells import figure, setting
 from drivetrain.measure.intervals import deviation
 from drivetrain.run import directory
@@ -151,8 +152,6 @@ def _verdict(runs: Sequence[RunFiles], base: Sequence[RunFiles], seeds: Sequence
     metric = base[0].metric
     assert metric is not None
     name, higher_is_better = metric
-    trained = [
-        [noninferiority.trained_run(run, seed, name) for run, seed in zip(arm, seeds, strict=True)] for arm in (runs, base)
-    ]
-    found = noninferiority.verdict(trained[0], trained[1], name, -1.0 if higher_is_better else 1.0)
+    trained = [[quality.trained_run(run, seed) for run, seed in zip(arm, seeds, strict=True)] for arm in (runs, base)]
+    found = noninferiority.verdict(trained[0], trained[1], Selection(name, max if higher_is_better else min))
     return f"{found.outcome} against the first: {found.reason}"

@@ -203,10 +203,10 @@ class Tuning:
                 "drivetrain compare … quality=true does it"
             )
             return
-        done.settings.quality, done.settings.seeds = True, seeds
+        done.settings.quality, done.settings.seeds, done.settings.max_seeds = True, seeds, seeds
         root = Path(arms.baseline_job(specs).run.values["output_dir"])
         with Steps() as progress:
-            comparison.add_verdicts(done.rows[:2], specs, seeds, root, progress)
+            comparison.add_verdicts(done.rows[:2], specs, done.settings, root, progress)
         verdict = done.rows[1].verdict
         if verdict is not None:
             self.notes.append(f"quality: {verdict.outcome} with {seeds} seeds ({verdict.reason})")

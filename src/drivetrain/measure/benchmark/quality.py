@@ -1,0 +1,152 @@
+"""Trains the arms of a comparison to their ends, with more seeds as long as a verdict needs them, and has them judged."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from drivetrain.core.errors import Interrupted, UserError
+from drivetrain.core.option import Count, Positive
+from drivetrain.core.overrides import key_of
+from drivetrain.core.selection import Selection, evaluated, problems, selected
+from drivetrain.launch.job import Job
+from drivetrain.launch.job import prepare as prepare_job
+from drivetrain.measure import effects
+from drivetrain.measure.benchmark import noninferiority
+from drivetrain.measure.benchmark.arms import ArmSpec, baseline_job
+from drivetrain.measure.benchmark.noninferiority import TRAINING_LOSS, TrainedRun, Trial, Verdict
+from drivetrain.run import directory
+from drivetrain.run.reader import RunFiles, read
+from drivetrain.run.result import Result
+from drivetrain.sweep import SignalForwarder, SweepJob, run_one
+
+# Trains an arm with the seed of this number, counted from 0.
+Train = Callable[[int, int], TrainedRun]
+
+
+@dataclass
+class Plan:
+    """How many seeds are trained, and which figures are judged."""
+
+    seeds: Count = 5  # trainings of each arm before the first look, and before each further one
+    max_seeds: Count = 20  # while an arm is INCONCLUSIVE
+    quality_s: Positive | None = None  # no further seeds after so many seconds of training; null: as many as it takes
+    judge: list[str] | None = None  # evaluated figures that decide; null: the metric that ranks models, and the loss
+    target: float | None = None  # of the metric: the seconds until it is reached are judged too
+
+    def looks(self) -> Iterator[int]:
+        """The numbers of seeds after which the runs are judged."""
+        yield from range(self.seeds, self.max_seeds, self.seeds)
+        yield max(self.seeds, self.max_seeds)
+
+
+Trained = dict[tuple[str, int], TrainedRun]  # by the arm's config, and the number of the seed
+
+
+def judge(
+    specs: Sequence[ArmSpec], plan: Plan, root: Path, progress: Callable[..., None], trained: Trained | None = None
+) -> list[Verdict | None]:
+    """Train every arm that can run with the same seeds; return each arm's verdict, None for an arm that cannot run.
+
+    `trained` holds runs that an earlier comparison has trained, which are not repeated, and gets the others.
+    """
+    known: Trained = {} if trained is None else trained
+    first = baseline_job(specs)
+    claims = {n: effects.between(first, spec.job) for n, spec in enumerate(specs) if n and spec.job is not None}
+    named = [Selection(name, better) for name in plan.judge or [] if (better := evaluated(first.run)[name]) is not None]
+    metric = selected(first.run)
+    target = f"seconds to {metric.name}={plan.target:g}" if plan.target is not None else None
+    figures = {n: noninferiority.figures_for(effect, metric, named, target) for n, (effect, _) in claims.items()}
+    trial = Trial.of(metric.name, claims, figures)
+    folder = directory.create(root, "compare", "quality")
+    try:
+        with SignalForwarder() as signals:
+
+            def train(arm: int, number: int) -> TrainedRun:
+                if signals.raised:
+                    raise Interrupted("stopped by a signal while the arms were trained")
+                spec = specs[arm]
+                key = (_config(spec), number)
+                if key not in known:
+                    progress(f"quality of {spec.label or 'the first arm'}: seed {number + 1}")
+                    known[key] = _train(spec, first, number, folder / str(arm) / str(number), signals, plan.target)
+                return known[key]
+
+            base = sequentially(trial, plan, train)
+    finally:
+        directory.remove(folder)
+    own = noninferiority.first(base, next(iter(figures.values()), []), metric.name)
+    return [own if not n else trial.verdicts.get(n) for n in range(len(specs))]
+
+
+def sequentially(trial: Trial, plan: Plan, train: Train) -> list[TrainedRun]:
+    """Train the first arm, whose runs are returned, and the trial's undecided ones, until all are decided or the plan ends."""
+    began = time.monotonic()
+    runs: dict[int, list[TrainedRun]] = {n: [] for n in (0, *trial.verdicts)}
+    undecided = list(trial.verdicts)
+    for look in plan.looks():
+        for number in range(len(runs[0]), look):
+            arms = [0, *undecided]
+            for arm in arms if number % 2 == 0 else reversed(arms):  # a machine's drift is not one arm's alone
+                runs[arm].append(train(arm, number))
+        undecided = trial.look(runs, runs[0], look / max(plan.seeds, plan.max_seeds))
+        if not undecided or (plan.quality_s is not None and time.monotonic() - began > plan.quality_s):
+            break
+    return runs[0]
+
+
+def _config(spec: ArmSpec) -> str:
+    """The whole config of an arm that can run."""
+    return str(spec.job.composed.plain) if spec.job is not None else ""
+
+
+def check(plan: Plan, job: Job, quality: bool) -> None:
+    """Raise UserError where a figure of `judge` cannot be judged, or nothing is."""
+    given = [f"{key}={value}" for key in ("judge", "target", "quality_s") if (value := getattr(plan, key)) is not None]
+    if given and not quality:
+        raise UserError(f"{' '.join(given)} is for verdicts on quality, which need quality=true")
+    if wrong := [problem for name in plan.judge or [] for problem in problems(job.run, "judge", name)]:
+        raise UserError(wrong)
+
+
+def _train(spec: ArmSpec, first: Job, number: int, folder: Path, signals: SignalForwarder, target: float | None) -> TrainedRun:
+    """Train the arm to its end with the seed of this number, counted from that of the first arm's own job."""
+    seed = first.run.runtime.seed + number
+    given = [word for word in spec.overrides if key_of(word) not in ("runtime.seed", "output_dir")]
+    overrides = [*given, f"runtime.seed={seed}", f"output_dir={folder.parent}"]
+    try:
+        job = prepare_job(overrides, first.composed.config_dirs, first.composed.recipe)
+    except UserError as error:
+        raise UserError([f"{spec.label}: {problem}" for problem in error.problems]) from None
+    _, result = run_one(SweepJob(spec.label, overrides, job, []), folder, signals, quiet=True)
+    run = replace(read(folder), result=result, status=result.status)
+    return trained_run(run, seed, target)
+
+
+def trained_run(run: RunFiles, seed: int, target: float | None = None) -> TrainedRun:
+    """The figures of a run's files that are judged."""
+    samples = run.train.samples[-1] if run.train.samples else 0
+    if run.result is None or run.status != "completed":
+        error = (run.result.error if run.result else "") or "no error message"
+        return TrainedRun(seed, samples, error=f"{run.status}: {error.splitlines()[0]}")
+    trained = TrainedRun(seed, samples, evaluated_figures(run.result))
+    # Each recorded loss is the mean over the samples since the record before.
+    points = zip(run.train.samples, [0, *run.train.samples], run.train.curve("loss"), strict=False)
+    losses = [(now - before, loss) for now, before, loss in points if loss is not None]
+    total = sum(count for count, _ in losses)
+    trained.figures[TRAINING_LOSS] = sum(count * loss for count, loss in losses) / total if total else math.nan
+    if target is not None and run.metric is not None:
+        name = f"seconds to {run.metric[0]}={target:g}"
+        reached = run.to_target(target)
+        trained.figures[name] = reached[0] if reached is not None else run.evaluated.seconds[-1]
+        trained.censored = [] if reached is not None else [name]
+    return trained
+
+
+def evaluated_figures(result: Result) -> dict[str, float]:
+    """The figures that a run ends with. A run that averages its weights (ema) is judged by the average, which it is for."""
+    found = result.judged("final")
+    return {name: found.get(f"ema_{name}", value) for name, value in found.items()}

@@ -1,0 +1,188 @@
+"""Verdicts on quality: which figures decide, how sure they must be for several arms and looks, and which arm a word is for."""
+
+import math
+import random
+from functools import cache
+
+import pytest
+
+from drivetrain.core.selection import Selection
+from drivetrain.launch.job import prepare
+from drivetrain.measure import effects
+from drivetrain.measure.benchmark import noninferiority as test
+from drivetrain.measure.benchmark.arms import swept
+from drivetrain.measure.benchmark.noninferiority import FAIL, INCONCLUSIVE, PASS, TrainedRun, Trial
+from drivetrain.measure.benchmark.quality import Plan, evaluated_figures, sequentially
+from drivetrain.run.result import Result
+
+ACCURACY = Selection("accuracy", max)
+METRIC, LOSS, TRAINING = [0.97, 0.98, 0.975, 0.972, 0.978], [0.10, 0.11, 0.09, 0.105, 0.095], [0.30, 0.31, 0.29, 0.305, 0.295]
+
+
+def trained(metrics=METRIC, losses=LOSS, training=TRAINING):
+    figures = zip(metrics, losses, training, strict=True)
+    return [TrainedRun(n, 100, {"accuracy": m, "loss": e, "training loss": t}) for n, (m, e, t) in enumerate(figures)]
+
+
+def verdict(runs, effect="close", base=None):
+    return test.verdict(runs, base or trained(), ACCURACY, effect)
+
+
+ONLY_METRIC = [test.Figure("accuracy", -1.0)]
+HIGH = [0.60, 0.61, 0.59, 0.605, 0.6]
+
+
+@pytest.mark.parametrize(
+    ("runs", "outcome", "of_changes"),
+    [
+        (trained(), PASS, PASS),
+        (trained([0.971, 0.979, 0.976, 0.972, 0.977], [0.10, 0.11, 0.095, 0.10, 0.095]), PASS, PASS),
+        (trained([0.99] * 5, [0.05] * 5, [0.2] * 5), PASS, PASS),  # better is not worse
+        (trained([0.5, 0.9, 0.2, 0.4, 0.6]), FAIL, FAIL),
+        (trained(training=HIGH), FAIL, PASS),  # what a technique may change on purpose
+        (trained(losses=HIGH), FAIL, INCONCLUSIVE),  # as good by the metric, and less sure
+        (trained([0.95, 0.99, 0.96, 0.98, 0.97]), INCONCLUSIVE, INCONCLUSIVE),
+        ([*trained()[:4], TrainedRun(4, 50, error="diverged: the loss is nan")], FAIL, FAIL),
+    ],
+)
+def test_the_verdict_rests_on_what_the_arm_claims(runs, outcome, of_changes):
+    for effect, expected in (("exact", outcome), ("close", outcome), ("changes", of_changes)):
+        found = verdict(runs, effect)
+        assert found.outcome == expected, found.reason
+        assert found.reason
+
+
+def test_what_decides_may_be_named():
+    less_sure = trained(losses=HIGH)
+    assert "judge=[accuracy]" in verdict(less_sure, "changes").reason
+    trial = Trial.of("accuracy", {1: ("changes", [])}, {1: test.figures_for("changes", ACCURACY, [ACCURACY])})
+    assert trial.look({1: less_sure}, trained()) == []
+    assert trial.verdicts[1].outcome == PASS
+    by_loss = test.verdict(less_sure, trained(), Selection("loss", min), "changes")
+    assert by_loss.outcome == FAIL
+
+
+def test_want_of_seeds_or_of_a_figure_is_never_a_pass():
+    assert verdict(trained()[:1], base=trained()[:1]).outcome == INCONCLUSIVE
+    two = trained([0.97, 0.975], [0.1, 0.1], [0.30, 0.302]), trained([0.973, 0.97], [0.1, 0.1], [0.301, 0.3])
+    assert verdict(two[0], base=two[1]).outcome == INCONCLUSIVE
+    for missing in ("losses", "training"):
+        nowhere = trained(**{missing: [math.nan] * 5})
+        assert verdict(nowhere).outcome == INCONCLUSIVE
+        assert verdict(nowhere, base=nowhere).outcome == INCONCLUSIVE
+
+
+def test_a_target_that_is_not_reached_is_never_a_pass():
+    figures = [test.Figure("seconds")]
+    base = [TrainedRun(n, 1, {"seconds": 9.0 + n / 10}) for n in range(5)]
+    late = [TrainedRun(n, 1, {"seconds": 9.0 + n / 10}, censored=["seconds"]) for n in range(5)]
+    for runs, first, outcome in ((base, base, PASS), (late, base, INCONCLUSIVE), (base, late, INCONCLUSIVE)):
+        trial = Trial.of("accuracy", {1: ("changes", [])}, {1: figures})
+        trial.look({1: runs}, first)
+        assert trial.verdicts[1].outcome == outcome
+
+
+def noisy(seed, worse=0.0, count=20):
+    draw = random.Random(seed)
+    return [TrainedRun(n, 1, {"accuracy": draw.gauss(0.9 - 0.01 * worse, 0.01)}) for n in range(count)]
+
+
+def judged(arms, base, looks=(1.0,)):
+    """The outcomes of arms that have the metric alone."""
+    trial = Trial.of("accuracy", dict.fromkeys(arms, ("changes", [])), dict.fromkeys(arms, ONLY_METRIC))
+    for share in looks:
+        count = round(share * len(base))
+        trial.look({n: runs[:count] for n, runs in arms.items()}, base[:count], share)
+    return {n: v.outcome for n, v in trial.verdicts.items()}
+
+
+def test_more_arms_need_more_certainty():
+    """Holm: what is just enough for one arm is not enough for the first of twelve."""
+    base, doubtful = noisy(0, count=6), noisy(3, 2.0, 6)
+    arms = [noisy(2, worse / 10, 6) for worse in range(30)]
+    *_, arm = [arm for arm in arms if judged({1: arm}, base) == {1: PASS}]  # the worst one that does
+    assert judged({1: arm, **dict.fromkeys(range(2, 13), doubtful)}, base)[1] == INCONCLUSIVE
+    clear = judged({1: arm, **dict.fromkeys(range(2, 13), base)}, base)
+    assert set(clear.values()) == {PASS}  # eleven that are clear leave the last one the whole level
+
+
+def test_all_looks_together_spend_the_level_once():
+    assert test.spending(1.0) == pytest.approx(test.ALPHA)
+    shares = [test.spending(n / 4) for n in range(5)]
+    assert shares == sorted(shares)
+    outcomes = {1: [], 3: []}
+    for worse, found in outcomes.items():
+        for repeat in range(60):
+            found.append(judged({1: noisy(2 * repeat, worse)}, noisy(2 * repeat + 1), (0.25, 0.5, 0.75, 1.0))[1])
+    assert outcomes[1].count(FAIL) <= 3
+    assert outcomes[3].count(PASS) <= 1
+    assert outcomes[1].count(PASS) > 30 < outcomes[3].count(FAIL)
+
+
+def test_seeds_are_added_while_an_arm_is_inconclusive():
+    arms = {0: noisy(1), 1: noisy(1), 2: noisy(2, 1.3)}
+    trained_so_far = []
+
+    def train(arm, number):
+        trained_so_far.append((arm, number))
+        return arms[arm][number]
+
+    trial = Trial.of("accuracy", dict.fromkeys((1, 2), ("changes", [])), {1: ONLY_METRIC, 2: ONLY_METRIC})
+    base = sequentially(trial, Plan(seeds=3, max_seeds=20), train)
+    assert trial.verdicts[1].outcome == PASS
+    counts = [sum(arm == n for arm, _ in trained_so_far) for n in range(3)]
+    assert counts[0] == len(base) == counts[2] > counts[1] == 3
+    assert counts[2] == 20 or trial.verdicts[2].outcome != INCONCLUSIVE
+    assert len(set(trained_so_far)) == len(trained_so_far)
+
+
+def test_no_seeds_are_added_after_the_time_for_it():
+    trial = Trial.of("accuracy", {1: ("changes", [])}, {1: ONLY_METRIC})
+    assert len(sequentially(trial, Plan(seeds=2, quality_s=1e-9), lambda arm, number: noisy(arm, 2.0)[number])) == 2
+
+
+def test_a_run_that_averages_its_weights_is_judged_by_the_average():
+    result = Result(metrics={"final": {"accuracy": 0.5, "ema_accuracy": 0.9}, "best": {}})
+    assert evaluated_figures(result)["accuracy"] == 0.9
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "effect", "claims"),
+    [
+        ([], [], "exact", []),
+        ([], ["loader=threads", "log_every=7"], "exact", ["log_every", "loader=threads"]),
+        (["loader=threads"], ["loader=workers", "precision=amp"], "close", ["precision=amp"]),
+        ([], ["optimizer.fused=false"], "close", ["optimizer.fused"]),
+        ([], ["batch.global_batch=64"], "changes", ["batch.global_batch"]),
+        ([], ["batch=accumulate"], "close", ["batch=accumulate"]),
+        ([], ["batch=accumulate", "batch.global_batch=64"], "changes", ["batch.global_batch"]),
+        (["surgery=[channels_last]"], ["surgery=[channels_last,sync_bn]"], "changes", ["surgery=[channels_last,sync_bn]"]),
+        ([], ["augment=[mixup]"], "changes", ["augment=[mixup]"]),
+        (["augment=[mixup]"], ["augment=[mixup]", "augment.mixup.alpha=0.4"], "changes", ["augment.mixup.alpha"]),
+        ([], ["epochs=3"], "changes", ["epochs"]),
+        ([], ["parallel=ddp", "parallel.compress=powersgd", "parallel.nproc=2"], "changes", ["parallel=ddp"]),
+        ([], ["metrics=[f1]", "logger=[csv]", "saving=none"], "exact", None),
+    ],
+)
+def test_the_difference_of_two_runs_claims_what_its_weakest_part_claims(before, after, effect, claims):
+    found = effects.between(job(*before), job(*after))
+    assert found[0] == effect
+    assert claims is None or sorted(found[1]) == sorted(claims)
+
+
+@cache
+def job(*words):
+    return prepare(words)
+
+
+def test_words_of_one_arms_option_go_to_that_arm():
+    specs, notes = swept(["optimizer=sgd,adamw", "optimizer.momentum=0.8,0.9"])
+    words = [(spec.label, "optimizer.momentum=0.8" in spec.overrides, spec.problems) for spec in specs]
+    first, other, adamw = words
+    assert first == ("optimizer=sgd optimizer.momentum=0.8", True, [])
+    assert other == ("optimizer=sgd optimizer.momentum=0.9", False, [])
+    assert adamw == ("optimizer=adamw", False, [])
+    assert len(notes) == 1
+    assert "optimizer=adamw" in notes[0]
+    assert all(spec.problems for spec in swept(["optimizer=sgd,adamw", "optimizer.momentun=0.8"])[0])
+    assert len(swept(["optimizer.lr=0.1,0.1"])[0]) == 2
