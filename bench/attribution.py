@@ -1,0 +1,149 @@
+"""Does the doctor name a cost that nobody told it of, with its right share? And does it call a clean model clean?
+
+    python -m bench.attribution --seeds 20
+
+Each seed draws a program with a planted line (bench/drawn.py). One process measures what the line costs, by updates with and
+without it in turns, and profiles the run. The doctor must name the line first, and its share should be that cost. The same
+program without the cost must not have a line named. The campaign writes its results after each seed, and resumes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bench.drawn import Drawn, draw
+from bench.harness import RESULTS, machine, table, write
+
+MIN_COST = 0.12  # a cost below is too near to the least share that the doctor names
+PAIRS = 6
+
+
+def main() -> None:
+    """Run the campaign, or the rest of it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--profile-s", type=float, default=2.0)
+    parser.add_argument("--out", type=Path, default=RESULTS / "attribution-cpu.json")
+    given = parser.parse_args()
+    content: dict[str, Any] = json.loads(given.out.read_text()) if given.out.exists() else {"machine": machine(), "seeds": {}}
+    for seed in range(given.first, given.first + given.seeds):
+        if str(seed) not in content["seeds"]:
+            content["seeds"][str(seed)] = found = examine(draw(seed), given.profile_s)
+            print(f"{seed:3d} {found}", flush=True)
+            content["summary"] = summary(content["seeds"])
+            given.out.write_text(json.dumps(content, indent=2))
+    write(given.out, content)
+    rows = [
+        (f"{f['kind']}, {f['place']}, {f['model']}", f"{f['cost']:.0%}", f"{f['told']:.0%}", "yes" if f["named"] else "no",
+         "yes" if f["clean"] else "no")
+        for f in content["seeds"].values()
+    ]  # fmt: skip
+    table("drawn costs", ("planted", "costs", "told", "named first", "clean without it"), rows)
+    print(content["summary"])
+
+
+def summary(seeds: dict[str, Any]) -> dict[str, Any]:
+    """The figures of all seeds."""
+    off = sorted(abs(f["told"] - f["cost"]) for f in seeds.values())
+    return {
+        "named": sum(f["named"] for f in seeds.values()), "clean": sum(f["clean"] for f in seeds.values()), "of": len(seeds),
+        "within 5 points": sum(o <= 0.05 for o in off), "median points off": round(100 * statistics.median(off), 1),
+    }  # fmt: skip
+
+
+def examine(drawn: Drawn, profile_s: float) -> dict[str, Any]:
+    """What the planted line costs, what the doctor says of it, and what it says of the program without it."""
+    from drivetrain.launch.job import prepare
+    from drivetrain.measure.profile.diagnose import diagnose
+    from drivetrain.measure.profile.isolated import run_isolated
+
+    with tempfile.TemporaryDirectory() as folder, _within(folder), _one_core():
+        job = prepare(drawn.write(Path(folder)), [])
+        repeats, costs, planted, clean = run_isolated(partial(_measure, drawn=drawn, profile_s=profile_s), job)
+        problems = sorted(diagnose(planted, job), key=lambda p: -p.share)
+        without = sorted(diagnose(clean, job), key=lambda p: -p.share)
+    marks = [f"{drawn.module}.py:{n} " for n in drawn.planted]
+    told = sum(line.share for line in planted.lines if any(mark in line.place for mark in marks))
+    return {
+        "kind": drawn.kind, "place": drawn.place, "model": drawn.model, "repeats": repeats,
+        "step_ms": round(clean.step_ms, 2), "cost": round(costs, 3), "told": round(told, 3),
+        "named": any(mark in problems[0].evidence for mark in marks), "verdict": problems[0].verdict, "evidence": problems[0].evidence,
+        "clean": without[0].name in ("compute", "batch"), "verdict without it": without[0].verdict,
+    }  # fmt: skip
+
+
+def _measure(trainer: Any, drawn: Drawn, profile_s: float) -> tuple[int, float, Any, Any]:
+    """In the run's process: the repeats that make the share, the line's cost, and the profiles with and without it."""
+    from drivetrain.measure.profile import roofline
+    from drivetrain.measure.profile.lines import TrackedStream, update
+    from drivetrain.measure.profile.sampler import thread_clock
+    from drivetrain.measure.profile.step import profile_step
+
+    program, clock = sys.modules[drawn.module], thread_clock(threading.get_ident())
+    roofline.MEASURE_S = 0.05
+    trainer.endless()
+    trainer.model.train()
+    trainer.callbacks.start()
+    stream = TrackedStream(trainer.loader.stream(trainer.train_data, trainer.requests(), trainer.device, trainer.memory_format))
+
+    def seconds(repeats: int, block_s: float = 0.1) -> float:
+        program.REPEATS, count, began = repeats, 0, clock()
+        while (now := clock()).own - began.own < block_s or count == 0:
+            update(trainer, stream)
+            count += 1
+        return (now.own - began.own) / count
+
+    for _ in range(5):
+        seconds(0)
+
+    def cost(repeats: int) -> float:
+        return statistics.median(1 - seconds(0) / seconds(repeats) for _ in range(PAIRS))
+
+    repeats, costs = 1, cost(1)
+    while costs < MIN_COST:
+        repeats, costs = 3 * repeats, cost(3 * repeats)
+    repeats = max(1, round(repeats * drawn.share / (1 - drawn.share) / (costs / (1 - costs))))
+    before = cost(repeats)
+    planted = profile_step(trainer, profile_s)
+    after = cost(repeats)
+    program.REPEATS = 0
+    return repeats, (before + after) / 2, planted, profile_step(trainer, profile_s)
+
+
+@contextmanager
+def _within(folder: str) -> Iterator[None]:
+    before = os.getcwd()
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
+        os.chdir(before)
+
+
+@contextmanager
+def _one_core() -> Iterator[None]:
+    """Keep to one core, so that torch has no others to use, and what else runs on the machine disturbs less."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(before)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+if __name__ == "__main__":
+    main()
