@@ -19,6 +19,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from bench.drawn import Drawn, draw
 from bench.harness import RESULTS, machine, table, write
 
 MIN_COST = 0.12  # a cost below is too near to the least share that the doctor names
-PAIRS = 6
+PAIRS = 5
 
 
 def main() -> None:
@@ -79,7 +80,8 @@ def examine(drawn: Drawn, profile_s: float) -> dict[str, Any]:
     return {
         "kind": drawn.kind, "place": drawn.place, "model": drawn.model, "repeats": repeats,
         "step_ms": round(clean.step_ms, 2), "cost": round(costs, 3), "told": round(told, 3),
-        "named": any(mark in problems[0].evidence for mark in marks), "verdict": problems[0].verdict, "evidence": problems[0].evidence,
+        "named": any(mark in problems[0].evidence for mark in marks), "verdict": problems[0].verdict,
+        "evidence": problems[0].evidence,
         "clean": without[0].name in ("compute", "batch"), "verdict without it": without[0].verdict,
     }  # fmt: skip
 
@@ -98,24 +100,29 @@ def _measure(trainer: Any, drawn: Drawn, profile_s: float) -> tuple[int, float, 
     trainer.callbacks.start()
     stream = TrackedStream(trainer.loader.stream(trainer.train_data, trainer.requests(), trainer.device, trainer.memory_format))
 
-    def seconds(repeats: int, block_s: float = 0.1) -> float:
-        program.REPEATS, count, began = repeats, 0, clock()
-        while (now := clock()).own - began.own < block_s or count == 0:
+    def updates_s(repeats: int, block_s: float = 0.08) -> list[float]:
+        """Return the seconds of each update of a block, less those in which the process waited for a core."""
+        program.REPEATS, times, began = repeats, [], clock()
+        while clock().own - began.own < block_s or len(times) < 2:
+            before = clock().own
             update(trainer, stream)
-            count += 1
-        return (now.own - began.own) / count
-
-    for _ in range(5):
-        seconds(0)
+            times.append(clock().own - before)
+        return times[1:]
 
     def cost(repeats: int) -> float:
-        return statistics.median(1 - seconds(0) / seconds(repeats) for _ in range(PAIRS))
+        """Return the planted line's share of an update, by updates with and without it in turns."""
+        pairs = [(updates_s(0), updates_s(repeats)) for _ in range(PAIRS)]
+        without, with_it = (statistics.median(chain(*blocks)) for blocks in zip(*pairs, strict=True))
+        return 1 - without / with_it
 
-    repeats, costs = 1, cost(1)
-    while costs < MIN_COST:
-        repeats, costs = 3 * repeats, cost(3 * repeats)
+    updates_s(0, 0.5)
+    repeats, none = 1, statistics.median(updates_s(0, 0.3))
+    while statistics.median(updates_s(repeats, 0.05)) < 1.2 * none:
+        repeats *= 3
+    costs = max(cost(repeats), 0.05)
     repeats = max(1, round(repeats * drawn.share / (1 - drawn.share) / (costs / (1 - costs))))
-    before = cost(repeats)
+    while (before := cost(repeats)) < MIN_COST:
+        repeats *= 2
     planted = profile_step(trainer, profile_s)
     after = cost(repeats)
     program.REPEATS = 0

@@ -67,7 +67,8 @@ ON_PATH = {
 ANYWHERE = {**WAITS, **HOST, **TENSORS}
 PLACES = ("head", "tail", "helper", "spread", "forward hook", "backward hook", "own backward", "loss", "data", "callback")
 MODELS = {
-    "mlp": ("(256,)", 256, "torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 512), torch.nn.ReLU(), torch.nn.Linear(512, 2)"),
+    "mlp": ("(256,)", 256, "torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 512), torch.nn.ReLU(), "
+        "torch.nn.Linear(512, 2)"),
     "convnet": (
         "(3, 16, 16)", 64,
         "torch.nn.Conv2d(3, 32, 3, padding=1), torch.nn.BatchNorm2d(32), torch.nn.ReLU(), torch.nn.Conv2d(32, 32, 3, padding=1), "
@@ -79,7 +80,7 @@ MODELS = {
     ),
 }  # fmt: skip
 
-PROGRAM = '''\
+PROGRAM = """\
 import copy, gc, hashlib, io, json, os, pickle, re, select, socket, subprocess, tempfile, threading, time, zlib
 from fractions import Fraction
 
@@ -171,7 +172,7 @@ class Watch(drivetrain.Callback):
 
     def update(self, event):
         {callback}
-'''
+"""
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,8 @@ class Drawn:
         (folder / f"{self.module}.py").write_text(self.text)
         name = self.module
         return [
-            "data=own", f"data.target={name}.Data", "model=own", f"model.target={name}.Net", "loss=own", f"loss.target={name}.loss",
+            "data=own", f"data.target={name}.Data", "model=own", f"model.target={name}.Net",
+            "loss=own", f"loss.target={name}.loss",
             f"callbacks=[{name}.Watch]", f"trust=[{name}]", f"batch.global_batch={MODELS[self.model][1]}", "saving=none",
             f"loader={'sync' if self.place == 'data' else 'resident'}",
             "evaluate_every=1000", "epochs=1000", "log_every=100", "runtime.device=cpu", "optimizer=sgd",

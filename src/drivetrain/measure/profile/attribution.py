@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from drivetrain.measure.profile.operations import Operation
 from drivetrain.measure.profile.sampler import Spent
 from drivetrain.measure.profile.sites import Found, Site
 
 MAX_OVERHEAD_MS = 0.01  # of one operation, for the engine of the backward and for recording it
+WAITING = "waiting for data"
 Samples = Mapping[tuple[str, Found], Spent]
 
 
@@ -31,6 +32,7 @@ class Line:
     wasted: float = 0.0  # the part of its operations' time that no backward needs, of weights that train
     names: tuple[str, ...] = ()  # of the operations that take most of its time
     host_reads: int = 0  # values read back to the host: .item(), float(), bool()
+    created: float = 0.0  # the part of its operations' time that creates tensors on the CPU
     created_ms: dict[str, float] = field(default_factory=dict)  # by factory function, of tensors created on the CPU
 
     @property
@@ -46,6 +48,12 @@ class Attribution:
 
     lines: list[Line]  # the one with the largest share first
     rest: dict[str, float]  # by what it is, of time that no line of the user's called
+
+    def with_reading(self, samples: Samples) -> Attribution:
+        """Divide the waiting for data by samples of reading that was done elsewhere."""
+        waiting = self.rest.get(WAITING, 0.0)
+        lines = [replace(line, share=line.share * waiting, reads_data=True) for line in attribute(samples, [], 1).lines]
+        return Attribution(lines + self.lines, {**self.rest, WAITING: waiting - sum(line.share for line in lines)})
 
 
 @dataclass
@@ -70,7 +78,7 @@ def attribute(
     """
     operations = [o for o in operations if o.phase != "data"]
     sites, rest = _by_site(samples, operations)
-    total = sum(site.spent.own for site in sites.values()) + sum(rest.values())
+    total = sum(site.spent.own for site in sites.values()) + sum(rest.values()) or 1.0
     backward_s = rest.pop("backward", 0.0)
     of_host = 1.0 - busy
     shares = {name: of_host * seconds / total for name, seconds in rest.items()}
@@ -129,7 +137,7 @@ def _by_site(samples: Samples, operations: Iterable[Operation]) -> tuple[dict[Si
 
 
 def _rest_name(phase: str) -> str:
-    return {"data": "waiting for data", "micro_batch": "model and loss", "update": "the update"}[phase]
+    return {"data": WAITING, "micro_batch": "model and loss", "update": "the update"}[phase]
 
 
 def _needed(operations: Iterable[Operation]) -> float:
@@ -177,5 +185,6 @@ def _line(place: str, text: str, sites: list[_Site], updates: int) -> Line:
         wide=part(o for o in operations if o.wide),
         wasted=part(o for o in operations if o.layer and o.wasted),
         names=tuple(name for name, _ in by_name.most_common(3)),
+        created=part(o for o in operations if o.creates),
         created_ms=dict(created),
     )

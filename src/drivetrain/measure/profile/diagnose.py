@@ -40,7 +40,7 @@ def diagnose(profile: StepProfile, job: Job, ranks: int = 1) -> Iterator[Problem
     yield from _ranks(profile, job, ranks)
     yield from _saving(profile, getattr(job.run.saving, "every_updates", None))
     yield from _evaluation(profile, job.run.values["evaluate_every"])
-    own = list(_lines(profile))
+    own = [*_lines(profile), *(_threads(profile) if ranks == 1 else ())]  # ranks share the cores
     yield from own
     # The cost of the user's lines does not shrink with a larger batch, and too many workers disturb the measurement of one.
     if all(problem.share < MIN_CREATED for problem in own) and _workers(job) <= usable_cores():
@@ -132,17 +132,16 @@ def _lines(profile: StepProfile) -> Iterator[Problem]:
     """The problems of the user's own lines, whatever they do; for what is known, with its remedy."""
     spread: defaultdict[str, list[Line]] = defaultdict(list)  # over several lines of a function, each of which takes little
     for line in (line for line in profile.lines if not line.reads_data):
-        created_ms = sum(line.created_ms.values())
-        created = created_ms / profile.step_ms
+        created, created_ms = line.created * line.share, sum(line.created_ms.values())
         if line.small_operations >= LOOP_OPERATIONS and line.share > MIN_LINE:
             advice = "use one operation on whole tensors instead (gather, cumsum, bucketize, einsum)"
             evidence = f"{line.place}: {line.operations} operations and {_of_step(line)}: {advice}"
             yield Problem(line.share, "loop", "a Python loop over elements takes the time", evidence)
-        elif created > MIN_CREATED and created > line.share / 2:
+        elif created > MIN_CREATED and line.created > 0.5:
             names = ", ".join(f"torch.{name}" for name in line.created_ms)
             where = "anew in each step" if profile.device == "cpu" else "on the CPU"
             yield Problem(
-                max(created, line.share),
+                line.share,
                 "created",
                 f"tensors are made {where}",
                 f"{line.place}: {names}, {created_ms:.1f} ms and {created:.0%} of the step: pass device=…, create it once, or "
@@ -166,6 +165,20 @@ def _lines(profile: StepProfile) -> Iterator[Problem]:
         if share > MIN_LINE:
             most = "; ".join(f"{line.place}, {line.share:.0%}" for line in lines[:3])
             yield Problem(share, "lines", f"the lines of {function} take {share:.0%} of the step", f"most of all {most}")
+
+
+def _threads(profile: StepProfile) -> Iterator[Problem]:
+    used = profile.threads
+    if used is None or used.share < MIN_LINE:
+        return
+    where = f"{used.place} sets their number" if used.place else "runtime.threads or your own code sets their number"
+    yield Problem(
+        used.share,
+        "threads",
+        f"torch computes with {used.number} of {used.cores} cores",
+        f"{where}; with a thread for each core an update takes {used.share:.0%} less time",
+        () if used.place else (f"runtime.threads={used.cores}",),
+    )
 
 
 def _of_step(line: Line) -> str:

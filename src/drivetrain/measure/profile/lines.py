@@ -13,7 +13,7 @@ from drivetrain.core import trees
 from drivetrain.core.device import synchronize
 from drivetrain.core.errors import Diverged
 from drivetrain.debug.torch_modes import WaitingCalls
-from drivetrain.measure.profile.attribution import Attribution, Line, attribute
+from drivetrain.measure.profile.attribution import Attribution, Line, Samples, attribute
 from drivetrain.measure.profile.operations import Recorder, operation_clock
 from drivetrain.measure.profile.sampler import Sampler
 from drivetrain.measure.profile.sites import user_line
@@ -114,6 +114,18 @@ def _sample(trainer: Any, stream: TrackedStream, sampler: Sampler, profile_s: fl
                 update(trainer, stream)
                 watched += 1
     return 1e3 * seconds / count, watched
+
+
+def reading_lines(trainer: Any, seconds: float) -> Samples:
+    """Read batches in this process, and sample it: the loader's own processes cannot be watched."""
+    sampler = Sampler(lambda: "data", reading_lines.__code__)
+    until = time.perf_counter() + seconds
+    with sampler.watching():
+        for request in trainer.requests():
+            trainer.train_data(request)
+            if time.perf_counter() > until:
+                break
+    return sampler.spent
 
 
 def _host_reads(trainer: Any, stream: TrackedStream) -> Counter[str]:

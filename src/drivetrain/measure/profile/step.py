@@ -19,10 +19,12 @@ from drivetrain.core import trees
 from drivetrain.core.device import synchronize
 from drivetrain.engine.step import PlainStep
 from drivetrain.measure.benchmark.agent import WARMUP_UPDATES
-from drivetrain.measure.profile import roofline, utilization
-from drivetrain.measure.profile.attribution import Line
-from drivetrain.measure.profile.lines import UPDATES, TrackedStream, profile_lines, read_update, update
+from drivetrain.measure.profile import roofline, threads, utilization
+from drivetrain.measure.profile.attribution import WAITING, Line
+from drivetrain.measure.profile.lines import UPDATES, TrackedStream, profile_lines, read_update, reading_lines, update
 from drivetrain.saving import checkpoint_io
+
+MIN_READING = 0.1  # of an update's time spent waiting for data: then the lines are looked for that read it in other processes
 
 
 @dataclass
@@ -43,6 +45,7 @@ class StepProfile:
     read_ms: float | None  # of reading one micro-batch
     device: str
     utilization: dict[str, float]  # shares of an update's time
+    threads: threads.Threads | None  # of a CPU
 
 
 def profile_step(trainer: Any, profile_s: float) -> StepProfile:
@@ -57,6 +60,9 @@ def profile_step(trainer: Any, profile_s: float) -> StepProfile:
     phases, read_ms = _phases(trainer, stream, profile_s)
     shares = utilization.time_shares(trainer, stream)
     attribution, operations, step_ms = profile_lines(trainer, stream, profile_s, 1 - shares.get(utilization.IDLE, 1.0))
+    if attribution.rest.get(WAITING, 0.0) > MIN_READING and not any(line.reads_data for line in attribution.lines):
+        attribution = attribution.with_reading(reading_lines(trainer, profile_s))
+    used = threads.measure(lambda: update(trainer, stream), profile_s) if trainer.device.type == "cpu" else None
     micro, micro_batches = read_update(stream)
     limits = roofline.measure(trainer, micro_batches * trees.length(micro.x))
     larger_batch = _larger_batch(trainer, micro, profile_s)
@@ -76,6 +82,7 @@ def profile_step(trainer: Any, profile_s: float) -> StepProfile:
         read_ms=read_ms,
         device=trainer.device.type,
         utilization=shares,
+        threads=used,
     )
 
 
