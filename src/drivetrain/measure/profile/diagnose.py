@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from drivetrain.measure.profile.step import StepProfile
 
 # The least share of the time that is reported: of waiting (for data, ranks, evaluation), of saving, of a line beyond what the
-# model's layers need, of created tensors.
-MIN_WAIT, MIN_SAVING, MIN_LINE, MIN_CREATED = 0.2, 0.1, 0.1, 0.05
+# model's layers need, of one whose remedy is known: created tensors, and loops.
+MIN_WAIT, MIN_SAVING, MIN_LINE, MIN_KNOWN = 0.2, 0.1, 0.1, 0.05
 LOOP_OPERATIONS = 64  # small operations of one line in one update: a loop over elements
 UNFILLED = 1.5  # times the samples a second with a larger batch: the device is not filled
 HOST_READ_SHARE = 0.005  # the weight of a host read on a CPU, where it costs nothing
@@ -43,7 +43,7 @@ def diagnose(profile: StepProfile, job: Job, ranks: int = 1) -> Iterator[Problem
     own = [*_lines(profile), *(_threads(profile) if ranks == 1 else ())]  # ranks share the cores
     yield from own
     # The cost of the user's lines does not shrink with a larger batch, and too many workers disturb the measurement of one.
-    if all(problem.share < MIN_CREATED for problem in own) and _workers(job) <= usable_cores():
+    if all(problem.share < MIN_KNOWN for problem in own) and _workers(job) <= usable_cores():
         yield from _batch(profile, job)
     yield from _compute(profile, job)
 
@@ -133,11 +133,11 @@ def _lines(profile: StepProfile) -> Iterator[Problem]:
     spread: defaultdict[str, list[Line]] = defaultdict(list)  # over several lines of a function, each of which takes little
     for line in (line for line in profile.lines if not line.reads_data):
         created, created_ms = line.created * line.share, sum(line.created_ms.values())
-        if line.small_operations >= LOOP_OPERATIONS and line.share > MIN_LINE:
+        if line.small_operations >= LOOP_OPERATIONS and line.share > MIN_KNOWN:
             advice = "use one operation on whole tensors instead (gather, cumsum, bucketize, einsum)"
             evidence = f"{line.place}: {line.operations} operations and {_of_step(line)}: {advice}"
             yield Problem(line.share, "loop", "a Python loop over elements takes the time", evidence)
-        elif created > MIN_CREATED and line.created > 0.5:
+        elif created > MIN_KNOWN and line.created > 0.5:
             names = ", ".join(f"torch.{name}" for name in line.created_ms)
             where = "anew in each step" if profile.device == "cpu" else "on the CPU"
             yield Problem(

@@ -26,20 +26,6 @@ _OF_LAYERS = (
     "tanh", "softplus", "_softmax", "_log_softmax", "log_sigmoid", "native_dropout", "max_pool", "avg_pool", "adaptive_",
     "_adaptive_", "mean", "upsample_", "nll_loss", "binary_cross_entropy", "mse_loss", "smooth_l1", "huber_loss", "_cudnn_rnn",
 )  # fmt: skip
-_VIEWS = (
-    "view",
-    "_unsafe_view",
-    "t",
-    "transpose",
-    "permute",
-    "expand",
-    "slice",
-    "select",
-    "detach",
-    "unsqueeze",
-    "squeeze",
-    "alias",
-)
 
 
 @dataclass
@@ -166,8 +152,6 @@ def _next_node() -> int:
 
 def _is_layers(name: str, args: Any, trains: bool) -> bool:
     """Whether a call without a module is one of a layer: a layer's mathematics, or with weights, that trains."""
-    if name in _VIEWS:
-        return True
     return trains and (name.startswith(_OF_LAYERS) or _has_weights(args))
 
 

@@ -75,17 +75,23 @@ _BACKWARD = (torch.autograd.graph._engine_run_backward.__code__, backpropagate._
 
 
 def find(frame: FrameType | None, root: CodeType | None = None) -> Found:
-    """Look for the user's own code in a stack, up to the frame of `root`."""
+    """Look for the user's own code in a stack, within what the frame of `root` called."""
     in_layer = False
     while frame is not None and frame.f_code is not root:
         code = frame.f_code
         if is_users(code):
-            return Found(Site(code, frame.f_lasti), in_layer)
+            return Found(Site(code, frame.f_lasti), in_layer) if _called_by(frame, root) else Found()
         if code in _BACKWARD:
             return Found(in_backward=True)
         in_layer = in_layer or code is _MODULE_CALL
         frame = frame.f_back
     return Found()
+
+
+def _called_by(frame: FrameType | None, root: CodeType | None) -> bool:
+    while frame is not None and root is not None and frame.f_code is not root:
+        frame = frame.f_back
+    return frame is not None
 
 
 def user_line(frame: FrameType | None, root: CodeType | None = None) -> str | None:
