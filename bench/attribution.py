@@ -70,8 +70,9 @@ def examine(drawn: Drawn, profile_s: float) -> dict[str, Any]:
     from drivetrain.measure.profile.diagnose import diagnose
     from drivetrain.measure.profile.isolated import run_isolated
 
-    with tempfile.TemporaryDirectory() as folder, _within(folder), _one_core():
-        job = prepare(drawn.write(Path(folder)), [])
+    with tempfile.TemporaryDirectory() as folder, _within(folder):
+        # One thread: what else runs on the machine disturbs it less. Whether more would help is no question here.
+        job = prepare([*drawn.write(Path(folder)), "runtime.threads=1"], [])
         repeats, costs, planted, clean = run_isolated(partial(_measure, drawn=drawn, profile_s=profile_s), job)
         problems = sorted(diagnose(planted, job), key=lambda p: -p.share)
         without = sorted(diagnose(clean, job), key=lambda p: -p.share)
@@ -88,13 +89,13 @@ def examine(drawn: Drawn, profile_s: float) -> dict[str, Any]:
 
 def _measure(trainer: Any, drawn: Drawn, profile_s: float) -> tuple[int, float, Any, Any]:
     """In the run's process: the repeats that make the share, the line's cost, and the profiles with and without it."""
-    from drivetrain.measure.profile import roofline
+    from drivetrain.measure.profile import roofline, threads
     from drivetrain.measure.profile.lines import TrackedStream, update
     from drivetrain.measure.profile.sampler import thread_clock
     from drivetrain.measure.profile.step import profile_step
 
     program, clock = sys.modules[drawn.module], thread_clock(threading.get_ident())
-    roofline.MEASURE_S = 0.05
+    roofline.MEASURE_S, threads.usable_cores = 0.05, lambda: 1
     trainer.endless()
     trainer.model.train()
     trainer.callbacks.start()
@@ -139,17 +140,6 @@ def _within(folder: str) -> Iterator[None]:
     finally:
         sys.path.remove(folder)
         os.chdir(before)
-
-
-@contextmanager
-def _one_core() -> Iterator[None]:
-    """Keep to one core, so that torch has no others to use, and what else runs on the machine disturbs less."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {max(before)})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
 
 
 if __name__ == "__main__":
