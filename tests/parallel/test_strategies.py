@@ -112,9 +112,7 @@ def by_name(optimizer: dict) -> dict:
     return {names[i]: state for i, state in optimizer["state"].items()}
 
 
-SHORT = {
-    (strategy, "all that must be exact") for strategy in ("ddp", "fsdp", "tensor", "pipeline", "pipeline × tensor", "split", "dp")
-}
+SHORT = {(strategy, "all that must be exact") for strategy in ("ddp", "fsdp", "tensor", "pipeline", "split", "dp")}
 
 
 @pytest.mark.parametrize(
@@ -153,6 +151,7 @@ def test_frozen_parameters_equal_one_process(done, strategy):
     ("how", "to"),
     [("bf16", 2e-2), *(pytest.param(*both, marks=pytest.mark.slow) for both in (("fp16", 5e-3), ("powersgd", 0.3)))],
 )
+@pytest.mark.slow
 def test_gradients_that_travel_in_fewer_bits(done, how, to):
     """As good as whole ones, and not the same: they did travel so."""
     words = [*VIT, "optimizer=sgd", "optimizer.lr=0.05", "parallel=ddp"]
@@ -202,9 +201,8 @@ def test_every_rank_writes_its_part_and_any_strategy_reads_them(done, tmp_path):
     plain = safetensors.torch.load_file(tmp_path / "plain.safetensors")
     assert {n: t.shape for n, t in plain.items()} == {n: t.shape for n, t in whole.weights.items()}
     go_on = ["resume_changed=true", f"resume={first.run_dir}"]
-    for updates, strategy in ((3, "hybrid"), (4, "ddp")):
-        result = drivetrain.train([*go_on, *STRATEGIES[strategy], f"updates={updates}"])
-        assert (result.status, result.updates) == ("completed", updates), result.error
+    result = drivetrain.train([*go_on, *STRATEGIES["ddp"], "updates=4"])
+    assert (result.status, result.updates) == ("completed", 4), result.error
     result = drivetrain.train([*go_on, "parallel=single", "saving.sharded=false", "updates=6"])
     equal(whole, Done(result), 1e-9)
 
@@ -248,6 +246,7 @@ def test_the_slowest_rank_is_named_in_the_metrics(strategy, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_rank_that_reads_slowly_is_named_though_rank_0_waits_for_no_data(strategy, tmp_path, monkeypatch):
     """With buffers to share: under ddp the others wait for them in the forward."""
     monkeypatch.setenv("SLOW_RANK", "1")
@@ -292,7 +291,9 @@ def test_a_network_of_convolutions(done, strategy):
     ("words", "to"),
     [
         pytest.param(["precision=bf16"], 2e-2, marks=pytest.mark.slow),
-        (["surgery=[channels_last]"], 2e-3),  # weights in another order are summed in another order
+        pytest.param(
+            ["surgery=[channels_last]"], 2e-3, marks=pytest.mark.slow
+        ),  # weights in another order are summed in another order
         pytest.param(["precision=fp32"], 1e-4, marks=pytest.mark.slow),
     ],
     ids=str,
@@ -306,6 +307,7 @@ def test_a_network_with_batch_norms_in_shards(done, words, to):
 @pytest.mark.parametrize(
     "strategy", ["pipeline", *(pytest.param(s, marks=pytest.mark.slow) for s in ("fsdp", "tensor", "tensor × fsdp"))]
 )
+@pytest.mark.slow
 def test_a_text_model_whose_output_is_tied_to_its_input(done, strategy):
     words = [*(w for w in RUN if not w.startswith("data")), *TEXT, *STEPS, "batch.accumulation_steps=2", "clip=norm", "updates=4"]
     equal(done(*words), done(*words, *STRATEGIES[strategy]), 1e-4)
