@@ -28,6 +28,7 @@ from bench.harness import RESULTS, machine, table, write
 
 MIN_COST = 0.12  # a cost below is too near to the least share that the doctor names
 PAIRS = 5
+MAX_REPEATS = 3**14
 
 
 def main() -> None:
@@ -120,6 +121,8 @@ def _measure(trainer: Any, drawn: Drawn, profile_s: float) -> tuple[int, float, 
     repeats, none = 1, statistics.median(updates_s(0, 0.3))
     while statistics.median(updates_s(repeats, 0.05)) < 1.2 * none:
         repeats *= 3
+        if repeats > MAX_REPEATS:
+            raise RuntimeError(f"{drawn.kind} in {drawn.place}: the planted line costs nothing")
     costs = max(cost(repeats), 0.05)
     repeats = max(1, round(repeats * drawn.share / (1 - drawn.share) / (costs / (1 - costs))))
     while (before := cost(repeats)) < MIN_COST:
