@@ -74,7 +74,7 @@ OVERRIDES = (
 CASES = {
     "slow data": Case(("data.kwargs.pause=0.001",), "waits for data", "slow-data", True),
     "a read": Case(("model.kwargs.read=true", "model.kwargs.width=2048"), "reads a value back", "read-back"),
-    "a loop": Case(("model.kwargs.loop=true",), "loop over elements", "element-loop"),
+    "a loop": Case(("model.kwargs.loop=true", "model.kwargs.width=128", "loader=resident"), "loop over elements", "element-loop"),
     "a tensor": Case(("loss=shuffled",), "tensors are made", "made-in-step"),
     "workers": Case(("loader=workers", "loader.num_workers=24"), "24 loader workers share", None, True),
     "tiny batch": Case(("batch.global_batch=2",), "batch is too small", None, True),

@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from bench import bottlenecks
+from bench import attribution, bottlenecks
 from bench.bottlenecks import CASES, config_dir, place
+from bench.drawn import MODELS, PLACES, draw
 
 from drivetrain.recipe.reader import read
 
@@ -66,6 +67,25 @@ def test_what_it_prescribes_is_faster_and_runs(doctor):
     words = ["epochs=1", "updates=2", *bottlenecks.OVERRIDES[:5]]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-m", "drivetrain", "train", f"recipe={recipe}", *words], env=env, check=True)
+
+
+@pytest.mark.slow
+def test_what_nobody_told_it_of_is_named_too():
+    """Costs are drawn: the doctor's code knows none of these kinds. The short form is in test_attribution.py."""
+    found = {seed: attribution.examine(draw(seed), 1.5) for seed in range(20)}
+    assert sum(f["named"] for f in found.values()) >= 19, [f for f in found.values() if not f["named"]]
+    assert sum(f["clean"] for f in found.values()) >= 19, [f for f in found.values() if not f["clean"]]
+
+
+def test_drawn_programs_are_sound():
+    drawn = [draw(seed) for seed in range(60)]
+    for program in drawn:
+        compile(program.text, program.module, "exec")
+        assert len(program.planted) == (3 if program.place == "spread" else 1), program
+    assert draw(7) == draw(7)
+    assert len({(d.kind, d.place, d.model) for d in drawn}) > 50
+    assert {d.place for d in drawn} == set(PLACES)
+    assert {d.model for d in drawn} == set(MODELS)
 
 
 def test_a_run_that_cannot_be_is_an_error(tmp_path, capsys):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 from torch.autograd import DeviceType
 
+from drivetrain.core.progress import Progress
 from drivetrain.measure.profile import utilization
 from drivetrain.measure.profile.utilization import END, READING
 
@@ -64,21 +66,24 @@ def test_on_a_device_our_own_waiting_is_not_the_hosts(device):
 class Trainer:
     """Enough of one for an update."""
 
-    device = torch.device("cpu")
+    device, log_every = torch.device("cpu"), 100
 
     def __init__(self, pause: float) -> None:
         self.pause, self.w = pause, torch.rand(400, 400)
-        self.ema = self.step = self
+        self.step = self
+        self.ema, self.timer, self.scheduler, self.log = (mock.Mock() for _ in range(4))
+        self.progress = Progress()
 
     def micro_batch(self, batch: Any, loss_sum: torch.Tensor) -> None:
         time.sleep(self.pause)
         for _ in range(4):
             self.w @ self.w
 
-    def update(self) -> None:
-        pass
+    def update(self) -> bool:
+        return True
 
-    zero_grad = update
+    def zero_grad(self) -> None:
+        pass
 
 
 class MicroBatch:

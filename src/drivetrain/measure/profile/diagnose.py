@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,10 +12,12 @@ from drivetrain.launch.job import Job
 from drivetrain.measure.overrides import with_channels_last
 
 if TYPE_CHECKING:
+    from drivetrain.measure.profile.attribution import Line
     from drivetrain.measure.profile.step import StepProfile
 
-# The least share of the time that is reported: of waiting (for data, ranks, evaluation), of saving, loops, created tensors.
-MIN_WAIT, MIN_SAVING, MIN_LOOP, MIN_CREATED = 0.2, 0.1, 0.1, 0.05
+# The least share of the time that is reported: of waiting (for data, ranks, evaluation), of saving, of a line beyond what the
+# model's layers need, of one whose remedy is known: created tensors, and loops.
+MIN_WAIT, MIN_SAVING, MIN_LINE, MIN_KNOWN = 0.2, 0.1, 0.1, 0.05
 LOOP_OPERATIONS = 64  # small operations of one line in one update: a loop over elements
 UNFILLED = 1.5  # times the samples a second with a larger batch: the device is not filled
 HOST_READ_SHARE = 0.005  # the weight of a host read on a CPU, where it costs nothing
@@ -37,10 +40,10 @@ def diagnose(profile: StepProfile, job: Job, ranks: int = 1) -> Iterator[Problem
     yield from _ranks(profile, job, ranks)
     yield from _saving(profile, getattr(job.run.saving, "every_updates", None))
     yield from _evaluation(profile, job.run.values["evaluate_every"])
-    own = list(_lines(profile))
+    own = [*_lines(profile), *(_threads(profile) if ranks == 1 else ())]  # ranks share the cores
     yield from own
     # The cost of the user's lines does not shrink with a larger batch, and too many workers disturb the measurement of one.
-    if all(problem.share < MIN_CREATED for problem in own) and _workers(job) <= usable_cores():
+    if all(problem.share < MIN_KNOWN for problem in own) and _workers(job) <= usable_cores():
         yield from _batch(profile, job)
     yield from _compute(profile, job)
 
@@ -58,8 +61,10 @@ def _data(profile: StepProfile, job: Job) -> Iterator[Problem]:
             f"loader.num_workers={workers}; the step waits {wait:.0%} of its time{reading}",
             (f"loader.num_workers={cores}", f"loader.num_workers={max(1, cores // 2)}", "loader=threads", "loader=sync"),
         )
-    elif wait > MIN_WAIT:
-        own = [line for line in profile.lines if line.reads_data and line.share > MIN_WAIT / 2]
+        return
+    own = [line for line in profile.lines if line.reads_data and line.share > MIN_LINE]
+    if own or wait > MIN_WAIT:
+        wait = max(wait, sum(line.share for line in own))
         where = f"; most of it in {own[0].place}" if own else ""
         candidates = [o for o in ("loader=threads", "loader=workers", "loader=resident") if o != loader]
         candidates += [f"loader.num_workers={cores}"] if 0 < workers < cores else []
@@ -124,33 +129,30 @@ def _evaluation(profile: StepProfile, evaluate_every: int) -> Iterator[Problem]:
 
 
 def _lines(profile: StepProfile) -> Iterator[Problem]:
-    """The problems of the user's own lines."""
-    phases = profile.phases
-    computing = sum(phases.get(name, 0.0) for name in ("forward", "loss", "backward")) / sum(phases.values())
+    """The problems of the user's own lines, whatever they do; for what is known, with its remedy."""
+    spread: defaultdict[str, list[Line]] = defaultdict(list)  # over several lines of a function, each of which takes little
     for line in (line for line in profile.lines if not line.reads_data):
-        created_ms = sum(line.created_ms.values())
-        created = created_ms / profile.step_ms
-        # A line's backward has no line of its own: there every operation counts the same.
-        share = max(line.share, computing * line.operations / profile.operations)
-        if line.small_operations >= LOOP_OPERATIONS and share > MIN_LOOP:
-            yield Problem(
-                share,
-                "loop",
-                "a Python loop over elements takes the time",
-                f"{line.place}: {line.operations} operations and about {share:.0%} of the step: use one operation on whole "
-                "tensors instead (gather, cumsum, bucketize, einsum)",
-            )
-        elif created > MIN_CREATED:
+        created, created_ms = line.created * line.share, sum(line.created_ms.values())
+        if line.small_operations >= LOOP_OPERATIONS and line.share > MIN_KNOWN:
+            advice = "use one operation on whole tensors instead (gather, cumsum, bucketize, einsum)"
+            evidence = f"{line.place}: {line.operations} operations and {_of_step(line)}: {advice}"
+            yield Problem(line.share, "loop", "a Python loop over elements takes the time", evidence)
+        elif created > MIN_KNOWN and line.created > 0.5:
             names = ", ".join(f"torch.{name}" for name in line.created_ms)
             where = "anew in each step" if profile.device == "cpu" else "on the CPU"
             yield Problem(
-                created,
+                line.share,
                 "created",
                 f"tensors are made {where}",
                 f"{line.place}: {names}, {created_ms:.1f} ms and {created:.0%} of the step: pass device=…, create it once, or "
                 "draw fewer numbers",
             )
-        elif line.host_reads:
+        elif line.share > MIN_LINE:
+            verdict = f"a line of your own takes {line.share:.0%} of the step"
+            yield Problem(line.share, "line", verdict, f"{line.place}: `{line.text}`: {_of_step(line)}: {_what(line)}")
+        else:
+            spread[line.function].append(line)
+        if line.host_reads:
             yield Problem(
                 max(0.0 if profile.device == "cpu" else line.share, HOST_READ_SHARE),
                 "sync",
@@ -158,6 +160,43 @@ def _lines(profile: StepProfile) -> Iterator[Problem]:
                 f"{line.place}: {line.host_reads} times an update; each makes the host wait for the device: keep it a tensor, "
                 "and read it every hundred updates",
             )
+    for function, lines in spread.items():
+        share = sum(line.share for line in lines)
+        if share > MIN_LINE:
+            most = "; ".join(f"{line.place}, {line.share:.0%}" for line in lines[:3])
+            yield Problem(share, "lines", f"the lines of {function} take {share:.0%} of the step", f"most of all {most}")
+
+
+def _threads(profile: StepProfile) -> Iterator[Problem]:
+    used = profile.threads
+    if used is None or used.share < MIN_LINE:
+        return
+    where = f"{used.place} sets their number" if used.place else "runtime.threads or your own code sets their number"
+    yield Problem(
+        used.share,
+        "threads",
+        f"torch computes with {used.number} of {used.cores} cores",
+        f"{where}; with a thread for each core an update takes {used.share:.0%} less time",
+        () if used.place else (f"runtime.threads={used.cores}",),
+    )
+
+
+def _of_step(line: Line) -> str:
+    backward = f", {line.backward:.0%} in its backward" if line.backward > 0.005 else ""
+    return f"{line.share:.0%} of the step{backward}"
+
+
+def _what(line: Line) -> str:
+    """What is seen of a line's time."""
+    if line.wasted > 0.5:
+        return "it runs layers whose weights train, but no gradient comes back to them: the loss does not need their result"
+    if line.wide > 0.5:
+        return f"its operations ({', '.join(line.names)}) compute in float64, which costs at least twice the time of float32"
+    if not line.operations and line.waits > 0.5:
+        return "the host waits there: it sleeps, or waits for a file, a lock, a socket or another process"
+    if line.operations:
+        return f"{line.operations} operations an update, most of all {', '.join(line.names)}"
+    return "the host computes there, outside of torch's operations"
 
 
 def _batch(profile: StepProfile, job: Job) -> Iterator[Problem]:

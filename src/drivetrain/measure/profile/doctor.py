@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MIN_SHOWN = 0.02  # the least share of a line in the table
 COMMUNICATION_ROUNDS = 3  # of the comparison of all ranks with one by itself
 
 
@@ -111,12 +112,25 @@ def _show(profile: StepProfile, problems: list[Problem], notes: list[str]) -> No
     if profile.saving_s is not None:
         rows.append(("a checkpoint", f"{1e3 * profile.saving_s:.0f} ms", ""))
     terminal.table(("phase", "time", "of the update"), rows)
+    terminal.table(("your line, forward and backward", "of the update", "the layers it calls"), _lines(profile))
     for line in [*notes, roofline_text(profile)]:
         print(line)
     print(f"\nverdict: {problems[0].verdict}\n  {problems[0].evidence}")
     for problem in problems[1:]:
         if problem.name != "compute":
             print(f"also: {problem.verdict}\n  {problem.evidence}")
+
+
+def _lines(profile: StepProfile) -> list[tuple[str, str, str]]:
+    """The table of the lines that an update's time goes to; its shares add up to 100 %."""
+    shares = [(f"{line.place}: {line.text}", line.share, line.layers) for line in profile.lines]
+    shares += [(name, share, 0.0) for name, share in profile.rest.items()]
+    shown = sorted((row for row in shares if row[1] + row[2] >= MIN_SHOWN), key=lambda row: -row[1] - row[2])
+    rest = 1.0 - sum(own + layers for _, own, layers in shown)
+    return [
+        (name, f"{own:.0%}" if own else "", f"{layers:.0%}" if layers else "")
+        for name, own, layers in [*shown, ("all else", rest, 0.0)]
+    ]
 
 
 def prove(problems: list[Problem], overrides: list[str], config_dirs: Sequence[str], settings: Settings) -> list[Gain]:

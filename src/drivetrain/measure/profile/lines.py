@@ -1,70 +1,65 @@
-"""Profiles the user's own lines within a step: their time, their operations, what they read back and what they create."""
+"""Profiles the user's own lines within a step: their shares of its time, what they read back and what they create."""
 
 from __future__ import annotations
 
-import os
 import sys
-import sysconfig
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
-from types import FrameType
+from contextlib import suppress
 from typing import Any
 
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-
-from drivetrain.core import process, trees
+from drivetrain.core import trees
+from drivetrain.core.device import synchronize
+from drivetrain.core.errors import Diverged
 from drivetrain.debug.torch_modes import WaitingCalls
+from drivetrain.measure.profile.attribution import Attribution, Line, Samples, attribute
+from drivetrain.measure.profile.operations import Recorder, operation_clock
+from drivetrain.measure.profile.sampler import Sampler
+from drivetrain.measure.profile.sites import user_line
 
-SAMPLE_S = 0.001  # between two samples of the stack
 UPDATES = 3  # in which every operation is recorded
-_FACTORIES = ("randperm", "rand", "randn", "randint", "arange", "zeros", "ones", "full", "empty", "eye", "linspace", "tensor")
-
-
-@dataclass
-class Line:
-    """A line of the user's own code; counts and times are those of one update."""
-
-    place: str  # file:line in function
-    reads_data: bool = False  # it runs while the step waits for the loader
-    share: float = 0.0  # of the step's time, by stack samples
-    operations: int = 0
-    small_operations: int = 0  # on a sixteenth of the input's elements or less
-    host_reads: int = 0  # values read back to the host: .item(), float(), bool()
-    created_ms: dict[str, float] = field(default_factory=dict)  # by factory function, of tensors created on the CPU
+ROUNDS = 4  # of sampling
+MAX_SLOWER = 4  # times the wanted seconds, where other work has the cores
 
 
 class TrackedStream:
-    """The training stream; `reading` says whether it is being read, so that what runs then counts as the data's."""
+    """The training stream. `phase` says what runs: "data" while it is read, then "micro_batch", then "update"."""
 
     def __init__(self, stream: Iterator[Any]) -> None:
-        self._stream, self.reading = stream, False
+        self._stream, self.phase = stream, "micro_batch"
 
     def __iter__(self) -> TrackedStream:
         return self
 
     def __next__(self) -> Any:
-        self.reading = True
+        self.phase = "data"
         try:
             return next(self._stream)
         finally:
-            self.reading = False
+            self.phase = "micro_batch"
 
 
 def update(trainer: Any, stream: Iterable[Any]) -> None:
-    """Run one update, as the training loop does."""
-    loss_sum = torch.zeros((), device=trainer.device)
+    """Run one update and what comes after it, as the training loop does."""
+    progress = trainer.progress
     for micro in stream:
-        trainer.step.micro_batch(micro, loss_sum)
+        trainer.step.micro_batch(micro, trainer.log.loss_sum)
         if micro.last:
             break
-    trainer.step.update()
-    trainer.ema.update()
+    if isinstance(stream, TrackedStream):
+        stream.phase = "update"
+    if trainer.step.update():
+        progress.updates += 1
+        trainer.scheduler.step(progress.updates)
+        trainer.ema.update()
+    else:
+        progress.skipped += 1
     trainer.step.zero_grad()
+    trainer.timer.step()
+    if progress.steps % trainer.log_every == 0:
+        with suppress(Diverged):  # a profile makes more updates than the run was meant for: their time is what counts
+            trainer.log.train(trainer.optimizer.param_groups[0]["lr"])
 
 
 def read_update(stream: TrackedStream) -> tuple[Any, int]:
@@ -75,82 +70,62 @@ def read_update(stream: TrackedStream) -> tuple[Any, int]:
     raise RuntimeError("the data ended")
 
 
-def profile_lines(trainer: Any, stream: TrackedStream, profile_s: float) -> tuple[list[Line], int]:
-    """Profile the user's own lines by stack samples for `profile_s` seconds, then by every operation of a few updates.
+def profile_lines(trainer: Any, stream: TrackedStream, profile_s: float, busy: float = 0.0) -> tuple[Attribution, int, float]:
+    """Attribute an update's time to the user's own lines. `busy` is the share of it in which an accelerator works.
 
-    Returns the lines, the most expensive first, and the number of operations in an update.
+    Sampling costs little, and the shares are those of samples. What operations a line runs is recorded in a few other updates.
+    Returns the attribution, the number of operations in an update, and an update's milliseconds while nothing watched it.
     """
-    found: dict[str, Line] = {}
-    samples, data_lines, total = _sample_stack(trainer, stream, profile_s)
-    for place, count in samples.items():
-        found[place] = Line(place, place in data_lines, count / total)
+    sampler = Sampler(lambda: stream.phase, update.__code__)
+    step_ms, watched = _sample(trainer, stream, sampler, profile_s)
     micro, _ = read_update(stream)
-    with _OperationCounter(stream, sum(t.numel() for t in trees.leaves(micro.x)) // 16) as counter:
+    small_size = sum(t.numel() for t in trees.leaves(micro.x)) // 16
+    recorder = Recorder(lambda: stream.phase, operation_clock(trainer.device), update.__code__, small_size)
+    with recorder.recording():
         for _ in range(UPDATES):
             update(trainer, stream)
-    for place, counted in counter.lines.items():
-        line = found.setdefault(place, Line(place))
-        line.operations = counted.operations // UPDATES
-        line.small_operations = counted.small_operations // UPDATES
-        line.created_ms = {name: ms / UPDATES for name, ms in counted.created_ms.items()}
+    found = attribute(sampler.spent, recorder.operations, UPDATES, busy, watched)
+    by_place = {line.place: line for line in found.lines}
     for place, count in _host_reads(trainer, stream).items():
-        found.setdefault(place, Line(place)).host_reads = -(-count // UPDATES)
-    return sorted(found.values(), key=lambda line: (-line.share, -line.operations)), counter.total // UPDATES
+        if place not in by_place:
+            found.lines.append(by_place.setdefault(place, Line(place)))
+        by_place[place].host_reads = -(-count // UPDATES)
+    operations = sum(1 + o.backward_operations for o in recorder.operations if o.phase != "data")
+    return found, operations // UPDATES, step_ms
 
 
-def _sample_stack(trainer: Any, stream: TrackedStream, profile_s: float) -> tuple[Counter[str], set[str], int]:
-    """Sample this thread's stack during updates.
-
-    Returns how often each user line was the innermost one, the lines that mostly read data, and the number of samples.
+def _sample(trainer: Any, stream: TrackedStream, sampler: Sampler, profile_s: float) -> tuple[float, int]:
+    """Sample for `profile_s` seconds, and time as long without. Return the milliseconds of an update of the latter, and the
+    number of sampled updates.
     """
-    counts: Counter[str] = Counter()
-    reading: Counter[str] = Counter()
-    total, done, thread_id = 0, threading.Event(), threading.get_ident()
-
-    def sample() -> None:
-        nonlocal total
-        while not done.wait(SAMPLE_S):
-            total += 1
-            place = user_line(sys._current_frames().get(thread_id))
-            if place is not None:
-                counts[place] += 1
-                reading.update([place] if stream.reading else ())
-
-    sampler = threading.Thread(target=sample, daemon=True)
-    sampler.start()
-    began = time.perf_counter()
-    while time.perf_counter() - began < profile_s:
-        update(trainer, stream)
-    done.set()
-    sampler.join()
-    return counts, {place for place, n in reading.items() if 2 * n > counts[place]}, max(1, total)
-
-
-class _OperationCounter(TorchDispatchMode):
-    """Counts every operation outside of data reading, by the user line that it came from."""
-
-    def __init__(self, stream: TrackedStream, small: int) -> None:
-        super().__init__()
-        self.stream, self.small = stream, small
-        self.lines: dict[str, Line] = {}
-        self.total = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    seconds, count, watched = 0.0, 0, 0
+    for _ in range(ROUNDS):  # in turns, as the machine's speed changes
+        synchronize(trainer.device)
+        began, before = time.perf_counter(), count
+        while time.perf_counter() - began < profile_s / ROUNDS or count == before:
+            update(trainer, stream)
+            count += 1
+        synchronize(trainer.device)
+        seconds += time.perf_counter() - began
         began = time.perf_counter()
-        out = func(*args, **(kwargs or {}))
-        ms = 1e3 * (time.perf_counter() - began)
-        if self.stream.reading:
-            return out
-        self.total += 1
-        place = user_line(sys._getframe(1))
-        if place is not None:
-            line = self.lines.setdefault(place, Line(place))
-            name = func.overloadpacket.__name__
-            line.operations += 1
-            line.small_operations += isinstance(out, torch.Tensor) and out.numel() <= self.small
-            if name in _FACTORIES and isinstance(out, torch.Tensor) and out.device.type == "cpu":
-                line.created_ms[name] = line.created_ms.get(name, 0.0) + ms
-        return out
+        with sampler.watching() as own_s:
+            # On a busy machine it takes longer until as much of the run was seen.
+            while own_s() < profile_s / ROUNDS and time.perf_counter() - began < MAX_SLOWER * profile_s / ROUNDS:
+                update(trainer, stream)
+                watched += 1
+    return 1e3 * seconds / count, watched
+
+
+def reading_lines(trainer: Any, seconds: float) -> Samples:
+    """Read batches in this process, and sample it: the loader's own processes cannot be watched."""
+    sampler = Sampler(lambda: "data", reading_lines.__code__)
+    until = time.perf_counter() + seconds
+    with sampler.watching():
+        for request in trainer.requests():
+            trainer.train_data(request)
+            if time.perf_counter() > until:
+                break
+    return sampler.spent
 
 
 def _host_reads(trainer: Any, stream: TrackedStream) -> Counter[str]:
@@ -158,34 +133,11 @@ def _host_reads(trainer: Any, stream: TrackedStream) -> Counter[str]:
     found: Counter[str] = Counter()
 
     def count(_: str) -> None:
-        place = user_line(sys._getframe(1))
-        if place is not None and not stream.reading:
+        place = user_line(sys._getframe(1), update.__code__)
+        if place is not None and stream.phase != "data":
             found[place] += 1
 
     with WaitingCalls(count):
         for _ in range(UPDATES):
             update(trainer, stream)
     return found
-
-
-_LIBRARIES = tuple(
-    str(Path(place)) + os.sep
-    for place in (
-        Path(torch.__file__).parent,
-        process.PACKAGE,
-        sysconfig.get_paths()["stdlib"],
-        sysconfig.get_paths()["purelib"],
-        sysconfig.get_paths()["platlib"],
-    )
-)
-
-
-def user_line(frame: FrameType | None) -> str | None:
-    """file:line of the innermost frame that is not in Python's library, torch, an installed package or drivetrain."""
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if frame.f_code.co_name != "<module>" and os.sep in name and not name.startswith(("<", *_LIBRARIES)):
-            shown = os.path.relpath(name) if name.startswith(os.getcwd() + os.sep) else name
-            return f"{shown}:{frame.f_lineno} in {frame.f_code.co_name}"
-        frame = frame.f_back
-    return None

@@ -19,9 +19,12 @@ from drivetrain.core import trees
 from drivetrain.core.device import synchronize
 from drivetrain.engine.step import PlainStep
 from drivetrain.measure.benchmark.agent import WARMUP_UPDATES
-from drivetrain.measure.profile import roofline, utilization
-from drivetrain.measure.profile.lines import UPDATES, Line, TrackedStream, profile_lines, read_update, update
+from drivetrain.measure.profile import roofline, threads, utilization
+from drivetrain.measure.profile.attribution import WAITING, Line
+from drivetrain.measure.profile.lines import UPDATES, TrackedStream, profile_lines, read_update, reading_lines, update
 from drivetrain.saving import checkpoint_io
+
+MIN_READING = 0.1  # of an update's time spent waiting for data: then the lines are looked for that read it in other processes
 
 
 @dataclass
@@ -31,6 +34,7 @@ class StepProfile:
     step_ms: float
     phases: dict[str, float]  # ms by phase
     lines: list[Line]
+    rest: dict[str, float]  # shares of a step's time that no line of the user's called, by what they are
     evaluation_s: float
     saving_s: float | None  # of one checkpoint; None where the run saves none
     operations: int  # in an update
@@ -41,19 +45,24 @@ class StepProfile:
     read_ms: float | None  # of reading one micro-batch
     device: str
     utilization: dict[str, float]  # shares of an update's time
+    threads: threads.Threads | None  # of a CPU
 
 
 def profile_step(trainer: Any, profile_s: float) -> StepProfile:
     """Run updates of a built trainer, for `profile_s` seconds in each of several kinds of profile."""
     trainer.endless()
     trainer.model.train()
+    trainer.callbacks.start()
+    trainer.log.writers = [trainer.callbacks]
     stream = TrackedStream(trainer.loader.stream(trainer.train_data, trainer.requests(), trainer.device, trainer.memory_format))
     for _ in range(trainer.timer.warmup + WARMUP_UPDATES):
         update(trainer, stream)
-    step_ms = _step_ms(trainer, stream, profile_s)
     phases, read_ms = _phases(trainer, stream, profile_s)
     shares = utilization.time_shares(trainer, stream)
-    lines, operations = profile_lines(trainer, stream, profile_s)
+    attribution, operations, step_ms = profile_lines(trainer, stream, profile_s, 1 - shares.get(utilization.IDLE, 1.0))
+    if attribution.rest.get(WAITING, 0.0) > MIN_READING and not any(line.reads_data for line in attribution.lines):
+        attribution = attribution.with_reading(reading_lines(trainer, profile_s))
+    used = threads.measure(lambda: update(trainer, stream), profile_s) if trainer.device.type == "cpu" else None
     micro, micro_batches = read_update(stream)
     limits = roofline.measure(trainer, micro_batches * trees.length(micro.x))
     larger_batch = _larger_batch(trainer, micro, profile_s)
@@ -61,7 +70,8 @@ def profile_step(trainer: Any, profile_s: float) -> StepProfile:
     return StepProfile(
         step_ms,
         phases,
-        lines,
+        attribution.lines,
+        attribution.rest,
         evaluation_s,
         saving_s,
         operations,
@@ -72,18 +82,8 @@ def profile_step(trainer: Any, profile_s: float) -> StepProfile:
         read_ms=read_ms,
         device=trainer.device.type,
         utilization=shares,
+        threads=used,
     )
-
-
-def _step_ms(trainer: Any, stream: TrackedStream, profile_s: float) -> float:
-    """Milliseconds of an update without any profiling."""
-    synchronize(trainer.device)
-    began, count = time.perf_counter(), 0
-    while time.perf_counter() - began < profile_s or count < UPDATES:
-        update(trainer, stream)
-        count += 1
-    synchronize(trainer.device)
-    return 1e3 * (time.perf_counter() - began) / count
 
 
 def _phases(trainer: Any, stream: TrackedStream, profile_s: float) -> tuple[dict[str, float], float | None]:

@@ -14,6 +14,7 @@ from drivetrain.debug.profile import silence_profiler
 from drivetrain.measure.profile.lines import TrackedStream, update
 
 READING, END = "drivetrain: reading", "drivetrain: end"
+IDLE = "the device is idle"
 UPDATES = 5
 SYNCHRONIZING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 
@@ -80,7 +81,7 @@ def _device_shares(events: Iterable[Any], whole_us: float) -> dict[str, float]:
     return {
         "the device computes": _union_us(e for e in on_device if not e.name.startswith("Memcpy")) / whole_us,
         "the device copies": _union_us(copies) / whole_us,
-        "the device is idle": max(0.0, whole_us - _union_us(on_device)) / whole_us,
+        IDLE: max(0.0, whole_us - _union_us(on_device)) / whole_us,
         "the host waits for the device": waits / whole_us,
     }
 

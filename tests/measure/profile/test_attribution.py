@@ -1,0 +1,215 @@
+"""Shares of a step's time by the user's own lines: from made-up samples and operations, and from real ones."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from drivetrain.core.clock import Clock
+from drivetrain.measure.profile import diagnose as diagnosis
+from drivetrain.measure.profile import threads
+from drivetrain.measure.profile.attribution import Attribution, Line, attribute
+from drivetrain.measure.profile.operations import Operation, Recorder
+from drivetrain.measure.profile.sampler import Sampler, Spent
+from drivetrain.measure.profile.sites import Found, Site, find
+
+NOTHING, BACKWARD = Found(), Found(in_backward=True)
+
+
+def users_code(x):
+    return x
+
+
+def site(instruction: int = 0) -> Found:
+    return Found(Site(users_code.__code__, instruction))
+
+
+def operation(found: Found, ms: float, backward_ms: float = 0.0, layer: bool = False, name: str = "mul") -> Operation:
+    made = Operation(name, found, "micro_batch", layer, False, False, False)
+    made.ms, made.backward_ms, made.backward_operations, made.frozen = ms, backward_ms, int(backward_ms > 0), True
+    return made
+
+
+def whole(found: Attribution) -> float:
+    return sum(line.share + line.layers for line in found.lines) + sum(found.rest.values())
+
+
+def test_the_backward_goes_to_the_lines_whose_forward_it_belongs_to():
+    samples = {("micro_batch", site()): Spent(1.0), ("micro_batch", BACKWARD): Spent(6.0), ("update", NOTHING): Spent(1.0),
+               ("data", NOTHING): Spent(0.0, 2.0)}  # fmt: skip
+    found = attribute(samples, [operation(site(), 1.0, 20.0), operation(NOTHING, 1.0, 40.0)], 1)
+    (line,) = found.lines
+    assert (line.share, line.backward) == (pytest.approx(0.3), pytest.approx(0.2))
+    assert found.rest == {
+        "model and loss": pytest.approx(0.4), "the update": pytest.approx(0.1), "waiting for data": pytest.approx(0.2),
+    }  # fmt: skip
+    assert whole(found) == pytest.approx(1.0)
+
+
+def test_what_the_models_layers_need_is_no_cost_of_the_line_that_calls_them():
+    samples = {("micro_batch", site()): Spent(4.0), ("micro_batch", BACKWARD): Spent(4.0), ("update", NOTHING): Spent(2.0)}
+    operations = [operation(site(), 3.0, 3.0, layer=True), operation(site(), 1.0, 1.0)]
+    (line,) = attribute(samples, operations, 1).lines
+    assert (line.share, line.layers) == (pytest.approx(0.2), pytest.approx(0.6))
+    for change in ({"wide": True}, {"wasted": True}):
+        vars(operations[0]).update(change)
+        (line,) = attribute(samples, operations, 1).lines
+        assert line.share == pytest.approx(0.8), "float64, and layers without a gradient, are not what it needs"
+        vars(operations[0]).update(wide=False, wasted=False)
+
+
+def test_time_that_no_operation_accounts_for_is_the_lines():
+    sleeping, computing = site(2), site(3)
+    samples = {("micro_batch", sleeping): Spent(0.0, 3.0), ("micro_batch", computing): Spent(7.0)}
+    (line,) = attribute(samples, [operation(computing, 5.0, layer=True)], 1).lines  # both calls stand on it
+    assert (line.share, line.layers, line.waits) == (pytest.approx(0.3), pytest.approx(0.7), pytest.approx(0.3))
+
+
+def test_the_engines_own_time_is_that_of_its_operations():
+    """A thousand small operations cost more in the backward than their own time, which is all that is recorded of them."""
+    many = [operation(site(), 0.0, 0.001) for _ in range(1000)]
+    samples = {("micro_batch", BACKWARD): Spent(0.012), ("micro_batch", site()): Spent(0.0)}
+    found = attribute(samples, [*many, operation(NOTHING, 1.0, 10.0)], 1, watched=1)
+    assert found.lines[0].share == pytest.approx(2 / 12, abs=0.01)
+    assert attribute(samples, [*many, operation(NOTHING, 1.0, 10.0)], 1).lines[0].share == pytest.approx(1 / 11, abs=0.01)
+
+
+def test_where_an_accelerator_works_its_own_times_count_and_the_host_only_while_it_waits():
+    samples = {("micro_batch", site()): Spent(0.0, 8.0), ("update", NOTHING): Spent(2.0)}
+    found = attribute(samples, [operation(site(), 1.0), operation(NOTHING, 5.0, 4.0)], 1, busy=0.9)
+    assert found.lines[0].share == pytest.approx(0.1 * 0.8 + 0.9 * 0.1)
+    assert whole(found) == pytest.approx(1.0)
+
+
+def test_reading_in_other_processes_is_divided_by_reading_here():
+    found = Attribution([], {"waiting for data": 0.5, "the update": 0.5})
+    divided = found.with_reading({("data", site()): Spent(3.0), ("data", NOTHING): Spent(1.0)})
+    (line,) = divided.lines
+    assert (line.reads_data, line.share) == (True, pytest.approx(0.375))
+    assert whole(divided) == pytest.approx(1.0)
+    assert found.with_reading({}).rest == found.rest
+
+
+def steps(work, seconds):
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        work()
+
+
+def test_the_sampler_sees_sleep_and_computing_apart():
+    def slept():
+        time.sleep(0.004)
+
+    sampler = Sampler(lambda: "micro_batch", steps.__code__)
+    with sampler.watching():
+        steps(slept, 0.15)
+    with sampler.watching():
+        steps(lambda: sum(range(20000)), 0.15)
+    by_name = {found.site.code.co_name: spent for (_, found), spent in sampler.spent.items() if found.site is not None}
+    assert by_name["slept"].waits > 0.9 * by_name["slept"].own
+    assert by_name["<lambda>"].busy > 0.5 * by_name["<lambda>"].own
+    assert not [t for t in threading.enumerate() if t.name == "sampler"]
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.spare = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.layer(x)
+        self.spare(x)
+        y = y + torch.sin(y.double()).float()
+        return y @ self.layer.weight
+
+
+def test_operations_are_known_by_their_line_forward_and_backward():
+    net, first = Net(), Net.forward.__code__.co_firstlineno
+
+    def step():
+        net(torch.rand(4, 8)).sum().backward()
+
+    recorder = Recorder(lambda: "micro_batch", Clock(), step.__code__, small_size=1)
+    with recorder.recording():
+        step()
+    by_line: dict[int, list[Operation]] = {}
+    for made in recorder.operations:
+        if made.found.site is not None:
+            by_line.setdefault(made.found.site.line - first, []).append(made)
+    layer, spare, sine, product = (by_line[n] for n in (1, 2, 3, 4))
+    assert all(o.needed for o in layer + product), [o.name for o in layer + product if not o.needed]
+    assert sum(o.backward_operations for o in layer) > 0
+    assert [o.name for o in spare if o.layer and o.wasted and not o.frozen][-1] == "addmm"
+    assert sum(o.backward_operations for o in spare) == 0
+    assert not any(o.needed for o in sine)
+    assert next(o for o in sine if o.name == "sin").wide
+    assert next(o for o in sine if o.name == "sin").backward_operations > 0
+
+
+def test_frames_of_the_harness_are_not_the_users():
+    def root():
+        return find(__import__("sys")._getframe(), root.__code__)
+
+    assert root() == Found()
+
+
+class Cores:
+    """Updates that are slow with one thread."""
+
+    def __init__(self, sets: int | None = None):
+        self.sets = sets
+
+    def __call__(self):
+        if self.sets is not None:
+            torch.set_num_threads(self.sets)
+        time.sleep(0.002 if torch.get_num_threads() >= 4 else 0.02)
+
+
+@pytest.mark.parametrize("sets", [None, 1])
+def test_cores_that_a_step_leaves_unused_are_measured(monkeypatch, sets):
+    monkeypatch.setattr(threads, "usable_cores", lambda: 4)
+    before, setter = torch.get_num_threads(), torch.set_num_threads
+    try:
+        torch.set_num_threads(1)
+        found = threads.measure(Cores(sets), 0.01)
+        assert (found.number, found.cores, torch.get_num_threads()) == (1, 4, 1)
+        assert found.share > 0.5
+        assert (found.place is not None) == (sets is not None)
+        torch.set_num_threads(4)
+        assert sets or threads.measure(Cores(), 0.01).share == 0
+    finally:
+        torch.set_num_threads(before)
+    assert torch.set_num_threads is setter
+
+
+def problems(*lines: Line) -> list[diagnosis.Problem]:
+    profile = SimpleNamespace(lines=list(lines), device="cpu", step_ms=10.0)
+    return list(diagnosis._lines(profile))
+
+
+def test_any_line_above_a_tenth_is_named_and_what_is_known_only_adds_advice():
+    (named,) = problems(Line("a.py:3 in forward", "odd(x)", share=0.3), Line("a.py:4 in forward", share=0.09, layers=0.8))
+    assert (named.share, named.verdict) == (0.3, "a line of your own takes 30% of the step")
+    assert named.evidence.startswith("a.py:3 in forward: `odd(x)`")
+    said = {
+        "waits": Line("a.py:3 in f", share=0.3, waits=0.9), "float64": Line("a.py:3 in f", share=0.3, operations=2, wide=0.9),
+        "no gradient": Line("a.py:3 in f", share=0.3, operations=2, wasted=0.9),
+        "2 operations": Line("a.py:3 in f", share=0.3, operations=2, names=("mul",)),
+        "loop over elements": Line("a.py:3 in f", share=0.3, operations=99, small_operations=99),
+        "tensors are made": Line("a.py:3 in f", share=0.3, operations=1, created=0.9, created_ms={"randperm": 3.0}),
+    }  # fmt: skip
+    for words, line in said.items():
+        (problem,) = problems(line)
+        assert problem.share == pytest.approx(0.3)
+        assert words in problem.verdict + problem.evidence
+
+
+def test_a_cost_that_is_spread_over_a_function_is_named_too():
+    lines = [Line(f"a.py:{n} in f", share=0.04) for n in range(5)] + [Line("b.py:1 in g", share=0.02)]
+    (named,) = problems(*lines)
+    assert (named.share, named.verdict) == (pytest.approx(0.2), "the lines of f in a.py take 20% of the step")
+    assert "a.py:0 in f, 4%" in named.evidence
