@@ -194,7 +194,7 @@ def test_prefetch_one_streams_what_sync_streams(trainer):
     for loader in ("prefetch_one", "sync"):
         made = trainer("data=digits", f"loader={loader}", "epochs=1")
         streams.append(list(made.loader.stream(made.train_data, made.requests(), made.device, made.memory_format)))
-    assert len(streams[0]) == len(streams[1]) > 100
+    assert len(streams[0]) == len(streams[1]) > 90
     for ours, sync in zip(*streams, strict=True):
         assert torch.equal(ours.x, sync.x)
         assert torch.equal(ours.y, sync.y)

@@ -165,8 +165,9 @@ def test_cudnn_counts_with_the_kernels_of_training_and_searches_for_none(monkeyp
             return super().forward(x)
 
     seen: list[tuple[bool, bool, bool]] = []
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    flops.count(Looks(4, 2), torch.zeros(2, 4))
-    assert seen == [(True, False, False)]
-    assert (torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32) == (True, False)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.backends.cudnn, "benchmark", True)
+        patch.setattr(torch.backends.cudnn, "allow_tf32", False)
+        flops.count(Looks(4, 2), torch.zeros(2, 4))
+        assert seen == [(True, False, False)]
+        assert (torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32) == (True, False)

@@ -17,7 +17,7 @@ WORDS = (
     "data=digits", "model=own", "model.target=faulty_nets.Faulty", "trust=[faulty_nets]", "optimizer=adamw", "log_every=1",
     "epochs=2", "parallel=ddp", "runtime.device=cpu", "saving.every_updates=3",
 )  # fmt: skip
-UPDATES = 22
+UPDATES = 16
 
 
 @pytest.fixture(scope="module")

@@ -32,10 +32,10 @@ DDP = (*WORDS, "parallel=ddp")
 def trained(run_dir: Path, ranks: int) -> None:
     """It really ran, on so many ranks, to its end."""
     left = result(run_dir)
-    assert (left["status"], left["error"], left["updates"], left["world_size"]) == ("completed", None, 11, ranks)
-    assert [u for u, *_ in losses(run_dir)] == list(range(1, 12)), "each update is logged once"
+    assert (left["status"], left["error"], left["updates"], left["world_size"]) == ("completed", None, 8, ranks)
+    assert [u for u, *_ in losses(run_dir)] == list(range(1, 9)), "each update is logged once"
     assert len(records(run_dir, "evaluate")) == 1
-    assert [p.name for p in checkpoints(run_dir)] == ["11"]
+    assert [p.name for p in checkpoints(run_dir)] == ["8"]
 
 
 def tensors(run_dir: Path) -> dict[str, object]:
