@@ -65,6 +65,8 @@ class Recorder:
             trainer.log.loss_sum = trainer.log.loss_sum.double()
             shadow.widen_loss(trainer.evaluator.loss)
         trainer.evaluator.forward = self.rounding(trainer.evaluator.forward)
+        if trainer.compile_seconds() is None:  # else a compiler may trace the update
+            self._look_at_optimizer()
         self._start()
         trainer.step = WatchedStep(trainer.step, self)
         with self._hooks():
@@ -159,7 +161,18 @@ class Recorder:
         for name, group in self._groups():
             self.trace.add(self.update, "learning rate", name, of_numbers(float(group["lr"]), rounding=FLOAT32))
 
-    def before_optimizer(self, *_: Any) -> None:
+    def _look_at_optimizer(self) -> None:
+        """Look at the gradients before each step of the optimizer, which has no hooks: its `step` is the arithmetic alone."""
+        optimizer = self.trainer.optimizer
+        arithmetic = optimizer.step
+
+        def step() -> None:
+            self.before_optimizer()
+            arithmetic()
+
+        optimizer.step = step
+
+    def before_optimizer(self) -> None:
         """Keep the gradients as the optimizer gets them: unscaled and clipped."""
         if self.trainer.precision.owns_weights:
             own = {n: p for g in self.trainer.optimizer.param_groups for n, p in zip(g["param_names"], g["params"], strict=True)}
