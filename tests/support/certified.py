@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -34,40 +34,30 @@ def traced(words: Sequence[str], broken: Break | None = None, **look: Any) -> An
         trainer = build.build(context, [])
         if broken is not None:
             broken(trainer)
-        return record.record(trainer, record.Look(UPDATES, **look))
+        return record.record(trainer, record.Look.at(job.run, UPDATES, **look))
     finally:
         context.on_exit.close()
 
 
-@lru_cache(maxsize=64)
-def reference(words: tuple[str, ...]) -> Any:
-    """The trace of the run that others are compared with."""
-    return traced(words)
-
-
-@lru_cache(maxsize=64)
-def floors(words: tuple[str, ...], roundoff: float) -> Any:
-    """What rounding changes in it, as `drivetrain certify` measures it."""
-    from drivetrain.measure.certify.certify import PERMUTED, ROUNDED
-    from drivetrain.measure.certify.judge import Floors
-
-    rounded = [traced(words, float64=True, roundoff=roundoff, seed=seed) for seed in range(ROUNDED)]
-    return Floors([traced(words, permute=seed + 1) for seed in range(PERMUTED)], traced(words, float64=True), rounded)
+@lru_cache(maxsize=256)
+def recorded(words: tuple[str, ...], **look: Any) -> Any:
+    """A trace that several tests need."""
+    return traced(words, **look)
 
 
 def certified(words: Sequence[str], against: Sequence[str], broken: Break | None = None) -> Any:
     """The verdict on a run against another one, with the lines that tell it."""
     from drivetrain.measure.certify import explain
-    from drivetrain.measure.certify.certify import Certified, refuse_random_layers, roundoff_of
+    from drivetrain.measure.certify.certify import Certified, measured_floors, refuse_random_layers, roundoff_of
     from drivetrain.measure.certify.judge import Floors, judge, same_bits
     from drivetrain.measure.certify.trace import FLOAT32
 
     run, other = launcher.prepare(list(words)).run, launcher.prepare(list(against)).run
     roundoff = max(roundoff_of(run), roundoff_of(other))
-    ours, theirs = traced(words, broken), reference(tuple(against))
-    same = same_bits(ours, theirs)
-    if not same:
+    ours, theirs = traced(words, broken), recorded(tuple(against))
+    floors = Floors()
+    if not same_bits(ours, theirs):
         refuse_random_layers(run, ours, theirs)
-    found = judge(ours, theirs, Floors() if same else floors(tuple(against), roundoff), coarser=roundoff > FLOAT32)
-    done = Certified(found, ours, theirs, roundoff)
-    return done, explain.lines(found, ours, theirs, roundoff)
+        floors = measured_floors(partial(recorded, tuple(against)), partial(traced, words, broken), roundoff, ours)
+    done = Certified(judge(ours, theirs, floors, coarser=roundoff > FLOAT32), ours, theirs, roundoff)
+    return done, explain.lines(done.verdict, ours, theirs, roundoff)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -75,12 +75,14 @@ def plain_changes(run: RunSpec) -> list[str]:
     changes = []
     for group, default in default_options().items():
         part, choice = run.parts.get(group), run.choices.get(group)
-        if isinstance(part, list) and isinstance(choice, list):
+        if choice == default or group == "saving":  # nothing is saved in either run
+            continue
+        if isinstance(part, list):
             names = run.names(group)
             kept = [name for name, each in zip(names, part, strict=True) if each.effect_as_set() == "changes"]
-            if kept != names and kept != default:
+            if kept != names:
                 changes.append(f"{group}=[{','.join(kept)}]")
-        elif isinstance(part, Option) and choice != default and group != "saving" and part.effect_as_set() != "changes":
+        elif isinstance(part, Option) and part.effect_as_set() != "changes":
             changes.append(f"{group}={default}")
     return changes
 
@@ -98,13 +100,22 @@ def certify(tested: Job, reference: Job, updates: int, progress: Steps | None = 
         return Certified(judge(ours, theirs, Floors()), ours, theirs, roundoff)
     refuse_random_layers(tested.run, ours, theirs)
     say("recording what the order of sums and rounding change")
-    recorded = partial(run_recorded, reference, updates)
-    floors = Floors(
-        [recorded(permute=seed + 1) for seed in range(PERMUTED)],
-        recorded(float64=True),
-        [recorded(float64=True, roundoff=roundoff, seed=seed) for seed in range(ROUNDED)],
+    coarser = roundoff > FLOAT32
+    floors = measured_floors(partial(run_recorded, reference, updates), partial(run_recorded, tested, updates), roundoff, ours)
+    return Certified(judge(ours, theirs, floors, coarser), ours, theirs, roundoff)
+
+
+def measured_floors(
+    recorded: Callable[..., Trace], recorded_tested: Callable[..., Trace], roundoff: float, ours: Trace
+) -> Floors:  # fmt: skip
+    """Record what the order of sums and rounding change: in the reference, and where it rounds more also in the tested run."""
+    orders = range(1, PERMUTED + 1)
+    return Floors(
+        permuted=[recorded(permute=seed) for seed in orders],
+        shadow=recorded(float64=True),
+        rounded=[recorded(float64=True, roundoff=roundoff, seed=seed) for seed in range(ROUNDED)],
+        tested=[ours, *(recorded_tested(permute=seed) for seed in orders)] if roundoff > FLOAT32 else [],
     )
-    return Certified(judge(ours, theirs, floors, coarser=roundoff > FLOAT32), ours, theirs, roundoff)
 
 
 def roundoff_of(run: RunSpec) -> float:

@@ -63,11 +63,12 @@ def show(verdict: Verdict, tested: Trace, reference: Trace, roundoff: float, dif
 def phases(verdict: Verdict) -> list[tuple[str, int, Finding]]:
     """Return each phase with the number of tensors that were compared, and the worst of them."""
     found = verdict.by_phase().items()
-    return [(phase, len(those), max(those, key=lambda f: (f.ratio, f.distance))) for phase, those in found]
+    worst = {phase: max(those, key=lambda f: (f.is_different and f.decides, f.ratio, f.distance)) for phase, those in found}
+    return [(phase, len(those), worst[phase]) for phase, those in found]
 
 
 def _row(phase: str, count: int, worst: Finding) -> tuple[str, ...]:
-    differs = "differs" if worst.is_different else "same" if worst.distance else "equal"
+    differs = ("differs" if worst.decides else "rearranged") if worst.is_different else "same" if worst.distance else "equal"
     where = _where(worst) if worst.distance else ""
     return phase, f"{count:,}", _share(worst.relative(worst.distance)), _share(worst.relative(worst.floor)), where, differs
 
@@ -87,7 +88,7 @@ def lines(verdict: Verdict, tested: Trace, reference: Trace, roundoff: float) ->
     if verdict.answer != DIFFERS:
         if verdict.bit_for_bit:
             return [f"exact: bit for bit the same, in all of {tensors}"]
-        worst = max(verdict.findings, key=lambda f: f.ratio)
+        worst = max((f for f in verdict.findings if f.decides), key=lambda f: f.ratio)
         of = f"of {tensors}, none differs more than {worst.ratio:.1f} times what they give (differs: above {MARGIN:g} times)"
         if verdict.answer == CLOSE:
             return [f"within rounding of {FORMATS.get(roundoff, f'2^{math.log2(roundoff):.0f}')}: {of}"]
@@ -125,7 +126,9 @@ def hints(verdict: Verdict, tested: Trace, reference: Trace) -> list[str]:
         if len(ours) != len(theirs):
             found.append(f"  {len(ours)} updates in the first epochs, {len(theirs)} in the other run")
         elif len(where := (ours != theirs).nonzero()[0]):
-            found.append(f"  first in place {where[0] + 1}: {ours[where[0]]:g}, and {theirs[where[0]]:g} in the other run")
+            at = where[0]
+            figures = "" if name == "which samples" else f": {ours[at]:g}, and {theirs[at]:g} in the other run"
+            found.append(f"  first in {'epoch' if name == 'number of updates' else 'update'} {at + 1}{figures}")
     if phase in ("optimizer state", "weights", "gradient", "clipped gradient", "average") and len(different) < len(alike):
         names = [f.key[2] for f in different]
         found.append(f"  in {len(different)} of {len(alike)}: {', '.join(names[:4])}{' …' if len(names) > 4 else ''}")

@@ -10,8 +10,10 @@ import numpy as np
 from drivetrain.measure.certify.trace import PHASES, Entry, Key, Trace
 
 MARGIN = 8.0  # times the floor: a difference above it is not rounding
-TRUSTED = 30.0  # times the random rounding: up to there the reference's own distance to float64 counts as rounding
+TRUSTED = 30.0  # times the random rounding: up to there what a run measures of itself counts as rounding
 NEVER_ROUNDED = {"samples", "start", "inputs", "targets", "learning rate"}  # but when they are stored
+ALWAYS_COMPARED = ("samples", "start")  # also where the two runs have other shapes: then they differ
+INSIDE = ("forward", "buffers", "average")  # a model may be rearranged: its output and its parameters decide
 EXACT, CLOSE, DIFFERS = "exact", "within rounding", "differs"
 
 
@@ -26,6 +28,7 @@ class Floors:
     permuted: Sequence[Trace] = ()  # the reference with the samples of each micro-batch in another order
     shadow: Trace | None = None  # the reference in float64
     rounded: Sequence[Trace] = ()  # the shadow, with each operation rounded at random
+    tested: Sequence[Trace] = ()  # the tested run, and the same with its samples in other orders: sums in its own format
 
     def relative_to(self, reference: Trace) -> dict[Key, float]:
         """Return the floor of each entry, relative to the size of the reference's."""
@@ -49,8 +52,10 @@ class Floors:
             return floor
         rounded = [trace.entries[key] for trace in self.rounded if key in trace.entries]
         rounding = max([reference.rounding, *(o.distance(exact) for o in rounded if o.comparable(exact))])
-        own = exact.distance(reference)
-        return max(floor, rounding, own if own <= TRUSTED * rounding else 0.0)
+        orders = [trace.entries[key] for trace in self.tested if key in trace.entries]
+        measured = [exact.distance(reference), *(o.distance(orders[0]) for o in orders[1:] if o.comparable(orders[0]))]
+        # More than that is none of rounding: a fault that depends on the order, or a reference that is not its own shadow.
+        return max(floor, rounding, *(distance for distance in measured if distance <= TRUSTED * rounding))
 
 
 @dataclass
@@ -61,6 +66,7 @@ class Finding:
     distance: float  # the norm of the difference
     floor: float
     size: float  # the norm of the reference's
+    decides: bool  # a layer inside the model may give something else, as long as the model's output is the same
     factor: float  # by which the reference's is best multiplied to give the other
     rest: float  # the share of the other that this does not explain
 
@@ -106,12 +112,11 @@ def judge(tested: Trace, reference: Trace, floors: Floors, coarser: bool = False
     findings = list(_findings(tested, reference, floors))
     order = {phase: i for i, phase in enumerate(PHASES)}
     place = {key: i for i, key in enumerate(reference.entries)}
-    different = sorted(
-        (f for f in findings if f.is_different), key=lambda f: (f.key[0], order[f.key[1]], place[f.key])
-    )  # fmt: skip
+    different = [f for f in findings if f.is_different]
     bit_for_bit = all(finding.distance == 0 for finding in findings)
-    if different:
-        return Verdict(DIFFERS, False, different[0], findings)
+    if any(f.decides for f in different):
+        first = min(different, key=lambda f: (f.key[0], order[f.key[1]], place[f.key]))
+        return Verdict(DIFFERS, False, first, findings)
     return Verdict(CLOSE if coarser and not bit_for_bit else EXACT, bit_for_bit, None, findings)
 
 
@@ -119,13 +124,14 @@ def _findings(tested: Trace, reference: Trace, floors: Floors) -> Iterable[Findi
     relative = floors.relative_to(reference)
     for key, ours in reference.entries.items():
         other = tested.entries.get(key)
-        if other is None or (key[1] != "samples" and not ours.comparable(other)):
+        if other is None or (key[1] not in ALWAYS_COMPARED and not ours.comparable(other)):
             continue
+        decides = key[1] not in INSIDE or not key[2] or (key[1] == "average" and (0, "start", key[2]) in reference.entries)
         if not ours.comparable(other):
-            yield Finding(key, float("inf"), 0.0, ours.size, float("nan"), 1.0)
+            yield Finding(key, float("inf"), 0.0, ours.size, decides, float("nan"), 1.0)
             continue
         floor = max(relative.get(key, 0.0) * ours.size, ours.rounding, other.rounding)
-        yield Finding(key, ours.distance(other), floor, ours.size, *_factor(ours, other))
+        yield Finding(key, ours.distance(other), floor, ours.size, decides, *_factor(ours, other))
 
 
 def _factor(ours: Entry, other: Entry) -> tuple[float, float]:

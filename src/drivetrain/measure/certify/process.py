@@ -55,7 +55,7 @@ def _child(job: Job, look: dict[str, Any], folder: Path, connection: Connection)
     log = os.open(folder / "output.txt", os.O_WRONLY | os.O_CREAT)
     for stream in (1, 2):
         os.dup2(log, stream)
-    looked = Look(**look)
+    looked = Look.at(job.run, **look)
     try:
         run = shadow.shadow_of(job.run) if looked.float64 else job.run
         ended = launcher.launch(replace(job, run=run, work=_recording(looked, connection)), folder, quiet=True)

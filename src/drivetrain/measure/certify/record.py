@@ -12,6 +12,7 @@ import torch
 
 from drivetrain.core import trees
 from drivetrain.core.microbatch import MicroBatch, Request
+from drivetrain.core.option import RunSpec
 from drivetrain.core.step import Step
 from drivetrain.measure.certify import shadow
 from drivetrain.measure.certify.activations import Activations, Rows
@@ -31,6 +32,12 @@ class Look:
     float64: bool = False
     roundoff: float = 0.0  # with float64: operations are rounded at random by as much
     seed: int = 0
+    gradients: bool = True  # they are there between a step's micro-batches and its update
+
+    @classmethod
+    def at(cls, run: RunSpec, updates: int, **others: Any) -> Look:
+        """Return how this run is recorded."""
+        return cls(updates, gradients=not run.compile.captures_step or bool(others.get("float64")), **others)
 
 
 def record(trainer: Any, look: Look) -> Trace | None:
@@ -67,6 +74,8 @@ class Recorder:
         trainer.evaluator.forward = self.rounding(trainer.evaluator.forward)
         if trainer.compile_seconds() is None:  # else a compiler may trace the update
             self._look_at_optimizer()
+        if not self.look.gradients:
+            self.trace.unseen.append("gradients: the whole step is one graph")
         self._start()
         trainer.step = WatchedStep(trainer.step, self)
         with self._hooks():
@@ -152,14 +161,16 @@ class Recorder:
 
     def before_update(self) -> None:
         """Keep the gradients, unscaled, and the learning rates."""
+        for name, group in self._groups():
+            self.trace.add(self.update, "learning rate", name, of_numbers(float(group["lr"]), rounding=FLOAT32))
+        if not self.look.gradients:
+            return
         precision, device = self.trainer.precision, self.trainer.device
         scale = 1.0
         if precision.scales_loss:
             scale = float(precision.scaled(torch.ones((), device=device), torch.ones((), device=device)))
         for name, p in reversed(list(self._parameters())):
             self._add_gradient("gradient", name, p.grad, p, scale)
-        for name, group in self._groups():
-            self.trace.add(self.update, "learning rate", name, of_numbers(float(group["lr"]), rounding=FLOAT32))
 
     def _look_at_optimizer(self) -> None:
         """Look at the gradients before each step of the optimizer, which has no hooks: its `step` is the arithmetic alone."""
