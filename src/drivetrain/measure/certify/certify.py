@@ -44,7 +44,7 @@ class Certified:
 
 
 def command(argv: Sequence[str], against: Sequence[str] | None, config_dirs: Sequence[str] = ()) -> int:
-    """Run `drivetrain certify`; return its exit code. `against` is what the other run sets differently; None: its techniques off."""
+    """Run `drivetrain certify`; return its exit code. `against` is what the other run sets differently; None: techniques off."""
     settings, _ = arguments.split([*argv, *(against or ())], Settings)
     overrides = arguments.split(argv, Settings)[1]
     if against is not None:
@@ -128,8 +128,8 @@ def refuse_what_cannot_be_judged(job: Job, ours: Trace, theirs: Trace) -> None:
     """Raise UserError where an update was skipped: the runs are not at the same update then."""
     if ours.skipped != theirs.skipped:
         raise UserError(
-            f"{max(ours.skipped, theirs.skipped)} updates were skipped by an overflow of {job.run.named('precision')}, in one run "
-            "alone, so that the updates are not of the same samples: set a lower precision.init_scale, as a run finds it"
+            f"{max(ours.skipped, theirs.skipped)} updates were skipped by an overflow, in one of the two runs alone (this run has "
+            f"{job.run.named('precision')}), so that the updates are not of the same samples: set a lower precision.init_scale, as a run finds it"
         )
 
 
@@ -142,6 +142,6 @@ def refuse_random_layers(run: RunSpec, ours: Trace, theirs: Trace) -> None:
     what = " ".join(knobs) or "their probabilities to 0, as model.kwargs={drop_rate: 0} does for many of timm's models"
     more = " …" if len(layers) > 3 else ""
     raise UserError(
-        f"{', '.join(layers[:3])}{more} draws random numbers, and the two runs do not draw the same ones, so that their difference "
-        f"says nothing about the mathematics: set {what} for both"
+        f"{', '.join(layers[:3])}{more} draws random numbers, and the two runs do not draw the same ones, so that their "
+        f"difference says nothing about the mathematics: set {what} for both"
     )

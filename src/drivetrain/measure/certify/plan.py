@@ -1,4 +1,4 @@
-"""Which samples each update of the first epochs takes, in numbers that do not depend on how ranks and micro-batches split them."""
+"""Which samples each update of the first epochs takes, in numbers that are the same for any split by ranks and micro-batches."""
 
 from __future__ import annotations
 

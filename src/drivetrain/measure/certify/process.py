@@ -60,7 +60,7 @@ def _child(job: Job, look: dict[str, Any], folder: Path, connection: Connection)
         run = shadow.shadow_of(job.run) if looked.float64 else job.run
         ended = launcher.launch(replace(job, run=run, work=_recording(looked, connection)), folder, quiet=True)
         if ended.code:
-            connection.send([str(ended.result.error)])
+            connection.send([str(ended.result.error).partition(" (traceback in")[0]])  # that file is removed
     except UserError as error:
         connection.send(error.problems)
     except Exception as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,12 +13,11 @@ import torch
 from drivetrain.core import trees
 from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.option import RunSpec
-from drivetrain.core.step import Step
 from drivetrain.measure.certify import shadow
 from drivetrain.measure.certify.activations import Activations, Rows
 from drivetrain.measure.certify.plan import plan_of
 from drivetrain.measure.certify.trace import FLOAT32, Entry, Trace, of_numbers, of_rows, of_tensor, whole
-from drivetrain.saving import checkpoint_io
+from drivetrain.measure.certify.watched import NotingLoader, WatchedStep
 
 EVALUATED_BATCHES = 8  # global batches of the evaluation set
 
@@ -195,7 +194,9 @@ class Recorder:
 
     def _add_gradient(self, phase: str, name: str, grad: Any, p: Any, scale: float = 1.0) -> None:
         entry = of_tensor(whole(p if grad is None else grad), scale)
-        self.trace.add(self.update, phase, name, replace(entry, values=entry.values * 0.0, rounding=0.0) if grad is None else entry)
+        self.trace.add(
+            self.update, phase, name, replace(entry, values=entry.values * 0.0, rounding=0.0) if grad is None else entry
+        )
 
     def after_update(self, loss: float, made: bool) -> None:
         """Keep what the update left: it is called once scheduler and average have followed it."""
@@ -204,10 +205,12 @@ class Recorder:
             self.trace.skipped += 1
             self._forget()
             return
-        trace, at = self.trace, self.update
-        trace.add(at, "loss", "", of_numbers(loss, rounding=FLOAT32))
+        trace, at, parallel = self.trace, self.update, self.trainer.parallel
+        total = parallel.all_reduce_sum(torch.full_like(self.trainer.log.loss_sum, loss))
+        trace.add(at, "loss", "", of_numbers(float(total) / parallel.data_world.size, rounding=FLOAT32))
         for name, buffer in self.trainer.model.named_buffers():
-            trace.add(at, "buffers", name, of_tensor(whole(buffer)))
+            if not buffer.is_meta:  # that of another stage of a pipeline
+                trace.add(at, "buffers", name, of_tensor(whole(buffer)))
         if not self._sharded():
             self._add_state()
         for name, p in self._parameters():
@@ -240,7 +243,7 @@ class Recorder:
     def _averaged(self) -> list[tuple[str, torch.Tensor]]:
         """The averaged weights and buffers, where this process has all of them."""
         tensors = {} if self._sharded() else self.trainer.ema.state_dict().get("tensors", {})
-        return [(name, tensor) for name, tensor in tensors.items()]
+        return [(name, tensor) for name, tensor in tensors.items() if not tensor.is_meta]
 
     def _sharded(self) -> bool:
         return any(hasattr(p, "full_tensor") for p in self.trainer.model.parameters())
@@ -255,7 +258,7 @@ class Recorder:
         """Name the layers that drew random numbers, if any did."""
         if self.trace.random:
             modules = self.trainer.model.named_modules()
-            drops = [name for name, m in modules if "drop" in type(m).__name__.lower() and (getattr(m, "p", 1) or 0)]
+            drops = [name for name, m in modules if "drop" in type(m).__name__.lower() and getattr(m, "p", True)]
             self.trace.random = drops or ["the forward"]
 
     def _merged(self, ranks: list[Any]) -> Trace | None:
@@ -265,7 +268,7 @@ class Recorder:
         trace: Trace = ranks[0][1]
         together: dict[Any, list[Rows]] = defaultdict(list)
         of_data = {rank: (other, rows) for rank, other, rows in reversed(ranks)}  # ranks that share samples have the same
-        for other, rows in of_data.values():
+        for _, rows in of_data.values():
             for key, parts in rows.items():
                 together[key] += parts
         for _, other, _ in ranks:
@@ -274,9 +277,8 @@ class Recorder:
             trace.random = trace.random or other.random
         traces = [other for other, _ in of_data.values()]
         for key, entry in trace.entries.items():
-            parts = [other.entries[key].values for other in traces if key[1] in ("samples", "loss")]
-            if parts:
-                trace.entries[key] = replace(entry, values=sum(parts) / (len(parts) if key[1] == "loss" else 1))
+            if key[1] == "samples":
+                trace.entries[key] = replace(entry, values=sum(other.entries[key].values for other in traces))
         for key, found in together.items():
             if (entry := Rows.entry(found)) is not None:
                 trace.entries[key] = entry
@@ -303,57 +305,3 @@ def _numbers(group: dict[str, Any]) -> dict[str, float]:
         elif isinstance(value, int | float) and not isinstance(value, bool):
             found[key] = float(value)
     return found
-
-
-@dataclass(eq=False)
-class WatchedStep:
-    """The run's own step, with a look at what stands before and after its update."""
-
-    inner: Step
-    recorder: Recorder
-    made: bool = False
-    before: float = 0.0  # the running sum of losses before this update
-    loss: Callable[[], float] = field(default=float)
-    begun: bool = False
-
-    def micro_batch(self, batch: MicroBatch, loss_sum: torch.Tensor) -> None:
-        if not self.begun:
-            self.begun, self.before = True, float(loss_sum)
-        self.loss = lambda: float(loss_sum)
-        state = checkpoint_io.random_state()
-        self.recorder.rounding(self.inner.micro_batch)(batch, loss_sum)
-        if any(not torch.equal(now, state[kind]) for kind, now in checkpoint_io.random_state().items()):
-            self.recorder.trace.random = ["the forward"]
-
-    def update(self) -> bool:
-        self.now, self.begun = self.loss(), False
-        self.recorder.before_update()
-        self.made = self.inner.update()
-        return self.made
-
-    def zero_grad(self) -> None:
-        self.recorder.after_update(self.now - self.before, self.made)
-        self.inner.zero_grad()
-
-    def with_forward(self, forward: Callable[..., torch.Tensor]) -> Step:
-        return replace(self, inner=self.inner.with_forward(forward))
-
-
-class NotingLoader:
-    """A loader that notes its requests: micro-batches come in their order."""
-
-    def __init__(self, inner: Any, noted: deque[Request]) -> None:
-        self._inner, self._noted = inner, noted
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def stream(self, pipeline: Any, requests: Iterable[Request], *rest: Any) -> Iterator[MicroBatch]:
-        """Yield the inner loader's micro-batches."""
-
-        def noting() -> Iterator[Request]:
-            for request in requests:
-                self._noted.append(request)
-                yield request
-
-        return self._inner.stream(pipeline, noting(), *rest)
