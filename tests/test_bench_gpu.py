@@ -47,6 +47,7 @@ def test_smoke(tmp_path: Path) -> None:
     assert content["summary"]["counts"] == {"refused": 1, "ok": 2}
 
 
+@pytest.mark.slow
 def test_right(tmp_path: Path) -> None:
     content = stage(tmp_path, "right", "loader=sync,loader=device,interrupted")
     (compared,) = content["summary"]["compared"].values()
@@ -62,6 +63,7 @@ def test_clock(tmp_path: Path) -> None:
     assert isinstance(row["within"], bool)
 
 
+@pytest.mark.slow
 def test_speed(tmp_path: Path) -> None:
     content = stage(tmp_path, "speed", "mlp,gpt")
     for row in content["rows"].values():
@@ -78,6 +80,7 @@ def test_the_whole_form_of_a_cpu(tmp_path: Path) -> None:
         assert not any(row.get("failed_arms") for row in found["rows"].values())
 
 
+@pytest.mark.slow
 def test_verbs(tmp_path: Path) -> None:
     compare, doctor = stage(tmp_path, "verbs", "compare,doctor")["rows"].values()
     assert len(compare["written"]["compare.json"]["rows"]) == 2

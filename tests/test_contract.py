@@ -102,7 +102,8 @@ BESIDE = {
 }
 # Options that this machine may lack something for. They must say what; any other refusal is a failure.
 LACKING = ("which is not installed", "needs a CUDA device", "has no effect on this model", "set compile=inductor")
-SLOW = {("compile", "inductor"), ("compile", "regional")}  # they compile kernels
+# They compile kernels, or start ranks: tests/parallel/test_strategies.py trains every strategy, saves and goes on.
+SLOW = {("compile", "inductor"), ("compile", "regional"), ("parallel", "fsdp"), ("parallel", "tensor"), ("parallel", "pipeline")}
 # Groups whose options keep something from update to update, or give what a checkpoint holds another form: they are resumed.
 WITH_STATE = {
     "batch", "ema", "loader", "logger", "model", "optimizer", "parallel", "precision", "saving", "scheduler", "stop", "surgery",

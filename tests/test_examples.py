@@ -149,7 +149,7 @@ def trainer(job, tmp_path):
         return build.build(contexts[-1], [])
 
     yield built
-    for context in contexts:
+    for context in reversed(contexts):
         context.on_exit.close()
 
 

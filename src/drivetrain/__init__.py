@@ -44,9 +44,10 @@ def load(
     `average` the averaged weights (ema=ema). Overrides change the config, such as `runtime.device=cpu`. Raises
     `drivetrain.core.errors.UserError` where there is no such run, or where its weights do not fit.
     """
-    from drivetrain.inference.loaded import load as load_run
+    from drivetrain.inference import loaded
+    from drivetrain.inference.finished import Choice
 
-    return load_run(run_dir, overrides, update=update, average=average, config_dirs=config_dirs)
+    return loaded.load(run_dir, overrides, config_dirs, Choice(None if update is None else str(update), average))
 
 
 def runs(folder: Path | str = "outputs") -> pandas.DataFrame:

@@ -85,6 +85,7 @@ def test_no_two_draws_share_a_stream():
     assert not {1, 2, 5} & set(itertools.chain(*ranges.values()))  # of the order and of synthetic data
 
 
+@pytest.mark.slow
 def test_torchvision_is_not_imported():
     code = (
         "import sys, torch; from drivetrain import augment as a; x = torch.zeros(4, 3, 8, 8, dtype=torch.uint8); "

@@ -1,11 +1,14 @@
 """Which activations are recomputed: every_k, selective's policies and the compiler's budget, each as exact as none."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drivetrain.core.blocks import repeated_blocks
+from tests.support import slow
 
 VIT = ["model=timm", "model.name=vit_tiny_patch16_224", "data.shape=[3,16,16]", "batch.global_batch=6"]
 VIT += ["+model.kwargs.img_size=16", "+model.kwargs.patch_size=8", "+model.kwargs.depth=4", "+model.kwargs.embed_dim=48"]
@@ -64,8 +67,9 @@ def saved_bytes(trainer) -> int:
     return sum(kept.values())
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "option"), slow.but(lambda both: "resnet9" in both or "products" in both, itertools.product(MODELS, OPTIONS))
+)
 def test_gradients_statistics_and_weights_are_those_without(make, each_update, model, option):
     seen, ends = [], []
     for words in (["checkpointing=none"], OPTIONS[option]):
@@ -143,6 +147,7 @@ def test_the_compiler_is_given_the_budget(make, monkeypatch):
     assert seen == [0.25, 1.0]
 
 
+@pytest.mark.slow
 def test_a_smaller_budget_keeps_less(make, monkeypatch):
     """By the partitioner that inductor uses, on a graph that runs op by op."""
     original = torch.compile

@@ -197,6 +197,7 @@ def test_bad_words_in_an_interpreter_of_its_own(tmp_path: Path) -> None:
     at_once(tmp_path, *WITHOUT_A_MODEL["two wrong words"], by=timed)
 
 
+@pytest.mark.slow
 def test_a_good_command_imports_torch(tmp_path: Path) -> None:
     """The other side of every "without torch" above: the list would show it."""
     done, modules = timed("-q", *TINY, "updates=1", cwd=empty(tmp_path / "here"))

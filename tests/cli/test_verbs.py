@@ -272,6 +272,7 @@ def test_a_terminal_is_not_assumed_from_the_environment(tmp_path: Path) -> None:
     assert good(done) == good(run("list", cwd=tmp_path))
 
 
+@pytest.mark.slow
 def test_output_in_a_narrow_alphabet(tmp_path: Path) -> None:
     """Where standard output cannot write × or –, the lists and a run still work."""
     plain = {"PYTHONIOENCODING": "ascii"}
@@ -281,6 +282,7 @@ def test_output_in_a_narrow_alphabet(tmp_path: Path) -> None:
     assert result(only_run(tmp_path / "outputs"))["status"] == "completed"
 
 
+@pytest.mark.slow
 def test_standard_output_closed(tmp_path: Path) -> None:
     """A daemon's: no output at all."""
     command = [sys.executable, "-m", "drivetrain", "train", "-q", *TINY, "updates=1"]

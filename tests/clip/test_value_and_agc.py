@@ -134,6 +134,7 @@ def test_it_works_on_unscaled_gradients(make, kind):
 
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=[] if kind == "agc" else pytest.mark.slow) for kind in BITES])
+@pytest.mark.slow
 def test_two_ranks_clip_as_one(train, kind, tmp_path):
     ends = []
     for words in (["parallel=single"], ["parallel=ddp", "parallel.nproc=2"]):

@@ -31,6 +31,7 @@ def test_the_knobs_reach_torch(make, eager_backend):
     assert eager_backend == [{"mode": "max-autotune", "dynamic": False, "fullgraph": True}]
 
 
+@pytest.mark.slow
 def test_a_traced_step_equals_the_plain_one_and_saves_plain_names(train, make, eager_backend):
     words = ["model=resnet9", "model.width=8", "checkpointing=blocks", "updates=3", "optimizer.lr=0.01"]
     plain, traced = train(*words), train(*words, "compile=inductor", "compile.fullgraph=true")

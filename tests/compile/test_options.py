@@ -9,6 +9,7 @@ from torch import nn
 
 from drivetrain.compile import CudaGraph
 from drivetrain.compile.captured_graph import CapturedGraph
+from tests.support import slow
 
 RESNET = ["model=resnet9", "model.width=8", "optimizer.lr=0.01", "updates=4"]
 OWN = ["model=own", "trust=[tests]"]
@@ -95,13 +96,13 @@ def test_evaluation_is_not_compiled(make, eager_backend):
     "words",
     [
         [],
-        ["optimizer=adamw", "scheduler=cosine", "clip=norm", "clip.max_norm=0.1"],
-        ["batch=accumulate", "batch.accumulation_steps=3"],
-        ["precision=bf16", "ema=ema"],
-        ["precision=bf16_pure", "clip=norm"],
+        pytest.param(["optimizer=adamw", "scheduler=cosine", "clip=norm", "clip.max_norm=0.1"], marks=pytest.mark.slow),
+        pytest.param(["batch=accumulate", "batch.accumulation_steps=3"], marks=pytest.mark.slow),
+        pytest.param(["precision=bf16", "ema=ema"], marks=pytest.mark.slow),
+        pytest.param(["precision=bf16_pure", "clip=norm"], marks=pytest.mark.slow),
         ["precision=amp", "clip=norm", "optimizer=adamw", "batch=accumulate", "batch.accumulation_steps=3"],
-        ["checkpointing=blocks", "model.dropout=0.0"],
-        ["optimizer=lamb", "optimizer.lr=0.01"],
+        pytest.param(["checkpointing=blocks", "model.dropout=0.0"], marks=pytest.mark.slow),
+        pytest.param(["optimizer=lamb", "optimizer.lr=0.01"], marks=pytest.mark.slow),
     ],
     ids=" ".join,
 )
@@ -112,7 +113,7 @@ def test_a_step_as_one_graph_is_the_plain_step(train, make, recorded, words):
     assert step.compile_s is not None
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "muon", "lamb"])
+@pytest.mark.parametrize("optimizer", slow.but("adamw".__eq__, ["sgd", "adamw", "muon", "lamb"]))
 def test_an_overflow_within_the_graph_moves_nothing_but_the_scale(make, recorded, optimizer):
     """The scale doubles after each update, until it overflows. The graph decides on the device whether an update counts."""
     words = [*MLP, "precision=amp", f"precision.init_scale={2.0**13}", "precision.growth_interval=1", "epochs=9", "updates=8"]

@@ -21,3 +21,19 @@ def test_sections_put_together_are_the_config_that_hydra_composes(seed: int) -> 
     whole, put_together = composed.by_hydra(tuple(overrides), ()), composed.from_sections(tuple(overrides), ())
     assert put_together == whole
     assert OmegaConf.to_yaml(put_together) == OmegaConf.to_yaml(whole)
+
+
+def test_an_error_in_a_rule_is_not_taken_for_an_option_that_is_missing(monkeypatch):
+    """A rule that asks for what is wrong says nothing; one that is itself wrong fails, whatever else is."""
+    from drivetrain.core.errors import UserError
+    from drivetrain.launch.job import prepare
+    from drivetrain.scheduler import Scheduler
+
+    monkeypatch.setattr(Scheduler, "validate", lambda self, run: [f"{run.optimizer.lr} {run.values['epochs']}"])
+    for word in ("optimizer=adaw", "optimizer.lr=-1", "epochs=0"):
+        with pytest.raises(UserError) as refused:
+            prepare(["scheduler=constant", word])
+        assert len(refused.value.problems) == 1, refused.value.problems
+    monkeypatch.setattr(Scheduler, "validate", lambda self, run: run.optimizer.no_such_setting)
+    with pytest.raises(AttributeError, match="no_such_setting"):
+        prepare(["scheduler=constant", "epochs=0"])

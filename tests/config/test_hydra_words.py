@@ -261,6 +261,10 @@ def test_a_knob_without_its_group(word: str, part: str) -> None:
     assert part in problems(lambda: prepare([word]))[0]
 
 
+def test_hydras_callbacks_are_answered_by_those_of_a_run() -> None:
+    assert "callbacks=[my_pkg.MyCallback]" in problems(lambda: prepare(["hydra.callbacks.mine._target_=a.B"]))[0]
+
+
 def test_one_package_needs_no_brackets() -> None:
     assert prepare(["trust=my_pkg"]).run.values["trust"] == ["my_pkg"]
 

@@ -20,9 +20,10 @@ from drivetrain.core.paths import add_working_directory
 from drivetrain.core.process import PACKAGE
 from drivetrain.launch.job import prepare
 from drivetrain.sweep import prepare as prepare_sweep
-from tests.support import pairwise
+from tests.support import pairwise, slow
 
 GROUPS = list(catalog.default_options())
+SOME = slow.but({"optimizer", "augment", "loader", "loss", "task"}.__contains__, GROUPS)
 # The shipped option that each made-up one derives from: one that takes knobs and runs with the defaults of everything else.
 BASE = {
     "augment": "flip_crop", "surgery": "channels_last", "checkpointing": "every_k", "compile": "none", "clip": "norm",
@@ -153,7 +154,7 @@ def test_it_is_completed(outside: Outside) -> None:
     assert completion.candidates([f"{line} augment.mine."]) == [knob.replace("flip_crop", "mine") for knob in knobs]
 
 
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("group", SOME)
 def test_it_is_shown(group: str, outside: Outside, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", word(group), *outside.trust, *outside.arguments]) == 0, capsys.readouterr().err
     shown = capsys.readouterr().out
@@ -165,7 +166,7 @@ def test_it_keeps_the_contract(group: str, outside: Outside) -> None:
     assert contract_problems(group, "mine", outside.config_dirs) == []
 
 
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("group", SOME)
 def test_it_is_an_arm_of_a_comparison(group: str, outside: Outside) -> None:
     first = BASE.get(group, catalog.default_options()[group])
     arms = f"{word(group, first)},{word(group).partition('=')[2]}"

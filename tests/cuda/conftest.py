@@ -83,5 +83,5 @@ def fake_run(tiny, folder, monkeypatch, tmp_path, pretend):
         return trainer, device
 
     yield trained
-    for context in contexts:
+    for context in reversed(contexts):
         context.on_exit.close()

@@ -113,3 +113,18 @@ def test_padding_does_not_change_what_a_classifier_says():
     assert model(x).shape == (4, 3)
     torch.testing.assert_close(model(padded), model(x))
     assert not torch.allclose(model(x.flip(1)), model(x))
+
+
+def test_a_text_is_encoded_as_the_source_has_it(texts):
+    """With a class: the first bytes plus one. Without: the token before the text, and its last bytes."""
+    option = Stdlib("class", length=5)
+    option.targets = "class"
+    source = LabelledTexts([torch.tensor(list(b"import os"), dtype=torch.uint8)], [0], 5, 1)
+    assert option.encode("import os", None).tolist() == source.fetch(torch.tensor([0]))[0][0].tolist()
+    assert option.encode("", None).tolist() == [0]
+    for label in ("animal", None):
+        jsonl = Jsonl(str(texts), str(texts), label=label, length=200)
+        splits = jsonl.load(CPU)
+        x, _ = splits.train.fetch(torch.tensor([7]))
+        encoded = jsonl.encode(TEXTS[7], splits)
+        assert encoded[: x.shape[1]].tolist() == x[0].tolist()

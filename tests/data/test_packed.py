@@ -288,7 +288,9 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for p in folder.iterdir() if p.name not in (".lock",)}
 
 
-@pytest.mark.parametrize("form", [[], ["--jpeg", "--quality", "70"]], ids=["decoded", "jpeg"])
+@pytest.mark.parametrize(
+    "form", [[], pytest.param(["--jpeg", "--quality", "70"], marks=pytest.mark.slow)], ids=["decoded", "jpeg"]
+)
 def test_a_killed_packing_goes_on_to_the_same_bytes(images, tmp_path, form, monkeypatch):
     """Killed after each chunk, its last words cut or doubled; the threads differ as well."""
     monkeypatch.setattr(packing, "CHUNK", 1)

@@ -13,6 +13,7 @@ from PIL import Image
 
 from drivetrain.core.errors import UserError
 from drivetrain.data import Diabetes, LabelsCsv, Tabular, Wine
+from drivetrain.data.base import Units
 from drivetrain.data.tabular import Encoder
 
 CPU = torch.device("cpu")
@@ -117,7 +118,7 @@ def test_the_encoder_that_a_run_keeps_encodes_new_rows_alike(houses):
     ("lines", "settings", "says"),
     [
         (["x,y", "1,2"], {"target": "z"}, "data.target=z is no column"),
-        (["x,y", "1,2,3"], {"target": "y"}, "row 2 has 3 cells"),
+        (["x,y", "1,2,3"], {"target": "y"}, "row 2 has 3 cells, and the first line names 2"),
         (["x,x", "1,2"], {"target": "x"}, "several columns of one name"),
         (["x,y"], {"target": "y"}, "has no rows"),
         (["x,y", "1,a", "2,", "3,b"], {"target": "y"}, "no value in the target column y, the first is row 2"),
@@ -130,6 +131,22 @@ def test_a_wrong_table_is_answered_with_what_to_do(tmp_path, lines, settings, sa
     path = written(tmp_path, *lines)
     with pytest.raises(UserError, match=says):
         asked(Tabular(path, test=path, **settings)).load(CPU)
+
+
+def test_a_code_is_one_category_whether_its_column_holds_numbers_or_texts(tmp_path):
+    """The same codes are numbers in a column of numbers, and texts where another row has a text."""
+    train = written(tmp_path, "code,y", *(f"{code},{n}" for n, code in enumerate(["1", "2", "x", "1234567"])))
+    test = written(tmp_path, "code,y", "2,1", "1234567,3", name="test.csv")
+    splits = asked(Tabular(train, test, target="y", categories=["code"]), "values").load(CPU)
+    assert torch.equal(splits.test.x, splits.train.x[[1, 3]])
+    assert not torch.equal(splits.train.x[0], splits.train.x[3])
+
+
+def test_a_text_among_numbers_of_the_test_is_named(tmp_path):
+    train = written(tmp_path, "x,y", "1,1", "2,2")
+    test = written(tmp_path, "x,y", "3,1", "many,2", name="test.csv")
+    with pytest.raises(UserError, match="column x holds 'many', and the training rows have numbers there"):
+        asked(Tabular(train, test, target="y"), "values").load(CPU)
 
 
 def test_texts_are_no_targets_of_regression(houses):
@@ -174,3 +191,11 @@ def test_an_image_that_is_not_there_is_named(tmp_path):
     path = written(tmp_path, "image,y", "gone.png,1", "lost.png,2")
     with pytest.raises(UserError, match=r"names 2 images that are not there, the first is .*gone.png: set data.root"):
         asked(LabelsCsv(path, test=path, target="y")).load(CPU)
+
+
+def test_several_outputs_for_each_number_have_its_units():
+    """As a quantile loss wants them: those of the first number first."""
+    units = Units(torch.tensor([0.0, 100.0]), torch.tensor([1.0, 10.0]))
+    outputs = torch.tensor([[-1.0, 0.0, 1.0, -1.0, 0.0, 1.0]])
+    assert units(outputs).tolist() == [[-1.0, 0.0, 1.0, 90.0, 100.0, 110.0]]
+    assert units(outputs[:, :2]).tolist() == [[-1.0, 100.0]]

@@ -196,6 +196,7 @@ def test_it_trains_and_reports_bits_per_byte(train, library):
     assert best["bits_per_byte"] <= final["bits_per_byte"]
 
 
+@pytest.mark.slow
 def test_two_ranks_train_and_evaluate_as_one(train, library):
     words = [
         *GPT,

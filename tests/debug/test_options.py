@@ -175,7 +175,7 @@ def report(result) -> list[str]:
 @pytest.mark.parametrize(
     ("option", "loaded"),
     [
-        ("host_sync", ["drivetrain.debug.host_sync", "drivetrain.debug.torch_modes"]),
+        pytest.param("host_sync", ["drivetrain.debug.host_sync", "drivetrain.debug.torch_modes"], marks=pytest.mark.slow),
         pytest.param("none", [], marks=pytest.mark.slow),
         pytest.param("fast", [], marks=pytest.mark.slow),
         pytest.param("overfit", ["drivetrain.debug.overfit"], marks=pytest.mark.slow),

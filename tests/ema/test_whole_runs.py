@@ -51,6 +51,7 @@ def test_the_raw_weights_come_back_when_the_evaluation_of_the_average_fails(make
     assert all(torch.equal(t, raw[n]) for n, t in trainer.model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_all_ranks_evaluate_the_average_that_is_saved(make, train):
     """Each rank averages BatchNorm's statistics of its own; an evaluation that mixed them would be of no model at all."""
     words = [*RESNET, "updates=4", "data.test_samples=40"]

@@ -110,9 +110,10 @@ def test_a_callback_is_told_of_all_that_happens(train, hooks):
 def test_a_class_may_ask_for_every_update_and_the_model(train, hooks):
     plain = train("updates=null", "epochs=1", "log_every=4")
     watched = train(*given("EveryUpdate"), "updates=null", "epochs=1", "log_every=4")
+    for result in (plain, watched):  # a run may fail by what is not its own: a signal, no memory, a full disk
+        assert result.status == "completed", result.error
     updates = [update for name, update, _, has_model in hooks.EveryUpdate.told if name == "update" and has_model]
     assert updates == [1, 2, 3, 4]
-    assert plain.status == watched.status == "completed", plain.error
     assert plain.metrics == watched.metrics
 
 

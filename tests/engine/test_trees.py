@@ -13,7 +13,7 @@ from drivetrain.core.world import World
 from drivetrain.engine import flops
 from tests.compile.test_options import eager_backend, recorded  # noqa: F401 (fixtures)
 from tests.saving.test_resume import newest, same, stop_at  # noqa: F401 (fixtures)
-from tests.support import command
+from tests.support import command, slow
 
 OWN = ["data=own", "trust=[tree_sets]", "model=own", "optimizer=adamw", "optimizer.eps=1e-3", "optimizer.lr=0.01", "updates=5",
        "epochs=2", "data.drop_last=false"]  # fmt: skip
@@ -63,7 +63,7 @@ def test_token_numbers_of_ones_own_train_a_shipped_transformer(train):
     close(weights(whole), weights(parts))
 
 
-@pytest.mark.parametrize("name", ["dicts", "buckets", pytest.param("tuples", marks=pytest.mark.slow), "tags"])
+@pytest.mark.parametrize("name", slow.but("buckets".__eq__, ["dicts", "buckets", "tuples", "tags"]))
 def test_two_ranks_equal_one_process(train, name):
     one, two = train(*OWN, *RUNS[name]), train(*OWN, *RUNS[name], *ACCUMULATED[name], "parallel=ddp")
     assert two.world_size == 2
@@ -91,7 +91,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(train, stop_at, name):  # noqa: 
 
 
 @pytest.mark.parametrize("name", ["dicts", *(pytest.param(name, marks=pytest.mark.slow) for name in ("one argument", "buckets"))])
-@pytest.mark.parametrize("option", ["inductor", "step"])
+@pytest.mark.parametrize("option", slow.but("step".__eq__, ["inductor", "step"]))
 def test_compiled_and_traced_runs_equal_the_plain_one(train, eager_backend, recorded, option, name, caplog):  # noqa: F811
     words = ["batch.pad_to=16"] if name == "buckets" else []
     plain, compiled = train(*OWN, *RUNS[name], *words), train(*OWN, *RUNS[name], *words, f"compile={option}")

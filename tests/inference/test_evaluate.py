@@ -53,6 +53,15 @@ def test_the_best_checkpoint_is_the_default_where_it_was_kept(finished):
     assert found.update != result.updates, "the test shows nothing where the last one is the best"
 
 
+def test_other_metrics_than_those_that_training_needed(finished):
+    """Metrics that ranked the models and stopped the run need not be measured again."""
+    words = ("model=mlp", "model.hidden=[32]", "epochs=2", "metrics=[f1]", "select=f1", "saving=best")
+    result = finished(*words, "stop=early", "stop.patience=1", "stop.metric=f1")
+    found = evaluate(result.run_dir, ["metrics=[precision]"]).metrics
+    assert set(found) == {"loss", "accuracy", "precision"}
+    assert found["accuracy"] == result.metrics["best"]["accuracy"]
+
+
 def test_other_data(digits, finished):
     """A set of another split gives another figure; one that does not fit is refused by the names of the weights."""
     other = evaluate(digits.run_dir, ["data.holdout=0.5"])

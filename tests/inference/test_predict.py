@@ -212,3 +212,84 @@ def test_help_and_completion(tmp_path, capsys):
     assert "update=best" in completion.candidates([f"drivetrain evaluate {place} up"])
     assert "data=imagefolder" in completion.candidates([f"drivetrain evaluate {place} data=im"])
     assert "--format" in completion.candidates([f"drivetrain export {place} --"])
+
+
+# --- what the data option reads itself: tables and texts ---
+
+
+def houses(path: Path, *numbers: int) -> Path:
+    lines = [f"{n},{'old' if n % 3 else 'new'},{n % 2},{3 * n + 7}" for n in numbers]
+    path.write_text("\n".join(["area,age,zone,price", *lines]) + "\n")
+    return path
+
+
+def test_rows_of_a_table(finished, tmp_path, monkeypatch, capsys):
+    """Rows are encoded as the training rows were, from a file and from standard input, and numbers are in the data's units."""
+    train, test = houses(tmp_path / "train.csv", *range(0, 80, 2)), houses(tmp_path / "test.csv", *range(1, 40, 2))
+    data = (f"data.path={train}", f"data.test={test}", "data.target=price", "data.categories=[zone]")
+    result = finished("task=regression", "data=tabular", *data, "model.hidden=[8]", "epochs=2")
+    assert predict(result, "--data", "test", "--out", tmp_path / "a.csv") == 0
+    monkeypatch.setattr("drivetrain.data.Tabular.load", lambda *_: pytest.fail("the data was read"))
+    assert predict(result, test, "--batch", 3, "--out", tmp_path / "b.csv") == 0
+    a, b = rows(tmp_path / "a.csv"), rows(tmp_path / "b.csv")
+    assert [row["value"] for row in a] == [row["value"] for row in b]
+    assert [round(float(row["target"])) for row in a] == [3 * n + 7 for n in range(1, 40, 2)]
+    errors = [abs(float(row["value"]) - float(row["target"])) for row in a]
+    assert sum(errors) / len(errors) == pytest.approx(result.metrics["final"]["mae"])
+    expected = [float(row["value"]) for row in b]
+    assert drivetrain.load(result.run_dir).predict(str(test)).labels[:, 0].tolist() == pytest.approx(expected)
+    capsys.readouterr()
+    monkeypatch.setattr("sys.stdin", io.StringIO(test.read_text()))
+    assert predict(result, "-") == 0
+    found = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [float(row["value"]) for row in found] == pytest.approx(expected)
+    assert found[1]["input"] == "-[1]"
+
+
+def test_rows_that_do_not_fit_a_table(finished, tmp_path, monkeypatch, capsys):
+    """A row that cannot be encoded says why; a table without a column is refused before anything begins."""
+    train = houses(tmp_path / "train.csv", *range(40))
+    result = finished("task=regression", "data=tabular", f"data.path={train}", "data.target=price", "epochs=1")
+    capsys.readouterr()
+    monkeypatch.setattr("sys.stdin", io.StringIO("zone;area;age\n1;12;new\n0;big;new\n1;;old\n1;2\n0;13;unseen\n"))
+    assert predict(result, "-") == 1
+    found = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [bool(row["value"]) for row in found] == [True, False, False, False, True]
+    for row, says in zip(found[1:4], ("area holds 'big'", "no value in area", "row 5 has 2 cells"), strict=True):
+        assert says in row["error"]
+    (tmp_path / "less.csv").write_text("area,zone\n1,2\n")
+    assert predict(result, tmp_path / "less.csv") == 2
+    assert "less.csv has no column age: the model's inputs are area, age, zone" in capsys.readouterr().err
+    assert predict(result, tmp_path / "photo.png", tmp_path) == 2
+    (result.run_dir / "table.json").rename(tmp_path / "table.json")
+    assert predict(result, train) == 2
+    assert "table.json cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("label", ["animal", None])
+def test_texts_by_the_runs_own_tokenizer(label, finished, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("tokenizers")
+    texts = [f"the {'cat' if n % 2 else 'dog'} number {n} sat on the mat" for n in range(40)]
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": text, "animal": text[4:7]}) + "\n" for text in texts))
+    task = "text_classification" if label else "language_modelling"
+    data = (f"data.path={path}", f"data.test={path}", f"data.label={label or 'null'}", "data.length=12")
+    bpe = ("data.tokenizer=bpe", "data.vocabulary=300")
+    small = ("model.width=16", "model.heads=2", "epochs=2", "updates=null", "batch.global_batch=8")
+    result = finished(f"task={task}", "data=jsonl", *data, *bpe, *small)
+    assert predict(result, path, "--out", tmp_path / "a.csv") == 0
+    found = rows(tmp_path / "a.csv")
+    assert [row["input"] for row in found] == [f"{path}[{n}]" for n in range(40)]
+    if label:
+        right = sum(row["label"] == text[4:7] for row, text in zip(found, texts, strict=True))
+        assert right / 40 == result.metrics["final"]["accuracy"]
+    else:
+        assert list(found[0]) == ["input", "label", "probability", "error"]
+        assert {int(row["label"]) for row in found} <= set(range(301))
+    capsys.readouterr()
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(texts) + "\n"))
+    assert predict(result, "-") == 0
+    assert [row["label"] for row in csv.DictReader(io.StringIO(capsys.readouterr().out))] == [row["label"] for row in found]
+    path.write_text('{"text": "the cat"}\n{"body": 1}\n')
+    assert predict(result, path) == 1
+    assert "texts.jsonl:2 has no 'text'" in capsys.readouterr().err

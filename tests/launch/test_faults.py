@@ -158,6 +158,7 @@ def test_a_rendezvous_that_is_never_complete(tmp_path: Path) -> None:
     assert not (tmp_path / "outputs").exists()
 
 
+@pytest.mark.slow
 def test_one_machine_plays_two(tmp_path: Path) -> None:
     """Begun at the same moment: one of them opens the place to meet, the other comes to it."""
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -185,6 +186,7 @@ def test_a_rank_of_torchruns_that_stops(tmp_path: Path, rank: int) -> None:
     assert result(run_dir)["status"] == "interrupted"
 
 
+@pytest.mark.slow
 def test_what_another_launcher_does_is_not_ours(tmp_path: Path) -> None:
     refused = train("data=digits", "parallel=ddp", "parallel.max_restarts=1", cwd=tmp_path, how=TORCHRUN)
     assert any("parallel.max_restarts=1, but a launcher started the ranks" in e for e in refused.errors)

@@ -206,6 +206,7 @@ def from_python(place: Path, *calls: list[str]) -> tuple[list[dict[str, object]]
     return [json.loads(line) for line in done.out.splitlines() if line.startswith('{"')], done
 
 
+@pytest.mark.slow
 def test_from_python(own_launcher: Path, tmp_path: Path) -> None:
     """One process, two ranks, a bad config and a run that fails, one after the other, as from the command line."""
     place = with_own_nets(tmp_path / "here")
@@ -225,6 +226,7 @@ def test_from_python(own_launcher: Path, tmp_path: Path) -> None:
     assert len(runs(place / "outputs")) == 3
 
 
+@pytest.mark.slow
 def test_a_second_run_of_a_process_has_its_own_clock(tmp_path: Path) -> None:
     """Its times begin when it is called, not when the package was imported."""
     (_, second), _ = from_python(tmp_path, [*WORDS], [*TINY, "updates=1"])

@@ -10,6 +10,7 @@ from PIL import Image
 import drivetrain
 from drivetrain.config import validate as check
 from drivetrain.logger.wandb import has_login
+from tests.support import slow
 
 PICTURES = ["data.shape=[3,8,8]", "logger.images.samples=4", "logger.images.predictions=4"]
 
@@ -87,7 +88,7 @@ def test_wandb_offline(train, monkeypatch):
     assert pictures == 3  # samples once, and two evaluations
 
 
-@pytest.mark.parametrize("uri", ["folder", pytest.param("", marks=pytest.mark.slow)])  # a new database takes ten seconds
+@pytest.mark.parametrize("uri", slow.but(bool, ["folder", ""]))  # a new database takes ten seconds
 def test_mlflow(train, uri, tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)

@@ -18,7 +18,11 @@ TIMMS = ["nadamw", "lookahead_lamb"]
 ALL = [
     *(pytest.param(o, {}, "plain", id=o.__name__) for o in (*TORCHS, *OURS)),
     *(pytest.param(options.Timm, {"name": n}, "plain", id=n) for n in TIMMS),
-    *(pytest.param(o, {}, layout, id=f"{o.__name__} {layout}") for o in OURS for layout in ("channels_last", "bf16")),
+    *(
+        pytest.param(o, {}, layout, id=f"{o.__name__} {layout}", marks=[] if o is options.Muon else pytest.mark.slow)
+        for o in OURS
+        for layout in ("channels_last", "bf16")
+    ),
 ]
 
 
@@ -212,6 +216,7 @@ def test_schedulefree_comes_back_on_an_exception() -> None:
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), trained, strict=True))
 
 
+@pytest.mark.slow
 def test_steps_do_not_import_the_compiler() -> None:
     """1.4 s of every start: building and stepping any of ours must not import torch._dynamo."""
     code = (

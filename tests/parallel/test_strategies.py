@@ -112,9 +112,7 @@ def by_name(optimizer: dict) -> dict:
     return {names[i]: state for i, state in optimizer["state"].items()}
 
 
-SHORT = {
-    (strategy, "all that must be exact") for strategy in ("ddp", "fsdp", "tensor", "pipeline", "pipeline × tensor", "split", "dp")
-}
+SHORT = {(strategy, "all that must be exact") for strategy in ("ddp", "fsdp", "tensor", "pipeline", "split", "dp")}
 
 
 @pytest.mark.parametrize(
@@ -202,9 +200,8 @@ def test_every_rank_writes_its_part_and_any_strategy_reads_them(done, tmp_path):
     plain = safetensors.torch.load_file(tmp_path / "plain.safetensors")
     assert {n: t.shape for n, t in plain.items()} == {n: t.shape for n, t in whole.weights.items()}
     go_on = ["resume_changed=true", f"resume={first.run_dir}"]
-    for updates, strategy in ((3, "hybrid"), (4, "ddp")):
-        result = drivetrain.train([*go_on, *STRATEGIES[strategy], f"updates={updates}"])
-        assert (result.status, result.updates) == ("completed", updates), result.error
+    result = drivetrain.train([*go_on, *STRATEGIES["ddp"], "updates=4"])
+    assert (result.status, result.updates) == ("completed", 4), result.error
     result = drivetrain.train([*go_on, "parallel=single", "saving.sharded=false", "updates=6"])
     equal(whole, Done(result), 1e-9)
 
@@ -292,7 +289,9 @@ def test_a_network_of_convolutions(done, strategy):
     ("words", "to"),
     [
         pytest.param(["precision=bf16"], 2e-2, marks=pytest.mark.slow),
-        (["surgery=[channels_last]"], 2e-3),  # weights in another order are summed in another order
+        pytest.param(
+            ["surgery=[channels_last]"], 2e-3, marks=pytest.mark.slow
+        ),  # weights in another order are summed in another order
         pytest.param(["precision=fp32"], 1e-4, marks=pytest.mark.slow),
     ],
     ids=str,

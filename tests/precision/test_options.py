@@ -14,6 +14,7 @@ from drivetrain.core.world import World
 from drivetrain.precision import Amp, float32_products
 from drivetrain.precision.bf16_pure import Bf16Pure
 from drivetrain.saving import checkpoint_io
+from tests.support import slow
 from tests.support.context import context
 
 PURE = {"fp32 masters": "precision.master=fp32", "stochastic": "precision.master=stochastic"}
@@ -336,7 +337,7 @@ def test_masters_have_their_weights_strides(make):
 
 
 @masters
-@pytest.mark.parametrize("optimizer", options()["optimizer"])
+@pytest.mark.parametrize("optimizer", slow.but({"sgd", "adamw", "muon", "lamb"}.__contains__, options()["optimizer"]))
 def test_every_optimizer_updates_in_float32(make, master, optimizer):
     if optimizer.startswith("apex"):
         pytest.importorskip("apex")
@@ -428,7 +429,7 @@ def test_ranks_round_alike_and_runs_of_another_seed_do_not(make):
     assert not torch.equal(make(*words, "runtime.seed=1").precision._generator.get_state(), ranks[0])
 
 
-@masters
+@pytest.mark.parametrize("master", slow.but(PURE["fp32 masters"].__eq__, PURE.values()))
 def test_two_ranks_end_with_the_weights_of_one(train, master):
     """All that differs is the order of sums, in 16 bits."""
     words = ["precision=bf16_pure", master, "data.samples=48", "updates=3"]

@@ -1,7 +1,7 @@
-"""Configs put together from sections: Hydra takes 0.2 s to compose a config, and the tests of a worker ask for hundreds.
+"""Configs put together from the options' files: Hydra takes 0.2 s to compose one, and the tests of a worker ask for hundreds.
 
-`install()` makes Hydra compose each option of a group once in a process. A config with several of them is then the default
-config with their sections. Commands that run as processes of their own have every config composed by Hydra as a whole.
+`install()` makes Hydra compose the default config once in a process. A config with other options is then the default config
+with the contents of their files. Commands that run as processes of their own have every config composed by Hydra as a whole.
 """
 
 from __future__ import annotations
@@ -9,14 +9,16 @@ from __future__ import annotations
 from copy import deepcopy
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from drivetrain.config import compose
-from drivetrain.config.catalog import default_options
+from drivetrain.config.catalog import LISTS, default_options
+from drivetrain.core.paths import conf_dir
 
 by_hydra = compose._hydra_compose.__wrapped__
-_compose_once = lru_cache(maxsize=512)(by_hydra)
+_compose_once = lru_cache(maxsize=64)(by_hydra)
 
 
 def install() -> None:
@@ -26,19 +28,52 @@ def install() -> None:
 
 def from_sections(overrides: tuple[str, ...], folders: tuple[Path, ...]) -> DictConfig:
     """Return what Hydra composes from these overrides, one for each group."""
-    default = _compose_once((), folders)
+    default = _default(folders)
     sections = {key: default._get_node(key) for key in default}
     if several := tuple(override for override in overrides if override[0] in "~+"):  # loss=[a,b]
         sections[several[0][1:]] = _compose_once(several, folders)._get_node(several[0][1:])
     for override in (override for override in overrides if override not in several):
-        group = override.partition("=")[0]
-        composed = _compose_once((override,), folders)
-        sections[group] = composed._get_node(group) if group in composed else None
+        group, _, option = override.partition("=")
+        sections[group] = _section(group, option, folders)
     order = [*default_options(), *default]  # the groups, then the other keys
-    config = deepcopy(default)
+    config = _empty(folders)
+    for key in dict.fromkeys(order):
+        if sections.get(key) is not None:  # a list without options has no section
+            config._set_item_impl(key, deepcopy(sections[key]))
+    OmegaConf.set_struct(config, True)
+    return config
+
+
+@lru_cache(maxsize=64)
+def _default(folders: tuple[Path, ...]) -> DictConfig:
+    return _compose_once((), folders)
+
+
+def _empty(folders: tuple[Path, ...]) -> DictConfig:
+    config = deepcopy(_bare(folders))
+    OmegaConf.set_struct(config, False)
+    return config
+
+
+@lru_cache(maxsize=64)
+def _bare(folders: tuple[Path, ...]) -> DictConfig:
+    """What Hydra composes, without any value."""
+    config = deepcopy(_default(folders))
     with open_dict(config):
         config.clear()
-        for key in dict.fromkeys(order):
-            if sections.get(key) is not None:  # a list without options has no section
-                config[key] = sections[key]
     return config
+
+
+@lru_cache(maxsize=1024)
+def _section(group: str, option: str, folders: tuple[Path, ...]) -> DictConfig | None:
+    """The values of an option, or of those of a list below their names; None without an option."""
+    if group not in LISTS:
+        return OmegaConf.create(_values(group, option, folders))
+    names = [name.strip() for name in option.strip("[]").split(",") if name.strip()]
+    return OmegaConf.create({name: _values(group, name, folders) for name in names}) if names else None
+
+
+@lru_cache(maxsize=1024)
+def _values(group: str, option: str, folders: tuple[Path, ...]) -> Any:
+    files = (folder / group / f"{option}.yaml" for folder in (conf_dir(), *folders))
+    return OmegaConf.to_container(OmegaConf.load(next(file for file in files if file.is_file())))

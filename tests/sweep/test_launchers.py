@@ -96,6 +96,7 @@ def test_a_killed_sweep_goes_on_with_what_is_left(tmp_path: Path) -> None:
     assert "model.target=my_nets." in command
 
 
+@pytest.mark.slow
 def test_several_at_a_time_and_the_signal_that_stops_them(tmp_path: Path) -> None:
     """Both jobs are at the gate at once; SIGTERM saves both; resume=auto goes on; the third has never begun."""
     cwd = with_own_nets(tmp_path / "here")

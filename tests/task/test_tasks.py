@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from drivetrain.config.presets import read
 from drivetrain.core.errors import UserError
 from drivetrain.launch.job import prepare
 from drivetrain.run.identity import to_recipe
+from tests.support.command import ROOT
 
 TASKS = options()["task"]
 SMALL = {  # what makes a task's example small
@@ -172,3 +175,21 @@ def test_a_mask_moves_with_its_image():
     x, y = Pipeline(source, (FlipCrop(flip=0.5, pad=2),), None, 0, masks=True)(Request(2, torch.arange(6), 1.0))
     assert not torch.equal(y, mask)
     assert torch.equal(x[:, 0].long(), y)
+
+
+def test_the_page_trains_what_is_all_of_your_own(tmp_path, monkeypatch):
+    """The code and the command of docs/tasks.md as they stand, with fewer epochs."""
+    page = (ROOT / "docs" / "tasks.md").read_text()
+    (tmp_path / "mine.py").write_text(re.search(r"```python\n(.*?)```", page, re.S)[1])
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    import mine
+
+    trunk = {name: value for name, value in mine.Net(10).state_dict().items() if name.startswith("trunk")}
+    torch.save(trunk, "weights.pt")
+    command = re.search(r"    python -m src\.train ('trust=\[mine\]'.*?)\n\n", page, re.S)[1]
+    result = drivetrain.train([*shlex.split(command.replace("\\\n", " ")), "epochs=5"])
+    assert result.status == "completed", result.error
+    assert set(result.metrics["final"]) == {"loss", "accuracy", "cost"}
+    assert result.metrics["final"]["accuracy"] > 0.75
+    assert result.selection == {"metric": "cost", "better": "min"}

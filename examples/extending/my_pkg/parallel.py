@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.option import Count, RunSpec
-from drivetrain.core.step import Step
+from drivetrain.core.step import Step, WrappingStep
 from drivetrain.parallel.process_group import ProcessGroupStrategy
 
 if TYPE_CHECKING:
@@ -51,10 +51,9 @@ class LocalSgd(ProcessGroupStrategy):
 
 
 @dataclass(eq=False)
-class AveragingStep:
+class AveragingStep(WrappingStep):
     """A step that averages the weights after some of its updates."""
 
-    inner: Step
     is_due: Callable[[], bool]  # whether the update that is about to be made is one of them
     average: Callable[[], None]
     epoch_end: bool = False
@@ -68,9 +67,3 @@ class AveragingStep:
         if made and (self.epoch_end or self.is_due()):
             self.average()
         return made
-
-    def zero_grad(self) -> None:
-        self.inner.zero_grad()
-
-    def with_forward(self, forward: Callable[..., torch.Tensor]) -> Step:
-        return replace(self, inner=self.inner.with_forward(forward))

@@ -44,6 +44,7 @@ def show(group: str | None = None, config_dirs: Sequence[str] = ()) -> None:
             for name, files in groups.items()
             for first, (option, file) in zip([True] + [False] * len(files), files.items(), strict=False)
         ])  # fmt: skip
+        print("\n".join(f"{name}: {line}" for name in groups if (line := several(name))))
         return
     if group not in groups:
         raise UserError(f"there is no group '{group}': {did_you_mean(group, groups)}")
@@ -52,3 +53,12 @@ def show(group: str | None = None, config_dirs: Sequence[str] = ()) -> None:
         print(f"{group}={option}: {catalog.summary(file)}")
         # Indented lines are the entries of a mapping, such as what a task sets.
         print("".join(f"    {knob}\n" if knob.startswith(" ") else f"    {group}.{knob}\n" for knob in knobs))
+    if line := several(group):
+        print(line)
+
+
+def several(group: str) -> str:
+    """How several options of a group are chosen at once; "" where it takes one."""
+    if group in catalog.SUMS:
+        return f"'{group}=[a,b]' adds up several, with '{group}.weights=[1,0.5]' and {group}.a.key=value"
+    return f"'{group}=[a,b]' takes several, '{group}=[]' none" if group in catalog.LISTS else ""

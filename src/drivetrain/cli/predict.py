@@ -14,11 +14,13 @@ drivetrain predict RUN INPUT … [--out FILE] [key=value] …      labels and pr
 
   drivetrain predict outputs/2026-11-21/07-37-57-4262f6 photo.jpg more_photos/ --out predictions.csv
   drivetrain predict outputs/2026-11-21/07-37-57-4262f6 arrays.npy --out predictions.parquet
+  drivetrain predict outputs/2026-11-21/07-37-57-4262f6 houses.csv --out prices.csv
   find photos -name '*.jpg' | drivetrain predict outputs/2026-11-21/07-37-57-4262f6 - > predictions.csv
   drivetrain predict outputs/2026-11-21/07-37-57-4262f6 --data test --out predictions.csv
 
   INPUT                 image files; folders of them; arrays of samples as the data set has them (.npy, .npz, .pt);
-                        - reads lines: paths of image files, or texts where the run reads text
+                        tables where the run reads tables (.csv, .tsv, .parquet, …); texts (.jsonl) where it reads those;
+                        - reads lines: paths of image files, a CSV, or texts, whichever the run reads
   --data test           the run's own test set (or train), with a column of the right answers
   --out FILE            .csv, .jsonl or .parquet; default: CSV on standard output
   --batch N             samples at a time; default: as in the run's evaluation
@@ -49,8 +51,8 @@ def command(argv: Sequence[str]) -> int:
     from drivetrain.inference.tables import Output
     from drivetrain.ui.progress import Rate
 
-    choice, split = given.choice, given.options.data
-    loaded = load(given.run_dir, given.overrides, update=choice.update, average=choice.average, config_dirs=given.config_dirs)
+    split = given.options.data
+    loaded = load(given.run_dir, given.overrides, given.config_dirs, given.choice)
     loaded.check_rows(split)
     items, count = loaded.items_of(split) if split else inputs.given(given.paths, loaded.transforms, sys.stdin)
     size = given.options.batch or loaded.batch_size()

@@ -37,7 +37,7 @@ _INSTEAD = {  # the start of a key → what to type
     "hydra.job_logging": "messages go to the terminal and to log.txt: say -q for warnings only, logger=[…] for figures",
     "hydra.hydra_logging": "messages go to the terminal and to log.txt: say -q for warnings only, logger=[…] for figures",
     "hydra.verbose": "log.txt holds every message: say -q for warnings only, or look into a run by debug=…",
-    "hydra.callbacks": "drivetrain does not start runs by Hydra, so its callbacks are never called",
+    "hydra.callbacks": "drivetrain starts runs itself, so Hydra's are never called: name yours by callbacks=[my_pkg.MyCallback]",
     "hydra.searchpath": "give a folder with your own options by --config-dir FOLDER",
     "hydra.help": "say `drivetrain train --help`",
     "hydra.hydra_help": "say `drivetrain train --help`",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from drivetrain.config.plugins import trusted_packages
 from drivetrain.core import paths, selection, user_code
 from drivetrain.core.errors import UserError, did_you_mean
 from drivetrain.core.model_call import ForwardInput
-from drivetrain.core.option import Count, Option, RunSpec
+from drivetrain.core.option import Count, Given, NotGiven, Option, RunSpec
 
 _REASONS = {  # pydantic's error types
     "float_type": "must be a number",
@@ -55,34 +55,43 @@ def validate(composed: Composed) -> RunSpec:
         paths.add_working_directory()
     groups = options(composed.config_dirs)
     values = {k: v for k, v in plain.items() if k not in groups}
-    run = RunSpec(composed.choices, values, from_environment=composed.from_environment)
-    _decode(composed, "", _KINDS, run.values)
-    problems = [*composed.problems, *_value_problems(run.values, composed.where)]
+    parts, given = Given(), Given(values)
+    run = RunSpec(composed.choices, given, parts, composed.from_environment)
+    _decode(composed, "", _KINDS, given)
+    problems = [*composed.problems, *_value_problems(given, composed.where)]
+    trust = given.get("trust") or []
+    rightly_made: list[Option] = []
     for group in groups:
-        made = []
-        for prefix, section in _sections(group, plain.get(group), composed):
-            option = _make(prefix, section, run.values.get("trust") or [], composed, problems)
-            made += [option] if option is not None else []
-        run.parts[group] = None if group in composed.doubtful else made if group in LISTS else made[0] if made else None
+        sections = _sections(group, plain.get(group), composed)
+        made = [_make(prefix, section, trust, composed, problems) for prefix, section in sections]
+        if group in composed.doubtful or None in made:
+            parts.wrong.add(group)
+        else:
+            parts[group] = made if group in LISTS else made[0]
+        rightly_made += [] if group in composed.doubtful else [option for option in made if option is not None]
+    given.wrong = {key for key, value in given.items() if any(type_problems("", {key: (_KINDS.get(key, Any), value)}))}
+    for key in given.wrong:
+        del given[key]
     if composed.doubtful <= set(groups):  # else a value may be missing that any rule reads
-        problems += _broken_rules(run, whole=not problems)
+        problems += _broken_rules(run, rightly_made)
     if problems:
         raise UserError(dict.fromkeys(problems))
     return run
 
 
-def _broken_rules(run: RunSpec, whole: bool) -> list[str]:
-    """What the options' rules say of each other. Where the run is not whole, rules that need a missing option say nothing."""
+def _broken_rules(run: RunSpec, options: Sequence[Option]) -> list[str]:
+    """What the options' rules say of each other; a rule that asks for an option or a value that is wrong says nothing."""
     problems: list[str] = []
-    rules: list[Callable[[], Iterable[str] | None]] = [partial(option.see, run) for option in options_of(run)]
-    rules += [partial(option.validate, run) for option in options_of(run)]
+    seeing = []
+    for option in options:
+        with suppress(NotGiven):
+            option.see(run)
+            seeing.append(option)
+    rules: list[Callable[[], Iterable[str]]] = [partial(option.validate, run) for option in seeing]
     rules.append(lambda: selection.problems(run, "select", run.values["select"]))
     for rule in rules:
-        try:
-            problems.extend(rule() or ())
-        except Exception:  # as on the attribute of an option that is None
-            if whole:
-                raise
+        with suppress(NotGiven):
+            problems.extend(rule())
     return problems
 
 

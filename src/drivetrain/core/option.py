@@ -28,6 +28,21 @@ Effect = Literal[
 Length = float | str  # below 1: a share of the run; a whole number: updates; "5ep": epochs (read by horizon.Horizon)
 
 
+class NotGiven(KeyError, AttributeError):
+    """A rule has asked for an option or a value that the config did not give rightly."""
+
+
+class Given(dict[str, Any]):
+    """The options or the values of a run. `wrong` names those that are left out: to ask for one raises NotGiven."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.wrong: set[str] = set()
+
+    def __missing__(self, name: str) -> Any:
+        raise NotGiven(name) if name in self.wrong else KeyError(name)
+
+
 @dataclass
 class RunSpec:
     """Holds all options of a run, before anything is built."""
@@ -40,6 +55,8 @@ class RunSpec:
     def __getattr__(self, group: str) -> Any:
         try:
             return self.__dict__["parts"][group]
+        except NotGiven:
+            raise
         except KeyError:
             raise AttributeError(group) from None
 

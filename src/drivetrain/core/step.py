@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from drivetrain.core.lazy import torch
@@ -12,7 +13,7 @@ StreamWatcher = Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]]  # wraps 
 
 
 class Step(Protocol):
-    """Forward, backward and update. A technique that changes the step wraps another Step.
+    """Forward, backward and update. A technique that changes the step wraps another one, by a WrappingStep.
 
     The loop calls `micro_batch` for each micro-batch of an update, then `update` and `zero_grad` once.
     """
@@ -28,3 +29,22 @@ class Step(Protocol):
 
     def with_forward(self, forward: Callable[..., torch.Tensor]) -> Step:
         """Return the same step with another callable in place of the model's forward."""
+
+
+@dataclass(eq=False)
+class WrappingStep:
+    """A step around another one, whose methods it passes on: a technique overrides those that it changes."""
+
+    inner: Step
+
+    def micro_batch(self, batch: MicroBatch, loss_sum: torch.Tensor) -> None:
+        self.inner.micro_batch(batch, loss_sum)
+
+    def update(self) -> bool:
+        return self.inner.update()
+
+    def zero_grad(self) -> None:
+        self.inner.zero_grad()
+
+    def with_forward(self, forward: Callable[..., torch.Tensor]) -> Step:
+        return replace(self, inner=self.inner.with_forward(forward))

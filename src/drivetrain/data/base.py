@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import annotated_types
@@ -36,7 +37,7 @@ class Splits:
     vocabulary: int | None = None  # of the inputs, where they are tokens; None: that of the outputs
     token_bytes: torch.Tensor | None = None  # (vocabulary,) the bytes of text of each target token; None: a token is a byte
     units: Units | None = None  # of target values that were standardised
-    files: Mapping[str, str] = field(default_factory=dict)  # name → text, kept with the run: a tokenizer, …
+    files: Mapping[str, str] = field(default_factory=dict)  # name → text, kept in the run's directory: a tokenizer, …
     example: Tree | None = None  # the inputs of two samples; None: of this shape and type
     images: str | None = None  # the key of the images, where inputs are a dict: they are augmented and normalised
 
@@ -73,8 +74,9 @@ class Units:
     std: torch.Tensor  # (k,)
 
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
-        """Return values (n, k), of outputs or of targets, in the data's units."""
-        return values * self.std + self.mean
+        """Return values (n, k) in the data's units: targets, or outputs, of which a loss may want several for each target."""
+        each = values.shape[-1] // len(self.mean) if values.ndim > 1 else 1
+        return values * self.std.repeat_interleave(each) + self.mean.repeat_interleave(each)
 
     def to(self, device: torch.device) -> Units:
         """Return the same units for values on a device."""
@@ -93,6 +95,7 @@ class Data(Option):
     may_differ_in_length = False  # samples may be sequences of several lengths, other than tokens
     targets: TargetKind | None = "class"  # what a sample's target is; None where only the user knows
     views = 1  # how many views the augmentation makes of each sample
+    input_files: ClassVar[tuple[str, ...]] = ()  # endings of the files that `read_inputs` reads
     reads: ClassVar[tuple[TargetKind, ...]] = ()  # what targets it can read, where there are several kinds; the usual one first
     kind: TargetKind | None = None  # the one of them that the user chose
 
@@ -117,6 +120,13 @@ class Data(Option):
     def encode(self, text: str, data: Splits) -> torch.Tensor:
         """Return the tokens of a text (length,), as the model takes them. Raises DataError."""
         raise DataError(f"{type(self).__name__.lower()} does not read text")
+
+    def read_inputs(self, file: Path | Iterable[str], data: Splits) -> Iterator[Callable[[], Tree]]:
+        """Return what reads the inputs of each sample of a file, or of its lines, for a prediction: as training encoded them.
+
+        Raises UserError where the file as a whole is wrong; reading a sample raises DataError.
+        """
+        raise NotImplementedError
 
     def decodes_images(self) -> bool:
         """Whether samples are image files, decoded as they are read."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.core.errors import UserError, did_you_mean
+from drivetrain.core.errors import DataError, UserError, did_you_mean
 from drivetrain.data.base import hash_fraction
 
 if TYPE_CHECKING:
@@ -50,6 +51,11 @@ def is_text(values: np.ndarray) -> bool:
     return bool(values.dtype == object)
 
 
+def as_text(cell: Any) -> str:
+    """Return a cell as the name of a class or category: whole numbers without a decimal point, as texts have them."""
+    return str(int(cell)) if isinstance(cell, float) and cell.is_integer() else str(cell)
+
+
 def missing(values: np.ndarray) -> np.ndarray:
     """Return where values are missing, bool (rows,)."""
     import numpy as np
@@ -65,7 +71,7 @@ def held_out(columns: Columns, share: float) -> np.ndarray:
     return np.array([hash_fraction(repr(row)) < share for row in rows], dtype=bool)
 
 
-def _typed(values: Iterable[Any]) -> np.ndarray:
+def typed(values: Iterable[Any]) -> np.ndarray:
     """Return numbers as float64, everything else as texts."""
     import numpy as np
 
@@ -80,18 +86,28 @@ def _typed(values: Iterable[Any]) -> np.ndarray:
 
 def _read_csv(path: Path) -> dict[str, np.ndarray]:
     with path.open(newline="", encoding="utf-8-sig") as file:
-        begin = file.read(65536).partition("\n")[0]
-        file.seek(0)
-        separator = max(",;\t|", key=begin.count)  # the one of the first line; a comma where there is none
-        rows = csv.reader(file, delimiter=separator)
-        names = [name.strip() for name in next(rows, [])]
-        table = [row for row in rows if row]
+        names, rows = csv_rows(file, str(path))
+        table = [cells(row, names, f"{path}: row {number}") for number, row in enumerate(rows, 2)]
+    return {name: typed(values) for name, values in zip(names, zip(*table, strict=True), strict=False)}
+
+
+def csv_rows(lines: Iterable[str], source: str) -> tuple[list[str], Iterator[list[str]]]:
+    """Return the column names that the first line gives, and the rows, read one by one. Raises UserError."""
+    lines = iter(lines)
+    first = next(lines, "")
+    separator = max(",;\t|", key=first.count)  # the one of the first line; a comma where there is none
+    reader = csv.reader(chain([first], lines), delimiter=separator)
+    names = [name.strip() for name in next(reader, [])]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise UserError(f"{path} has several columns of one name ({', '.join(twice)}): its first line must name each once")
-    for number, row in enumerate(table, 2):
-        if len(row) != len(names):
-            raise UserError(f"{path}: row {number} has {len(row)} cells, and its first line names {len(names)} columns")
-    return {name: _typed(values) for name, values in zip(names, zip(*table, strict=True), strict=False)}
+        raise UserError(f"{source} has several columns of one name ({', '.join(twice)}): its first line must name each once")
+    return names, filter(None, reader)
+
+
+def cells(row: list[str], names: Sequence[str], where: str) -> list[str]:
+    """Return a row that has a cell for each column. Raises DataError."""
+    if len(row) != len(names):
+        raise DataError(f"{where} has {len(row)} cells, and the first line names {len(names)} columns")
+    return row
 
 
 def _read_parquet(path: Path) -> dict[str, np.ndarray]:
@@ -102,7 +118,7 @@ def _read_parquet(path: Path) -> dict[str, np.ndarray]:
             f"{path}: Parquet needs the package 'pyarrow', which is not installed: pip install 'drivetrain[parquet]'"
         ) from None
     table = parquet.read_table(path)
-    return {name: _typed(table.column(name).to_pylist()) for name in table.column_names}
+    return {name: typed(table.column(name).to_pylist()) for name in table.column_names}
 
 
 def _read_npy(path: Path) -> dict[str, np.ndarray]:
@@ -111,7 +127,7 @@ def _read_npy(path: Path) -> dict[str, np.ndarray]:
     array = np.load(path, allow_pickle=False)
     if array.ndim != 2:
         raise UserError(f"{path} has the shape {array.shape}: a table has rows and columns")
-    return {str(i): _typed(array[:, i].tolist()) for i in range(array.shape[1])}
+    return {str(i): typed(array[:, i].tolist()) for i in range(array.shape[1])}
 
 
 def _read_npz(path: Path) -> dict[str, np.ndarray]:
@@ -123,9 +139,9 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
         for name in arrays.files:
             array = arrays[name]
             if array.ndim == 1:
-                columns[name] = _typed(array.tolist())
+                columns[name] = typed(array.tolist())
             elif array.ndim == 2:
-                columns |= {f"{name}{i}": _typed(array[:, i].tolist()) for i in range(array.shape[1])}
+                columns |= {f"{name}{i}": typed(array[:, i].tolist()) for i in range(array.shape[1])}
             else:
                 raise UserError(f"{path}: {name} has the shape {array.shape}: a table's arrays have one or two dimensions")
     if len({len(values) for values in columns.values()}) > 1:
@@ -138,8 +154,8 @@ def number_of_rows(columns: Columns) -> int:
     return len(next(iter(columns.values())))
 
 
-def rows_of(columns: Columns, which: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the rows where `which` (rows,) is true."""
+def rows_of(columns: Columns, which: np.ndarray | slice) -> dict[str, np.ndarray]:
+    """Return the rows where `which` (rows,) is true, or a slice of them."""
     return {name: values[which] for name, values in columns.items()}
 
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from drivetrain.core.errors import UserError, did_you_mean
+from drivetrain.core.errors import DataError, UserError, did_you_mean
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec, needs_extra
 from drivetrain.core.targets import TargetKind
 from drivetrain.data.base import Data, Fraction, Splits, hash_fraction
 from drivetrain.data.text import LabelledTexts, Texts
-from drivetrain.data.tokenizer import BytePairs, Bytes, Tokenizer
+from drivetrain.data.tokenizer import BytePairs, Bytes, Tokenizer, from_json
 
 
 class Line(NamedTuple):
@@ -34,6 +35,7 @@ class Jsonl(Data):
     machine_local_keys = ("path", "test", "tokenizer_file")
     tokens = True
     max_value = None
+    input_files = (".jsonl",)
 
     def __init__(
         self,
@@ -77,6 +79,29 @@ class Jsonl(Data):
 
     def shape(self) -> tuple[int, ...]:
         return (self.length,)
+
+    def encode(self, text: str, data: Splits) -> torch.Tensor:
+        """Return a text's tokens: the first ones for its class; the last ones, after which comes the next, else."""
+        tokenizer = _kept(data.files["tokenizer.json"])
+        tokens = tokenizer([text])[0].long()
+        if self.label is not None:
+            return tokens[: self.length] + 1 if len(tokens) else torch.zeros(1, dtype=torch.int64)  # as LabelledTexts has them
+        return torch.cat([torch.tensor([tokenizer.size]), tokens])[-self.length :]
+
+    def read_inputs(self, file: Path | Iterable[str], data: Splits) -> Iterator[Callable[[], torch.Tensor]]:
+        assert isinstance(file, Path)  # lines are texts, not JSON
+        try:
+            with file.open(encoding="utf-8") as opened:
+                lines = [(number, line) for number, line in enumerate(opened, 1) if line.strip()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{file} cannot be read as JSON lines: {error}") from None
+        return (partial(self._encode_line, line, f"{file}:{number}", data) for number, line in lines)
+
+    def _encode_line(self, line: str, where: str, data: Splits) -> torch.Tensor:
+        try:
+            return self.encode(self._entry(line, where, [("text", self.text)])[self.text], data)
+        except UserError as error:
+            raise DataError(error.problems) from None
 
     def load(self, device: torch.device) -> Splits:
         train, test = self._lines()
@@ -131,18 +156,28 @@ class Jsonl(Data):
         return lines
 
     def _line(self, content: str, where: str) -> Line:
+        entry = self._entry(content, where, [("text", self.text), ("label", self.label)])
+        label = entry[self.label] if self.label is not None else ""
+        if not isinstance(label, str | int | bool):
+            raise UserError(f"{where}: '{self.label}' is {type(label).__name__}: a class is a text or a whole number")
+        return Line(entry[self.text], str(label))
+
+    def _entry(self, content: str, where: str, keys: Sequence[tuple[str, str | None]]) -> dict[str, Any]:
+        """Return a line's object, which has these keys of settings and a text. Raises UserError."""
         try:
             entry = json.loads(content)
         except ValueError as error:
             raise UserError(f"{where}: not JSON: {error}") from None
         if not isinstance(entry, dict):
             raise UserError(f"{where}: {type(entry).__name__}, but each line must be an object with the key {self.text}")
-        for knob, key in (("text", self.text), ("label", self.label)):
+        for knob, key in keys:
             if key is not None and key not in entry:
                 raise UserError(f"{where} has no '{key}' (data.{knob}): {did_you_mean(key, entry)}")
         if not isinstance(entry[self.text], str):
             raise UserError(f"{where}: '{self.text}' is {type(entry[self.text]).__name__}, not a text")
-        label = entry[self.label] if self.label is not None else ""
-        if not isinstance(label, str | int | bool):
-            raise UserError(f"{where}: '{self.label}' is {type(label).__name__}: a class is a text or a whole number")
-        return Line(entry[self.text], str(label))
+        return entry
+
+
+@lru_cache(1)  # each of many texts is encoded alone
+def _kept(tokenizer: str) -> Tokenizer:
+    return from_json(tokenizer)

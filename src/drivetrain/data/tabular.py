@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from drivetrain.core import rng
 from drivetrain.core.errors import UserError, did_you_mean
@@ -15,93 +14,61 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
 from drivetrain.core.targets import TargetKind
 from drivetrain.data.base import Data, Fraction, Splits, Tensors
-from drivetrain.data.columns import Columns, held_out, is_text, missing, named, number_of_rows, read_columns, rows_of
+from drivetrain.data.columns import (
+    FORMATS,
+    Columns,
+    cells,
+    csv_rows,
+    held_out,
+    missing,
+    named,
+    number_of_rows,
+    read_columns,
+    rows_of,
+    typed,
+)
+from drivetrain.data.encoder import Encoder
 from drivetrain.data.scikit_learn import read_diabetes, read_wine
 from drivetrain.data.targets import TargetReader
 
-if TYPE_CHECKING:
-    import numpy as np
-
 TableKind = Literal["class", "values", "labels"]
-MAX_CATEGORIES = 1000  # of one column; more are texts or numbers of rows, not categories
-NO_VALUE = "(missing)"  # the category of a missing text
 
 
-@dataclass
-class Encoded:
-    """How one column becomes inputs: a category's columns of 0 and 1, or a number's standardised value."""
+class Table(Data):
+    """The base of tables; predictions are for rows of a table with the same columns."""
 
-    name: str
-    categories: Sequence[str] | None = None  # None: a number
-    mean: float = 0.0  # also what fills a missing number
-    std: float = 1.0
+    max_value = None
+    missing = "refuse"
+    input_files = FORMATS
 
-    def __call__(self, columns: Columns) -> torch.Tensor:
-        """Return float32 (n, outputs). A category that no training row has is all zeros."""
-        import numpy as np
-
-        values = columns[self.name]
-        if self.categories is None:
-            numbers = torch.from_numpy(np.where(np.isnan(values), self.mean, values))
-            return ((numbers - self.mean) / self.std).float().unsqueeze(1)
-        code_of = {category: number for number, category in enumerate(self.categories)}
-        codes = torch.tensor([code_of.get(cell, len(code_of)) for cell in _category_cells(values)])
-        return torch.nn.functional.one_hot(codes, len(code_of) + 1)[:, :-1].float()
+    def read_inputs(self, file: Path | Iterable[str], data: Splits) -> Iterator[Callable[[], torch.Tensor]]:
+        encoder = Encoder.from_json(data.files["table.json"])
+        names, rows = _rows_of_file(file) if isinstance(file, Path) else _rows_of_lines(file)
+        if absent := sorted(set(encoder.names) - set(names), key=encoder.names.index):
+            source = file if isinstance(file, Path) else "standard input"
+            raise UserError(f"{source} has no column {named(absent)}: the model's inputs are {named(encoder.names)}")
+        return (lambda row=row: encoder.row(row(), self.missing == "fill") for row in rows)  # type: ignore[misc]
 
 
-@dataclass
-class Encoder:
-    """Turns columns into inputs (n, d). Its means, deviations and categories are those of the training rows."""
-
-    columns: list[Encoded]
-
-    @classmethod
-    def learned(cls, train: Columns, names: Sequence[str], categories: Sequence[str], normalize: bool) -> Encoder:
-        """Return the encoder of these columns; texts and the columns named in `categories` are categories."""
-        import numpy as np
-
-        encoded = []
-        for name in names:
-            values = train[name]
-            if is_text(values) or name in categories:
-                encoded.append(Encoded(name, _categories(name, values)))
-                continue
-            known = values[~np.isnan(values)]
-            std = float(known.std()) if len(known) else 0.0
-            mean = float(known.mean()) if len(known) else 0.0
-            encoded.append(Encoded(name, None, mean, (std or 1.0) if normalize else 1.0))
-            if not normalize:
-                encoded[-1].mean = 0.0
-        return cls(encoded)
-
-    def __call__(self, columns: Columns) -> torch.Tensor:
-        """Return inputs float32 (n, d)."""
-        return torch.cat([encoded(columns) for encoded in self.columns], 1)
-
-    def to_json(self) -> str:
-        """Return the encoder as text, to be kept with the run."""
-        return json.dumps([asdict(encoded) for encoded in self.columns], indent=1)
-
-    @classmethod
-    def from_json(cls, text: str) -> Encoder:
-        """Return the encoder that `to_json` wrote."""
-        return cls([Encoded(**entry) for entry in json.loads(text)])
+Row = Callable[[], Columns]  # reads one row
 
 
-def _categories(name: str, values: np.ndarray) -> list[str]:
-    found = sorted(set(_category_cells(values)))
-    if len(found) > MAX_CATEGORIES:
-        raise UserError(
-            f"the column {name} has {len(found):,} different texts, and each would become an input: leave it out by data.columns"
-        )
-    return found
+def _rows_of_file(path: Path) -> tuple[Iterable[str], Iterator[Row]]:
+    columns = read_columns(path)
+    return columns, (partial(rows_of, columns, slice(n, n + 1)) for n in range(number_of_rows(columns)))
 
 
-def _category_cells(values: np.ndarray) -> list[str]:
-    return [NO_VALUE if cell is None or cell != cell else str(cell) for cell in values.tolist()]
+def _rows_of_lines(lines: Iterable[str]) -> tuple[Iterable[str], Iterator[Row]]:
+    """The rows of a CSV, of which no more are read than are used."""
+    names, rows = csv_rows(lines, "standard input")
+
+    def columns(row: list[str], number: int) -> Columns:
+        return {name: typed([cell]) for name, cell in zip(names, cells(row, names, f"row {number}"), strict=True)}
+
+    return names, (partial(columns, row, number) for number, row in enumerate(rows, 2))
 
 
-class Tabular(Data):
+class Tabular(Table):
     """A table (CSV, Parquet, NumPy) whose columns `target` are what is predicted, and whose other columns are the inputs.
 
     Numbers are standardised by the training rows, texts become one column for each category. Without a table of its own for
@@ -109,7 +76,6 @@ class Tabular(Data):
     """
 
     machine_local_keys = ("path", "test")
-    max_value = None
     targets = "class"
     reads: ClassVar[tuple[TargetKind, ...]] = ("class", "values", "labels")
 
@@ -202,10 +168,9 @@ def encoded_splits(
     return Splits(*sources, shape, reader.outputs, None, reader.classes, units=reader.units, files=files)
 
 
-class ScikitLearn(Data):
+class ScikitLearn(Table):
     """A table that comes with scikit-learn. Nothing is downloaded. The same rows are held out in every run."""
 
-    max_value = None
     rows: ClassVar[int]
     inputs: ClassVar[int]
     target: ClassVar[str]

@@ -11,7 +11,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.targets import TargetKind
 from drivetrain.data.base import Units
-from drivetrain.data.columns import Columns, column, is_text, missing
+from drivetrain.data.columns import Columns, as_text, column, is_text, missing
 
 if TYPE_CHECKING:
     import numpy as np
@@ -74,7 +74,7 @@ class TargetReader:
     def _class_numbers(self, columns: Columns) -> torch.Tensor:
         assert self.classes is not None
         numbers = {name: number for number, name in enumerate(self.classes)}
-        cells = [_written(value) for value in self._cells(columns, self._only_name())]
+        cells = [as_text(value) for value in self._cells(columns, self._only_name())]
         if unknown := sorted(set(cells) - set(numbers)):
             raise UserError(f"{self.path}: no training row has the class {', '.join(unknown[:5])} of {self.names[0]}")
         return torch.tensor([numbers[cell] for cell in cells])
@@ -105,7 +105,7 @@ class TargetReader:
         """Return each row's labels; a row without any is one that has none."""
         cells = column(columns, self._only_name(), self.setting, self.path)
         empty = missing(cells)
-        texts = ["" if none else _written(cell) for cell, none in zip(cells, empty, strict=True)]
+        texts = ["" if none else as_text(cell) for cell, none in zip(cells, empty, strict=True)]
         return [[part.strip() for part in text.split(self.separator) if part.strip()] for text in texts]
 
     def _split_labels(self, columns: Columns) -> torch.Tensor:
@@ -120,11 +120,6 @@ class TargetReader:
         return target
 
 
-def _written(value: object) -> str:
-    """Return a cell as the name of a class: whole numbers without a decimal point."""
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
 def _sorted_classes(values: np.ndarray) -> list[str]:
     """Return the names of the classes, numbers in their order."""
-    return [_written(value) for value in sorted(set(values.tolist()))]
+    return [as_text(value) for value in sorted(set(values.tolist()))]

@@ -62,8 +62,11 @@ class Stdlib(Data):
         return (self.length,)
 
     def encode(self, text: str, data: Splits) -> torch.Tensor:
-        """Return BEGIN and the bytes of a text; of a longer one those that fit at its end."""
-        return torch.tensor([BEGIN, *text.encode(errors="surrogateescape")][-self.length :])
+        """Return BEGIN and the bytes of a text, of a longer one those at its end; for its class the first bytes, each plus 1."""
+        content = text.encode(errors="surrogateescape")
+        if self.targets == "class":
+            return torch.tensor([byte + 1 for byte in content[: self.length]] or [0])  # as LabelledTexts has them
+        return torch.tensor([BEGIN, *content][-self.length :])
 
     def load(self, device: torch.device) -> Splits:
         root = Path(self.root or sysconfig.get_paths()["stdlib"])

@@ -8,14 +8,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from drivetrain.config.callbacks import load
 from drivetrain.core.callback import Callback, Event
 from drivetrain.core.context import BuildContext
 from drivetrain.core.errors import PEER_GONE, CallbackError
-from drivetrain.core.microbatch import MicroBatch
-from drivetrain.core.step import Step
+from drivetrain.core.step import Step, WrappingStep
 
 logger = logging.getLogger(__name__)
 
@@ -106,15 +103,11 @@ class Callbacks:
 
 
 @dataclass(eq=False)
-class ToldStep:
+class ToldStep(WrappingStep):
     """A step that tells of each update that was made, while its gradients are still there."""
 
-    inner: Step
     tell: Callable[[], None]
     made: bool = False  # the update was not skipped
-
-    def micro_batch(self, batch: MicroBatch, loss_sum: torch.Tensor) -> None:
-        self.inner.micro_batch(batch, loss_sum)
 
     def update(self) -> bool:
         self.made = self.inner.update()
@@ -124,6 +117,3 @@ class ToldStep:
         if self.made:
             self.tell()
         self.inner.zero_grad()
-
-    def with_forward(self, forward: Callable[..., torch.Tensor]) -> Step:
-        return replace(self, inner=self.inner.with_forward(forward))

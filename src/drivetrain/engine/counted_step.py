@@ -2,37 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 import torch
 
 from drivetrain.core.microbatch import MicroBatch
-from drivetrain.core.step import Step
+from drivetrain.engine.whole_update import WholeUpdateStep
 from drivetrain.loss.base import SMALLEST, Loss
 from drivetrain.parallel.base import Parallel
 
 
 @dataclass(eq=False)
-class CountedStep:
+class CountedStep(WholeUpdateStep):
     """Weights each micro-batch by its share of the update's items (pixels, class weights), over all micro-batches and ranks.
 
     The targets tell the counts before the first forward, so the inner step has the right weight from the start. The mean is
-    that of one big batch with any precision, strategy and clipping. An update's micro-batches wait on the device for the
-    last one; their counts are summed over the ranks on the device, and nothing is read back.
+    that of one big batch with any precision, strategy and clipping. The counts are summed over the ranks on the device, and
+    nothing is read back.
     """
 
-    inner: Step
     loss: Loss
     parallel: Parallel
-    waiting: list[MicroBatch] = field(default_factory=list)
 
-    def micro_batch(self, batch: MicroBatch, loss_sum: torch.Tensor) -> None:
-        self.waiting.append(batch)
-        if batch.last:
-            waiting, self.waiting = self.waiting, []
-            for shared in self._shared(waiting):
-                self.inner.micro_batch(shared, loss_sum)
+    def run(self, batches: list[MicroBatch], loss_sum: torch.Tensor) -> None:
+        for shared in self._shared(batches):
+            self.inner.micro_batch(shared, loss_sum)
 
     def _shared(self, batches: list[MicroBatch]) -> list[MicroBatch]:
         """The micro-batches of an update with their weights. One that only fills up, of weight 0, keeps it."""
@@ -40,14 +34,3 @@ class CountedStep:
         total = self.parallel.all_reduce_sum(counts.sum(0))
         shares = (counts * self.parallel.data_world.size / total.clamp(min=SMALLEST)).to(batches[0].weight.dtype)
         return [self.loss.share(batch, share) for batch, share in zip(batches, shares.unbind(), strict=True)]
-
-    def update(self) -> bool:
-        return self.inner.update()
-
-    def zero_grad(self) -> None:
-        """Clear the gradients, and what waits: an update that ran out of memory is repeated."""
-        self.waiting = []
-        self.inner.zero_grad()
-
-    def with_forward(self, forward: Callable[..., torch.Tensor]) -> Step:
-        return replace(self, inner=self.inner.with_forward(forward), waiting=[])

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
+from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
 from drivetrain.core.process import __version__
 from drivetrain.core.trees import Tree, map_tensors
-from drivetrain.data.base import Normalize, Splits
+from drivetrain.data.base import Normalize, Splits, Units
 from drivetrain.model.base import Model
 
 
 def describe(run: RunSpec, data: Splits) -> dict[str, Any]:
-    """Return the model's option, and shape, classes and normalisation of its inputs, as plain values.
+    """Return the model's option, the shape, classes and normalisation of its inputs, and its outputs' units, as plain values.
 
     Values from the environment are left out: they may be secrets.
     """
@@ -25,7 +27,7 @@ def describe(run: RunSpec, data: Splits) -> dict[str, Any]:
         for key, value in vars(run.model).items()
         if not (key.startswith("_") or key in left_out or run.from_environment(f"model.{key}"))
     }
-    normalize = data.normalize
+    normalize, units = data.normalize, data.units
     return {
         "drivetrain": __version__,
         "model": {"option": run.named("model").partition("=")[2], **model},
@@ -39,6 +41,7 @@ def describe(run: RunSpec, data: Splits) -> dict[str, Any]:
         "dtype": None if data.dtype is None else _name(data.dtype),
         "vocabulary": data.vocabulary,
         "normalize": normalize and {"mean": normalize.mean.flatten().tolist(), "std": normalize.std.flatten().tolist()},
+        "units": units and {"mean": units.mean.tolist(), "std": units.std.tolist()},
     }
 
 
@@ -52,9 +55,10 @@ class NoSamples:
         raise IndexError("there are no samples")
 
 
-def recall(about: Mapping[str, Any]) -> Splits:
-    """Return the data that `describe` described, without its samples."""
+def recall(about: Mapping[str, Any], run_dir: Path) -> Splits:
+    """Return the data that `describe` described, without its samples; its files are those of the run."""
     normalize, example = about["normalize"], about["inputs"] and _read_tree(about["inputs"])
+    units = about.get("units")
     return Splits(
         NoSamples(),
         NoSamples(),
@@ -64,9 +68,27 @@ def recall(about: Mapping[str, Any]) -> Splits:
         names=about["classes"],
         dtype=about["dtype"] and getattr(torch, about["dtype"]),
         vocabulary=about["vocabulary"],
+        units=units and Units(torch.tensor(units["mean"]), torch.tensor(units["std"])),
+        files=RunFiles(run_dir),
         example=example,
         images=about["images"],
     )
+
+
+class RunFiles(dict[str, str]):
+    """The texts of the files that a run keeps for its data (`Splits.files`), each read when it is first needed."""
+
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__()
+        self._run_dir = run_dir
+
+    def __missing__(self, name: str) -> str:
+        path = self._run_dir / name
+        try:
+            self[name] = path.read_text()
+        except OSError as error:
+            raise UserError(f"{path} cannot be read ({error.strerror}): the run keeps there how its inputs are encoded") from None
+        return self[name]
 
 
 def _write_tree(x: Tree) -> Any:

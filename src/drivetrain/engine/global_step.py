@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,13 +12,14 @@ import torch
 from drivetrain.core import trees
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.step import Step
+from drivetrain.engine.whole_update import WholeUpdateStep
 from drivetrain.loss.embedding import ComparingLoss, Gathered, Gradient
 from drivetrain.precision.base import Precision
 from drivetrain.saving import checkpoint_io
 
 
 @dataclass(eq=False)
-class GlobalStep:
+class GlobalStep(WholeUpdateStep):
     """Computes the loss once an update, from the samples of all micro-batches and ranks: exactly that of one big batch.
 
     With one micro-batch that is one forward. With several, a first forward of each without gradients gives the embeddings, the
@@ -26,24 +27,19 @@ class GlobalStep:
     draw the same random numbers, and buffers (BatchNorm's statistics) change in the second alone.
     """
 
-    inner: Step
     loss: ComparingLoss
     forward: Callable[..., Any]
     model: torch.nn.Module
     precision: Precision
-    waiting: list[MicroBatch] = field(default_factory=list)
 
-    def micro_batch(self, batch: MicroBatch, loss_sum: torch.Tensor) -> None:
-        self.waiting.append(replace(batch, x=self.loss.joined(batch.x)))
-        if not batch.last:
-            return
-        waiting, self.waiting = self.waiting, []
-        targets: list[Any] = [self._target(b) for b in waiting]
-        if len(waiting) == 1:
-            weight = torch.ones_like(batch.weight)
-            self.inner.micro_batch(replace(waiting[0], y=targets[0], weight=weight), loss_sum)
+    def run(self, batches: list[MicroBatch], loss_sum: torch.Tensor) -> None:
+        batches = [replace(batch, x=self.loss.joined(batch.x)) for batch in batches]
+        targets: list[Any] = [self._target(batch) for batch in batches]
+        if len(batches) == 1:
+            weight = torch.ones_like(batches[0].weight)
+            self.inner.micro_batch(replace(batches[0], y=targets[0], weight=weight), loss_sum)
         else:
-            self._in_two_passes(waiting, _joined(targets), loss_sum)
+            self._in_two_passes(batches, _joined(targets), loss_sum)
 
     def _target(self, batch: MicroBatch) -> Gathered:
         """The micro-batch's targets; none of its samples is valid where it only fills up (weight 0)."""
@@ -74,14 +70,6 @@ class GlobalStep:
         yield
         for buffer, value in buffers:
             buffer.copy_(value)
-
-    def update(self) -> bool:
-        return self.inner.update()
-
-    def zero_grad(self) -> None:
-        """Clear the gradients, and what waits: an update that ran out of memory is repeated."""
-        self.waiting = []
-        self.inner.zero_grad()
 
     def with_forward(self, forward: Callable[..., torch.Tensor]) -> Step:
         return replace(self, inner=self.inner.with_forward(forward), forward=forward, waiting=[])

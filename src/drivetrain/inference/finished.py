@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # What only training needs is switched off. The optimizer is not used; sgd keeps no second copy of the weights.
 OFF = (
     "augment=[]", "checkpointing=none", "clip=none", "compile=none", "debug=none", "logger=[]", "optimizer=sgd",
-    "scheduler=constant", "batch.preallocate=false", "data.drop_last=false", "callbacks=[]",
+    "scheduler=constant", "stop=none", "select=null", "batch.preallocate=false", "data.drop_last=false", "callbacks=[]",
 )  # fmt: skip
 ONE_PROCESS = "parallel=single"
 

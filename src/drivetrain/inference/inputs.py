@@ -1,4 +1,4 @@
-"""The inputs of `drivetrain predict`: image files, folders, arrays, lines of text, and the run's own data, read in order."""
+"""The inputs of `drivetrain predict`: images, folders, arrays, tables, lines of text, and the run's own data, read in order."""
 
 from __future__ import annotations
 
@@ -71,16 +71,21 @@ def _of_folder(folder: Path, transforms: Transforms) -> list[Item]:
 
 
 def _of_file(path: Path, transforms: Transforms) -> list[Item]:
-    """The samples of a file: one of an image, one for each row of an array."""
+    """The samples of a file: one of an image, one for each row of an array or a table, one for each line of texts."""
+    if path.suffix.lower() in transforms.input_files:
+        return [Item(f"{path}[{n}]", read) for n, read in enumerate(transforms.read_inputs(path))]
     if path.suffix.lower() in ARRAYS:
         rows = transforms.as_samples(_read_array(path), str(path))
         if len(rows) == 1:
             return [Item(str(path), lambda: rows[0])]
         return [Item(f"{path}[{n}]", lambda n=n: rows[n]) for n in range(len(rows))]  # type: ignore[misc]
     if transforms.tokens:
+        files = "".join(f", or a file *{ending}" for ending in transforms.input_files)
         raise UserError(
-            f"{path}: this run reads text: give its lines by standard input, as in: drivetrain predict RUN - < {path}"
+            f"{path}: this run reads text: give its lines by standard input, as in: drivetrain predict RUN - < {path}{files}"
         )
+    if transforms.input_files:
+        raise UserError(f"{path}: this run reads tables: give a file whose name ends in {', '.join(transforms.input_files)}")
     transforms.image_shape()  # raises where the model takes no images
     return [Item(str(path), lambda: transforms.read_file(path))]
 
@@ -107,9 +112,15 @@ def _read_array(path: Path) -> torch.Tensor:
 
 
 def _of_lines(lines: Iterable[str], transforms: Transforms) -> Iterator[Item]:
-    """One sample for each line: a text where the run reads text, else the path of an image file."""
+    """One sample for each line: a text where the run reads text, a row where it reads tables, else the path of an image file."""
+    if transforms.input_files and not transforms.tokens:
+        return (Item(f"-[{n}]", read) for n, read in enumerate(transforms.read_inputs(lines)))
     if not transforms.tokens:
         transforms.image_shape()
+    return _of_texts_or_paths(lines, transforms)
+
+
+def _of_texts_or_paths(lines: Iterable[str], transforms: Transforms) -> Iterator[Item]:
     for line in (line.rstrip("\r\n") for line in lines):
         if transforms.tokens:
             yield Item(line, lambda line=line: transforms.read_text(line))  # type: ignore[misc]

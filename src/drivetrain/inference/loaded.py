@@ -35,6 +35,7 @@ class LoadedRun:
         self.transforms = Transforms(finished.job.run.data, data, context.device, context.memory_format)
         self.about = manifest.about(finished.checkpoint) or describe(finished.job.run, data)
         self._run, self._precision, self._data = finished.job.run, context.precision, data
+        self._units = data.units and data.units.to(context.device)
         self._forward = context.model_call.taking_batches(model)
 
     @property
@@ -50,7 +51,7 @@ class LoadedRun:
         return kind
 
     def predict(self, x: Any) -> Predictions:
-        """Predict a batch: a tensor or array (n, …) of samples as the data set has them, or paths of image files.
+        """Predict a batch: a tensor or array (n, …) of samples as the data set has them, or paths of files.
 
         They are resized, encoded and normalised as the run's own evaluation does it. Raises UserError where they do not fit.
         """
@@ -60,7 +61,7 @@ class LoadedRun:
         """Predict a batch that `transforms` has made."""
         with torch.inference_mode(), self._precision.autocast():
             output = self._forward(x)
-        return Predictions.of(output, self.kind, self.classes)
+        return Predictions.of(output, self.kind, self.classes, self._units)
 
     def example(self) -> Tree:
         """A batch of two zeros, as `transforms` makes it."""
@@ -87,9 +88,11 @@ class LoadedRun:
         return of_source(data.test if split == "test" else data.train, split)
 
     def name_target(self, target: Any) -> Any:
-        """A target of the run's data as text: a class by its name, labels joined by ";", one number as it is."""
+        """A target of the run's data as text: a class by its name, labels joined by ";", one number in its units."""
         if target is None:
             return None
+        if self._units is not None:
+            target = self._units.to(torch.device("cpu"))(torch.tensor(target)).tolist()
         if self.kind == "class":
             return self.classes[target]
         if self.kind == "labels":
@@ -101,19 +104,9 @@ class LoadedRun:
 
 
 def load(
-    run_dir: Path | str,
-    overrides: Sequence[str] = (),
-    *,
-    update: int | str | None = None,
-    average: bool = False,
-    config_dirs: Sequence[str] = (),
+    run_dir: Path | str, overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), choice: Choice | None = None
 ) -> LoadedRun:
-    """Load a finished run's model: the best checkpoint where the run kept it (saving=best), else the newest one.
-
-    `update` chooses another one, `average` the averaged weights; overrides change the config, such as `runtime.device=cpu`.
-    Raises UserError.
-    """
-    choice = Choice(None if update is None else str(update), average)
+    """Load a finished run's model, as `drivetrain.load` says. Raises UserError."""
     return open_run(find("drivetrain predict", Path(run_dir), [ONE_PROCESS, "ema=none", *overrides], config_dirs, choice))
 
 
@@ -124,7 +117,7 @@ def open_run(finished: Finished) -> LoadedRun:
     context = BuildContext(run, World(), finished.run_dir, on_exit=ExitStack())
     about = manifest.about(finished.checkpoint)
     random = torch.get_rng_state()
-    data = recall(about) if about else run.data.load(torch.device("cpu"))
+    data = recall(about, finished.run_dir) if about else run.data.load(torch.device("cpu"))
     model = build.build_for_inference(context, data)
     load_weights(model, finished.weights())
     torch.set_rng_state(random)  # building initialised the weights; the caller's random numbers go on as they were

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from drivetrain.data.base import Units
+
 SHOWN = 10  # rows in a notebook
 
 
@@ -20,10 +22,11 @@ class Predictions:
     kind: str  # class, labels, values, tokens, mask, …
     classes: Sequence[str]
     probabilities: torch.Tensor | None = None  # (n, classes); of the last token, where inputs are sequences; None for numbers
+    units: Units | None = None
 
     @classmethod
-    def of(cls, output: torch.Tensor, kind: str, classes: Sequence[str]) -> Predictions:
-        """The predictions that a model's output stands for."""
+    def of(cls, output: torch.Tensor, kind: str, classes: Sequence[str], units: Units | None = None) -> Predictions:
+        """The predictions that a model's output stands for; `units` are those of numbers that training standardised."""
         values = output.float()
         if kind == "class":
             return cls(output, kind, classes, values.softmax(-1))
@@ -33,16 +36,16 @@ class Predictions:
             return cls(output, kind, classes, values[:, -1].softmax(-1))
         if kind == "mask":
             return cls(output, kind, classes, values.softmax(1))
-        return cls(output, kind, classes)
+        return cls(output, kind, classes, units=units)
 
     def __len__(self) -> int:
         return len(self.output)
 
     @property
     def labels(self) -> Any:
-        """The likeliest class of each sample by name, all labels above 0.5, the mask, or the numbers."""
+        """The likeliest class of each sample by name, all labels above 0.5, the mask, or the numbers in their units."""
         if self.probabilities is None:
-            return self.output.float()
+            return self.output.float() if self.units is None else self.units(self.output.float())
         if self.kind == "mask":
             return self.probabilities.argmax(1)
         if self.kind == "labels":
@@ -55,13 +58,14 @@ class Predictions:
         """The columns of each sample's row in a table, in their order."""
         if self.probabilities is None:
             names = ["value"] if len(self.classes) == 1 else [f"value_{name}" for name in self.classes]
-            for values in self.output.float().flatten(1).tolist():
+            for values in self.labels.flatten(1).tolist():
                 yield dict(zip(names, values, strict=True))
             return
         for label, row in zip(self.labels, self.probabilities.tolist(), strict=True):
             text = ";".join(label) if isinstance(label, list) else label
             likeliest = {} if self.kind == "labels" else {"probability": max(row)}
-            yield {"label": text, **likeliest, **{f"p_{name}": p for name, p in zip(self.classes, row, strict=True)}}
+            each = () if self.kind == "tokens" else zip(self.classes, row, strict=True)  # a vocabulary makes no columns
+            yield {"label": text, **likeliest, **{f"p_{name}": p for name, p in each}}
 
     def _repr_html_(self) -> str:
         if self.kind == "mask":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ class Transforms:
     def __init__(self, option: Data, data: Splits, device: torch.device, memory_format: torch.memory_format) -> None:
         self._option, self._data, self._memory_format = option, data, memory_format
         self.device, self.tokens = device, option.tokens is True
+        self.input_files = option.input_files  # endings of the files that the data option reads itself: tables, texts
         self.shape = data.shape if data.example is None else None  # None: inputs are several tensors
         self.normalize = None if data.normalize is None else data.normalize.to(device)
         self._pipeline = Pipeline(data.test, (), data.normalize, 0, images=data.images).to(device)
@@ -36,7 +37,7 @@ class Transforms:
         if isinstance(x, str | Path):
             x = [x]
         if isinstance(x, list | tuple) and x and isinstance(x[0], str | Path):
-            x = self.stack([self.read_text(str(item)) if self.tokens else self.read_file(Path(item)) for item in x])
+            x = self.stack([sample for item in x for sample in self._read(str(item))])
         samples = tree_map(torch.as_tensor, x) if self.shape is None else self.as_samples(torch.as_tensor(x))
         samples = map_tensors(lambda t: t.to(self.device), samples)
         return self._pipeline.normalized(in_memory_format(samples, self._memory_format))
@@ -55,6 +56,16 @@ class Transforms:
         elif given[1:] != wanted:
             raise DataError(f"{name} has the shape {_text(given)}, and the model takes {_text(('n', *wanted))}: resize it")
         return x if x.dtype == torch.uint8 else x.float()
+
+    def _read(self, given: str) -> list[Tree]:
+        """Return the samples of a file, or of a text where the run reads text."""
+        if Path(given).suffix.lower() in self.input_files:
+            return [read() for read in self.read_inputs(Path(given))]
+        return [self.read_text(given) if self.tokens else self.read_file(Path(given))]
+
+    def read_inputs(self, file: Path | Iterable[str]) -> Iterator[Callable[[], Tree]]:
+        """Return what reads each sample of a file of one of `input_files`, or of its lines. Raises UserError."""
+        return self._option.read_inputs(file, self._data)
 
     def read_file(self, path: Path) -> torch.Tensor:
         """Return the sample that an image file holds. Raises DataError."""

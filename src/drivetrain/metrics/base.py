@@ -52,7 +52,8 @@ class Metric(Option):
         if self.kind is None:
             yield (
                 f"metrics=[{self.name}] has to know what the targets of {run.named('data')} are, and neither the data nor "
-                f"{run.named('loss')} says it: set data.targets"
+                f"{run.named('loss')} says it: set data.targets={self.takes[0]}"
+                + (f" (or {', '.join(self.takes[1:])})" if len(self.takes) > 1 else "")
             )
         elif self.kind not in self.takes:
             yield (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.option import Length
 from drivetrain.core.patterns import check_patterns, matches
 from drivetrain.core.progress import Progress
-from drivetrain.core.step import Step
+from drivetrain.core.step import WrappingStep
 
 NEVER = math.inf
 
@@ -96,11 +96,10 @@ class Unfreezing:
         self.next = min((start for start in starts if start > update), default=NEVER)
 
 
-@dataclass(frozen=True, eq=False)
-class UnfreezingStep:
+@dataclass(eq=False)
+class UnfreezingStep(WrappingStep):
     """A step before whose updates parameters begin to train. What trains depends on the number of updates alone."""
 
-    inner: Step
     unfreezing: Unfreezing
     progress: Progress
 
@@ -108,15 +107,6 @@ class UnfreezingStep:
         if self.progress.updates >= self.unfreezing.next:
             self.unfreezing.reach(self.progress.updates)
         self.inner.micro_batch(batch, loss_sum)
-
-    def update(self) -> bool:
-        return self.inner.update()
-
-    def zero_grad(self) -> None:
-        self.inner.zero_grad()
-
-    def with_forward(self, forward: Callable[..., torch.Tensor]) -> Step:
-        return replace(self, inner=self.inner.with_forward(forward))
 
 
 def _norms(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.option import Count, Positive, RunSpec
-from drivetrain.core.step import Step
+from drivetrain.core.step import Step, WrappingStep
 from drivetrain.parallel.process_group import ProcessGroupStrategy
 
 if TYPE_CHECKING:
@@ -89,11 +89,10 @@ class Ddp(ProcessGroupStrategy):
         return AccumulatingStep(step, self._wrapped)
 
 
-@dataclass(frozen=True, eq=False)
-class AccumulatingStep:
+@dataclass(eq=False)
+class AccumulatingStep(WrappingStep):
     """All-reduces gradients only in the last micro-batch of an update."""
 
-    inner: Step
     model: Any  # DistributedDataParallel
 
     def micro_batch(self, batch: MicroBatch, loss_sum: torch.Tensor) -> None:
@@ -102,12 +101,3 @@ class AccumulatingStep:
         else:
             with self.model.no_sync():  # needed around forward and backward
                 self.inner.micro_batch(batch, loss_sum)
-
-    def update(self) -> bool:
-        return self.inner.update()
-
-    def zero_grad(self) -> None:
-        self.inner.zero_grad()
-
-    def with_forward(self, forward: Callable[..., torch.Tensor]) -> Step:
-        return replace(self, inner=self.inner.with_forward(forward))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 
 from drivetrain.core.microbatch import MicroBatch
-from drivetrain.core.step import Step
+from drivetrain.core.step import Step, WrappingStep
 from drivetrain.parallel.sharded import is_sharded, shard_of
 from drivetrain.parallel.stages import Stage, schedule
 
@@ -21,11 +21,12 @@ if TYPE_CHECKING:
     from drivetrain.parallel.pipeline import Pipeline
 
 
-class PipelineStep:
+class PipelineStep(WrappingStep):
     """Collects an update's micro-batches and runs them by torch's schedule; `inner` updates the weights."""
 
     def __init__(self, inner: Step, pipeline: Pipeline, context: BuildContext) -> None:
-        self.inner, self._pipeline = inner, pipeline
+        super().__init__(inner)
+        self._pipeline = pipeline
         self._model, self._loss, self._precision, self._device = context.model, context.loss, context.precision, context.device
         self._stage_forward = pipeline.stage_forward
         self._micro_batches: list[MicroBatch] = []  # of the current update, so far
@@ -43,12 +44,6 @@ class PipelineStep:
             for _, same_shape in itertools.groupby(micro_batches, lambda b: b.x.shape):
                 self._run(list(same_shape), loss_sum)
             self._reduce_gradients()
-
-    def update(self) -> bool:
-        return self.inner.update()
-
-    def zero_grad(self) -> None:
-        self.inner.zero_grad()
 
     def with_forward(self, forward: Callable[..., torch.Tensor]) -> Step:
         raise NotImplementedError("a stage has no forward of its own")

@@ -11,13 +11,13 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.option import RunSpec
-from drivetrain.core.step import Step
+from drivetrain.core.step import Step, WrappingStep
 from drivetrain.core.trees import Tree
 from drivetrain.parallel.base import State, Weights
 from drivetrain.parallel.process_group import ProcessGroupStrategy
@@ -221,11 +221,10 @@ class Sharded(ProcessGroupStrategy):
         return _flatten_parts(shard_of(distribute_tensor(full, p.device_mesh, p.placements, src_data_rank=None)), tensor.ndim)
 
 
-@dataclass(frozen=True, eq=False)
-class ShardedStep:
+@dataclass(eq=False)
+class ShardedStep(WrappingStep):
     """Gives the optimizer the gradients of this rank's shards, as plain tensors."""
 
-    inner: Step
     shards: Sequence[tuple[Any, torch.nn.Parameter]]  # each sharded weight, and its shard as the optimizer has it
     root: Any  # the model, if FSDP reduces gradients once an update; None: after every micro-batch
 
@@ -243,9 +242,6 @@ class ShardedStep:
         for _, shard in self.shards:
             shard.grad = None
         self.inner.zero_grad()
-
-    def with_forward(self, forward: Callable[..., torch.Tensor]) -> Step:
-        return replace(self, inner=self.inner.with_forward(forward))
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:

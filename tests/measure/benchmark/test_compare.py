@@ -61,7 +61,8 @@ def test_what_is_to_be_gone_on_with_is_refused(verb, capsys):
 
 @pytest.mark.own_process
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for processes by their command lines in /proc")
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.slow
 def test_a_stopped_comparison_leaves_no_arm_behind(tiny, number, tmp_path):
     """Arms that stand still would stand for ever: they end with the process that holds them."""
     words = tiny("optimizer=sgd,adamw", "rounds=100", "block_s=0.05", f"output_dir={tmp_path}/mine")
@@ -186,7 +187,7 @@ print(*[Path(f"/proc/{pid}").exists() for pid in processes])
 @pytest.mark.parametrize(
     "words",
     [
-        ["data=digits", "loader=workers", "loader.num_workers=2"],
+        pytest.param(["data=digits", "loader=workers", "loader.num_workers=2"], marks=pytest.mark.slow),
         pytest.param(["parallel=ddp", "parallel.nproc=2"], marks=pytest.mark.slow),
     ],
     ids=["workers", "ranks"],

@@ -24,8 +24,9 @@ def report_page(
     drawn = _best(runs, MAX_CURVES)
     shown = f" Curves and bars show the best {MAX_CURVES} of them." if len(runs) > MAX_CURVES else ""
     numbers = {id(run): str(n) for n, run in enumerate(runs)}
+    counted = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
     body = [
-        f'<p class="soft">{len(runs)} runs, {completed} completed.{shown} A click on a column\'s header sorts the table.</p>',
+        f'<p class="soft">{counted}, {completed} completed.{shown} A click on a column\'s header sorts the table.</p>',
         table(header, rows, ("error",), sortable=True),
     ]
     if seeds:
