@@ -94,7 +94,7 @@ class Option:
         return self.effect
 
     def roundoff(self) -> float:
-        """Return the largest relative error of one rounding in the numbers that it computes in. Float32's, unless it rounds more."""
+        """Return the largest relative error of one rounding in what it computes: that of float32, unless it rounds more."""
         return 2.0**-24
 
     def validate(self, run: RunSpec) -> Iterator[str]:

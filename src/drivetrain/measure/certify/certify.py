@@ -129,7 +129,7 @@ def refuse_what_cannot_be_judged(job: Job, ours: Trace, theirs: Trace) -> None:
     if ours.skipped != theirs.skipped:
         raise UserError(
             f"{max(ours.skipped, theirs.skipped)} updates were skipped by an overflow, in one of the two runs alone (this run has "
-            f"{job.run.named('precision')}), so that the updates are not of the same samples: set a lower precision.init_scale, as a run finds it"
+            f"{job.run.named('precision')}): its updates have other samples from there on: set a lower precision.init_scale"
         )
 
 
