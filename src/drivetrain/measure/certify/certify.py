@@ -128,7 +128,7 @@ def refuse_what_cannot_be_judged(job: Job, ours: Trace, theirs: Trace) -> None:
     """Raise UserError where an update was skipped: the runs are not at the same update then."""
     if ours.skipped != theirs.skipped:
         raise UserError(
-            f"{max(ours.skipped, theirs.skipped)} updates were skipped by an overflow, in one of the two runs alone (this run has "
+            f"{max(ours.skipped, theirs.skipped)} updates were skipped by an overflow in one of the two runs (this one has "
             f"{job.run.named('precision')}): its updates have other samples from there on: set a lower precision.init_scale"
         )
 

@@ -35,7 +35,7 @@ class Entry:
 
     values: Array  # float64: the tensor or its sketch
     rounding: float = 0.0  # the norm of what storing it in its number format may lose
-    shape: tuple[int, ...] = ()  # of one sample's part, or of the tensor: entries of different shapes are not compared
+    shape: tuple[int, ...] = ()  # of one sample's part, or the elements of a tensor: others are not compared
 
     def distance(self, other: Entry) -> float:
         """Return the norm of the difference; infinite where one of the two is not finite."""
@@ -103,7 +103,7 @@ def of_tensor(tensor: Any, scale: float = 1.0) -> Entry:
     flat = tensor.detach().reshape(1, -1)
     values = flat.double() if flat.shape[1] <= WHOLE else _folded(flat, BUCKETS)
     kept = (values[0] / scale).cpu().numpy()
-    return Entry(kept, roundoff(tensor.dtype) * float(np.linalg.norm(kept)), tuple(tensor.shape))
+    return Entry(kept, roundoff(tensor.dtype) * float(np.linalg.norm(kept)), (tensor.numel(),))
 
 
 def of_rows(tensor: Any, is_target: bool = False) -> tuple[Array, float, tuple[int, ...]]:
