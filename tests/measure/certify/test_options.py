@@ -65,7 +65,9 @@ CHOICES = [
     (group, name)
     for group, names in options().items()
     for name in names
-    if group not in OTHERS and name not in ("none", "own", default_options()[group]) and (group != "metrics" or name in METRICS)
+    if group not in OTHERS
+    and name not in ("none", "own", "dali", default_options()[group])  # dali: decodes files in its own way
+    and (group != "metrics" or name in METRICS)
 ]
 
 
