@@ -226,7 +226,7 @@ def test_what_it_saves_is_said_at_the_start(make, caplog):
     assert "ranks" not in next(s for s in caplog.messages if s.startswith("batch=bucketed"))
 
 
-@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("budget", [pytest.param("samples", marks=pytest.mark.slow), "tokens"])
 def test_a_run_cut_in_two_is_the_whole_run(train, make, budget):
     from drivetrain import train as plain_train
 

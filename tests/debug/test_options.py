@@ -658,7 +658,17 @@ def test_overfit_goes_on_with_its_batch_after_a_resume(tiny):
     assert on.metrics["final"] == whole.metrics["final"]
 
 
-@pytest.mark.parametrize("beside", [[], ["parallel=ddp"], ["precision=bf16_pure"], ["loader=workers", "data=digits"]], ids=str)
+@pytest.mark.parametrize(
+    "beside",
+    [
+        [],
+        *(
+            pytest.param(w, marks=pytest.mark.slow)
+            for w in (["parallel=ddp"], ["precision=bf16_pure"], ["loader=workers", "data=digits"])
+        ),
+    ],
+    ids=str,
+)
 def test_overfit_says_that_a_good_model_can_learn(train, beside):
     words = ["debug=overfit", "debug.updates=60", "updates=null", "epochs=99", "optimizer.lr=0.2", "batch.global_batch=8"]
     result = train(*words, *beside)

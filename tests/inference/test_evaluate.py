@@ -70,6 +70,7 @@ def test_other_data(digits, finished):
         evaluate(digits.run_dir, ["data=synthetic", "data.shape=[1,8,8]", "data.classes=4"])
 
 
+@pytest.mark.slow
 def test_two_ranks(tmp_path):
     """A run of two ranks is evaluated by two to the last digit, also from sharded checkpoints; by one to rounding."""
     words = ("model=mlp", "model.hidden=[32]", "epochs=1", "parallel=fsdp", "parallel.nproc=2", "saving.sharded=true", "ema=ema")

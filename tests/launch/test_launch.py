@@ -69,6 +69,7 @@ def test_two_ranks_are_one_process_with_the_whole_batch(own_launcher: Path, tmp_
     assert evaluated == pytest.approx(result(single)["metrics"]["final"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_torchrun(own_launcher: Path, tmp_path: Path) -> None:
     """torchrun's ranks are taken, none are added; the training is the same bit for bit."""
     done = run("train", "-q", *DDP, cwd=tmp_path, how=TORCHRUN)
@@ -149,7 +150,7 @@ def test_a_launcher_that_makes_no_sense(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("place", ["outputs", "crank-ranks"])
+@pytest.mark.parametrize("place", ["outputs", pytest.param("crank-ranks", marks=pytest.mark.slow)])
 def test_a_rank_that_fails_is_named_once(place: str, tmp_path: Path) -> None:
     """Exit 1, the rank and its error on one line, the same in result.json, the traceback in log.txt; the other rank ends."""
     cwd = with_own_nets(tmp_path / "here")

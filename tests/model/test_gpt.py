@@ -101,6 +101,7 @@ SMALL = [*TEXT, "model=gpt", "model.width=32", "model.heads=2", "model.depth=2",
     ],
     ids=lambda w: "+".join(w),
 )
+@pytest.mark.slow
 def test_it_trains_with_what_works_on_models(train, words):
     plain, other = train(*SMALL), train(*SMALL, *words)
     assert (plain.status, other.status) == ("completed", "completed"), other.error

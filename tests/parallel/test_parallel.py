@@ -29,7 +29,9 @@ def losses(run_dir: Path) -> list[float]:
 # --- real ranks: two processes of gloo ---
 
 
-@pytest.mark.parametrize("samples", [53, 25], ids=["tail of 5", "tail of 1, fewer than ranks"])
+@pytest.mark.parametrize(
+    "samples", [pytest.param(53, marks=pytest.mark.slow), 25], ids=["tail of 5", "tail of 1, fewer than ranks"]
+)
 def test_two_ranks_that_accumulate_equal_one_process(train, make, samples):
     words = [f"data.samples={samples}", "data.test_samples=7", "data.drop_last=false", "epochs=2", "updates=null"]
     one = train(*words)
@@ -86,6 +88,7 @@ def test_all_ranks_evaluate_the_model_that_is_saved(blocks_on_two_ranks, make, w
     assert blocks_on_two_ranks.metrics["final"][which] == pytest.approx(told, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_timm_model_after_ddp_loads_into_plain_timm(train):
     import timm
 

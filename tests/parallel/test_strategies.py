@@ -151,6 +151,7 @@ def test_frozen_parameters_equal_one_process(done, strategy):
     ("how", "to"),
     [("bf16", 2e-2), *(pytest.param(*both, marks=pytest.mark.slow) for both in (("fp16", 5e-3), ("powersgd", 0.3)))],
 )
+@pytest.mark.slow
 def test_gradients_that_travel_in_fewer_bits(done, how, to):
     """As good as whole ones, and not the same: they did travel so."""
     words = [*VIT, "optimizer=sgd", "optimizer.lr=0.05", "parallel=ddp"]
@@ -245,6 +246,7 @@ def test_the_slowest_rank_is_named_in_the_metrics(strategy, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_rank_that_reads_slowly_is_named_though_rank_0_waits_for_no_data(strategy, tmp_path, monkeypatch):
     """With buffers to share: under ddp the others wait for them in the forward."""
     monkeypatch.setenv("SLOW_RANK", "1")
@@ -305,6 +307,7 @@ def test_a_network_with_batch_norms_in_shards(done, words, to):
 @pytest.mark.parametrize(
     "strategy", ["pipeline", *(pytest.param(s, marks=pytest.mark.slow) for s in ("fsdp", "tensor", "tensor × fsdp"))]
 )
+@pytest.mark.slow
 def test_a_text_model_whose_output_is_tied_to_its_input(done, strategy):
     words = [*(w for w in RUN if not w.startswith("data")), *TEXT, *STEPS, "batch.accumulation_steps=2", "clip=norm", "updates=4"]
     equal(done(*words), done(*words, *STRATEGIES[strategy]), 1e-4)

@@ -58,6 +58,7 @@ def test_the_best_checkpoint_evaluates_to_the_recorded_best_at_the_end(train, na
     assert (again.metrics, again.updates, again.tables) == (run.metrics, 16, run.tables)
 
 
+@pytest.mark.slow
 def test_two_ranks_load_the_best_checkpoint(train):
     run = train(*EPOCHS, "epochs=2", "saving=best", "saving.average_kept=true", "parallel=ddp", "parallel.nproc=2")
     assert run.status == "completed", run.error

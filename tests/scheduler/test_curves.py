@@ -469,13 +469,18 @@ def test_rules_are_asked_when_the_data_is_read_where_only_that_tells_the_length(
     from drivetrain.core.world import World
     from drivetrain.engine import build
 
+    def build_run(job: Any) -> None:
+        context = BuildContext(job.run, World(), tmp_path)
+        with context.on_exit:
+            build.build(context, [])
+
     monkeypatch.setattr(data.Digits, "train_samples", lambda self: None)
     job = prepare(["model=mlp", "scheduler=wsd", "scheduler.decay=200"])
     with pytest.raises(UserError, match="more than the run's 165"):
-        build.build(BuildContext(job.run, World(), tmp_path), [])
+        build_run(job)
     job = prepare(["model=mlp", "scheduler=step", "scheduler.every=30ep"])
     assert job.notices == []
-    build.build(BuildContext(job.run, World(), tmp_path), [])
+    build_run(job)
     assert "the learning rate never falls" in caplog.text
 
 

@@ -149,6 +149,7 @@ def test_nothing_but_bad_jobs(words: tuple[str, ...], names: tuple[str, ...], tm
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_one_process_or_two(tmp_path: Path) -> None:
     """parallel=single,ddp: the ranks are started within the sweep, and only split the work."""
     done = train("-m", *TINY, "parallel=single,ddp", "optimizer=sgd", "epochs=1", cwd=tmp_path)
