@@ -59,30 +59,41 @@ class Recorder:
 
     def run(self) -> Trace | None:
         """Record; see `record`."""
-        trainer, parallel = self.trainer, self.trainer.parallel
+        look, parallel = self.look, self.trainer.parallel
+        self.noise = shadow.RandomRounding(look.roundoff, look.seed) if look.roundoff else None
+        self.trainer = trainer = self._watched(self.trainer)
         self._plan()
-        trainer.max_updates = min(self.look.updates, trainer.max_updates)
-        if trainer.evaluator.max_batches is None:
-            trainer.evaluator.max_batches = EVALUATED_BATCHES * trainer.batch.accumulation_steps * parallel.data_world.size
-        trainer.loader = NotingLoader(trainer.loader, self.requests)
-        trainer.stream_watchers.append(self._watch)
-        self.noise = shadow.RandomRounding(self.look.roundoff, self.look.seed) if self.look.roundoff else None
-        if self.look.float64:
+        if look.float64:
             trainer.log.loss_sum = trainer.log.loss_sum.double()
             shadow.widen_loss(trainer.evaluator.loss)
-        trainer.evaluator.forward = self.rounding(trainer.evaluator.forward)
         if trainer.compile_seconds() is None:  # else a compiler may trace the update
             self._look_at_optimizer()
-        if not self.look.gradients:
+        if not look.gradients:
             self.trace.unseen.append("gradients: the whole step is one graph")
         self._start()
-        trainer.step = WatchedStep(trainer.step, self)
         with self._hooks():
             trainer.fit()
         for name, value in trainer.progress.final.items():
             self.trace.add(self.update, "evaluation", name, of_numbers(value, rounding=FLOAT32))
         self._look_for_dropout()
         return self._merged(parallel.gather_object((parallel.data_world.rank, self.trace, dict(self.rows))))
+
+    def _watched(self, trainer: Any) -> Any:
+        """Return the trainer of the same parts that makes the first updates, with this recorder around its step and its data."""
+        batches = EVALUATED_BATCHES * trainer.batch.accumulation_steps * trainer.parallel.data_world.size
+        evaluator = replace(
+            trainer.evaluator,
+            forward=self.rounding(trainer.evaluator.forward),
+            max_batches=trainer.evaluator.max_batches or batches,
+        )
+        return replace(
+            trainer,
+            step=WatchedStep(trainer.step, self),
+            loader=NotingLoader(trainer.loader, self.requests),
+            evaluator=evaluator,
+            max_updates=min(self.look.updates, trainer.max_updates),
+            stream_watchers=[*trainer.stream_watchers, self._watch],
+        )
 
     def rounding(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, with its operations rounded at random where that is asked."""
