@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from drivetrain.core.microbatch import MicroBatch, Request
-from drivetrain.core.step import Step
+from drivetrain.core.step import WrappingStep
 from drivetrain.saving import checkpoint_io
 
 if TYPE_CHECKING:
@@ -18,10 +18,9 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False)
-class WatchedStep:
+class WatchedStep(WrappingStep):
     """The run's own step, with a look at what stands before and after its update."""
 
-    inner: Step
     recorder: Recorder
     made: bool = False
     before: float = 0.0  # the running sum of losses before this update
@@ -46,9 +45,6 @@ class WatchedStep:
     def zero_grad(self) -> None:
         self.recorder.after_update(self.now - self.before, self.made)
         self.inner.zero_grad()
-
-    def with_forward(self, forward: Callable[..., torch.Tensor]) -> Step:
-        return replace(self, inner=self.inner.with_forward(forward))
 
 
 class NotingLoader:
