@@ -66,6 +66,7 @@ _ROWS = (
         "what each technique of a recipe brings by itself, and what leaving it out costs",
         takes_overrides=True,
     ),
+    Verb("bisect", "drivetrain.cli.bisect:command", "which of the knobs in which two configs differ makes one slower, or worse"),
     Verb(
         "doctor", "drivetrain.cli.doctor:command",
         "where a step's time goes, what is wrong, and which overrides are proven to help",

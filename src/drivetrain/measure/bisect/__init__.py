@@ -1,0 +1,1 @@
+"""`drivetrain bisect`: which of the changes between two configs makes the difference."""

@@ -1,0 +1,143 @@
+"""`drivetrain bisect`: which of the changes from GOOD to BAD make it slower, or its result worse."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from drivetrain.core.errors import DONE, FAILED, UserError
+from drivetrain.launch.job import Job
+from drivetrain.measure import arguments
+from drivetrain.measure.benchmark.arms import refuse_resume
+from drivetrain.measure.bisect import changes as differing
+from drivetrain.measure.bisect import report, sides
+from drivetrain.measure.bisect.changes import Change, Changes
+from drivetrain.measure.bisect.measurers import LEAST_ROUNDS, LEAST_SEEDS, Fails, GoodFails, Quality, Settings, Speed, Subsets
+from drivetrain.measure.bisect.search import FAILS, UNRESOLVED, Measured, Search, Subset
+from drivetrain.measure.intervals import Interval
+
+
+def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
+    """Run `drivetrain bisect`; return its exit code."""
+    settings, words = arguments.split(argv, Settings)
+    _check(settings, words)
+    subsets, bad, notes = prepare(words, config_dirs, settings.quality)
+    began = time.monotonic()
+    until = began + settings.budget_s
+    measurer: Speed | Quality | Fails = (Quality if settings.quality else Speed)(subsets, settings, until)
+    print("\n".join([*report.heading(subsets.numbered), *notes]), flush=True)
+    try:
+        search = Search(len(subsets.numbered), Announced(measurer))
+        answer = search.run()
+        if answer.outcome == FAILS and not isinstance(measurer, Fails):
+            print(f"BAD does not run to a figure ({answer.whole.problem}): what makes it fail?", flush=True)
+            measurer = Fails(measurer)
+            search = Search(len(subsets.numbered), Announced(measurer))
+            answer = search.run()
+    except GoodFails as error:
+        print(f"error: {words[0]} itself does not run, so nothing can be compared to it: {error}", file=sys.stderr)
+        return FAILED
+    found = report.Report(words[0], words[1], subsets, search, answer, measurer, notes, time.monotonic() - began)
+    report.show(found)
+    report.save(found, bad, settings, argv)
+    return FAILED if answer.outcome == UNRESOLVED else DONE
+
+
+def prepare(words: Sequence[str], config_dirs: Sequence[str], quality: bool) -> tuple[Subsets, Job, list[str]]:
+    """GOOD and the changes that lead to BAD, BAD's job, and what the user should know. Raises UserError."""
+    good, bad, problems = None, None, []
+    for number, word in enumerate(words[:2]):
+        try:
+            side = sides.read(word, words[2:], config_dirs)
+            good, bad = ((side, side.job()), bad) if number == 0 else (good, (side, side.job()))
+        except UserError as error:
+            problems += [problem if word in problem else f"{word}: {problem}" for problem in error.problems]
+    if good is None or bad is None:
+        raise UserError(dict.fromkeys(problems))
+    (side, job), (_, other) = good, bad
+    changes = Changes(job, other, quality)
+    found = changes.found()
+    if not found:
+        raise UserError(_same(words, changes, quality))
+    subsets = Subsets(side, changes, list(_common(words[2:], found, job, other)))
+    refusals: dict[str, str] = {}
+    subsets.numbered = differing.in_order(found, lambda chosen: _can_run(subsets, chosen, refusals))
+    notes = [f"kept together: {c.key} ({refusals.get(c.parts[0].key, '')})" for c in subsets.numbered if c.parts]
+    if changes.not_tried:
+        notes.append(f"not tried, though they differ: {', '.join(changes.not_tried)}")
+    return subsets, _whole(subsets, words), notes
+
+
+def _check(settings: Settings, words: Sequence[str]) -> None:
+    """Raise UserError for words that are not GOOD, BAD and overrides, and for too few rounds or seeds."""
+    refuse_resume("bisect", words)
+    if len(words) < 2:
+        raise UserError(
+            f"drivetrain bisect wants GOOD and BAD, each a run's directory, a recipe or overrides in quotes: given {len(words)}"
+        )
+    if wrong := [word for word in words[2:] if "=" not in word]:
+        raise UserError(f"'{wrong[0]}': after GOOD and BAD come overrides of both, of the form key=value")
+    if settings.rounds < LEAST_ROUNDS or settings.seeds < LEAST_SEEDS:
+        raise UserError(f"there is no interval to judge by with fewer than {LEAST_ROUNDS} rounds or {LEAST_SEEDS} seeds")
+
+
+def _same(words: Sequence[str], changes: Changes, quality: bool) -> str:
+    """The message that there is nothing to bisect."""
+    if changes.not_tried:
+        reason = "change no result" if quality else "do not change how fast a step is: quality=true bisects the result"
+        return f"{words[0]} and {words[1]} differ only in {', '.join(changes.not_tried)}, which {reason}"
+    hint = f"`drivetrain recipe diff {words[0]} {words[1]}` shows where they ran" if "=" not in words[0] + words[1] else ""
+    return f"{words[0]} and {words[1]} are the same config, so no change can make a difference" + (hint and f": {hint}")
+
+
+def _common(words: Sequence[str], found: Sequence[Change], good: Job, bad: Job) -> list[str]:
+    """The overrides of every arm: no trackers, no checkpoints unless saving is one of the changes, and both sides' trust."""
+    given = {word.partition("=")[0].split(".")[0] for word in words}
+    common = ["logger=[files]"] if "logger" not in given else []
+    if "saving" not in {*given, *(change.key.split(".")[0] for change in found)}:
+        common.append("saving=none")
+    trust = list(dict.fromkeys([*good.run.values["trust"], *bad.run.values["trust"]]))
+    return [*common, *([f"trust=[{','.join(trust)}]"] if trust else [])]
+
+
+def _can_run(subsets: Subsets, chosen: Sequence[Change], refusals: dict[str, str]) -> bool:
+    """Whether the options' rules allow GOOD with these changes. A refusal is noted for the last of them."""
+    try:
+        subsets.good.job(subsets.overrides(chosen))
+    except UserError as error:
+        refusals.setdefault(chosen[-1].key, error.problems[0])
+        return False
+    return True
+
+
+def _whole(subsets: Subsets, words: Sequence[str]) -> Job:
+    """The job of GOOD with all changes, which must be BAD. Raises UserError."""
+    job = subsets.job(frozenset(range(len(subsets.numbered))))
+    if left := subsets.changes.left_over(job):
+        raise UserError(f"{words[1]} cannot be reached from {words[0]} by overrides: they still differ in {', '.join(left)}")
+    return job
+
+
+@dataclass
+class Announced:
+    """A measurer that says on standard error which comparison is under way."""
+
+    measurer: Speed | Quality | Fails
+    number: int = 0
+
+    @property
+    def margin(self) -> float:
+        """The largest effect that does not matter."""
+        return self.measurer.margin
+
+    def measure(self, chosen: Subset, decided: Callable[[Interval], bool]) -> Measured:
+        """Measure a subset, and say what was found."""
+        self.number += 1
+        print(f"comparison {self.number}: changes {report.numbers(chosen)} on top of GOOD", file=sys.stderr, flush=True)
+        found = self.measurer.measure(chosen, decided)
+        text: Any = " ".join(self.measurer.shown(found.effect)) if found.effect is not None else found.problem
+        print(f"comparison {self.number}: {text}", file=sys.stderr, flush=True)
+        return found

@@ -1,0 +1,138 @@
+"""What `drivetrain bisect` takes as one change, what it refuses, and that all changes together are BAD."""
+
+from pathlib import Path
+
+import pytest
+
+from drivetrain.cli import completion, main
+from drivetrain.launch.job import prepare as prepare_job
+from drivetrain.measure.bisect import bisect, report
+from drivetrain.measure.bisect.changes import Change, in_order
+
+
+def prepared(good, bad, *common, quality=False):
+    subsets, job, notes = bisect.prepare([good, bad, *common], (), quality)
+    return subsets, job, notes
+
+
+def keys(subsets):
+    return {change.key: (change.good, change.bad) for change in subsets.numbered}
+
+
+def plain(subsets, *chosen):
+    numbers = {change.key: number for number, change in enumerate(subsets.numbered)}
+    return subsets.job(frozenset(numbers[key] for key in chosen)).composed
+
+
+def test_an_option_and_its_keys_are_one_change_and_values_are_one_each():
+    subsets, _, notes = prepared(
+        "optimizer=sgd optimizer.nesterov=true log_every=1 epochs=3",
+        "optimizer=adamw optimizer.lr=0.5 log_every=50 runtime.zero_grad=memset",
+        "model=mlp",
+    )
+    assert keys(subsets) == {
+        "optimizer": ("sgd", "adamw"),
+        "runtime.zero_grad": ("none", "memset"),
+        "log_every": ("1", "50"),
+    }
+    assert notes == ["not tried, though they differ: epochs"]
+    mixed = plain(subsets, "optimizer")
+    assert (mixed.choice("optimizer"), mixed.plain["optimizer"]["lr"], mixed.plain["log_every"]) == ("adamw", 0.5, 1)
+    assert "nesterov" not in mixed.plain["optimizer"]
+    assert mixed.choice("saving") == "none"
+    mixed = plain(subsets, "log_every")
+    assert (mixed.choice("optimizer"), mixed.plain["optimizer"]["nesterov"], mixed.plain["log_every"]) == ("sgd", True, 50)
+
+
+def test_items_of_a_list_are_changes_of_their_own_and_keep_their_keys():
+    subsets, job, _ = prepared(
+        "augment=[flip_crop,random_erasing] augment.flip_crop.pad=2",
+        "augment=[flip_crop,mixup] augment.flip_crop.pad=1",
+        "model=mlp",
+    )
+    assert set(keys(subsets)) == {"augment.flip_crop.pad", "augment=[random_erasing]", "augment=[mixup]"}
+    mixed = plain(subsets, "augment=[mixup]")
+    assert mixed.choice("augment") == ["flip_crop", "random_erasing", "mixup"]
+    assert mixed.plain["augment"]["flip_crop"]["pad"] == 2
+    assert job.composed.choice("augment") == ["flip_crop", "mixup"]
+    assert job.composed.plain["augment"]["flip_crop"]["pad"] == 1
+
+
+def test_keys_of_the_users_own_mappings_are_changes():
+    subsets, _, _ = prepared(
+        "model.kwargs.a=1 model.kwargs.b=1", "model.kwargs.a=2 model.kwargs.b=2",
+        "model=own", "model.target=bench.planted.Knobs", "trust=[bench]",
+    )  # fmt: skip
+    assert set(keys(subsets)) == {"model.kwargs.a", "model.kwargs.b"}
+    assert plain(subsets, "model.kwargs.b").plain["model"]["kwargs"] == {"a": 1, "b": 2}
+
+
+def test_recipes_and_runs_are_sides_too(tmp_path):
+    Path("mine.yaml").write_text("defaults:\n  - override /model: mlp\noptimizer:\n  lr: 0.01\n")
+    run = tmp_path / "run"
+    run.mkdir()
+    prepare_job(["model=mlp", "optimizer.lr=0.05", "runtime.threads=1"]).write_files(run)
+    subsets, job, _ = prepared(str(run), "mine.yaml", "batch.global_batch=12")
+    assert keys(subsets) == {"optimizer.lr": ("0.05", "0.01"), "runtime.threads": ("1", "null")}
+    assert job.composed.plain["optimizer"]["lr"] == 0.01
+    assert subsets.job(frozenset()).composed.plain["optimizer"]["lr"] == 0.05
+
+
+def test_what_is_refused_alone_comes_after_what_it_needs_or_with_it():
+    a, b, c, d = (Change(key, "0", "1") for key in "abcd")
+
+    def can_run(chosen):
+        return (a not in chosen or c in chosen) and (b in chosen) == (d in chosen)
+
+    order = in_order([a, b, c, d], can_run)
+    assert [change.key for change in order] == ["c", "a", "b and d"]
+    assert order[2].parts == (b, d)
+
+
+def test_values_that_are_refused_without_each_other_are_one_change():
+    """7 micro-batches do not divide 20 samples, nor 2 divide 21."""
+    subsets, _, notes = prepared(
+        "batch.accumulation_steps=2 batch.global_batch=20",
+        "batch.accumulation_steps=7 batch.global_batch=21 clip=norm",
+        "batch=accumulate",
+        "model=mlp",
+    )
+    assert set(keys(subsets)) == {"clip", "batch.global_batch and batch.accumulation_steps"}
+    assert notes[0].startswith("kept together: batch.global_batch and batch.accumulation_steps (")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["naive"], "wants GOOD and BAD"),
+        (["naive", "fast", "fast_gpu"], "'fast_gpu': after GOOD and BAD come overrides"),
+        (["naive", "naive"], "naive and naive are the same config"),
+        (["model=mlp", "model=mlp epochs=3"], "differ only in epochs, which do not change how fast a step is"),
+        (["naive", "nosuch"], "recipe=nosuch is not known"),
+        (["naive", "outputs/nothing.yaml"], "there is no such file"),
+        (["data=digits", "data=wine"], "different data: data=digits and data=wine"),
+        (["precision=fp32", "precision=bf17"], "did you mean"),
+        (["precision=fp32", "precision=bf16 quick"], "'quick' in 'precision=bf16 quick' is not of the form"),
+        (["precision=fp32", "precision=bf16", "rounds=3"], "no interval to judge by"),
+        (["precision=fp32", "precision=bf16", "resume=auto"], "leave resume= out"),
+        (["naive", "."], "is no run's directory"),
+    ],
+)
+def test_wrong_words_are_told_in_one_line(words, told, capsys):
+    assert main.main(["bisect", *words]) == 2
+    said = capsys.readouterr().err
+    assert told in said
+    assert len(said.splitlines()) == 1
+
+
+def test_help_and_completion(capsys):
+    assert main.main(["bisect", "--help"]) == 0
+    assert "bisect GOOD BAD" in capsys.readouterr().out
+    assert completion.candidates(["drivetrain bisect na"]) == ["naive"]
+    assert "precision=bf16" in completion.candidates(["drivetrain bisect naive fast precision=b"])
+    assert "precision=bf16" in completion.candidates(["drivetrain bisect naive precision=b"])
+
+
+def test_numbers_are_shown_as_ranges():
+    assert report.numbers({0, 1, 2, 4, 7, 8}) == "1–3, 5, 8–9"
+    assert report.numbers(()) == ""
