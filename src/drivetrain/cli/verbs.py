@@ -58,6 +58,10 @@ _ROWS = (
         takes_overrides=True,
     ),
     Verb(
+        "certify", "drivetrain.cli.certify:command",
+        "is this the same mathematics? A few updates beside a plain run and beside float64, and where they differ",
+    ),
+    Verb(
         "ablate", "drivetrain.cli.ablate:command",
         "what each technique of a recipe brings by itself, and what leaving it out costs",
         takes_overrides=True,

@@ -97,6 +97,10 @@ class Option:
         """Return the effect with these settings, for an option whose knobs change its claim. It is called after `see`."""
         return self.effect
 
+    def roundoff(self) -> float:
+        """Return the largest relative error of one rounding in what it computes: that of float32, unless it rounds more."""
+        return 2.0**-24
+
     def validate(self, run: RunSpec) -> Iterator[str]:
         """Yield the problems that can be found without torch, the model or the data, one line each."""
         return iter(())

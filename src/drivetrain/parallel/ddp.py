@@ -40,6 +40,9 @@ class Ddp(ProcessGroupStrategy):
 
     needs_real_tensors = "DDP's reducer reads the memory of gradients"
 
+    def roundoff(self) -> float:
+        return {"fp16": 2.0**-11, "bf16": 2.0**-8}.get(self.compress, super().roundoff())
+
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)
         if self.compress == "powersgd" and run.precision.scales_loss:

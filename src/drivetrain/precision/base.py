@@ -99,6 +99,9 @@ class Tf32(Precision):
     def __init__(self, matmul: Literal["high", "medium"] = "high", cudnn: bool = True) -> None:
         self.matmul, self.cudnn = matmul, cudnn
 
+    def roundoff(self) -> float:
+        return 2.0**-11
+
     def setup(self, context: BuildContext) -> None:
         super().setup(context)
         float32_products.set_until_exit(context.on_exit, self.matmul, tf32_convolutions=self.cudnn)
@@ -115,6 +118,9 @@ class Bf16(Precision):
     changes = "rounds products and activations to bfloat16"
     dtype = "bfloat16"
     full_float32 = False
+
+    def roundoff(self) -> float:
+        return 2.0**-8
 
     def setup(self, context: BuildContext) -> None:
         super().setup(context)
@@ -144,6 +150,9 @@ class Amp(Bf16):
 
     def __init__(self, init_scale: Positive = 65536.0, growth_interval: Count = 2000) -> None:
         self.init_scale, self.growth_interval = init_scale, growth_interval
+
+    def roundoff(self) -> float:
+        return 2.0**-11
 
     def setup(self, context: BuildContext) -> None:
         super().setup(context)

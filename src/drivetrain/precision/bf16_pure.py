@@ -38,6 +38,9 @@ class Bf16Pure(Precision):
         self.master = master
         self.frees_weights = master == "stochastic"
 
+    def roundoff(self) -> float:
+        return 2.0**-8
+
     def advise(self, run: RunSpec) -> Iterator[str]:
         if run.batch.accumulation_steps > 1:
             yield (

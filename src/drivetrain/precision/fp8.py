@@ -38,6 +38,9 @@ class Fp8(Bf16):
     ) -> None:
         self.scaling, self.min_features, self.emulate = scaling, min_features, emulate
 
+    def roundoff(self) -> float:
+        return 2.0**-3  # e5m2, of gradients
+
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from needs_extra("torchao", "torchao", "precision=fp8")
 

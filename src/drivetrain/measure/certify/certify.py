@@ -1,0 +1,147 @@
+"""`drivetrain certify`: a few updates of two runs from one state, and whether they differ by more than rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from drivetrain.config.catalog import default_options
+from drivetrain.core.errors import DONE, FAILED, UserError
+from drivetrain.core.files import write_json
+from drivetrain.core.option import Count, Option, RunSpec
+from drivetrain.launch.job import Job
+from drivetrain.launch.job import prepare as prepare_job
+from drivetrain.measure import arguments
+from drivetrain.measure.benchmark import arms
+from drivetrain.measure.certify import explain
+from drivetrain.measure.certify.judge import DIFFERS, Floors, Verdict, judge, same_bits
+from drivetrain.measure.certify.process import run_recorded
+from drivetrain.measure.certify.trace import FLOAT32, Trace
+from drivetrain.measure.overrides import apply
+from drivetrain.run import directory
+from drivetrain.ui.progress import Steps
+
+PERMUTED, ROUNDED = 2, 3  # runs that show what the order of sums and rounding change
+
+
+@dataclass
+class Settings:
+    """The settings of `drivetrain certify`."""
+
+    steps: Count = 4  # updates
+
+
+@dataclass
+class Certified:
+    """The two runs and the verdict on them."""
+
+    verdict: Verdict
+    tested: Trace
+    reference: Trace
+    roundoff: float  # of the coarser of the two
+
+
+def command(argv: Sequence[str], against: Sequence[str] | None, config_dirs: Sequence[str] = ()) -> int:
+    """Run `drivetrain certify`; return its exit code. `against` is what the other run sets differently; None: techniques off."""
+    settings, _ = arguments.split([*argv, *(against or ())], Settings)
+    overrides = arguments.split(argv, Settings)[1]
+    if against is not None:
+        against = arguments.split(against, Settings)[1]
+    arms.refuse_resume("certify", [*overrides, *(against or ())])
+    job = prepare_job(arms.without_saving(overrides), config_dirs)
+    changes = plain_changes(job.run) if against is None else list(against)
+    if against is None and not changes:
+        raise UserError(
+            "no option of this run claims to be the same mathematics as the group's default (`drivetrain list` shows what each "
+            "claims): say what to compare it with, as in `drivetrain certify precision=bf16 against precision=fp32`"
+        )
+    reference = prepare_job(apply(arms.without_saving(overrides), changes, config_dirs), config_dirs)
+    different = explain.different_keys(job, reference)
+    if not different:
+        raise UserError(f"against {' '.join(changes)}: that is the same run: name what the other run sets differently")
+    with Steps() as progress:
+        done = certify(job, reference, settings.steps, progress)
+    explain.show(done.verdict, done.tested, done.reference, done.roundoff, different)
+    folder = directory.create(Path(job.run.values["output_dir"]), "certify")
+    write_json(folder / "certify.json", explain.as_dict(done.verdict, done.tested, done.reference, done.roundoff, different))
+    print(f"written to {folder}/certify.json")
+    return FAILED if done.verdict.answer == DIFFERS else DONE
+
+
+def plain_changes(run: RunSpec) -> list[str]:
+    """Return the overrides that switch off each technique that claims to be exact or close."""
+    changes = []
+    for group, default in default_options().items():
+        part, choice = run.parts.get(group), run.choices.get(group)
+        if choice == default or group == "saving":  # nothing is saved in either run
+            continue
+        if isinstance(part, list):
+            names = run.names(group)
+            kept = [name for name, each in zip(names, part, strict=True) if each.effect_as_set() == "changes"]
+            if kept != names:
+                changes.append(f"{group}=[{','.join(kept)}]")
+        elif isinstance(part, Option) and part.effect_as_set() != "changes":
+            changes.append(f"{group}={default}")
+    return changes
+
+
+def certify(tested: Job, reference: Job, updates: int, progress: Steps | None = None) -> Certified:
+    """Record both runs, and what rounding changes where they are not bit for bit the same. Raises UserError."""
+    say = progress or (lambda *_: None)
+    say("recording both runs")
+    traces = [run_recorded(job, updates) for job in (reference, tested)]
+    theirs, ours = traces
+    roundoffs = [roundoff_of(job.run) for job in (reference, tested)]
+    roundoff = max(roundoffs)
+    refuse_what_cannot_be_judged(tested, ours, theirs)
+    if same_bits(ours, theirs):
+        return Certified(judge(ours, theirs, Floors()), ours, theirs, roundoff)
+    refuse_random_layers(tested.run, ours, theirs)
+    say("recording what the order of sums and rounding change")
+    coarser = roundoff > FLOAT32
+    floors = measured_floors(partial(run_recorded, reference, updates), partial(run_recorded, tested, updates), roundoff, ours)
+    return Certified(judge(ours, theirs, floors, coarser), ours, theirs, roundoff)
+
+
+def measured_floors(
+    recorded: Callable[..., Trace], recorded_tested: Callable[..., Trace], roundoff: float, ours: Trace
+) -> Floors:  # fmt: skip
+    """Record what the order of sums and rounding change: in the reference, and where it rounds more also in the tested run."""
+    orders = range(1, PERMUTED + 1)
+    return Floors(
+        permuted=[recorded(permute=seed) for seed in orders],
+        shadow=recorded(float64=True),
+        rounded=[recorded(float64=True, roundoff=roundoff, seed=seed) for seed in range(ROUNDED)],
+        tested=[ours, *(recorded_tested(permute=seed) for seed in orders)] if roundoff > FLOAT32 else [],
+    )
+
+
+def roundoff_of(run: RunSpec) -> float:
+    """Return the largest relative error of one rounding in a run."""
+    parts = [each for part in run.parts.values() for each in (part if isinstance(part, list) else [part])]
+    return max(part.roundoff() for part in parts if isinstance(part, Option))
+
+
+def refuse_what_cannot_be_judged(job: Job, ours: Trace, theirs: Trace) -> None:
+    """Raise UserError where an update was skipped: the runs are not at the same update then."""
+    if ours.skipped != theirs.skipped:
+        raise UserError(
+            f"{max(ours.skipped, theirs.skipped)} updates were skipped by an overflow in one of the two runs (this one has "
+            f"{job.run.named('precision')}): its updates have other samples from there on: set a lower precision.init_scale"
+        )
+
+
+def refuse_random_layers(run: RunSpec, ours: Trace, theirs: Trace) -> None:
+    """Raise UserError where layers draw random numbers: two splits of a batch do not draw the same."""
+    layers = ours.random or theirs.random
+    if not layers:
+        return
+    knobs = [f"model.{key}=0" for key, value in vars(run.model).items() if "drop" in key and isinstance(value, float) and value]
+    what = " ".join(knobs) or "their probabilities to 0, as model.kwargs={drop_rate: 0} does for many of timm's models"
+    more = " …" if len(layers) > 3 else ""
+    raise UserError(
+        f"{', '.join(layers[:3])}{more} draws random numbers, and the two runs do not draw the same ones, so that their "
+        f"difference says nothing about the mathematics: set {what} for both"
+    )

@@ -1,0 +1,158 @@
+"""The verdict on two traces: are their differences those of rounding? If not, which is the first that is not?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from drivetrain.measure.certify.trace import PHASES, Entry, Key, Trace
+
+MARGIN = 8.0  # times the floor: a difference above it is not rounding
+TRUSTED = 30.0  # times the random rounding: up to there what a run measures of itself counts as rounding
+NEVER_ROUNDED = {"samples", "start", "inputs", "targets", "learning rate"}  # but when they are stored
+ALWAYS_COMPARED = ("samples", "start")  # also where the two runs have other shapes: then they differ
+INSIDE = ("forward", "buffers", "average")  # a model may be rearranged: its output and its parameters decide
+EXACT, CLOSE, DIFFERS = "exact", "within rounding", "differs"
+
+
+@dataclass
+class Floors:
+    """Runs that differ from the reference by rounding and the order of sums alone.
+
+    A floor is relative to the entry's size, and the largest of all updates up to the next one: a ReLU that rounding flips makes
+    few entries differ much. Where it is below the median of its phase, the median holds, for the same reason.
+    """
+
+    permuted: Sequence[Trace] = ()  # the reference with the samples of each micro-batch in another order
+    shadow: Trace | None = None  # the reference in float64
+    rounded: Sequence[Trace] = ()  # the shadow, with each operation rounded at random
+    tested: Sequence[Trace] = ()  # the tested run, and the same with its samples in other orders: sums in its own format
+
+    def relative_to(self, reference: Trace) -> dict[Key, float]:
+        """Return the floor of each entry, relative to the size of the reference's."""
+        own = {key: self._of(key, ours) / ours.size for key, ours in reference.entries.items() if ours.size}
+        floors = {
+            (at, phase, name): max(own.get((before, phase, name), 0.0) for before in range(at + 2))
+            for at, phase, name in own
+        }  # fmt: skip
+        for at, phase in {key[:2] for key in floors if key[1] not in NEVER_ROUNDED}:
+            keys = [key for key in floors if key[:2] == (at, phase)]
+            middle = float(np.median([floors[key] for key in keys]))
+            floors |= {key: max(floors[key], middle) for key in keys}
+        return floors
+
+    def _of(self, key: Key, reference: Entry) -> float:
+        """Return the largest difference that rounding gives to an entry."""
+        permuted = [trace.entries[key] for trace in self.permuted if key in trace.entries]
+        floor = max([reference.rounding, *(o.distance(reference) for o in permuted if o.comparable(reference))])
+        exact = self.shadow.entries.get(key) if self.shadow is not None else None
+        if exact is None or not exact.comparable(reference):
+            return floor
+        rounded = [trace.entries[key] for trace in self.rounded if key in trace.entries]
+        rounding = max([reference.rounding, *(o.distance(exact) for o in rounded if o.comparable(exact))])
+        orders = [trace.entries[key] for trace in self.tested if key in trace.entries]
+        measured = [exact.distance(reference), *(o.distance(orders[0]) for o in orders[1:] if o.comparable(orders[0]))]
+        # More than that is none of rounding: a fault that depends on the order, or a reference that is not its own shadow.
+        return max(floor, rounding, *(distance for distance in measured if distance <= TRUSTED * rounding))
+
+
+@dataclass
+class Finding:
+    """One entry of both traces."""
+
+    key: Key
+    distance: float  # the norm of the difference
+    floor: float
+    size: float  # the norm of the reference's
+    decides: bool  # a layer inside the model may give something else, as long as the model's output is the same
+    factor: float  # by which the reference's is best multiplied to give the other
+    rest: float  # the share of the other that this does not explain
+
+    @property
+    def ratio(self) -> float:
+        """The difference in units of the floor."""
+        return 0.0 if not self.distance else self.distance / self.floor if self.floor else float("inf")
+
+    @property
+    def is_different(self) -> bool:
+        """Whether it is more than rounding."""
+        return self.ratio > MARGIN
+
+    def relative(self, value: float) -> float:
+        """A norm as a share of the reference's."""
+        return value / self.size if self.size else (0.0 if not value else float("inf"))
+
+
+@dataclass
+class Verdict:
+    """The answer, and what it rests on."""
+
+    answer: str  # EXACT, CLOSE or DIFFERS
+    bit_for_bit: bool
+    first: Finding | None  # the first difference, in the order in which an update computes
+    findings: list[Finding] = field(default_factory=list)
+
+    def by_phase(self) -> dict[str, list[Finding]]:
+        """Return the findings of each phase that was compared."""
+        found: dict[str, list[Finding]] = {phase: [] for phase in PHASES}
+        for finding in self.findings:
+            found[finding.key[1]].append(finding)
+        return {phase: those for phase, those in found.items() if those}
+
+
+def same_bits(tested: Trace, reference: Trace) -> bool:
+    """Whether all that both traces have is equal, so that no floor is needed."""
+    return all(finding.distance == 0 for finding in _findings(tested, reference, Floors()))
+
+
+def judge(tested: Trace, reference: Trace, floors: Floors, coarser: bool = False) -> Verdict:
+    """Compare two traces; `coarser` says that the two runs use different number formats."""
+    findings = list(_findings(tested, reference, floors))
+    order = {phase: i for i, phase in enumerate(PHASES)}
+    place = {key: i for i, key in enumerate(reference.entries)}
+    different = [f for f in findings if f.is_different]
+    bit_for_bit = all(finding.distance == 0 for finding in findings)
+    if any(f.decides for f in different):
+        first = min(different, key=lambda f: (f.key[0], order[f.key[1]], place[f.key]))
+        return Verdict(DIFFERS, False, first, findings)
+    return Verdict(CLOSE if coarser and not bit_for_bit else EXACT, bit_for_bit, None, findings)
+
+
+def _findings(tested: Trace, reference: Trace, floors: Floors) -> Iterable[Finding]:
+    relative = floors.relative_to(reference)
+    for key, ours in reference.entries.items():
+        other = tested.entries.get(key)
+        if other is None or (key[1] not in ALWAYS_COMPARED and not ours.comparable(other)):
+            continue
+        decides = key[1] not in INSIDE or not key[2] or (key[1] == "average" and (0, "start", key[2]) in reference.entries)
+        if not ours.comparable(other):
+            yield Finding(key, float("inf"), 0.0, ours.size, decides, float("nan"), 1.0)
+            continue
+        floor = max(relative.get(key, 0.0) * ours.size, ours.rounding, other.rounding)
+        yield Finding(key, ours.distance(other), floor, ours.size, decides, *_factor(ours, other))
+
+
+def _factor(ours: Entry, other: Entry) -> tuple[float, float]:
+    """The number that `ours` is best multiplied by to give `other`, and the share of `other` that is left."""
+    square = float(np.vdot(ours.values, ours.values))
+    if not square or not np.isfinite(other.values).all():
+        return float("nan"), 1.0
+    factor = float(np.vdot(ours.values, other.values)) / square
+    rest = float(np.linalg.norm(other.values - factor * ours.values))
+    return factor, rest / other.size if other.size else 0.0
+
+
+def common_factor(findings: Sequence[Finding]) -> float | None:
+    """Return the factor between all of these entries of the two runs, where there is one that is not 1."""
+    factors = np.array([f.factor for f in findings if f.size and f.distance > 0])
+    if not len(factors) or not np.isfinite(factors).all() or any(f.rest > 0.02 for f in findings if f.size and f.distance > 0):
+        return None
+    middle = float(np.median(factors))
+    return middle if np.allclose(factors, middle, rtol=0.02) and abs(middle - 1) > 1e-4 else None
+
+
+def different_settings(tested: Mapping[str, float], reference: Mapping[str, float]) -> list[tuple[str, float, float]]:
+    """Return the optimizer settings of a parameter that differ: name, the tested run's, the reference's."""
+    return [(key, value, reference[key]) for key, value in tested.items() if key in reference and reference[key] != value]

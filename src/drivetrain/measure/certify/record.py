@@ -1,0 +1,318 @@
+"""Records what a trainer computes in its first updates. The trainer is the run's own, and so is its step: it is looked at."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from drivetrain.core import trees
+from drivetrain.core.microbatch import MicroBatch, Request
+from drivetrain.core.option import RunSpec
+from drivetrain.measure.certify import shadow
+from drivetrain.measure.certify.activations import Activations, Rows
+from drivetrain.measure.certify.plan import plan_of
+from drivetrain.measure.certify.trace import FLOAT32, Entry, Trace, of_numbers, of_rows, of_tensor, whole
+from drivetrain.measure.certify.watched import NotingLoader, WatchedStep
+
+EVALUATED_BATCHES = 8  # global batches of the evaluation set
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a run is recorded."""
+
+    updates: int
+    permute: int = 0  # not 0: each micro-batch has its samples in another order, by this seed
+    float64: bool = False
+    roundoff: float = 0.0  # with float64: operations are rounded at random by as much
+    seed: int = 0
+    gradients: bool = True  # they are there between a step's micro-batches and its update
+
+    @classmethod
+    def at(cls, run: RunSpec, updates: int, **others: Any) -> Look:
+        """Return how this run is recorded."""
+        return cls(updates, gradients=not run.compile.captures_step or bool(others.get("float64")), **others)
+
+
+def record(trainer: Any, look: Look) -> Trace | None:
+    """Train the first updates and return what was computed, on rank 0; None on other ranks."""
+    return Recorder(trainer, look).run()
+
+
+@dataclass(eq=False)
+class Recorder:
+    """Looks at the stream, at the step and at the state after each update."""
+
+    trainer: Any
+    look: Look
+    trace: Trace = field(default_factory=Trace)
+    update: int = 1
+    attempt: int = 1  # as `update`, but it counts updates that were skipped too
+    requests: deque[Request] = field(default_factory=deque)
+    rows: dict[tuple[int, str, str], list[Rows]] = field(default_factory=lambda: defaultdict(list))
+    batches: list[Any] = field(default_factory=list)  # indices and weight sign of the update's micro-batches so far
+
+    def run(self) -> Trace | None:
+        """Record; see `record`."""
+        look, parallel = self.look, self.trainer.parallel
+        self.noise = shadow.RandomRounding(look.roundoff, look.seed) if look.roundoff else None
+        self.trainer = trainer = self._watched(self.trainer)
+        self._plan()
+        if look.float64:
+            trainer.log.loss_sum = trainer.log.loss_sum.double()
+            shadow.widen_loss(trainer.evaluator.loss)
+        if trainer.compile_seconds() is None:  # else a compiler may trace the update
+            self._look_at_optimizer()
+        if not look.gradients:
+            self.trace.unseen.append("gradients: the whole step is one graph")
+        self._start()
+        with self._hooks():
+            trainer.fit()
+        for name, value in trainer.progress.final.items():
+            self.trace.add(self.update, "evaluation", name, of_numbers(value, rounding=FLOAT32))
+        self._look_for_dropout()
+        return self._merged(parallel.gather_object((parallel.data_world.rank, self.trace, dict(self.rows))))
+
+    def _watched(self, trainer: Any) -> Any:
+        """Return the trainer of the same parts that makes the first updates, with this recorder around its step and its data."""
+        batches = EVALUATED_BATCHES * trainer.batch.accumulation_steps * trainer.parallel.data_world.size
+        evaluator = replace(
+            trainer.evaluator,
+            forward=self.rounding(trainer.evaluator.forward),
+            max_batches=trainer.evaluator.max_batches or batches,
+        )
+        return replace(
+            trainer,
+            step=WatchedStep(trainer.step, self),
+            loader=NotingLoader(trainer.loader, self.requests),
+            evaluator=evaluator,
+            max_updates=min(self.look.updates, trainer.max_updates),
+            stream_watchers=[*trainer.stream_watchers, self._watch],
+        )
+
+    def rounding(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, with its operations rounded at random where that is asked."""
+        noise = self.noise
+        if noise is None:
+            return function
+
+        def rounding(*args: Any) -> Any:
+            with noise:
+                return function(*args)
+
+        return rounding
+
+    def _plan(self) -> None:
+        trainer = self.trainer
+        for name, values in plan_of(trainer.requests(), trainer.parallel.data_world.size).items():
+            self.trace.add(0, "samples", name, Entry(values, 0.0, values.shape))
+
+    def _start(self) -> None:
+        """Keep what the run starts from: changes are measured from there."""
+        self.first = {name: of_tensor(whole(p)) for name, p in self._parameters()}
+        self.first_average = {name: of_tensor(t) for name, t in self._averaged()}
+        for name, entry in self.first.items():
+            self.trace.add(0, "start", name, entry)
+
+    @contextmanager
+    def _hooks(self) -> Iterator[None]:
+        activations = Activations(self)
+        if why := activations.hidden():
+            self.trace.unseen.append(why)
+            yield
+            return
+        with activations.watched():
+            yield
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """While it looks, nothing is rounded at random and no graph is kept."""
+        if self.noise is not None:
+            self.noise.paused = True
+        with torch.no_grad(), torch.autocast(self.trainer.device.type, enabled=False):
+            yield
+        if self.noise is not None:
+            self.noise.paused = False
+
+    def _watch(self, stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        """Note which samples each micro-batch has; permute and widen them where that is asked."""
+        for batch in stream:
+            request = self.requests.popleft()
+            indices = request.indices.cpu()
+            if self.look.permute:
+                generator = torch.Generator().manual_seed(self.look.permute)
+                order = torch.randperm(len(indices), generator=generator)
+                there = order.to(trees.first(batch.x).device)
+                batch, indices = replace(batch, x=trees.select(batch.x, there), y=trees.select(batch.y, there)), indices[order]
+            if self.look.float64:
+                batch = replace(
+                    batch, x=shadow.widened(batch.x), y=shadow.widened(batch.y), weight=batch.weight.double()
+                )  # fmt: skip
+            kept = indices if request.weight else indices[:0]
+            self.batches.append((len(indices), kept))
+            for phase, tree in (("inputs", batch.x), ("targets", batch.y)):
+                for name, leaf in _named(tree):
+                    if leaf.ndim and len(leaf) == len(indices):
+                        self.add_rows(phase, name, len(self.batches) - 1, leaf)
+            yield batch
+
+    def add_rows(self, phase: str, name: str, micro: int, tensor: torch.Tensor) -> None:
+        """Keep a tensor with one row for each sample of a micro-batch, in the order of the samples' numbers."""
+        count, kept = self.batches[micro]
+        if len(tensor) != count or not len(kept):
+            return
+        values, rounding, shape = of_rows(tensor, phase == "targets")
+        self.rows[self.update, phase, name].append(Rows(kept.numpy(), values, rounding, shape))
+
+    def before_update(self) -> None:
+        """Keep the gradients, unscaled, and the learning rates."""
+        for name, group in self._groups():
+            self.trace.add(self.update, "learning rate", name, of_numbers(float(group["lr"]), rounding=FLOAT32))
+        if not self.look.gradients:
+            return
+        precision, device = self.trainer.precision, self.trainer.device
+        scale = 1.0
+        if precision.scales_loss:
+            scale = float(precision.scaled(torch.ones((), device=device), torch.ones((), device=device)))
+        for name, p in reversed(list(self._parameters())):
+            self._add_gradient("gradient", name, p.grad, p, scale)
+
+    def _look_at_optimizer(self) -> None:
+        """Look at the gradients before each step of the optimizer, which has no hooks: its `step` is the arithmetic alone."""
+        optimizer = self.trainer.optimizer
+        arithmetic = optimizer.step
+
+        def step() -> None:
+            self.before_optimizer()
+            arithmetic()
+
+        optimizer.step = step
+
+    def before_optimizer(self) -> None:
+        """Keep the gradients as the optimizer gets them: unscaled and clipped."""
+        if self.trainer.precision.owns_weights:
+            own = {n: p for g in self.trainer.optimizer.param_groups for n, p in zip(g["param_names"], g["params"], strict=True)}
+        else:
+            own = dict(self._parameters())
+        with self.looking():
+            for name, p in reversed(list(own.items())):
+                self._add_gradient("clipped gradient", name, p.grad, p)
+
+    def _add_gradient(self, phase: str, name: str, grad: Any, p: Any, scale: float = 1.0) -> None:
+        entry = of_tensor(whole(p if grad is None else grad), scale)
+        self.trace.add(
+            self.update, phase, name, replace(entry, values=entry.values * 0.0, rounding=0.0) if grad is None else entry
+        )
+
+    def after_update(self, loss: float, made: bool) -> None:
+        """Keep what the update left: it is called once scheduler and average have followed it."""
+        self.attempt += 1
+        if not made:
+            self.trace.skipped += 1
+            self._forget()
+            return
+        trace, at, parallel = self.trace, self.update, self.trainer.parallel
+        total = parallel.all_reduce_sum(torch.full_like(self.trainer.log.loss_sum, loss))
+        trace.add(at, "loss", "", of_numbers(float(total) / parallel.data_world.size, rounding=FLOAT32))
+        for name, buffer in self.trainer.model.named_buffers():
+            if not buffer.is_meta:  # that of another stage of a pipeline
+                trace.add(at, "buffers", name, of_tensor(whole(buffer)))
+        if not self._sharded():
+            self._add_state()
+        for name, p in self._parameters():
+            trace.add(at, "weights", name, _change(of_tensor(whole(p)), self.first[name]))
+        for name, tensor in self._averaged():
+            trace.add(at, "average", name, _change(of_tensor(tensor), self.first_average[name]))
+        if at == 1:
+            self.trace.settings = {name: _numbers(group) for name, group in self._groups()}
+        self.update += 1
+        self.batches.clear()
+
+    def _forget(self) -> None:
+        """Drop what was kept of an update that was not made."""
+        self.trace.entries = {k: v for k, v in self.trace.entries.items() if k[0] != self.update}
+        for key in [key for key in self.rows if key[0] == self.update]:
+            del self.rows[key]
+        self.batches.clear()
+
+    def _add_state(self) -> None:
+        for member in getattr(self.trainer.optimizer, "members", [self.trainer.optimizer]):
+            for group in member.param_groups:
+                for name, p in zip(group.get("param_names", []), group["params"], strict=False):
+                    for key, value in member.state.get(p, {}).items():
+                        if isinstance(value, torch.Tensor):
+                            self.trace.add(self.update, "optimizer state", f"{key} of {name}", of_tensor(value))
+
+    def _parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        return [(name, p) for name, p in self.trainer.model.named_parameters() if not p.is_meta]
+
+    def _averaged(self) -> list[tuple[str, torch.Tensor]]:
+        """The averaged weights and buffers, where this process has all of them."""
+        tensors = {} if self._sharded() else self.trainer.ema.state_dict().get("tensors", {})
+        return [(name, tensor) for name, tensor in tensors.items() if not tensor.is_meta]
+
+    def _sharded(self) -> bool:
+        return any(hasattr(p, "full_tensor") for p in self.trainer.model.parameters())
+
+    def _groups(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield each trained parameter's name with its group of the optimizer."""
+        for group in self.trainer.optimizer.param_groups:
+            for name in group.get("param_names", []):
+                yield name, group
+
+    def _look_for_dropout(self) -> None:
+        """Name the layers that drew random numbers, if any did."""
+        if self.trace.random:
+            modules = self.trainer.model.named_modules()
+            drops = [name for name, m in modules if "drop" in type(m).__name__.lower() and getattr(m, "p", True)]
+            self.trace.random = drops or ["the forward"]
+
+    def _merged(self, ranks: list[Any]) -> Trace | None:
+        """Put the ranks' traces together, on rank 0: its own state, what only others have, and the samples of all."""
+        if self.trainer.parallel.world.rank:
+            return None
+        trace: Trace = ranks[0][1]
+        together: dict[Any, list[Rows]] = defaultdict(list)
+        of_data = {rank: (other, rows) for rank, other, rows in reversed(ranks)}  # ranks that share samples have the same
+        for _, rows in of_data.values():
+            for key, parts in rows.items():
+                together[key] += parts
+        for _, other, _ in ranks:
+            for key, entry in other.entries.items():
+                trace.entries.setdefault(key, entry)
+            trace.random = trace.random or other.random
+        traces = [other for other, _ in of_data.values()]
+        for key, entry in trace.entries.items():
+            if key[1] == "samples":
+                trace.entries[key] = replace(entry, values=sum(other.entries[key].values for other in traces))
+        for key, found in together.items():
+            if (entry := Rows.entry(found)) is not None:
+                trace.entries[key] = entry
+        return trace
+
+
+def _named(tree: Any) -> list[tuple[str, torch.Tensor]]:
+    return [("", tree)] if isinstance(tree, torch.Tensor) else trees.named_leaves(tree)
+
+
+def _change(entry: Entry, first: Entry) -> Entry:
+    """An entry as the change since the start. Its rounding is that of the tensor itself."""
+    return replace(entry, values=entry.values - first.values)
+
+
+def _numbers(group: dict[str, Any]) -> dict[str, float]:
+    """The numbers among the settings of an optimizer's group."""
+    found: dict[str, float] = {}
+    for key, value in group.items():
+        if key in ("params", "param_names", "lr", "initial_lr"):
+            continue
+        if isinstance(value, tuple):
+            found |= {f"{key}[{i}]": float(v) for i, v in enumerate(value) if isinstance(v, int | float)}
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            found[key] = float(value)
+    return found

@@ -1,0 +1,231 @@
+"""`drivetrain certify`: its two sides, its answers and their exit codes, and what it refuses. With ranks in the slow suite."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from drivetrain.cli import certify as cli
+from drivetrain.cli import completion
+from drivetrain.core.errors import UserError
+from drivetrain.measure.certify import certify as verb
+from drivetrain.measure.certify import judge, shadow
+from drivetrain.measure.certify.judge import Floors
+from drivetrain.measure.certify.trace import Entry, Trace, of_tensor
+from tests.support.certified import SMALL, certified, traced
+from tests.support.slow import but
+
+MLP = [*SMALL, "model=mlp", "model.hidden=[16,16]", "scheduler=linear"]
+CONV = [*SMALL, "model=resnet9", "model.width=4", "scheduler=constant"]
+# Short: these techniques are the same mathematics, and these are not. All options are in the slow suite.
+SAME = {
+    "checkpointing": (MLP, ["checkpointing=blocks"], "exact: bit for bit"),
+    "accumulation": (MLP, ["batch=accumulate", "batch.accumulation_steps=3"], "exact: the order of sums"),
+    "memory format": (CONV, ["surgery=[channels_last]"], "exact: the order of sums"),
+    "data parallel": (MLP, ["parallel=dp"], "exact: bit for bit"),
+    "average": (MLP, ["ema=ema"], "exact: bit for bit"),
+    "bf16": (MLP, ["precision=bf16"], "within rounding of bfloat16"),
+    "loop": ([*MLP, "optimizer.fused=true"], ["optimizer.fused=false", "optimizer.foreach=false"], "exact"),
+}
+OTHER = {
+    "seed": (["runtime.seed=1"], (0, "samples", "which samples")),
+    "lr": (["optimizer.lr=0.06"], (1, "learning rate", "layers.0.linear.weight")),
+    "shape": (["model.hidden=[16,12]"], (0, "start", "layers.1.linear.weight")),
+}
+
+
+@pytest.mark.parametrize("name", but(lambda name: name != "memory format", SAME))
+def test_the_same_mathematics(name: str) -> None:
+    base, beside, answer = SAME[name]
+    _, lines = certified([*base, *beside], base)
+    assert lines[0].startswith(answer)
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_another_run_differs(name: str) -> None:
+    beside, first = OTHER[name]
+    done, lines = certified([*MLP, *beside], MLP)
+    assert done.verdict.first is not None, lines
+    assert done.verdict.first.key == first, lines
+
+
+@pytest.mark.slow
+def test_batch_norm_over_micro_batches_is_another_run() -> None:
+    _, lines = certified([*CONV, "batch=accumulate", "batch.accumulation_steps=2"], CONV)
+    assert "differs: first in update 1, forward of features.0.1 (BatchNorm2d)" in lines[0]
+
+
+def test_dropout_is_judged_only_where_its_draws_are_the_same() -> None:
+    words = [*MLP, "model.dropout=0.2"]
+    assert certified([*words, "ema=ema"], words)[0].verdict.bit_for_bit
+    with pytest.raises(UserError, match=r"layers.0.dropout.* draws random numbers.*set model.dropout=0 for both"):
+        certified([*words, "batch=accumulate"], words)
+
+
+def test_random_rounding_is_as_large_as_it_says() -> None:
+    x = torch.full((4096,), 3.0, dtype=torch.float64)
+    with shadow.RandomRounding(2.0**-8, seed=0):
+        rounded = x * 1.0
+    error = (rounded / 3.0 - 1).abs()
+    assert 2.0**-9 < float(error.max()) <= 2.0**-8
+    assert abs(float(error.mean()) - 2.0**-9) < 2.0**-13
+
+
+def test_a_sketch_keeps_distances() -> None:
+    a, b = torch.randn(300_000), torch.randn(300_000)
+    distance = of_tensor(a).distance(of_tensor(a + 1e-3 * b))
+    assert distance == pytest.approx(1e-3 * float(b.norm()), rel=0.2)
+
+
+def test_a_reference_that_is_not_its_own_shadow_gives_no_floor() -> None:
+    """A large distance between the reference and its float64 shadow is not rounding: it may not hide a fault."""
+
+    def trace(value: float) -> Trace:
+        return Trace({(1, "weights", "w"): Entry(np.array([value]), rounding=1e-9)})
+
+    floors = Floors(shadow=trace(2.0), rounded=[trace(2.0 + 1e-7)])
+    found = judge.judge(trace(1.5), trace(1.0), floors)
+    assert found.first is not None
+    assert found.first.key == (1, "weights", "w")
+    assert judge.judge(trace(1.0 + 1e-7), trace(1.0), floors).first is None
+
+
+def test_both_runs_take_the_same_samples_in_any_split() -> None:
+    """Also in the short last update of an epoch, which micro-batches divide unevenly."""
+    words = [*MLP, "data.samples=44", "data.drop_last=false"]
+    whole, split = traced(words), traced([*words, "batch=accumulate", "batch.accumulation_steps=3"])
+    keys = [key for key in whole.entries if key[1] == "samples"]
+    assert len(keys) == 4
+    assert list(whole.entries[0, "samples", "number of samples"].values) == [12, 12, 12, 8] * 2
+    assert all(np.array_equal(whole.entries[key].values, split.entries[key].values) for key in keys)
+
+
+def test_the_other_side(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Words after `against` are set in the other run, on top of the rest; a run beside itself is refused."""
+    seen: list[Any] = []
+
+    def certify(tested: Any, reference: Any, updates: int, progress: Any) -> Any:
+        seen.extend([tested.run, reference.run, updates])
+        raise UserError("enough")
+
+    monkeypatch.setattr(verb, "certify", certify)
+    with pytest.raises(UserError, match="enough"):
+        cli.command([*MLP, "steps=2", "precision=bf16", "ema=ema", "against", "precision=fp32"])
+    tested, reference, updates = seen
+    assert (tested.named("precision"), reference.named("precision"), updates) == ("precision=bf16", "precision=fp32", 2)
+    assert reference.named("ema") == "ema=ema"
+    assert reference.named("model") == "model=mlp"
+    with pytest.raises(UserError, match="that is the same run"):
+        cli.command([*MLP, "against", "precision=fp32"])
+    with pytest.raises(UserError, match="leave resume= out"):
+        cli.command([*MLP, "against", "resume=x"])
+    assert cli.command(["--help"]) == 0
+    assert "exit codes" in capsys.readouterr().out
+
+
+def test_completion_offers_against_once() -> None:
+    assert "against" in completion.candidates(["drivetrain certify precision=bf16 ag"])
+    assert completion.candidates(["drivetrain certify precision=bf16 against ag"]) == []
+    assert completion.candidates(["drivetrain certify precision=bf16 against precision=fp3"]) == ["precision=fp32"]
+
+
+RANKS = '''
+"""Two ways in which ranks go wrong."""
+from dataclasses import dataclass, replace
+import torch
+from drivetrain.parallel import Ddp
+
+@dataclass(eq=False)
+class Watched:
+    inner: object
+    after: object = None
+    micro: object = None
+
+    def micro_batch(self, batch, loss_sum):
+        self.inner.micro_batch(self.micro(batch) if self.micro else batch, loss_sum)
+        if batch.last and self.after:
+            self.after()
+
+    def update(self):
+        return self.inner.update()
+
+    def zero_grad(self):
+        self.inner.zero_grad()
+
+@dataclass(kw_only=True, eq=False)
+class Sums(Ddp):
+    def wrap_step(self, step, context):
+        def add_up():
+            for p in context.model.parameters():
+                p.grad *= self.world.size
+        return Watched(super().wrap_step(step, context), after=add_up)
+
+@dataclass(kw_only=True, eq=False)
+class PerRank(Ddp):
+    def wrap_step(self, step, context):
+        return Watched(super().wrap_step(step, context), micro=lambda b: replace(b, weight=torch.ones_like(b.weight)))
+'''
+GPT = [
+    "data=stdlib", "data.max_files=10", "data.length=32", "data.test_samples=8", "loss=next_token", "model=gpt", "model.width=16",
+    "model.heads=2", "model.depth=2", "batch.global_batch=8", "scheduler=constant", "runtime.threads=1", "updates=20",
+    "optimizer=sgd", "optimizer.lr=0.1",
+]  # fmt: skip
+
+
+def run(*words: str) -> tuple[int, dict[str, Any], str]:
+    """A command in a process of its own: its exit code, its certify.json and its output."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(Path.cwd())])}
+    command = [sys.executable, "-m", "drivetrain", "certify", *words]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    files = sorted(Path("outputs/certify").rglob("certify.json"))
+    return done.returncode, json.loads(files[-1].read_text()) if files else {}, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline"])
+def test_two_ranks_are_the_same_mathematics(strategy: str) -> None:
+    words = [w for w in MLP if not w.startswith("saving")]
+    code, found, said = run(*words, f"parallel={strategy}", "parallel.nproc=2", "against", "parallel=single")
+    assert (code, found.get("answer")) == (0, "exact"), said
+    assert {"samples", "loss", "gradient", "weights", "evaluation"} <= set(found["phases"])
+
+
+@pytest.mark.slow
+def test_faults_of_ranks_are_named(tmp_path: Path) -> None:
+    from drivetrain.core.paths import conf_dir
+
+    (tmp_path / "faulty_ranks.py").write_text(RANKS)
+    (tmp_path / "conf/parallel").mkdir(parents=True)
+    ddp = (conf_dir() / "parallel/ddp.yaml").read_text()
+    for name, kind in (("ddp_sums", "Sums"), ("ddp_per_rank", "PerRank")):
+        text = ddp.replace("drivetrain.parallel.Ddp", f"faulty_ranks.{kind}")
+        assert text != ddp
+        (tmp_path / f"conf/parallel/{name}.yaml").write_text(text)
+    own = ["--config-dir", "conf", "trust=[faulty_ranks]", "parallel.nproc=2"]
+    code, found, said = run(*own, *GPT, "parallel=ddp_sums", "against", "parallel=single")
+    assert (code, found["first"]["phase"], found["first"]["update"]) == (1, "gradient", 1), said
+    assert "it is 2 times the other run's" in said
+    uneven = [*(w for w in MLP if not w.startswith("saving")), "data.samples=15", "data.drop_last=false"]  # 2 and 1 of the last 3
+    code, found, said = run(*own, *uneven, "parallel=ddp_per_rank", "against", "parallel=single")
+    assert (code, found["first"]["phase"], found["first"]["update"]) == (1, "loss", 2), said
+
+
+@pytest.mark.slow
+def test_the_command_answers(tmp_path: Path) -> None:
+    words = [w for w in MLP if not w.startswith("saving")]
+    code, found, said = run(*words, "precision=bf16", "against", "precision=fp32")
+    assert (code, found["answer"]) == (0, "within rounding"), said
+    code, found, said = run(*words, "optimizer.momentum=0.8", "against", "optimizer.momentum=0.9")
+    assert (code, found["first"]["phase"]) == (1, "weights"), said  # Nesterov's momentum looks ahead in the first update
+    assert "momentum of layers.0.linear.weight is 0.8, and 0.9 in the other run" in said
+    code, _, said = run(*words, "model.dropout=0.3", "batch=accumulate", "against", "batch=fixed")
+    assert code == 2
+    assert "set model.dropout=0 for both" in said

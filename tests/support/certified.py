@@ -1,0 +1,63 @@
+"""Runs that are certified within the test's own process: quick, and a fault can be put into the trainer that is recorded."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+from drivetrain.config import validate as check
+from drivetrain.core.context import BuildContext
+from drivetrain.core.world import World
+from drivetrain.launch import launcher
+
+UPDATES = 4
+SMALL = [
+    "data=synthetic", "data.shape=[3,8,8]", "data.classes=4", "data.samples=48", "data.test_samples=20", "saving=none",
+    "optimizer=sgd", "optimizer.lr=0.05", "batch.global_batch=12", "log_every=1", "epochs=2", "runtime.threads=1",
+]  # fmt: skip
+Break = Callable[[Any], None]
+
+
+def traced(words: Sequence[str], broken: Break | None = None, **look: Any) -> Any:
+    """The trace of a run; `broken` puts a fault into its trainer."""
+    from drivetrain.engine import build
+    from drivetrain.measure.certify import record, shadow
+
+    job = launcher.prepare(list(words))
+    check.validate_device(job.run)
+    run = shadow.shadow_of(job.run) if look.get("float64") else job.run
+    context = BuildContext(run, World(), Path(tempfile.mkdtemp(dir=Path.cwd())))
+    try:
+        trainer = build.build(context, [])
+        if broken is not None:
+            broken(trainer)
+        return record.record(trainer, record.Look.at(job.run, UPDATES, **look))
+    finally:
+        context.on_exit.close()
+
+
+@lru_cache(maxsize=256)
+def recorded(words: tuple[str, ...], **look: Any) -> Any:
+    """A trace that several tests need."""
+    return traced(words, **look)
+
+
+def certified(words: Sequence[str], against: Sequence[str], broken: Break | None = None) -> Any:
+    """The verdict on a run against another one, with the lines that tell it."""
+    from drivetrain.measure.certify import explain
+    from drivetrain.measure.certify.certify import Certified, measured_floors, refuse_random_layers, roundoff_of
+    from drivetrain.measure.certify.judge import Floors, judge, same_bits
+    from drivetrain.measure.certify.trace import FLOAT32
+
+    run, other = launcher.prepare(list(words)).run, launcher.prepare(list(against)).run
+    roundoff = max(roundoff_of(run), roundoff_of(other))
+    ours, theirs = traced(words, broken), recorded(tuple(against))
+    floors = Floors()
+    if not same_bits(ours, theirs):
+        refuse_random_layers(run, ours, theirs)
+        floors = measured_floors(partial(recorded, tuple(against)), partial(traced, words, broken), roundoff, ours)
+    done = Certified(judge(ours, theirs, floors, coarser=roundoff > FLOAT32), ours, theirs, roundoff)
+    return done, explain.lines(done.verdict, ours, theirs, roundoff)
