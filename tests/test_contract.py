@@ -105,8 +105,13 @@ BESIDE = {
 }
 # Options that this machine may lack something for. They must say what; any other refusal is a failure.
 LACKING = ("which is not installed", "needs a CUDA device", "has no effect on this model", "set compile=inductor")
-# They compile kernels, or start ranks: tests/parallel/test_strategies.py trains every strategy, saves and goes on.
-SLOW = {("compile", "inductor"), ("compile", "regional"), ("parallel", "fsdp"), ("parallel", "tensor"), ("parallel", "pipeline")}
+# They compile, start processes or write for seconds. Their own tests train them, save and go on.
+SLOW = {
+    *(("compile", name) for name in ("inductor", "regional", "step")),
+    *(("parallel", name) for name in ("ddp", "fsdp", "tensor", "pipeline")),
+    *(("logger", name) for name in ("wandb", "mlflow")),
+    ("batch", "auto"),
+}
 # Groups whose options keep something from update to update, or give what a checkpoint holds another form: they are resumed.
 WITH_STATE = {
     "batch", "ema", "loader", "logger", "model", "optimizer", "parallel", "precision", "saving", "scheduler", "stop", "surgery",

@@ -69,7 +69,7 @@ def same(a, b):
     )
 
 
-@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("batch", [pytest.param("fixed", marks=pytest.mark.slow), "accumulate"])
 @pytest.mark.parametrize("loader", LOADERS)
 def test_loaders_ranks_and_resuming_change_nothing(pictures, loader, batch):
     reference = updates(Loader(), Batch(global_batch=6), pictures)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support import pairwise
 
-SAMPLE = 14
+SAMPLE = 8
 
 
 def sampled() -> list[tuple[str, str]]:

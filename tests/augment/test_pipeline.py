@@ -315,7 +315,7 @@ def test_training_sees_it_and_evaluation_does_not(make, photos, chosen):
     assert not torch.equal(x, raw)
     soft = "cutmix" in chosen
     assert y.shape == ((len(raw), 2) if soft else hard.shape)
-    test = Request(0, torch.arange(3), ONE)
+    test = Request(0, torch.arange(1), ONE)
     for got, expected in zip(trainer.evaluator.data(test), plain.evaluator.data(test), strict=True):
         assert torch.equal(got, expected)
     trainer.fit()

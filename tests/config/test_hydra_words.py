@@ -339,7 +339,7 @@ def test_what_a_config_cannot_be() -> None:
 
 
 def test_a_result_shows_itself_in_a_notebook() -> None:
-    result = Result("completed", metrics={"final": {"accuracy": 0.5}, "best": {"accuracy": 0.75}}, overrides=["a=<b>"])
+    result = Result("completed", metrics={"test": {"final": {"accuracy": 0.5}, "best": {"accuracy": 0.75}}}, overrides=["a=<b>"])
     shown = result._repr_html_()
     assert "<td>0.5 (best 0.75)</td>" in shown
     assert "a=&lt;b&gt;" in shown

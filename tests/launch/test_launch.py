@@ -34,7 +34,7 @@ def trained(run_dir: Path, ranks: int) -> None:
     left = result(run_dir)
     assert (left["status"], left["error"], left["updates"], left["world_size"]) == ("completed", None, 8, ranks)
     assert [u for u, *_ in losses(run_dir)] == list(range(1, 9)), "each update is logged once"
-    assert len(records(run_dir, "evaluate")) == 1
+    assert [record["set"] for record in records(run_dir, "evaluate")] == ["validation", "test"]
     assert [p.name for p in checkpoints(run_dir)] == ["8"]
 
 

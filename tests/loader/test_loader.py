@@ -332,7 +332,17 @@ def test_a_float_source_is_not_copied():
     assert micro.x.data_ptr() == x.data_ptr()
 
 
-@pytest.mark.parametrize("loader", ["sync", "workers", "threads", "device", "resident", "auto"])
+@pytest.mark.parametrize(
+    "loader",
+    [
+        pytest.param("sync", marks=pytest.mark.slow),
+        "workers",
+        "threads",
+        pytest.param("device", marks=pytest.mark.slow),
+        "resident",
+        pytest.param("auto", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_is_the_same_with_either(train, loader):
     import safetensors.torch
 

@@ -15,7 +15,7 @@ from drivetrain.parallel import Parallel
 from tests.support.context import context
 
 pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
-devices = pytest.mark.parametrize("device", ["cuda:0", "lazy:0"])
+devices = pytest.mark.parametrize("device", ["cuda:0", pytest.param("lazy:0", marks=pytest.mark.slow)])
 BESIDE = {"schedulefree": ["scheduler=constant"]}
 # Kernels that torch has no fake form of.
 NOT_FAKED = {"sgd": ["optimizer.fused=false"], "adagrad": ["optimizer.fused=false"]}

@@ -170,6 +170,7 @@ def test_a_range(tmp_path: Path) -> None:
     assert [f"epochs={n}" in row for n, row in enumerate(table(done), 1)] == [True, True]
 
 
+@pytest.mark.slow
 def test_a_sweep_recipe_runs_as_a_sweep(tmp_path: Path) -> None:
     """recipe=speed_ladder without -m; what the command line gives is no axis any more."""
     done = train("recipe=speed_ladder", "data=digits", "model=resnet9", "updates=2", "optimizer.fused=true", cwd=tmp_path)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from drivetrain.cli import arguments
 from drivetrain.config import catalog
-from drivetrain.config.plugins import trusted_packages
 from drivetrain.core.errors import DONE, UserError, did_you_mean
 from drivetrain.core.option import Option
 from drivetrain.core.user_code import import_name
@@ -59,7 +58,8 @@ def show(group: str | None = None, config_dirs: Sequence[str] = ()) -> None:
         knobs = [line for line in file.read_text().splitlines() if not line.startswith(("#", "_target_"))]
         print(f"{group}={option}: {catalog.summary(file)}")
         effect, changes = _claim(file)
-        print(f"    effect: {effect}{f' ({changes})' if changes else ''}")
+        if effect != "–":
+            print(f"    effect: {effect}{f' ({changes})' if changes else ''}")
         # Indented lines are the entries of a mapping, such as what a task sets.
         print("".join(f"    {knob}\n" if knob.startswith(" ") else f"    {group}.{knob}\n" for knob in knobs))
     if line := several(group):
@@ -74,9 +74,9 @@ def several(group: str) -> str:
 
 
 def _claim(file: Path) -> tuple[str, str]:
-    """What an option claims of training, and what it changes; a dash where that is code which nobody has trusted."""
+    """What an option claims of training, and what it changes; a dash for a plugin's, whose code a list does not import."""
     target = catalog.target(file)
-    if target not in catalog.shipped_targets() and target.partition(".")[0] not in trusted_packages():
+    if target not in catalog.shipped_targets():
         return "–", ""
     option: Option = import_name(target)()
     effect = option.effect_as_set()

@@ -142,7 +142,7 @@ def test_no_seeds_are_added_after_the_time_for_it():
 
 
 def test_a_run_that_averages_its_weights_is_judged_by_the_average():
-    result = Result(metrics={"final": {"accuracy": 0.5, "ema_accuracy": 0.9}, "best": {}})
+    result = Result(metrics={"validation": {"final": {"accuracy": 0.5, "ema_accuracy": 0.9}, "best": {}}})
     assert evaluated_figures(result)["accuracy"] == 0.9
 
 
