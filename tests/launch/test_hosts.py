@@ -114,7 +114,8 @@ def test_two_machines_train_as_one(together: Together, places: list[Path], tmp_p
     alone = train(*WORDS, cwd=command.empty(tmp_path / "alone"))
     assert alone.code == 0, alone
     expected = only_run(tmp_path / "alone" / "outputs")
-    ours, theirs = (safetensors.torch.load(command.weights(run)) for run in (run_dir, expected))
+    saved = (command.checkpoints(run)[-1] / "model.safetensors" for run in (run_dir, expected))
+    ours, theirs = map(safetensors.torch.load_file, saved)
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
     assert sum("test accuracy" in done.out for done in ended) == 1, "one machine reports"
     assert sum("the run's directory is where rank 0 is" in done.err for done in ended) == 1

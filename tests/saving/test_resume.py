@@ -27,7 +27,7 @@ RUNS = {
     ],
     "overflows": ["precision=amp", f"precision.init_scale={2.0**19}", "precision.growth_interval=2", "optimizer=adamw"],
     "bf16, recomputed dropout": ["precision=bf16", "checkpointing=blocks", "model.dropout=0.3"],
-    "workers": ["data=digits", "loader=workers", "augment=[flip_crop]", "batch.global_batch=280"],
+    "workers": ["data=digits", "loader=workers", "augment=[flip_crop]", "batch.global_batch=230"],
 }  # fmt: skip
 
 
@@ -86,7 +86,7 @@ def test_a_stopped_and_resumed_run_is_the_uninterrupted_one(train, stop_at, name
     assert whole.status == "completed", whole.error
     weights, state = checkpoint_io.load(newest(whole.run_dir))
     assert state.keys() >= {"progress", "optimizer", "precision", "ema", "random"}
-    assert len(numbers(whole.run_dir)) == 12
+    assert len(numbers(whole.run_dir)) == 12 + (name == "workers")  # digits have a validation set, and the test set at the end
     assert (state["progress"]["skipped"] > 0) == (name == "overflows")
     for step in (3, 5, 7):  # within an epoch, at its end, within the second
         stop_at(step)

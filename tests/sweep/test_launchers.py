@@ -210,7 +210,7 @@ def test_the_live_table_in_a_terminal(tmp_path: Path) -> None:
     assert process.wait() == 0, shown
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
     assert re.search(r"[12] of 3 done · about [\d.]+ s left", text)
-    assert re.search(r"│ running +│ \d+/66 ", text)
+    assert re.search(r"│ running +│ \d+/48 ", text)
     assert re.search(r"│ waiting ", text)
     assert "best: job" in text
     assert "recipe default" not in text, "the jobs' own lines are in their folders"
