@@ -12,11 +12,12 @@ import argparse
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench import gpu, harness
-from bench.gpu import Work
+from bench import harness
+from bench.gpu.loops import Work, ours
 
 PRECISIONS = ("fp32", "bf16", "amp", "bf16_pure")
 LAYOUTS = {"nchw": "surgery=[]", "channels_last": "surgery=[channels_last]"}
@@ -27,14 +28,14 @@ def rows(device: str, quick: bool) -> dict[str, Work]:
     """What is trained."""
     batch = 256 if device == "cuda" else 64
     if quick:
-        return {"resnet9": Work("resnet9", ("model=resnet9", "model.width=4"), (3, 16, 16), 10, 16, 2, "cpu")}
+        return {"resnet9": Work(("model=resnet9", "model.width=4"), (3, 16, 16), 10, 16, 2, "cpu")}
     vit = (
         "model=timm", "model.name=vit_tiny_patch16_224", "+model.kwargs.img_size=32", "+model.kwargs.patch_size=4",
         "+model.kwargs.depth=6",
     )  # fmt: skip
     return {
-        "resnet9": Work("resnet9", ("model=resnet9", "model.width=32"), (3, 32, 32), 10, batch, 3, device),
-        "vit": Work("vit_tiny, 6 blocks, 4×4 patches", vit, (3, 32, 32), 10, batch, 3, device, conv=False),
+        "resnet9": Work(("model=resnet9", "model.width=32"), (3, 32, 32), 10, batch, 3, device),
+        "vit": Work(vit, (3, 32, 32), 10, batch, 3, device, conv=False),
     }
 
 
@@ -51,9 +52,7 @@ def combinations(work: Work, quick: bool, precisions: Sequence[str] = PRECISIONS
 
 def measure(work: Work, arms: dict[str, list[str]], rounds: int) -> dict[str, Any]:
     """Per arm: samples/s, ratio to the first, seconds of the first blocks, and the updates until those have paid."""
-    seconds, _ = harness.run_rounds(
-        {name: (gpu.ours, (work, overrides)) for name, overrides in arms.items()}, rounds + 2, warmup=0
-    )
+    seconds, _ = harness.run_rounds({name: (ours, (work, overrides)) for name, overrides in arms.items()}, rounds + 2, warmup=0)
     walls = {name: [wall for wall, _ in taken] for name, taken in seconds.items()}
     base = next(iter(arms))
     found = {}
@@ -89,8 +88,8 @@ def main() -> None:
         if given.rows and name not in given.rows.split(","):
             continue
         arms = combinations(work, given.quick, given.precisions.split(","))
-        found[name] = {"work": gpu.asdict(work), "arms": measure(work, arms, given.rounds or (2 if given.quick else 8))}
-        show(f"{work.name}, {work.batch} samples", found[name]["arms"])
+        found[name] = {"work": asdict(work), "arms": measure(work, arms, given.rounds or (2 if given.quick else 8))}
+        show(f"{name}, {work.batch} samples", found[name]["arms"])
     out = given.out or harness.RESULTS / f"layout-{device}.json"
     harness.write(out, {"machine": harness.machine(), "device": device, "rows": found})
 

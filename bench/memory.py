@@ -9,11 +9,12 @@ process's peak over training, above its peak when the network stood and nothing 
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench import gpu, harness
-from bench.gpu import Work
+from bench import harness
+from bench.gpu.loops import Work, ours
 
 ARMS: dict[str, tuple[str, ...]] = {
     "none": (),
@@ -30,13 +31,13 @@ ARMS: dict[str, tuple[str, ...]] = {
 
 def network(name: str, batch: int, device: str) -> Work:
     """A network of timm's at 224 × 224, two updates a block."""
-    return Work(name, ("model=timm", f"model.name={name}"), (3, 224, 224), 100, batch, 2, device)
+    return Work(("model=timm", f"model.name={name}"), (3, 224, 224), 100, batch, 2, device)
 
 
 def rows(device: str, quick: bool) -> dict[str, Work]:
     """What is trained: small enough for the device to run a block in seconds."""
     if quick:
-        return {"resnet9": Work("resnet9", ("model=resnet9", "model.width=8"), (3, 32, 32), 10, 32, 2, "cpu")}
+        return {"resnet9": Work(("model=resnet9", "model.width=8"), (3, 32, 32), 10, 32, 2, "cpu")}
     if device == "cuda":
         return {"vit": network("vit_small_patch16_224", 256, device), "resnet": network("resnet50", 256, device)}
     return {"vit": network("vit_tiny_patch16_224", 16, device), "resnet": network("resnet18", 16, device)}
@@ -44,9 +45,7 @@ def rows(device: str, quick: bool) -> dict[str, Work]:
 
 def measure(work: Work, arms: dict[str, tuple[str, ...]], rounds: int) -> dict[str, Any]:
     """Per arm: peak memory above the start, milliseconds an update, and both against the first arm."""
-    seconds, markers = harness.run_rounds(
-        {name: (gpu.ours, (work, overrides)) for name, overrides in arms.items()}, rounds, warmup=2
-    )
+    seconds, markers = harness.run_rounds({name: (ours, (work, overrides)) for name, overrides in arms.items()}, rounds, warmup=2)
     grown = {name: markers[name]["loss_last"] - markers[name]["loss_first"] for name in arms}
     base = next(iter(arms))
     return {
@@ -79,8 +78,8 @@ def main() -> None:
         arms = {arm: overrides for arm, overrides in ARMS.items() if not given.quick or not arm.startswith("compiled")}
         if not name.startswith("vit"):
             del arms["selective, attention"]
-        found[name] = {"work": gpu.asdict(work), "arms": measure(work, arms, given.rounds or (2 if given.quick else 8))}
-        show(f"{work.name}, {work.batch} samples", found[name]["arms"])
+        found[name] = {"work": asdict(work), "arms": measure(work, arms, given.rounds or (2 if given.quick else 8))}
+        show(f"{name}, {work.batch} samples", found[name]["arms"])
     out = given.out or harness.RESULTS / f"memory-{device}.json"
     harness.write(out, {"machine": harness.machine(), "device": device, "rows": found})
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import pkgutil
 import subprocess
 import sys
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
+import bench
 import pytest
 from bench import harness, overhead
 
@@ -29,6 +32,13 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 def read(file: Path, done: subprocess.CompletedProcess[str]) -> Any:
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(file.read_text())
+
+
+@pytest.mark.parametrize(
+    "name", sorted(m.name for m in pkgutil.walk_packages(bench.__path__, "bench.") if "__main__" not in m.name)
+)
+def test_every_benchmark_finds_what_it_imports(name: str) -> None:
+    importlib.import_module(name)
 
 
 @pytest.mark.slow
