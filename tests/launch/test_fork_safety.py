@@ -31,7 +31,7 @@ def assert_safe(found: dict[str, dict], ways: dict[str, int]) -> None:
 
 
 def test_ranks_jobs_arms_and_probes_can_use_the_devices(tmp_path):
-    ways = {"train": 2, "sweep": 2, "compare": 2, "doctor": 1}
+    ways = {"train": 2, "sweep": 2, "compare": 2, "doctor": 1, "certify": 1, "bisect": 2}
     assert_safe(take(tmp_path, *ways), ways)
 
 

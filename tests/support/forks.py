@@ -19,6 +19,7 @@ import torch
 from drivetrain.core import nvidia_driver
 from drivetrain.launch import elastic
 from drivetrain.measure.benchmark import interleave
+from drivetrain.measure.certify import process
 from drivetrain.measure.profile import isolated
 from drivetrain.sweep import forked
 
@@ -73,7 +74,21 @@ def doctor() -> None:
     doctor.command([*TINY])
 
 
-WAYS: dict[str, Callable[[], None]] = {f.__name__: f for f in (train, sweep, compare, ablate, tune, doctor)}
+def certify() -> None:
+    """The process that records a run's first updates."""
+    from drivetrain.measure.certify import certify
+
+    certify.command([*TINY, "precision=bf16"], ["precision=fp32"])
+
+
+def bisect() -> None:
+    """The arms of the comparisons that look for the setting that makes a run slower."""
+    from drivetrain.cli import bisect
+
+    bisect.command(["precision=fp32", "precision=bf16", *TINY])
+
+
+WAYS: dict[str, Callable[[], None]] = {f.__name__: f for f in (train, sweep, compare, ablate, tune, doctor, certify, bisect)}
 
 
 def report(*_: object, **__: object) -> NoReturn:
@@ -97,7 +112,8 @@ def guarded(name: str, function: Any) -> Any:
 def main(names: list[str]) -> None:
     nvidia_driver.installed = lambda: True
     nvidia_driver.devices = lambda: nvidia_driver.Devices(2, (9, 0), 99)
-    for place, name in ((elastic, "_rank_entry"), (forked, "run_job"), (interleave, "_child"), (isolated, "_child")):
+    forking = (elastic, "_rank_entry"), (forked, "run_job"), (interleave, "_child"), (isolated, "_child"), (process, "_child")
+    for place, name in forking:
         setattr(place, name, report)
     for name in STARTING:
         if hasattr(torch._C, name):
