@@ -11,11 +11,9 @@ CLAIM = """\
 defaults:
   - override /precision: bf16
 claim:
-  ratio: 1.91
-  interval: [1.85, 1.97]
-  device: a chip
+  speed: {ratio: 1.91, interval: [1.85, 1.97], against: {precision: fp32}}
+  device: {kind: cpu, name: a chip}
   versions: {torch: 2.15.0}
-  against: {precision: fp32}
 """
 
 
@@ -45,7 +43,7 @@ def test_two_recipes(diff):
     assert found["optimizer.lr"] == ["0.003", "0.02"]
     assert "optimizer.nesterov" not in found, "an option's knobs stand there only where both have them"
     assert not {"epochs", "saving", "logger", "recipe"} & set(found)
-    assert "a.yaml claims 1.91 × (1.85 to 1.97) the samples a second of precision=fp32, on a chip" in said
+    assert "a.yaml claims 1.91 × (1.85 to 1.97) the samples a second of precision=fp32; on a chip" in said
     assert "drivetrain recipe diff a.yaml naive epochs=3 measure=true" in said
     assert not Path("outputs").exists()
 
