@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -186,12 +185,3 @@ def test_the_command(capsys):
     ):
         assert main.main(["recipe", "export", *words]) == 2
         assert told in capsys.readouterr().err
-
-
-def test_a_true_run_says_what_a_claim_needs(train):
-    """What result.json has to hold: the data's fingerprint, which is of the data alone, and whether it is whole."""
-    done = [train("data=digits", "model.hidden=[8]", f"runtime.seed={seed}", "saving=last").run_dir for seed in (1, 2)]
-    claim = exported(*done, target="accuracy>=0.01")
-    assert (claim.seeds, claim.quality.n, claim.target.reached, claim.memory.n) == ((1, 2), 2, 2, 2)
-    assert (claim.data.of, claim.data.samples) == ("content", 1150)
-    assert json.loads((done[0] / "result.json").read_text())["data"]["hash"] == claim.data.hash

@@ -343,6 +343,7 @@ def test_a_true_claim_holds(command, train):
     run = train("data=digits", "model.hidden=[8]", "updates=20", "optimizer.lr=0.1").run_dir
     assert main.main(["recipe", "export", str(run), "mine.yaml"]) == 0
     found = recipe.read(Path("mine.yaml")).claim
+    assert (found.seeds, found.data.of, found.data.samples, found.memory.n) == ((0,), "content", 1150, 1)
     text = Path("mine.yaml").read_text().partition("claim:")[0]
     Path("mine.yaml").write_text(text + replace(found, memory=None).text())  # which would start an interpreter
     done, _ = command("recipe", "verify", "mine.yaml", "seeds=2")
