@@ -83,13 +83,13 @@ def test_a_run_that_left_little_is_shown_as_far_as_it_goes(diff, train):
 
 
 def test_measured(command, tiny):
-    done, found = command(
-        "recipe", "diff", "default", "naive", *tiny("measure=true", "rounds=1", "block_s=0.02", "optimizer=sgd")
-    )
+    words = tiny("measure=true", "rounds=1", "block_s=0.02", "optimizer=sgd")
+    done, found = command("recipe", "diff", "default", "naive", *words, "--recipe", "mine.yaml")
     assert done.returncode == 0, done.stderr
     assert [row["label"] for row in found["rows"]] == ["default", "naive"]
     assert "drivetrain recipe diff default naive" in next(Path("outputs/compare").rglob("compare.html")).read_text()
     assert "to measure the difference" not in done.stdout
+    assert "mine.yaml is not written" in done.stdout, "one round has no interval"
 
 
 def test_a_runs_own_code_is_not_started_from_its_files(tmp_path, capsys, train, tiny, slow_set):
