@@ -62,7 +62,7 @@ class Call(NamedTuple):
         return Call(self.layer, x.requires_grad_())
 
 
-_measured: dict[tuple[str, torch.Size, bool, torch.dtype], float] = {}  # one answer in a process, so that all its runs compute alike
+_measured: dict[tuple[str, torch.Size, bool, torch.dtype], float] = {}  # once in a process: all its runs compute alike
 
 
 def measure(model: torch.nn.Module, example: Tree, dtype: torch.dtype) -> Slowness:
