@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
+from drivetrain.config import bundles, hydra_idioms, hydra_settings
 from drivetrain.config import compose as composing
-from drivetrain.config import hydra_idioms, hydra_settings
 from drivetrain.config import validate as check
 from drivetrain.config.compose import Composed
 from drivetrain.config.hydra_settings import HydraSettings
@@ -78,6 +78,8 @@ class Job:
         local = identity.machine_local_overrides(self.composed, self.machine_local_keys)
         about = environment.describe(self.composed.overrides, self.config_hash, local)
         about["config_dirs"] = [str(Path(folder).resolve()) for folder in self.composed.config_dirs]
+        if self.composed.recipe is not None and self.composed.recipe.source is not None:
+            about["recipe"] = self.composed.recipe.source.record()
         about["selection"] = selected(self.run).record()
         about["signature"] = signature.sign(_of_this_machine(about))
         (run_dir / "recipe.yaml").write_text(
@@ -85,6 +87,7 @@ class Job:
         )
         (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(self.composed.config))
         write_json(run_dir / "environment.json", about)
+        bundles.write(self.run.values["trust"], run_dir)
         hydra_folder.write(run_dir, self.composed, self.hydra, resumed=self.run_dir is not None)
 
 
@@ -157,6 +160,7 @@ def _resumed(run_dir: Path, words: list[str], config_dirs: Sequence[str]) -> Job
     settings, dirs = recorded_settings(recorded, words), config_dirs or recorded.get("config_dirs", [])
     if not is_of_this_user(recorded):
         base = None if any(key_of(w) == "recipe" for w in words) else recipes.read(run_dir / "recipe.yaml")
+        bundles.find_in(run_dir, words)
         _refuse_settings_of_strangers(run_dir, settings, recorded, composing.compose(words, config_dirs, base=base))
         settings, dirs = {}, config_dirs
     job = of_run(run_dir, words, dirs, settings)
@@ -174,6 +178,7 @@ def _resumed(run_dir: Path, words: list[str], config_dirs: Sequence[str]) -> Job
 def of_run(run_dir: Path, words: Sequence[str], config_dirs: Sequence[str], settings: Mapping[str, Any]) -> Job:
     """The job of a run's own recipe and these of its machine-local settings, changed by overrides. Raises UserError."""
     own = [f"{k}={format_value(v)}" for k, v in settings.items()]
+    bundles.find_in(run_dir, [*own, *words])
     base = None if any(key_of(w) == "recipe" for w in words) else recipes.read(run_dir / "recipe.yaml")
     add_import_paths(config_dirs)
     job = checked(composing.compose([*own, *words], config_dirs, base=base), own=base is not None)

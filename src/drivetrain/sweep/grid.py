@@ -12,7 +12,8 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.overrides import format_value, key_of, parse_each
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
-from drivetrain.recipe import reader as recipes
+from drivetrain.recipe import places
+from drivetrain.recipe.reader import Recipe
 
 
 @dataclass
@@ -89,11 +90,11 @@ def _cells(overrides: Sequence[str], config_dirs: Sequence[str]) -> Iterator[dic
         yield from (cell for cell, _ in recipe.cells(options(config_dirs), given={key_of(o) for o in overrides}))
 
 
-def _recipe_of(overrides: Sequence[str]) -> recipes.Recipe | None:
+def _recipe_of(overrides: Sequence[str]) -> Recipe | None:
     """The recipe that the overrides name; None if it cannot be read, which is reported where the job is composed."""
     name = next((o.partition("=")[2].strip("'\"") for o in overrides if key_of(o) == "recipe"), "null")
     try:
-        return recipes.read(recipes.find(name)) if name not in ("", "null") else None
+        return places.read(name) if name not in ("", "null") else None
     except UserError:
         return None
 
