@@ -346,7 +346,7 @@ def test_a_hostile_archive_is_refused_by_one_message(tmp_path, content, says):
 def test_an_archive_of_many_bytes_is_not_read(tmp_path):
     with (tmp_path / "x.zip").open("wb") as file:
         file.truncate(bundle.MAX_ARCHIVE + 1)
-    with pytest.raises(UserError, match="is larger than 8 MiB"):
+    with pytest.raises(UserError, match="is larger than 4 MiB"):
         places.read("x.zip")
 
 
@@ -377,8 +377,7 @@ def test_a_run_records_its_bundle_and_goes_on_by_it(run_dir):
 def test_a_strangers_run_with_a_bundle_asks_for_the_word(run_dir, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another user"))
     word = bundle.load(run_dir / "their_pkg.zip").word
-    says = problem(f"resume={run_dir}", "runtime.device=cpu")
-    assert "clip=mine is no option of clip" in says or word in says
+    assert problem(f"resume={run_dir}", "runtime.device=cpu").endswith(f"If you trust it, say trust=[{word}]")
     words = [f"resume={run_dir}", "runtime.device=cpu", f"trust={word}"]
     assert "model.target=" in problem(*words)
     assert prepare([*words, "model.target=their_pkg.nets.Net"]).run_dir == run_dir

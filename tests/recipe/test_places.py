@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from drivetrain.core.overrides import format_value, parse, redact
 from drivetrain.launch.job import prepare
 from drivetrain.recipe import addresses, cache, git, hub, places, web
 from drivetrain.sweep import grid
-from tests.support.places import Site, answer, git_host, redirect, repository, site
+from tests.support.places import Site, answer, certificate_of_this_machine, git_host, redirect, repository, site
 
 TEXT = b"description: from afar\ndefaults:\n  - override /model: mlp\noptimizer:\n  lr: 0.0625\n"
 SHA256 = cache.sha256_of(TEXT)
@@ -79,6 +81,7 @@ def test_a_name_that_is_nowhere_says_what_there_is():
     "address",
     [
         f"https://host.example:8443/a/x.yaml?v=1#sha256={SHA256}",
+        f"http://[::1]:8080/x.yaml#sha256={SHA256}",
         f"hf://owner/repo@{COMMIT}/recipes/x.yaml",
         f"git+https://host.example/owner/repo@{COMMIT}#recipes/x.yaml",
     ],
@@ -182,13 +185,15 @@ def test_every_job_of_a_sweep_reads_what_was_fetched_once(pinned, host, tiny):
     assert len(host.asked) == 1
 
 
-def test_a_run_records_where_its_recipe_came_from(pinned, tiny, tmp_path):
+def test_a_run_records_where_its_recipe_came_from(pinned, host, tiny, tmp_path):
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     prepare(tiny(f"recipe={pinned}", "runtime.device=cpu")).write_files(run_dir)
     recorded = json.loads((run_dir / "environment.json").read_text())
     assert recorded["recipe"] == {"given": pinned, "sha256": SHA256}
-    assert prepare([f"resume={run_dir}"]).composed.config.optimizer.lr == prepare(tiny()).composed.config.optimizer.lr
+    prepare([f"resume={run_dir}"]).write_files(run_dir)
+    assert json.loads((run_dir / "environment.json").read_text())["recipe"] == recorded["recipe"]
+    assert len(host.asked) == 1
 
 
 def test_redirects_are_followed_and_their_hosts_shown(host, capsys):
@@ -213,6 +218,27 @@ def test_headers_go_to_their_own_host_alone(host):
         assert web.get(f"{host.url}/here", 1000, {"Authorization": "Bearer secret"}).content == TEXT
         assert [headers.get("Authorization") for headers in host.headers] == ["Bearer secret"] * 2
         assert "Authorization" not in other.headers[0]
+
+
+def test_https_with_a_good_and_a_bad_certificate(tmp_path, monkeypatch):
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl")
+    file = certificate_of_this_machine(tmp_path / "host.pem")
+    with site(file) as host:
+        address = f"{host.has('/mine.yaml', TEXT)}#sha256={SHA256}"
+        assert address.startswith("https://")
+        assert "the certificate of 127.0.0.1 is not good: self-signed certificate" in problem(address)
+        monkeypatch.setenv("SSL_CERT_FILE", f"{file}.crt")
+        assert places.read(address).name == "mine"
+
+
+def test_processes_that_need_it_at_once_fetch_it_once(host):
+    """As ranks do that another launcher has started."""
+    address = f"{host.url}/mine.yaml#sha256={SHA256}"
+    host.pages["/mine.yaml"] = lambda request: (time.sleep(0.1), answer(request, TEXT))
+    with ThreadPoolExecutor(4) as pool:  # a lock of a file excludes threads as it does processes
+        assert len({*pool.map(places.find, [address] * 4)}) == 1
+    assert len(host.asked) == 1
 
 
 def endless(request) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import ssl
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -48,8 +49,8 @@ def redirect(request: BaseHTTPRequestHandler, to: str) -> None:
 
 
 @contextmanager
-def site() -> Iterator[Site]:
-    """A server that runs while the context lasts."""
+def site(certificate: Path | None = None) -> Iterator[Site]:
+    """A server that runs while the context lasts; by TLS with a certificate (which `certificate_of` makes)."""
     served = Site()
 
     class Handler(BaseHTTPRequestHandler):
@@ -57,7 +58,7 @@ def site() -> Iterator[Site]:
             served.asked.append(self.path)
             served.headers.append(dict(self.headers))
             path = self.path.partition("?")[0]
-            page = next((page for start, page in served.pages.items() if path == start or start.endswith("*")), None)
+            page = served.pages.get(path) or served.pages.get("*")
             if page is None:
                 answer(self, b"not here", status=404)
             else:
@@ -75,7 +76,11 @@ def site() -> Iterator[Site]:
             pass
 
     server = Server(("127.0.0.1", 0), Handler)
-    served.url = f"http://127.0.0.1:{server.server_port}"
+    served.url = f"http{'s' if certificate else ''}://127.0.0.1:{server.server_port}"
+    if certificate is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate)
+        server.socket = context.wrap_socket(server.socket, server_side=True)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     try:
@@ -84,6 +89,15 @@ def site() -> Iterator[Site]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def certificate_of_this_machine(file: Path) -> Path:
+    """A self-made certificate of 127.0.0.1 with its key, in one file."""
+    kind = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-keyout", str(file), "-out", f"{file}.crt"]
+    name = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run(["openssl", "req", "-x509", *kind, *name], check=True, capture_output=True)
+    file.write_text(file.read_text() + Path(f"{file}.crt").read_text())
+    return file
 
 
 def repository(place: Path, files: dict[str, str]) -> str:

@@ -50,6 +50,12 @@ def find_in(run_dir: Path, overrides: Sequence[str]) -> None:
                 bundle.store(found)
 
 
+def needed(trust: Any, overrides: Sequence[str]) -> list[str]:
+    """The words of bundles in a recorded `trust` that the overrides do not give."""
+    given = _list(_given(overrides).get("trust"))
+    return [word for word in _list(trust) if "@" in word and word not in given]
+
+
 def write(trust: Sequence[str], run_dir: Path) -> None:
     """Write the trusted bundles into a run's directory, so that the run can be resumed elsewhere."""
     for word in (word for word in trust if "@" in word):
@@ -98,6 +104,8 @@ def _attach(found: Bundle) -> None:
     from drivetrain.recipe import bundle
 
     folder = bundle.folder(found.word)
+    if plugins.is_attached(found.package, conf := folder / found.package / "conf"):  # and verified, by this process
+        return
     try:
         spec = find_spec(found.package)
     except ValueError:  # a module of that name which some program has made itself
@@ -110,4 +118,4 @@ def _attach(found: Bundle) -> None:
         )
     bundle.store(found)
     paths.add_trusted_code(str(bundle.extract(found)))
-    plugins.attach(found.package, folder / found.package / "conf")
+    plugins.attach(found.package, conf)

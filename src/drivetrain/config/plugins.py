@@ -44,6 +44,11 @@ def attach(package: str, conf: Path) -> None:
     _attached[package] = Plugin(package, conf)
 
 
+def is_attached(package: str, conf: Path) -> bool:
+    """Whether `attach` took this package in."""
+    return package in _attached and _attached[package].conf == conf
+
+
 def entry_points(group: str) -> list[EntryPoint]:
     """The entry points of a group, in the order of sys.path."""
     return [entry for entry in _installed(_search_path()) if entry.group == group]

@@ -78,8 +78,7 @@ class Job:
         local = identity.machine_local_overrides(self.composed, self.machine_local_keys)
         about = environment.describe(self.composed.overrides, self.config_hash, local)
         about["config_dirs"] = [str(Path(folder).resolve()) for folder in self.composed.config_dirs]
-        if self.composed.recipe is not None and self.composed.recipe.source is not None:
-            about["recipe"] = self.composed.recipe.source.record()
+        about["recipe"] = self._origin(run_dir)
         about["selection"] = selected(self.run).record()
         about["signature"] = signature.sign(_of_this_machine(about))
         (run_dir / "recipe.yaml").write_text(
@@ -89,6 +88,15 @@ class Job:
         write_json(run_dir / "environment.json", about)
         bundles.write(self.run.values["trust"], run_dir)
         hydra_folder.write(run_dir, self.composed, self.hydra, resumed=self.run_dir is not None)
+
+    def _origin(self, run_dir: Path) -> Any:
+        """Where the recipe came from, for the record; of a run that is resumed it is in the record already."""
+        recipe = self.composed.recipe
+        if recipe is not None and recipe.source is not None:
+            return recipe.source.record()
+        if self.run_dir is None:
+            return None
+        return recorded_environment(run_dir).get("recipe")
 
 
 def prepare(
@@ -160,6 +168,11 @@ def _resumed(run_dir: Path, words: list[str], config_dirs: Sequence[str]) -> Job
     settings, dirs = recorded_settings(recorded, words), config_dirs or recorded.get("config_dirs", [])
     if not is_of_this_user(recorded):
         base = None if any(key_of(w) == "recipe" for w in words) else recipes.read(run_dir / "recipe.yaml")
+        if code := bundles.needed(settings.get("trust") or [], words):
+            raise UserError(
+                f"resume={run_dir} was recorded by another user or machine, or has been changed, and its recipe brought code. "
+                f"If you trust it, say trust=[{printable(','.join(code))}]"
+            )
         bundles.find_in(run_dir, words)
         _refuse_settings_of_strangers(run_dir, settings, recorded, composing.compose(words, config_dirs, base=base))
         settings, dirs = {}, config_dirs

@@ -10,7 +10,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.recipe import cache, git, hub, web
 from drivetrain.recipe.safe_yaml import MAX_BYTES
 
-MAX_BUNDLE = 8 * 2**20
+MAX_BUNDLE = 4 * 2**20
 _SHA256, _COMMIT = re.compile(r"[0-9a-f]{64}$"), re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?$")
 
 

@@ -27,7 +27,7 @@ from drivetrain.recipe.safe_yaml import MAX_BYTES
 
 RECIPE, MANIFEST, FORMAT = "recipe.yaml", "manifest.json", 1
 SUFFIXES = (".py", ".yaml", ".yml", ".json")
-MAX_ARCHIVE, MAX_FILE, MAX_TOTAL, MAX_FILES, MAX_DEPTH = 8 * 2**20, 2**20, 8 * 2**20, 500, 12
+MAX_ARCHIVE, MAX_FILE, MAX_TOTAL, MAX_FILES, MAX_DEPTH = 4 * 2**20, 2**20, 4 * 2**20, 500, 12
 WORD = re.compile(r"([A-Za-z_]\w*)@([0-9a-f]{64})$", re.ASCII)  # of `trust`
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)*$")
 _REGULAR = 0o100000
@@ -116,6 +116,8 @@ def _entry_problem(entry: zipfile.ZipInfo, before: Mapping[str, bytes]) -> str |
         return "is no plain file name"
     if kind not in (0, _REGULAR):
         return "is a link or no regular file"
+    if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) or entry.flag_bits & 1:
+        return "is encrypted, or compressed in a way that a bundle is not"
     if name.lower() in map(str.lower, before):
         return "is there twice"
     if not name.endswith(SUFFIXES):

@@ -112,6 +112,12 @@ def _next(url: str, error: HTTPError, hosts: list[str]) -> str:
     return following
 
 
+def _proxy(host: str) -> str:
+    """What to say of the proxy between this machine and a host."""
+    proxies = [] if host in LOOPBACK or urllib.request.proxy_bypass(host) else list(urllib.request.getproxies())
+    return " (asked through the proxy that https_proxy names)" if "https" in proxies else ""
+
+
 def _reason(error: Exception, host: str) -> str:
     """Why a host was not reached, in one line."""
     cause: Any = error.reason if isinstance(error, URLError) else error
@@ -120,7 +126,7 @@ def _reason(error: Exception, host: str) -> str:
     if isinstance(cause, ssl.SSLCertVerificationError):
         return f"the certificate of {host} is not good: {cause.verify_message} (SSL_CERT_FILE names a file with your own)"
     if isinstance(cause, OSError):
-        return f"{host} cannot be reached: {cause.strerror or cause}"
+        return f"{host} cannot be reached{_proxy(host)}: {cause.strerror or _clean(cause)}"
     return f"{host} gave no answer that http knows: {type(cause).__name__} {_clean(cause)}".rstrip()
 
 
