@@ -241,6 +241,9 @@ def test_processes_that_need_it_at_once_fetch_it_once(host):
     assert len(host.asked) == 1
 
 
+DRIPPED_TO_THE_END = []
+
+
 def endless(request) -> None:
     redirect(request, request.path + "x")
 
@@ -248,15 +251,14 @@ def endless(request) -> None:
 def drip(request) -> None:
     request.send_response(200)
     request.end_headers()
-    for _ in range(400):
-        request.wfile.write(b"#")
-        time.sleep(0.02)
+    drip_headers(request)
 
 
 def drip_headers(request) -> None:
     for _ in range(400):
         request.wfile.write(b"x")
         time.sleep(0.02)
+    DRIPPED_TO_THE_END.append(request)
 
 
 def half(request) -> None:
@@ -300,6 +302,7 @@ def test_a_bad_server_gives_one_message(host, monkeypatch, does, says):
     monkeypatch.setattr(web, "STEP_S", 0.2)
     host.pages["*"] = does
     assert says in problem(f"{host.url}/x.yaml#sha256={SHA256}")
+    assert not DRIPPED_TO_THE_END
     assert not list((cache.folder()).glob("*.yaml"))
 
 
@@ -366,6 +369,7 @@ def test_a_git_host_that_drips_is_left(host, monkeypatch):
     monkeypatch.setattr(git, "TOTAL_S", 0.3)
     host.pages["*"] = drip
     assert "git did not deliver it within 0.3 s" in problem(f"git+{host.url}/repo@{COMMIT}#x.yaml")
+    assert not DRIPPED_TO_THE_END
 
 
 def test_git_runs_nothing_of_the_users(tmp_path, repo, monkeypatch):
