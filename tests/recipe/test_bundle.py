@@ -9,6 +9,7 @@ import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -341,6 +342,21 @@ def test_a_hostile_archive_is_refused_by_one_message(tmp_path, content, says):
     assert says in caught.value.problems[0]
     assert caught.value.problems[0].startswith("bundle x.zip")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["x.zip"]
+
+
+def test_a_damaged_archive_is_refused_or_the_same(tmp_path):
+    random, content, problems = Random(0), GOOD.archive(), []
+    for _ in range(100):
+        damaged = bytearray(content)
+        for _ in range(random.randint(1, 4)):
+            damaged[random.randrange(len(content))] = random.randrange(256)
+        (tmp_path / "x.zip").write_bytes(damaged)
+        try:
+            assert bundle.load(tmp_path / "x.zip").word == GOOD.word
+        except UserError as error:
+            problems += error.problems
+    assert len(problems) > 50
+    assert all(problem.startswith("bundle ") and problem.isprintable() for problem in problems)
 
 
 def test_an_archive_of_many_bytes_is_not_read(tmp_path):

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -138,6 +139,20 @@ def test_what_is_not_pinned_or_not_an_address_is_refused_without_a_connection(ad
     assert "is not pinned" not in says or f"`drivetrain recipe fetch {address}` shows" in message
 
 
+def test_any_text_as_an_address_is_pinned_or_refused():
+    """No other exception, whatever somebody types or pastes."""
+    random, problems = Random(0), []
+    parts = ["https://", "hf://", "git+https://", "host", "/", "@", "#", ":", "sha256=", "..", "[", "]", "%", "\x00", "é"]
+    parts += [COMMIT, SHA256]
+    for _ in range(2000):
+        address = "".join(random.choices(parts[:3]) + random.choices(parts, k=random.randint(0, 8)))
+        try:
+            addresses.parse(address)
+        except UserError as error:
+            problems += error.problems
+    assert len(problems) > 1000
+
+
 def test_fetch_shows_a_recipe_and_prints_its_pinned_address(host, capsys):
     url = host.has("/mine.yaml", TEXT)
     assert main(["recipe", "fetch", url]) == 0
@@ -181,6 +196,7 @@ def test_it_is_shown_once_and_cannot_steer_the_terminal(host, capsys):
 def test_every_job_of_a_sweep_reads_what_was_fetched_once(pinned, host, tiny):
     jobs = grid.prepare([*tiny(), f"recipe={pinned},fast"])
     names = [job.job.composed.recipe.name for job in jobs if job.job is not None]
+    assert [job.label for job in jobs] == [f"recipe={pinned}", "recipe=fast"]
     assert names == ["mine", "fast"], [job.problems for job in jobs]
     assert len(host.asked) == 1
 
@@ -357,10 +373,13 @@ def test_a_branch_of_a_git_repository_is_pinned_by_fetch(repo, capsys):
     assert f"{base}@{commit}#recipes/mine.yaml" in capsys.readouterr().out
 
 
-def test_a_bad_repository_gives_one_message(repo, monkeypatch):
+def test_a_bad_repository_gives_one_message(repo, host, monkeypatch):
     base, commit = repo
     assert "the commit" in problem(f"{base}@{commit}#missing.yaml")
     assert "git: " in problem(f"{base}@{COMMIT}#recipes/mine.yaml")
+    host.pages["*"], serve = lambda request: redirect(request, "/elsewhere"), host.pages["*"]
+    assert "it redirects, which is not followed" in problem(f"{base}@{commit}#recipes/mine.yaml")
+    host.pages["*"] = serve
     monkeypatch.setattr(git, "MAX_FETCHED", 10)
     assert "git fetches more than 0 MiB" in problem(f"{base}@{commit}#recipes/mine.yaml")
 
@@ -406,6 +425,8 @@ def test_a_file_of_the_hub(host, monkeypatch):
     places.read(pinned)
     assert len(host.asked) == asked
     assert "another SHA-256" in problem(f"{pinned}#sha256={'0' * 64}")
+    host.pages["*"] = lambda request: answer(request, b"", status=401)
+    assert "needs `hf auth login` or HF_TOKEN" in problem(f"hf://owner/private@{COMMIT}/mine.yaml")
 
 
 def test_a_data_set_and_a_branch_of_the_hub():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import tempfile
@@ -113,4 +114,6 @@ def _end(running: subprocess.Popen[bytes]) -> None:
 def _reason(text: str) -> str:
     lines = [line for line in text.splitlines() if line.startswith(("fatal:", "error:"))] or text.splitlines()
     line = "".join(c if c.isprintable() else " " for c in lines[0]) if lines else "no reason given"
-    return f"git: {line.removeprefix('fatal: ').removeprefix('error: ')[:200]}"
+    if re.search("error: 30[12378]", line):
+        line += " (it redirects, which is not followed: name the address itself, which on some hosts ends in .git)"
+    return f"git: {line.removeprefix('fatal: ').removeprefix('error: ')[:300]}"

@@ -28,7 +28,15 @@ def read(file: File, most: int) -> web.Fetched:
 
     kind = file.kind and file.kind.removesuffix("s")
     url = hf_hub_url(file.repository, file.path, revision=file.revision, repo_type=kind, endpoint=_endpoint())
-    return web.get(_checked(url), most, _token())
+    try:
+        return web.get(_checked(url), most, _token())
+    except web.Refused as error:
+        hint = (
+            " (a private or gated repository needs `hf auth login` or HF_TOKEN)"
+            if re.search("answered 40[13]", str(error))
+            else ""
+        )
+        raise web.Refused(f"{error}{hint}") from None
 
 
 def commit_of(file: File) -> str:

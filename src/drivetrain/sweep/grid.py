@@ -71,7 +71,10 @@ def _axes(overrides: Sequence[str]) -> tuple[list[list[str]], list[bool]]:
         elif override.value_type is ValueType.GLOB_CHOICE_SWEEP:
             problems.append(f"'{text}': glob() chooses among the options of a group, and {key_of(text)} is none")
         elif override.value_type in (ValueType.CHOICE_SWEEP, ValueType.SIMPLE_CHOICE_SWEEP, ValueType.RANGE_SWEEP):
-            axes.append([f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()])
+            values = [str(value) for value in override.sweep_string_iterator()]
+            if key_of(text) == "recipe":  # an address needs no quotes
+                values = [value.strip("'\"") for value in values]
+            axes.append([f"{override.get_key_element()}={value}" for value in values])
         else:
             problems.append(
                 f"'{text}': a sweep goes through listed values: write them out as a,b,c or range(1,4), "
