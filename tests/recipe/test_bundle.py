@@ -437,3 +437,12 @@ def test_a_bundle_is_trained_by_two_ranks_resumed_evaluated_and_predicted_with(m
     assert judged.code == 0, judged
     predicted = run("predict", str(found), "--data", "test", "--out", "out.csv", f"trust={word}", cwd=tmp_path, env=env)
     assert predicted.code == 0, predicted
+    stranger = {"XDG_CACHE_HOME": str(tmp_path / "theirs"), "XDG_STATE_HOME": str(tmp_path / "them")}
+    asks = run("predict", str(found), "--data", "test", "--out", "out2.csv", cwd=tmp_path, env=stranger)
+    assert asks.code == 2, asks
+    assert word in asks.err
+    assert not (tmp_path / "theirs").exists()
+    words = [f"trust=[{word}]", "model.target=their_pkg.nets.Net"]
+    told = run("predict", str(found), "--data", "test", "--out", "out2.csv", *words, cwd=tmp_path, env=stranger)
+    assert told.code == 0, told
+    assert (tmp_path / "out.csv").read_text() == (tmp_path / "out2.csv").read_text()
