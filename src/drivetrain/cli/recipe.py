@@ -50,7 +50,9 @@ def command(argv: Sequence[str]) -> int:
         return DONE
     if not argv or argv[0] not in VERBS:
         given = f"'{argv[0]}': {did_you_mean(argv[0], VERBS)}" if argv else ""
-        wanted = "list, show NAME, fetch ADDRESS, check NAME …, export RUN … [FILE], verify NAME, diff A B, bundle FILE or inspect FILE"
+        wanted = (
+            "list, show NAME, fetch ADDRESS, check NAME, export RUN … [FILE], verify NAME, diff A B, bundle FILE or inspect FILE"
+        )
         raise UserError(f"drivetrain recipe needs {wanted} {given}".rstrip())
     return VERBS[argv[0]](argv[1:])
 
