@@ -12,6 +12,7 @@ from drivetrain.config.compose import compose
 from drivetrain.core.errors import DONE, UserError, did_you_mean
 from drivetrain.launch.job import checked
 from drivetrain.recipe import reader as recipes
+from drivetrain.run import drift
 from drivetrain.ui.terminal import table
 
 HELP = """\
@@ -75,11 +76,12 @@ def _check(argv: Sequence[str]) -> int:
     for name in given.overrides:
         try:
             recipe = recipes.read(recipes.find(name))
+            said = [*drift.notices(recipe, given.config_dir)]
             for _, cell in recipe.cells(groups):
-                checked(compose([], given.config_dir, base=cell))
+                said += checked(compose([], given.config_dir, base=cell)).composed.notices
             if recipe.claim is not None:
                 checked(compose([], given.config_dir, base=recipe.baseline(groups)))
-            print(f"{name}: good")
+            print("\n".join([f"{name}: good", *dict.fromkeys(said)]))
         except UserError as error:
             problems += error.problems
     if problems:

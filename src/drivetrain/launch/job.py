@@ -26,7 +26,7 @@ from drivetrain.core.paths import add_import_paths
 from drivetrain.core.selection import selected
 from drivetrain.recipe import reader as recipes
 from drivetrain.recipe.safe_yaml import printable
-from drivetrain.run import directory, environment, hydra_folder, identity
+from drivetrain.run import directory, drift, environment, hydra_folder, identity, recipe_file
 from drivetrain.run.result import Result
 from drivetrain.saving import manifest
 
@@ -81,7 +81,7 @@ class Job:
         about["selection"] = selected(self.run).record()
         about["signature"] = signature.sign(_of_this_machine(about))
         (run_dir / "recipe.yaml").write_text(
-            identity.to_recipe(self.composed, self.machine_local_keys, check.identifying_keys(self.run))
+            recipe_file.to_recipe(self.composed, self.machine_local_keys, check.identifying_keys(self.run))
         )
         (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(self.composed.config))
         write_json(run_dir / "environment.json", about)
@@ -147,7 +147,8 @@ def checked(composed: Composed, own: bool = False) -> Job:
     if not own:
         check.validate_recipe_keys(composed, run)
     local = check.machine_local_keys(run)
-    notices = composed.notices + [line for part in check.options_of(run) for line in part.advise(run)]
+    drifted = () if own else drift.notices(composed.recipe, composed.config_dirs, run.values["trust"])
+    notices = [*composed.notices, *drifted, *(line for part in check.options_of(run) for line in part.advise(run))]
     return Job(composed, run, identity.config_hash(composed, local - check.identifying_keys(run)), local, notices=notices)
 
 

@@ -14,7 +14,7 @@ from drivetrain.launch.job import Job
 from drivetrain.measure.benchmark.comparison import Row
 from drivetrain.recipe.claim import Claim as Claim
 from drivetrain.recipe.safe_yaml import printable
-from drivetrain.run import environment, identity
+from drivetrain.run import environment, recipe_file
 from drivetrain.run.identity import flatten
 
 _ABSENT = object()
@@ -71,8 +71,8 @@ def recipe_text(job: Job, against: dict[str, Any], row: Row, base_row: Row | Non
         lines.append(f"{row.samples_per_second:,.0f} samples a second, the baseline {base_row.samples_per_second:,.0f}")
     if unclaimable:
         lines.append(f"no claim: the baseline differs in {', '.join(unclaimable)}, which no recipe may set")
-    text = as_comments(lines) + identity.to_recipe(job.composed, left_out)
-    return text + (to_yaml(claim) if claim is not None else "")
+    section = to_yaml(claim) if claim is not None else ""
+    return as_comments(lines) + recipe_file.to_recipe(job.composed, left_out, sections=section)
 
 
 def as_comments(lines: Sequence[str]) -> str:
