@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 
-from drivetrain.cli import arguments, completion
+from drivetrain.cli import arguments, completion, recipe_schema
 from drivetrain.config.catalog import options
 from drivetrain.config.compose import compose
 from drivetrain.core.errors import DONE, UserError, did_you_mean
@@ -24,6 +24,7 @@ drivetrain recipe VERB …      recipes: options and values, shared as plain YAM
   drivetrain recipe export RUN [FILE]                  the recipe that replays a run, with its origin and results
   drivetrain recipe verify NAME|PATH [key=value] …     does its claim hold on this machine?
   drivetrain recipe diff A B [key=value] …             where two recipes or runs differ, and which is faster
+  drivetrain recipe schema [FILE]                      the JSON Schema of recipes, for editors
 
   rounds=20, block_s=0.4  of verify, and of diff measure=true: as for `drivetrain compare`
   quality=true, seeds=5 also train both to their ends
@@ -41,7 +42,7 @@ def command(argv: Sequence[str]) -> int:
         return DONE
     if not argv or argv[0] not in VERBS:
         given = f"'{argv[0]}': {did_you_mean(argv[0], VERBS)}" if argv else ""
-        wanted = "list, show NAME, check NAME|PATH …, export RUN [FILE], verify NAME|PATH or diff A B"
+        wanted = "list, show NAME, check NAME|PATH …, export RUN [FILE], verify NAME|PATH, diff A B or schema [FILE]"
         raise UserError(f"drivetrain recipe needs {wanted} {given}".rstrip())
     return VERBS[argv[0]](argv[1:])
 
@@ -122,5 +123,6 @@ def _measured(module: str) -> Callable[[Sequence[str]], int]:
 
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "list": _list, "show": _show, "check": _check, "export": _export,
+    "schema": recipe_schema.command,
     "verify": _measured("drivetrain.measure.claims.verify"), "diff": _measured("drivetrain.measure.claims.diff"),
 }  # fmt: skip

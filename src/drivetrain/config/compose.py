@@ -109,7 +109,7 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str] = (), base: Rec
     setter = KeySetter(config, composed.choices, config_dirs)
     for key, value in values.items():
         problem = (setter.unknown_in_group if key.split(".")[0] in failed else setter.set)(key, value)
-        if problem is not None and recipe is not None and key in recipe.unchanged and key not in given:
+        if problem is not None and recipe is not None and recipe.header.schema and key in recipe.unchanged and key not in given:
             notices.append(
                 f"{recipe.where(key)}: {key}={value} cannot be set any more. It was a mere default when {recipe.header.writer} "
                 "wrote the recipe, and the run goes without it"
@@ -235,7 +235,7 @@ def _of_recipe(recipe: Recipe, choices: _Choices) -> dict[str, Any]:
 
 
 def _with_preset(choices: _Choices, config_dirs: Sequence[str]) -> tuple[DictConfig, dict[str, Any], dict[str, Any], list[str]]:
-    """The config of these options and of what the task sets beside them; all options, and the defaults; what the task cannot set."""
+    """The config of these options and of what the task sets beside them; all options; the defaults; what the task cannot set."""
     preset = presets.read(choices.made.get("task", default_options()["task"]), choices.known, config_dirs)
     made = {**preset.choices, **choices.made}
     defaults = {**default_options(), **preset.choices}

@@ -34,7 +34,8 @@ def drop_those_of_other_options(
     notices = []
     for group, option in chosen.items():
         mine = [key for key in values if key.split(".")[0] == group and key not in given and key not in recipe.unchanged]
-        if recipe.choices.get(group, option) == option or not mine:
+        own = recipe.choices.get(group, option)
+        if own == option or not mine:
             continue
         names = {*map(str, option)} if group in LISTS else option_keys(group, option, config_dirs)
         dropped = [key for key in mine if key.split(".")[1] not in names]
@@ -43,7 +44,7 @@ def drop_those_of_other_options(
             del values[key]
         outcome = [f"keeps {', '.join(kept)}"] * bool(kept) + [f"leaves out {', '.join(dropped)}"] * bool(dropped)
         notices.append(
-            f"recipe {recipe.name} was written for {group}={recipe.choices[group]}, and the command line chose {group}={option}: "
+            f"recipe {recipe.name} was written for {group}={own}, and the command line chose {group}={option}: "
             f"of the recipe's values the run {' and '.join(outcome)}"
         )
     return notices

@@ -59,11 +59,8 @@ def read(path: Path, root: yaml.MappingNode | None, problems: list[str]) -> Head
                 shown = f"{key}: {printable(str(node.value)):.40}" if isinstance(node, yaml.ScalarNode) else f"{key}:"
                 problems.append(f"{where[key]}: {shown} must be {FORMS[key][1]}")
                 del found[key]
-    header = Header(
-        int(found["schema"][0]) if "schema" in found else None,
-        *(found[key][0] if key in found else None for key in ("drivetrain", "hash")),
-        left_out=frozenset(found.get("left_out", ())),
-    )
+    schema, version, digest = (found.get(key, [None])[0] for key in ("schema", "drivetrain", "hash"))
+    header = Header(int(schema) if schema else None, version, digest, frozenset(found.get("left_out", ())))
     if header.schema is not None and header.schema > SCHEMA:
         version = f">={header.drivetrain}" if header.drivetrain else ""
         raise UserError(

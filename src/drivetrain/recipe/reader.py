@@ -36,7 +36,7 @@ class Recipe:
     sweep: dict[str, list[Any]] = field(default_factory=dict)
     claim: claims.Claim | None = None  # the speed-up that it claims; not part of the config
     lines: dict[str, int] = field(default_factory=dict)  # key → its line, for messages
-    header: Header = Header()  # of a recipe that drivetrain wrote
+    header: Header = field(default_factory=Header)  # of a recipe that drivetrain wrote
     unchanged: frozenset[str] = frozenset()  # groups and keys of `unchanged:`, which were mere defaults when it was written
     notices: list[str] = field(default_factory=list)  # what the user should know of the file, one line each
 
@@ -74,7 +74,9 @@ class Recipe:
         chosen, others = _split(self.claim.against, groups)
         kept = {key: value for key, value in self.values.items() if key.split(".")[0] not in chosen}
         lines = {**self.lines, **self.claim.lines}
-        return replace(self, choices={**self.choices, **chosen}, values={**kept, **others}, claim=None, lines=lines, header=Header())
+        return replace(
+            self, choices={**self.choices, **chosen}, values={**kept, **others}, claim=None, lines=lines, header=Header()
+        )
 
 
 def _split(given: dict[str, Any], groups: Container[str]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -65,7 +65,7 @@ def notices(recipe: Recipe | None, config_dirs: Collection[str] = (), trust: Col
     if added:
         yield f"{about}: it does not say what these were, and with {here} they are {', '.join(sorted(added))}"
     elif not gone:  # a knob that is gone has a notice of its own
-        yield f"{about}: its options or values were changed since. To share it as it is, write it anew from a run, or remove hash:"
+        yield f"{about}: its options or values were changed since. To share it, export it anew from a run, or remove hash:"
 
 
 def machine_local_keys(tree: Any, trust: Collection[str] = (), prefix: str = "") -> set[str] | None:
