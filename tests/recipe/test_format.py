@@ -1,6 +1,7 @@
 """The written form of a recipe: every knob is in it, it is read back as it was, and what has changed since is told."""
 
 import itertools
+import logging
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -50,7 +51,12 @@ def edited(file: Path, *replaced: tuple[str, str]) -> Path:
 
 
 def said(*words: str) -> str:
-    return "\n".join(prepare([*words]).notices)
+    """What a run of these words tells when it starts."""
+    lines: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logging.getLogger("drivetrain.launch.job"), "warning", lambda form, line: lines.append(line))
+        prepare([*words]).log_notices()
+    return "\n".join(lines)
 
 
 # --- what is written ---
@@ -119,8 +125,14 @@ def test_values_are_read_back_as_they_were():
 
 def test_the_environment_is_not_written(monkeypatch):
     monkeypatch.setenv("LR", "0.0123")
-    composed = compose(["optimizer.lr=${oc.env:LR}", "scheduler.warmup='${optimizer.weight_decay}'"])
-    assert composed.plain["optimizer"]["lr"] == "0.0123"
+    words = [
+        "optimizer.lr=${oc.env:LR}",
+        "scheduler.warmup='${optimizer.weight_decay}'",
+        "ema=ema",
+        "ema.decay='${optimizer.lr}'",
+    ]
+    composed = compose(words)
+    assert composed.plain["ema"]["decay"] == composed.plain["optimizer"]["lr"] == "0.0123"
     file = Path("shared.yaml")
     file.write_text(text_of(composed))
     assert "0.0123" not in file.read_text()
@@ -129,6 +141,8 @@ def test_the_environment_is_not_written(monkeypatch):
     assert recipe.header.left_out == {"optimizer.lr"}
     assert recipe.values["scheduler.warmup"] == "${optimizer.weight_decay}"
     assert list(drift.notices(recipe)) == []
+    monkeypatch.setenv("LR", "0.5")
+    assert text_of(compose(words)) == file.read_text(), "not even the hash tells of it"
     assert compose([f"recipe={file}"]).plain["scheduler"]["warmup"] == compose([]).plain["optimizer"]["weight_decay"]
 
 

@@ -10,23 +10,13 @@ from drivetrain.cli import arguments
 from drivetrain.config import catalog
 from drivetrain.core.errors import DONE, UserError
 
-HELP = """\
-drivetrain recipe schema [FILE]      the JSON Schema of recipes, from the options there are: for editors, and other checkers
-
-A recipe that begins with this line is completed and checked by editors with a YAML language server:
-
-  # yaml-language-server: $schema=recipe.schema.json
-
-  -cd, --config-dir DIR your own options too: DIR/<group>/<option>.yaml
-"""
-
 
 def command(argv: Sequence[str]) -> int:
-    """Print the schema, or write it to FILE, which it replaces; the exit code."""
+    """Print the schema, or write it to FILE, which it replaces; the exit code. An editor uses it as docs/recipes.md says."""
     from drivetrain.config.recipe_schema import recipe_schema
 
-    if (given := arguments.parse("recipe schema", argv, HELP)) is None:
-        return DONE
+    given = arguments.parse("recipe schema", argv, "")
+    assert given is not None  # `drivetrain recipe` has answered --help
     if len(given.overrides) > 1:
         raise UserError(f"drivetrain recipe schema writes one file: leave out {' '.join(given.overrides[1:])}")
     if problems := catalog.problems(given.config_dir):

@@ -25,6 +25,7 @@ from drivetrain.core.overrides import format_value, key_of
 from drivetrain.core.paths import add_import_paths
 from drivetrain.core.selection import selected
 from drivetrain.recipe import reader as recipes
+from drivetrain.recipe.reader import Recipe
 from drivetrain.recipe.safe_yaml import printable
 from drivetrain.run import directory, drift, environment, hydra_folder, identity, recipe_file
 from drivetrain.run.result import Result
@@ -47,6 +48,7 @@ class Job:
     run_dir: Path | None = None  # of a run that is resumed
     checkpoint: Path | None = None
     notices: list[str] = field(default_factory=list)  # what the user should know when the job starts
+    shared: Recipe | None = None  # the recipe that was named, whose hash is checked when the job starts
     hydra: HydraSettings = field(default_factory=HydraSettings)
     attach: Callable[[Trainer], None] | None = None  # called with each rank's finished trainer, before it fits
     work: Callable[[Trainer], None] | None = None  # called with each rank's finished trainer, in place of training
@@ -58,7 +60,7 @@ class Job:
 
     def log_notices(self) -> None:
         """Log what composing found, also under `--quiet`. Composing itself is silent: sweeps and measuring compose many jobs."""
-        for line in self.notices:
+        for line in [*self.notices, *drift.notices(self.shared, self.composed.config_dirs, self.run.values["trust"])]:
             logger.warning("%s", line)
 
     def make_run_dir(self) -> Path:
@@ -91,7 +93,7 @@ class Job:
 def prepare(
     overrides: Sequence[str],
     config_dirs: Sequence[str] = (),
-    cell: recipes.Recipe | None = None,
+    cell: Recipe | None = None,
     of_cell: Sequence[str] = (),
     hydra: HydraSettings | None = None,
 ) -> Job:
@@ -147,9 +149,9 @@ def checked(composed: Composed, own: bool = False) -> Job:
     if not own:
         check.validate_recipe_keys(composed, run)
     local = check.machine_local_keys(run)
-    drifted = () if own else drift.notices(composed.recipe, composed.config_dirs, run.values["trust"])
-    notices = [*composed.notices, *drifted, *(line for part in check.options_of(run) for line in part.advise(run))]
-    return Job(composed, run, identity.config_hash(composed, local - check.identifying_keys(run)), local, notices=notices)
+    notices = composed.notices + [line for part in check.options_of(run) for line in part.advise(run)]
+    config_hash = identity.config_hash(composed, local - check.identifying_keys(run))
+    return Job(composed, run, config_hash, local, notices=notices, shared=None if own else composed.recipe)
 
 
 def _resumed(run_dir: Path, words: list[str], config_dirs: Sequence[str]) -> Job:

@@ -7,6 +7,8 @@ import json
 from collections.abc import Collection, Iterator
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from drivetrain.config.catalog import shipped_targets
 from drivetrain.config.compose import Composed, compose
 from drivetrain.config.plugins import trusted_packages
@@ -20,9 +22,13 @@ from drivetrain.run.identity import flatten, is_machine_local
 
 
 def settable(composed: Composed, machine_local_keys: Collection[str], left_out: Collection[str] = ()) -> dict[str, Any]:
-    """What a recipe may set of a config: group → option, and dotted key → resolved value."""
+    """What a recipe may set of a config: group → option, and dotted key → value.
+
+    A value that refers to another key stays as it is written: it may lead to the environment, which no hash tells of.
+    """
     outside = {*OPERATOR_KEYS, *machine_local_keys, *left_out}
-    every = {**flatten(composed.plain), **composed.choices}
+    unresolved = flatten(OmegaConf.to_container(composed.config))
+    every = {**flatten(composed.plain), **{k: v for k, v in unresolved.items() if "${" in str(v)}, **composed.choices}
     return {k: v for k, v in every.items() if not is_machine_local(k, outside) and not k.endswith("_target_")}
 
 
