@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import OmegaConf
 from pydantic import TypeAdapter
@@ -16,7 +17,8 @@ from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerati
 from drivetrain.config import catalog
 from drivetrain.config.catalog import LISTS, SUMS
 from drivetrain.config.plugins import trusted_packages
-from drivetrain.config.validate import KINDS, annotations_of
+from drivetrain.config.validate import _KINDS as KINDS
+from drivetrain.config.validate import _hints as hints
 from drivetrain.core import process
 from drivetrain.core.paths import conf_dir
 from drivetrain.core.user_code import import_name, trust_problems
@@ -42,8 +44,6 @@ def recipe_schema(config_dirs: Sequence[str] = ()) -> Schema:
     defs["reference"] = REFERENCE
     defs["fitting"] = {"allOf": list(_fitting(knobs)), "description": "the knobs of a group are those of its option"}
     defs["defaults"] = _defaults(files)
-    claim = TypeAdapter(Claim).json_schema(ref_template="#/$defs/claim.{model}")
-    defs |= {f"claim.{name}": _strict(found) for name, found in claim.pop("$defs", {}).items()}
     settings = {"defaults": {"$ref": "#/$defs/defaults"}, **{group: {"$ref": f"#/$defs/{group}"} for group in knobs}, **_values()}
     body = {"patternProperties": _dotted(knobs), "additionalProperties": False, "allOf": [{"$ref": "#/$defs/fitting"}]}
     return {
@@ -55,7 +55,7 @@ def recipe_schema(config_dirs: Sequence[str] = ()) -> Schema:
             "description": {"type": "string", "description": "what the recipe is for"},
             **settings,
             "sweep": _sweep(knobs),
-            "claim": {**_claim(claim), "description": "what was measured of it; it changes nothing of the run"},
+            "claim": {**_dataclass(Claim), "description": "what was measured of it; it changes nothing of the run"},
             "unchanged": {
                 "type": "object", "properties": settings, **body,
                 "description": "the defaults of the time when it was written; what is above goes before them",
@@ -76,20 +76,33 @@ def _header() -> dict[str, Schema]:
     }
 
 
-def _claim(schema: Schema) -> Schema:
-    """The claim's own fields; those that are not compared are no part of the file."""
-    inner = {field.name for field in fields(Claim) if not field.compare}
-    shown = {name: _untitled(found) for name, found in schema["properties"].items() if name not in inner}
-    return _strict({**schema, "properties": shown})
+def _dataclass(section: Any) -> Schema:
+    """A section that is declared as a dataclass, as the claim. What its fields say of themselves is their description."""
+    hints = get_type_hints(section, include_extras=True)
+    declared = {field.name: field for field in fields(section) if field.compare}  # the others are not in the file
+    required = [name for name, field in declared.items() if field.default is MISSING and field.default_factory is MISSING]
+    shown = {name: {**_declared(hints[name]), **_about(hints[name])} for name in declared}
+    return {"type": "object", "properties": shown, "required": required, "additionalProperties": False}
 
 
-def _untitled(schema: Schema) -> Schema:
-    return {key: value for key, value in schema.items() if key != "title"}
+def _declared(hint: Any) -> Schema:
+    """What the annotation of a field allows: plain values, mappings, and sections of their own."""
+    if get_origin(hint) is Annotated:
+        return _declared(get_args(hint)[0])
+    if get_origin(hint) in (Union, UnionType):
+        return {"anyOf": [_declared(part) for part in get_args(hint)]}
+    if is_dataclass(hint):
+        return _dataclass(hint)
+    if isinstance(hint, type) and issubclass(hint, dict):
+        return {"type": "object"}
+    return TypeAdapter(hint).json_schema()
 
 
-def _strict(schema: Schema) -> Schema:
-    """The schema of a dataclass, which has no other fields."""
-    return {**schema, "additionalProperties": False} if "properties" in schema else schema
+def _about(hint: Any) -> Schema:
+    texts = [
+        text for rule in getattr(hint, "__metadata__", ()) for name in ("about", "comment") if (text := getattr(rule, name, ""))
+    ]
+    return {"description": texts[0]} if texts else {}
 
 
 def _knobs(file: Path) -> dict[str, Schema]:
@@ -99,7 +112,7 @@ def _knobs(file: Path) -> dict[str, Schema]:
     values.pop("preset", None)  # of a task
     trusted = target in catalog.shipped_targets() or not any(trust_problems("", target, trusted_packages()))
     option = import_name(target) if trusted else None
-    kinds = annotations_of(option) if option is not None else {}
+    kinds = hints(option) if option is not None else {}
     local = option.machine_local_keys if option is not None else ()
     return _described(file, {k: v for k, v in values.items() if k not in local}, kinds)
 

@@ -35,7 +35,7 @@ _REASONS = {  # pydantic's error types
     "too_short": "must not be empty",
 }
 _LIMITS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
-KINDS: dict[str, Any] = {  # of the keys of conf/config.yaml that are no group
+_KINDS: dict[str, Any] = {  # of the keys of conf/config.yaml that are no group
     "epochs": Count, "updates": Count | None, "log_every": Count, "evaluate_every": Count, "output_dir": str,
     "resume": str | None, "resume_changed": bool, "trust": list[str], "recipe": str | None, "forward_input": ForwardInput,
     "callbacks": list[str], "select": str | None,
@@ -57,7 +57,7 @@ def validate(composed: Composed) -> RunSpec:
     values = {k: v for k, v in plain.items() if k not in groups}
     parts, given = Given(), Given(values)
     run = RunSpec(composed.choices, given, parts, composed.from_environment)
-    _decode(composed, "", KINDS, given)
+    _decode(composed, "", _KINDS, given)
     problems = [*composed.problems, *_value_problems(given, composed.where)]
     trust = given.get("trust") or []
     rightly_made: list[Option] = []
@@ -69,7 +69,7 @@ def validate(composed: Composed) -> RunSpec:
         else:
             parts[group] = made if group in LISTS else made[0]
         rightly_made += [] if group in composed.doubtful else [option for option in made if option is not None]
-    given.wrong = {key for key, value in given.items() if any(type_problems("", {key: (KINDS.get(key, Any), value)}))}
+    given.wrong = {key for key, value in given.items() if any(type_problems("", {key: (_KINDS.get(key, Any), value)}))}
     for key in given.wrong:
         del given[key]
     if composed.doubtful <= set(groups):  # else a value may be missing that any rule reads
@@ -144,7 +144,7 @@ def _make(prefix: str, section: dict[str, Any], trust: list[str], composed: Comp
         problems.append(f"{prefix}._target_={target} cannot be imported: {error}{_near(target)}")
         return None
     if not any(_class_problems(prefix.split(".")[0], cls, target)):
-        _decode(composed, prefix, annotations_of(cls), knobs)
+        _decode(composed, prefix, _hints(cls), knobs)
     wrong = list(_class_problems(prefix.split(".")[0], cls, target)) or list(knob_problems(prefix, cls, knobs, composed.where))
     problems += wrong
     return None if wrong else cls(**knobs)
@@ -202,11 +202,11 @@ def knob_problems(prefix: str, cls: type, knobs: dict[str, Any], where: Where = 
     parameters = inspect.signature(cls).parameters
     unknown = [k for k in knobs if k not in parameters]
     yield from (f"{where(f'{prefix}.{k}')}{prefix}.{k}: {cls.__name__} takes no such argument" for k in unknown)
-    hints = annotations_of(cls)
+    hints = _hints(cls)
     yield from type_problems(prefix, {k: (hints.get(k, Any), knobs[k]) for k in knobs if k in parameters}, where)
 
 
-def annotations_of(cls: type) -> dict[str, Any]:
+def _hints(cls: type) -> dict[str, Any]:
     """The annotations of a constructor; a dataclass's fields are annotated in its own module and in those of its base classes."""
     owner: Any = next(c for c in cls.__mro__ if "__init__" in vars(c))
     return get_type_hints(owner if "__dataclass_fields__" in vars(owner) else owner.__init__, include_extras=True)
@@ -214,7 +214,7 @@ def annotations_of(cls: type) -> dict[str, Any]:
 
 def _value_problems(values: dict[str, Any], where: Where) -> Iterator[str]:
     """What is wrong with the keys of conf/config.yaml that are not groups."""
-    wrong = list(type_problems("", {k: (KINDS.get(k, Any), v) for k, v in values.items()}, where))
+    wrong = list(type_problems("", {k: (_KINDS.get(k, Any), v) for k, v in values.items()}, where))
     yield from wrong or [*paths.cannot_be_in(Path(values["output_dir"])), *callbacks.trust_problems(values)]
 
 

@@ -29,7 +29,8 @@ def settable(composed: Composed, machine_local_keys: Collection[str], left_out: 
     outside = {*OPERATOR_KEYS, *machine_local_keys, *left_out}
     unresolved = flatten(OmegaConf.to_container(composed.config))
     every = {**flatten(composed.plain), **{k: v for k, v in unresolved.items() if "${" in str(v)}, **composed.choices}
-    return {k: v for k, v in every.items() if not is_machine_local(k, outside) and not k.endswith("_target_")}
+    every = {k: v for k, v in every.items() if v != {} and not k.endswith("_target_")}
+    return {k: v for k, v in every.items() if not is_machine_local(k, outside)}
 
 
 def digest(settings: dict[str, Any]) -> str:
@@ -65,7 +66,7 @@ def notices(recipe: Recipe | None, config_dirs: Collection[str] = (), trust: Col
         return
     spelled_out = {*recipe.choices, *recipe.values}
     added = [f"{key}={format_value(value)}" for key, value in now.items() if key not in spelled_out]
-    gone = [key for key in recipe.unchanged if key not in now]
+    gone = [key for key in recipe.unchanged if key not in now and recipe.values.get(key) != {}]
     about = f"recipe {recipe.name}: {recipe.header.writer} wrote it for another config (hash {recipe.header.hash})"
     here = f"drivetrain {process.__version__}"
     if added:

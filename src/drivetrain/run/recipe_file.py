@@ -21,15 +21,16 @@ def to_recipe(
 ) -> str:
     """The YAML of a recipe that repeats a run: what was chosen, then in `unchanged:` what was merely a default.
 
-    `machine_local_keys` may also name groups that the recipe leaves out. A comment names what it cannot hold, but the run needs.
-    `sections` is further YAML, such as a claim.
+    `machine_local_keys` may also name groups and keys that the recipe leaves to whoever runs it. A comment names what it cannot
+    hold, but the run needs. `sections` is further YAML, such as a claim.
     """
     outside = {*OPERATOR_KEYS, *machine_local_keys}
     plain, given = flatten(composed.option_defaults), flatten(OmegaConf.to_container(composed.config))
     values = {k: v for k, v in given.items() if not is_machine_local(k, outside) and not k.endswith("_target_")}
     values = {k: v for k, v in values.items() if k not in composed.choices}  # a list group without options has no values
     from_outside = sorted(k for k, v in values.items() if reads_environment(v))
-    left_out = {g for g in composed.choices if g in outside and g not in OPERATOR_KEYS}.union(from_outside)
+    declared = OPERATOR_KEYS.keys() | (drift.machine_local_keys(composed.plain, composed.plain["trust"]) or set())
+    left_out = {key for key in machine_local_keys if not is_machine_local(key, declared)}.union(from_outside)
     options = {g: o for g, o in composed.choices.items() if g not in outside}
     differing = {g: o for g, o in options.items() if composed.default_choices.get(g) != o}
     changed = {k: v for k, v in values.items() if k not in from_outside and (k not in plain or plain[k] != v)}
