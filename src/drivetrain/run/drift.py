@@ -55,7 +55,7 @@ def notices(recipe: Recipe | None, config_dirs: Collection[str] = (), trust: Col
     if recipe is None or recipe.header.hash is None:
         return
     try:
-        alone = compose([], [*config_dirs], base=recipe)
+        alone = compose([f"trust={format_value([*trust])}"], [*config_dirs], base=recipe)
     except UserError:
         return
     local = machine_local_keys(alone.plain, trust)
