@@ -317,7 +317,9 @@ def test_a_group_that_the_recipe_leaves_out_is_the_command_lines():
         assert recipe.header.left_out == {key} - {"model.weights"}, "no recipe says this one anyway"
         assert key not in recipe.values
         assert list(drift.notices(recipe)) == []
-    text = file.read_text()
+    text = write.with_section(file.read_text(), "# a second\n")
+    assert text == file.read_text().replace("# a claim\n", "# a claim\n# a second\n")
+    assert write.with_section("epochs: 1\n", "# at the end\n") == "epochs: 1\n# at the end\n"
     assert text.index("override /optimizer: sgd") < text.index("# a claim") < text.index("unchanged:")
 
 

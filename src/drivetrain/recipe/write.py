@@ -30,6 +30,12 @@ def text(
     return "\n".join(lines) + "\n" + _section(*chosen) + more + (f"\n{UNCHANGED}\n{rest}" if rest else "")
 
 
+def with_section(recipe: str, section: str) -> str:
+    """The text of a recipe with a further section, above what was merely a default."""
+    head, mark, rest = recipe.partition(f"\n{UNCHANGED}\n")
+    return head + section + mark + rest
+
+
 def _section(options: Mapping[str, Any], values: Mapping[str, Any]) -> str:
     """The options as a defaults list, then the values as nested mappings."""
     lines = [f"  - override /{group}: {flow(option)}\n" for group, option in options.items()]
