@@ -8,16 +8,20 @@ import re
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from drivetrain.core.errors import UserError, did_you_mean
-from drivetrain.core.paths import recipes_dir
+from drivetrain.core.errors import UserError
 from drivetrain.recipe import claim as claims
-from drivetrain.recipe import header, migrations, safe_yaml
+from drivetrain.recipe import header as headers
+from drivetrain.recipe import migrations, safe_yaml
 from drivetrain.recipe.header import Header
 from drivetrain.recipe.safe_yaml import allowed_in_recipe, is_plain_key, plain_value
+from drivetrain.recipe.source import Source
+
+if TYPE_CHECKING:
+    from drivetrain.recipe.bundle import Bundle
 
 MAX_JOBS = 1000
 _OVERRIDE = re.compile(r"(?:optional\s+)?(?:override\s+)?/?([a-z_]+)$")
@@ -39,6 +43,13 @@ class Recipe:
     header: Header = field(default_factory=Header)  # of a recipe that drivetrain wrote
     unchanged: frozenset[str] = frozenset()  # groups and keys of `unchanged:`, which were mere defaults when it was written
     notices: list[str] = field(default_factory=list)  # what the user should know of the file, one line each
+    source: Source | None = None  # where it came from; None for a run's own
+    bundle: Bundle | None = None  # the code that came with it
+
+    @property
+    def word(self) -> str:
+        """What `recipe=` takes to find it again."""
+        return self.source.given if self.source is not None else str(self.path)
 
     def where(self, key: str) -> str:
         """The file:line of a key."""
@@ -57,7 +68,8 @@ class Recipe:
         """The recipe with one combination of the sweep's values set."""
         chosen, others = _split(cell, groups)
         kept = {k: v for k, v in self.values.items() if k not in self.unchanged or holds_for(k, self.choices, chosen)}
-        return replace(self, choices={**self.choices, **chosen}, values={**kept, **others}, sweep={}, header=Header())
+        header = Header() if cell else self.header  # the hash is that of the file
+        return replace(self, choices={**self.choices, **chosen}, values={**kept, **others}, sweep={}, header=header)
 
     def only_chosen(self) -> Recipe:
         """The recipe without what was merely a default when it was written."""
@@ -84,40 +96,20 @@ def _split(given: dict[str, Any], groups: Container[str]) -> tuple[dict[str, Any
     return {k: v for k, v in given.items() if k in groups}, {k: v for k, v in given.items() if k not in groups}
 
 
-def find(name: str) -> Path:
-    """The file of `recipe=NAME` (shipped recipes, then ./recipes) or `recipe=PATH`. Raises UserError."""
-    if name.endswith((".yaml", ".yml")) or "/" in name:
-        path = Path(name)
-        if path.is_dir():
-            raise UserError(f"recipe={name} is a directory: name the recipe.yaml in it")
-        if not path.is_file():
-            raise UserError(f"recipe={name}: there is no such file")
-        return path
-    for folder in (recipes_dir(), Path("recipes")):
-        if (folder / f"{name}.yaml").is_file():
-            return folder / f"{name}.yaml"
-    raise UserError(f"recipe={name} is not known: {did_you_mean(name, names())}, or give a path that ends in .yaml")
-
-
-def names() -> list[str]:
-    """The names that recipe=NAME finds: recipes that ship, and those in ./recipes."""
-    return sorted({p.stem for folder in (recipes_dir(), Path("recipes")) for p in folder.glob("*.yaml")})
-
-
-def read(path: Path) -> Recipe:
-    """Read and check a recipe file. Raises UserError with every problem and its line."""
-    root = safe_yaml.load(path)
+def read(path: Path, raw: bytes | None = None) -> Recipe:
+    """Read and check a recipe file, or its bytes. Raises UserError with every problem and its line."""
+    root = safe_yaml.load(path, raw)
     name = f"of run {path.parent.name}" if path.name == "recipe.yaml" else path.stem
     recipe = Recipe(name, path)
     problems: list[str] = []
     for key_node in safe_yaml.duplicate_keys(root):
         problems.append(f"{path}:{key_node.start_mark.line + 1}: '{key_node.value}' is given twice")
-    recipe.header = header.read(path, root, problems)
+    recipe.header = headers.read(path, root, problems)
     below = Recipe(name, path)
     for key_node, node in root.value if root is not None else []:
         if key_node.value == "unchanged":
             _unchanged(below, key_node, node, problems)
-        elif key_node.value not in header.FORMS:
+        elif key_node.value not in headers.FORMS:
             _section(recipe, str(key_node.value), key_node, node, problems)
     _take_unchanged(recipe, below)
     migrations.migrate(recipe, problems)
@@ -153,7 +145,7 @@ def _unchanged(below: Recipe, key_node: Any, node: Any, problems: list[str]) -> 
         return
     for inner, value in node.value:
         key = str(inner.value)
-        if key in (*header.FORMS, "description", "claim", "sweep", "unchanged"):
+        if key in (*headers.FORMS, "description", "claim", "sweep", "unchanged"):
             problems.append(f"{below.path}:{inner.start_mark.line + 1}: '{key}' cannot be in unchanged:, but beside it")
         else:
             _section(below, key, inner, value, problems)
