@@ -57,9 +57,13 @@ def not_for_recipes(plain: Mapping[str, Any], classes: Classes) -> Iterator[str]
                     yield f"{prefix}.{name}"
 
 
-@cache
 def hints(cls: Any) -> dict[str, Any]:
     """The annotations of a constructor; a dataclass's fields are annotated in its own module and in those of its base classes."""
+    return _hints(cls)
+
+
+@cache
+def _hints(cls: Any) -> dict[str, Any]:
     owner: Any = next(c for c in cls.__mro__ if "__init__" in vars(c))
     found = get_type_hints(owner if "__dataclass_fields__" in vars(owner) else owner.__init__, include_extras=True)
     return {name: hint for name, hint in found.items() if name in inspect.signature(cls).parameters}
