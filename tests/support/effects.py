@@ -21,19 +21,17 @@ HARMLESS = (*dict.fromkeys(os.path.realpath(root) for root in ROOTS), "/proc/sel
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 LOOKS = ("os.listdir", "os.scandir", "glob.glob", "ctypes.dlopen")
 PATHS = ("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.chmod", "os.link", "os.symlink", "os.truncate", "os.chdir")
-STARTS = (
-    "subprocess.",
-    "os.system",
-    "os.exec",
-    "os.fork",
-    "os.posix_spawn",
-    "os.spawn",
-    "pty.",
-    "socket.",
-    "shutil.",
-    "tempfile.",
+STARTS = ("subprocess.", "os.system", "os.exec", "os.fork", "os.posix_spawn", "os.spawn", "pty.", "socket.", "shutil.")
+OTHERS = (
+    "tempfile.mkstemp",
+    "tempfile.mkdtemp",
+    "pickle.find_class",
+    "os.putenv",
+    "webbrowser.open",
+    "urllib.Request",
+    "sqlite3.connect",
+    "mmap.__new__",
 )
-OTHERS = ("pickle.find_class", "os.putenv", "webbrowser.open", "urllib.Request", "sqlite3.connect", "mmap.__new__")
 LIMIT_S, LIMIT_BYTES = 2, 200 << 20  # of one recipe: processor time, and address space beyond what the process has
 
 _seen: list[list[str]] = []  # of the watches that are open
