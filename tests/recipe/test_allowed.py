@@ -15,13 +15,14 @@ from omegaconf import OmegaConf
 
 from drivetrain.cli.main import main
 from drivetrain.config import recipe_checks
-from drivetrain.config.catalog import option_files, options
+from drivetrain.config.catalog import option_files
 from drivetrain.config.compose import compose
 from drivetrain.config.contract import contract_problems
 from drivetrain.core import allowed
 from drivetrain.core.allowed import Entries, Text, one_of
 from drivetrain.core.errors import UserError
 from drivetrain.core.user_code import import_name
+from drivetrain.launch import recipe_check
 from drivetrain.launch.job import checked, prepare
 from drivetrain.recipe import reader as recipes
 from drivetrain.recipe.safe_yaml import OPERATOR_KEYS
@@ -130,11 +131,7 @@ HOSTILE: dict[str, tuple[str, int, str]] = {  # what it is: the recipe, the line
 
 def check(path: Path) -> None:
     """What `drivetrain recipe check` does with a file."""
-    recipe, groups = recipes.read(path), options()
-    for _, cell in recipe.cells(groups):
-        checked(compose([], base=cell))
-    if recipe.claim is not None:
-        checked(compose([], base=recipe.baseline(groups)))
+    recipe_check.check(recipes.read(path))
 
 
 @pytest.fixture(scope="module", autouse=True)

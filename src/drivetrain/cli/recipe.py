@@ -7,10 +7,8 @@ from importlib import import_module
 from pathlib import Path
 
 from drivetrain.cli import arguments, completion
-from drivetrain.config.catalog import options
-from drivetrain.config.compose import compose
 from drivetrain.core.errors import DONE, UserError, did_you_mean
-from drivetrain.launch.job import checked
+from drivetrain.launch import recipe_check
 from drivetrain.recipe import reader as recipes
 from drivetrain.ui.terminal import table
 
@@ -71,15 +69,10 @@ def _check(argv: Sequence[str]) -> int:
     given = arguments.parse("recipe check", argv, HELP)
     if given is None or not given.overrides:
         raise UserError("drivetrain recipe check needs the name or path of a recipe")
-    problems, groups = [], options(given.config_dir)
+    problems = []
     for name in given.overrides:
         try:
-            recipe = recipes.read(recipes.find(name))
-            for _, cell in recipe.cells(groups):
-                checked(compose([], given.config_dir, base=cell))
-            if recipe.claim is not None:
-                checked(compose([], given.config_dir, base=recipe.baseline(groups)))
-            print(f"{name}: good")
+            print(f"{name}: good{recipe_check.check(recipes.read(recipes.find(name)), given.config_dir)}")
         except UserError as error:
             problems += error.problems
     if problems:

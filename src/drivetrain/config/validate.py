@@ -8,8 +8,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from annotated_types import Ge, Le
 from omegaconf import OmegaConf
 
 from drivetrain.config import callbacks, recipe_checks
@@ -37,8 +38,9 @@ _REASONS = {  # pydantic's error types
     "too_short": "must not be empty",
 }
 _LIMITS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
+Epochs = Annotated[int, Ge(1), Le(1_000_000)]
 _KINDS: dict[str, Any] = {  # of the keys of conf/config.yaml that are no group
-    "epochs": Count, "updates": Count | None, "log_every": Count, "evaluate_every": Count, "output_dir": str,
+    "epochs": Epochs, "updates": Count | None, "log_every": Count, "evaluate_every": Count, "output_dir": str,
     "resume": str | None, "resume_changed": bool, "trust": list[str], "recipe": str | None, "forward_input": ForwardInput,
     "callbacks": list[str], "select": recipe_checks.SELECT,
 }  # fmt: skip
