@@ -55,9 +55,9 @@ SHAPES: list[Any] = [
 ]  # fmt: skip
 FRAGMENTS = [
     "!!python/object/apply:posix.system [ls]", "!!binary aGVsbG8=", "!!set {a, b}", "!x y", "&a [1]", "*a", "2020-01-01",
-    "2020-99-99", "=", "<<", "? a", "- a", "|\n  a", ">\n  a", "'", '"', "@", "`", "%", "#", "---", "...", "\t", "\x00", "\ufeff", "[" * 60,
-    "{a: " * 9, "{[a]: 1}", "{? {a: 1} : 2}", "{a: 1, a: 2}", "{_target_: posix.system}", "[{_target_: posix.system}]",
-    "{1: 2, null: 3}", "{'': 1}", "yes", "0b1", "1.2.3", '"\\x1b[2J"', '"\\0"', '"\\uD800"',
+    "2020-99-99", "=", "<<", "? a", "- a", "|\n  a", ">\n  a", "'", '"', "@", "`", "%", "#", "---", "...", "\t", "\u0000",
+    "\ufeff", "[" * 60, "{a: " * 9, "{[a]: 1}", "{? {a: 1} : 2}", "{a: 1, a: 2}", "{_target_: posix.system}",
+    "[{_target_: posix.system}]", "{1: 2, null: 3}", "{'': 1}", "yes", "0b1", "1.2.3", '"\\x1b[2J"', '"\\0"', '"\\uD800"',
 ]  # fmt: skip
 
 odd_values = st.one_of(
@@ -86,9 +86,20 @@ def made(draw: st.DrawFn) -> dict[str, Any]:
         for name in option if isinstance(option, list) and group in LISTS else [option]:
             content = FILES[group].get(name, {}) if isinstance(name, str) else {}
             for knob in draw(st.lists(st.sampled_from(sorted(content)), max_size=3, unique=True)) if content else []:
-                value = draw(st.sampled_from([content[knob], content[knob], *NUMBERS, *SHAPES[:5]]))
-                recipe[f"{group}.{f'{name}.' if group in LISTS else ''}{knob}"] = value
+                key = f"{group}.{f'{name}.' if group in LISTS else ''}{knob}"
+                recipe[key] = draw(st.sampled_from([content[knob], content[knob], *_alike(content[knob])]))
     return recipe
+
+
+def _alike(value: Any) -> list[Any]:
+    """Extreme values of the same kind, which pass more checks than others do."""
+    if isinstance(value, bool | str):
+        return [True, False, "auto", "5ep"]
+    if isinstance(value, list):
+        return [[], [[]], [0], [1, 2, 3], [10**12] * 3, ["a"], ["*"]]
+    if isinstance(value, dict):
+        return [{}, {"a": 1}, {"*": 10**9}, {"a": {"b": 0.5}}, {"a": [1]}]
+    return [0, 1, 2, 7, 1000, 10**9, 10**12, 2**62] if isinstance(value, int) else [0.0, 1e-300, 0.5, 1.0, 2, 1e9, 1e300, 10**12]
 
 
 # --- mutations ---
