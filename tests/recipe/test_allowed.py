@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
 import pytest
@@ -24,6 +25,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.user_code import import_name
 from drivetrain.launch import recipe_check
 from drivetrain.launch.job import checked, prepare
+from drivetrain.loss import teacher
 from drivetrain.recipe import reader as recipes
 from drivetrain.recipe.safe_yaml import OPERATOR_KEYS
 from tests.support.command import run
@@ -225,6 +227,15 @@ def test_a_runs_own_recipe_is_held_to_the_same(tmp_path: Path) -> None:
     file.write_text(timm("kwargs:\n  checkpoint_path: x"))
     with pytest.raises(UserError, match="checkpoint_path"):
         checked(compose([], base=recipes.read(file)), own=True)
+
+
+def test_a_teachers_config_is_held_to_the_same(tmp_path: Path) -> None:
+    """A distilled run builds its teacher as the config.yaml in the teacher's folder says, which may be a stranger's."""
+    config = {"model": {"_target_": "drivetrain.model.Timm", "name": "resnet18", "kwargs": {"checkpoint_path": "x"}}}
+    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(config))
+    context: Any = SimpleNamespace(run=SimpleNamespace(values={"trust": []}))
+    with pytest.raises(UserError, match=r"model\.kwargs\.checkpoint_path"):
+        teacher.load(tmp_path, "loss.teacher", context)
 
 
 # --- the rules themselves ---
