@@ -219,6 +219,9 @@ def test_the_command_line_may_give_any_value_and_a_run_keeps_it_out_of_its_recip
     assert [line for line in lines if "cache_dir" in line and not line.startswith("#")] == []
     assert any("drop_rate: 0.1" in line for line in lines)
     check(tmp_path / "run" / "recipe.yaml")
+    again = prepare([f"resume={tmp_path / 'run'}"])
+    assert again.run.model.kwargs == job.run.model.kwargs == {"cache_dir": "there", "drop_rate": 0.1}
+    assert again.config_hash == job.config_hash
 
 
 def test_a_runs_own_recipe_is_held_to_the_same(tmp_path: Path) -> None:

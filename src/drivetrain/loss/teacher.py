@@ -37,10 +37,8 @@ def load(path: Path, key: str, context: BuildContext) -> torch.nn.Module:
     option = user_code.import_name(target)
     if problems := list(knob_problems(f"{key}={path}: model", option, section)):
         raise UserError(problems)
-    if not_plain := sorted(recipe_checks.not_for_recipes({"model": section}, {"model": option})):  # anybody may have written it
-        raise UserError(
-            f"{key}={path}: its config.yaml sets {', '.join(not_plain)} to what no recipe may hold: leave it out there"
-        )
+    if keys := sorted(recipe_checks.not_for_recipes({"model": section}, {"model": option})):  # anybody may have written it
+        raise UserError(f"{key}={path}: its config.yaml sets {', '.join(keys)} to what no recipe may hold")
     weights = _weights(path, key)
     try:
         model: Any = option(**section).create(context.data.shape, context.data.classes)
