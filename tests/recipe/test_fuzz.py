@@ -224,6 +224,18 @@ def test_ten_thousand_mutants_of_recipes(place: Path) -> None:
     fuzz(place, 10_000)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("group", [group for group in FILES if group != "logger"])
+def test_each_knob_of_each_option_with_extreme_values(group: str, place: Path) -> None:
+    for option, content in FILES[group].items():
+        chosen = [option] if group in LISTS else option
+        for knob in sorted({*content} - {"_target_", "preset"}):
+            key = f"{group}.{f'{option}.' if group in LISTS else ''}{knob}"
+            for value in _alike(content[knob]):
+                recipe = {"defaults": [{f"override /{group}": chosen}], key: value}
+                outcome(place / "recipe.yaml", "\n".join(written(recipe, 0)) + "\n")
+
+
 def swept(**axes: list[Any]) -> str:
     return yaml.safe_dump({"sweep": axes})
 
