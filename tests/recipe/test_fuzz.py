@@ -247,6 +247,7 @@ BOMBS = {
     "references in lists": "model.unfreeze.a0: 1\n"
     + "".join(f"model.unfreeze.a{n}: [{', '.join([f'${{model.unfreeze.a{n - 1}}}'] * 30)}]\n" for n in SIX_LEVELS),
     "a chain of references": "".join(f"model.unfreeze.a{n}: ${{model.unfreeze.a{n + 1}}}\n" for n in range(900)),
+    "a chain, its end first": "".join(f"model.unfreeze.a{n}: ${{model.unfreeze.a{n + 1}}}\n" for n in reversed(range(900))),
     "cycles": "defaults:\n  - override /scheduler: cosine\nscheduler:\n  cycles: 1000000000000\n",
     "cycles beyond all numbers": "defaults:\n  - override /scheduler: cosine\nscheduler:\n  cycles: 9\n  cycle_mult: 1.0e+300\n",
     "epochs": "epochs: 1000000000000\n",
