@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from drivetrain.config.catalog import LISTS, option_files
+from drivetrain.core import nvidia_driver
 from drivetrain.core.errors import UserError
 from drivetrain.core.paths import recipes_dir
 from drivetrain.launch import recipe_check
@@ -197,9 +199,11 @@ def outcome(file: Path, text: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    prepare([])  # what the first config imports and reads is no effect of a recipe
-    return tmp_path_factory.mktemp("fuzz")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nvidia_driver, "installed", lambda: False)  # parallel=dp asks the machine for its devices, by a process
+        prepare([])  # what the first config imports and reads is no effect of a recipe
+        yield tmp_path_factory.mktemp("fuzz")
 
 
 def fuzz(place: Path, examples: int) -> None:

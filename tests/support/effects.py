@@ -23,9 +23,9 @@ LOOKS = ("os.listdir", "os.scandir", "glob.glob", "ctypes.dlopen")
 PATHS = ("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.chmod", "os.link", "os.symlink", "os.truncate", "os.chdir")
 STARTS = ("subprocess.", "os.system", "os.exec", "os.fork", "os.posix_spawn", "os.spawn", "pty.", "socket.", "shutil.")
 OTHERS = (
+    "pickle.find_class",
     "tempfile.mkstemp",
     "tempfile.mkdtemp",
-    "pickle.find_class",
     "os.putenv",
     "webbrowser.open",
     "urllib.Request",

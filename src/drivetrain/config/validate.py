@@ -6,7 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -233,21 +233,32 @@ def _value_problems(values: dict[str, Any], where: Where) -> Iterator[str]:
 
 def type_problems(prefix: str, given: dict[str, tuple[Any, Any]], where: Where = _nowhere) -> Iterator[str]:
     """Key → (annotation, value): each value that its annotation excludes. Checked by pydantic, strictly: "1" is no number."""
-    from pydantic import ConfigDict, TypeAdapter, ValidationError
+    from pydantic import ValidationError
 
-    config = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
     for key, (hint, value) in given.items():
         if hint is Any:
             continue
         name = f"{prefix}.{key}" if prefix else key
-        if isinstance(value, int) and abs(value) > MAX_WHOLE:  # no library takes it, and Python makes no float of it
+        if _is_too_large(value):  # no library takes it, and Python makes no float of it
             yield f"{where(name)}{name}: a whole number must be below 2^63"
             continue
         try:
-            TypeAdapter(hint, config=config).validate_python(value)
+            _adapter(hint).validate_python(value)
         except ValidationError as error:
             text = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
             yield f"{where(name)}{name}={text}: {_reason(error.errors())}"
+
+
+@lru_cache(maxsize=1024)  # making one takes longer than checking a value
+def _adapter(hint: Any) -> Any:
+    """pydantic's check of an annotation, strictly."""
+    from pydantic import ConfigDict, TypeAdapter
+
+    return TypeAdapter(hint, config=ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True))
+
+
+def _is_too_large(value: Any) -> bool:
+    return any(map(_is_too_large, value)) if isinstance(value, list) else isinstance(value, int) and abs(value) > MAX_WHOLE
 
 
 def _reason(errors: Iterable[Any]) -> str:
