@@ -15,7 +15,6 @@ import os
 import statistics
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -95,7 +94,7 @@ def _measure(trainer: Any, drawn: Drawn, profile_s: float) -> tuple[int, float, 
     from drivetrain.measure.profile.sampler import thread_clock
     from drivetrain.measure.profile.step import profile_step
 
-    program, clock = sys.modules[drawn.module], thread_clock(threading.get_ident())
+    program, clock = sys.modules[drawn.module], thread_clock()
     roofline.MEASURE_S, threads.usable_cores = 0.05, lambda: 1
     trainer.endless()
     trainer.model.train()

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.harness import RESULTS, machine, table, write
+from bench.harness import RESULTS, machine, table
 from drivetrain.measure.bisect.measurers import LEAST_ROUNDS, Settings, log_ratio
 from drivetrain.measure.bisect.search import Measured, Search, Subset
 from drivetrain.measure.intervals import EQUIVALENCE, Interval
@@ -167,9 +167,15 @@ def main() -> None:
         for kind in filter(None, kinds.split(",")):
             run = {"machine": machine(), **true_run(kind, given.extra_ms, name == "quality")}
             found[name] = {**found.get(name, {}), kind: run}
-            write(given.out, found)
-    write(given.out, {"machine": machine(), **{key: value for key, value in found.items() if key != "machine"}})
+            _write(given.out, found)
+    _write(given.out, {"machine": machine(), **{key: value for key, value in found.items() if key != "machine"}})
     _show(found)
+
+
+def _write(path: Path, found: dict[str, Any]) -> None:
+    """Write the results without line breaks: they hold every run of the campaign."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found) + "\n")
 
 
 def _show(found: dict[str, Any]) -> None:

@@ -73,11 +73,14 @@ def _forked_or_not(_no_launcher: None, request: pytest.FixtureRequest, monkeypat
 
 
 @pytest.fixture(autouse=True)
-def _float16_as_on_any_cpu(_no_launcher: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """precision=amp computes matrix products in float16 and convolutions in float32, whatever this CPU is good at."""
-    from drivetrain.precision import cpu_float16
+def _half_as_on_any_cpu(_no_launcher: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is computed in 16 bits is the same whatever this CPU is good at: all in bfloat16, and matrix products in float16."""
+    from drivetrain.precision import cpu_half
 
-    monkeypatch.setattr(cpu_float16, "measure", lambda model, example: cpu_float16.Slowness(50.0, 1.0))
+    def measure(model: Any, example: Any, dtype: Any) -> cpu_half.Slowness:
+        return cpu_half.Slowness(1.0 if str(dtype) == "torch.bfloat16" else 50.0, 1.0)
+
+    monkeypatch.setattr(cpu_half, "measure", measure)
 
 
 @pytest.fixture

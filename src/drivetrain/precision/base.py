@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, Effect, Option, Positive
 from drivetrain.core.trees import Tree
-from drivetrain.precision import cpu_float16, float32_products, one_pixel_conv
+from drivetrain.precision import cpu_half, float32_products, one_pixel_conv
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
@@ -112,7 +112,10 @@ class Tf32(Precision):
 
 
 class Bf16(Precision):
-    """bfloat16 autocast: float32's range in 16 bits, so no loss scaling."""
+    """bfloat16 autocast: float32's range in 16 bits, so no loss scaling.
+
+    On a CPU, layers whose 16-bit kernels are slow stay in float32: that is measured, once, before training.
+    """
 
     effect = "close"
     changes = "rounds products and activations to bfloat16"
@@ -124,23 +127,41 @@ class Bf16(Precision):
 
     def setup(self, context: BuildContext) -> None:
         super().setup(context)
-        self._autocast = torch.autocast(self._device.type, getattr(torch, self.dtype or "bfloat16"))
+        self._parallel = context.parallel
+        self._autocast = torch.autocast(self._device.type, self._dtype)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype or "bfloat16")  # type: ignore[no-any-return]
 
     def convert(self, model: torch.nn.Module, example: Tree) -> torch.nn.Module:
         if self._device.type == "cpu":
-            for line in one_pixel_conv.without_strides(model, example):
-                logger.info(line)
+            self._keep_slow_layers_in_float32(model, example)
+            if self._dtype == torch.bfloat16:
+                for line in one_pixel_conv.without_strides(model, example):
+                    logger.info(line)
         return model
+
+    def _keep_slow_layers_in_float32(self, model: torch.nn.Module, example: Tree) -> None:
+        """Measure on this CPU what 16 bits cost. What is too slow for one rank is for all: they must compute alike."""
+        ranks = self._parallel.gather_object(cpu_half.measure(model, example, self._dtype))
+        slowest = cpu_half.Slowness(*self._parallel.broadcast_object([max(times) for times in zip(*ranks, strict=True)]))
+        says = f"in float32: on this CPU {self.dtype} takes %.0f times as long"
+        if slowest.matrices > cpu_half.LIMIT:
+            logger.info(f"everything stays {says}", slowest.matrices)
+            self._autocast = torch.autocast(self._device.type, enabled=False)
+        elif slowest.convolutions > cpu_half.LIMIT:
+            logger.info(f"convolutions stay {says}", slowest.convolutions)
+            for module in model.modules():
+                if isinstance(module, torch.nn.modules.conv._ConvNd):
+                    _run_in_float32(module)
 
     def autocast(self) -> AbstractContextManager[Any]:
         return self._autocast
 
 
 class Amp(Bf16):
-    """float16 autocast with dynamic loss scaling (Micikevicius et al. 2018): an overflow skips the update.
-
-    On a CPU, layers whose float16 kernels are slow stay in float32: that is measured, once, before training.
-    """
+    """float16 autocast with dynamic loss scaling (Micikevicius et al. 2018): an overflow skips the update."""
 
     effect = "close"
     changes = "rounds products and activations to float16; an overflow skips the update"
@@ -156,27 +177,7 @@ class Amp(Bf16):
 
     def setup(self, context: BuildContext) -> None:
         super().setup(context)
-        self._parallel = context.parallel
         self.scaler = torch.amp.GradScaler(self._device.type, init_scale=self.init_scale, growth_interval=self.growth_interval)
-
-    def convert(self, model: torch.nn.Module, example: Tree) -> torch.nn.Module:
-        if self._device.type == "cpu":
-            self._keep_slow_layers_in_float32(model, example)
-        return model
-
-    def _keep_slow_layers_in_float32(self, model: torch.nn.Module, example: Tree) -> None:
-        """Measure on this CPU what float16 costs. What is too slow for one rank is for all: they must compute alike."""
-        ranks = self._parallel.gather_object(cpu_float16.measure(model, example))
-        slowest = cpu_float16.Slowness(*self._parallel.broadcast_object([max(times) for times in zip(*ranks, strict=True)]))
-        says = "in float32: on this CPU float16 takes %.0f times as long"
-        if slowest.matrices > cpu_float16.LIMIT:
-            logger.info(f"everything stays {says}", slowest.matrices)
-            self._autocast = torch.autocast(self._device.type, enabled=False)
-        elif slowest.convolutions > cpu_float16.LIMIT:
-            logger.info(f"convolutions stay {says}", slowest.convolutions)
-            for module in model.modules():
-                if isinstance(module, torch.nn.modules.conv._ConvNd):
-                    _run_in_float32(module)
 
     def backward(self, loss: torch.Tensor, weight: torch.Tensor) -> None:
         backpropagate(self.scaler.scale(loss), weight)

@@ -14,7 +14,7 @@ from drivetrain.measure.profile import diagnose as diagnosis
 from drivetrain.measure.profile import threads
 from drivetrain.measure.profile.attribution import Attribution, Line, attribute
 from drivetrain.measure.profile.operations import Operation, Recorder
-from drivetrain.measure.profile.sampler import Sampler, Spent
+from drivetrain.measure.profile.sampler import SAMPLE_S, Sampler, Spent, Times, _Instants
 from drivetrain.measure.profile.sites import Found, Site, find
 
 NOTHING, BACKWARD = Found(), Found(in_backward=True)
@@ -113,6 +113,53 @@ def test_the_sampler_sees_sleep_and_computing_apart():
     assert by_name["slept"].waits > 0.9 * by_name["slept"].own
     assert by_name["<lambda>"].busy > 0.5 * by_name["<lambda>"].own
     assert not [t for t in threading.enumerate() if t.name == "sampler"]
+
+
+def test_shares_are_right_where_most_time_is_in_calls_that_cannot_be_interrupted():
+    """A call of C is looked at when it returns, Python code at once: neither may gain by it."""
+    now = 0.0
+    instants = _Instants(lambda: Times(now, now, now), lambda frame: ("micro_batch", frame))
+    pause = SAMPLE_S
+    for _ in range(200):
+        now += 0.004  # one call
+        pause = instants.count("call")
+        ends = now + 0.0024  # bytecode
+        while now + pause < ends:
+            now += pause
+            pause = instants.count("code")
+        now = ends
+        for _ in range(8):  # calls shorter than the time between two instants
+            now += 0.0002
+            pause = instants.count("short calls")
+    seconds = {name: spent.own for (_, name), spent in instants.spent.items()}
+    total = sum(seconds.values())
+    shares = {name: round(s / total, 2) for name, s in seconds.items()}
+    assert shares == {
+        "call": pytest.approx(0.5, abs=0.02),
+        "code": pytest.approx(0.3, abs=0.02),
+        "short calls": pytest.approx(0.2, abs=0.02),
+    }
+
+
+def test_the_backwards_own_time_is_not_that_of_a_hook_which_it_calls():
+    def hook(grad):
+        return None
+
+    x = torch.ones(500, 500, requires_grad=True)
+
+    def backward():
+        y = x
+        for _ in range(6):
+            y = y @ x
+            y.register_hook(hook)
+        y.sum().backward()
+
+    sampler = Sampler(lambda: "micro_batch", steps.__code__)
+    with sampler.watching():
+        steps(backward, 0.2)
+    in_hook = sum(s.own for (_, f), s in sampler.spent.items() if f.site is not None and f.site.code.co_name == "hook")
+    in_backward = sum(s.own for (_, f), s in sampler.spent.items() if f.in_backward)
+    assert in_hook < 0.1 * in_backward
 
 
 class Net(torch.nn.Module):

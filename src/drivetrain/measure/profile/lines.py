@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -76,7 +77,8 @@ def profile_lines(trainer: Any, stream: TrackedStream, profile_s: float, busy: f
     Sampling costs little, and the shares are those of samples. What operations a line runs is recorded in a few other updates.
     Returns the attribution, the number of operations in an update, and an update's milliseconds while nothing watched it.
     """
-    sampler = Sampler(lambda: stream.phase, update.__code__)
+    helpers = trainer.device.type != "cpu" or threading.active_count() > 1  # threads of the backward, or of the loader
+    sampler = Sampler(lambda: stream.phase, update.__code__, helpers)
     step_ms, watched = _sample(trainer, stream, sampler, profile_s)
     micro, _ = read_update(stream)
     small_size = sum(t.numel() for t in trees.leaves(micro.x)) // 16
@@ -118,7 +120,7 @@ def _sample(trainer: Any, stream: TrackedStream, sampler: Sampler, profile_s: fl
 
 def reading_lines(trainer: Any, seconds: float) -> Samples:
     """Read batches in this process, and sample it: the loader's own processes cannot be watched."""
-    sampler = Sampler(lambda: "data", reading_lines.__code__)
+    sampler = Sampler(lambda: "data", reading_lines.__code__, threading.active_count() > 1)
     until = time.perf_counter() + seconds
     with sampler.watching():
         for request in trainer.requests():

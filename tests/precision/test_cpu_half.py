@@ -1,4 +1,4 @@
-"""precision=amp on a CPU: what is slow in float16 there is measured, and stays in float32 on every rank."""
+"""precision=amp and bf16 on a CPU: what is slow in 16 bits there is measured, and stays in float32 on every rank."""
 
 from itertools import product
 
@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from drivetrain.parallel import Parallel
-from drivetrain.precision import Amp, cpu_float16
-from drivetrain.precision.cpu_float16 import Slowness
+from drivetrain.precision import Amp, Bf16, cpu_half
+from drivetrain.precision.cpu_half import Slowness
 from tests.support.context import context
 
-measure = cpu_float16.measure  # before the tests' own stands in for it
+measure = cpu_half.measure  # before the tests' own stands in for it
 
 
 class Net(torch.nn.Module):
@@ -29,34 +29,35 @@ class Net(torch.nn.Module):
 def test_the_largest_layer_of_each_kind_is_measured(monkeypatch):
     """Also where torch says that this CPU has float16: the flag is not asked."""
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda: True)
-    seconds = {("Conv2d", True): 50.0, ("Conv2d", False): 1.0, ("Linear", True): 3.0, ("Linear", False): 2.0}
+    half, full = torch.bfloat16, torch.float32
+    seconds = {("Conv2d", half): 50.0, ("Conv2d", full): 1.0, ("Linear", half): 3.0, ("Linear", full): 2.0}
     timed = []
 
-    def fake(call, float16):
+    def fake(call, dtype):
         timed.append(call)
-        return seconds[type(call.layer).__name__, float16]
+        return seconds[type(call.layer).__name__, dtype]
 
-    monkeypatch.setattr(cpu_float16.Call, "seconds", fake)
-    monkeypatch.setattr(cpu_float16, "_measured", {})
+    monkeypatch.setattr(cpu_half.Call, "seconds", fake)
+    monkeypatch.setattr(cpu_half, "_measured", {})
     model = Net()
-    assert measure(model, torch.zeros(2, 3, 8, 8)) == Slowness(50.0, 1.5)
+    assert measure(model, torch.zeros(2, 3, 8, 8), torch.bfloat16) == Slowness(50.0, 1.5)
     assert {call.layer for call in timed} == {model.conv, model.large}
     for call in timed:
-        assert call.work() >= cpu_float16.MIN_WORK // 2
+        assert call.work() >= cpu_half.MIN_WORK // 2
     assert next(c.x.shape[1:] for c in timed if c.layer is model.conv) == (3, 8, 8)
     count = len(timed)
-    measure(model, torch.zeros(2, 3, 8, 8))
+    measure(model, torch.zeros(2, 3, 8, 8), torch.bfloat16)
     assert len(timed) == count  # once in a process
 
 
 def test_measuring_leaves_the_model_and_the_process_as_they_were(monkeypatch):
-    monkeypatch.setattr(cpu_float16, "_measured", {})
-    monkeypatch.setattr(cpu_float16, "MIN_WORK", 1 << 12)
-    monkeypatch.setattr(cpu_float16, "ENOUGH_S", 1e-4)
+    monkeypatch.setattr(cpu_half, "_measured", {})
+    monkeypatch.setattr(cpu_half, "MIN_WORK", 1 << 12)
+    monkeypatch.setattr(cpu_half, "ENOUGH_S", 1e-4)
     model = Net()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     random, threads = torch.get_rng_state(), torch.get_num_threads()
-    slowness = measure(model, torch.zeros(2, 3, 8, 8))
+    slowness = measure(model, torch.zeros(2, 3, 8, 8), torch.bfloat16)
     assert slowness.convolutions > 0
     assert slowness.matrices > 0
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -68,23 +69,23 @@ def test_measuring_leaves_the_model_and_the_process_as_they_were(monkeypatch):
 
 
 def test_a_model_without_layers_of_its_own_is_measured_by_a_usual_one(monkeypatch):
-    monkeypatch.setattr(cpu_float16, "_measured", {})
-    monkeypatch.setattr(cpu_float16.Call, "seconds", lambda call, float16: 9.0 if float16 else 1.0)
-    assert measure(torch.nn.Flatten(), torch.zeros(2, 3)) == Slowness(9.0, 9.0)
+    monkeypatch.setattr(cpu_half, "_measured", {})
+    monkeypatch.setattr(cpu_half.Call, "seconds", lambda call, dtype: 9.0 if dtype == torch.float16 else 1.0)
+    assert measure(torch.nn.Flatten(), torch.zeros(2, 3), torch.float16) == Slowness(9.0, 9.0)
 
 
-@pytest.mark.parametrize(("convolutions", "matrices"), product((1.2, 50.0), repeat=2))
-def test_only_what_is_fast_is_in_float16(monkeypatch, convolutions, matrices):
+@pytest.mark.parametrize(("option", "convolutions", "matrices"), product((Amp, Bf16), (1.2, 50.0), (1.2, 50.0)))
+def test_only_what_is_fast_is_in_16_bits(monkeypatch, option, convolutions, matrices):
     """A Sapphire Rapids has float16 convolutions by its flag, and their backward takes 50 times as long."""
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda: True)
-    monkeypatch.setattr(cpu_float16, "measure", lambda model, example: Slowness(convolutions, matrices))
-    precision, model, x = Amp(), Net(), torch.randn(2, 3, 8, 8)
+    monkeypatch.setattr(cpu_half, "measure", lambda model, example, dtype: Slowness(convolutions, matrices))
+    precision, model, x = option(), Net(), torch.randn(2, 3, 8, 8)
     precision.setup(context())
     model = precision.convert(model, x)
     with precision.autocast():
         convolved = model.conv(x)
         product_, _ = model(x)
-    dtype = {True: torch.float16, False: torch.float32}
+    dtype = {True: precision._dtype, False: torch.float32}
     assert convolved.dtype == dtype[convolutions < 2 and matrices < 2]
     assert product_.dtype == dtype[matrices < 2]
     convolved.float().sum().backward()
@@ -99,7 +100,7 @@ class TwoRanks(Parallel):
 
 
 def test_what_is_slow_for_one_rank_is_in_float32_on_all(monkeypatch):
-    monkeypatch.setattr(cpu_float16, "measure", lambda model, example: Slowness(1.0, 1.0))
+    monkeypatch.setattr(cpu_half, "measure", lambda model, example, dtype: Slowness(1.0, 1.0))
     precision, x = Amp(), torch.randn(2, 3, 8, 8)
     precision.setup(context(parallel=TwoRanks()))
     model = precision.convert(Net(), x)
@@ -109,6 +110,8 @@ def test_what_is_slow_for_one_rank_is_in_float32_on_all(monkeypatch):
 
 
 def test_a_run_says_what_stays_in_float32(monkeypatch, make, caplog):
-    monkeypatch.setattr(cpu_float16, "measure", lambda model, example: Slowness(1.0, 14.0))
+    monkeypatch.setattr(cpu_half, "measure", lambda model, example, dtype: Slowness(1.0, 14.0))
     make("precision=amp")
     assert any("everything stays in float32: on this CPU float16 takes 14 times as long" in line for line in caplog.messages)
+    make("precision=bf16")
+    assert any("everything stays in float32: on this CPU bfloat16 takes 14 times as long" in line for line in caplog.messages)

@@ -1,7 +1,7 @@
-"""Measures whether a CPU computes float16 layers at a useful speed.
+"""Measures whether a CPU computes layers in a 16-bit format at a useful speed.
 
-torch says which CPUs support float16, and cannot be relied on: where the forward is supported, the backward may fall back to
-a reference kernel that takes 50 times as long as float32.
+torch says which CPUs support float16 and bfloat16, and cannot be relied on: where the forward is supported, the backward may
+fall back to a reference kernel that takes 50 times as long as float32. A CPU without bfloat16 takes about 10 times as long.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ENOUGH_S = 0.02  # of measuring a layer in one format
 
 
 class Slowness(NamedTuple):
-    """How many times as long as in float32 a model's layers take in float16."""
+    """How many times as long as in float32 a model's layers take in a 16-bit format."""
 
     convolutions: float
     matrices: float
@@ -38,17 +38,17 @@ class Call(NamedTuple):
         positions = self.x.numel() // (self.x.shape[1] if _is_convolution(self.layer) else self.x.shape[-1])
         return int(weight.numel()) * positions
 
-    def seconds(self, float16: bool) -> float:
+    def seconds(self, dtype: torch.dtype) -> float:
         """The processor time of forward and backward, the shortest of some."""
-        times = [self._once(float16)]  # it may prepare the kernels
+        times = [self._once(dtype)]  # it may prepare the kernels
         while len(times) == 1 or sum(times) < ENOUGH_S:
-            times.append(self._once(float16))
+            times.append(self._once(dtype))
         return min(times)
 
-    def _once(self, float16: bool) -> float:
+    def _once(self, dtype: torch.dtype) -> float:
         leaves = [self.x, *(p for p in self.layer.parameters() if p.requires_grad)]
         began = time.thread_time()
-        with torch.autocast("cpu", torch.float16, enabled=float16):
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
             output = self.layer(self.x)
         torch.autograd.grad(output, leaves, torch.ones_like(output), allow_unused=True)
         return time.thread_time() - began
@@ -62,24 +62,27 @@ class Call(NamedTuple):
         return Call(self.layer, x.requires_grad_())
 
 
-_measured: dict[tuple[str, torch.Size, bool], float] = {}  # one answer in a process, so that all its runs compute alike
+_measured: dict[tuple[str, torch.Size, bool, torch.dtype], float] = {}  # once in a process: all its runs compute alike
 
 
-def measure(model: torch.nn.Module, example: Tree) -> Slowness:
-    """Measure the largest convolution and the largest Linear layer of the model's forward on `example`, which is on the CPU."""
+def measure(model: torch.nn.Module, example: Tree, dtype: torch.dtype) -> Slowness:
+    """Measure the largest convolution and the largest Linear layer of the model's forward on `example`, which is on the CPU.
+
+    `dtype` is float16 or bfloat16.
+    """
     with _evaluating(model), _one_thread(), torch.random.fork_rng([]):
         calls = _calls(model, example)
-        matrices = _slowness([call for call in calls if not _is_convolution(call.layer)] or [_usual()])
+        matrices = _slowness([call for call in calls if not _is_convolution(call.layer)] or [_usual()], dtype)
         convolutions = [call for call in calls if _is_convolution(call.layer)]
-        return Slowness(_slowness(convolutions) if convolutions else matrices, matrices)
+        return Slowness(_slowness(convolutions, dtype) if convolutions else matrices, matrices)
 
 
-def _slowness(calls: list[Call]) -> float:
-    """How many times as long the largest of these calls takes in float16."""
+def _slowness(calls: list[Call], dtype: torch.dtype) -> float:
+    """How many times as long the largest of these calls takes in `dtype`."""
     call = max(calls, key=Call.work).enlarged()
-    key = repr(call.layer), call.x.shape, call.x.is_contiguous()
+    key = repr(call.layer), call.x.shape, call.x.is_contiguous(), dtype
     if key not in _measured:
-        _measured[key] = call.seconds(float16=True) / call.seconds(float16=False)
+        _measured[key] = call.seconds(dtype) / call.seconds(torch.float32)
     return _measured[key]
 
 
