@@ -259,6 +259,7 @@ BOMBS = {
     "a batch that grows for ever": "epochs: 1000000\nbatch:\n  grow_every: 100000000000\n  grow_by: 1000000000000\n",
     "many combinations": swept(precision=["fp32", "bf16"], optimizer=["sgd", "lion"], epochs=list(range(1, 200))),
     "too many combinations": swept(epochs=list(range(1, 900)), updates=[1, 2]),
+    "a folder that nobody named": "defaults:\n  - override /data: packed\n",
     "brackets": "a: " + "[" * 60_000,
     "braces": "a: " + "{" * 60_000,
     "keys": "".join(f"? a{n}\n" for n in range(9000)),
