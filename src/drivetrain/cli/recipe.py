@@ -8,7 +8,9 @@ from pathlib import Path
 
 from drivetrain.cli import arguments, completion
 from drivetrain.core.errors import DONE, UserError, did_you_mean
+from drivetrain.core.overrides import key_of
 from drivetrain.launch import recipe_check
+from drivetrain.recipe import places
 from drivetrain.recipe import reader as recipes
 from drivetrain.ui.terminal import table
 
@@ -16,11 +18,15 @@ HELP = """\
 drivetrain recipe VERB …      recipes: options and values, shared as plain YAML that cannot hold code
 
   drivetrain recipe list                               all that recipe=NAME finds
-  drivetrain recipe show NAME                          its text
-  drivetrain recipe check NAME|PATH …                  is it valid? Every problem with file and line
+  drivetrain recipe show NAME|PATH|ADDRESS             its text
+  drivetrain recipe fetch ADDRESS                      fetch it, show it, and print its pinned address; nothing runs
+  drivetrain recipe check NAME|PATH|ADDRESS …          is it valid? Every problem with file and line
   drivetrain recipe export RUN [FILE]                  the recipe that replays a run, with its origin and results
   drivetrain recipe verify NAME|PATH [key=value] …     does its claim hold on this machine?
   drivetrain recipe diff A B [key=value] …             where two recipes or runs differ, and which is faster
+
+  drivetrain recipe bundle FILE --with my_pkg [OUT]    a recipe and the package that it needs, as one archive
+  drivetrain recipe inspect BUNDLE                     what code a bundle brings, and the word by which you trust it
 
   rounds=20, block_s=0.4  of verify, and of diff measure=true: as for `drivetrain compare`
   quality=true, seeds=5 also train both to their ends
@@ -38,7 +44,9 @@ def command(argv: Sequence[str]) -> int:
         return DONE
     if not argv or argv[0] not in VERBS:
         given = f"'{argv[0]}': {did_you_mean(argv[0], VERBS)}" if argv else ""
-        wanted = "list, show NAME, check NAME|PATH …, export RUN [FILE], verify NAME|PATH or diff A B"
+        wanted = (
+            "list, show NAME, fetch ADDRESS, check NAME …, export RUN [FILE], verify NAME, diff A B, bundle FILE or inspect FILE"
+        )
         raise UserError(f"drivetrain recipe needs {wanted} {given}".rstrip())
     return VERBS[argv[0]](argv[1:])
 
@@ -48,20 +56,13 @@ def complete(words: Sequence[str], last: str) -> Sequence[str]:
     if not words:
         return [*VERBS]
     names = {"verify": 1, "diff": 2}.get(words[0])
-    return recipes.names() if names is None or len(words) <= names else completion.overrides(words, last)
+    return places.names() if names is None or len(words) <= names else completion.overrides(words, last)
 
 
 def _list(argv: Sequence[str]) -> int:
     if argv:
         raise UserError(f"drivetrain recipe list shows them all: leave out {' '.join(argv)}, or give show {argv[0]}")
-    table(("recipe", "what it is"), [(name, recipes.read(recipes.find(name)).description) for name in recipes.names()])
-    return DONE
-
-
-def _show(argv: Sequence[str]) -> int:
-    if len(argv) != 1:
-        raise UserError(f"drivetrain recipe show needs one name: {', '.join(recipes.names())}")
-    print(recipes.find(argv[0]).read_text(), end="")
+    table(("recipe", "what it is"), [(name, places.read(name).description) for name in places.names()])
     return DONE
 
 
@@ -69,10 +70,11 @@ def _check(argv: Sequence[str]) -> int:
     given = arguments.parse("recipe check", argv, HELP)
     if given is None or not given.overrides:
         raise UserError("drivetrain recipe check needs the name or path of a recipe")
+    trust = [word for word in given.overrides if key_of(word) == "trust"]  # of a bundle, whose code the check imports
     problems = []
-    for name in given.overrides:
+    for name in (word for word in given.overrides if word not in trust):
         try:
-            print(f"{name}: good{recipe_check.check(recipes.read(recipes.find(name)), given.config_dir)}")
+            print(f"{name}: good{recipe_check.check(places.read(name), given.config_dir, trust)}")
         except UserError as error:
             problems += error.problems
     if problems:
@@ -100,6 +102,16 @@ def _export(argv: Sequence[str]) -> int:
     return DONE
 
 
+def _elsewhere(target: str) -> Callable[[Sequence[str]], int]:
+    """A verb whose function is in a module of its own."""
+
+    def run(argv: Sequence[str]) -> int:
+        module, _, name = target.partition(":")
+        return int(getattr(import_module(module), name)(argv))
+
+    return run
+
+
 def _measured(module: str) -> Callable[[Sequence[str]], int]:
     """A verb that measures, in a module of its own."""
 
@@ -112,6 +124,8 @@ def _measured(module: str) -> Callable[[Sequence[str]], int]:
 
 
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
-    "list": _list, "show": _show, "check": _check, "export": _export,
+    "list": _list, "check": _check, "export": _export,
+    "show": _elsewhere("drivetrain.cli.recipe_places:show"), "fetch": _elsewhere("drivetrain.cli.recipe_places:fetch"),
+    "bundle": _elsewhere("drivetrain.cli.recipe_bundle:make"), "inspect": _elsewhere("drivetrain.cli.recipe_bundle:inspect"),
     "verify": _measured("drivetrain.measure.claims.verify"), "diff": _measured("drivetrain.measure.claims.diff"),
 }  # fmt: skip

@@ -58,7 +58,7 @@ def validate(composed: Composed, own: bool = False) -> RunSpec:
     What a recipe may not set is refused before an option is made. With `own` the recipe is a run's, which may choose own code.
     """
     plain = composed.plain
-    if plain.get("trust"):
+    if any("@" not in str(word) for word in plain.get("trust") or []):  # a bundle's package is found without it
         paths.add_working_directory()
     groups = options(composed.config_dirs)
     values = {k: v for k, v in plain.items() if k not in groups}

@@ -12,9 +12,10 @@ from drivetrain.recipe.reader import Recipe
 MOST = 32  # combinations of a sweep, of which a file of a few bytes may have a thousand
 
 
-def check(recipe: Recipe, config_dirs: Sequence[str] = ()) -> str:
+def check(recipe: Recipe, config_dirs: Sequence[str] = (), words: Sequence[str] = ()) -> str:
     """Validate the recipe, the baseline of its claim, and its sweep's combinations. Raises UserError.
 
+    `words` are overrides to check it with, such as the `trust` that a bundle needs.
     Of a large sweep some combinations are validated, which have each value where there are few. Returns how many they are, in
     words for a message; "" where all are validated.
     """
@@ -24,7 +25,7 @@ def check(recipe: Recipe, config_dirs: Sequence[str] = ()) -> str:
     one_apart = [row for row in every if sum(row[0][key] is not value for key, value in first.items()) <= 1]
     chosen = every if len(every) <= MOST else one_apart[:MOST]
     for _, cell in chosen:
-        checked(compose([], config_dirs, base=cell))
+        checked(compose(words, config_dirs, base=cell))
     if recipe.claim is not None:
-        checked(compose([], config_dirs, base=recipe.baseline(groups)))
+        checked(compose(words, config_dirs, base=recipe.baseline(groups)))
     return f" ({len(chosen)} of its {len(every)} combinations were checked)" if len(chosen) < len(every) else ""
