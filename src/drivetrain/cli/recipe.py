@@ -6,13 +6,10 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from drivetrain.cli import arguments, completion, recipe_schema
-from drivetrain.config.catalog import options
-from drivetrain.config.compose import compose
 from drivetrain.core.errors import DONE, UserError, did_you_mean
 from drivetrain.core.overrides import key_of
-from drivetrain.launch.job import checked
+from drivetrain.launch import recipe_check
 from drivetrain.recipe import places
-from drivetrain.run import drift
 from drivetrain.ui.terminal import table
 
 HELP = """\
@@ -80,16 +77,10 @@ def _check(argv: Sequence[str]) -> int:
     if given is None or not given.overrides:
         raise UserError("drivetrain recipe check needs the name or path of a recipe")
     trust = [word for word in given.overrides if key_of(word) == "trust"]  # of a bundle, whose code the check imports
-    problems, groups = [], options(given.config_dir)
+    problems = []
     for name in (word for word in given.overrides if word not in trust):
         try:
-            recipe, said = places.read(name), []
-            for _, cell in recipe.cells(groups):
-                job = checked(compose(trust, given.config_dir, base=cell))
-                said += [*job.composed.notices, *drift.notices(job.shared, given.config_dir, job.run.values["trust"])]
-            if recipe.claim is not None:
-                checked(compose(trust, given.config_dir, base=recipe.baseline(groups)))
-            print("\n".join([f"{name}: good", *dict.fromkeys(said)]))
+            print("\n".join([f"{name}: good", *recipe_check.check(places.read(name), given.config_dir, trust)]))
         except UserError as error:
             problems += error.problems
     if problems:

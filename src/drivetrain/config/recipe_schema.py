@@ -17,8 +17,8 @@ from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerati
 from drivetrain.config import catalog
 from drivetrain.config.catalog import LISTS, SUMS
 from drivetrain.config.plugins import trusted_packages
+from drivetrain.config.recipe_checks import hints
 from drivetrain.config.validate import _KINDS as KINDS
-from drivetrain.config.validate import _hints as hints
 from drivetrain.core import process
 from drivetrain.core.paths import conf_dir
 from drivetrain.core.user_code import import_name, trust_problems
