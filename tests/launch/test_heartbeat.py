@@ -19,7 +19,7 @@ from drivetrain.cli import main
 from drivetrain.core.errors import UserError
 from drivetrain.core.world import World
 from drivetrain.launch import heartbeat, network
-from drivetrain.launch.heartbeat import HeartbeatMonitor
+from drivetrain.launch.heartbeat import HeartbeatMonitor, ended_without_result
 from drivetrain.run import directory
 
 SOON = 5.0
@@ -196,3 +196,13 @@ def test_all_ranks_write_to_the_first_ones_directory(tmp_path):
 def test_a_rank_that_cannot_see_it_is_named(tmp_path):
     with pytest.raises(UserError, match=r"ranks 1, 3 cannot see rank 0's .*: set output_dir to a disk that all machines share"):
         directory.same_on_all_ranks(tmp_path, ProcessGroupStrategy(0, tmp_path, [True, False, True, False]))
+
+
+def test_how_a_rank_ended_is_said():
+    assert ended_without_result({1: -9}) == "rank 1 ended without a result (killed, or out of memory)"
+    assert (
+        ended_without_result({0: -11, 1: -9})
+        == "rank 0 and rank 1 ended without a result (by SIGSEGV and killed, or out of memory)"
+    )
+    assert ended_without_result({2: 7}) == "rank 2 ended without a result (exit code 7)"
+    assert ended_without_result({}) == "a rank ended without a result (killed, or out of memory)"

@@ -59,13 +59,13 @@ def run(job: Job, run_dir: Path, quiet: bool, on_abandoned: OnAbandoned | None =
 
     parallel: ProcessGroupStrategy = job.run.parallel
     sys.stdout.flush()
-    failed: set[int] = set()
+    failed: dict[int, int] = {}  # rank → exit code
     with _rank_folder(run_dir, parallel.nnodes > 1) as folder:
         monitor = HeartbeatMonitor(folder, parallel.heartbeat_timeout_s, parallel.timeout_s, parallel.max_restarts > 0)
         failures = FailureRecorder(folder, monitor)
 
         def abandon() -> None:
-            ended = _result_of_ranks(folder, run_dir, parallel, set(), monitor.ended)
+            ended = _result_of_ranks(folder, run_dir, parallel, {}, monitor.ended)
             code = on_abandoned(*ended) if on_abandoned else FAILED
             shutil.rmtree(folder, ignore_errors=True)
             os._exit(code)
@@ -76,7 +76,7 @@ def run(job: Job, run_dir: Path, quiet: bool, on_abandoned: OnAbandoned | None =
             try:
                 _launch_ranks(parallel, folder, job, run_dir, failures, quiet)
             except ChildFailedError as error:  # most ranks have written why to their files
-                failed = set(error.failures)
+                failed = {rank: failure.exitcode for rank, failure in error.failures.items()}
             except SignalException:
                 pass
         return _result_of_ranks(folder, run_dir, parallel, failed, monitor.ended)
@@ -245,9 +245,12 @@ def _final_code(folder: Path) -> int:
 
 
 def _result_of_ranks(
-    folder: Path, run_dir: Path, parallel: ProcessGroupStrategy, failed_first: set[int], ended_by_monitor: dict[int, str]
+    folder: Path, run_dir: Path, parallel: ProcessGroupStrategy, failed_first: dict[int, int], ended_by_monitor: dict[int, str]
 ) -> tuple[Result, int]:
-    """The result and exit code of this machine's ranks; torch's launcher ended the others because of `failed_first`."""
+    """The result and exit code of this machine's ranks; torch's launcher ended the others because of `failed_first`.
+
+    These have their processes' exit codes.
+    """
     results = _read_results(folder)
     begun = sorted({int(file.stem) for file in folder.glob("*.heartbeat")} | set(ended_by_monitor))
     lost = sorted(set(begun) - set(results))
@@ -256,8 +259,8 @@ def _result_of_ranks(
     if main is not None and (main["code"] == INTERRUPTED or (not lost and not failed)):
         content = main
     elif (lost and _only_peer_failures(failed)) or not failed:
-        names = " and ".join(f"rank {rank}" for rank in sorted(failed_first.intersection(lost)) or lost) or "a rank"
-        why = "; ".join(ended_by_monitor[rank] for rank in lost if rank in ended_by_monitor) or ended_without_result(names)
+        first = {rank: code for rank, code in failed_first.items() if rank in lost} or dict.fromkeys(lost, 0)
+        why = "; ".join(ended_by_monitor[rank] for rank in lost if rank in ended_by_monitor) or ended_without_result(first)
         content = {**(main or {"world_size": parallel.ranks()}), "status": "failed", "error": why, "code": FAILED}
     elif parallel.nnodes > 1 and _only_peer_failures(failed):
         content = {**(main or next(iter(failed.values()))), **_without_peers(run_dir, PEERS_GONE)}

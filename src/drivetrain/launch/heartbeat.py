@@ -15,7 +15,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -158,13 +158,21 @@ class FailureRecorder(logging.Handler):
                     own += [] if is_peer_failure(failure["error"]) else [line]
                     of_peers = of_peers or line
                 elif _process_state(int(file.read_text())) is None:
-                    own.append(ended_without_result(f"rank {file.stem}"))
+                    own.append(ended_without_result({int(file.stem): 0}))
         self.reason = "; ".join([*self._monitor.ended.values(), *own]) or of_peers
 
 
-def ended_without_result(ranks: str) -> str:
-    """The error of ranks whose processes ended without writing a result."""
-    return f"{ranks} ended without a result (killed, or out of memory)"
+def ended_without_result(ranks: Mapping[int, int]) -> str:
+    """Return the error of ranks whose processes ended without writing a result: rank → exit code, 0 where it is not known."""
+    names = " and ".join(f"rank {rank}" for rank in sorted(ranks)) or "a rank"
+    return f"{names} ended without a result ({' and '.join(dict.fromkeys(map(_how, ranks.values()))) or _how(0)})"
+
+
+def _how(code: int) -> str:
+    """How a process ended, by its exit code: a signal's number is negative."""
+    if code in (0, -signal.SIGKILL):
+        return "killed, or out of memory"
+    return f"by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
 def _process_state(process: int) -> str | None:

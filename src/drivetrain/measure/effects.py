@@ -13,7 +13,7 @@ from drivetrain.run.identity import flatten
 STRICTNESS: tuple[Effect, ...] = ("exact", "close", "changes")
 # Values of no group that training does not depend on.
 WITHOUT_EFFECT = {
-    "log_every", "evaluate_every", "select", "output_dir", "trust", "recipe", "resume", "resume_changed", "forward_input",
+    "log_every", "evaluate_every", "select", "output_dir", "trust", "recipe", "resume", "resume_changed",
 }  # fmt: skip
 
 

@@ -128,16 +128,22 @@ def _can_interrupt() -> bool:
 def _interrupted(instants: _Instants) -> Iterator[None]:
     """Let a timer interrupt this thread at the instants."""
 
+    ended = False
+
     def interrupt(_: int, frame: FrameType | None) -> None:
-        signal.setitimer(signal.ITIMER_REAL, instants.count(_caller_if_new(frame)))
+        pause = instants.count(_caller_if_new(frame))
+        if not ended:  # the last signal may be handled after the timer was stopped
+            signal.setitimer(signal.ITIMER_REAL, pause)
 
     before = signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, SAMPLE_S)
     try:
         yield
     finally:
+        ended = True
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        # By default the signal ends the process, and another thread may still have one to take.
+        signal.signal(signal.SIGALRM, signal.SIG_IGN if before == signal.SIG_DFL else before)
 
 
 def _caller_if_new(frame: FrameType | None) -> FrameType | None:
