@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from drivetrain.config import presets
+from drivetrain.config import presets, recipe_references
 from drivetrain.config.catalog import LISTS, SUMS, default_options, option_keys, options, other_folders
 from drivetrain.config.catalog import problems as option_problems
 from drivetrain.config.hydra_idioms import instead, is_hydra_override
@@ -109,6 +109,8 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str] = (), base: Rec
         if problem is not None:
             problems.append(composed.where(key) + problem)
             composed.doubtful.add(key.split(".")[0])
+    if recipe is not None and (wrong := list(recipe_references.problems(recipe, values, config))):
+        raise UserError([*problems, *wrong])
     try:
         composed.plain  # noqa: B018 - resolves every interpolation
     except OmegaConfBaseException as error:

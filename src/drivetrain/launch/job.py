@@ -141,11 +141,7 @@ def _given_twice(words: Sequence[str]) -> list[str]:
 
 def checked(composed: Composed, own: bool = False) -> Job:
     """Validate a composed config as a job. Raises UserError. With `own` its recipe is a run's, with machine-local choices."""
-    if not own:
-        composed.problems += check.recipe_code_problems(composed)
-    run = check.validate(composed)
-    if not own:
-        check.validate_recipe_keys(composed, run)
+    run = check.validate(composed, own)
     local = check.machine_local_keys(run)
     notices = composed.notices + [line for part in check.options_of(run) for line in part.advise(run)]
     return Job(composed, run, identity.config_hash(composed, local - check.identifying_keys(run)), local, notices=notices)
