@@ -21,6 +21,7 @@ from typing import Any
 
 from bench import harness
 from drivetrain.core.errors import UserError
+from drivetrain.core.overrides import key_of
 from drivetrain.core.paths import recipes_dir
 from drivetrain.measure.benchmark import arms, comparison
 from drivetrain.measure.benchmark.facts import Facts
@@ -52,7 +53,15 @@ class Plan:
 
 PLANS = {
     "default": Plan("accuracy>=0.98", 5),
+    "digits_best": Plan("accuracy>=0.98"),
     "digits_fast": Plan("accuracy>=0.98", 5),
+    "digits_robust": Plan("accuracy>=0.95"),
+    "digits_small": Plan("accuracy>=0.98", 5),
+    "fast": Plan("accuracy>=0.98", against=("recipe=naive",)),
+    "fine_tune": Plan("accuracy>=0.9", pretrain=("data.classes=[0,1,2,3,4]", "epochs=8")),
+    "large_batch": Plan("accuracy>=0.98"),
+    "long_training": Plan("accuracy>=0.98"),
+    "naive": Plan("accuracy>=0.98"),
 }  # fmt: skip
 
 
@@ -164,7 +173,9 @@ def parameters(run: Path) -> int | None:
 def speed(name: str, plan: Plan, rounds: int) -> Speed:
     """How much faster than its baseline a recipe is, measured in turns."""
     given = [f"recipe={name}", *COMMON]
-    specs = [arms.compose(" ".join(plan.against), [*given, *plan.against]), arms.compose(name, given)]
+    others = {key_of(word) for word in plan.against}
+    base_words = [*(word for word in given if key_of(word) not in others), *plan.against]
+    specs = [arms.compose(" ".join(plan.against), base_words), arms.compose(name, given)]
     base, job = (arms.baseline_job([spec]) for spec in specs)
     done = comparison.measure(specs, comparison.Settings(rounds=rounds), given)
     compare_row = done.rows[1]
@@ -183,7 +194,7 @@ def claim_of(runs: Sequence[RunFiles], plan: Plan, measured: Speed | None) -> Cl
 def write_claim(name: str, claim: Claim) -> None:
     """Write the claim as the last section of a recipe's file, in place of the one that it has."""
     file = recipes.find(name)
-    text = re.sub(r"^claim:\n(?:[ #].*\n)*", "", file.read_text(), flags=re.M)
+    text = re.sub(r"^claim:\n(?: .*\n)*", "", file.read_text(), flags=re.M)
     file.write_text(text + claim.text())
     recipes.read(file)
 

@@ -8,7 +8,7 @@ from importlib import import_module
 from drivetrain.cli import arguments, completion
 from drivetrain.config.catalog import options
 from drivetrain.config.compose import compose
-from drivetrain.core.errors import DONE, UserError, did_you_mean
+from drivetrain.core.errors import DONE, OperatorGives, UserError, did_you_mean
 from drivetrain.launch.job import checked
 from drivetrain.recipe import reader as recipes
 from drivetrain.ui.terminal import table
@@ -80,16 +80,27 @@ def _check(argv: Sequence[str]) -> int:
     for name in given.overrides:
         try:
             recipe = recipes.read(recipes.find(name))
-            for _, cell in recipe.cells(groups):
-                checked(compose([], given.config_dir, base=cell))
+            parts = [cell for _, cell in recipe.cells(groups)]
             if recipe.claim is not None and recipe.claim.speed is not None:
-                checked(compose([], given.config_dir, base=recipe.baseline(groups)))
-            print(f"{name}: good")
+                parts.append(recipe.baseline(groups))
+            wanted = dict.fromkeys(line for part in parts for line in _for_operator(part, given.config_dir))
+            print(f"{name}: good" + "".join(f"; left to the command line: {line}" for line in wanted))
         except UserError as error:
             problems += error.problems
     if problems:
         raise UserError(dict.fromkeys(problems))
     return DONE
+
+
+def _for_operator(recipe: recipes.Recipe, config_dirs: Sequence[str]) -> list[str]:
+    """Check a recipe; what it leaves to the operator, such as the path of its data. Raises UserError with all else."""
+    try:
+        checked(compose([], config_dirs, base=recipe))
+    except UserError as error:
+        if others := [problem for problem in error.problems if not isinstance(problem, OperatorGives)]:
+            raise UserError(others) from None
+        return error.problems
+    return []
 
 
 def _measured(module: str, *paths: str) -> Callable[[Sequence[str]], int]:
