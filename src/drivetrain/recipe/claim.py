@@ -85,6 +85,8 @@ def _reach(value: Any) -> str:
 class Kind(Section):
     """One kind of claim: a figure that can be measured again."""
 
+    of_all = False  # it is of all the claim's seeds
+
     def __str__(self) -> str:
         """The claim in words."""
         raise NotImplementedError
@@ -120,6 +122,8 @@ class Speed(Kind):
 class Quality(Kind):
     """The final value of a metric over several seeds."""
 
+    of_all = True
+
     metric: Annotated[str, Rule(sections.text, "the metric's name, as accuracy")]
     set: Annotated[str, Rule(one_of(*SETS), "the set that it was evaluated on, validation or test")]
     mean: Annotated[
@@ -143,6 +147,8 @@ class Quality(Kind):
 @dataclass(frozen=True)
 class Target(Kind):
     """When a metric reached a value: medians over all seeds, a seed that never did being the slowest."""
+
+    of_all = True
 
     reach: Annotated[str, Rule(_reach, "the value to reach, as accuracy>=0.98")]
     reached: Annotated[int, Rule(sections.whole, "how many of the seeds reached it", "of n seeds")]
@@ -231,7 +237,8 @@ class Claim(Section):
         if not self.kinds():
             yield f"{key} claims nothing: give one of {', '.join(KINDS)}"
         for name, kind in self.kinds().items():
-            if self.seeds is not None and (n := getattr(kind, "n", None)) is not None and n != len(self.seeds):
+            n = getattr(kind, "n", None)
+            if self.seeds is not None and n is not None and (n > len(self.seeds) or (kind.of_all and n != len(self.seeds))):
                 yield f"{key}.{name}.n={n}, but {key}.seeds are {len(self.seeds)}"
 
     def text(self) -> str:

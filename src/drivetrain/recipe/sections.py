@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, field, fields
@@ -127,8 +126,22 @@ def plain(value: Any) -> Any:
 
 def flow(value: Any) -> str:
     """A value in one line of YAML."""
-    text = yaml.safe_dump([value], default_flow_style=True, width=10**6, allow_unicode=True, sort_keys=False)
+    text = yaml.dump([value], Dumper=_Dumper, default_flow_style=True, width=10**6, allow_unicode=True, sort_keys=False)
     return text.strip()[1:-1]
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes every text that the reader of recipes would read as something else, such as 1e3."""
+
+
+def _string(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
+    node = dumper.represent_str(value)
+    if plain_value(yaml.ScalarNode(dumper.resolve(yaml.ScalarNode, value, (True, False)), value), "", "", []) != value:
+        node.style = "'"
+    return node
+
+
+_Dumper.add_representer(str, _string)
 
 
 # --- checks ---
@@ -136,7 +149,7 @@ def flow(value: Any) -> str:
 
 def is_number(value: Any) -> bool:
     """Whether a value is a finite number of a size that something was measured in."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and abs(value) <= MAX_NUMBER
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER  # not of nan
 
 
 def number(value: Any) -> str:

@@ -17,6 +17,7 @@ from drivetrain.run.identity import flatten
 from drivetrain.run.result import Result
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_COUNTS = ("update", "time", "samples")  # numbers of a record
 NOT_COMPARED = ("output_dir", "resume", "resume_changed", "recipe", "trust")
 
 
@@ -135,9 +136,10 @@ def _yaml(path: Path) -> dict[str, Any]:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text())
+        found = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _points(path: Path) -> tuple[Points, Points]:
@@ -152,6 +154,8 @@ def _points(path: Path) -> tuple[Points, Points]:
         try:
             record = json.loads(line)
         except ValueError:
+            continue
+        if not isinstance(record, dict) or not all(isinstance(record.get(key, 0), int | float) for key in _COUNTS):
             continue
         event, update = record.pop("event", None), record.pop("update", 0)
         seconds = record.pop("time", None)

@@ -6,7 +6,8 @@ import json
 from dataclasses import asdict, dataclass, field
 from html import escape
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from drivetrain.core.files import write_json
 
@@ -86,11 +87,19 @@ class Result:
         )
         return f"<table>{''.join(cells)}</table>"
 
+    def _check_types(self) -> None:
+        """Raise TypeError where a value is not of its field's type: the file may be a stranger's, or damaged."""
+        for name, hint in get_type_hints(type(self)).items():
+            kinds = [get_origin(kind) or kind for kind in (get_args(hint) if get_origin(hint) is UnionType else (hint,))]
+            if not isinstance(getattr(self, name), (*kinds, int) if float in kinds else tuple(kinds)):
+                raise TypeError(name)
+
     @classmethod
     def read(cls, run_dir: Path) -> Result | None:
         """The result in a run's directory; None where there is none."""
         try:
             result = cls(**json.loads((run_dir / "result.json").read_text()), run_dir=run_dir)
+            result._check_types()
         except (OSError, ValueError, TypeError):
             return None
         if "final" in result.metrics:  # of a version without validation sets

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from drivetrain.core.errors import Interrupted, UserError
 from drivetrain.core.option import Count, Positive
-from drivetrain.core.overrides import key_of
+from drivetrain.core.overrides import format_value, key_of
 from drivetrain.core.selection import Selection, evaluated, problems, selected
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
@@ -117,19 +117,27 @@ def check(plan: Plan, job: Job, quality: bool) -> None:
 def _train(spec: ArmSpec, first: Job, number: int, folder: Path, signals: SignalForwarder, target: float | None) -> TrainedRun:
     """Train the arm to its end with the seed of this number, counted from that of the first arm's own job."""
     seed = first.run.runtime.seed + number
-    return trained_run(run_seed(spec, first, seed, folder, signals), seed, target)
+    trained = trained_run(run_seed(spec, first, seed, folder, signals), seed, target)
+    if trained.facts is not None and trained.facts.kind == "cpu":
+        trained.facts.peak_mib = None  # a forked process shares memory with this one: it is not that of a run by itself
+    return trained
 
 
 def run_seed(spec: ArmSpec, first: Job, seed: int, folder: Path, signals: SignalForwarder) -> RunFiles:
     """Train an arm to its end with a seed, with the recipe of the first arm's job; its files, which lie in `folder`."""
-    given = [word for word in spec.overrides if key_of(word) not in ("runtime.seed", "output_dir")]
-    overrides = [*given, f"runtime.seed={seed}", f"output_dir={folder.parent}"]
+    overrides = seeded(spec, seed, folder)
     try:
         job = prepare_job(overrides, first.composed.config_dirs, first.composed.recipe)
     except UserError as error:
         raise UserError([f"{spec.label}: {problem}" for problem in error.problems]) from None
     _, result = run_one(SweepJob(spec.label, overrides, job, []), folder, signals, quiet=True)
     return replace(read(folder), result=result, status=result.status)
+
+
+def seeded(spec: ArmSpec, seed: int, folder: Path) -> list[str]:
+    """The overrides of an arm with a seed, whose run lies in `folder`."""
+    given = [word for word in spec.overrides if key_of(word) not in ("runtime.seed", "output_dir")]
+    return [*given, f"runtime.seed={seed}", f"output_dir={format_value(str(folder.parent))}"]
 
 
 def trained_run(run: RunFiles, seed: int, target: float | None = None) -> TrainedRun:

@@ -31,9 +31,9 @@ class Answer(NamedTuple):
     """What measuring again says of one kind of claim."""
 
     kind: str
-    outcome: str
     claimed: str
     measured: str
+    outcome: str
     because: str
 
 
@@ -130,7 +130,7 @@ class OfRuns:
             outcome, because = UNTOLD, "it is not measured here"
         else:
             outcome, because = self.judge(claimed, again, seen)
-        return Answer(self.key, outcome, str(claimed), measured, because)
+        return Answer(self.key, str(claimed), measured, outcome, because)
 
     def same(self, claimed: Any) -> Wanted:
         """What has to be made of the runs here to compare it with the claim."""
@@ -230,7 +230,7 @@ class PeakMemory(OfRuns):
 
     def made(self, runs: Sequence[Facts], wanted: Wanted) -> Memory | None:
         peaks = [run.peak_mib for run in runs if run.peak_mib]
-        return Memory(rounded(max(peaks)), len(peaks)) if len(peaks) == len(runs) else None
+        return Memory(rounded(max(peaks)), len(peaks)) if peaks else None
 
     def judge(self, claimed: Memory, again: Memory, seen: Seen) -> tuple[str, str]:
         share = again.peak_mib / claimed.peak_mib
@@ -244,7 +244,7 @@ class UsedEnergy(OfRuns):
 
     def made(self, runs: Sequence[Facts], wanted: Wanted) -> Energy | None:
         joules = [run.joules for run in runs if run.joules]
-        return Energy(rounded(sum(joules) / len(joules)), len(joules)) if len(joules) == len(runs) else None
+        return Energy(rounded(sum(joules) / len(joules)), len(joules)) if joules else None
 
     def judge(self, claimed: Energy, again: Energy, seen: Seen) -> tuple[str, str]:
         share = again.joules / claimed.joules

@@ -15,7 +15,8 @@ def of(run_dirs: Sequence[Path]) -> str:
     run, others = reader.read(run_dirs[0]), [_name(folder) for folder in run_dirs[1:]]
     facts = run.environment
     device = (run.result and run.result.device_name) or facts.get("processor")
-    versions = [f"{name} {version}" for name, version in (facts.get("versions") or {}).items() if version]
+    recorded = facts.get("versions")
+    versions = [f"{name} {version}" for name, version in (recorded if isinstance(recorded, dict) else {}).items() if version]
     commit = facts.get("git_commit")
     lines = [
         f"of the run {_name(run_dirs[0])}, drivetrain {facts.get('drivetrain', '–')}",

@@ -12,26 +12,22 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.config.catalog import options
-from drivetrain.core import accelerators
-from drivetrain.core.errors import Interrupted, UserError
+from drivetrain.core.errors import UserError
 from drivetrain.core.overrides import format_value, key_of
 from drivetrain.core.selection import evaluated
 from drivetrain.launch.job import Job
 from drivetrain.measure import arguments
-from drivetrain.measure.benchmark import arms, compare, comparison, noninferiority, quality
+from drivetrain.measure.benchmark import arms, compare, comparison, noninferiority
 from drivetrain.measure.benchmark.arms import ArmSpec
 from drivetrain.measure.benchmark.comparison import Comparison, Row
 from drivetrain.measure.benchmark.facts import Facts
-from drivetrain.measure.claims import kinds
-from drivetrain.measure.claims.kinds import HOLDS, REFUTED, SKIPPED, UNTOLD, Answer, Differences, OfRuns, Seen
+from drivetrain.measure.claims import kinds, training
+from drivetrain.measure.claims.kinds import HOLDS, REFUTED, SKIPPED, UNTOLD, Answer, Differences, Seen
 from drivetrain.measure.intervals import MIN_PAIRS
 from drivetrain.recipe import reader as recipes
-from drivetrain.recipe.claim import Claim, Reach, Speed, as_overrides, times
+from drivetrain.recipe.claim import Claim, Speed, as_overrides, times
 from drivetrain.recipe.reader import Recipe
-from drivetrain.run import directory
-from drivetrain.sweep import SignalForwarder
 from drivetrain.ui import terminal
-from drivetrain.ui.progress import Steps
 
 TOLERANCE = 0.05  # the measured interval may end so far below the claimed one
 HEADER = ("claim", "claimed", "measured here", "answer", "because")
@@ -106,11 +102,12 @@ def verify(
         answers.append(judge(claim, compared.rows[0], compared.rows[1], job.run.runtime.device_type()))
         compared.notes.append(f"{answers[0].outcome}: {answers[0].because}")
     if settings.quick:
-        answers += [Answer(kind.key, SKIPPED, str(getattr(claim, kind.key)), "–", "--quick") for kind in asked]
+        answers += [Answer(kind.key, str(getattr(claim, kind.key)), "–", SKIPPED, "--quick") for kind in asked]
     elif asked:
         spec = arms.compose(recipe.name, [f"recipe={recipe.path}", *overrides], config_dirs, recipe)
-        runs = _train(spec, claim, settings.seeds, asked, any(key_of(word) == "runtime.seed" for word in overrides))
-        seen = Seen(runs, differences(claim, runs, job), evaluated(job.run))
+        given = any(key_of(word) == "runtime.seed" for word in overrides)
+        runs = training.train(spec, claim, settings.seeds, asked, job.run.runtime.seed if given else None)
+        seen = Seen(runs, training.differences(claim, runs[0], job), evaluated(job.run))
         answers += [kind.answer(getattr(claim, kind.key), seen) for kind in asked]
     return Verified(recipe, answers, compared, runs)
 
@@ -134,45 +131,6 @@ def _job(recipe: Recipe, overrides: Sequence[str], config_dirs: Sequence[str]) -
     return spec.job
 
 
-# --- whole trainings ---
-
-
-def differences(claim: Claim, runs: Sequence[Facts], job: Job) -> Differences:
-    """Where the machine and the data of the first of these runs are not the claim's."""
-    first = runs[0]
-    kind = first.kind or job.run.runtime.device_type()
-    here = Differences.of(claim, kind, first.device, first.data)
-    if first.kind is None and first.error is not None and not here.kind:  # it was never built, on a device like the claim's
-        raise UserError(first.error.removeprefix("failed: "))
-    return here
-
-
-def _train(spec: ArmSpec, claim: Claim, count: int, asked: Sequence[OfRuns], from_own_seed: bool) -> list[Facts]:
-    """Train the recipe with so many seeds that the claim did not have; with one, where that shows that nothing can be told."""
-    job = arms.baseline_job([spec])
-    accelerators.find()  # this, and the import of torch, once here, because the runs are forked
-    reach = Reach.parse(claim.target.reach) if claim.target is not None else None
-    first = job.run.runtime.seed if from_own_seed else max(claim.seeds or (job.run.runtime.seed,)) + 1
-    folder, runs = directory.create(Path(job.run.values["output_dir"]), "verify"), []
-    try:
-        with Steps() as steps, SignalForwarder() as signals:
-            for number, seed in enumerate(range(first, first + count)):
-                steps(f"training {number + 1} of {count}: seed {seed}")
-                files = quality.run_seed(spec, job, seed, folder / str(number), signals)
-                if signals.raised:
-                    raise Interrupted("stopped by a signal while the recipe was trained")
-                runs.append(Facts.of(files, seed, reach))
-                here = differences(claim, runs, job)
-                if runs[-1].error is not None or all(kind.cannot_tell(here) for kind in asked):
-                    break
-    finally:
-        directory.remove(folder)
-    return runs
-
-
-# --- the speed ---
-
-
 def baseline_and_recipe(recipe: Recipe, speed: Speed, overrides: Sequence[str], config_dirs: Sequence[str]) -> list[ArmSpec]:
     """Two arms: the claim's baseline, and the recipe as it is. Raises UserError with every problem of either."""
     own_saving = any(key.split(".")[0] == "saving" for key in speed.against)
@@ -194,7 +152,7 @@ def judge(claim: Claim, base: Row, row: Row, kind: str | None = None) -> Answer:
     assert speed is not None
     differ = Differences.of(claim, row.device_type or kind, row.device)
     answer: Callable[[str, str], Answer] = lambda outcome, why: Answer(  # noqa: E731
-        "speed", outcome, str(speed), times(*row.ratio) if row.ratio else "–", why
+        "speed", str(speed), times(*row.ratio) if row.ratio else "–", outcome, why
     )
     for arm, name in ((base, "its baseline"), (row, "it")):
         if arm.error is not None:
