@@ -1,5 +1,6 @@
 """Every loader yields the same micro-batches in the same order, wherever they are read."""
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -16,7 +17,7 @@ from drivetrain.core.errors import DataError, Interrupted, UserError
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.world import World
 from drivetrain.data import Normalize, Tensors
-from drivetrain.loader import Auto, Device, Loader, Pipeline, Resident, Threads, Workers
+from drivetrain.loader import Auto, Device, Loader, Pipeline, Resident, Threads, Workers, workers
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # more workers than cores: on purpose
 CPU = torch.device("cpu")
@@ -141,6 +142,21 @@ def test_a_stuck_read_is_an_error_not_a_hang():
     loader = Workers(num_workers=1, timeout_s=0.2)
     with pytest.raises(Interrupted, match=r"worker 1 of 1 .*loader\.timeout_s.* begins with sample \d+:"):
         list(loader.stream(Pipeline(Stuck(), (), None, 0), requests(), CPU, torch.contiguous_format))
+
+
+def test_a_stopped_worker_is_an_error_not_a_hang(monkeypatch):
+    """It holds the memory of the batches that it has announced: torch waits for that without a limit."""
+    monkeypatch.setattr(workers, "GRACE_S", 0.5)
+    loader, before = Workers(num_workers=1, timeout_s=0.5, prefetch_factor=8), set(multiprocessing.active_children())
+    stream = loader.stream(pipeline(), requests(), CPU, torch.contiguous_format)
+    next(stream)
+    (worker,) = set(multiprocessing.active_children()) - before
+    time.sleep(0.3)  # until more batches are announced
+    os.kill(worker.pid, signal.SIGSTOP)
+    with pytest.raises(Interrupted, match=r"worker 1 of 1 .*loader\.timeout_s"):
+        list(stream)
+    worker.join(5)
+    assert worker.exitcode == -signal.SIGKILL
 
 
 def test_a_stuck_thread_is_an_error_and_holds_nothing_up():

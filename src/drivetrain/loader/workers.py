@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -17,7 +18,9 @@ from drivetrain.core.tensors import has_streams
 from drivetrain.core.trees import Tree
 from drivetrain.loader.base import Batch, Loader, Pipeline, ReadBatch, reading_advice, timeout_error
 
-DEATH_NOTICE_S = 10.0  # from a broken connection until torch reports that the worker was killed
+DEATH_NOTICE_S = 10.0  # from a broken connection until the worker's end is known
+GRACE_S = 2.0  # after torch's own time-out
+WATCH_S = 0.5
 
 
 class Workers(Loader):
@@ -84,23 +87,35 @@ class Workers(Loader):
     def _deliveries(self, loader: Iterable[Any], pipeline: Pipeline, pending: deque[Request]) -> Iterator[_Delivery]:
         """Yield what the workers deliver. A worker that is stuck or killed ends the run as interrupted, so it can be resumed."""
         delivered = 0
+
+        def too_late() -> Interrupted:
+            limit.kill()
+            worker = f"loader worker {delivered % self.num_workers + 1} of {self.num_workers}"  # they take turns
+            return timeout_error(worker, self.timeout_s, pipeline, int(pending[0].indices[0]))
+
+        batches = iter(loader)
         try:
-            for fetched in loader:
-                if isinstance(fetched, DataError):
-                    raise fetched
-                yield fetched
-                delivered += 1
+            with _WaitLimit(self.timeout_s, batches) as limit:
+                for fetched in limit.each(batches):
+                    if isinstance(fetched, DataError):
+                        raise fetched
+                    yield fetched
+                    delivered += 1
         except RuntimeError as error:
-            if "timed out" in str(error):  # workers take turns
-                worker = f"loader worker {delivered % self.num_workers + 1} of {self.num_workers}"
-                raise timeout_error(worker, self.timeout_s, pipeline, int(pending[0].indices[0])) from None
+            if limit.exceeded or "timed out" in str(error):
+                raise too_late() from None
             self.raise_if_worker_died(error)
             raise
         except (OSError, EOFError) as error:
-            try:  # the connection breaks first; then torch's signal handler raises the worker's death, wherever this process is
-                time.sleep(DEATH_NOTICE_S)
+            if limit.exceeded:
+                raise too_late() from None
+            try:  # the connection breaks first; torch's signal handler may raise the worker's death, wherever this process is
+                dead = limit.dead_worker()
             except RuntimeError as death:
                 self.raise_if_worker_died(death)
+                raise
+            if dead is not None:
+                self.raise_if_worker_died(RuntimeError(f"DataLoader worker (pid {dead.pid}) ended, exit code {dead.exitcode}"))
             raise error
 
     def raise_if_worker_died(self, error: RuntimeError) -> None:
@@ -109,6 +124,71 @@ class Workers(Loader):
                 f"a loader's worker was killed ({str(error).strip().splitlines()[0]}); where memory ran out, lower "
                 "loader.num_workers or set loader=threads"
             ) from None
+
+
+class _WaitLimit:
+    """Ends workers that keep the loop waiting beyond torch's own time-out.
+
+    torch's covers the wait for a batch's message. A worker that was stopped then hands over no memory: that wait has no limit.
+    """
+
+    def __init__(self, timeout_s: float, batches: Any) -> None:
+        self.timeout_s, self.exceeded = timeout_s, False
+        self._batches, self._workers = batches, getattr(batches, "_workers", [])
+        self._waits_since: float | None = None
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="loader wait limit")
+
+    def each(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches, and note when each is waited for."""
+        while True:
+            self._waits_since = time.monotonic()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            finally:
+                self._waits_since = None
+            yield batch
+
+    def __enter__(self) -> _WaitLimit:
+        if self.timeout_s and self._workers:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._done.set()
+
+    def _watch(self) -> None:
+        while not self._done.wait(WATCH_S):
+            since = self._waits_since
+            if since is not None and time.monotonic() - since > self.timeout_s + GRACE_S:
+                self.exceeded = True
+                self.kill()
+                return
+
+    def dead_worker(self) -> Any:
+        """Return a worker that has ended, or ends within a few seconds; None if none does."""
+        until = time.monotonic() + DEATH_NOTICE_S
+        while time.monotonic() < until:
+            for worker in self._workers:
+                if not worker.is_alive():
+                    return worker
+            time.sleep(0.01)
+        return None
+
+    def kill(self) -> None:
+        """End the workers. One that is stopped answers no other signal, and would hold up the end of this process.
+
+        torch would raise the end of workers that it knows, wherever this process is.
+        """
+        from torch.utils.data._utils import signal_handling
+
+        if getattr(self._batches, "_worker_pids_set", False):
+            signal_handling._remove_worker_pids(id(self._batches))
+            self._batches._worker_pids_set = False
+        for worker in self._workers:
+            worker.kill()
 
 
 @dataclass(slots=True)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import csv
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from drivetrain.logger.base import Logger
+from drivetrain.run import records
+
+logger = logging.getLogger(__name__)
 
 
 class Files(Logger):
@@ -20,7 +24,10 @@ class Files(Logger):
     def start(self, run_dir: Path, update: int) -> None:
         self.path = run_dir / "metrics.jsonl"
         if self.path.exists():  # a resumed run repeats the updates after its checkpoint: keep one record of each
-            kept = [line for line in self.path.read_text().splitlines() if _update_of(line) <= update]
+            found = records.read(self.path)
+            if found.unreadable:
+                logger.warning("%s: %d lines could not be read, and are left out", self.path, found.unreadable)
+            kept = [json.dumps(record) for record in found.records if record["update"] <= update]
             self.path.write_text("".join(line + "\n" for line in kept))
         self._file = self.path.open("a")
 
@@ -30,16 +37,15 @@ class Files(Logger):
 
     def close(self) -> None:
         self._file.close()
-        records = [json.loads(line) for line in self.path.read_text().splitlines()]
-        write_table(self.path.with_suffix(".csv"), records)
+        write_table(self.path.with_suffix(".csv"), records.read(self.path).records)
 
 
 class Csv(Logger):
     """Keep metrics.csv up to date while the run goes on. Files, which is always on, writes it at the end."""
 
     def start(self, run_dir: Path, update: int) -> None:
-        self.path, lines = run_dir / "metrics.csv", run_dir / "metrics.jsonl"
-        self._records = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
+        self.path = run_dir / "metrics.csv"
+        self._records = records.read(run_dir / "metrics.jsonl").records
         self._columns = write_table(self.path, self._records)
 
     def log(self, record: dict[str, Any]) -> None:
@@ -51,19 +57,11 @@ class Csv(Logger):
             csv.DictWriter(file, self._columns).writerow(record)
 
 
-def write_table(path: Path, records: Sequence[dict[str, Any]]) -> list[str]:
+def write_table(path: Path, rows: Sequence[dict[str, Any]]) -> list[str]:
     """Write records as CSV, with a column for each key that one of them has. Return the columns."""
-    columns = list(dict.fromkeys(key for record in records for key in record))
+    columns = list(dict.fromkeys(key for row in rows for key in row))
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
-        writer.writerows(records)
+        writer.writerows(rows)
     return columns
-
-
-def _update_of(line: str) -> float:
-    """The update of a record; infinite for a line that is not whole because the process was killed."""
-    try:
-        return json.loads(line)["update"]
-    except (ValueError, KeyError):
-        return float("inf")

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from drivetrain.core.errors import UserError
-from drivetrain.run import directory
+from drivetrain.run import directory, records
 from drivetrain.run.identity import flatten
 from drivetrain.run.result import Result
 
@@ -143,19 +143,11 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _points(path: Path) -> tuple[Points, Points]:
-    """The training and the evaluation records of metrics.jsonl; a line that is being written is left out."""
+    """The training and the evaluation records of metrics.jsonl."""
     train, evaluated = Points(), Points()
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        lines = []
     began, samples = None, 0
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if not isinstance(record, dict) or not all(isinstance(record.get(key, 0), int | float) for key in _COUNTS):
+    for record in records.read(path).records:
+        if not all(isinstance(record.get(key, 0), int | float) for key in _COUNTS):
             continue
         event, update = record.pop("event", None), record.pop("update", 0)
         seconds = record.pop("time", None)

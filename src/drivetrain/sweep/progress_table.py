@@ -5,7 +5,6 @@ No thread redraws the table, because the process forks the jobs.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
@@ -14,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from drivetrain.run import records
 from drivetrain.sweep.store import LENGTH, Entry
 from drivetrain.ui import terminal
 
@@ -29,23 +29,16 @@ def progress(entry: Entry) -> tuple[dict[str, Any], int | None]:
         length = int((entry.run_dir / LENGTH).read_text())
     except (OSError, ValueError):
         length = None
-    for line in reversed(_tail(entry.run_dir / "metrics.jsonl").splitlines()):
-        try:
-            record = json.loads(line)
-            if record["event"] == "train":
-                return record, length
-        except (ValueError, KeyError):  # an incomplete line at either end
-            continue
-    return {}, length
+    return records.last(_tail(entry.run_dir / "metrics.jsonl"), "train") or {}, length
 
 
-def _tail(path: Path) -> str:
+def _tail(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
-            return file.read().decode(errors="replace")
+            return file.read()
     except OSError:
-        return ""
+        return b""
 
 
 def share(entry: Entry) -> float:

@@ -1,0 +1,48 @@
+"""Reads metrics.jsonl, of which a crash, a full disk or another program may have spoilt lines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+Record = dict[str, Any]
+
+
+class Records(NamedTuple):
+    """What could be read of a file."""
+
+    records: list[Record]
+    unreadable: int  # lines that are no record; the last line of a killed process, which is not whole, is not counted
+
+
+def read(path: Path) -> Records:
+    """Return the records of a run's metrics.jsonl, none where there is no such file. Each has a whole number `update`."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError:
+        lines = []
+    found = [_record(line) for line in lines]
+    unreadable = sum(record is None for record, line in zip(found[:-1], lines, strict=False) if line.strip())
+    return Records([record for record in found if record is not None], unreadable)
+
+
+def last(content: bytes, event: str) -> Record | None:
+    """Return the last record of an event in the last bytes of a file."""
+    for line in reversed(content.split(b"\n")):
+        if (record := _record(line)) is not None and record.get("event") == event:
+            return record
+    return None
+
+
+def _record(line: bytes) -> Record | None:
+    try:
+        record = json.loads(line.decode())
+    except (ValueError, RecursionError):
+        return None
+    good = isinstance(record, dict) and _is_number(record.get("update"), int)
+    return record if good and all(_is_number(record.get(key, 0), int | float) for key in ("time", "samples")) else None
+
+
+def _is_number(value: object, kind: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
