@@ -25,6 +25,7 @@ from drivetrain.core.overrides import key_of
 from drivetrain.core.paths import recipes_dir
 from drivetrain.measure.benchmark import arms, comparison
 from drivetrain.measure.benchmark.facts import Facts
+from drivetrain.measure.cells import figure
 from drivetrain.measure.claims import export, write
 from drivetrain.measure.claims.verify import Settings, verify
 from drivetrain.measure.intervals import mean
@@ -125,8 +126,8 @@ def _completed(folder: Path) -> dict[str, RunFiles]:
     return {str(run.result.config_hash): run for run in runs if run.result is not None and run.status == "completed"}
 
 
-def row(runs: Sequence[RunFiles], plan: Plan) -> dict[str, Any]:
-    """The figures of one recipe, or of one cell of its grid, over the seeds."""
+def row(runs: Sequence[RunFiles], plan: Plan, shared: bool) -> dict[str, Any]:
+    """The figures of one recipe, or of one cell of its grid, over the seeds; no times of a machine that others share."""
     reach = Reach.parse(plan.target or "")
     facts = [Facts.of(run, seed, reach) for seed, run in enumerate(runs)]
     results = [run.result for run in runs if run.result is not None]
@@ -140,10 +141,11 @@ def row(runs: Sequence[RunFiles], plan: Plan) -> dict[str, Any]:
         "target": reach and {
             "reach": str(reach), "reached": len(reached),
             "updates": statistics.median(u for u, _ in reached) if reached else None,
-            "seconds": statistics.median(s or 0.0 for _, s in reached) if reached else None,
+            "seconds": None if shared or not reached else statistics.median(s or 0.0 for _, s in reached),
         },
-        "updates": results[0].updates, "seconds": statistics.median(r.wall_s for r in results),
-        "samples_per_second": statistics.median(r.samples_per_second or 0.0 for r in results),
+        "updates": results[0].updates,
+        "seconds": None if shared else statistics.median(r.wall_s for r in results),
+        "samples_per_second": None if shared else statistics.median(r.samples_per_second or 0.0 for r in results),
         "parameters": parameters(runs[0].path),
         "peak_mib": max((r.peak_memory_bytes or 0) for r in results) / MEBIBYTE,
         "data": results[0].data,
@@ -185,10 +187,14 @@ def speed(name: str, plan: Plan, rounds: int) -> Speed:
     return Speed(middle, (low, high), Against(write.against(job, base)))
 
 
-def claim_of(runs: Sequence[RunFiles], plan: Plan, measured: Speed | None) -> Claim | None:
+def claim_of(name: str, runs: Sequence[RunFiles], plan: Plan, given: argparse.Namespace) -> Claim | None:
     """What the runs of a recipe, and its comparison with a baseline, have shown."""
     claim = export.claim_of_runs(runs, export.Settings(target=plan.target))
-    return claim and replace(claim, speed=measured)
+    if claim is None:
+        return None
+    if given.shared:
+        return replace(claim, target=claim.target and replace(claim.target, seconds=None))
+    return replace(claim, speed=speed(name, plan, given.rounds) if plan.against else None)
 
 
 def write_claim(name: str, claim: Claim) -> None:
@@ -212,8 +218,8 @@ def line(name: str, rows: Sequence[dict[str, Any]]) -> list[str]:
     return [
         f"`{name}`" + (f", the best of {len(rows)} cells: `{best['cell']}`" if len(rows) > 1 else ""),
         best["metric"], _figure(best["validation"]), _figure(best["test"]), _until(best["target"], best["seeds"]),
-        f"{best['seconds']:.1f} s", f"{best['samples_per_second']:,.0f}",
-        f"{best['parameters']:,}" if best["parameters"] else "–", f"{best['peak_mib']:,.0f}", str(best["seeds"]),
+        figure(best["seconds"], "{:.1f} s"), figure(best["samples_per_second"], "{:,.0f}"),
+        figure(best["parameters"], "{:,}"), figure(best["peak_mib"], "{:,.0f}"), str(best["seeds"]),
     ]  # fmt: skip
 
 
@@ -227,7 +233,8 @@ def _until(target: dict[str, Any] | None, seeds: int) -> str:
     if not target["reached"]:
         return f"{target['reach']}: never"
     some = f" ({target['reached']} of {seeds} seeds)" if target["reached"] < seeds else ""
-    return f"{target['reach']}: {target['updates']:,.0f} updates, {target['seconds']:.1f} s{some}"
+    seconds = f", {target['seconds']:.1f} s" if target["seconds"] is not None else ""
+    return f"{target['reach']}: {target['updates']:,.0f} updates{seconds}{some}"
 
 
 def page(text: str, content: dict[str, Any]) -> str:
@@ -245,10 +252,10 @@ def measure(name: str, plan: Plan, given: argparse.Namespace) -> dict[str, Any]:
     recipe = recipes.read(recipes.find(name))
     if given.claims and not recipe.sweep:
         (runs,) = cells.values()
-        claim = claim_of(runs, plan, speed(name, plan, given.rounds) if plan.against else None)
+        claim = claim_of(name, runs, plan, given)
         if claim is not None:
             write_claim(name, claim)
-    rows = [{"cell": label, **row(runs, plan)} for label, runs in cells.items()]
+    rows = [{"cell": label, **row(runs, plan, given.shared)} for label, runs in cells.items()]
     return {"for": recipe.description, "cells": rows}
 
 
@@ -265,6 +272,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=None, help="of each recipe; else as many as its plan says")
     parser.add_argument("--runs", type=Path, default=Path("outputs/zoo"), help="where runs are kept, and found again")
     parser.add_argument("--claims", action="store_true", help="write into each recipe what it has shown")
+    parser.add_argument("--shared", action="store_true", help="other programs share this machine: report and claim no times")
     parser.add_argument("--verify", action="store_true", help="verify what each recipe claims, and train nothing else")
     parser.add_argument("--rounds", type=int, default=12, help="of a comparison with a baseline, for a claim of speed")
     parser.add_argument("--out", type=Path, default=harness.RESULTS / "zoo-cpu.json")

@@ -10,9 +10,8 @@ import pytest
 from bench import zoo
 
 from drivetrain.cli.main import main
-from drivetrain.config.catalog import options
 from drivetrain.config.compose import compose
-from drivetrain.core.errors import DONE, UserError
+from drivetrain.core.errors import DONE
 from drivetrain.core.paths import recipes_dir
 from drivetrain.core.selection import evaluated
 from drivetrain.core.signals import StopFlag

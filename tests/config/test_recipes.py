@@ -4,6 +4,7 @@ import torch
 
 from drivetrain.launch.job import prepare
 
+
 def test_the_recipe_for_a_gpu_is_fast_and_what_only_a_gpu_gains_from():
     fast, gpu = (prepare([f"recipe={name}"]).run for name in ("fast", "fast_gpu"))
     differ = {group for group in fast.choices if fast.choices[group] != gpu.choices[group]}
