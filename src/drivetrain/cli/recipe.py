@@ -81,7 +81,7 @@ def _check(argv: Sequence[str]) -> int:
         try:
             recipe = recipes.read(recipes.find(name))
             parts = [cell for _, cell in recipe.cells(groups)]
-            if recipe.claim is not None:
+            if recipe.claim is not None and recipe.claim.speed is not None:
                 parts.append(recipe.baseline(groups))
             wanted = dict.fromkeys(line for part in parts for line in _for_operator(part, given.config_dir))
             print(f"{name}: good" + "".join(f"; left to the command line: {line}" for line in wanted))
