@@ -29,6 +29,7 @@ from drivetrain.measure.cells import figure
 from drivetrain.measure.claims import export, write
 from drivetrain.measure.claims.verify import Settings, verify
 from drivetrain.measure.intervals import mean
+from drivetrain.recipe import places
 from drivetrain.recipe import reader as recipes
 from drivetrain.recipe.claim import Against, Claim, Reach, Speed
 from drivetrain.run.reader import RunFiles, find
@@ -69,7 +70,7 @@ PLANS = {
 def names() -> list[str]:
     """The recipes that can be measured on this machine."""
     every = sorted(file.stem for file in recipes_dir().glob("*.yaml"))
-    return [name for name in every if NOT_HERE not in recipes.read(recipes.find(name)).description]
+    return [name for name in every if NOT_HERE not in recipes.read(places.find(name)).description]
 
 
 def trained(name: str, plan: Plan, folder: Path) -> dict[str, list[RunFiles]]:
@@ -199,7 +200,7 @@ def claim_of(name: str, runs: Sequence[RunFiles], plan: Plan, given: argparse.Na
 
 def write_claim(name: str, claim: Claim) -> None:
     """Write the claim as the last section of a recipe's file, in place of the one that it has."""
-    file = recipes.find(name)
+    file = places.find(name)
     text = re.sub(r"^claim:\n(?: .*\n)*", "", file.read_text(), flags=re.M)
     file.write_text(text + claim.text())
     recipes.read(file)
@@ -249,7 +250,7 @@ def page(text: str, content: dict[str, Any]) -> str:
 def measure(name: str, plan: Plan, given: argparse.Namespace) -> dict[str, Any]:
     """Train what is missing of a recipe; its entry in the results."""
     cells = trained(name, plan, given.runs)
-    recipe = recipes.read(recipes.find(name))
+    recipe = recipes.read(places.find(name))
     if given.claims and not recipe.sweep:
         (runs,) = cells.values()
         claim = claim_of(name, runs, plan, given)
@@ -261,7 +262,7 @@ def measure(name: str, plan: Plan, given: argparse.Namespace) -> dict[str, Any]:
 
 def verified(name: str, seeds: int, given: Sequence[str]) -> dict[str, Any] | None:
     """What verifying the claim of a recipe comes to here; None where it claims nothing."""
-    recipe = recipes.read(recipes.find(name))
+    recipe = recipes.read(places.find(name))
     return verify(recipe, [*COMMON, *given], (), Settings(seeds=seeds)).as_dict() if recipe.claim is not None else None
 
 

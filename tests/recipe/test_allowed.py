@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
 import pytest
@@ -15,14 +16,16 @@ from omegaconf import OmegaConf
 
 from drivetrain.cli.main import main
 from drivetrain.config import recipe_checks
-from drivetrain.config.catalog import option_files, options
+from drivetrain.config.catalog import option_files
 from drivetrain.config.compose import compose
 from drivetrain.config.contract import contract_problems
 from drivetrain.core import allowed
 from drivetrain.core.allowed import Entries, Text, one_of
 from drivetrain.core.errors import UserError
 from drivetrain.core.user_code import import_name
+from drivetrain.launch import recipe_check
 from drivetrain.launch.job import checked, prepare
+from drivetrain.loss import teacher
 from drivetrain.recipe import reader as recipes
 from drivetrain.recipe.safe_yaml import OPERATOR_KEYS
 from tests.support.command import run
@@ -114,9 +117,9 @@ HOSTILE: dict[str, tuple[str, int, str]] = {  # what it is: the recipe, the line
     "the environment": ("select: ${oc.env:HOME}\n", 1, "environment"),
     "half a reference": ("select: '${a'\n", 1, "refer"),
     "an escaped reference": ("select: '\\${select}'\n", 1, "refer"),
-    "a reference to a reference": ("optimizer:\n  lr: ${optimizer.weight_decay}\n  weight_decay: ${epochs}\n", 2, "another"),
-    "a reference to itself": ("optimizer:\n  lr: ${optimizer.lr}\n", 2, "another reference"),
-    "a reference to a mapping": ("model:\n  freeze: ['${optimizer}']\n", 2, "mapping"),
+    "references in a circle": ("optimizer:\n  lr: ${optimizer.weight_decay}\n  weight_decay: ${optimizer.lr}\n", 2, "circle"),
+    "a reference to itself": ("model:\n  width: ${model}\n", 2, "circle"),
+    "a list with code of a reference": (timm("kwargs:\n  img_size: ['${runtime.device}']"), 5, "img_size"),
     "a tag": ("epochs: !!python/object/apply:posix.system [ls]\n", 1, "tag"),
     "an alias": ("model: &a\n  freeze: [*a]\n", 1, "alias"),
     "a missing value": ("select: '???'\n", 1, "missing"),
@@ -130,11 +133,7 @@ HOSTILE: dict[str, tuple[str, int, str]] = {  # what it is: the recipe, the line
 
 def check(path: Path) -> None:
     """What `drivetrain recipe check` does with a file."""
-    recipe, groups = recipes.read(path), options()
-    for _, cell in recipe.cells(groups):
-        checked(compose([], base=cell))
-    if recipe.claim is not None:
-        checked(compose([], base=recipe.baseline(groups)))
+    recipe_check.check(recipes.read(path))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -188,7 +187,7 @@ GOOD = {
     ),
     "timm's optimizers": choose("optimizer", "timm", "name: lookahead_adamw\nkwargs: {betas: [0.9, 0.98], eps: 1e-7}"),
     "columns": choose("data", "tabular", "target: 'Größe (cm)'\ncolumns: [a b, c-d]\nvalidation: val.csv"),
-    "references": "optimizer:\n  lr: 0.1\n  weight_decay: ${optimizer.lr}\n",
+    "references": "optimizer:\n  lr: 0.1\n  weight_decay: ${optimizer.lr}\n  eps: ${optimizer.weight_decay}\n",
     "multipliers": "optimizer:\n  lr_multipliers:\n    head: 10\n    blocks.*.norm?: 2\n",
     "lengths": choose("scheduler", "cosine", "warmup: 2ep\nlength: 0.5"),
 }
@@ -220,6 +219,9 @@ def test_the_command_line_may_give_any_value_and_a_run_keeps_it_out_of_its_recip
     assert [line for line in lines if "cache_dir" in line and not line.startswith("#")] == []
     assert any("drop_rate: 0.1" in line for line in lines)
     check(tmp_path / "run" / "recipe.yaml")
+    again = prepare([f"resume={tmp_path / 'run'}"])
+    assert again.run.model.kwargs == job.run.model.kwargs == {"cache_dir": "there", "drop_rate": 0.1}
+    assert again.config_hash == job.config_hash
 
 
 def test_a_runs_own_recipe_is_held_to_the_same(tmp_path: Path) -> None:
@@ -228,6 +230,15 @@ def test_a_runs_own_recipe_is_held_to_the_same(tmp_path: Path) -> None:
     file.write_text(timm("kwargs:\n  checkpoint_path: x"))
     with pytest.raises(UserError, match="checkpoint_path"):
         checked(compose([], base=recipes.read(file)), own=True)
+
+
+def test_a_teachers_config_is_held_to_the_same(tmp_path: Path) -> None:
+    """A distilled run builds its teacher as the config.yaml in the teacher's folder says, which may be a stranger's."""
+    config = {"model": {"_target_": "drivetrain.model.Timm", "name": "resnet18", "kwargs": {"checkpoint_path": "x"}}}
+    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(config))
+    context: Any = SimpleNamespace(run=SimpleNamespace(values={"trust": []}))
+    with pytest.raises(UserError, match=r"model\.kwargs\.checkpoint_path"):
+        teacher.load(tmp_path, "loss.teacher", context)
 
 
 # --- the rules themselves ---
@@ -290,6 +301,7 @@ def test_a_recipe_may_hold_each_options_own_values() -> None:
 # --- timm's own lists ---
 
 
+@pytest.mark.slow
 def test_the_arguments_that_a_recipe_may_set_are_none_of_timms_factory() -> None:
     """create_model and build_model_with_cfg read paths, addresses and caches: none of these has a name on the list."""
     from timm.models import _builder, _factory
@@ -302,6 +314,7 @@ def test_the_arguments_that_a_recipe_may_set_are_none_of_timms_factory() -> None
     assert {*NUMBERS.split(), *NAMES} & of_factory == {"in_chans", "num_classes"}
 
 
+@pytest.mark.slow
 def test_the_names_that_a_recipe_may_give_are_timms() -> None:
     import timm
     from timm.layers import get_act_layer, get_norm_layer
@@ -317,9 +330,9 @@ def test_the_names_that_a_recipe_may_give_are_timms() -> None:
 # --- the working directory ---
 
 PLANTED = ("colorsys", "torch", "timm", "yaml", "omegaconf", "hydra", "pydantic", "apex", "torchao", "datasets", "sitecustomize")
-THEN_IMPORT = """
+CHECK_THEN_IMPORT = """
 import runpy, sys
-sys.argv = ["drivetrain", "list", "precision"]
+sys.argv = ["drivetrain", "recipe", "check", "mine.yaml"]
 try:
     runpy.run_module("drivetrain", run_name="__main__")
 except SystemExit as end:
@@ -335,8 +348,6 @@ def test_nothing_is_imported_from_the_working_directory(tmp_path: Path) -> None:
         (tmp_path / f"{name}.py").write_text("open('PWNED', 'w').close()\n")
     (tmp_path / "mine.yaml").write_text("epochs: 1\n")
     before = sorted(os.listdir(tmp_path))
-    done = run("recipe", "check", "mine.yaml", cwd=tmp_path)
-    assert (done.code, done.out) == (0, "mine.yaml: good\n"), done
-    done = run(cwd=tmp_path, how=("-c", THEN_IMPORT))
-    assert done.out.splitlines()[-1] == f"0 {inspect.getfile(colorsys)}", done
+    done = run(cwd=tmp_path, how=("-c", CHECK_THEN_IMPORT))  # Python puts the working directory first, as for `-m drivetrain`
+    assert done.out.splitlines() == ["mine.yaml: good", f"0 {inspect.getfile(colorsys)}"], done
     assert sorted(os.listdir(tmp_path)) == before

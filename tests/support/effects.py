@@ -23,9 +23,9 @@ LOOKS = ("os.listdir", "os.scandir", "glob.glob", "ctypes.dlopen")
 PATHS = ("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.chmod", "os.link", "os.symlink", "os.truncate", "os.chdir")
 STARTS = ("subprocess.", "os.system", "os.exec", "os.fork", "os.posix_spawn", "os.spawn", "pty.", "socket.", "shutil.")
 OTHERS = (
+    "pickle.find_class",
     "tempfile.mkstemp",
     "tempfile.mkdtemp",
-    "pickle.find_class",
     "os.putenv",
     "webbrowser.open",
     "urllib.Request",
@@ -53,6 +53,8 @@ def _effect(event: str, arguments: tuple[Any, ...]) -> str:
     if event == "import":
         package = arguments[0].partition(".")[0]
         return f"imports {package}" if package in ("torch", "timm", "torchvision", "datasets", "sklearn") else ""
+    if event == "os.listdir" and os.fsdecode(arguments[0] or ".") in sys.path:  # an import looks for its module
+        return ""
     if event in LOOKS:
         return "" if arguments[0] is None or _is_harmless(arguments[0]) else f"{event} {arguments[0]}"
     return f"{event} {arguments!r:.200}" if event in PATHS + OTHERS or event.startswith(STARTS) else ""
@@ -75,10 +77,12 @@ def watched(*readable: Path) -> Iterator[list[str]]:
         _installed.append(_hook)
     _allowed[:] = [os.path.realpath(path) for path in readable]
     _seen.append([])
+    before, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # Python's own, of a module that is imported first here
     try:
         yield _seen[-1]
     finally:
         _seen.pop()
+        sys.dont_write_bytecode = before
 
 
 _installed: list[Any] = []

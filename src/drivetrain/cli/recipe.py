@@ -6,22 +6,25 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from drivetrain.cli import arguments, completion
-from drivetrain.config.catalog import options
-from drivetrain.config.compose import compose
-from drivetrain.core.errors import DONE, OperatorGives, UserError, did_you_mean
-from drivetrain.launch.job import checked
-from drivetrain.recipe import reader as recipes
+from drivetrain.core.errors import DONE, UserError, did_you_mean
+from drivetrain.core.overrides import key_of
+from drivetrain.launch import recipe_check
+from drivetrain.recipe import places
 from drivetrain.ui.terminal import table
 
 HELP = """\
 drivetrain recipe VERB …      recipes: options and values, shared as plain YAML that cannot hold code
 
   drivetrain recipe list                               all that recipe=NAME finds
-  drivetrain recipe show NAME                          its text
-  drivetrain recipe check NAME|PATH …                  is it valid? Every problem with file and line
+  drivetrain recipe show NAME|PATH|ADDRESS             its text
+  drivetrain recipe fetch ADDRESS                      fetch it, show it, and print its pinned address; nothing runs
+  drivetrain recipe check NAME|PATH|ADDRESS …          is it valid? Every problem with file and line
   drivetrain recipe export RUN [RUN …] [FILE]          the recipe of a run, or of several seeds' runs, and what they claim
   drivetrain recipe verify NAME|PATH [key=value] …     does its claim hold on this machine? Measured again, kind by kind
   drivetrain recipe diff A B [key=value] …             where two recipes or runs differ, and which is faster
+
+  drivetrain recipe bundle FILE --with my_pkg [OUT]    a recipe and the package that it needs, as one archive
+  drivetrain recipe inspect BUNDLE                     what code a bundle brings, and the word by which you trust it
 
   target=accuracy>=0.98  of export: also claim the updates and seconds to it (quote it: > is the shell's)
   set=test, metric=loss  of export: claim the final value of another set or metric than the one that ranks models
@@ -45,7 +48,9 @@ def command(argv: Sequence[str]) -> int:
         return DONE
     if not argv or argv[0] not in VERBS:
         given = f"'{argv[0]}': {did_you_mean(argv[0], VERBS)}" if argv else ""
-        wanted = "list, show NAME, check NAME|PATH …, export RUN [RUN …] [FILE], verify NAME|PATH or diff A B"
+        wanted = (
+            "list, show NAME, fetch ADDRESS, check NAME, export RUN … [FILE], verify NAME, diff A B, bundle FILE or inspect FILE"
+        )
         raise UserError(f"drivetrain recipe needs {wanted} {given}".rstrip())
     return VERBS[argv[0]](argv[1:])
 
@@ -55,20 +60,13 @@ def complete(words: Sequence[str], last: str) -> Sequence[str]:
     if not words:
         return [*VERBS]
     names = {"verify": 1, "diff": 2}.get(words[0])
-    return recipes.names() if names is None or len(words) <= names else completion.overrides(words, last)
+    return places.names() if names is None or len(words) <= names else completion.overrides(words, last)
 
 
 def _list(argv: Sequence[str]) -> int:
     if argv:
         raise UserError(f"drivetrain recipe list shows them all: leave out {' '.join(argv)}, or give show {argv[0]}")
-    table(("recipe", "what it is"), [(name, recipes.read(recipes.find(name)).description) for name in recipes.names()])
-    return DONE
-
-
-def _show(argv: Sequence[str]) -> int:
-    if len(argv) != 1:
-        raise UserError(f"drivetrain recipe show needs one name: {', '.join(recipes.names())}")
-    print(recipes.find(argv[0]).read_text(), end="")
+    table(("recipe", "what it is"), [(name, places.read(name).description) for name in places.names()])
     return DONE
 
 
@@ -76,15 +74,11 @@ def _check(argv: Sequence[str]) -> int:
     given = arguments.parse("recipe check", argv, HELP)
     if given is None or not given.overrides:
         raise UserError("drivetrain recipe check needs the name or path of a recipe")
-    problems, groups = [], options(given.config_dir)
-    for name in given.overrides:
+    trust = [word for word in given.overrides if key_of(word) == "trust"]  # of a bundle, whose code the check imports
+    problems = []
+    for name in (word for word in given.overrides if word not in trust):
         try:
-            recipe = recipes.read(recipes.find(name))
-            parts = [cell for _, cell in recipe.cells(groups)]
-            if recipe.claim is not None and recipe.claim.speed is not None:
-                parts.append(recipe.baseline(groups))
-            wanted = dict.fromkeys(line for part in parts for line in _for_operator(part, given.config_dir))
-            print(f"{name}: good" + "".join(f"; left to the command line: {line}" for line in wanted))
+            print(f"{name}: good{recipe_check.check(places.read(name), given.config_dir, trust)}")
         except UserError as error:
             problems += error.problems
     if problems:
@@ -92,15 +86,14 @@ def _check(argv: Sequence[str]) -> int:
     return DONE
 
 
-def _for_operator(recipe: recipes.Recipe, config_dirs: Sequence[str]) -> list[str]:
-    """Check a recipe; what it leaves to the operator, such as the path of its data. Raises UserError with all else."""
-    try:
-        checked(compose([], config_dirs, base=recipe))
-    except UserError as error:
-        if others := [problem for problem in error.problems if not isinstance(problem, OperatorGives)]:
-            raise UserError(others) from None
-        return error.problems
-    return []
+def _elsewhere(target: str) -> Callable[[Sequence[str]], int]:
+    """A verb whose function is in a module of its own."""
+
+    def run(argv: Sequence[str]) -> int:
+        module, _, name = target.partition(":")
+        return int(getattr(import_module(module), name)(argv))
+
+    return run
 
 
 def _measured(module: str, *paths: str) -> Callable[[Sequence[str]], int]:
@@ -116,6 +109,8 @@ def _measured(module: str, *paths: str) -> Callable[[Sequence[str]], int]:
 
 
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
-    "list": _list, "show": _show, "check": _check, "export": _measured("drivetrain.measure.claims.export"),
+    "list": _list, "check": _check, "export": _measured("drivetrain.measure.claims.export"),
+    "show": _elsewhere("drivetrain.cli.recipe_places:show"), "fetch": _elsewhere("drivetrain.cli.recipe_places:fetch"),
+    "bundle": _elsewhere("drivetrain.cli.recipe_bundle:make"), "inspect": _elsewhere("drivetrain.cli.recipe_bundle:inspect"),
     "verify": _measured("drivetrain.measure.claims.verify"), "diff": _measured("drivetrain.measure.claims.diff", "--recipe"),
 }  # fmt: skip

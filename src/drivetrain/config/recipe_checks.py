@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, get_type_hints
 
+from drivetrain.config import bundles
 from drivetrain.config.compose import Composed
 from drivetrain.config.recipe_references import followed
 from drivetrain.core import allowed
@@ -23,7 +24,8 @@ def problems(composed: Composed, classes: Classes) -> Iterator[str]:
     """Each key that the recipe may not set, and each value that no recipe may have, also where an override replaces it."""
     if composed.recipe is None:
         return
-    for key, given in composed.recipe.values.items():
+    brought = bundles.brought_keys(composed.recipe)
+    for key, given in ((k, v) for k, v in composed.recipe.values.items() if k not in brought):
         where, value = composed.recipe.where(key), followed(given, composed.config)
         if _is_machine_local(key, classes):
             yield f"{where}: a recipe cannot set '{key}' (it depends on the machine): set it on the command line"
@@ -32,13 +34,16 @@ def problems(composed: Composed, classes: Classes) -> Iterator[str]:
 
 
 def code_problems(composed: Composed) -> Iterator[str]:
-    """The problems of a recipe that chooses model=own, data=own, loss=own or metrics=[own], which name code."""
+    """The problems of a recipe that chooses model=own, data=own, loss=own or metrics=[own], which name code, and is no bundle."""
+    recipe = composed.recipe
+    if recipe is None or recipe.bundle is not None:
+        return
     for group in ("model", "data", "loss", "metrics"):
-        chosen = composed.recipe.choices.get(group, []) if composed.recipe is not None else []
-        if composed.recipe is not None and "own" in (chosen if isinstance(chosen, list) else [chosen]):
+        chosen = recipe.choices.get(group, [])
+        if "own" in (chosen if isinstance(chosen, list) else [chosen]):
             yield (
-                f"{composed.recipe.where(group)}: a recipe cannot choose '{group}=own' (it names code): "
-                "choose it on the command line"
+                f"{recipe.where(group)}: a recipe cannot choose '{group}=own' (it names code): choose it on the command line, "
+                "or bring the code in a bundle"
             )
 
 

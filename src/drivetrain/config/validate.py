@@ -6,10 +6,11 @@ import inspect
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from annotated_types import Ge, Le
 from omegaconf import OmegaConf
 
 from drivetrain.config import callbacks, recipe_checks
@@ -37,8 +38,9 @@ _REASONS = {  # pydantic's error types
     "too_short": "must not be empty",
 }
 _LIMITS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
+Epochs = Annotated[int, Ge(1), Le(1_000_000)]
 _KINDS: dict[str, Any] = {  # of the keys of conf/config.yaml that are no group
-    "epochs": Count, "updates": Count | None, "log_every": Count, "evaluate_every": Count, "output_dir": str,
+    "epochs": Epochs, "updates": Count | None, "log_every": Count, "evaluate_every": Count, "output_dir": str,
     "resume": str | None, "resume_changed": bool, "trust": list[str], "recipe": str | None, "forward_input": ForwardInput,
     "callbacks": list[str], "select": recipe_checks.SELECT,
 }  # fmt: skip
@@ -56,7 +58,7 @@ def validate(composed: Composed, own: bool = False) -> RunSpec:
     What a recipe may not set is refused before an option is made. With `own` the recipe is a run's, which may choose own code.
     """
     plain = composed.plain
-    if plain.get("trust"):
+    if any("@" not in str(word) for word in plain.get("trust") or []):  # a bundle's package is found without it
         paths.add_working_directory()
     groups = options(composed.config_dirs)
     values = {k: v for k, v in plain.items() if k not in groups}
@@ -231,21 +233,32 @@ def _value_problems(values: dict[str, Any], where: Where) -> Iterator[str]:
 
 def type_problems(prefix: str, given: dict[str, tuple[Any, Any]], where: Where = _nowhere) -> Iterator[str]:
     """Key → (annotation, value): each value that its annotation excludes. Checked by pydantic, strictly: "1" is no number."""
-    from pydantic import ConfigDict, TypeAdapter, ValidationError
+    from pydantic import ValidationError
 
-    config = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
     for key, (hint, value) in given.items():
         if hint is Any:
             continue
         name = f"{prefix}.{key}" if prefix else key
-        if isinstance(value, int) and abs(value) > MAX_WHOLE:  # no library takes it, and Python makes no float of it
+        if _is_too_large(value):  # no library takes it, and Python makes no float of it
             yield f"{where(name)}{name}: a whole number must be below 2^63"
             continue
         try:
-            TypeAdapter(hint, config=config).validate_python(value)
+            _adapter(hint).validate_python(value)
         except ValidationError as error:
             text = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
             yield f"{where(name)}{name}={text}: {_reason(error.errors())}"
+
+
+@lru_cache(maxsize=1024)  # making one takes longer than checking a value
+def _adapter(hint: Any) -> Any:
+    """pydantic's check of an annotation, strictly."""
+    from pydantic import ConfigDict, TypeAdapter
+
+    return TypeAdapter(hint, config=ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True))
+
+
+def _is_too_large(value: Any) -> bool:
+    return any(map(_is_too_large, value)) if isinstance(value, list) else isinstance(value, int) and abs(value) > MAX_WHOLE
 
 
 def _reason(errors: Iterable[Any]) -> str:

@@ -24,8 +24,13 @@ OPERATOR_KEYS = {  # set by whoever starts the run, never by a file that was sha
 REFERENCE = re.compile(r"\$\{([a-z_]+(?:\.[a-z_0-9]+)*)\}")
 
 
-def load(path: Path) -> yaml.MappingNode | None:
-    """The YAML tree of a recipe file; None if it is empty. Raises UserError."""
+def load(path: Path, raw: bytes | None = None) -> yaml.MappingNode | None:
+    """The YAML tree of a recipe file, or of its bytes where they are not in a file; None if empty. Raises UserError."""
+    return _tree(path, read_bytes(path) if raw is None else raw)
+
+
+def read_bytes(path: Path) -> bytes:
+    """The bytes of a recipe file. Raises UserError."""
     try:  # without waiting for the writer of a pipe
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -35,7 +40,7 @@ def load(path: Path) -> yaml.MappingNode | None:
         raise UserError(f"recipe {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if len(raw) > MAX_BYTES:
         raise UserError(f"recipe {path} is larger than {MAX_BYTES // 1024} KiB, the most that a recipe may have")
-    return _tree(path, raw)
+    return raw
 
 
 def _tree(path: Path, raw: bytes) -> yaml.MappingNode | None:

@@ -17,7 +17,6 @@ from drivetrain.run.identity import flatten
 from drivetrain.run.result import Result
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-_COUNTS = ("update", "time", "samples")  # numbers of a record
 NOT_COMPARED = ("output_dir", "resume", "resume_changed", "recipe", "trust")
 
 
@@ -147,8 +146,6 @@ def _points(path: Path) -> tuple[Points, Points]:
     train, evaluated = Points(), Points()
     began, samples = None, 0
     for record in records.read(path).records:
-        if not all(isinstance(record.get(key, 0), int | float) for key in _COUNTS):
-            continue
         event, update = record.pop("event", None), record.pop("update", 0)
         seconds = record.pop("time", None)
         began = seconds if began is None else began

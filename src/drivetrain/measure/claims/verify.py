@@ -24,7 +24,7 @@ from drivetrain.measure.benchmark.facts import Facts
 from drivetrain.measure.claims import kinds, training
 from drivetrain.measure.claims.kinds import HOLDS, REFUTED, SKIPPED, UNTOLD, Answer, Differences, Seen
 from drivetrain.measure.intervals import MIN_PAIRS
-from drivetrain.recipe import reader as recipes
+from drivetrain.recipe import places
 from drivetrain.recipe.claim import Claim, Speed, as_overrides, times
 from drivetrain.recipe.reader import Recipe
 from drivetrain.ui import terminal
@@ -63,9 +63,9 @@ class Verified:
 def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
     """Run `drivetrain recipe verify`; return its exit code."""
     settings, given = arguments.split(argv, Settings)
-    if not given or ("=" in given[0] and not Path(given[0]).is_file()):
+    if not given or ("=" in given[0] and not Path(given[0]).is_file() and not places.is_address(given[0])):
         raise UserError("drivetrain recipe verify wants the name or path of a recipe, then what else the run needs as key=value")
-    recipe = recipes.read(recipes.find(given[0]))
+    recipe = places.read(given[0])
     if recipe.claim is not None:
         print(f"claimed: {recipe.claim}", flush=True)
     found = verify(recipe, given[1:], config_dirs, settings)
@@ -104,7 +104,7 @@ def verify(
     if settings.quick:
         answers += [Answer(kind.key, str(getattr(claim, kind.key)), "–", SKIPPED, "--quick") for kind in asked]
     elif asked:
-        spec = arms.compose(recipe.name, [f"recipe={recipe.path}", *overrides], config_dirs, recipe)
+        spec = arms.compose(recipe.name, [f"recipe={recipe.word}", *overrides], config_dirs, recipe)
         given = any(key_of(word) == "runtime.seed" for word in overrides)
         runs = training.train(spec, claim, settings.seeds, asked, job.run.runtime.seed if given else None)
         seen = Seen(runs, training.differences(claim, runs[0], job), evaluated(job.run))
@@ -125,7 +125,7 @@ def _check(recipe: Recipe, claim: Claim, overrides: Sequence[str], settings: Set
 
 def _job(recipe: Recipe, overrides: Sequence[str], config_dirs: Sequence[str]) -> Job:
     """The recipe as a job that saves nothing. Raises UserError."""
-    spec = arms.compose(recipe.name, [f"recipe={recipe.path}", *overrides], config_dirs, recipe)
+    spec = arms.compose(recipe.name, [f"recipe={recipe.word}", *overrides], config_dirs, recipe)
     if spec.job is None:
         raise UserError(dict.fromkeys(spec.problems))
     return spec.job
@@ -135,7 +135,7 @@ def baseline_and_recipe(recipe: Recipe, speed: Speed, overrides: Sequence[str], 
     """Two arms: the claim's baseline, and the recipe as it is. Raises UserError with every problem of either."""
     own_saving = any(key.split(".")[0] == "saving" for key in speed.against)
     base = recipe.baseline(options(config_dirs))
-    given = [f"recipe={recipe.path}", *overrides]
+    given = [f"recipe={recipe.word}", *overrides]
     specs = [
         arms.compose(as_overrides(speed.against), given, config_dirs, base, own_saving),
         arms.compose(recipe.name, given, config_dirs, recipe, own_saving),
