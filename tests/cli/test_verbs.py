@@ -162,7 +162,8 @@ def test_recipe_help(words: tuple[str, ...], tmp_path: Path) -> None:
 def test_recipe_check(tmp_path: Path) -> None:
     """Several at once: good ones are said to be good, and all the problems of the bad ones are told."""
     shipped = sorted(p.stem for p in (ROOT / "recipes").glob("*.yaml"))
-    assert good(run("recipe", "check", *shipped, cwd=tmp_path)).splitlines() == [f"{name}: good" for name in shipped]
+    lines = good(run("recipe", "check", *shipped, cwd=tmp_path)).splitlines()
+    assert [line for line in lines if not line.startswith(" ")] == [f"{name}: good" for name in shipped]
     (tmp_path / "a.yaml").write_text("optimizer:\n  lrr: 3\n")
     (tmp_path / "b.yaml").write_text("epochs: 0\n")
     done = run("recipe", "check", "a.yaml", "naive", "b.yaml", cwd=tmp_path)

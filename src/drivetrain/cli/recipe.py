@@ -80,7 +80,7 @@ def _check(argv: Sequence[str]) -> int:
     problems = []
     for name in (word for word in given.overrides if word not in trust):
         try:
-            print("\n".join([f"{name}: good", *recipe_check.check(places.read(name), given.config_dir, trust)]))
+            print("\n  ".join([f"{name}: good", *recipe_check.check(places.read(name), given.config_dir, trust)]))
         except UserError as error:
             problems += error.problems
     if problems:

@@ -14,7 +14,7 @@ class UserError(ValueError):
     """Bad input, with every problem that was found, one line each. Exit code 2; it is shown without a traceback."""
 
     def __init__(self, problems: str | Iterable[str]) -> None:
-        self.problems = [_shown(problem) for problem in ([problems] if isinstance(problems, str) else problems)]
+        self.problems = [type(problem)(_shown(problem)) for problem in ([problems] if isinstance(problems, str) else problems)]
         super().__init__("\n".join(self.problems))
 
     def __reduce__(self) -> tuple[type[UserError], tuple[list[str]]]:  # crosses worker processes
@@ -24,6 +24,10 @@ class UserError(ValueError):
 def _shown(text: str) -> str:
     """A message without control characters: what it quotes may be a stranger's, and would steer the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+class OperatorGives(str):
+    """A problem of a config that ends when the operator sets a key that no recipe may set, such as the path of the data."""
 
 
 class DataError(UserError):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from drivetrain.core.errors import DataError, UserError
+from drivetrain.core.errors import DataError, OperatorGives, UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
 from drivetrain.data import archive
@@ -57,7 +57,7 @@ class Cifar10(Data):
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if not self.root:
-            yield f"data=cifar10 needs data.root, the folder that holds {' or '.join(v.archive for v in VERSIONS)}"
+            yield OperatorGives(f"data=cifar10 needs data.root, the folder that holds {' or '.join(v.archive for v in VERSIONS)}")
         elif not self.download and _find(Path(self.root)) is None:
             yield (
                 f"data.root={self.root} holds no CIFAR-10 ({', '.join(n for v in VERSIONS for n in (v.folder, v.archive))}): "

@@ -10,7 +10,7 @@ from typing import Any
 
 from drivetrain.core import rng
 from drivetrain.core.allowed import ColumnName, Name
-from drivetrain.core.errors import DataError, UserError, did_you_mean
+from drivetrain.core.errors import DataError, OperatorGives, UserError, did_you_mean
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec, needs_extra
 from drivetrain.data.bad_samples import MaxSkipped, OnError, bad_sample_policy
@@ -55,7 +55,7 @@ class HuggingFace(Data):
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if not self.root:
-            yield "data=huggingface needs data.root, the folder that save_to_disk wrote"
+            yield OperatorGives("data=huggingface needs data.root, the folder that save_to_disk wrote")
         elif not Path(self.root).is_dir():
             yield f"data.root={self.root} is no directory: set it to the folder that save_to_disk wrote"
         if (self.image is None) == (self.text is None):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from drivetrain.core.allowed import ColumnName, FileName, one_of
-from drivetrain.core.errors import DataError, UserError
+from drivetrain.core.errors import DataError, OperatorGives, UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, CountOrZero, RunSpec
 from drivetrain.core.source import CropBox
@@ -57,7 +57,7 @@ class Masks(Data):
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if not self.root:
-            yield f"data=masks needs data.root, the folder that holds {self.images}/ and {self.masks}/"
+            yield OperatorGives(f"data=masks needs data.root, the folder that holds {self.images}/ and {self.masks}/")
             return
         for knob, name in (("images", self.images), ("masks", self.masks)):
             if not (Path(self.root) / name).is_dir():
@@ -191,7 +191,7 @@ class LabelsCsv(Data):
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if not self.path:
-            yield "data=labels_csv needs data.path, the table that has a row for each image"
+            yield OperatorGives("data=labels_csv needs data.path, the table that has a row for each image")
         for knob, file in (("path", self.path), ("test", self.test), ("validation", beside(self.path, self.validation))):
             if file and not Path(file).is_file():
                 yield f"data.{knob}={file} is no file: set it to a table (CSV, Parquet or NumPy)"

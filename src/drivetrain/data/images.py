@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from drivetrain.core.errors import DataError, UserError
+from drivetrain.core.errors import DataError, OperatorGives, UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, CountOrZero, RunSpec
 from drivetrain.data.bad_samples import MaxSkipped, OnError, bad_sample_policy
@@ -56,7 +56,7 @@ class ImageFolder(Data):
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if not self.root:
-            yield "data=imagefolder needs data.root, the folder that holds one folder per class"
+            yield OperatorGives("data=imagefolder needs data.root, the folder that holds one folder per class")
         elif not Path(self.root).is_dir():
             yield f"data.root={self.root} is no directory: set it to the folder that holds one folder per class"
         elif isinstance(self.validation, str) and self.validation != "auto" and not (Path(self.root) / self.validation).is_dir():

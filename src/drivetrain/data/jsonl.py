@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from drivetrain.core.allowed import ColumnName, FileName
-from drivetrain.core.errors import DataError, UserError, did_you_mean
+from drivetrain.core.errors import DataError, OperatorGives, UserError, did_you_mean
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec, needs_extra
 from drivetrain.core.targets import TargetKind
@@ -60,7 +60,7 @@ class Jsonl(Data):
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if not self.path:
-            yield "data=jsonl needs data.path, a file with one JSON object on each line"
+            yield OperatorGives("data=jsonl needs data.path, a file with one JSON object on each line")
         files = {"path": self.path, "test": self.test, "validation": beside(self.path, self.validation)}
         for knob, path in {**files, "tokenizer_file": self.tokenizer_file}.items():
             if path and not Path(path).is_file():

@@ -13,7 +13,7 @@ from copy import copy
 from pathlib import Path
 from typing import Any
 
-from drivetrain.core.errors import DataError, UserError
+from drivetrain.core.errors import DataError, OperatorGives, UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec
 from drivetrain.core.source import CropBox
@@ -49,7 +49,7 @@ class Packed(Data):
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if not self.root:
-            yield "data=packed needs data.root, a folder written by: drivetrain pack SOURCE FOLDER"
+            yield OperatorGives("data=packed needs data.root, a folder written by: drivetrain pack SOURCE FOLDER")
             return
         try:
             index = read_index(Path(self.root))

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 
 from drivetrain.core import rng
 from drivetrain.core.allowed import ColumnName, FileName
-from drivetrain.core.errors import UserError, did_you_mean
+from drivetrain.core.errors import OperatorGives, UserError, did_you_mean
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
 from drivetrain.core.targets import TargetKind
@@ -102,7 +102,7 @@ class Tabular(Table):
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if not self.path:
-            yield "data=tabular needs data.path, a table in a file (CSV, Parquet or NumPy)"
+            yield OperatorGives("data=tabular needs data.path, a table in a file (CSV, Parquet or NumPy)")
         for knob, file in (("path", self.path), ("test", self.test), ("validation", beside(self.path, self.validation))):
             if file and not Path(file).is_file():
                 yield f"data.{knob}={file} is no file: set it to a table (CSV, Parquet or NumPy)"

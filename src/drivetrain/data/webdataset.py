@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from drivetrain.core import rng
 from drivetrain.core.allowed import FileName
-from drivetrain.core.errors import DataError, UserError
+from drivetrain.core.errors import DataError, OperatorGives, UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec
 from drivetrain.core.paths import user_cache
@@ -64,7 +64,7 @@ class WebDataset(Data):
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if not self.train:
-            yield "data=webdataset needs data.train, its shards, such as 'data.train=\"train-{000..009}.tar\"'"
+            yield OperatorGives("data=webdataset needs data.train, its shards, such as 'data.train=\"train-{000..009}.tar\"'")
         for knob, pattern in (("train", self.train), ("test", self.test), ("validation", self._own())):
             try:
                 names = shards.expand(pattern) if pattern else []

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from drivetrain.core import horizon as horizons
 from drivetrain.core.allowed import EPOCHS, NAME_PATTERN, Entries, NamePattern
-from drivetrain.core.errors import UserError
+from drivetrain.core.errors import OperatorGives, UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Option, RunSpec
 from drivetrain.core.patterns import flatten
@@ -63,7 +63,7 @@ class Model(Option):
     def _weights_problems(self, run: RunSpec) -> Iterator[str]:
         """Problems of the weights to start from, and of the parameters that do not train."""
         if self.weights_skip and self.weights is None:
-            yield "model.weights_skip leaves out names of model.weights, which is not set: set model.weights=PATH"
+            yield OperatorGives("model.weights_skip leaves out names of model.weights, which is not set: set model.weights=PATH")
         starts = flatten(self.unfreeze)
         for pattern, length in starts.items():
             if isinstance(length, bool) or not isinstance(length, int | float | str):

@@ -1,0 +1,299 @@
+"""What the recipes that ship achieve on this machine: `python -m bench.zoo` trains each of them with several seeds.
+
+Runs stay in a folder (--runs), so that a second call trains only what is missing there. All figures are of the weights at the
+end of training: those of the validation set, by which the settings were chosen, and those of the test set, which are reported
+only. A recipe with a grid (`sweep:`) has a row for each of its cells. What a recipe cannot show here says so in its description.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from bench import harness
+from drivetrain.core.errors import UserError
+from drivetrain.core.overrides import key_of
+from drivetrain.core.paths import recipes_dir
+from drivetrain.measure.benchmark import arms, comparison
+from drivetrain.measure.benchmark.facts import Facts
+from drivetrain.measure.cells import figure
+from drivetrain.measure.claims import export, write
+from drivetrain.measure.claims.verify import Settings, verify
+from drivetrain.measure.intervals import mean
+from drivetrain.recipe import places
+from drivetrain.recipe import reader as recipes
+from drivetrain.recipe.claim import Against, Claim, Reach, Speed
+from drivetrain.run.reader import RunFiles, find
+from drivetrain.sweep import SweepJob
+from drivetrain.sweep import prepare as prepare_sweep
+
+NOT_HERE = "not verified here"  # in the description of a recipe that needs data or a device which this machine has not
+COMMON = ("runtime.device=cpu", "runtime.threads=1")
+BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+BEGIN, END = "<!-- python -m bench.zoo writes this table -->\n", "<!-- end of the table -->\n"
+MEBIBYTE = 2**20
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a recipe is measured."""
+
+    target: str | None = None  # such as accuracy>=0.98: the updates and seconds until then
+    seeds: int = 3
+    pretrain: tuple[str, ...] = ()  # a run from whose weights it starts
+    against: tuple[str, ...] = ()  # what makes the baseline of its speed, which is measured in turns with it
+
+
+PLANS = {
+    "default": Plan("accuracy>=0.98", 5),
+    "digits_best": Plan("accuracy>=0.98"),
+    "digits_fast": Plan("accuracy>=0.98", 5),
+    "digits_robust": Plan("accuracy>=0.95"),
+    "digits_small": Plan("accuracy>=0.98", 5),
+    "fast": Plan("accuracy>=0.98", against=("recipe=naive",)),
+    "fine_tune": Plan("accuracy>=0.9", pretrain=("data.classes=[0,1,2,3,4]", "epochs=8")),
+    "large_batch": Plan("accuracy>=0.98"),
+    "long_training": Plan("accuracy>=0.98"),
+    "naive": Plan("accuracy>=0.98"),
+}  # fmt: skip
+
+
+def names() -> list[str]:
+    """The recipes that can be measured on this machine."""
+    every = sorted(file.stem for file in recipes_dir().glob("*.yaml"))
+    return [name for name in every if NOT_HERE not in recipes.read(places.find(name)).description]
+
+
+def trained(name: str, plan: Plan, folder: Path) -> dict[str, list[RunFiles]]:
+    """The runs of each cell of a recipe, by its label ("" for one without a grid), one for each seed."""
+    common = [*COMMON, *_weights(name, plan, folder)]
+    seeds = {seed: prepare_sweep([f"recipe={name}", f"runtime.seed={seed}", *common]) for seed in range(plan.seeds)}
+    if wrong := [problem for jobs in seeds.values() for job in jobs for problem in job.problems]:
+        raise UserError(dict.fromkeys(wrong))
+    found = _completed(folder / name)
+    missing = [str(seed) for seed, jobs in seeds.items() if any(_hash(job) not in found for job in jobs)]
+    if missing:
+        _train("-m", f"recipe={name}", f"runtime.seed={','.join(missing)}", *common, f"output_dir={folder / name}")
+        found = _completed(folder / name)
+    cells: dict[str, list[RunFiles]] = {}
+    for jobs in seeds.values():
+        for job in jobs:
+            cells.setdefault(" ".join(f"{k}={write_value(v)}" for k, v in job.cell.items()), []).append(found[_hash(job)])
+    return cells
+
+
+def write_value(value: Any) -> str:
+    """A setting as one would type it."""
+    return str(value).lower() if isinstance(value, bool) else f"[{','.join(value)}]" if isinstance(value, list) else str(value)
+
+
+def _hash(job: SweepJob) -> str:
+    assert job.job is not None
+    return job.job.config_hash
+
+
+def _weights(name: str, plan: Plan, folder: Path) -> list[str]:
+    """The override that names the weights to start from, which are trained first if they are not there."""
+    if not plan.pretrain:
+        return []
+    place = folder / f"{name}-weights"
+    if not _completed(place):
+        _train(*plan.pretrain, *COMMON, f"output_dir={place}")
+    (run,) = _completed(place).values()
+    return [f"model.weights={run.path}"]
+
+
+def _train(*words: str) -> None:
+    command = [sys.executable, "-m", "src.train", "-q", *words]
+    print("$", *command[1:], flush=True)
+    subprocess.run(command, cwd=harness.ROOT, check=True)
+
+
+def _completed(folder: Path) -> dict[str, RunFiles]:
+    """The runs in a folder that have completed, by the hashes of their configs."""
+    try:
+        runs = find([folder])
+    except UserError:
+        return {}
+    return {str(run.result.config_hash): run for run in runs if run.result is not None and run.status == "completed"}
+
+
+def row(runs: Sequence[RunFiles], plan: Plan, shared: bool) -> dict[str, Any]:
+    """The figures of one recipe, or of one cell of its grid, over the seeds; no times of a machine that others share."""
+    reach = Reach.parse(plan.target or "")
+    facts = [Facts.of(run, seed, reach) for seed, run in enumerate(runs)]
+    results = [run.result for run in runs if run.result is not None]
+    assert runs[0].metric is not None
+    name, more = runs[0].metric
+    sets = {kind: [fact.figures[kind][name] for fact in facts] for kind in facts[0].figures}
+    reached = [(f.updates_to_target, f.seconds_to_target) for f in facts if f.updates_to_target is not None]
+    return {
+        "metric": name, "better": "max" if more else "min", "seeds": len(runs),
+        **{kind: {**_interval(values), "each": values} for kind, values in sets.items()},
+        "target": reach and {
+            "reach": str(reach), "reached": len(reached),
+            "updates": statistics.median(u for u, _ in reached) if reached else None,
+            "seconds": None if shared or not reached else statistics.median(s or 0.0 for _, s in reached),
+        },
+        "updates": results[0].updates,
+        "seconds": None if shared else statistics.median(r.wall_s for r in results),
+        "samples_per_second": None if shared else statistics.median(r.samples_per_second or 0.0 for r in results),
+        "parameters": parameters(runs[0].path),
+        "peak_mib": max((r.peak_memory_bytes or 0) for r in results) / MEBIBYTE,
+        "data": results[0].data,
+    }  # fmt: skip
+
+
+def _interval(values: Sequence[float]) -> dict[str, float | None]:
+    """The mean and its 95 % interval, which one value does not have."""
+    middle, low, high = mean(values)
+    return {"mean": middle, "low": low, "high": high} if len(values) > 1 else {"mean": middle, "low": None, "high": None}
+
+
+def parameters(run: Path) -> int | None:
+    """The number of a model's parameters, from the header of its newest checkpoint; None where it saved none."""
+    files = sorted((run / "checkpoints").glob("*/model.safetensors"), key=lambda file: int(file.parent.name))
+    if not files:
+        return None
+    with files[-1].open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    shapes = (about["shape"] for name, about in header.items() if name != "__metadata__" and not name.endswith(BUFFERS))
+    return sum(map(math.prod, shapes))
+
+
+# --- claims ---
+
+
+def speed(name: str, plan: Plan, rounds: int) -> Speed:
+    """How much faster than its baseline a recipe is, measured in turns."""
+    given = [f"recipe={name}", *COMMON]
+    others = {key_of(word) for word in plan.against}
+    base_words = [*(word for word in given if key_of(word) not in others), *plan.against]
+    specs = [arms.compose(" ".join(plan.against), base_words), arms.compose(name, given)]
+    base, job = (arms.baseline_job([spec]) for spec in specs)
+    done = comparison.measure(specs, comparison.Settings(rounds=rounds), given)
+    compare_row = done.rows[1]
+    if compare_row.ratio is None:
+        raise RuntimeError(f"{name}: {compare_row.error or done.rows[0].error}")
+    middle, low, high = (round(value, 3) for value in compare_row.ratio)
+    return Speed(middle, (low, high), Against(write.against(job, base)))
+
+
+def claim_of(name: str, runs: Sequence[RunFiles], plan: Plan, given: argparse.Namespace) -> Claim | None:
+    """What the runs of a recipe, and its comparison with a baseline, have shown."""
+    claim = export.claim_of_runs(runs, export.Settings(target=plan.target))
+    if claim is None:
+        return None
+    if given.shared:
+        return replace(claim, target=claim.target and replace(claim.target, seconds=None))
+    return replace(claim, speed=speed(name, plan, given.rounds) if plan.against else None)
+
+
+def write_claim(name: str, claim: Claim) -> None:
+    """Write the claim as the last section of a recipe's file, in place of the one that it has."""
+    file = places.find(name)
+    text = re.sub(r"^claim:\n(?: .*\n)*", "", file.read_text(), flags=re.M)
+    file.write_text(text + claim.text())
+    recipes.read(file)
+
+
+# --- the table ---
+
+HEADER = (
+    "recipe", "metric", "validation", "test", "until a target", "a training", "samples/s", "parameters", "MiB", "seeds",
+)  # fmt: skip
+
+
+def line(name: str, rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The table's row of a recipe: of a grid, the cell that is best on the validation set."""
+    best = (max if rows[0]["better"] == "max" else min)(rows, key=lambda r: r["validation"]["mean"])
+    return [
+        f"`{name}`" + (f", the best of {len(rows)} cells: `{best['cell']}`" if len(rows) > 1 else ""),
+        best["metric"], _figure(best["validation"]), _figure(best["test"]), _until(best["target"], best["seeds"]),
+        figure(best["seconds"], "{:.1f} s"), figure(best["samples_per_second"], "{:,.0f}"),
+        figure(best["parameters"], "{:,}"), figure(best["peak_mib"], "{:,.0f}"), str(best["seeds"]),
+    ]  # fmt: skip
+
+
+def _figure(of_set: dict[str, Any]) -> str:
+    return f"{of_set['mean']:.3f}" + (f" ± {of_set['high'] - of_set['mean']:.3f}" if of_set["low"] is not None else "")
+
+
+def _until(target: dict[str, Any] | None, seeds: int) -> str:
+    if target is None:
+        return "–"
+    if not target["reached"]:
+        return f"{target['reach']}: never"
+    some = f" ({target['reached']} of {seeds} seeds)" if target["reached"] < seeds else ""
+    seconds = f", {target['seconds']:.1f} s" if target["seconds"] is not None else ""
+    return f"{target['reach']}: {target['updates']:,.0f} updates{seconds}{some}"
+
+
+def page(text: str, content: dict[str, Any]) -> str:
+    """A page with the table between its markers."""
+    rows = [line(name, entry["cells"]) for name, entry in sorted(content["recipes"].items())]
+    lines = [f"| {' | '.join(words)} |\n" for words in (HEADER, ["---"] * len(HEADER), *rows)]
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return before + BEGIN + "".join(lines) + END + after
+
+
+def measure(name: str, plan: Plan, given: argparse.Namespace) -> dict[str, Any]:
+    """Train what is missing of a recipe; its entry in the results."""
+    cells = trained(name, plan, given.runs)
+    recipe = recipes.read(places.find(name))
+    if given.claims and not recipe.sweep:
+        (runs,) = cells.values()
+        claim = claim_of(name, runs, plan, given)
+        if claim is not None:
+            write_claim(name, claim)
+    rows = [{"cell": label, **row(runs, plan, given.shared)} for label, runs in cells.items()]
+    return {"for": recipe.description, "cells": rows}
+
+
+def verified(name: str, seeds: int, given: Sequence[str]) -> dict[str, Any] | None:
+    """What verifying the claim of a recipe comes to here; None where it claims nothing."""
+    recipe = recipes.read(places.find(name))
+    return verify(recipe, [*COMMON, *given], (), Settings(seeds=seeds)).as_dict() if recipe.claim is not None else None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and report."""
+    parser = argparse.ArgumentParser(prog="bench.zoo", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", nargs="+", default=None, metavar="NAME", help="these recipes; the others keep their figures")
+    parser.add_argument("--seeds", type=int, default=None, help="of each recipe; else as many as its plan says")
+    parser.add_argument("--runs", type=Path, default=Path("outputs/zoo"), help="where runs are kept, and found again")
+    parser.add_argument("--claims", action="store_true", help="write into each recipe what it has shown")
+    parser.add_argument("--shared", action="store_true", help="other programs share this machine: report and claim no times")
+    parser.add_argument("--verify", action="store_true", help="verify what each recipe claims, and train nothing else")
+    parser.add_argument("--rounds", type=int, default=12, help="of a comparison with a baseline, for a claim of speed")
+    parser.add_argument("--out", type=Path, default=harness.RESULTS / "zoo-cpu.json")
+    parser.add_argument("--page", type=Path, default=harness.ROOT / "docs" / "zoo.md", help="the page that gets the table")
+    given = parser.parse_args(argv)
+    content = json.loads(given.out.read_text()) if given.out.exists() else {}
+    content = {"machine": harness.machine(), "recipes": content.get("recipes", {})}
+    for name in given.only or names():
+        plan = PLANS.get(name, Plan())
+        plan = replace(plan, seeds=given.seeds or plan.seeds)
+        entry = content["recipes"].setdefault(name, {})
+        if given.verify:
+            entry["verified"] = verified(name, given.seeds or 3, _weights(name, plan, given.runs))
+        else:
+            entry.update(measure(name, plan, given))
+        harness.write(given.out, content)
+    if given.page.exists():
+        given.page.write_text(page(given.page.read_text(), content))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
