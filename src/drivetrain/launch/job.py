@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ from drivetrain.config.compose import Composed
 from drivetrain.config.hydra_settings import HydraSettings
 from drivetrain.core import signature
 from drivetrain.core.errors import UserError
-from drivetrain.core.files import write_json
+from drivetrain.core.files import read_json, write_json, write_text
 from drivetrain.core.option import RunSpec
 from drivetrain.core.overrides import format_value, key_of
 from drivetrain.core.paths import add_import_paths
@@ -80,10 +79,9 @@ class Job:
         about["config_dirs"] = [str(Path(folder).resolve()) for folder in self.composed.config_dirs]
         about["selection"] = selected(self.run).record()
         about["signature"] = signature.sign(_of_this_machine(about))
-        (run_dir / "recipe.yaml").write_text(
-            identity.to_recipe(self.composed, self.machine_local_keys, check.identifying_keys(self.run))
-        )
-        (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(self.composed.config))
+        recipe = identity.to_recipe(self.composed, self.machine_local_keys, check.identifying_keys(self.run))
+        write_text(run_dir / "recipe.yaml", recipe)
+        write_text(run_dir / "config.yaml", OmegaConf.to_yaml(self.composed.config))
         write_json(run_dir / "environment.json", about)
         hydra_folder.write(run_dir, self.composed, self.hydra, resumed=self.run_dir is not None)
 
@@ -226,9 +224,11 @@ def recorded_environment(run_dir: Path, setting: str = "") -> dict[str, Any]:
             f"{setting}{run_dir} is no run's directory (no recipe.yaml in it): name one such as outputs/<date>/<time>-<id>"
         )
     try:
-        content: dict[str, Any] = json.loads((run_dir / "environment.json").read_text())
-    except ValueError:
-        raise UserError(f"{setting}{run_dir}: its environment.json is damaged") from None
+        content = read_json(run_dir / "environment.json")
+    except (OSError, ValueError):
+        content = None
+    if not isinstance(content, dict):
+        raise UserError(f"{setting}{run_dir}: its environment.json is damaged")
     return content
 
 
@@ -251,8 +251,8 @@ def _newest_unfinished(job: Job) -> Job:
         if result is not None and result.status in ("completed", "diverged"):
             continue
         try:
-            same = json.loads((run_dir / "environment.json").read_text()).get("config_hash") == job.config_hash
-        except (OSError, ValueError):
+            same = read_json(run_dir / "environment.json").get("config_hash") == job.config_hash
+        except (OSError, ValueError, AttributeError):
             continue
         if same and not directory.is_locked(run_dir):
             return _from_newest_checkpoint(job, run_dir)

@@ -27,7 +27,10 @@ from drivetrain.launch.job import prepare as prepare
 from drivetrain.launch.worker import run_rank
 from drivetrain.parallel import launched, world_of_environment
 from drivetrain.run import directory
+from drivetrain.run.held import Held
 from drivetrain.run.result import Result
+from drivetrain.saving import space
+from drivetrain.saving.space import NoRoom
 from drivetrain.ui import logs, terminal
 
 RUN_DIR_FILE = "DRIVETRAIN_RUN_DIR_FILE"  # in a child's environment: a file to which it writes its run's directory
@@ -97,8 +100,13 @@ def launch(job: Job, run_dir: Path | None = None, quiet: bool = False) -> Ended:
         return _launch_on_several_machines(job, run_dir or job.new_run_dir(), quiet)
     if is_new := run_dir is None:
         run_dir = job.make_run_dir()
-    with directory.locked(run_dir):
-        ended = _launch_in(run_dir, job, world, quiet)
+    try:
+        with directory.locked(run_dir):
+            ended = _launch_in(run_dir, job, world, quiet)
+    except NoRoom:
+        if is_new:
+            directory.remove(run_dir)
+        raise
     if ended.code == BAD_CONFIG and not ended.result.updates and is_new:
         directory.remove(run_dir)  # it never was a run
         raise UserError(str(ended.result.error).splitlines())
@@ -117,7 +125,9 @@ def _choose_micro_batch(job: Job, world: World) -> None:
 
 def _launch_in(run_dir: Path, job: Job, world: World, quiet: bool) -> Ended:
     """Run a job on this machine, in a directory that this process has locked."""
-    job.write_files(run_dir)
+    held = Held(run_dir)
+    with space.reserved(run_dir):
+        job.write_files(run_dir)
     _tell_parent(run_dir)
     (run_dir / "result.json").unlink(missing_ok=True)  # that of the part before a resume
     with logs.to_file(run_dir / "log.txt"):
@@ -129,8 +139,23 @@ def _launch_in(run_dir: Path, job: Job, world: World, quiet: bool) -> Ended:
                 result, code = run_rank(job, world, run_dir, stop, quiet)
             if world.size > 1:
                 result, code = elastic.result_under_other_launcher(result, code, run_dir)
-    _write_result(result, run_dir)
+    _write_end(result, job, held)
     return Ended(result, code)
+
+
+def _write_end(result: Result, job: Job, held: Held) -> None:
+    """Write the result to where the run's directory is now. One that was made anew gets what resuming needs."""
+    try:
+        run_dir = held.place()
+        space.release(run_dir)
+        if result.status == "failed" and held.folder() != held.path and f"resume={run_dir}" not in str(result.error):
+            result.error = f"{held.path} was moved away or removed while the run trained: what is left of it is in {run_dir}"
+        if run_dir != held.path and not (run_dir / "environment.json").exists():
+            job.write_files(run_dir)
+        _tell_parent(run_dir)
+        _write_result(result, run_dir)
+    except OSError as error:
+        logger.error("result.json could not be written to %s (%s)", held.path, error.strerror)
 
 
 def _launch_on_several_machines(job: Job, run_dir: Path, quiet: bool) -> Ended:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from drivetrain.core import files
 from drivetrain.core.errors import UserError
 from drivetrain.run import directory, records
 from drivetrain.run.identity import flatten
@@ -124,14 +124,14 @@ def read(path: Path) -> RunFiles:
 
 def _yaml(path: Path) -> dict[str, Any]:
     try:
-        return yaml.load(path.read_text(), _LOADER) or {}
-    except (OSError, yaml.YAMLError):
+        return yaml.load(files.read_text(path), _LOADER) or {}
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):
         return {}
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text())
+        return files.read_json(path)
     except (OSError, ValueError):
         return {}
 
