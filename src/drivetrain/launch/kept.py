@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.errors import UserError
 from drivetrain.saving import manifest
+from drivetrain.saving.content import Malformed
 
 if TYPE_CHECKING:
     import torch
@@ -55,9 +56,9 @@ def restore(trainer: Trainer, checkpoint: Path) -> None:
         error: Exception | None = None
         try:
             trainer.restore(*load(newest, parallel))
-        except UserError:
-            raise
         except Exception as raised:
+            if isinstance(raised, UserError) and not isinstance(raised, Malformed):
+                raise  # the operator's, such as a changed config
             error = raised
         wrong = [told for told in parallel.gather_object(None if error is None else f"{type(error).__name__}: {error}") if told]
         if not parallel.broadcast_object(bool(wrong)):

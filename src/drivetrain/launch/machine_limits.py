@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 
 SHARED_MEMORY = ("insufficient shared memory", "Bus error", "shm_open", "/dev/shm", "unable to write to file </torch_")
 TOO_MANY_FILES = ("Too many open files", "received 0 items of ancdata")
@@ -11,17 +12,16 @@ TOO_MANY_FILES = ("Too many open files", "received 0 items of ancdata")
 def explain(error: BaseException) -> str | None:
     """Return what is exhausted and what to set; None for other errors."""
     text = f"{error} {error.__cause__ or ''}"
-    if (isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)) or any(
-        sign in text for sign in TOO_MANY_FILES
-    ):
+    refused = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
+    if refused or any(sign in text for sign in TOO_MANY_FILES):
         return (
-            f"this process may not open more files{_limit()}: raise the limit (`ulimit -n 65536` in the shell that starts the run), "
-            "or lower loader.num_workers"
+            f"this process may not open more files{_limit()}: raise the limit (`ulimit -n 65536` in the shell that starts "
+            "the run), or lower loader.num_workers"
         )
     if any(sign in text for sign in SHARED_MEMORY):
         return (
             f"the memory that processes share is used up{_shared()}: make /dev/shm larger (docker run --shm-size=8g, or "
-            "--ipc=host), lower loader.num_workers or loader.prefetch, or set loader=threads, which shares nothing between processes"
+            "--ipc=host), lower loader.num_workers or loader.prefetch_factor, or set loader=threads, whose threads need none"
         )
     return None
 
@@ -35,8 +35,6 @@ def _limit() -> str:
 
 
 def _shared() -> str:
-    import shutil
-
     try:
         usage = shutil.disk_usage("/dev/shm")
     except OSError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import os
@@ -64,7 +63,7 @@ def save_sharded(
         torch.save({**rest, "pieces": {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}}, folder / "state.pt")
         _finish(run_dir, update, about)
 
-    with space.writing(run_dir, update, folder, needed) if is_first else contextlib.nullcontext():
+    with space.writing(run_dir, update, folder if is_first else None, needed):
         _first_and_then_all(begin if is_first else None, group)
         sharded_checkpoint.write(folder, tensors, group)
         _first_and_then_all(finish if is_first else None, group)

@@ -12,6 +12,8 @@ import struct
 import zipfile
 from typing import IO, Any
 
+from drivetrain.core.errors import UserError
+
 MOST_PICKLE = 2**28  # bytes of the structure of a state, beside its tensors
 MOST_HEADER = 10**8  # bytes of the header of safetensors, as that library itself has it
 # What a state of tensors, numbers, texts and containers names, beside torch's dtypes and storages.
@@ -24,7 +26,7 @@ NAMES = {
 DTYPES = ("float", "bfloat", "int", "uint", "complex", "bool", "double", "half", "long", "short", "quint", "qint", "bits")
 
 
-class Malformed(ValueError):
+class Malformed(UserError):
     """A file that is no part of a checkpoint, whatever its hash."""
 
 
@@ -105,7 +107,7 @@ class _Structure(pickle._Unpickler):  # type: ignore[name-defined,misc]
         super().__init__(io.BytesIO(content))
 
     def find_class(self, module: str, name: str) -> Any:
-        full = f"{module}.{name}"
+        full = f"{module.replace('__builtin__', 'builtins')}.{name}"  # its name in Python 2, as in the pickles of torch
         if full == "torch.storage.UntypedStorage":
             return _Uncalled()
         of_torch = module == "torch" and (name.endswith("Storage") or name.startswith(DTYPES))

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from drivetrain.core.errors import UserError
 from drivetrain.core.files import opened, read_json, write_json
 from drivetrain.core.lazy import torch
-from drivetrain.saving.content import check_state
+from drivetrain.saving.content import Malformed, check_state
 from drivetrain.saving.manifest import PIECES
 
 State = dict[str, Any]
@@ -95,13 +95,14 @@ def write(folder: Path, tensors: State, group: Any) -> None:
             stored = {result.index: result.storage_data for of_rank in results for result in of_rank}
             write_json(folder / PIECES, _as_pieces(metadata.state_dict_metadata, stored))
 
-    dcp.save(tensors, storage_writer=Writer(str(folder)), process_group=group, no_dist=group is None)
+    with _own_errors():
+        dcp.save(tensors, storage_writer=Writer(str(folder)), process_group=group, no_dist=group is None)
 
 
 def read(folder: Path, shapes: dict[str, tuple[tuple[int, ...], Any]], allocate: Allocate, alone: bool = False) -> State:
     """Read tensors into those that `allocate` returns. `shapes` gives shape and dtype by name.
 
-    All ranks read their shards, unless a single process reads `alone`. Raises UserError if a file is not a checkpoint's.
+    All ranks read their shards, unless a single process reads `alone`. Raises Malformed if a file is not a checkpoint's.
     """
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
@@ -128,10 +129,23 @@ def read(folder: Path, shapes: dict[str, tuple[tuple[int, ...], Any]], allocate:
             return done
 
     tensors = {key: allocate(key.split("/")[1], shape, dtype) for key, (shape, dtype) in shapes.items()}
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _own_errors():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # intended where a single process reads
         dcp.load(tensors, storage_reader=Reader(str(folder)), no_dist=alone or not dist.is_initialized())
     return tensors
+
+
+@contextlib.contextmanager
+def _own_errors() -> Iterator[None]:
+    """Raise the error of the first rank that failed, in place of torch's, which is no Exception."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as error:
+        for failure, _ in error.failures.values():
+            raise failure from None
+        raise RuntimeError(str(error)) from None
 
 
 def _piece(folder: Path, stored: Any) -> torch.Tensor:
@@ -160,7 +174,7 @@ def _as_pieces(tensors: State, stored: dict[Any, Any]) -> State:
 
 
 def _metadata(folder: Path, shapes: dict[str, tuple[tuple[int, ...], Any]]) -> Any:
-    """Read pieces.json as torch's metadata. Raises UserError where it does not fit the state's shapes and the files' lengths."""
+    """Read pieces.json as torch's metadata. Raises Malformed where it does not fit the state's shapes and the files' lengths."""
     from torch.distributed.checkpoint import metadata as of_torch
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
@@ -185,7 +199,7 @@ def _metadata(folder: Path, shapes: dict[str, tuple[tuple[int, ...], Any]]) -> A
             properties = of_torch.TensorProperties(dtype=dtype)
             tensors[name] = of_torch.TensorStorageMetadata(properties, torch.Size(shape), chunks)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{file} is no list of a checkpoint's parts: {error}") from None
+        raise Malformed(f"{file} is no list of a checkpoint's parts: {error}") from None
     return of_torch.Metadata(tensors, storage_data=stored, storage_meta=of_torch.StorageMeta())
 
 

@@ -47,16 +47,17 @@ def check(run_dir: Path, update: int, needed: int) -> None:
     with contextlib.suppress(OSError):
         usage = shutil.disk_usage(run_dir)
         if usage.total and usage.free < needed:  # some network disks tell no sizes
-            raise cannot_write(f"checkpoint {update}", run_dir, "no space left on the disk", needed)
+            raise cannot_write(f"checkpoint {update}", run_dir, "no space left on the disk", needed, usage.free)
 
 
 @contextlib.contextmanager
-def writing(run_dir: Path, update: int, temporary: Path, needed: int) -> Iterator[None]:
+def writing(run_dir: Path, update: int, temporary: Path | None, needed: int) -> Iterator[None]:
     """Remove a checkpoint that could not be written, and raise CannotSave if the disk is the reason."""
     try:
         yield
     except BaseException as error:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
         reason = reason_of(error)
         if reason is None:
             raise
@@ -70,8 +71,6 @@ def reason_of(error: BaseException) -> str | None:
     """
     if isinstance(error, OSError):
         return _said(error)
-    for inner in getattr(error, "failures", {}).values():  # CheckpointException: rank → (error, traceback)
-        return reason_of(inner[0])
     if (number := re.search(r"os error (\d+)", str(error))) is not None:
         return os.strerror(int(number[1]))
     if isinstance(error, RuntimeError) and ("inline_container" in str(error) or "PytorchStreamWriter" in str(error)):
@@ -79,10 +78,11 @@ def reason_of(error: BaseException) -> str | None:
     return None
 
 
-def cannot_write(what: str, run_dir: Path, reason: str, needed: int | None = None) -> CannotSave:
+def cannot_write(what: str, run_dir: Path, reason: str, needed: int | None = None, free: int | None = None) -> CannotSave:
     """Return the one error for a file of a run that cannot be written, and make room for the result."""
+    has = _free(run_dir) if free is None else f", {_size(free)} are free"
+    sizes = f" ({_size(needed)} are needed{has})" if needed else has
     release(run_dir)
-    sizes = f" ({_size(needed)} are needed{_free(run_dir)})" if needed else _free(run_dir)
     last, _ = manifest.newest_valid(run_dir)
     if last is None:
         after = "There is no checkpoint before it: start again, with output_dir on a disk that can be written"
