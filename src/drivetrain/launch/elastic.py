@@ -10,12 +10,12 @@ import shutil
 import socket
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from drivetrain.core import process
 from drivetrain.core.errors import BAD_CONFIG, EXIT_OF_STATUS, FAILED, INTERRUPTED, PEER_GONE, UserError, is_peer_failure
 from drivetrain.core.files import write_json
 from drivetrain.core.signals import STOP_SIGNALS, StopFlag
@@ -226,7 +226,7 @@ def _rank_entry(job: Job, run_dir: Path, failures: FailureRecorder, quiet: bool)
         result, code = run_rank(job, world, run_dir, stop, quiet)
     with contextlib.suppress(OSError):  # a full disk, or a directory that was removed: the exit code tells that it failed
         folder = held.folder() or folder
-        write_json(folder / f"{world.rank}.json", {**asdict(result), "code": code, "time": time.time(), "run_dir": None})
+        write_json(folder / f"{world.rank}.json", {**asdict(result), "code": code, "time": process.now(), "run_dir": None})
     if code:
         sys.stdout.flush()
         os._exit(code)  # at once: the launcher ends the ranks that wait for this one

@@ -26,12 +26,13 @@ from drivetrain.launch.job import Job, prepare_run
 from drivetrain.launch.job import prepare as prepare
 from drivetrain.launch.worker import run_rank
 from drivetrain.parallel import launched, world_of_environment
+from drivetrain.recipe import cache
 from drivetrain.run import directory
 from drivetrain.run.held import Held
 from drivetrain.run.result import Result
 from drivetrain.saving import space
 from drivetrain.saving.space import NoRoom
-from drivetrain.ui import logs, terminal
+from drivetrain.ui import fetched, logs, terminal
 
 RUN_DIR_FILE = "DRIVETRAIN_RUN_DIR_FILE"  # in a child's environment: a file to which it writes its run's directory
 
@@ -57,6 +58,7 @@ def train(config: Sequence[str] | Mapping[str, Any], config_dirs: Sequence[str] 
         overrides = [*overrides_of(config, config_dirs), *_into_hydras_directory(config)]
     else:
         overrides = list(config)
+    cache.on_fetch[:] = [fetched.show]
     job = prepare_run(overrides, config_dirs)
     if not job.run.parallel.distributed or launched() is not None:
         return launch(job).result
@@ -164,7 +166,7 @@ def _launch_on_several_machines(job: Job, run_dir: Path, quiet: bool) -> Ended:
     directory.remember_missing_folders(run_dir)
 
     def write_result(result: Result) -> None:
-        result.wall_s = time.time() - process.started
+        result.wall_s = time.monotonic() - process.started
         if result.run_dir is not None:  # rank 0 was here
             _write_result(result, run_dir)
             _tell_parent(run_dir)
@@ -202,6 +204,6 @@ def _tell_parent(run_dir: Path) -> None:
 
 def _write_result(result: Result, run_dir: Path) -> None:
     """Complete the result of a run and write its file."""
-    result.wall_s = time.time() - process.started
+    result.wall_s = time.monotonic() - process.started
     result.run_dir = run_dir
     result.write(run_dir)

@@ -8,15 +8,18 @@ import re
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from drivetrain.core.errors import UserError, did_you_mean
-from drivetrain.core.paths import recipes_dir
+from drivetrain.core.errors import UserError
 from drivetrain.recipe import claim as claims
 from drivetrain.recipe import safe_yaml
 from drivetrain.recipe.safe_yaml import allowed_in_recipe, is_plain_key, plain_value
+from drivetrain.recipe.source import Source
+
+if TYPE_CHECKING:
+    from drivetrain.recipe.bundle import Bundle
 
 MAX_JOBS = 1000
 _OVERRIDE = re.compile(r"(?:optional\s+)?(?:override\s+)?/?([a-z_]+)$")
@@ -35,6 +38,13 @@ class Recipe:
     sweep: dict[str, list[Any]] = field(default_factory=dict)
     claim: claims.Claim | None = None  # the speed-up that it claims; not part of the config
     lines: dict[str, int] = field(default_factory=dict)  # key → its line, for messages
+    source: Source | None = None  # where it came from; None for a run's own
+    bundle: Bundle | None = None  # the code that came with it
+
+    @property
+    def word(self) -> str:
+        """What `recipe=` takes to find it again."""
+        return self.source.given if self.source is not None else str(self.path)
 
     def where(self, key: str) -> str:
         """The file:line of a key."""
@@ -71,29 +81,9 @@ def _split(given: dict[str, Any], groups: Container[str]) -> tuple[dict[str, Any
     return {k: v for k, v in given.items() if k in groups}, {k: v for k, v in given.items() if k not in groups}
 
 
-def find(name: str) -> Path:
-    """The file of `recipe=NAME` (shipped recipes, then ./recipes) or `recipe=PATH`. Raises UserError."""
-    if name.endswith((".yaml", ".yml")) or "/" in name:
-        path = Path(name)
-        if path.is_dir():
-            raise UserError(f"recipe={name} is a directory: name the recipe.yaml in it")
-        if not path.is_file():
-            raise UserError(f"recipe={name}: there is no such file")
-        return path
-    for folder in (recipes_dir(), Path("recipes")):
-        if (folder / f"{name}.yaml").is_file():
-            return folder / f"{name}.yaml"
-    raise UserError(f"recipe={name} is not known: {did_you_mean(name, names())}, or give a path that ends in .yaml")
-
-
-def names() -> list[str]:
-    """The names that recipe=NAME finds: recipes that ship, and those in ./recipes."""
-    return sorted({p.stem for folder in (recipes_dir(), Path("recipes")) for p in folder.glob("*.yaml")})
-
-
-def read(path: Path) -> Recipe:
-    """Read and check a recipe file. Raises UserError with every problem and its line."""
-    root = safe_yaml.load(path)
+def read(path: Path, raw: bytes | None = None) -> Recipe:
+    """Read and check a recipe file, or its bytes. Raises UserError with every problem and its line."""
+    root = safe_yaml.load(path, raw)
     name = f"of run {path.parent.name}" if path.name == "recipe.yaml" else path.stem
     recipe = Recipe(name, path)
     problems: list[str] = []

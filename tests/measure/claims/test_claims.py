@@ -19,6 +19,7 @@ from drivetrain.measure.benchmark.noninferiority import FAIL, PASS, Verdict
 from drivetrain.measure.claims import write as claims
 from drivetrain.measure.claims.verify import judge
 from drivetrain.measure.intervals import Interval
+from drivetrain.recipe import places
 from drivetrain.recipe import reader as recipe
 from drivetrain.run import environment
 
@@ -283,6 +284,6 @@ def test_a_claim_of_nothing_does_not_hold(command, tiny):
 
 
 def test_shipped_recipes_claims_are_good():
-    for name in recipe.names():
-        found = recipe.read(recipe.find(name))
+    for name in places.names():
+        found = places.read(name)
         assert found.claim is None or check.validate(compose([], base=found.baseline(options())))

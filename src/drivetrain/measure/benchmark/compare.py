@@ -12,6 +12,7 @@ from drivetrain.measure import arguments
 from drivetrain.measure.benchmark import page, quality
 from drivetrain.measure.benchmark.arms import baseline_job, refuse_resume, swept
 from drivetrain.measure.benchmark.comparison import Comparison, Settings, measure
+from drivetrain.measure.benchmark.overview import headline
 from drivetrain.run import directory
 from drivetrain.ui import terminal
 
@@ -48,5 +49,5 @@ def show(comparison: Comparison) -> None:
     terminal.table(header, rows)
     if left_out:
         print(f"not shown here, but in the page: {', '.join(left_out)}")
-    for note in comparison.notes:
+    for note in [*comparison.notes, headline(comparison)]:
         print(note)

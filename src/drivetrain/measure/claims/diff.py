@@ -18,6 +18,7 @@ from drivetrain.measure import arguments, cells
 from drivetrain.measure.benchmark import arms, compare, comparison
 from drivetrain.measure.benchmark.arms import ArmSpec
 from drivetrain.measure.claims.write import describe, times
+from drivetrain.recipe import places
 from drivetrain.recipe import reader as recipes
 from drivetrain.recipe.reader import Recipe
 from drivetrain.recipe.safe_yaml import printable
@@ -46,7 +47,7 @@ def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
     """Run `drivetrain recipe diff`; return its exit code."""
     settings, rest = arguments.split(argv, Settings)
     arms.refuse_resume("recipe diff", rest)
-    names = [argument for argument in rest if "=" not in argument or Path(argument).exists()]
+    names = [argument for argument in rest if "=" not in argument or places.is_address(argument) or Path(argument).exists()]
     overrides = [argument for argument in rest if argument not in names]
     if len(names) != 2:
         raise UserError(
@@ -90,7 +91,7 @@ def _read_run(name: str) -> Side:
 
 def _read_recipe(name: str, overrides: Sequence[str], config_dirs: Sequence[str]) -> Side:
     """A recipe's config with these overrides."""
-    recipe = recipes.read(recipes.find(name))
+    recipe = places.read(name)
     composed = prepare_job(overrides, config_dirs, recipe).composed
     config: dict[str, Any] = yaml.safe_load(OmegaConf.to_yaml(composed.config))  # as in a run's config.yaml
     chosen = {group: option for group, option in composed.choices.items() if group != "logger"}  # as in a run's recipe.yaml
@@ -184,4 +185,4 @@ def _arm(side: Side, overrides: Sequence[str], config_dirs: Sequence[str]) -> Ar
             problem = f"{side.name} ran code of its own: give {wanted} and trust=[…] too"
             return ArmSpec(side.name, [*overrides], None, [problem])
         recipe = replace(recipe, choices={g: o for g, o in recipe.choices.items() if g not in own})
-    return arms.compose(side.name, [f"recipe={recipe.path}", *overrides], config_dirs, recipe)
+    return arms.compose(side.name, [f"recipe={recipe.word}", *overrides], config_dirs, recipe)

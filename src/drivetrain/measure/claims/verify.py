@@ -14,7 +14,7 @@ from drivetrain.measure.benchmark.arms import ArmSpec
 from drivetrain.measure.benchmark.comparison import Row, Settings
 from drivetrain.measure.claims.write import Claim, as_overrides, describe, times
 from drivetrain.measure.intervals import MIN_PAIRS
-from drivetrain.recipe import reader as recipes
+from drivetrain.recipe import places
 from drivetrain.recipe.reader import Recipe
 from drivetrain.recipe.safe_yaml import printable
 from drivetrain.run import environment
@@ -26,11 +26,11 @@ def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
     """Run `drivetrain recipe verify`; return its exit code."""
     settings, given = arguments.split(argv, Settings)
     arms.refuse_resume("recipe verify", given)
-    if not given or ("=" in given[0] and not Path(given[0]).is_file()):
+    if not given or ("=" in given[0] and not Path(given[0]).is_file() and not places.is_address(given[0])):
         raise UserError("drivetrain recipe verify wants the name or path of a recipe, then what else the run needs as key=value")
     if settings.rounds < MIN_PAIRS:
         raise UserError(f"rounds={settings.rounds}: with fewer than {MIN_PAIRS} rounds there is no interval to judge by")
-    recipe = recipes.read(recipes.find(given[0]))
+    recipe = places.read(given[0])
     if recipe.claim is None:
         raise UserError(
             f"{recipe.path}: nothing claimed: it has no `claim:`. `drivetrain compare` and `drivetrain recipe diff` measure"
@@ -54,7 +54,7 @@ def baseline_and_recipe(recipe: Recipe, claim: Claim, overrides: Sequence[str], 
         raise UserError(f"'{o}': one recipe is verified at a time, and what follows it has the form key=value" for o in wrong)
     own_saving = any(key.split(".")[0] == "saving" for key in claim.against)
     base = recipe.baseline(options(config_dirs))
-    given = [f"recipe={recipe.path}", *overrides]
+    given = [f"recipe={recipe.word}", *overrides]
     specs = [
         arms.compose(as_overrides(claim.against), given, config_dirs, base, own_saving),
         arms.compose(recipe.name, given, config_dirs, recipe, own_saving),
