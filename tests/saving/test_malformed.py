@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
@@ -17,6 +18,9 @@ import safetensors.torch
 import torch
 
 import drivetrain
+from drivetrain.core.errors import UserError
+from drivetrain.launch import launcher
+from drivetrain.run import reader
 from drivetrain.saving import checkpoint_io, content, manifest
 
 WEIGHTS = {"w": torch.arange(4.0)}
@@ -91,7 +95,7 @@ def test_every_flipped_bit_of_a_manifest_is_seen(run):
     file = checkpoint / "manifest.json"
     whole = file.read_bytes()
     for place in range(len(whole) * 8):
-        if place % 7 and place > 400:  # all of the first fields, a seventh of the hashes
+        if place % 23 and place > 240:  # all of the first fields, and some of the rest
             continue
         flipped = bytearray(whole)
         flipped[place // 8] ^= 1 << place % 8
@@ -265,3 +269,17 @@ def test_random_bytes_are_no_state():
     for _ in range(200):
         with pytest.raises(content.Malformed):
             content.check_state(io.BytesIO(generator.randbytes(generator.randrange(400))))
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "environment.json", "recipe.yaml", "result.json", "metrics.jsonl"])
+@pytest.mark.parametrize("how", ["a FIFO", "a link to /dev/zero", "not UTF-8", "deep"])
+def test_odd_files_of_a_run_are_refused_or_left_out(once, tmp_path, how, name):
+    run = shutil.copytree(once, tmp_path / "copy")
+    (run / name).unlink()
+    if how in SWAPS:
+        SWAPS[how](run / name)
+    else:
+        (run / name).write_bytes({"not UTF-8": b"\xff\xfe\x00a: \x80", "deep": b"[" * 50_000}[how])
+    with contextlib.suppress(UserError):
+        launcher.prepare([f"resume={run}"])
+    reader.read(run)

@@ -17,6 +17,7 @@ from typing import IO, Any, Literal, overload
 
 MB = 2**20
 LARGEST = 64 * MB  # of the files that are read whole: configs, records, results, manifests
+DEEPEST = 64  # levels of a YAML file
 _FLAGS = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC"))  # Windows has none of them
 
 
@@ -78,6 +79,25 @@ def parse_json(content: bytes | str) -> Any:
         return json.loads(content)
     except RecursionError:
         raise ValueError("it is nested too deep") from None
+
+
+def read_yaml(path: Path, most: int = LARGEST) -> Any:
+    """Read a YAML file of plain values. Raises OSError, and ValueError where it is none, nested too deep or has aliases.
+
+    Loaders of trees call themselves for each level, and the one in C has no limit but the end of the stack.
+    """
+    import yaml
+
+    loader, text = getattr(yaml, "CSafeLoader", yaml.SafeLoader), read_text(path, most)
+    try:
+        depth = 0
+        for event in yaml.parse(text, Loader=loader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > DEEPEST or isinstance(event, yaml.AliasEvent):
+                raise ValueError("it is nested too deep" if depth > DEEPEST else "it has aliases")
+        return yaml.load(text, loader)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error).splitlines()[0]) from None
 
 
 def write_text(path: Path, text: str) -> None:

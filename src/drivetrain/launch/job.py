@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
 from omegaconf import OmegaConf
 
 from drivetrain.config import bundles, hydra_idioms, hydra_settings
@@ -18,7 +19,7 @@ from drivetrain.config.compose import Composed
 from drivetrain.config.hydra_settings import HydraSettings
 from drivetrain.core import signature
 from drivetrain.core.errors import UserError
-from drivetrain.core.files import read_json, write_json, write_text
+from drivetrain.core.files import read_json, read_yaml, write_json, write_text
 from drivetrain.core.option import RunSpec
 from drivetrain.core.overrides import format_value, key_of
 from drivetrain.core.paths import add_import_paths
@@ -176,7 +177,7 @@ def _resumed(run_dir: Path, words: list[str], config_dirs: Sequence[str]) -> Job
         settings, dirs = {}, config_dirs
     job = of_run(run_dir, words, dirs, settings)
     unresolved: Any = OmegaConf.to_container(job.composed.config)
-    different = identity.differences(check.read_config(run_dir / "config.yaml"), unresolved, job.not_compared)
+    different = identity.differences(_recorded_config(run_dir), unresolved, job.not_compared)
     if different and not job.run.values["resume_changed"]:
         raise UserError(
             [f"resume={run_dir}: the config differs from the run's, and only its length may: {'; '.join(different)}."
@@ -184,6 +185,16 @@ def _resumed(run_dir: Path, words: list[str], config_dirs: Sequence[str]) -> Job
         )  # fmt: skip
     job.notices += [f"resumed with a changed config: {line}" for line in different]
     return _from_newest_checkpoint(job, run_dir)
+
+
+def _recorded_config(run_dir: Path) -> dict[str, Any]:
+    """A run's config.yaml. Raises UserError where it is no file of settings."""
+    try:
+        read_yaml(run_dir / "config.yaml")  # an ordinary file of plain values, of a config's size and depth
+        return check.read_config(run_dir / "config.yaml")
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError, yaml.YAMLError) as error:
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"resume={run_dir}: its config.yaml is damaged ({why})") from None
 
 
 def of_run(run_dir: Path, words: Sequence[str], config_dirs: Sequence[str], settings: Mapping[str, Any]) -> Job:

@@ -8,15 +8,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from drivetrain.core import files
 from drivetrain.core.errors import UserError
 from drivetrain.run import directory, records
 from drivetrain.run.identity import flatten
 from drivetrain.run.result import Result
 
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 NOT_COMPARED = ("output_dir", "resume", "resume_changed", "recipe", "trust")
 
 
@@ -124,8 +121,8 @@ def read(path: Path) -> RunFiles:
 
 def _yaml(path: Path) -> dict[str, Any]:
     try:
-        return yaml.load(files.read_text(path), _LOADER) or {}
-    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+        return files.read_yaml(path) or {}
+    except (OSError, ValueError):
         return {}
 
 
