@@ -102,6 +102,8 @@ def _launch_ranks(parallel: ProcessGroupStrategy, folder: Path, *of_entry: objec
 def _rank_folder(run_dir: Path, several_machines: bool) -> Iterator[Path]:
     """The folder of the ranks' files: <run>/ranks. With several machines they are copied there if the run's directory is here."""
     folder = run_dir / "ranks"
+    if folder.is_symlink():  # what it leads to is not the run's
+        folder.unlink()
     if not several_machines:
         folder.mkdir(exist_ok=True)
         for old in [*folder.glob("*.json"), *folder.glob("*.heartbeat"), *folder.glob("*.stack")]:
@@ -245,7 +247,7 @@ def _final_code(folder: Path) -> int:
     """The exit code of a rank of this machine that starting again would not change; 0 where there is none."""
     for file in folder.glob("*.json"):
         with contextlib.suppress(OSError, ValueError):
-            content = json.loads(file.read_text())
+            content = json.loads(file.read_text(encoding="utf-8"))
             if content["code"] in FINAL_CODES and not _only_peer_failures({0: content}):
                 return int(content["code"])
     return 0
@@ -286,7 +288,7 @@ def _read_results(folder: Path) -> RankResults:
     results: RankResults = {}
     for file in folder.glob("*.json"):
         with contextlib.suppress(OSError, ValueError):
-            results[int(file.stem)] = json.loads(file.read_text())
+            results[int(file.stem)] = json.loads(file.read_text(encoding="utf-8"))
     return results
 
 

@@ -71,7 +71,7 @@ def train(config: Sequence[str] | Mapping[str, Any], config_dirs: Sequence[str] 
         env = {**os.environ, RUN_DIR_FILE: str(run_dir_file), "PYTHONPATH": path}
         done = subprocess.run(command, env=env, stderr=subprocess.PIPE, text=True, check=False)
         sys.stderr.write(done.stderr)
-        result = Result.read(Path(run_dir_file.read_text())) if run_dir_file.exists() else None
+        result = Result.read(Path(run_dir_file.read_text(encoding="utf-8"))) if run_dir_file.exists() else None
     if result is None:
         errors = [line.removeprefix("error: ") for line in done.stderr.splitlines() if line.startswith("error: ")]
         raise UserError(errors or [f"the run ended with code {done.returncode}"])
@@ -199,7 +199,7 @@ def _announce(job: Job, quiet: bool) -> None:
 def _tell_parent(run_dir: Path) -> None:
     """Write the run's directory to the file that a parent process asked for."""
     if RUN_DIR_FILE in os.environ:
-        Path(os.environ[RUN_DIR_FILE]).write_text(str(run_dir))
+        Path(os.environ[RUN_DIR_FILE]).write_text(str(run_dir), encoding="utf-8")
 
 
 def _write_result(result: Result, run_dir: Path) -> None:

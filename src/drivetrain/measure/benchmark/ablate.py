@@ -146,7 +146,7 @@ def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
         comparisons = {f"From {baseline} to {recipe}, step by step": ladder, **comparisons}
     folder = directory.create(Path(ablation.baseline.run.values["output_dir"]), "compare")
     write_json(folder / "ablate.json", {title: done.as_dict() for title, done in comparisons.items()})
-    (folder / "ablate.html").write_text(ablation_page(recipe, baseline, comparisons, argv))
+    (folder / "ablate.html").write_text(ablation_page(recipe, baseline, comparisons, argv), encoding="utf-8")
     print(f"\nwritten to {folder}/ablate.json and ablate.html")
     return FAILED if any(done.failed for done in comparisons.values()) else DONE
 
