@@ -7,8 +7,11 @@ A small run is trained once. Each case then flips one bit of one of its files, o
 
 - rejected: a UserError refuses it, or the checkpoint is passed over for the one before;
 - no effect: the resumed run has the same config and starts from the same bytes, and what `report` reads is the same;
-- figures: the resumed run is the same, but a figure that `report` shows differs: logs and results are not signed;
+- figures: the resumed run computes the same, but a figure that `report` shows differs: logs and results are not signed;
 - effect, untyped: the resumed run would differ, or the reader raises another error. There must be none.
+
+What belongs to the machine (paths, devices, loggers) is not compared: where its record is not signed any more, the command
+line's settings hold, as for a stranger's run.
 """
 
 from __future__ import annotations
@@ -106,13 +109,13 @@ class Whole:
     def read(self, run: Path, damaged: str) -> Seen:
         """Read a run as resuming and reporting do. Only a damaged checkpoint is another config's start: composing is slow."""
         from drivetrain.launch import launcher
-        from drivetrain.run import reader
+        from drivetrain.run import identity, reader
         from drivetrain.saving import manifest
 
         of_checkpoint = damaged.startswith("checkpoints/")
         if self._config is None or not of_checkpoint:
             job = launcher.prepare([f"resume={run}"])
-            config = job.config_hash, sorted(job.composed.choices.items(), key=str), str(job.composed.plain)
+            config = job.config_hash, str(identity.without_machine_local(job.composed, job.not_compared))
             self._config = self._config or config
         else:
             config = self._config

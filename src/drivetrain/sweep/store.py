@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shlex
 import shutil
 import time
@@ -23,6 +24,8 @@ from drivetrain.run.result import Result
 from drivetrain.saving import manifest
 from drivetrain.sweep.grid import SweepJob, prepare_one
 from drivetrain.sweep.options import is_launch_setting, split
+
+logger = logging.getLogger(__name__)
 
 FINAL = ("completed", "diverged")  # statuses of jobs that a resumed sweep does not run again
 OTHERS = ("jobs.json", "sweep.json", "study.db", "submitit", ".lock")  # in a sweep's folder, beside those of its jobs
@@ -77,7 +80,11 @@ class Entry:
             return
         self.code = code if code is not None and code > 0 else FAILED
         self.result = Result(status=status, error=error, overrides=self.job.overrides, run_dir=self.run_dir)
-        self.result.write(self.run_dir)
+        try:
+            self.run_dir.mkdir(parents=True, exist_ok=True)  # it may have been moved away
+            self.result.write(self.run_dir)
+        except OSError as problem:  # a full disk: the other jobs go on
+            logger.error("result.json could not be written to %s (%s)", self.run_dir, problem.strerror)
 
     def refuse(self) -> None:
         """Record that the job's config is invalid."""
