@@ -36,7 +36,7 @@ class Recipe:
     choices: dict[str, str | list[str]] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     sweep: dict[str, list[Any]] = field(default_factory=dict)
-    claim: claims.Claim | None = None  # the speed-up that it claims; not part of the config
+    claim: claims.Claim | None = None  # what was measured of it; not part of the config
     lines: dict[str, int] = field(default_factory=dict)  # key → its line, for messages
     source: Source | None = None  # where it came from; None for a run's own
     bundle: Bundle | None = None  # the code that came with it
@@ -65,14 +65,16 @@ class Recipe:
         return replace(self, choices={**self.choices, **chosen}, values={**self.values, **others}, sweep={})
 
     def baseline(self, groups: Container[str]) -> Recipe:
-        """The recipe that the claim compares with. It comes from the same file, so it is checked like any recipe.
+        """The recipe that the claim of speed compares with, itself where it has none; from the same file, so checked like any.
 
         A group that the claim names has that option's own defaults and the claim's knobs, and none of the recipe's knobs.
         """
-        assert self.claim is not None
-        chosen, others = _split(self.claim.against, groups)
+        if self.claim is None or self.claim.speed is None:
+            return replace(self, claim=None)
+        against = self.claim.speed.against
+        chosen, others = _split(against, groups)
         kept = {key: value for key, value in self.values.items() if key.split(".")[0] not in chosen}
-        lines = {**self.lines, **self.claim.lines}
+        lines = {**self.lines, **against.lines}
         return replace(self, choices={**self.choices, **chosen}, values={**kept, **others}, claim=None, lines=lines)
 
 

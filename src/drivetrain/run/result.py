@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from html import escape
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from drivetrain.core.files import read_json, write_json
 
@@ -32,6 +33,9 @@ class Result:
     mfu_note: str | None = None  # the peak that it is a share of, or why it is null
     skipped_samples: int | None = None  # that could not be read; null where the data cannot skip
     peak_memory_bytes: int | None = None
+    energy_joules: float | None = None  # that the GPUs used while it trained, by their own counters; null where nothing tells
+    data: dict[str, Any] | None = None  # the fingerprint of the training set: hash, of (what was hashed), samples
+    resumed_at: int | None = None  # the update at which this part of the run began; null where it is the whole run
     time_to_first_step_s: float | None = None
     compile_s: float | None = None
     wall_s: float = 0.0
@@ -82,11 +86,19 @@ class Result:
         )
         return f"<table>{''.join(cells)}</table>"
 
+    def _check_types(self) -> None:
+        """Raise TypeError where a value is not of its field's type: the file may be a stranger's, or damaged."""
+        for name, hint in get_type_hints(type(self)).items():
+            kinds = [get_origin(kind) or kind for kind in (get_args(hint) if get_origin(hint) is UnionType else (hint,))]
+            if not isinstance(getattr(self, name), (*kinds, int) if float in kinds else tuple(kinds)):
+                raise TypeError(name)
+
     @classmethod
     def read(cls, run_dir: Path) -> Result | None:
         """The result in a run's directory; None where there is none."""
         try:
             result = cls(**read_json(run_dir / "result.json"), run_dir=run_dir)
+            result._check_types()
         except (OSError, ValueError, TypeError):
             return None
         if "final" in result.metrics:  # of a version without validation sets

@@ -17,9 +17,10 @@ from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure import arguments, cells
 from drivetrain.measure.benchmark import arms, compare, comparison
 from drivetrain.measure.benchmark.arms import ArmSpec
-from drivetrain.measure.claims.write import describe, times
+from drivetrain.measure.claims import handed
 from drivetrain.recipe import places
 from drivetrain.recipe import reader as recipes
+from drivetrain.recipe.claim import times
 from drivetrain.recipe.reader import Recipe
 from drivetrain.recipe.safe_yaml import printable
 from drivetrain.run import reader
@@ -43,9 +44,12 @@ class Side:
     run: RunFiles  # of a recipe: its config alone
 
 
-def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
-    """Run `drivetrain recipe diff`; return its exit code."""
+def command(argv: list[str], config_dirs: Sequence[str] = (), recipe: Path | None = None) -> int:
+    """Run `drivetrain recipe diff`; return its exit code. The second side is handed on to the file `recipe`, if there is one."""
     settings, rest = arguments.split(argv, Settings)
+    if recipe is not None and not settings.measure:
+        raise UserError(f"--recipe {recipe} is for what was measured: say measure=true too")
+    hand_on = handed.writer("recipe diff", recipe)
     arms.refuse_resume("recipe diff", rest)
     names = [argument for argument in rest if "=" not in argument or places.is_address(argument) or Path(argument).exists()]
     overrides = [argument for argument in rest if argument not in names]
@@ -59,9 +63,9 @@ def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
     _show(sides)
     for side in sides:
         if side.recipe is not None and side.recipe.claim is not None:
-            print(f"{side.name} claims {describe(side.recipe.claim)}")
+            print(f"{side.name} claims {side.recipe.claim}")
     if settings.measure:
-        return _measure(sides, overrides, config_dirs, settings, argv)
+        return _measure(sides, overrides, config_dirs, settings, argv, hand_on)
     dirs = [argument for folder in config_dirs for argument in ("-cd", str(folder))]
     print(f"to measure the difference: drivetrain recipe diff {shlex.join([*dirs, *names, *overrides, 'measure=true'])}")
     return DONE
@@ -152,7 +156,12 @@ def _results(both: Sequence[RunFiles]) -> list[tuple[str, ...]]:
 
 
 def _measure(
-    sides: Sequence[Side], overrides: Sequence[str], config_dirs: Sequence[str], settings: Settings, argv: list[str]
+    sides: Sequence[Side],
+    overrides: Sequence[str],
+    config_dirs: Sequence[str],
+    settings: Settings,
+    argv: list[str],
+    hand_on: handed.HandOn | None,
 ) -> int:
     """Benchmark both, the first as the baseline; return the exit code."""
     specs = [_arm(side, overrides, config_dirs) for side in sides]
@@ -166,6 +175,8 @@ def _measure(
     print()
     compare.show(done)
     compare.save(done, arms.baseline_job(specs), argv, "recipe diff")
+    if hand_on is not None:
+        hand_on(done, specs)
     return FAILED if done.failed else DONE
 
 
