@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
+from drivetrain.core.allowed import ColumnName, FileName, one_of
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, CountOrZero, RunSpec
@@ -21,6 +22,7 @@ from drivetrain.data.targets import TargetReader
 
 MASKS = (".png", ".bmp", ".gif", ".tif", ".tiff")  # without loss: a JPEG's pixels are no classes
 TableKind = Literal["class", "labels", "values"]
+Separator = Annotated[str, one_of(",", ";", "|", "/", " ")]
 
 
 class Masks(Data):
@@ -37,8 +39,8 @@ class Masks(Data):
     def __init__(
         self,
         root: str | None = None,
-        images: str = "images",
-        masks: str = "masks",
+        images: FileName = "images",
+        masks: FileName = "masks",
         classes: Count | None = None,
         ignore: CountOrZero | None = 255,
         size: Count = 128,
@@ -168,13 +170,13 @@ class LabelsCsv(Data):
         path: str | None = None,
         test: str | None = None,
         root: str | None = None,
-        image: str = "image",
-        target: str | Sequence[str] | None = None,
-        separator: str | None = None,
+        image: ColumnName = "image",
+        target: ColumnName | Sequence[ColumnName] | None = None,
+        separator: Separator | None = None,
         kind: TableKind | None = None,
         size: Count = 224,
         holdout: Fraction = 0.1,
-        validation: Fraction | str | None = 0.1,
+        validation: Fraction | FileName | None = 0.1,
         normalize: Normalization = "imagenet",
         max_pixels: Count = 100_000_000,
         on_error: OnError = "raise",

@@ -113,8 +113,10 @@ def compared(tree: dict[str, Any], chosen: dict[str, Any]) -> dict[str, Any]:
 def read(path: Path) -> RunFiles:
     """Read a run's directory; any of its files may be missing."""
     result, environment = Result.read(path), _json(path / "environment.json")
-    defaults = _yaml(path / "recipe.yaml").get("defaults", [])
-    chosen = {k.rpartition("/")[2]: v for line in defaults for k, v in line.items()}
+    recipe = _yaml(path / "recipe.yaml")
+    parts = [part for part in (recipe.get("unchanged"), recipe) if isinstance(part, dict)]
+    lines = [line for part in parts for line in part.get("defaults") or [] if isinstance(line, dict)]
+    chosen = {k.rpartition("/")[2]: v for line in lines for k, v in line.items()}
     config = compared(_yaml(path / "config.yaml"), chosen)
     status = result.status if result else "running" if directory.is_locked(path) else "killed"
     train, evaluated = _points(path / "metrics.jsonl")
