@@ -194,7 +194,7 @@ def test_every_rank_writes_its_part_and_any_strategy_reads_them(done, tmp_path):
     first = drivetrain.train([*words, *STRATEGIES["fsdp"], *sharded, "updates=2", f"output_dir={tmp_path}"])
     assert first.status == "completed", first.error
     saved = Path(first.run_dir) / "checkpoints" / "2"
-    assert {f.name for f in saved.iterdir()} == {"__0_0.distcp", "__1_0.distcp", ".metadata", "state.pt", "manifest.json"}
+    assert {f.name for f in saved.iterdir()} == {"__0_0.distcp", "__1_0.distcp", "pieces.json", "state.pt", "manifest.json"}
     sizes = [(saved / f"__{rank}_0.distcp").stat().st_size for rank in (0, 1)]
     assert 0.8 < sizes[0] / sizes[1] < 1.25  # neither has the whole
     assert main.main(["export", str(first.run_dir), str(tmp_path / "plain.safetensors")]) == 0

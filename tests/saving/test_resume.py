@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 
 import drivetrain
-from drivetrain.core.errors import UserError
+from drivetrain.core.errors import CannotSave, UserError
 from drivetrain.engine.trainer import Trainer
 from drivetrain.launch import launcher
 from drivetrain.saving import checkpoint_io, manifest
@@ -211,6 +211,7 @@ DAMAGE = {
     "no weights": (lambda c: (c / "model.safetensors").unlink(), "lacks model.safetensors"),
     "no state": (lambda c: (c / "state.pt").unlink(), "lacks state.pt"),
     "a truncated state": (lambda c: (c / "state.pt").write_bytes((c / "state.pt").read_bytes()[:100]), "damaged state.pt"),
+    "another length": (lambda c: (c / "state.pt").open("ab").write(b"x"), "its length differs"),
     "no manifest": (lambda c: (c / "manifest.json").unlink(), "no readable manifest.json"),
     "half a manifest": (lambda c: (c / "manifest.json").write_text('{"format": 2, "sha'), "no readable manifest.json"),
     "a manifest of another format": (
@@ -264,8 +265,9 @@ def test_a_save_that_fails_leaves_the_last_good_one(tmp_path, monkeypatch):
     with monkeypatch.context() as m:
         m.setattr(torch, "save", lambda *a: (_ for _ in ()).throw(OSError("No space left on device")))
         for update in (1, 2):
-            with pytest.raises(OSError, match="No space"):
+            with pytest.raises(CannotSave, match="No space"):
                 checkpoint_io.save(tmp_path, update, weights, {"a": 2})
+            assert not list((tmp_path / "checkpoints").glob(".*")), "what was half-written takes the space that is missing"
     assert manifest.newest_valid(tmp_path) == (tmp_path / "checkpoints" / "1", [])
     assert checkpoint_io.load(tmp_path / "checkpoints" / "1")[1] == {"a": 1}
     checkpoint_io.save(tmp_path, 2, weights, {"a": 3})  # what was left half-written is no hindrance

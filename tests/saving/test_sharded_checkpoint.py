@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import pickle
+import io
+import json
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -46,43 +47,70 @@ def test_one_rank_may_read_by_itself(saved, monkeypatch, alone):
     assert asked["no_dist"] == alone
 
 
-class Command:
-    """Runs when it is unpickled."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.mark),)
+def test_no_pickle_is_read_or_written(saved):
+    """A .metadata of ten bytes took 6.6 GB: a memo with one large number."""
+    assert {p.name for p in saved.iterdir()} == {"__0_0.distcp", "pieces.json"}
+    (saved / ".metadata").write_bytes(b"\x80\x02Nr\xff\xff\xff\x6f.")
+    assert torch.equal(sharded_checkpoint.read(saved, ABOUT, plain)["model/a"], torch.arange(6.0).view(2, 3))
 
 
-def test_metadata_that_would_run_a_command_is_refused(saved, tmp_path):
-    (saved / ".metadata").write_bytes(pickle.dumps(Command(tmp_path / "run")))
-    with pytest.raises(UserError, match=r"names posix\.mkdir, which is no part of a checkpoint"):
+def changed(saved: Path, name: str, key: str, value: object) -> None:
+    """Change what pieces.json says of a tensor, or of its only part."""
+    file = saved / "pieces.json"
+    content = json.loads(file.read_text())
+    entry = content[name]
+    (entry if key in ("dtype", "pieces") else entry["pieces"][0])[key] = value
+    file.write_text(json.dumps(content))
+
+
+WRONG = {
+    "a path upwards": ("file", "../elsewhere", "names a file outside of its checkpoint"),
+    "an absolute path": ("file", "/etc/passwd", "names a file outside of its checkpoint"),
+    "a file that is not there": ("file", "absent", "No such file"),
+    "more bytes than the file has": ("bytes", 10**12, "names a part outside of __0_0.distcp"),
+    "a negative place": ("at", -1, "names a part outside"),
+    "a place that is no number": ("at", True, "names a part outside"),
+    "a part outside of its tensor": ("offsets", [1, 1], "is outside of a tensor"),
+    "a part that is not all": ("shape", [1, 3], "are not all of it"),
+    "no part": ("pieces", [], "are not all of it"),
+    "another shape": ("shape", [2, 10**12], "is outside of a tensor"),
+    "another type": ("dtype", "float64", "the state says"),
+    "words for numbers": ("offsets", "00", "is outside|offsets"),
+    "no list": ("pieces", 3, "is no list of a checkpoint's parts"),
+}
+
+
+@pytest.mark.parametrize("how", WRONG)
+def test_a_list_of_parts_that_does_not_fit_is_refused(saved, how):
+    key, value, says = WRONG[how]
+    changed(saved, "model/a", key, value)
+    with pytest.raises(UserError, match=says):
         sharded_checkpoint.read(saved, ABOUT, plain)
-    assert not (tmp_path / "run").exists()
 
 
-class Reach:
-    """Asks for an attribute when it is unpickled."""
-
-    def __reduce__(self):
-        return getattr, (torch.Size, "__base__")
-
-
-def test_metadata_that_reaches_for_attributes_is_refused(saved):
-    (saved / ".metadata").write_bytes(pickle.dumps(Reach()))
-    with pytest.raises(UserError, match=r"asks for .*Size.*__base__, which is no part of a checkpoint"):
+def test_a_list_that_is_nested_too_deep_or_no_ordinary_file_is_refused(saved):
+    (saved / "pieces.json").write_text("[" * 100_000)
+    with pytest.raises(UserError, match="nested too deep"):
+        sharded_checkpoint.read(saved, ABOUT, plain)
+    (saved / "pieces.json").unlink()
+    (saved / "pieces.json").symlink_to("/dev/zero")
+    with pytest.raises(UserError, match="it is a link"):
         sharded_checkpoint.read(saved, ABOUT, plain)
 
 
-@pytest.mark.parametrize("place", ["../elsewhere", "/etc/passwd"])
-def test_metadata_that_names_files_elsewhere_is_refused(saved, place):
-    metadata = pickle.loads((saved / ".metadata").read_bytes())
-    for stored in metadata.storage_data.values():
-        stored.relative_path = place
-    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(UserError, match="names a file outside of its checkpoint"):
+def test_a_part_that_inflates_is_refused(saved):
+    part = json.loads((saved / "pieces.json").read_text())["model/a"]["pieces"][0]
+    file, inner = saved / part["file"], io.BytesIO()
+    content = io.BytesIO(file.read_bytes()[part["at"] : part["at"] + part["bytes"]])
+    with zipfile.ZipFile(content) as archive, zipfile.ZipFile(inner, "w", zipfile.ZIP_DEFLATED) as other:
+        for entry in archive.infolist():
+            other.writestr(entry.filename, archive.read(entry))
+    file.write_bytes(inner.getvalue())
+    changed(saved, "model/a", "at", 0)
+    changed(saved, "model/a", "bytes", len(inner.getvalue()))
+    changed(saved, "ema/a", "at", 0)
+    changed(saved, "ema/a", "bytes", len(inner.getvalue()))
+    with pytest.raises(UserError, match="it is compressed"):
         sharded_checkpoint.read(saved, ABOUT, plain)
 
 

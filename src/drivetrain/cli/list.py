@@ -55,7 +55,7 @@ def show(group: str | None = None, config_dirs: Sequence[str] = ()) -> None:
     if group not in groups:
         raise UserError(f"there is no group '{group}': {did_you_mean(group, groups)}")
     for option, file in groups[group].items():
-        knobs = [line for line in file.read_text().splitlines() if not line.startswith(("#", "_target_"))]
+        knobs = [line for line in file.read_text(encoding="utf-8").splitlines() if not line.startswith(("#", "_target_"))]
         print(f"{group}={option}: {catalog.summary(file)}")
         effect, changes = _claim(file)
         if effect != "–":

@@ -85,13 +85,13 @@ def one_or_several(group: str, option: Any) -> Any:
 
 def summary(file: Path) -> str:
     """The first comment of an option's file: what the option buys."""
-    comments = (line[1:].strip() for line in file.read_text().splitlines() if line.startswith("#"))
+    comments = (line[1:].strip() for line in file.read_text(encoding="utf-8").splitlines() if line.startswith("#"))
     return next((comment for comment in comments if not comment.startswith("@package")), "")
 
 
 def target(file: Path) -> str:
     """The dotted name of an option's class."""
-    return str(_TARGET.findall(file.read_text())[0])
+    return str(_TARGET.findall(file.read_text(encoding="utf-8"))[0])
 
 
 @cache
@@ -101,7 +101,15 @@ def shipped_targets(group: str = "*") -> frozenset[str]:
     chosen = files.values() if group == "*" else [files[group]]
     sums = SUMS.values() if group == "*" else [SUMS[group]] if group in SUMS else []
     return frozenset(
-        [*sums, *(target for of_group in chosen for file in of_group.values() for target in _TARGET.findall(file.read_text()))]
+        [
+            *sums,
+            *(
+                target
+                for of_group in chosen
+                for file in of_group.values()
+                for target in _TARGET.findall(file.read_text(encoding="utf-8"))
+            ),
+        ]
     )
 
 
@@ -140,7 +148,7 @@ def _of_file(file: Path, files: Mapping[str, Mapping[str, Path]]) -> Iterator[st
     """Why a file is no option, or none that can be chosen."""
     group, text = file.parent.name, ""
     try:
-        text = file.read_text()
+        text = file.read_text(encoding="utf-8")
         content = yaml.safe_load(text)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         yield f"{file}: not valid YAML: {str(error).splitlines()[0]}"

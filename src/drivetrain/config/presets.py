@@ -27,5 +27,5 @@ class Preset:
 def read(task: Any, groups: Container[str], config_dirs: Sequence[str] = ()) -> Preset:
     """Return the preset of a task; an empty one where there is no such task."""
     file = option_files(config_dirs).get("task", {}).get(str(task))
-    given = (yaml.safe_load(file.read_text()).get("preset") or {}) if file is not None else {}
+    given = (yaml.safe_load(file.read_text(encoding="utf-8")).get("preset") or {}) if file is not None else {}
     return Preset({k: v for k, v in given.items() if k in groups}, {k: v for k, v in given.items() if k not in groups})

@@ -125,7 +125,11 @@ def _values() -> dict[str, Schema]:
 
 def _described(file: Path, values: Mapping[str, Any], kinds: Mapping[str, Any]) -> dict[str, Schema]:
     """Key → the schema of its value, with its default and the comment beside it."""
-    comments = {found["key"]: found["text"].strip() for line in file.read_text().splitlines() if (found := _COMMENT.match(line))}
+    comments = {
+        found["key"]: found["text"].strip()
+        for line in file.read_text(encoding="utf-8").splitlines()
+        if (found := _COMMENT.match(line))
+    }
     return {
         key: {**_kind(kinds.get(key, Any)), "default": default, **({"description": comments[key]} if key in comments else {})}
         for key, default in values.items()

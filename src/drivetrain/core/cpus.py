@@ -12,7 +12,7 @@ def usable_cores(ranks: int | None = None) -> int:
     """The cores for this rank, at least 1: affinity mask and cgroup quota, divided by the machine's ranks and jobs."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="utf-8").split()
     except (OSError, ValueError):
         quota = "max"
     if quota != "max":

@@ -42,6 +42,10 @@ class CallbackError(RuntimeError):
     """A callback raised an exception. Exit code 1; the run was saved."""
 
 
+class CannotSave(RuntimeError):
+    """A run's files cannot be written. Exit code 1; the message says what is safe, and how to go on."""
+
+
 class Interrupted(Exception):
     """A signal stopped the run, or its reading processes died. Exit code 75 if there is a checkpoint to resume from."""
 

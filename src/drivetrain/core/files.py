@@ -1,19 +1,121 @@
-"""Atomic writing of files."""
+"""Opens, reads and writes the files of a run: ordinary files only, and none that is larger than such a file can be.
+
+A run's directory may have come from anybody, or have been changed while the run trains. A link in it would be followed to a
+file elsewhere, a FIFO would make its reader wait for ever, and /dev/zero has no end.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
+import stat
+from io import BufferedReader, BufferedWriter, TextIOWrapper
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Literal, overload
+
+MB = 2**20
+LARGEST = 64 * MB  # of the files that are read whole: configs, records, results, manifests
+DEEPEST = 64  # levels of a YAML file
+_FLAGS = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC"))  # Windows has none of them
+
+
+def descriptor(path: str | Path, flags: int) -> int:
+    """Open an ordinary file, as `open` wants it of an opener. Raises OSError for a link, a FIFO, a device or a folder."""
+    try:
+        handle = os.open(path, flags | _FLAGS, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "it is a link", str(path)) from None
+        if error.errno == errno.ENXIO:  # a FIFO that nobody reads, or a socket
+            raise OSError(errno.ENXIO, "it is no ordinary file", str(path)) from None
+        raise
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "it is no ordinary file", str(path))
+    return handle
+
+
+@overload
+def opened(path: Path, mode: Literal["r", "w", "a", "x"] = "r", newline: str | None = None) -> TextIOWrapper: ...
+
+
+@overload
+def opened(path: Path, mode: Literal["rb"]) -> BufferedReader: ...
+
+
+@overload
+def opened(path: Path, mode: Literal["wb", "ab"]) -> BufferedWriter: ...
+
+
+def opened(path: Path, mode: str = "r", newline: str | None = None) -> IO[Any]:
+    """Open an ordinary file; text is UTF-8, whatever the locale. Raises OSError."""
+    return open(path, mode, encoding=None if "b" in mode else "utf-8", newline=newline, opener=descriptor)
+
+
+def read_bytes(path: Path, most: int = LARGEST) -> bytes:
+    """Read an ordinary file. Raises OSError, also where it is larger than `most` bytes."""
+    with opened(path, "rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"it is larger than {most // MB} MB", str(path))
+    return content
+
+
+def read_text(path: Path, most: int = LARGEST) -> str:
+    """Read an ordinary file of UTF-8 text. Raises OSError, and ValueError where it is none."""
+    return read_bytes(path, most).decode()
+
+
+def read_json(path: Path, most: int = LARGEST) -> Any:
+    """Read a JSON file. Raises OSError, and ValueError where it is none, or nested too deep."""
+    return parse_json(read_bytes(path, most))
+
+
+def parse_json(content: bytes | str) -> Any:
+    """Parse JSON. Raises ValueError, also where it is nested too deep."""
+    try:
+        return json.loads(content)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
+def read_yaml(path: Path, most: int = LARGEST) -> Any:
+    """Read a YAML file of plain values. Raises OSError, and ValueError where it is none, nested too deep or has aliases.
+
+    Loaders of trees call themselves for each level, and the one in C has no limit but the end of the stack.
+    """
+    import yaml
+
+    loader, text = getattr(yaml, "CSafeLoader", yaml.SafeLoader), read_text(path, most)
+    try:
+        depth = 0
+        for event in yaml.parse(text, Loader=loader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > DEEPEST or isinstance(event, yaml.AliasEvent):
+                raise ValueError("it is nested too deep" if depth > DEEPEST else "it has aliases")
+        return yaml.load(text, loader)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error).splitlines()[0]) from None
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole: to a temporary file, which is synced and renamed. What stood there, a link too, is replaced."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    try:
+        with opened(temporary, "x") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:  # a full disk
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
 
 
 def write_json(path: Path, content: Any) -> None:
     """Write JSON to a temporary file, sync it and rename it: a reader sees the whole content or none."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w") as file:
-        json.dump(content, file, indent=2, default=str)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    write_text(path, json.dumps(content, indent=2, default=str) + "\n")

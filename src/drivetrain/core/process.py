@@ -7,10 +7,16 @@ from pathlib import Path
 
 __version__ = "0.1.0"
 PACKAGE = Path(__file__).resolve().parents[1]
-started = time.time()  # `time_to_first_step_s` and `wall_s` count from here; forked ranks inherit it
+started = time.monotonic()  # `time_to_first_step_s` and `wall_s` count from here; forked ranks inherit it
+_date = time.time() - started
 
 
 def restart_clock() -> None:
     """Set `started` to now, where a process begins a run that is not its first work."""
     global started
-    started = time.time()
+    started = time.monotonic()
+
+
+def now() -> float:
+    """Return the seconds since 1970, by the date at which the process began: setting the clock does not make it jump."""
+    return _date + time.monotonic()

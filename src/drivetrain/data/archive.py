@@ -85,7 +85,7 @@ def _file_lock(path: Path) -> Iterator[None]:
     """Let one process of this machine in at a time."""
     import fcntl
 
-    with path.open("w") as file:
+    with path.open("w", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
     path.unlink(missing_ok=True)

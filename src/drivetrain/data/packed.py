@@ -111,7 +111,7 @@ class Packed(Data):
 def read_index(root: Path) -> dict[str, Any]:
     """Read index.json of a packed folder. Raises UserError where it is missing, or not written by `drivetrain pack`."""
     try:
-        index = json.loads((root / "index.json").read_text())
+        index = json.loads((root / "index.json").read_text(encoding="utf-8"))
         known = index["format"] == FORMAT
         version = index["version"]
     except FileNotFoundError:

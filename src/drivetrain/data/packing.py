@@ -157,7 +157,7 @@ def _chunks(source: Source, encode: Encoder, start: int, threads: int) -> Iterat
 def _read_journal(journal: Path, about: str) -> list[list[int]]:
     """Return the table's rows that an earlier packing wrote. Raises UserError where it packed something else."""
     try:
-        whole = journal.read_text().rpartition("\n")[0]
+        whole = journal.read_text(encoding="utf-8").rpartition("\n")[0]
     except FileNotFoundError:
         return []
     lines = whole.splitlines()

@@ -69,10 +69,12 @@ class Profile(Window):
         averages = profiler.key_averages()
         # A CPU has no device time, nor has a device that the profiler does not know, such as MPS.
         order = "self_device_time_total" if any(e.self_device_time_total for e in averages) else "self_cpu_time_total"
-        (folder / "operations.txt").write_text(averages.table(sort_by=order, row_limit=-1, max_name_column_width=80))
+        (folder / "operations.txt").write_text(
+            averages.table(sort_by=order, row_limit=-1, max_name_column_width=80), encoding="utf-8"
+        )
         raw = folder / "trace.json"
         profiler.export_chrome_trace(str(raw))
-        trace = json.loads(raw.read_text())
+        trace = json.loads(raw.read_text(encoding="utf-8"))
         raw.unlink()
         self._findings += [self._shares(averages), *self._operations(averages, order)]
         if self.memory:
@@ -113,7 +115,7 @@ def _memory(events: list[dict[str, Any]], file: Path, accelerator: str) -> list[
     starts = [start for start, _, _ in phases]
     changes = sorted((e for e in events if e["name"] == "[memory]"), key=lambda e: e["ts"])
     peaks: dict[str, tuple[int, str]] = {}
-    with file.open("w", newline="") as out:
+    with file.open("w", encoding="utf-8", newline="") as out:
         rows = csv.writer(out)
         rows.writerow(("ms", "device", "allocated_bytes", "change_bytes", "phase"))
         for e in changes:

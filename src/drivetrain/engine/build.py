@@ -12,6 +12,7 @@ import torch
 from drivetrain import surgery
 from drivetrain.augment.base import Augment
 from drivetrain.batch.base import Batch
+from drivetrain.core import files
 from drivetrain.core import horizon as horizons
 from drivetrain.core.clock import clock_for
 from drivetrain.core.context import BuildContext
@@ -152,7 +153,7 @@ def _load_data(context: BuildContext, debug: Debug) -> Batch:
     context.train_data, context.judging_data, context.test_data = debug.choose_data(train, judging, test)
     if context.world.rank == 0:
         for name, text in data.files.items():
-            (context.run_dir / name).write_text(text)
+            files.write_text(context.run_dir / name, text)
     return batch
 
 

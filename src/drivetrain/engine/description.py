@@ -85,7 +85,7 @@ class RunFiles(dict[str, str]):
     def __missing__(self, name: str) -> str:
         path = self._run_dir / name
         try:
-            self[name] = path.read_text()
+            self[name] = path.read_text(encoding="utf-8")
         except OSError as error:
             raise UserError(f"{path} cannot be read ({error.strerror}): the run keeps there how its inputs are encoded") from None
         return self[name]

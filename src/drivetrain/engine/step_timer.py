@@ -60,7 +60,7 @@ class StepTimer:
         """Start timing the next step here: the time since the last step is left out."""
         self._start, self._waits = self._clock.mark(), []
         if self.to_first_step is None:
-            self._resumed = time.time() - process.started
+            self._resumed = time.monotonic() - process.started
 
     def _read(self, count: int) -> None:
         """Read the durations of the oldest unread steps."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+from drivetrain.core import process
 from drivetrain.core.errors import Diverged
 from drivetrain.core.progress import Progress
 from drivetrain.core.protocols import LogWriter
@@ -65,7 +65,7 @@ class TrainingLog:
     def write(self, event: str, **figures: object) -> None:
         """Write one record to all writers."""
         record = {"event": event, "update": self.progress.updates, "epoch": self.progress.epoch, **figures}
-        record["time"] = round(time.time(), 3)
+        record["time"] = round(process.now(), 3)
         for writer in self.writers:
             writer.log(record)
 

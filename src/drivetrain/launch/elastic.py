@@ -10,12 +10,12 @@ import shutil
 import socket
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from drivetrain.core import process
 from drivetrain.core.errors import BAD_CONFIG, EXIT_OF_STATUS, FAILED, INTERRUPTED, PEER_GONE, UserError, is_peer_failure
 from drivetrain.core.files import write_json
 from drivetrain.core.signals import STOP_SIGNALS, StopFlag
@@ -25,6 +25,7 @@ from drivetrain.launch.job import Job
 from drivetrain.launch.worker import run_rank
 from drivetrain.parallel import world_of_environment
 from drivetrain.run import directory
+from drivetrain.run.held import Held
 from drivetrain.run.result import Result
 from drivetrain.saving import manifest
 from drivetrain.ui import logs
@@ -61,6 +62,7 @@ def run(job: Job, run_dir: Path, quiet: bool, on_abandoned: OnAbandoned | None =
     sys.stdout.flush()
     failed: dict[int, int] = {}  # rank → exit code
     with _rank_folder(run_dir, parallel.nnodes > 1) as folder:
+        held = Held(folder)
         monitor = HeartbeatMonitor(folder, parallel.heartbeat_timeout_s, parallel.timeout_s, parallel.max_restarts > 0)
         failures = FailureRecorder(folder, monitor)
 
@@ -79,7 +81,7 @@ def run(job: Job, run_dir: Path, quiet: bool, on_abandoned: OnAbandoned | None =
                 failed = {rank: failure.exitcode for rank, failure in error.failures.items()}
             except SignalException:
                 pass
-        return _result_of_ranks(folder, run_dir, parallel, failed, monitor.ended)
+        return _result_of_ranks(held.folder() or folder, run_dir, parallel, failed, monitor.ended)
 
 
 def _launch_ranks(parallel: ProcessGroupStrategy, folder: Path, *of_entry: object) -> None:
@@ -100,6 +102,8 @@ def _launch_ranks(parallel: ProcessGroupStrategy, folder: Path, *of_entry: objec
 def _rank_folder(run_dir: Path, several_machines: bool) -> Iterator[Path]:
     """The folder of the ranks' files: <run>/ranks. With several machines they are copied there if the run's directory is here."""
     folder = run_dir / "ranks"
+    if folder.is_symlink():  # what it leads to is not the run's
+        folder.unlink()
     if not several_machines:
         folder.mkdir(exist_ok=True)
         for old in [*folder.glob("*.json"), *folder.glob("*.heartbeat"), *folder.glob("*.stack")]:
@@ -204,9 +208,11 @@ def _rank_entry(job: Job, run_dir: Path, failures: FailureRecorder, quiet: bool)
     world, folder = world_of_environment(), failures.folder
     logs.configure(quiet, world.rank, shared=world.local_rank == 0)
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    if restarts and (code := _final_code(folder)):
+    moved = world.rank == 0 and job.run.parallel.nnodes == 1 and not run_dir.is_dir()  # it would start from the beginning
+    if restarts and (code := _final_code(folder) or FAILED * moved):
         os._exit(code)
     (folder / f"{world.rank}.json").unlink(missing_ok=True)
+    held = Held(folder)
     start_heartbeat(folder, world.rank)
     with contextlib.ExitStack() as stack:
         if world.rank == 0:
@@ -220,7 +226,9 @@ def _rank_entry(job: Job, run_dir: Path, failures: FailureRecorder, quiet: bool)
                 _restart_from_newest(job, run_dir, failures.reason or "a rank of another machine was lost", restarts)
         stop = stack.enter_context(StopFlag())
         result, code = run_rank(job, world, run_dir, stop, quiet)
-    write_json(folder / f"{world.rank}.json", {**asdict(result), "code": code, "time": time.time(), "run_dir": None})
+    with contextlib.suppress(OSError):  # a full disk, or a directory that was removed: the exit code tells that it failed
+        folder = held.folder() or folder
+        write_json(folder / f"{world.rank}.json", {**asdict(result), "code": code, "time": process.now(), "run_dir": None})
     if code:
         sys.stdout.flush()
         os._exit(code)  # at once: the launcher ends the ranks that wait for this one
@@ -228,6 +236,7 @@ def _rank_entry(job: Job, run_dir: Path, failures: FailureRecorder, quiet: bool)
 
 def _restart_from_newest(job: Job, run_dir: Path, reason: str, restarts: int) -> None:
     """Set the job's checkpoint to the newest valid one, and log it with the reason of the restart."""
+    manifest.recover(run_dir)  # the run's own process has locked it
     job.checkpoint, problems = manifest.newest_valid(run_dir)
     where = f"from {job.checkpoint}" if job.checkpoint else "from the beginning"
     for line in [*problems, f"{reason}: all start again {where} (restart {restarts})"]:
@@ -238,7 +247,7 @@ def _final_code(folder: Path) -> int:
     """The exit code of a rank of this machine that starting again would not change; 0 where there is none."""
     for file in folder.glob("*.json"):
         with contextlib.suppress(OSError, ValueError):
-            content = json.loads(file.read_text())
+            content = json.loads(file.read_text(encoding="utf-8"))
             if content["code"] in FINAL_CODES and not _only_peer_failures({0: content}):
                 return int(content["code"])
     return 0
@@ -279,7 +288,7 @@ def _read_results(folder: Path) -> RankResults:
     results: RankResults = {}
     for file in folder.glob("*.json"):
         with contextlib.suppress(OSError, ValueError):
-            results[int(file.stem)] = json.loads(file.read_text())
+            results[int(file.stem)] = json.loads(file.read_text(encoding="utf-8"))
     return results
 
 

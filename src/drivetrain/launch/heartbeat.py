@@ -33,8 +33,8 @@ STACK_SIGNAL = signal.SIGUSR2  # asks a rank for its Python stack
 def start_heartbeat(folder: Path, rank: int) -> None:
     """Start the thread that touches `folder`/<rank>.heartbeat, which holds this process's id; write stacks beside it."""
     file = folder / f"{rank}.heartbeat"
-    file.write_text(str(os.getpid()))
-    stack = (folder / f"{rank}.stack").open("a")  # appended to: the stack of before a restart stays
+    file.write_text(str(os.getpid()), encoding="utf-8")
+    stack = (folder / f"{rank}.stack").open("a", encoding="utf-8")  # appended to: the stack of before a restart stays
     faulthandler.register(STACK_SIGNAL, stack, all_threads=True)
 
     def touch() -> None:
@@ -93,7 +93,7 @@ class HeartbeatMonitor:
         silent_s = checks * INTERVAL_S
         if silent_s <= min(self._heartbeat_timeout_s, self._stuck_s) or file.with_suffix(".json").exists():
             return
-        process = int(file.read_text())
+        process = int(file.read_text(encoding="utf-8"))
         state = _process_state(process)
         if state is not None and silent_s > (self._heartbeat_timeout_s if state in STOPPED else self._stuck_s):
             self._end(rank, process, state, silent_s, file)
@@ -157,7 +157,7 @@ class FailureRecorder(logging.Handler):
                     line = f"rank {file.stem}: {failure['error']}"
                     own += [] if is_peer_failure(failure["error"]) else [line]
                     of_peers = of_peers or line
-                elif _process_state(int(file.read_text())) is None:
+                elif _process_state(int(file.read_text(encoding="utf-8"))) is None:
                     own.append(ended_without_result({int(file.stem): 0}))
         self.reason = "; ".join([*self._monitor.ended.values(), *own]) or of_peers
 
@@ -178,7 +178,7 @@ def _how(code: int) -> str:
 def _process_state(process: int) -> str | None:
     """The state of a child process, one letter as in /proc; None where it has ended, or where there is no /proc."""
     try:
-        state, parent = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[:2]
+        state, parent = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[:2]
     except OSError:
         return None
     return state if int(parent) == os.getpid() and state != "Z" else None
@@ -194,7 +194,7 @@ def _ask_for_stack(process: int) -> None:
 def _failure_in(file: Path) -> dict[str, Any] | None:
     """The content of a rank's result file if the rank failed."""
     try:
-        content: dict[str, Any] = json.loads(file.read_text())
+        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):  # not there, or being written
         return None
     return content if content["code"] else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
 from omegaconf import OmegaConf
 
 from drivetrain.config import bundles, hydra_idioms, hydra_settings
@@ -19,7 +19,7 @@ from drivetrain.config.compose import Composed
 from drivetrain.config.hydra_settings import HydraSettings
 from drivetrain.core import signature
 from drivetrain.core.errors import UserError
-from drivetrain.core.files import write_json
+from drivetrain.core.files import read_json, read_yaml, write_json, write_text
 from drivetrain.core.option import RunSpec
 from drivetrain.core.overrides import format_value, key_of
 from drivetrain.core.paths import add_import_paths
@@ -83,10 +83,9 @@ class Job:
         about["recipe"] = self._origin(run_dir)
         about["selection"] = selected(self.run).record()
         about["signature"] = signature.sign(_of_this_machine(about))
-        (run_dir / "recipe.yaml").write_text(
-            recipe_file.to_recipe(self.composed, self.machine_local_keys, check.identifying_keys(self.run))
-        )
-        (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(self.composed.config))
+        recipe = recipe_file.to_recipe(self.composed, self.machine_local_keys, check.identifying_keys(self.run))
+        write_text(run_dir / "recipe.yaml", recipe)
+        write_text(run_dir / "config.yaml", OmegaConf.to_yaml(self.composed.config))
         write_json(run_dir / "environment.json", about)
         bundles.write(self.run.values["trust"], run_dir)
         hydra_folder.write(run_dir, self.composed, self.hydra, resumed=self.run_dir is not None)
@@ -177,7 +176,7 @@ def _resumed(run_dir: Path, words: list[str], config_dirs: Sequence[str]) -> Job
         settings, dirs = {}, config_dirs
     job = of_run(run_dir, words, dirs, settings)
     unresolved: Any = OmegaConf.to_container(job.composed.config)
-    different = identity.differences(check.read_config(run_dir / "config.yaml"), unresolved, job.not_compared)
+    different = identity.differences(_recorded_config(run_dir), unresolved, job.not_compared)
     if different and not job.run.values["resume_changed"]:
         raise UserError(
             [f"resume={run_dir}: the config differs from the run's, and only its length may: {'; '.join(different)}."
@@ -185,6 +184,16 @@ def _resumed(run_dir: Path, words: list[str], config_dirs: Sequence[str]) -> Job
         )  # fmt: skip
     job.notices += [f"resumed with a changed config: {line}" for line in different]
     return _from_newest_checkpoint(job, run_dir)
+
+
+def _recorded_config(run_dir: Path) -> dict[str, Any]:
+    """A run's config.yaml. Raises UserError where it is no file of settings."""
+    try:
+        read_yaml(run_dir / "config.yaml")  # an ordinary file of plain values, of a config's size and depth
+        return check.read_config(run_dir / "config.yaml")
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError, yaml.YAMLError) as error:
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"resume={run_dir}: its config.yaml is damaged ({why})") from None
 
 
 def of_run(run_dir: Path, words: Sequence[str], config_dirs: Sequence[str], settings: Mapping[str, Any]) -> Job:
@@ -243,9 +252,11 @@ def recorded_environment(run_dir: Path, setting: str = "") -> dict[str, Any]:
             f"{setting}{run_dir} is no run's directory (no recipe.yaml in it): name one such as outputs/<date>/<time>-<id>"
         )
     try:
-        content: dict[str, Any] = json.loads((run_dir / "environment.json").read_text())
-    except ValueError:
-        raise UserError(f"{setting}{run_dir}: its environment.json is damaged") from None
+        content = read_json(run_dir / "environment.json")
+    except (OSError, ValueError):
+        content = None
+    if not isinstance(content, dict):
+        raise UserError(f"{setting}{run_dir}: its environment.json is damaged")
     return content
 
 
@@ -268,8 +279,8 @@ def _newest_unfinished(job: Job) -> Job:
         if result is not None and result.status in ("completed", "diverged"):
             continue
         try:
-            same = json.loads((run_dir / "environment.json").read_text()).get("config_hash") == job.config_hash
-        except (OSError, ValueError):
+            same = read_json(run_dir / "environment.json").get("config_hash") == job.config_hash
+        except (OSError, ValueError, AttributeError):
             continue
         if same and not directory.is_locked(run_dir):
             return _from_newest_checkpoint(job, run_dir)

@@ -8,6 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from drivetrain.core.errors import UserError
+from drivetrain.saving import manifest
+from drivetrain.saving.content import Malformed
+
 if TYPE_CHECKING:
     import torch
 
@@ -28,10 +32,45 @@ def load(checkpoint: Path, parallel: Parallel) -> tuple[dict[str, torch.Tensor],
     here = parallel.gather_object(checkpoint.is_dir())
     if parallel.broadcast_object(all(here)):
         return checkpoint_io.load(checkpoint, parallel.empty_shard)
-    loaded: tuple[dict[str, torch.Tensor], dict[str, Any]] = parallel.broadcast_object(
-        checkpoint_io.load(checkpoint) if parallel.world.rank == 0 else None
-    )
+    found: Any = None
+    if parallel.world.rank == 0:
+        try:
+            found = checkpoint_io.load(checkpoint)
+        except Exception as error:  # all ranks raise it: the others would wait for what rank 0 does not send
+            found = error
+    found = parallel.broadcast_object(found)
+    if isinstance(found, Exception):
+        raise found
+    loaded: tuple[dict[str, torch.Tensor], dict[str, Any]] = found
     return loaded
+
+
+def restore(trainer: Trainer, checkpoint: Path) -> None:
+    """Continue from a checkpoint, or from the one before where this one does not hold what its hashes promise.
+
+    Called on all ranks. Raises the newest one's error where there is no other.
+    """
+    parallel, first = trainer.parallel, None
+    newest: Path | None = checkpoint
+    while newest is not None:
+        error: Exception | None = None
+        try:
+            trainer.restore(*load(newest, parallel))
+        except Exception as raised:
+            if isinstance(raised, UserError) and not isinstance(raised, Malformed):
+                raise  # the operator's, such as a changed config
+            error = raised
+        wrong = [told for told in parallel.gather_object(None if error is None else f"{type(error).__name__}: {error}") if told]
+        if not parallel.broadcast_object(bool(wrong)):
+            return
+        first = first or error or RuntimeError(f"another rank cannot restore {newest}")
+        before = None
+        if parallel.world.rank == 0:
+            logger.warning("checkpoint %s cannot be restored (%s): passed over", newest, wrong[0].splitlines()[0])
+            before, _ = manifest.newest_valid(newest.parents[1], below=int(newest.name))
+        newest = parallel.broadcast_object(before)
+    assert first is not None
+    raise first
 
 
 def test_final(trainer: Trainer) -> Found | None:

@@ -28,7 +28,10 @@ from drivetrain.launch.worker import run_rank
 from drivetrain.parallel import launched, world_of_environment
 from drivetrain.recipe import cache
 from drivetrain.run import directory
+from drivetrain.run.held import Held
 from drivetrain.run.result import Result
+from drivetrain.saving import space
+from drivetrain.saving.space import NoRoom
 from drivetrain.ui import fetched, logs, terminal
 
 RUN_DIR_FILE = "DRIVETRAIN_RUN_DIR_FILE"  # in a child's environment: a file to which it writes its run's directory
@@ -68,7 +71,7 @@ def train(config: Sequence[str] | Mapping[str, Any], config_dirs: Sequence[str] 
         env = {**os.environ, RUN_DIR_FILE: str(run_dir_file), "PYTHONPATH": path}
         done = subprocess.run(command, env=env, stderr=subprocess.PIPE, text=True, check=False)
         sys.stderr.write(done.stderr)
-        result = Result.read(Path(run_dir_file.read_text())) if run_dir_file.exists() else None
+        result = Result.read(Path(run_dir_file.read_text(encoding="utf-8"))) if run_dir_file.exists() else None
     if result is None:
         errors = [line.removeprefix("error: ") for line in done.stderr.splitlines() if line.startswith("error: ")]
         raise UserError(errors or [f"the run ended with code {done.returncode}"])
@@ -99,8 +102,13 @@ def launch(job: Job, run_dir: Path | None = None, quiet: bool = False) -> Ended:
         return _launch_on_several_machines(job, run_dir or job.new_run_dir(), quiet)
     if is_new := run_dir is None:
         run_dir = job.make_run_dir()
-    with directory.locked(run_dir):
-        ended = _launch_in(run_dir, job, world, quiet)
+    try:
+        with directory.locked(run_dir):
+            ended = _launch_in(run_dir, job, world, quiet)
+    except NoRoom:
+        if is_new:
+            directory.remove(run_dir)
+        raise
     if ended.code == BAD_CONFIG and not ended.result.updates and is_new:
         directory.remove(run_dir)  # it never was a run
         raise UserError(str(ended.result.error).splitlines())
@@ -119,7 +127,9 @@ def _choose_micro_batch(job: Job, world: World) -> None:
 
 def _launch_in(run_dir: Path, job: Job, world: World, quiet: bool) -> Ended:
     """Run a job on this machine, in a directory that this process has locked."""
-    job.write_files(run_dir)
+    held = Held(run_dir)
+    with space.reserved(run_dir):
+        job.write_files(run_dir)
     _tell_parent(run_dir)
     (run_dir / "result.json").unlink(missing_ok=True)  # that of the part before a resume
     with logs.to_file(run_dir / "log.txt"):
@@ -131,8 +141,23 @@ def _launch_in(run_dir: Path, job: Job, world: World, quiet: bool) -> Ended:
                 result, code = run_rank(job, world, run_dir, stop, quiet)
             if world.size > 1:
                 result, code = elastic.result_under_other_launcher(result, code, run_dir)
-    _write_result(result, run_dir)
+    _write_end(result, job, held)
     return Ended(result, code)
+
+
+def _write_end(result: Result, job: Job, held: Held) -> None:
+    """Write the result to where the run's directory is now. One that was made anew gets what resuming needs."""
+    try:
+        run_dir = held.place()
+        space.release(run_dir)
+        if result.status == "failed" and held.folder() != held.path and f"resume={run_dir}" not in str(result.error):
+            result.error = f"{held.path} was moved away or removed while the run trained: what is left of it is in {run_dir}"
+        if run_dir != held.path and not (run_dir / "environment.json").exists():
+            job.write_files(run_dir)
+        _tell_parent(run_dir)
+        _write_result(result, run_dir)
+    except OSError as error:
+        logger.error("result.json could not be written to %s (%s)", held.path, error.strerror)
 
 
 def _launch_on_several_machines(job: Job, run_dir: Path, quiet: bool) -> Ended:
@@ -141,7 +166,7 @@ def _launch_on_several_machines(job: Job, run_dir: Path, quiet: bool) -> Ended:
     directory.remember_missing_folders(run_dir)
 
     def write_result(result: Result) -> None:
-        result.wall_s = time.time() - process.started
+        result.wall_s = time.monotonic() - process.started
         if result.run_dir is not None:  # rank 0 was here
             _write_result(result, run_dir)
             _tell_parent(run_dir)
@@ -174,11 +199,11 @@ def _announce(job: Job, quiet: bool) -> None:
 def _tell_parent(run_dir: Path) -> None:
     """Write the run's directory to the file that a parent process asked for."""
     if RUN_DIR_FILE in os.environ:
-        Path(os.environ[RUN_DIR_FILE]).write_text(str(run_dir))
+        Path(os.environ[RUN_DIR_FILE]).write_text(str(run_dir), encoding="utf-8")
 
 
 def _write_result(result: Result, run_dir: Path) -> None:
     """Complete the result of a run and write its file."""
-    result.wall_s = time.time() - process.started
+    result.wall_s = time.monotonic() - process.started
     result.run_dir = run_dir
     result.write(run_dir)

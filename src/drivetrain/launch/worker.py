@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from drivetrain.core import energy, tables
+from drivetrain.core import energy, files, tables
 from drivetrain.core.context import BuildContext
 from drivetrain.core.errors import (
     BAD_CONFIG,
@@ -27,10 +27,12 @@ from drivetrain.core.errors import (
 from drivetrain.core.protocols import LogWriter
 from drivetrain.core.signals import StopFlag
 from drivetrain.core.world import World
+from drivetrain.launch import machine_limits
 from drivetrain.launch.job import Job
-from drivetrain.launch.kept import evaluate_kept, load, record, test_final
+from drivetrain.launch.kept import evaluate_kept, record, restore, test_final
 from drivetrain.run import environment, identity
 from drivetrain.run.result import Result
+from drivetrain.saving import manifest, space
 from drivetrain.ui import table_picture, terminal
 
 if TYPE_CHECKING:
@@ -129,17 +131,20 @@ def _record_failure(result: Result, error: BaseException, job: Job, world: World
         return EXIT_OF_STATUS["diverged"]
     if isinstance(error, Interrupted | KeyboardInterrupt):
         saved = isinstance(error, Interrupted) and error.saved
-        can_resume = saved or any((run_dir / "checkpoints").glob("[0-9]*"))
+        can_resume = saved or bool(manifest.checkpoints(run_dir))
         hint = f": go on with resume={run_dir}" if can_resume else "" if job.run.saving.active else ": saving=none kept nothing"
         result.status, result.error = "interrupted", (str(error) or "stopped by the keyboard") + hint
         return INTERRUPTED if can_resume else FAILED
+    if (explained := space.explain(error, run_dir) or machine_limits.explain(error)) is not None:
+        result.error = explained
+        return FAILED
     lines = str(error).strip().splitlines() or [""]
     result.error = f"{type(error).__name__}: {lines[0]}{job.run.compile.advice(error)}"
     if run_dir.is_dir():
-        with (run_dir / "log.txt").open("a") as file:
+        with contextlib.suppress(OSError), files.opened(run_dir / "log.txt", "a") as file:
             file.write("".join(traceback.format_exception(error)))
         result.error += f" (traceback in {run_dir / 'log.txt'})"
-        if isinstance(error, CallbackError) and any((run_dir / "checkpoints").glob("[0-9]*")):
+        if isinstance(error, CallbackError) and manifest.checkpoints(run_dir):
             result.error += f": the run is saved, go on with resume={run_dir}"
     elif is_peer_failure(result.error):
         logger.error(PEER_GONE)
@@ -164,7 +169,7 @@ def _report(lines: list[str], world: World, run_dir: Path) -> None:
     for line in lines:
         logger.warning("%s", line)
     with contextlib.suppress(OSError):  # a full disk loses the copy, not the run
-        (run_dir / "debug.txt").write_text("".join(line + "\n" for line in lines))
+        files.write_text(run_dir / "debug.txt", "".join(line + "\n" for line in lines))
 
 
 def _build(job: Job, context: BuildContext, writers: list[RunWriter], quiet: bool) -> Trainer:
@@ -174,7 +179,7 @@ def _build(job: Job, context: BuildContext, writers: list[RunWriter], quiet: boo
 
     trainer = build.build(context, writers)
     if (checkpoint := trainer.parallel.broadcast_object(job.checkpoint)) is not None:
-        trainer.restore(*load(checkpoint, trainer.parallel))
+        restore(trainer, checkpoint)
     if job.attach is not None:
         job.attach(trainer)
     if context.world.rank == 0:
@@ -241,5 +246,5 @@ def _count_skipped(result: Result, trainer: Trainer, world: World, run_dir: Path
     if world.rank == 0 and names:
         more = " …" if len(names) > 1 else ""
         logger.warning("%d samples could not be read and were skipped: %s%s", len(names), names[0], more)
-        with contextlib.suppress(OSError), (run_dir / "log.txt").open("a") as file:
+        with contextlib.suppress(OSError), files.opened(run_dir / "log.txt", "a") as file:
             file.writelines(f"skipped: {name}\n" for name in names)

@@ -100,7 +100,7 @@ def free_memory(device: torch.device) -> int | None:
     if has_streams(device):
         return int(torch.get_device_module(device).mem_get_info(device)[0])
     try:
-        meminfo = Path("/proc/meminfo").read_text()
+        meminfo = Path("/proc/meminfo").read_text(encoding="utf-8")
     except OSError:
         return None
     found = re.search(r"^MemAvailable:\s*(\d+) kB", meminfo, re.M)

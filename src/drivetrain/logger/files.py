@@ -9,8 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from drivetrain.core import files
 from drivetrain.logger.base import Logger
 from drivetrain.run import records
+from drivetrain.run.held import Held
+from drivetrain.saving import space
 
 logger = logging.getLogger(__name__)
 
@@ -22,22 +25,29 @@ class Files(Logger):
     required = True
 
     def start(self, run_dir: Path, update: int) -> None:
-        self.path = run_dir / "metrics.jsonl"
-        if self.path.exists():  # a resumed run repeats the updates after its checkpoint: keep one record of each
-            found = records.read(self.path)
+        self._held, path = Held(run_dir), run_dir / "metrics.jsonl"
+        if path.exists():  # a resumed run repeats the updates after its checkpoint: keep one record of each
+            found = records.read(path)
             if found.unreadable:
-                logger.warning("%s: %d lines could not be read, and are left out", self.path, found.unreadable)
+                logger.warning("%s: %d lines could not be read, and are left out", path, found.unreadable)
             kept = [json.dumps(record) for record in found.records if record["update"] <= update]
-            self.path.write_text("".join(line + "\n" for line in kept))
-        self._file = self.path.open("a")
+            files.write_text(path, "".join(line + "\n" for line in kept))
+        self._file = files.opened(path, "a")
 
     def log(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise space.cannot_write("metrics.jsonl", self._held.path, str(error.strerror)) from error
 
     def close(self) -> None:
-        self._file.close()
-        write_table(self.path.with_suffix(".csv"), records.read(self.path).records)
+        try:
+            self._file.close()  # what a full disk refused is written now, where space was made
+            if (folder := self._held.folder()) is not None:
+                write_table(folder / "metrics.csv", records.read(folder / "metrics.jsonl").records)
+        except OSError as error:
+            logger.warning("metrics.csv could not be written (%s): `drivetrain report` reads metrics.jsonl", error.strerror)
 
 
 class Csv(Logger):
@@ -53,14 +63,14 @@ class Csv(Logger):
         if not set(record) <= set(self._columns):  # a new column: every row gets it
             self._columns = write_table(self.path, self._records)
             return
-        with self.path.open("a", newline="") as file:
+        with files.opened(self.path, "a", newline="") as file:
             csv.DictWriter(file, self._columns).writerow(record)
 
 
 def write_table(path: Path, rows: Sequence[dict[str, Any]]) -> list[str]:
     """Write records as CSV, with a column for each key that one of them has. Return the columns."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    with path.open("w", newline="") as file:
+    with files.opened(path, "w", newline="") as file:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
         writer.writerows(rows)

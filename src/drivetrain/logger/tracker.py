@@ -40,7 +40,7 @@ class Tracker(Logger):
 
     def setup(self, context: BuildContext) -> None:
         ids = context.run_dir / RUNS
-        known: dict[str, str] = json.loads(ids.read_text()) if ids.exists() else {}
+        known: dict[str, str] = json.loads(ids.read_text(encoding="utf-8")) if ids.exists() else {}
         output_dir = Path(context.run.values["output_dir"]).expanduser().absolute()
         name = self.name or "-".join(context.run_dir.absolute().parts[-2:])
         run = TrackedRun(context.run_dir, output_dir, name, dict(context.config), known.get(self.package))

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from drivetrain.core import files
 from drivetrain.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 FILES = (  # what a run or a sweep writes into its directory
     "environment.json", "result.json", "jobs.json", "sweep.json", "recipe.yaml", "config.yaml", "metrics.jsonl", "metrics.csv",
-    "log.txt", "debug.txt", "checkpoints",
+    "log.txt", "debug.txt", "checkpoints", ".reserve",
 )  # fmt: skip
 
 _missing: dict[Path, list[Path]] = {}  # a run's directory → the folders that did not exist before, the deepest first
@@ -57,7 +58,7 @@ def make(path: Path, exist_ok: bool = False) -> None:
     remember_missing_folders(path)
     try:
         path.mkdir(parents=True, exist_ok=exist_ok)
-        (path / ".lock").touch()
+        files.opened(path / ".lock", "a").close()
     except OSError as error:
         raise UserError(
             f"output_dir: {path} cannot be made ({error.strerror}): set output_dir to a directory you can write to"
@@ -115,7 +116,7 @@ def locked(path: Path) -> Iterator[None]:
     except ImportError:  # no such locks on Windows
         yield
         return
-    with lock.open("a") as file:
+    with files.opened(lock, "a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -128,7 +129,7 @@ def is_locked(path: Path) -> bool:
     try:
         import fcntl
 
-        with (path / ".lock").open("rb") as file:
+        with files.opened(path / ".lock", "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

@@ -47,7 +47,7 @@ def version(name: str) -> str | None:
 
 def _processor() -> str:
     try:
-        found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+        found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
     except OSError:
         found = None
     return found[1] if found else platform.processor()

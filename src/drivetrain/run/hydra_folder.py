@@ -8,6 +8,7 @@ from omegaconf import OmegaConf
 
 from drivetrain.config.compose import Composed
 from drivetrain.config.hydra_settings import HydraSettings
+from drivetrain.core import files
 from drivetrain.core.overrides import redact
 
 OURS = "# written by drivetrain\n"  # the first line of our hydra.yaml
@@ -21,17 +22,19 @@ def write(run_dir: Path, composed: Composed, settings: HydraSettings, resumed: b
     if settings.folder is None:
         return
     folder = run_dir / settings.folder
+    if folder.is_symlink():  # it would be followed to a folder elsewhere
+        return
     if (folder / "hydra.yaml").exists() and not _is_ours(folder / "hydra.yaml"):
         return
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(OmegaConf.to_yaml(composed.config))
+    files.write_text(folder / "config.yaml", OmegaConf.to_yaml(composed.config))
     if not resumed:
-        (folder / "overrides.yaml").write_text(OmegaConf.to_yaml([redact(word) for word in composed.overrides]))
-        (folder / "hydra.yaml").write_text(OURS + OmegaConf.to_yaml({"hydra": settings.node(composed, run_dir)}))
+        files.write_text(folder / "overrides.yaml", OmegaConf.to_yaml([redact(word) for word in composed.overrides]))
+        files.write_text(folder / "hydra.yaml", OURS + OmegaConf.to_yaml({"hydra": settings.node(composed, run_dir)}))
 
 
 def _is_ours(file: Path) -> bool:
     try:
-        return file.read_text().startswith(OURS)
-    except (OSError, UnicodeDecodeError):
+        return files.read_text(file).startswith(OURS)
+    except (OSError, ValueError):
         return False

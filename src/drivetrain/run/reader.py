@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from drivetrain.core import files
 from drivetrain.core.errors import UserError
 from drivetrain.run import directory, records
 from drivetrain.run.identity import flatten
 from drivetrain.run.result import Result
 
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 NOT_COMPARED = ("output_dir", "resume", "resume_changed", "recipe", "trust")
 
 
@@ -130,14 +127,14 @@ def read(path: Path) -> RunFiles:
 
 def _yaml(path: Path) -> dict[str, Any]:
     try:
-        return yaml.load(path.read_text(), _LOADER) or {}
-    except (OSError, yaml.YAMLError):
+        return files.read_yaml(path) or {}
+    except (OSError, ValueError):
         return {}
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text())
+        found = files.read_json(path)
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from drivetrain.core import files
+
 Record = dict[str, Any]
+LARGEST = 2**31  # bytes of a metrics.jsonl: ten million records
 
 
 class Records(NamedTuple):
@@ -19,7 +21,7 @@ class Records(NamedTuple):
 def read(path: Path) -> Records:
     """Return the records of a run's metrics.jsonl, none where there is no such file. Each has a whole number `update`."""
     try:
-        lines = path.read_bytes().split(b"\n")
+        lines = files.read_bytes(path, LARGEST).split(b"\n")
     except OSError:
         lines = []
     found = [_record(line) for line in lines]
@@ -37,8 +39,8 @@ def last(content: bytes, event: str) -> Record | None:
 
 def _record(line: bytes) -> Record | None:
     try:
-        record = json.loads(line.decode())
-    except (ValueError, RecursionError):
+        record = files.parse_json(line.decode())
+    except ValueError:
         return None
     good = isinstance(record, dict) and _is_number(record.get("update"), int)
     return record if good and all(_is_number(record.get(key, 0), int | float) for key in ("time", "samples")) else None

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, field
 from html import escape
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from drivetrain.core.files import write_json
+from drivetrain.core.files import read_json, write_json
 
 
 @dataclass
@@ -98,7 +97,7 @@ class Result:
     def read(cls, run_dir: Path) -> Result | None:
         """The result in a run's directory; None where there is none."""
         try:
-            result = cls(**json.loads((run_dir / "result.json").read_text()), run_dir=run_dir)
+            result = cls(**read_json(run_dir / "result.json"), run_dir=run_dir)
             result._check_types()
         except (OSError, ValueError, TypeError):
             return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import json
+import logging
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -13,9 +13,11 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from drivetrain.core.errors import UserError
-from drivetrain.saving import manifest, sharded_checkpoint
-from drivetrain.saving.manifest import FORMAT, checkpoints, sha256
+from drivetrain.core.errors import CannotSave, UserError
+from drivetrain.saving import manifest, sharded_checkpoint, space
+from drivetrain.saving.manifest import checkpoints
+
+logger = logging.getLogger(__name__)
 
 
 def save(
@@ -24,12 +26,15 @@ def save(
     """Write checkpoints/<update>/ atomically: weights under plain names, training state, and a manifest of SHA-256 sums.
 
     `about` says what the weights need to be used alone. It is in the manifest, and in the file of the weights.
+    Raises CannotSave where the disk refuses; then nothing half-written is left.
     """
-    temporary = _begin(run_dir, update)
-    metadata = manifest.as_metadata(about or {})
-    safetensors.torch.save_file(_contiguous(weights), temporary / "model.safetensors", metadata)
-    torch.save(state, temporary / "state.pt")
-    return _finish(run_dir, update, about)
+    needed = space.size_of(weights, state)
+    with space.writing(run_dir, update, _temporary(run_dir, update), needed):
+        temporary = _begin(run_dir, update)
+        space.check(run_dir, update, needed)
+        safetensors.torch.save_file(_contiguous(weights), temporary / "model.safetensors", manifest.as_metadata(about or {}))
+        torch.save(state, temporary / "state.pt")
+        return _finish(run_dir, update, about)
 
 
 def save_sharded(
@@ -43,23 +48,59 @@ def save_sharded(
     """Write a checkpoint of which every rank writes its shards. Called on all ranks; `tensors` may hold DTensors.
 
     `rest` is the state without these tensors; `group` is a gloo process group, None for a single process.
+    Raises CannotSave on all ranks where the disk refuses one of them.
     """
     import torch.distributed as dist
 
     is_first = group is None or dist.get_rank(group) == 0
-    folder = _begin(run_dir, update) if is_first else run_dir / "checkpoints" / f".writing-{update}"
-    if group is not None:
-        dist.barrier(group)
-    sharded_checkpoint.write(folder, tensors, group)
-    if is_first:
+    folder, needed = _temporary(run_dir, update), space.size_of(tensors, rest)
+
+    def begin() -> None:
+        _begin(run_dir, update)
+        space.check(run_dir, update, needed)
+
+    def finish() -> None:
         torch.save({**rest, "pieces": {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}}, folder / "state.pt")
         _finish(run_dir, update, about)
-    if group is not None:
-        dist.barrier(group)
+
+    with space.writing(run_dir, update, folder if is_first else None, needed):
+        _first_and_then_all(begin if is_first else None, group)
+        sharded_checkpoint.write(folder, tensors, group)
+        _first_and_then_all(finish if is_first else None, group)
+
+
+def _first_and_then_all(work: Callable[[], None] | None, group: Any) -> None:
+    """Let the first rank work while the others wait, and raise its error on all ranks: else they would wait for ever."""
+    error: Exception | None = None
+    try:
+        if work is not None:
+            work()
+    except Exception as raised:
+        if group is None:
+            raise
+        error = raised
+    if group is None:
+        return
+    import torch.distributed as dist
+
+    told = [None if error is None else str(error)]
+    dist.broadcast_object_list(told, dist.get_global_rank(group, 0), group)
+    if error is not None:
+        raise error
+    if told[0] is not None:
+        raise CannotSave(told[0])
+
+
+def _temporary(run_dir: Path, update: int) -> Path:
+    return run_dir / "checkpoints" / f".writing-{update}"
 
 
 def _begin(run_dir: Path, update: int) -> Path:
-    temporary = run_dir / "checkpoints" / f".writing-{update}"
+    temporary = _temporary(run_dir, update)
+    if temporary.parent.is_symlink():
+        raise CannotSave(f"{temporary.parent} is a link: a run's checkpoints are written into its own directory")
+    if temporary.is_symlink():
+        temporary.unlink()
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     return temporary
@@ -68,15 +109,14 @@ def _begin(run_dir: Path, update: int) -> Path:
 def _finish(run_dir: Path, update: int, about: Mapping[str, Any] | None) -> Path:
     """Write the manifest and rename the temporary folder: from here on it is a checkpoint."""
     root = run_dir / "checkpoints"
-    target, temporary = root / str(update), root / f".writing-{update}"
-    hashes = {f.name: sha256(f) for f in sorted(temporary.iterdir())}
-    content = {"format": FORMAT, "update": update, "about": dict(about or {}), "sha256": hashes}
-    (temporary / "manifest.json").write_text(json.dumps(content, indent=2))
+    target, temporary = root / str(update), _temporary(run_dir, update)
+    manifest.write(temporary, update, about or {})
     for file in temporary.iterdir():
         _fsync(file)
     _fsync(temporary)
     replaced = root / f".replaced-{update}"
     if target.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
         target.rename(replaced)
     temporary.rename(target)
     _fsync(root)
@@ -105,7 +145,10 @@ def prune(run_dir: Path, chosen: Callable[[list[int]], list[int]]) -> None:
     """Remove all checkpoints but the newest, to resume from, and those `chosen` from the updates of all, the oldest first."""
     saved = updates(run_dir)
     for update in {*saved[:-1]}.difference(chosen(saved)):
-        shutil.rmtree(run_dir / "checkpoints" / str(update))
+        try:
+            shutil.rmtree(run_dir / "checkpoints" / str(update))
+        except OSError as error:
+            logger.warning("checkpoint %d of %s is no longer needed, and cannot be removed (%s)", update, run_dir, error.strerror)
 
 
 def updates(run_dir: Path) -> list[int]:
@@ -116,8 +159,15 @@ def updates(run_dir: Path) -> list[int]:
 def write_weights(weights: dict[str, torch.Tensor], path: Path) -> None:
     """Write weights as one safetensors file, atomically."""
     temporary = path.with_name(f".writing-{path.name}")
-    safetensors.torch.save_file(_contiguous(weights), temporary)
-    temporary.replace(path)
+    temporary.unlink(missing_ok=True)  # it may be a link
+    try:
+        safetensors.torch.save_file(_contiguous(weights), temporary)
+        temporary.replace(path)
+    except Exception as error:
+        temporary.unlink(missing_ok=True)
+        if (reason := space.reason_of(error)) is None:
+            raise
+        raise space.cannot_write(path.name, path.parent, reason, space.size_of(weights)) from error
 
 
 def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:

@@ -1,45 +1,102 @@
-"""Verifies checkpoints by their manifests and hashes, without torch."""
+"""Verifies checkpoints by their manifests, hashes and content, without torch."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from drivetrain.core import files
 from drivetrain.core.errors import UserError
+from drivetrain.run import directory
 from drivetrain.run.result import Result
+from drivetrain.saving.content import Malformed, check_state, check_weights
 
-FORMAT = 2
+FORMAT = 3
 FULL = {"model.safetensors", "state.pt"}
-SHARDED = {".metadata", "state.pt"}  # .metadata is torch.distributed.checkpoint's; its shards are in further files
+PIECES = "pieces.json"  # where the shards of a sharded checkpoint are in its files
+SHARDED = {PIECES, "state.pt"}
+BEFORE = 2  # the format before, which is read: its manifest has no hash of itself, and its shards are listed in a pickle
+NUMBER = re.compile(r"0|[1-9][0-9]{0,17}", re.ASCII)  # of an update; int() reads further digits of other scripts
 
 
 def verify(checkpoint: Path) -> str | None:
     """Return what is wrong with a checkpoint, or None."""
     try:
-        manifest = json.loads((checkpoint / "manifest.json").read_text())
-        if manifest["format"] != FORMAT:
-            return f"has format {manifest['format']}, this drivetrain reads {FORMAT}"
-        for name, expected in manifest["sha256"].items():
-            if Path(name).name != name:
-                return f"names a file outside itself: {name!r}"
-            if not (checkpoint / name).is_file():
-                return f"lacks {name}"
-            if sha256(checkpoint / name) != expected:
-                return f"has a damaged {name} (its SHA-256 differs)"
-        if not any(kind <= set(manifest["sha256"]) for kind in (FULL, SHARDED)):
-            return "is incomplete"
+        manifest = read(checkpoint)
+        hashes = dict(manifest["sha256"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"has no readable manifest.json ({error})"
+    if manifest.get("format") not in (BEFORE, FORMAT):
+        return f"has format {manifest.get('format')}, this drivetrain reads {FORMAT}"
+    if ".metadata" in hashes:
+        return "is a sharded one of an earlier drivetrain, which lists its parts in a pickle: `export` it with that version"
+    for name, expected in hashes.items():
+        if Path(name).name != name:
+            return f"names a file outside itself: {name!r}"
+        if (wrong := _wrong_with(checkpoint / name, expected, manifest.get("bytes", {}).get(name))) is not None:
+            return wrong
+    return None if any(kind <= set(hashes) for kind in (FULL, SHARDED)) else "is incomplete"
+
+
+def read(checkpoint: Path) -> dict[str, Any]:
+    """Read a checkpoint's manifest. Raises OSError, and ValueError where a byte of it differs from what was written."""
+    written = files.read_text(checkpoint / "manifest.json")
+    found = files.parse_json(written)
+    if not isinstance(found, dict):
+        raise TypeError("it is no mapping")
+    has_own = found.get("format") == FORMAT or not {"own_sha256", "bytes"}.isdisjoint(found)  # a flipped bit makes 2 of 3
+    if has_own and written != text({k: v for k, v in found.items() if k != "own_sha256"}):
+        raise ValueError("it is damaged: its SHA-256 differs")
+    return found
+
+
+def text(manifest: Mapping[str, Any]) -> str:
+    """Return a manifest as its file, which ends with the SHA-256 of all before that: no other file has a hash of it."""
+    own = hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
+    return json.dumps({**manifest, "own_sha256": own}, indent=2)
+
+
+def write(folder: Path, update: int, about: Mapping[str, Any]) -> None:
+    """Write the manifest of the files in a folder: their sizes and hashes."""
+    names = sorted(file.name for file in folder.iterdir())
+    sizes = {name: (folder / name).stat().st_size for name in names}
+    hashes = {name: sha256(folder / name) for name in names}
+    plain = json.loads(json.dumps(dict(about)))  # as it is read back
+    content = {"format": FORMAT, "update": update, "about": plain, "bytes": sizes, "sha256": hashes}
+    files.write_text(folder / "manifest.json", text(content))
+
+
+def _wrong_with(file: Path, expected: str, size: int | None) -> str | None:
+    """Return what is wrong with one file of a checkpoint, or None."""
+    try:
+        with files.opened(file, "rb") as opened:
+            if size is not None and opened.seek(0, 2) != size:
+                return f"has a damaged {file.name} (its length differs)"
+            opened.seek(0)
+            if hashlib.file_digest(opened, "sha256").hexdigest() != expected:
+                return f"has a damaged {file.name} (its SHA-256 differs)"
+            if file.suffix in CHECKS:
+                CHECKS[file.suffix](opened)
+    except FileNotFoundError:
+        return f"lacks {file.name}"
+    except OSError as error:
+        return f"has a {file.name} that cannot be read ({error.strerror})"
+    except Malformed as error:
+        return f"has a malformed {file.name} ({error})"
     return None
+
+
+CHECKS = {".pt": check_state, ".safetensors": check_weights}
 
 
 def about(checkpoint: Path) -> dict[str, Any]:
     """Return what a checkpoint says of the model, such as input shape and classes; {} where it was written without it."""
-    content: dict[str, Any] = json.loads((checkpoint / "manifest.json").read_text()).get("about") or {}
-    return content
+    return read(checkpoint).get("about") or {}
 
 
 def as_metadata(about: Mapping[str, Any]) -> dict[str, str]:
@@ -50,15 +107,31 @@ def as_metadata(about: Mapping[str, Any]) -> dict[str, str]:
     return {"drivetrain": json.dumps(about)}
 
 
-def newest_valid(run_dir: Path) -> tuple[Path | None, list[str]]:
-    """Return the newest valid checkpoint, and one line for each newer one that is invalid."""
+def newest_valid(run_dir: Path, below: int | None = None) -> tuple[Path | None, list[str]]:
+    """Return the newest valid checkpoint, and one line for each newer one that is invalid; `below`: of earlier updates."""
+    if not directory.is_locked(run_dir):
+        recover(run_dir)
     problems: list[str] = []
     for checkpoint in sorted(checkpoints(run_dir), key=lambda p: int(p.name), reverse=True):
+        if below is not None and int(checkpoint.name) >= below:
+            continue
         problem = verify(checkpoint)
         if problem is None:
             return checkpoint, problems
         problems.append(f"checkpoint {checkpoint} {problem}: passed over")
     return None, problems
+
+
+def recover(run_dir: Path) -> None:
+    """Put back a checkpoint that was to be replaced by one of the same update, where a kill came between the two renames."""
+    root = run_dir / "checkpoints"
+    if root.is_symlink() or not root.is_dir():
+        return
+    for replaced in root.glob(".replaced-*"):
+        name = replaced.name.removeprefix(".replaced-")
+        if NUMBER.fullmatch(name) and not replaced.is_symlink() and not (root / name).exists():
+            with contextlib.suppress(OSError):  # a directory that may only be read
+                replaced.rename(root / name)
 
 
 def best_or_newest(run_dir: Path) -> Path:
@@ -75,12 +148,14 @@ def best_or_newest(run_dir: Path) -> Path:
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
-    """Return the checkpoints in a run's directory, in no order."""
+    """Return the checkpoints in a run's directory, in no order. Links are none."""
     root = run_dir / "checkpoints"
-    return [p for p in root.iterdir() if p.name.isdigit()] if root.is_dir() else []
+    if root.is_symlink() or not root.is_dir():
+        return []
+    return [p for p in root.iterdir() if NUMBER.fullmatch(p.name) and p.is_dir() and not p.is_symlink()]
 
 
 def sha256(path: Path) -> str:
     """Return the SHA-256 of a file's bytes."""
-    with path.open("rb") as file:
+    with files.opened(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import pickle
+import contextlib
+import io
+import math
 import warnings
-from collections.abc import Callable, Sequence
-from enum import Enum
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from drivetrain.core.errors import UserError
+from drivetrain.core.files import opened, read_json, write_json
 from drivetrain.core.lazy import torch
+from drivetrain.saving.content import Malformed, check_state
+from drivetrain.saving.manifest import PIECES
 
 State = dict[str, Any]
 Allocate = Callable[[str, tuple[int, ...], Any], Any]  # (weight's name, shape, dtype) → the tensor to read into
-# The classes that torch.distributed.checkpoint's .metadata may contain: it is a pickle, so no others are loaded.
-_METADATA = {
-    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.distributed.checkpoint.metadata": {
-        "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.serialization": {"_get_layout"},
-}  # fmt: skip
+MOST_PIECES = 2**30  # bytes of pieces.json
 
 
 def parameter_names(optimizer: State) -> dict[int, str]:
@@ -90,57 +84,141 @@ def merge_optimizer_states(states: Sequence[State]) -> State:
 
 
 def write(folder: Path, tensors: State, group: Any) -> None:
-    """Write every rank's shards into one folder on a shared disk. `group` is a process group, None for a single process."""
+    """Write every rank's shards into one folder on a shared disk. `group` is a process group, None for a single process.
+
+    Where each shard is goes into pieces.json; torch's own .metadata is a pickle.
+    """
     import torch.distributed.checkpoint as dcp
 
-    dcp.save(tensors, checkpoint_id=str(folder), process_group=group, no_dist=group is None)
+    class Writer(dcp.FileSystemWriter):
+        def finish(self, metadata: Any, results: list[list[Any]]) -> None:
+            stored = {result.index: result.storage_data for of_rank in results for result in of_rank}
+            write_json(folder / PIECES, _as_pieces(metadata.state_dict_metadata, stored))
+
+    with _own_errors():
+        dcp.save(tensors, storage_writer=Writer(str(folder)), process_group=group, no_dist=group is None)
 
 
 def read(folder: Path, shapes: dict[str, tuple[tuple[int, ...], Any]], allocate: Allocate, alone: bool = False) -> State:
     """Read tensors into those that `allocate` returns. `shapes` gives shape and dtype by name.
 
-    All ranks read their shards, unless a single process reads `alone`. Raises UserError if a file is not a checkpoint's.
+    All ranks read their shards, unless a single process reads `alone`. Raises Malformed if a file is not a checkpoint's.
     """
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
 
-    metadata = _metadata(folder / ".metadata")
+    metadata = _metadata(folder, shapes)
 
     class Reader(dcp.FileSystemReader):
-        """torch's reader with safely loaded metadata: torch's own would unpickle any class that the file names."""
+        """torch's reader, which takes nothing from a pickle, and opens ordinary files that hold no more than they are long."""
 
         def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
             metadata.storage_meta.load_id = self.load_id
             return metadata
 
+        def read_data(self, plan: Any, planner: Any) -> Any:
+            for item in plan.items:
+                part = _piece(folder, metadata.storage_data[item.storage_index])
+                for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                    part = part.narrow(dimension, start, length)
+                target = planner.resolve_tensor(item).detach()
+                target.copy_(part)
+                planner.commit_tensor(item, target)
+            done: Any = torch.futures.Future()
+            done.set_result(None)
+            return done
+
     tensors = {key: allocate(key.split("/")[1], shape, dtype) for key, (shape, dtype) in shapes.items()}
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _own_errors():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # intended where a single process reads
         dcp.load(tensors, storage_reader=Reader(str(folder)), no_dist=alone or not dist.is_initialized())
     return tensors
 
 
-def _enum_member(kind: Any, name: str) -> Any:
-    """Stand in for getattr, by which the first releases of Python 3.11 pickle enum members; allows enum members only."""
-    if not (isinstance(kind, type) and issubclass(kind, Enum)):
-        raise UserError(f"a checkpoint's metadata asks for {kind!r}.{name}, which is no part of a checkpoint")
-    return kind[name]
+@contextlib.contextmanager
+def _own_errors() -> Iterator[None]:
+    """Raise the error of the first rank that failed, in place of torch's, which is no Exception."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as error:
+        for failure, _ in error.failures.values():
+            raise failure from None
+        raise RuntimeError(str(error)) from None
 
 
-def _metadata(file: Path) -> Any:
-    class RestrictedUnpickler(pickle.Unpickler):
-        def find_class(self, module: str, name: str) -> Any:
-            module = "pathlib" if module == "pathlib._local" else module  # its name in Python 3.13
-            if (module, name) == ("builtins", "getattr"):
-                return _enum_member
-            found = super().find_class(module, name) if name in _METADATA.get(module, ()) else getattr(torch, name, None)
-            if name in _METADATA.get(module, ()) or (module == "torch" and (found is torch.Size or type(found) is torch.dtype)):
-                return found
-            raise UserError(f"{file} names {module}.{name}, which is no part of a checkpoint")
+def _piece(folder: Path, stored: Any) -> torch.Tensor:
+    """Read one shard's tensor from the part of a file where it is."""
+    with opened(folder / stored.relative_path, "rb") as file:
+        file.seek(stored.offset)
+        part = io.BytesIO(file.read(stored.length))
+    check_state(part)
+    part.seek(0)
+    tensor: torch.Tensor = torch.load(part, map_location="cpu", weights_only=True)
+    return tensor
 
-    with file.open("rb") as stream:
-        metadata = RestrictedUnpickler(stream).load()
-    for stored in metadata.storage_data.values():
-        if Path(stored.relative_path).name != str(stored.relative_path):
-            raise UserError(f"{file} names a file outside of its checkpoint: {stored.relative_path}")
-    return metadata
+
+def _as_pieces(tensors: State, stored: dict[Any, Any]) -> State:
+    """Return what torch's metadata says of tensors and their shards as JSON."""
+    pieces: State = {
+        name: {"dtype": str(t.properties.dtype).removeprefix("torch."), "shape": list(t.size), "pieces": []}
+        for name, t in tensors.items()
+    }
+    sizes = {(name, tuple(chunk.offsets)): list(chunk.sizes) for name, t in tensors.items() for chunk in t.chunks}
+    for index, place in stored.items():
+        offsets = tuple(index.offset)
+        where = {"file": str(place.relative_path), "at": place.offset, "bytes": place.length}
+        pieces[index.fqn]["pieces"].append({"offsets": list(offsets), "shape": sizes[index.fqn, offsets], **where})
+    return pieces
+
+
+def _metadata(folder: Path, shapes: dict[str, tuple[tuple[int, ...], Any]]) -> Any:
+    """Read pieces.json as torch's metadata. Raises Malformed where it does not fit the state's shapes and the files' lengths."""
+    from torch.distributed.checkpoint import metadata as of_torch
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    file = folder / PIECES
+    tensors: State = {}
+    stored: dict[Any, Any] = {}
+    lengths: dict[str, int] = {}
+    try:
+        content = read_json(file, MOST_PIECES)
+        for name, (shape, dtype) in shapes.items():
+            entry = content[name]
+            if tuple(entry["shape"]) != tuple(shape) or f"torch.{entry['dtype']}" != str(dtype):
+                raise ValueError(f"{name} is {entry['dtype']}{entry['shape']}, and the state says {dtype}{list(shape)}")
+            chunks = []
+            for number, piece in enumerate(entry["pieces"]):
+                offsets, sizes = _within(piece, shape)
+                place = _place(folder, piece, lengths)
+                chunks.append(of_torch.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+                stored[of_torch.MetadataIndex(name, torch.Size(offsets), number)] = _StorageInfo(*place)
+            if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(shape):
+                raise ValueError(f"the parts of {name} are not all of it")
+            properties = of_torch.TensorProperties(dtype=dtype)
+            tensors[name] = of_torch.TensorStorageMetadata(properties, torch.Size(shape), chunks)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Malformed(f"{file} is no list of a checkpoint's parts: {error}") from None
+    return of_torch.Metadata(tensors, storage_data=stored, storage_meta=of_torch.StorageMeta())
+
+
+def _within(piece: State, shape: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return a shard's place in its tensor. Raises ValueError where it is outside."""
+    offsets, sizes = piece["offsets"], piece["shape"]
+    for start, size, whole in zip(offsets, sizes, shape, strict=True):
+        if not (type(start) is type(size) is int and 0 <= start <= start + size <= whole and size >= 0):
+            raise ValueError(f"a part at {offsets} of {sizes} is outside of a tensor of {list(shape)}")
+    return offsets, sizes
+
+
+def _place(folder: Path, piece: State, lengths: dict[str, int]) -> tuple[str, int, int]:
+    """Return a shard's file and its place there. Raises ValueError where it is outside of the file or the checkpoint."""
+    name, start, size = piece["file"], piece["at"], piece["bytes"]
+    if not isinstance(name, str) or Path(name).name != name:
+        raise ValueError(f"it names a file outside of its checkpoint: {name}")
+    if name not in lengths:
+        lengths[name] = (folder / name).lstat().st_size
+    if not (type(start) is type(size) is int and 0 <= start <= start + size <= lengths[name] and size >= 0):
+        raise ValueError(f"it names a part outside of {name}")
+    return name, start, size

@@ -8,8 +8,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from drivetrain.core.errors import CannotSave
 from drivetrain.core.protocols import Checkpointed, Strategy
 from drivetrain.run import directory
+from drivetrain.run.held import Held
 from drivetrain.saving import checkpoint_io, sharded_checkpoint
 from drivetrain.saving.host_copy import HostCopy
 from drivetrain.saving.options import Saving
@@ -31,12 +33,32 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._group: Any = None  # process group of the saving threads
+        self._held: Held | None = None  # the run's directory, on the ranks that write
 
     def start(self) -> None:
         """Prepare to write. Called on all ranks. Raises UserError if one of them cannot write."""
-        if self._saving.active and self._saving.sharded:
+        if not self._saving.active:
+            return
+        if self._saving.sharded:
             self._group = self._parallel.saving_group()
             self._run_dir = directory.same_on_all_ranks(self._run_dir, self._parallel)
+        if self._parallel.world.rank == 0:
+            self._hold()
+
+    def _hold(self) -> Held:
+        if self._held is None:
+            self._run_dir.mkdir(parents=True, exist_ok=True)  # a trainer that is used without a run has none
+            self._held = Held(self._run_dir)
+        return self._held
+
+    def _place(self) -> tuple[Path, str | None]:
+        """Return the folder to write to, and what to say where it is not the run's own: moved, or removed, as rank 0 sees it."""
+        held = self._hold()
+        folder = held.folder()
+        if folder == held.path:
+            return folder, None
+        what = "removed" if folder is None else f"moved to {folder}"
+        return held.place(), f"{held.path} was {what} while the run trained"
 
     def save(self, trainer: Checkpointed) -> None:
         """Save the current state. Called on all ranks."""
@@ -53,8 +75,18 @@ class Writer:
             else:
                 weights, state = self._parallel.full_state_dict(trainer.model, state)
             self.wait()
+            gone = None
+            if self._parallel.world.rank == 0:
+                self._run_dir, gone = self._place()
+            if self._saving.sharded:
+                self._run_dir, gone = self._parallel.broadcast_object((self._run_dir, gone))
+            update = trainer.progress.updates
             if self._saving.sharded or self._parallel.world.rank == 0:
-                self._write(trainer.progress.updates, weights, state, list(trainer.progress.ranked))
+                self._write(update, weights, state, list(trainer.progress.ranked))
+        if gone is not None:
+            self.wait()
+            saved = self._run_dir / "checkpoints" / str(update)
+            raise CannotSave(f"{gone}: its state is saved in {saved}, go on with resume={self._run_dir}")
 
     def _write(self, update: int, weights: Any, state: Any, ranked: list[int]) -> None:
         write = self._write_shards if self._saving.sharded else self._write_full

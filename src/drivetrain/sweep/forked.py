@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from drivetrain.core import accelerators, cpus, process
+from drivetrain.core import accelerators, cpus, files, process
 from drivetrain.core.errors import BAD_CONFIG, UserError
 from drivetrain.launch import launcher
 from drivetrain.run import directory
@@ -152,7 +152,7 @@ def run_job(entry: Entry, quiet: bool) -> int:
 def _write_length(trainer: Any) -> None:
     """Write the number of the run's updates to its folder, for the progress table."""
     if trainer.parallel.world.rank == 0:
-        Path(trainer.run_dir, LENGTH).write_text(str(trainer.max_updates))
+        files.write_text(trainer.run_dir / LENGTH, str(trainer.max_updates))
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from drivetrain.core import files
 from drivetrain.run import records
 from drivetrain.sweep.store import LENGTH, Entry
 from drivetrain.ui import terminal
@@ -26,7 +27,7 @@ RESERVED_LINES = 8  # of the screen, beside the table
 def progress(entry: Entry) -> tuple[dict[str, Any], int | None]:
     """A job's last training record ({} before the first), and the number of its updates, None until it is built."""
     try:
-        length = int((entry.run_dir / LENGTH).read_text())
+        length = int(files.read_text(entry.run_dir / LENGTH))
     except (OSError, ValueError):
         length = None
     return records.last(_tail(entry.run_dir / "metrics.jsonl"), "train") or {}, length

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import logging
 import shlex
 import shutil
 import time
@@ -14,7 +14,7 @@ from typing import Any
 from drivetrain.config.hydra_settings import HydraSettings
 from drivetrain.core import signature
 from drivetrain.core.errors import BAD_CONFIG, EXIT_OF_STATUS, FAILED, UserError
-from drivetrain.core.files import write_json
+from drivetrain.core.files import read_json, write_json
 from drivetrain.core.overrides import format_value, key_of
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
@@ -24,6 +24,8 @@ from drivetrain.run.result import Result
 from drivetrain.saving import manifest
 from drivetrain.sweep.grid import SweepJob, prepare_one
 from drivetrain.sweep.options import is_launch_setting, split
+
+logger = logging.getLogger(__name__)
 
 FINAL = ("completed", "diverged")  # statuses of jobs that a resumed sweep does not run again
 OTHERS = ("jobs.json", "sweep.json", "study.db", "submitit", ".lock")  # in a sweep's folder, beside those of its jobs
@@ -78,7 +80,11 @@ class Entry:
             return
         self.code = code if code is not None and code > 0 else FAILED
         self.result = Result(status=status, error=error, overrides=self.job.overrides, run_dir=self.run_dir)
-        self.result.write(self.run_dir)
+        try:
+            self.run_dir.mkdir(parents=True, exist_ok=True)  # it may have been moved away
+            self.result.write(self.run_dir)
+        except OSError as problem:  # a full disk: the other jobs go on
+            logger.error("result.json could not be written to %s (%s)", self.run_dir, problem.strerror)
 
     def refuse(self) -> None:
         """Record that the job's config is invalid."""
@@ -134,7 +140,7 @@ def _one_inside_another(entries: Sequence[Entry]) -> bool:
 def read(path: Path) -> dict[str, Any]:
     """The content of a sweep's jobs.json. Raises UserError."""
     try:
-        content = json.loads((path / "jobs.json").read_text())
+        content = read_json(path / "jobs.json")
         return {"overrides": content["overrides"], "config_dirs": content["config_dirs"], "jobs": content["jobs"]}
     except OSError:
         raise UserError(
@@ -148,7 +154,7 @@ def read(path: Path) -> dict[str, Any]:
 def read_own(path: Path) -> dict[str, Any]:
     """The content of a jobs.json that this user's drivetrain wrote: its words may name code to run. Raises UserError."""
     content = read(path)
-    if not signature.is_own(content, json.loads((path / "jobs.json").read_text()).get("signature")):
+    if not signature.is_own(content, read_json(path / "jobs.json").get("signature")):
         raise UserError(
             f"-m resume={path} was recorded by another user or machine, or has been changed, and its words may name code to run: "
             f"start it anew with the words that you agree with: {printable(shlex.join(map(str, content['overrides'])))}"
@@ -185,7 +191,7 @@ def unfinished(root: Path, overrides: Sequence[str], named: Path | None = None) 
 def is_finished(path: Path) -> bool:
     """Whether the sweep ran all its jobs: then it has a sweep.json that says so."""
     try:
-        return bool(json.loads((path / "sweep.json").read_text())["finished"])
+        return bool(read_json(path / "sweep.json")["finished"])
     except (OSError, ValueError, KeyError, TypeError):
         return False
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from drivetrain.core import cpus, process
+from drivetrain.core import cpus, files, process
 from drivetrain.core.errors import UserError
 from drivetrain.core.paths import add_import_paths
 from drivetrain.sweep.forked import Launcher, run_job
@@ -78,7 +78,7 @@ class Submitit(Launcher):
 
     def attach(self, entry: Entry) -> bool:
         try:
-            number = (entry.run_dir / SUBMITTED).read_text()
+            number = files.read_text(entry.run_dir / SUBMITTED)
         except OSError:
             return super().attach(entry)
         job = self._executor._executor.job_class(self._executor.folder, number)  # type: ignore[attr-defined]
@@ -101,7 +101,7 @@ class Submitit(Launcher):
         finally:
             signal.signal(signal.SIGINT, before)
         for job, entry in zip(jobs, entries, strict=True):
-            (entry.run_dir / SUBMITTED).write_text(job.job_id)
+            files.write_text(entry.run_dir / SUBMITTED, job.job_id)
             self._running[job] = entry
 
     def wait(self, seconds: float, stopped: bool = False) -> list[Entry]:

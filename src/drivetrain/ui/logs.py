@@ -11,8 +11,11 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
+
+from drivetrain.core import files
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -89,6 +92,9 @@ class _RunFile(logging.FileHandler):
         super().__init__(path, encoding="utf-8")
         self.setFormatter(logging.Formatter(FILE_FORMAT))
         self.addFilter(_rank)
+
+    def _open(self) -> TextIOWrapper:
+        return files.opened(Path(self.baseFilename), "a")
 
     def emit(self, record: logging.LogRecord) -> None:
         if _rank.rank == 0:

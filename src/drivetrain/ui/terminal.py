@@ -59,7 +59,7 @@ def prepare_output() -> None:
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # closed, as a daemon's
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for the life of the process
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - for the life of the process
         elif stream is getattr(sys, f"__{name}__"):  # not a test's or a notebook's
             line_buffering = stream.line_buffering
             setattr(sys, name, PipeSafeStream(stream.detach(), stream.encoding, "replace", line_buffering=line_buffering))

@@ -149,7 +149,7 @@ def command(argv: list[str], config_dirs: Sequence[str] = (), hand_on: compare.H
         comparisons = {f"From {baseline} to {recipe}, step by step": ladder, **comparisons}
     folder = directory.create(Path(ablation.baseline.run.values["output_dir"]), "compare")
     write_json(folder / "ablate.json", {title: done.as_dict() for title, done in comparisons.items()})
-    (folder / "ablate.html").write_text(ablation_page(recipe, baseline, comparisons, argv))
+    (folder / "ablate.html").write_text(ablation_page(recipe, baseline, comparisons, argv), encoding="utf-8")
     print(f"\nwritten to {folder}/ablate.json and ablate.html")
     if hand_on is not None:
         hand_on(ladder, ablation.specs)

@@ -42,7 +42,7 @@ def save(comparison: Comparison, job: Job, argv: Sequence[str], verb: str = "com
     """Write compare.json and compare.html to a new folder under the run's output_dir."""
     folder = directory.create(Path(job.run.values["output_dir"]), "compare")
     write_json(folder / "compare.json", comparison.as_dict())
-    (folder / "compare.html").write_text(page.comparison_page(comparison, argv, verb))
+    (folder / "compare.html").write_text(page.comparison_page(comparison, argv, verb), encoding="utf-8")
     print(f"written to {folder}/compare.json and compare.html")
 
 

@@ -137,7 +137,7 @@ def save(report: Report, bad: Job, settings: Settings, argv: Sequence[str]) -> N
     folder = directory.create(Path(bad.run.values["output_dir"]), "bisect")
     facts = environment.describe(list(argv), bad.config_hash, {})
     write_json(folder / "bisect.json", report.as_dict(settings, facts))
-    (folder / "bisect.html").write_text(_page(report, argv))
+    (folder / "bisect.html").write_text(_page(report, argv), encoding="utf-8")
     print(f"written to {folder}/bisect.json and bisect.html")
 
 

@@ -48,9 +48,9 @@ def command(argv: Sequence[str]) -> int:
 
     folder = Path(settings.out).expanduser() if settings.out else directory.create(Path("outputs"), "report")
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "report.csv").open("w", newline="") as file:
+    with (folder / "report.csv").open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([header, *rows])
-    (folder / "report.html").write_text(report_page(runs, header, rows, target, seeds))
+    (folder / "report.html").write_text(report_page(runs, header, rows, target, seeds), encoding="utf-8")
     print(f"written to {folder}/report.html and report.csv")
     return DONE
 

@@ -276,5 +276,5 @@ def _report(
             "bound": tested.bound,
         }
     write_json(folder / "tune.json", content)
-    (folder / "tune.html").write_text(tuning_page(tuning.comparisons, tested, tuning.notes, argv))
+    (folder / "tune.html").write_text(tuning_page(tuning.comparisons, tested, tuning.notes, argv), encoding="utf-8")
     print(f"written to {folder}/tune.json and tune.html")

@@ -1,0 +1,285 @@
+"""Checkpoints that are no longer, or never were, what a run writes: named, passed over, and read within limits."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import pickle
+import random
+import shutil
+import zipfile
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+import drivetrain
+from drivetrain.core.errors import UserError
+from drivetrain.launch import launcher
+from drivetrain.run import reader
+from drivetrain.saving import checkpoint_io, content, manifest
+
+WEIGHTS = {"w": torch.arange(4.0)}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    for update in (1, 2):
+        checkpoint_io.save(tmp_path, update, WEIGHTS, {"a": torch.ones(3), "b": [1, "x", None, 2.5, (1, 2)]})
+    return tmp_path
+
+
+def signed(checkpoint: Path) -> None:
+    """Give a changed checkpoint the right hashes, as who has changed it on purpose can."""
+    about = manifest.read(checkpoint)["about"]
+    (checkpoint / "manifest.json").unlink()
+    manifest.write(checkpoint, int(checkpoint.name), about)
+
+
+def passed_over(run: Path) -> str:
+    found, problems = manifest.newest_valid(run)
+    assert found == run / "checkpoints/1"
+    (problem,) = problems
+    return problem
+
+
+# --- names and files ---
+
+
+@pytest.mark.parametrize("name", ["²", "٣", "+3", "03", " 3", "3_0", "1" * 5000])
+def test_only_plain_numbers_are_updates(run, name):
+    folder = run / "checkpoints" / name[:200]
+    shutil.copytree(run / "checkpoints/2", folder)
+    assert sorted(checkpoint_io.updates(run)) == [1, 2]
+    assert manifest.newest_valid(run) == (run / "checkpoints/2", [])
+
+
+def test_a_link_is_no_checkpoint_and_nothing_is_written_or_removed_through_it(run, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "precious").write_text("kept")
+    (run / "checkpoints/3").symlink_to(elsewhere)
+    (run / "checkpoints/.writing-4").symlink_to(elsewhere)
+    assert sorted(checkpoint_io.updates(run)) == [1, 2]
+    checkpoint_io.save(run, 4, WEIGHTS, {})
+    checkpoint_io.prune(run, lambda saved: [])
+    assert [p.name for p in elsewhere.iterdir()] == ["precious"]
+
+
+SWAPS = {
+    "a FIFO": lambda file: os.mkfifo(file),
+    "a link to /dev/zero": lambda file: file.symlink_to("/dev/zero"),
+    "a link to a file": lambda file: file.symlink_to(__file__),
+    "a folder": lambda file: file.mkdir(),
+    "sparse gigabytes": lambda file: os.truncate(os.open(file, os.O_CREAT | os.O_WRONLY), 2**40),
+}
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "state.pt", "model.safetensors"])
+@pytest.mark.parametrize("how", SWAPS)
+def test_what_stands_in_place_of_a_file_neither_holds_up_nor_fills_the_memory(run, how, name):
+    file = run / "checkpoints/2" / name
+    file.unlink()
+    SWAPS[how](file)
+    assert name in passed_over(run)
+
+
+# --- the manifest ---
+
+
+def test_every_flipped_bit_of_a_manifest_is_seen(run):
+    checkpoint = run / "checkpoints/2"
+    file = checkpoint / "manifest.json"
+    whole = file.read_bytes()
+    for place in range(len(whole) * 8):
+        if place % 23 and place > 240:  # all of the first fields, and some of the rest
+            continue
+        flipped = bytearray(whole)
+        flipped[place // 8] ^= 1 << place % 8
+        file.write_bytes(flipped)
+        assert manifest.verify(checkpoint) is not None, f"bit {place}"
+    file.write_bytes(whole)
+    assert manifest.verify(checkpoint) is None
+
+
+@pytest.mark.parametrize("text", ["[" * 10**6, '{"a":' * 10**5, "9" * 10**5, "[]", "null", '{"format": 3}', "\ud800"])
+def test_a_manifest_of_odd_json_is_no_manifest(run, text):
+    (run / "checkpoints/2/manifest.json").write_bytes(text.encode("utf-8", "surrogatepass"))
+    assert "has no readable manifest.json" in passed_over(run)
+
+
+def test_a_checkpoint_of_the_format_before_is_read(run):
+    checkpoint = run / "checkpoints/2"
+    hashes = {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in checkpoint.iterdir() if f.name != "manifest.json"}
+    (checkpoint / "manifest.json").write_text(json.dumps({"format": 2, "update": 2, "about": {}, "sha256": hashes}, indent=2))
+    assert manifest.verify(checkpoint) is None
+    (checkpoint / "manifest.json").write_text(json.dumps({"format": 2, "sha256": {".metadata": "0", "state.pt": "0"}}))
+    assert "lists its parts in a pickle" in manifest.verify(checkpoint)
+
+
+# --- the content, with the right hashes ---
+
+
+def rezipped(file: Path, change=lambda name, data: data, how: int = zipfile.ZIP_STORED) -> None:
+    with zipfile.ZipFile(file) as archive:
+        entries = [(entry.filename, archive.read(entry)) for entry in archive.infolist()]
+    with zipfile.ZipFile(file, "w", how) as archive:
+        for name, data in entries:
+            archive.writestr(name, change(name, data))
+
+
+def with_pickle(pickled: bytes):
+    return lambda file: rezipped(file, lambda name, data: pickled if name.endswith("data.pkl") else data)
+
+
+class Command:
+    def __reduce__(self):
+        return os.mkdir, ("ran",)
+
+
+STATES = {
+    "a state that inflates": (lambda f: rezipped(f, how=zipfile.ZIP_DEFLATED), "it is compressed"),
+    "no archive": (lambda f: f.write_bytes(b"nothing of the kind"), "it cannot be read"),
+    "an archive without a structure": (lambda f: zipfile.ZipFile(f, "w").close(), "it has no structure"),
+    "a command": (with_pickle(pickle.dumps(Command(), 2)), "it names posix.mkdir"),
+    "a huge memo": (with_pickle(b"\x80\x02Nr\xff\xff\xff\x6f" * 3), "it cannot be read"),
+    "a huge array of bytes": (with_pickle(b"\x80\x02\x96\x00\x00\x00\x00\x02\x00\x00\x00."), "it cannot be read"),
+    "a call for empty bytes": (
+        with_pickle(b"\x80\x02cbuiltins\nbytearray\n\x8a\x05\x00\x00\x00\x00\x02\x85R."), "it names builtins.bytearray",
+    ),
+    "a call for an empty storage": (
+        with_pickle(b"\x80\x02ctorch.storage\nUntypedStorage\n\x8a\x05\x00\x00\x00\x00\x02\x85R."), "asks for an empty storage",
+    ),
+    "half a pickle": (with_pickle(b"\x80\x02}q\x00("), "it cannot be read"),
+    "a deep pickle": (with_pickle(b"\x80\x02" + b"(" * 10**5), "it cannot be read"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", STATES)
+def test_a_state_with_the_right_hash_and_malformed_content_is_passed_over(run, how):
+    change, says = STATES[how]
+    change(run / "checkpoints/2/state.pt")
+    signed(run / "checkpoints/2")
+    problem = passed_over(run)
+    assert "has a malformed state.pt" in problem
+    assert says in problem
+
+
+ODD = {"empty": b"", "long": b"\xff" * 8, "more": b"\x02" + bytes(7) + b"{}" + bytes(9), "a list": b"\x02" + bytes(7) + b"[]"}
+
+
+@pytest.mark.parametrize("bytes_", ODD.values(), ids=list(ODD))
+def test_weights_with_the_right_hash_and_malformed_content_are_passed_over(run, bytes_):
+    (run / "checkpoints/2/model.safetensors").write_bytes(bytes_)
+    signed(run / "checkpoints/2")
+    assert "has a malformed model.safetensors" in passed_over(run)
+
+
+DTYPES = [
+    torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.int64, torch.bool, torch.complex64, torch.uint16,
+    torch.float8_e4m3fn,
+]  # fmt: skip
+
+
+def test_what_states_hold_passes(tmp_path):
+    """Every type of tensor, parameters, strides, shared storages, bytes, sets and nested containers."""
+    shared = torch.zeros(4, 4)
+    state = {
+        **{str(dtype): torch.zeros(3, dtype=dtype) for dtype in DTYPES},
+        "shared": [shared, shared.T, shared[1]], "parameter": torch.nn.Parameter(torch.ones(2)), "shape": torch.Size([1, 2]),
+        "dtype": torch.float16, "bytes": b"abc", "set": {1, 2}, "device": torch.device("cpu"), "big": 2**200, "none": None,
+    }  # fmt: skip
+    saved = checkpoint_io.save(tmp_path, 1, WEIGHTS, state)
+    assert manifest.verify(saved) is None
+    assert checkpoint_io.load(saved)[1]["big"] == 2**200
+    file = io.BytesIO()
+    torch.save(torch.optim.Adam([torch.nn.Parameter(torch.ones(2))]).state_dict(), file)
+    content.check_state(file)
+
+
+def test_a_checkpoint_that_verifies_and_cannot_be_restored_falls_back_to_the_one_before(train, caplog):
+    done = train("updates=8", "saving.every_updates=4", "saving.keep=2")
+    newest = done.run_dir / "checkpoints/8"
+    weights, state = checkpoint_io.load(newest)
+    del state["progress"]
+    torch.save(state, newest / "state.pt")
+    signed(newest)
+    (done.run_dir / "result.json").unlink()
+    again = drivetrain.train([f"resume={done.run_dir}"])
+    assert (again.status, again.updates) == ("completed", 8), again.error
+    assert any(f"{newest} cannot be restored (KeyError: 'progress'): passed over" in line for line in caplog.messages)
+    written = safetensors.torch.load_file(newest / "model.safetensors")
+    assert all(torch.equal(written[name], weights[name]) for name in weights), "the repeated updates give the same bits"
+
+
+# --- between the two renames ---
+
+
+def test_a_kill_while_a_checkpoint_is_replaced_leaves_it(run, monkeypatch):
+    shutil.rmtree(run / "checkpoints/1")  # saving.keep=1
+    rename, calls = Path.rename, []
+
+    def killed(self: Path, target: Path) -> Path:
+        calls.append(target)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    with monkeypatch.context() as m:
+        m.setattr(Path, "rename", killed)
+        m.setattr(shutil, "rmtree", lambda *_, **__: None)  # a kill cleans up nothing
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint_io.save(run, 2, WEIGHTS, {})
+    assert (run / "checkpoints/.replaced-2").is_dir()
+    assert not (run / "checkpoints/2").exists()
+    assert manifest.newest_valid(run) == (run / "checkpoints/2", [])
+    assert "a" in checkpoint_io.load(run / "checkpoints/2")[1]
+
+
+def test_the_order_of_syncs_and_renames(tmp_path, monkeypatch):
+    """The files are on the disk before their folder, the folder before its name, the name before the older one is removed."""
+    checkpoint_io.save(tmp_path, 3, WEIGHTS, {"a": 1})
+    calls: list[str] = []
+    opened: dict[int, str] = {}
+    real_open, sync, rename, remove = os.open, os.fsync, Path.rename, shutil.rmtree
+
+    def open_(path, *how, **more):
+        handle = real_open(path, *how, **more)
+        opened[handle] = Path(path).name
+        return handle
+
+    monkeypatch.setattr(os, "open", open_)
+    monkeypatch.setattr(os, "fsync", lambda handle: (calls.append(f"sync {opened[handle]}"), sync(handle)))
+    monkeypatch.setattr(Path, "rename", lambda self, to: (calls.append(f"{self.name} → {to.name}"), rename(self, to))[1])
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **how: (calls.append(f"remove {path.name}"), remove(path, **how)))
+    checkpoint_io.save(tmp_path, 3, WEIGHTS, {"a": 2})
+    assert calls[0] == "remove .writing-3"
+    assert calls[1] == f"sync .manifest.json.{os.getpid()}"
+    assert sorted(calls[2:5]) == ["sync manifest.json", "sync model.safetensors", "sync state.pt"]
+    assert calls[5:] == [
+        "sync .writing-3", "remove .replaced-3", "3 → .replaced-3", ".writing-3 → 3", "sync checkpoints", "remove .replaced-3",
+    ]  # fmt: skip
+
+
+def test_random_bytes_are_no_state():
+    generator = random.Random(0)
+    for _ in range(200):
+        with pytest.raises(content.Malformed):
+            content.check_state(io.BytesIO(generator.randbytes(generator.randrange(400))))
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "environment.json", "recipe.yaml", "result.json", "metrics.jsonl"])
+@pytest.mark.parametrize("how", ["a FIFO", "a link to /dev/zero", "not UTF-8", "deep"])
+def test_odd_files_of_a_run_are_refused_or_left_out(once, tmp_path, how, name):
+    run = shutil.copytree(once, tmp_path / "copy")
+    (run / name).unlink()
+    if how in SWAPS:
+        SWAPS[how](run / name)
+    else:
+        (run / name).write_bytes({"not UTF-8": b"\xff\xfe\x00a: \x80", "deep": b"[" * 50_000}[how])
+    with contextlib.suppress(UserError):
+        launcher.prepare([f"resume={run}"])
+    reader.read(run)
