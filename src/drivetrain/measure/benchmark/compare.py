@@ -14,6 +14,7 @@ from drivetrain.measure.benchmark.arms import baseline_job, refuse_resume, swept
 from drivetrain.measure.benchmark.comparison import Comparison, Settings, measure
 from drivetrain.run import directory
 from drivetrain.ui import terminal
+from drivetrain.ui.output import echo
 
 
 def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
@@ -25,7 +26,7 @@ def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
         raise UserError("there is nothing to compare: give one key several values, as in precision=fp32,bf16")
     quality.check(settings, baseline_job(specs), settings.quality)
     for note in notes:
-        print(note, flush=True)
+        echo(note)
     comparison = measure(specs, settings, overrides)
     comparison.notes = notes + comparison.notes
     show(comparison)
@@ -38,7 +39,7 @@ def save(comparison: Comparison, job: Job, argv: Sequence[str], verb: str = "com
     folder = directory.create(Path(job.run.values["output_dir"]), "compare")
     write_json(folder / "compare.json", comparison.as_dict())
     (folder / "compare.html").write_text(page.comparison_page(comparison, argv, verb))
-    print(f"written to {folder}/compare.json and compare.html")
+    echo(f"written to {folder}/compare.json and compare.html")
 
 
 def show(comparison: Comparison) -> None:
@@ -47,6 +48,6 @@ def show(comparison: Comparison) -> None:
     left_out = terminal.fit(header, rows, ("p95", "data wait", "step p50", "memory", "samples/s"))
     terminal.table(header, rows)
     if left_out:
-        print(f"not shown here, but in the page: {', '.join(left_out)}")
+        echo(f"not shown here, but in the page: {', '.join(left_out)}")
     for note in comparison.notes:
-        print(note)
+        echo(note)

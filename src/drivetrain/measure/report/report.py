@@ -17,6 +17,7 @@ from drivetrain.measure.intervals import deviation
 from drivetrain.run import directory
 from drivetrain.run.reader import RunFiles, differing, find
 from drivetrain.ui import terminal
+from drivetrain.ui.output import echo
 
 ENDED = ("completed", "failed", "diverged")  # the statuses of runs that ended by themselves
 MAX_ROWS = 40  # in the terminal
@@ -40,10 +41,10 @@ def command(argv: Sequence[str]) -> int:
     header, rows = table(runs, target)
     terminal.table(*_for_terminal(header, rows))
     if len(rows) > MAX_ROWS:
-        print(f"… and {len(rows) - MAX_ROWS} more, all in the page and the CSV")
+        echo(f"… and {len(rows) - MAX_ROWS} more, all in the page and the CSV")
     seeds = summarize_seeds(runs)
     for line in seeds:
-        print(line)
+        echo(line)
     from drivetrain.measure.report.page import report_page
 
     folder = Path(settings.out).expanduser() if settings.out else directory.create(Path("outputs"), "report")
@@ -51,7 +52,7 @@ def command(argv: Sequence[str]) -> int:
     with (folder / "report.csv").open("w", newline="") as file:
         csv.writer(file).writerows([header, *rows])
     (folder / "report.html").write_text(report_page(runs, header, rows, target, seeds))
-    print(f"written to {folder}/report.html and report.csv")
+    echo(f"written to {folder}/report.html and report.csv")
     return DONE
 
 
