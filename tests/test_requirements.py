@@ -1,0 +1,51 @@
+"""What `make train` and `make test` install is locked with hashes, and agrees with pyproject.toml and constraints.txt."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LOCKS = ("run", "test", "tools", "wheel")
+
+
+def locked(name):
+    """Package → its version and its number of hashes, of a lock file."""
+    text = (ROOT / "requirements" / f"{name}.txt").read_text()
+    entries = re.split(r"\n(?=\S)", text.strip())
+    matches = [re.match(r"([\w.\-]+)(?:\[[\w,\-]+\])?==([\w.+!]+)", entry) for entry in entries]
+    return {normal(m[1]): (m[2], entry.count("--hash=sha256:")) for m, entry in zip(matches, entries, strict=True)}
+
+
+def normal(name):
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def wanted(requirement):
+    return normal(re.match(r"[\w.\-]+", requirement)[0])
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_every_package_has_hashes(name):
+    assert all(hashes for _, hashes in locked(name).values())
+
+
+def test_what_pyproject_asks_for_is_locked_at_the_versions_of_the_constraints():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    of_test = [part for entry in extras["test"] for part in ([entry] if "[" not in entry else [])]
+    chosen = re.search(r"drivetrain\[([\w,]+)\]", extras["test"][0])[1].split(",")
+    run, test = locked("run"), locked("test")
+    assert {wanted(r) for r in project["dependencies"]} <= set(run)
+    assert {wanted(r) for r in [*project["dependencies"], *of_test, *(r for extra in chosen for r in extras[extra])]} <= set(test)
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        if (match := re.match(r"([\w.\-]+)==([\w.+]+)", line)) and normal(match[1]) in test:
+            assert test[normal(match[1])][0] == match[2], f"{line}: run `make lock`"
+
+
+def test_the_locks_agree_with_each_other():
+    versions = {}
+    for name in LOCKS:
+        for package, (version, _) in locked(name).items():
+            assert versions.setdefault(package, version) == version, f"{package}: run `make lock`"
