@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from drivetrain.run.typed import is_number
+
 Record = dict[str, Any]
 
 
@@ -45,4 +47,4 @@ def _record(line: bytes) -> Record | None:
 
 
 def _is_number(value: object, kind: Any) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)
+    return isinstance(value, kind) and is_number(value)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from drivetrain.core.files import write_json
+from drivetrain.run.typed import fits, is_table
 
 
 @dataclass
@@ -85,11 +86,21 @@ class Result:
 
     @classmethod
     def read(cls, run_dir: Path) -> Result | None:
-        """The result in a run's directory; None where there is none."""
+        """The result in a run's directory; None where there is none, or none that this program could have written."""
         try:
             result = cls(**json.loads((run_dir / "result.json").read_text()), run_dir=run_dir)
-        except (OSError, ValueError, TypeError):
+        except (OSError, ValueError, TypeError, RecursionError):
             return None
-        if "final" in result.metrics:  # of a version without validation sets
+        if isinstance(result.metrics, dict) and "final" in result.metrics:  # of a version without validation sets
             result.metrics, result.tables = {"test": result.metrics}, {"test": result.tables}  # type: ignore[dict-item]
-        return result
+        return result if result._fits() else None
+
+    def _fits(self) -> bool:
+        """Whether every field has the type that this program writes. A table that is none is left out."""
+        kinds = get_type_hints(Result)
+        if not all(fits(getattr(self, field.name), kinds[field.name]) for field in fields(self)):
+            return False
+        for evaluations in self.tables.values():
+            for name, found in evaluations.items():
+                evaluations[name] = {key: table for key, table in found.items() if is_table(table)}
+        return True
