@@ -12,10 +12,10 @@ from typing import Any
 import yaml
 
 from drivetrain.core.errors import UserError
+from drivetrain.core.typed import fits, is_number
 from drivetrain.run import directory, records
 from drivetrain.run.identity import flatten
 from drivetrain.run.result import Result
-from drivetrain.run.typed import fits, is_number
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 MAX_VALUES, MAX_DEPTH = 100_000, 30  # in a run's config or environment
@@ -132,7 +132,7 @@ def read(path: Path) -> RunFiles:
 
 
 def _bounded(tree: Any) -> dict[str, Any]:
-    """Return a mapping with text as keys; {} where it is none, or larger than a run's files: aliases in YAML can hold billions."""
+    """Return a mapping with text as keys; {} where it is none, or too large: aliases in YAML can hold billions of values."""
     left, waiting = MAX_VALUES, [(tree, 0)]
     while waiting:
         value, depth = waiting.pop()

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from drivetrain.run.typed import is_number
+from drivetrain.core.typed import is_number
 
 Record = dict[str, Any]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from drivetrain.core.files import write_json
-from drivetrain.run.typed import fits, is_table
+from drivetrain.core.typed import fits, is_table
 
 
 @dataclass

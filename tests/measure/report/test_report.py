@@ -150,14 +150,16 @@ ALIASES = "a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
 )
 BAD_FILES = {
     "result.json": [
-        "", "[]", "3", DEEP, "{", '{"status": 3}', '{"metrics": []}', '{"metrics": {"test": 3}}', '{"metrics": {"test": {"final": []}}}',
+        "", "[]", "3", DEEP, "{", '{"status": 3}', '{"metrics": []}', '{"metrics": {"test": 3}}',
+        '{"metrics": {"test": {"final": []}}}',
         '{"updates": "many"}', '{"updates": 1' + "0" * 400 + "}", '{"wall_s": null}', '{"overrides": [1]}', '{"error": ["a"]}',
         '{"tables": {"test": {"final": {"confusion": {"rows": 1, "columns": 1}}}}}', '{"samples_per_second": true}',
         '{"metrics": {"test": {"final": {"loss": NaN}}}, "samples_per_second": Infinity}', '{"selection": "loss"}', "\udcff",
     ],
-    "config.yaml": ["[", "3", "[1, 2]", DEEP, ALIASES, "a: &a [*a]", "runtime: {seed: x}", "runtime: {seed: [1]}", "d: 2026-13-01",
-                    "1: {2: 3}", "? [a, b]\n: 1", "x: " + "1" * 5000, "a: !!python/object:os.system {}", "a: \x00", "status: mine\nupdates: 5",
-                    "lr: .nan\nmodel: '<!--<script>'"],
+    "config.yaml": ["[", "3", "[1, 2]", DEEP, ALIASES, "a: &a [*a]", "runtime: {seed: x}", "runtime: {seed: [1]}",
+                    "d: 2026-13-01", "1: {2: 3}", "? [a, b]\n: 1", "x: " + "1" * 5000,
+                    "a: !!python/object:os.system {}", "a: \x00",
+                    "status: mine\nupdates: 5", "lr: .nan\nmodel: '<!--<script>'"],
     "recipe.yaml": ["3", "defaults: 5", "defaults: [1, [2], null, {3: 4}]", "defaults: {a: b}", ALIASES],
     "environment.json": ["3", "[]", '{"time": "now"}', '{"time": [1]}', '{"versions": 3}', '{"overrides": {"a": 1}}',
                          '{"selection": ["loss"]}', '{"selection": {"metric": 3}}', DEEP],

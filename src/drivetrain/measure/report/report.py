@@ -10,13 +10,13 @@ from pathlib import Path
 
 from drivetrain.core.errors import DONE, UserError
 from drivetrain.core.selection import Selection
+from drivetrain.core.typed import fits
 from drivetrain.measure import arguments
 from drivetrain.measure.benchmark import noninferiority, quality
 from drivetrain.measure.cells import figure, setting, spreadsheet
 from drivetrain.measure.intervals import deviation
 from drivetrain.run import directory
 from drivetrain.run.reader import RunFiles, differing, find
-from drivetrain.run.typed import fits
 from drivetrain.ui import terminal
 from drivetrain.ui.output import echo
 
@@ -75,9 +75,8 @@ def table(runs: Sequence[RunFiles], target: float | None) -> tuple[list[str], li
         "run", "status", *keys, metric, f"best {metric}", "samples/s", "p10–p90", "step p50", "step p95", "data wait",
         "memory", "compile", f"to {target:.4g}" if target is not None else "to target", "wall", "updates made", "folder", "error",
     ]  # fmt: skip
-    header = [
-        name if name not in header[:n] else f"{name} ({n})" for n, name in enumerate(header)
-    ]  # a key may be called as a figure
+    # A key of the config may have a figure's name.
+    header = [name if name not in header[:n] else f"{name} ({n})" for n, name in enumerate(header)]
     rows = [
         [str(n), run.status, *(setting(run.config.get(k)) for k in keys), *_figures(run, target, metric == "metric")]
         for n, run in enumerate(runs)
