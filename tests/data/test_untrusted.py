@@ -31,7 +31,7 @@ def odd_files() -> dict[str, Path]:
     Path("endless.png").symlink_to("/dev/zero")
     Path("folder.png").mkdir()
     with open("huge.png", "wb") as file:  # sparse
-        file.truncate(8 << 30)
+        file.truncate(4 << 20)
     return {name: Path(f"{name}.png") for name in ("fifo", "endless", "folder", "huge")}
 
 

@@ -33,6 +33,6 @@ def is_table(value: Any) -> bool:
     """Whether a value is a table of an evaluation: names of rows and columns, and a number for each pair."""
     if not (isinstance(value, dict) and fits({k: value.get(k) for k in ("rows", "columns")}, dict[str, list[str]])):
         return False
-    lines = value.get("values")
+    lines: Any = value.get("values")
     good = fits(lines, list[list[float]]) and len(lines) == len(value["rows"]) > 0
     return good and all(len(line) == len(value["columns"]) for line in lines)
