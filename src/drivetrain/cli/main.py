@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Sequence
 
@@ -30,6 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:  # a bug of ours: one line, and the traceback on demand
         if wants_traceback():
             echo_traceback(error)
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            echo(f"error: {str(error.filename)[:60]}… is too long for the name of a file", file=sys.stderr)
+            return BAD_CONFIG
         text = str(error).strip().splitlines()
         echo(
             f"error: {type(error).__name__}: {text[0] if text else ''} (DRIVETRAIN_TRACEBACK=1 shows where)",
