@@ -126,8 +126,8 @@ RECIPES: dict[str, tuple[str, tuple[str, ...]]] = {
     "a number of 5,000 digits": ("epochs: " + "1" * 5000 + "\n", ("@:1", "epochs")),
     "a key given twice": ("epochs: 1\nepochs: 2\n", ("@:2", "epochs")),
     "a claim that sets what is not a recipe's": (
-        "claim:\n  ratio: -1\n  against:\n    trust: [posix]\n    model._target_: posix.system\n  devise: x\n",
-        ("@:2", "claim.ratio=-1", "@:4", "'trust'", "@:5", "model._target_", "@:6", "'device'", "claim has no interval"),
+        "claim:\n  speed:\n    ratio: -1\n    against:\n      trust: [posix]\n      model._target_: posix.system\n  devise: x\n",
+        ("@:3", "claim.speed.ratio=-1", "@:5", "'trust'", "@:6", "model._target_", "'device'", "claim.speed has no interval"),
     ),
     "an option chosen twice": ("defaults:\n  - override /optimizer: sgd\n  - override /optimizer: adamw\n", ("@:3", "optimizer")),
 }  # fmt: skip

@@ -185,9 +185,11 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_recipe_export(finished: Path, tmp_path: Path) -> None:
     """A run's recipe and, as comments, where it comes from: on the screen or in a file that is not overwritten; it replays."""
     shown = good(run("recipe", "export", str(finished), cwd=tmp_path))
-    said = [line for line in shown.splitlines() if line.startswith("#")]
-    assert shown == "\n".join([*said, (finished / "recipe.yaml").read_text()])
+    said = [line for line in shown.partition("defaults:")[0].splitlines() if line.startswith("#")]
+    recipe, _, claim = shown.partition("claim:\n")
+    assert recipe == "\n".join([*said, (finished / "recipe.yaml").read_text()])
     told = result(finished)
+    assert f"mean: {told['metrics']['validation']['final']['accuracy']:.6g} " in claim
     device, rate = told["device_name"], f"{told['samples_per_second']:,.0f} samples/s"
     for fact in (
         finished.name,

@@ -35,7 +35,8 @@ RESULT_KEYS = {
     "status", "error", "metrics", "updates", "epochs", "samples_per_second", "step_ms_p50", "step_ms_p95", "data_wait_fraction",
     "peak_memory_bytes", "time_to_first_step_s", "compile_s", "wall_s", "world_size", "device", "device_name",
     "overrides", "config_hash",
-    "skipped_samples", "flops_per_sample", "mfu", "mfu_note", "selection", "stopped", "tables",
+    "skipped_samples", "flops_per_sample", "mfu", "mfu_note", "selection", "stopped", "tables", "data",
+    "energy_joules", "resumed_at",
 }  # fmt: skip
 TRAIN_KEYS = {
     "event",
@@ -91,6 +92,8 @@ def test_result(done: Path) -> None:
     assert left["step_ms_p50"] <= left["step_ms_p95"]
     assert 0 <= left["data_wait_fraction"] <= 1
     assert left["time_to_first_step_s"] < left["wall_s"]
+    assert (left["energy_joules"], left["resumed_at"]) == (None, None)
+    assert left["data"]["of"] == "content"
 
 
 def test_metrics(done: Path) -> None:

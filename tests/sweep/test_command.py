@@ -54,12 +54,12 @@ def assert_whole(run_dir: Path, updates: int) -> None:
 
 def test_two_by_two(tmp_path: Path) -> None:
     """From the checkout: four results, a table, exit 0."""
-    axes = ("precision=fp32,bf16", "optimizer=sgd,adamw")
+    axes = ("precision=fp32,bf16_pure", "optimizer=sgd,adamw")
     done = run("-q", "-m", *SMALL, *axes, f"output_dir={tmp_path / 'runs'}", cwd=ROOT, how=SRC_TRAIN)
     assert done.code == 0, done
     left = jobs(tmp_path / "runs")
     combinations = [["precision=fp32", "optimizer=sgd"], ["precision=fp32", "optimizer=adamw"],
-                    ["precision=bf16", "optimizer=sgd"], ["precision=bf16", "optimizer=adamw"]]  # fmt: skip
+                    ["precision=bf16_pure", "optimizer=sgd"], ["precision=bf16_pure", "optimizer=adamw"]]  # fmt: skip
     assert len(left) == 4
     for run_dir, words, row in zip(left, combinations, table(done), strict=True):
         assert_whole(run_dir, 3)

@@ -19,15 +19,16 @@ another to the baseline, the best first (steps). tables=[steps] measures those a
   rounds=8              as for `drivetrain compare`, which says what block_s is too
   quality=true          a second column: is the result still as good? seeds, max_seeds, quality_s, judge and target are
                         compare's; a config that several tables have is trained once
-
+  --recipe FILE         write the recipe with the claim that the last of the steps measured
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
 """
 
 
 def command(argv: Sequence[str]) -> int:
     """Run `drivetrain ablate`; its exit code."""
-    if (given := arguments.parse("ablate", argv, HELP)) is None:
+    if (given := arguments.parse("ablate", argv, HELP, "--recipe")) is None:
         return DONE
     from drivetrain.measure.benchmark import ablate
+    from drivetrain.measure.claims import handed
 
-    return ablate.command(given.overrides, given.config_dir)
+    return ablate.command(given.overrides, given.config_dir, handed.writer("ablate", given.recipe, last=True))

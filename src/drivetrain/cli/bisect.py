@@ -43,9 +43,9 @@ def complete(words: Sequence[str], last: str) -> Sequence[str]:
     """What TAB offers: recipes and runs for GOOD and BAD, then overrides."""
     from pathlib import Path
 
-    from drivetrain.recipe import reader as recipes
+    from drivetrain.recipe import places
     from drivetrain.run import directory
 
     if len([word for word in words if not word.startswith("-")]) >= 2 or "=" in last:
         return completion.overrides(words, last)
-    return [*recipes.names(), *(str(path) for path in directory.newest_first(Path("outputs"))[:50])]
+    return [*places.names(), *(str(path) for path in directory.newest_first(Path("outputs"))[:50])]

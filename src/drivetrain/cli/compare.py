@@ -22,6 +22,7 @@ drivetrain compare key=a,b [group=x,y] [key=value] …      techniques side by s
   quality_s=600         no further seeds after so many seconds of training
   judge=[accuracy]      evaluated figures that decide; else the metric that ranks models, and the loss
   target=0.95           of that metric: the seconds until it is reached are judged too
+  --recipe FILE         hand the fastest arm on as a recipe that claims what was measured, if it is faster beyond doubt
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
 
 A key that only one arm's option has goes to that arm: optimizer=sgd,adamw optimizer.momentum=0.9. Of an arm whose options claim
@@ -33,8 +34,9 @@ Each arm is a process of its own, and only one runs at a time: they take turns, 
 
 def command(argv: Sequence[str]) -> int:
     """Run `drivetrain compare`; its exit code."""
-    if (given := arguments.parse("compare", argv, HELP)) is None:
+    if (given := arguments.parse("compare", argv, HELP, "--recipe")) is None:
         return DONE
     from drivetrain.measure.benchmark import compare
+    from drivetrain.measure.claims import handed
 
-    return compare.command(given.overrides, given.config_dir)
+    return compare.command(given.overrides, given.config_dir, handed.writer("compare", given.recipe))

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from drivetrain.cli import verbs
 from drivetrain.config import catalog
 from drivetrain.core.errors import DONE, UserError
-from drivetrain.recipe import reader as recipes
+from drivetrain.recipe import places
 from drivetrain.ui.output import echo
 
 BASH = """\
@@ -70,7 +70,7 @@ def overrides(words: Sequence[str], last: str) -> list[str]:
     groups = catalog.options(config_dirs)
     key, equals, value = last.partition("=")
     if equals:
-        names = groups.get(key, []) if key != "recipe" else recipes.names()
+        names = groups.get(key, []) if key != "recipe" else places.names()
         head = value[: value.rfind(",") + 1]  # of a sweep: precision=fp32,b…
         return [f"{key}={head}{name}" for name in names]
     group = key.split(".")[0]

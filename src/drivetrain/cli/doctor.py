@@ -16,14 +16,15 @@ drivetrain doctor [group=option] [key=value] …      where a step's time goes, 
   prove=false           only examine the step
   profile_s=2              seconds of each examination of the step
   rounds=8, block_s=0.4  of the comparison that proves the overrides
+  --recipe FILE         where to write the recipe with its claim, in place of a file below outputs/doctor
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
 """
 
 
 def command(argv: Sequence[str]) -> int:
     """Run `drivetrain doctor`; its exit code."""
-    if (given := arguments.parse("doctor", argv, HELP)) is None:
+    if (given := arguments.parse("doctor", argv, HELP, "--recipe")) is None:
         return DONE
     from drivetrain.measure.profile import doctor
 
-    return doctor.command(given.overrides, given.config_dir)
+    return doctor.command(given.overrides, given.config_dir, given.recipe)

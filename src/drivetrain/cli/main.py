@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from drivetrain import __version__
 from drivetrain.cli import help, verbs
 from drivetrain.core.errors import BAD_CONFIG, DONE, FAILED, INTERRUPTED, UserError, wants_traceback
-from drivetrain.ui import terminal
+from drivetrain.recipe import cache
+from drivetrain.ui import fetched, terminal
 from drivetrain.ui.output import echo, echo_traceback
 
 
@@ -17,6 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
     terminal.prepare_output()
+    cache.on_fetch[:] = [fetched.show]
     try:
         return _dispatch(argv)
     except UserError as error:

@@ -4,32 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from pathlib import Path
 
 from drivetrain.cli import arguments, completion
 from drivetrain.config.catalog import options
 from drivetrain.config.compose import compose
 from drivetrain.core.errors import DONE, UserError, did_you_mean
+from drivetrain.core.overrides import key_of
 from drivetrain.launch.job import checked
-from drivetrain.recipe import reader as recipes
+from drivetrain.recipe import places
 from drivetrain.ui.terminal import table
 
 HELP = """\
 drivetrain recipe VERB …      recipes: options and values, shared as plain YAML that cannot hold code
 
   drivetrain recipe list                               all that recipe=NAME finds
-  drivetrain recipe show NAME                          its text
-  drivetrain recipe check NAME|PATH …                  is it valid? Every problem with file and line
-  drivetrain recipe export RUN [FILE]                  the recipe that replays a run, with its origin and results
-  drivetrain recipe verify NAME|PATH [key=value] …     does its claim hold on this machine?
+  drivetrain recipe show NAME|PATH|ADDRESS             its text
+  drivetrain recipe fetch ADDRESS                      fetch it, show it, and print its pinned address; nothing runs
+  drivetrain recipe check NAME|PATH|ADDRESS …          is it valid? Every problem with file and line
+  drivetrain recipe export RUN [RUN …] [FILE]          the recipe of a run, or of several seeds' runs, and what they claim
+  drivetrain recipe verify NAME|PATH [key=value] …     does its claim hold on this machine? Measured again, kind by kind
   drivetrain recipe diff A B [key=value] …             where two recipes or runs differ, and which is faster
 
+  drivetrain recipe bundle FILE --with my_pkg [OUT]    a recipe and the package that it needs, as one archive
+  drivetrain recipe inspect BUNDLE                     what code a bundle brings, and the word by which you trust it
+
+  target=accuracy>=0.98  of export: also claim the updates and seconds to it (quote it: > is the shell's)
+  set=test, metric=loss  of export: claim the final value of another set or metric than the one that ranks models
+  --quick               of verify: the speed alone, without whole trainings
+  seeds=5               of verify: trainings, with seeds that the claim did not have
   rounds=20, block_s=0.4  of verify, and of diff measure=true: as for `drivetrain compare`
-  quality=true, seeds=5 also train both to their ends
+  quality=true          also train the baseline, or both sides of diff, to their ends
   measure=true          of diff: measure both now, in turns
+  --recipe FILE         of diff measure=true: hand B on as a recipe with its claim
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
 
-exit codes of verify: 0 holds · 1 does not hold · 2 no claim, or a bad command line
+exit codes of verify: 0 something holds and nothing is refuted · 1 something does not hold · 2 no claim, or a bad command line ·
+4 nothing can be told here: another device, other data
 """
 
 
@@ -40,7 +50,9 @@ def command(argv: Sequence[str]) -> int:
         return DONE
     if not argv or argv[0] not in VERBS:
         given = f"'{argv[0]}': {did_you_mean(argv[0], VERBS)}" if argv else ""
-        wanted = "list, show NAME, check NAME|PATH …, export RUN [FILE], verify NAME|PATH or diff A B"
+        wanted = (
+            "list, show NAME, fetch ADDRESS, check NAME, export RUN … [FILE], verify NAME, diff A B, bundle FILE or inspect FILE"
+        )
         raise UserError(f"drivetrain recipe needs {wanted} {given}".rstrip())
     return VERBS[argv[0]](argv[1:])
 
@@ -50,20 +62,13 @@ def complete(words: Sequence[str], last: str) -> Sequence[str]:
     if not words:
         return [*VERBS]
     names = {"verify": 1, "diff": 2}.get(words[0])
-    return recipes.names() if names is None or len(words) <= names else completion.overrides(words, last)
+    return places.names() if names is None or len(words) <= names else completion.overrides(words, last)
 
 
 def _list(argv: Sequence[str]) -> int:
     if argv:
         raise UserError(f"drivetrain recipe list shows them all: leave out {' '.join(argv)}, or give show {argv[0]}")
-    table(("recipe", "what it is"), [(name, recipes.read(recipes.find(name)).description) for name in recipes.names()])
-    return DONE
-
-
-def _show(argv: Sequence[str]) -> int:
-    if len(argv) != 1:
-        raise UserError(f"drivetrain recipe show needs one name: {', '.join(recipes.names())}")
-    print(recipes.find(argv[0]).read_text(), end="")
+    table(("recipe", "what it is"), [(name, places.read(name).description) for name in places.names()])
     return DONE
 
 
@@ -71,14 +76,15 @@ def _check(argv: Sequence[str]) -> int:
     given = arguments.parse("recipe check", argv, HELP)
     if given is None or not given.overrides:
         raise UserError("drivetrain recipe check needs the name or path of a recipe")
+    trust = [word for word in given.overrides if key_of(word) == "trust"]  # of a bundle, whose code the check imports
     problems, groups = [], options(given.config_dir)
-    for name in given.overrides:
+    for name in (word for word in given.overrides if word not in trust):
         try:
-            recipe = recipes.read(recipes.find(name))
+            recipe = places.read(name)
             for _, cell in recipe.cells(groups):
-                checked(compose([], given.config_dir, base=cell))
+                checked(compose(trust, given.config_dir, base=cell))
             if recipe.claim is not None:
-                checked(compose([], given.config_dir, base=recipe.baseline(groups)))
+                checked(compose(trust, given.config_dir, base=recipe.baseline(groups)))
             print(f"{name}: good")
         except UserError as error:
             problems += error.problems
@@ -87,38 +93,31 @@ def _check(argv: Sequence[str]) -> int:
     return DONE
 
 
-def _export(argv: Sequence[str]) -> int:
-    if not 1 <= len(argv) <= 2:
-        raise UserError("drivetrain recipe export needs a run's directory, and the file to write unless it is to be printed")
-    source = Path(argv[0]) / "recipe.yaml"
-    if not source.is_file():
-        raise UserError(f"{argv[0]} is no run's directory (no recipe.yaml in it): name one such as outputs/<date>/<time>-<id>")
-    recipes.read(source)
-    from drivetrain.measure.claims import provenance
-
-    text = provenance.of(Path(argv[0])) + source.read_text()
-    if len(argv) == 1:
-        print(text, end="")
-    elif Path(argv[1]).exists():
-        raise UserError(f"{argv[1]} is there already: remove it or name another file")
-    else:
-        Path(argv[1]).write_text(text)
-        print(f"written to {argv[1]}: run it by `python -m src.train recipe={argv[1]}`")
-    return DONE
-
-
-def _measured(module: str) -> Callable[[Sequence[str]], int]:
-    """A verb that measures, in a module of its own."""
+def _elsewhere(target: str) -> Callable[[Sequence[str]], int]:
+    """A verb whose function is in a module of its own."""
 
     def run(argv: Sequence[str]) -> int:
-        given = arguments.parse("recipe", argv, HELP)
+        module, _, name = target.partition(":")
+        return int(getattr(import_module(module), name)(argv))
+
+    return run
+
+
+def _measured(module: str, *paths: str) -> Callable[[Sequence[str]], int]:
+    """A verb of measured claims, in a module of its own; `paths` are the names of options that take a path."""
+
+    def run(argv: Sequence[str]) -> int:
+        given = arguments.parse("recipe", ["quick=true" if word == "--quick" else word for word in argv], HELP, *paths)
         assert given is not None  # --help was answered before
-        return int(import_module(module).command(given.overrides, given.config_dir))
+        files = {name: getattr(given, name) for path in paths if (name := path.lstrip("-"))}
+        return int(import_module(module).command(given.overrides, given.config_dir, **files))
 
     return run
 
 
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
-    "list": _list, "show": _show, "check": _check, "export": _export,
-    "verify": _measured("drivetrain.measure.claims.verify"), "diff": _measured("drivetrain.measure.claims.diff"),
+    "list": _list, "check": _check, "export": _measured("drivetrain.measure.claims.export"),
+    "show": _elsewhere("drivetrain.cli.recipe_places:show"), "fetch": _elsewhere("drivetrain.cli.recipe_places:fetch"),
+    "bundle": _elsewhere("drivetrain.cli.recipe_bundle:make"), "inspect": _elsewhere("drivetrain.cli.recipe_bundle:inspect"),
+    "verify": _measured("drivetrain.measure.claims.verify"), "diff": _measured("drivetrain.measure.claims.diff", "--recipe"),
 }  # fmt: skip

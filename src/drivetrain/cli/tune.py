@@ -19,6 +19,7 @@ drivetrain tune [what=all] [group=option] [key=value] …      what makes this r
   rounds=8, block_s=0.3  of each comparison; candidates that fall behind stop early
   quality=true          is the result still right? seeds=5 trainings of each, as far as the budget goes
   lr_updates=150        updates of the range test
+  --recipe FILE         where to write the recipe with its claim, in place of a file below outputs/tune
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
 
 Writes a recipe with its measurements, tune.json and a page under outputs/tune. The run itself is not changed.
@@ -27,8 +28,8 @@ Writes a recipe with its measurements, tune.json and a page under outputs/tune. 
 
 def command(argv: Sequence[str]) -> int:
     """Run `drivetrain tune`; its exit code."""
-    if (given := arguments.parse("tune", argv, HELP)) is None:
+    if (given := arguments.parse("tune", argv, HELP, "--recipe")) is None:
         return DONE
     from drivetrain.measure.tune import tune
 
-    return tune.command(given.overrides, given.config_dir)
+    return tune.command(given.overrides, given.config_dir, given.recipe)

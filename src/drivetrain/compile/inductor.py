@@ -15,6 +15,7 @@ from drivetrain.compile.base import Compiled, dynamo_seconds
 from drivetrain.core.blocks import blocks_for, describe_blocks
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
+from drivetrain.core.paths import user_cache
 from drivetrain.core.trees import Tree
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ class Dynamo(Compiled):
         import torch._dynamo
         import torch._functorch.config
 
-        os.environ[CACHE_VARIABLE] = self.cache_dir or _USERS_CACHE or str(_user_cache() / "drivetrain" / "inductor")
+        os.environ[CACHE_VARIABLE] = self.cache_dir or _USERS_CACHE or str(user_cache() / "inductor")
         kernel_cache.drop_broken(Path(os.environ[CACHE_VARIABLE]))
         torch.compiler.reset()
         torch._functorch.config.activation_memory_budget = budget
@@ -147,7 +148,3 @@ def graphs_keep_gradients(run: RunSpec, setting: str, remedy: str) -> Iterator[s
         yield f"{setting} and {run.named('batch')} exclude each other ({_GRAPH_MEMORY}, so they cannot be added up): {remedy}"
     if run.runtime.zero_grad == "memset":
         yield f"{setting} and runtime.zero_grad=memset exclude each other ({_GRAPH_MEMORY}): set runtime.zero_grad=none"
-
-
-def _user_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from drivetrain.config import presets
+from drivetrain.config import bundles, presets
 from drivetrain.config.catalog import LISTS, SUMS, default_options, option_keys, options, other_folders
 from drivetrain.config.catalog import problems as option_problems
 from drivetrain.config.hydra_idioms import instead, is_hydra_override
@@ -23,7 +23,7 @@ from drivetrain.config.renamed import suggestion
 from drivetrain.core.errors import UserError, did_you_mean
 from drivetrain.core.overrides import format_value, parse_each
 from drivetrain.core.paths import conf_dir
-from drivetrain.recipe import reader as recipes
+from drivetrain.recipe import places
 from drivetrain.recipe.reader import Recipe
 
 
@@ -74,6 +74,7 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str] = (), base: Rec
     Unknown options and keys become the result's `problems`, so that `validate` reports them together with wrong values.
     Raises UserError for a recipe that cannot be read and for options from outside that are wrong.
     """
+    bundles.attach(overrides, base)  # first: its package may bring options
     known = options(config_dirs)
     problems: list[str] = []
     notices: list[str] = []
@@ -208,7 +209,7 @@ class _Choices:
 def _read(name: str, chosen: dict[str, Any], choices: _Choices) -> Recipe:
     """The recipe of this name or path. Raises UserError."""
     try:
-        return recipes.read(recipes.find(name))
+        return places.read(name)
     except UserError as error:  # without the recipe values cannot be checked, but options can
         for group, option in chosen.items():
             choices.choose(group, option)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from drivetrain.config.catalog import EXPERIMENTS, LISTS, options
 from drivetrain.core.errors import UserError, did_you_mean
 from drivetrain.core.overrides import format_value, key_of, parse
-from drivetrain.recipe import reader as recipes
+from drivetrain.recipe import places
 
 HONOURED: dict[str, Any] = {  # keys below `hydra.` that a run or a sweep obeys, with what they take
     "run.dir": str,
@@ -88,7 +88,7 @@ def _translated(override: str, groups: Mapping[str, Sequence[str]], config_dirs:
 def _files(key: str, config_dirs: Sequence[str]) -> list[str]:
     """The names that `recipe=` or `experiment=` takes; none for any other key."""
     own = [file.stem for folder in config_dirs for file in sorted(Path(folder, EXPERIMENTS).glob("*.yaml"))]
-    return own if key == "experiment" and own else recipes.names() if key in ("experiment", "recipe") else []
+    return own if key == "experiment" and own else places.names() if key in ("experiment", "recipe") else []
 
 
 def _matching(override: str, known: Sequence[str]) -> list[str]:

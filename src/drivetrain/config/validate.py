@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 
 from omegaconf import OmegaConf
 
-from drivetrain.config import callbacks
+from drivetrain.config import bundles, callbacks
 from drivetrain.config.catalog import LISTS, SUMS, options, shipped_targets
 from drivetrain.config.compose import Composed
 from drivetrain.config.plugins import trusted_packages
@@ -51,7 +51,7 @@ def _nowhere(key: str) -> str:
 def validate(composed: Composed) -> RunSpec:
     """The config's options as objects, after their rules have passed. Raises UserError with all problems; imports no torch."""
     plain = composed.plain
-    if plain.get("trust"):
+    if any("@" not in str(word) for word in plain.get("trust") or []):  # a bundle's package is found without it
         paths.add_working_directory()
     groups = options(composed.config_dirs)
     values = {k: v for k, v in plain.items() if k not in groups}
@@ -258,13 +258,16 @@ def identifying_keys(run: RunSpec) -> set[str]:
 
 
 def recipe_code_problems(composed: Composed) -> Iterator[str]:
-    """The problems of a recipe that chooses model=own, data=own, loss=own or metrics=[own], which name code."""
+    """The problems of a recipe that chooses model=own, data=own, loss=own or metrics=[own], which name code, and is no bundle."""
+    recipe = composed.recipe
+    if recipe is None or recipe.bundle is not None:
+        return
     for group in ("model", "data", "loss", "metrics"):
-        chosen = composed.recipe.choices.get(group, []) if composed.recipe is not None else []
-        if composed.recipe is not None and "own" in (chosen if isinstance(chosen, list) else [chosen]):
+        chosen = recipe.choices.get(group, [])
+        if "own" in (chosen if isinstance(chosen, list) else [chosen]):
             yield (
-                f"{composed.recipe.where(group)}: a recipe cannot choose '{group}=own' (it names code): "
-                "choose it on the command line"
+                f"{recipe.where(group)}: a recipe cannot choose '{group}=own' (it names code): choose it on the command line, "
+                "or bring the code in a bundle"
             )
 
 
@@ -272,7 +275,8 @@ def validate_recipe_keys(composed: Composed, run: RunSpec) -> None:
     """Check that the recipe sets no machine-local key, whether or not the command line overrides it. Raises UserError."""
     if composed.recipe is None:
         return
-    keys = [key for key in composed.recipe.values if key in machine_local_keys(run)]
+    brought = bundles.brought_keys(composed.recipe)
+    keys = [key for key in composed.recipe.values if key in machine_local_keys(run) and key not in brought]
     if keys:
         raise UserError(
             f"{composed.recipe.where(key)}: a recipe cannot set '{key}' (it depends on the machine): set it on the command line"

@@ -18,18 +18,28 @@ def key_of(override: str) -> str:
 
 
 def redact(override: str) -> str:
-    """An override, without its value where the key names an API key, token, secret or password."""
-    key, equals, _ = override.partition("=")
+    """An override, without its value where the key names an API key, token, secret or password.
+
+    An address loses its query, which may hold such a key.
+    """
+    key, equals, value = override.partition("=")
+    if key == "recipe" and "://" in value:
+        return f"{key}={re.sub(r'[?][^#,]*', '?<redacted>', value)}"
     return f"{key}=<redacted>" if equals and SECRET.search(key) else override
 
 
 def parse(text: str) -> Any:
-    """Parse one override with Hydra; `~/` in front of a path becomes the user's home, as in a shell. Raises HydraException."""
+    """Parse one override with Hydra. Raises HydraException.
+
+    `~/` in front of a path becomes the user's home, as in a shell. An address of a recipe needs no quotes for its # and =.
+    """
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     key, equals, value = text.partition("=")
     if equals and value.startswith("~/"):
         text = f"{key}={format_value(os.path.expanduser(value))}"
+    if key.lstrip("+") == "recipe" and "://" in value and not re.match(r"['\"\[{]|\w+\(", value):
+        text = f"{key}={','.join(format_value(word) if '://' in word else word for word in value.split(','))}"
     return OverridesParser.create().parse_override(text)
 
 

@@ -26,6 +26,11 @@ def recipes_dir() -> Path:
     return _shipped("recipes")
 
 
+def user_cache() -> Path:
+    """The user's folder for what can be fetched or made again: below $XDG_CACHE_HOME, else ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "drivetrain"
+
+
 added: set[str] = set()  # what `add_import_paths` put on sys.path: the user's folders, where no package is installed
 
 
@@ -46,6 +51,13 @@ def add_working_directory() -> None:
     Without `trust` it is not on the path: it may be a stranger's folder, with an `apex.py` or a `torchao.py` in it.
     """
     folder = os.getcwd()
+    if folder not in sys.path:
+        sys.path.append(folder)
+        added.add(folder)
+
+
+def add_trusted_code(folder: str) -> None:
+    """Make the package of a trusted bundle importable from its own folder: last, so that it hides nothing."""
     if folder not in sys.path:
         sys.path.append(folder)
         added.add(folder)

@@ -162,9 +162,15 @@ class Rows(Tensors):
         super().__init__(x, y)
         self._columns = columns
 
+    def subset(self, indices: torch.Tensor) -> Rows:
+        made = Rows(self._x, self._y, self._columns)
+        made._rows = indices if self._rows is None else self._rows[indices]
+        return made
+
     def identities(self) -> list[str]:
         """Return the content of each row."""
-        return contents(self._columns)
+        found = contents(self._columns)
+        return found if self._rows is None else [found[row] for row in self._rows.tolist()]
 
 
 def encoded_splits(

@@ -12,6 +12,7 @@ from drivetrain.core import rng
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec
+from drivetrain.core.paths import user_cache
 from drivetrain.core.source import CropBox
 from drivetrain.data import shards
 from drivetrain.data.bad_samples import MaxSkipped, OnError, bad_sample_policy
@@ -81,7 +82,7 @@ class WebDataset(Data):
         return True
 
     def load(self, device: torch.device) -> Splits:
-        cache = Path(os.path.expanduser(self.cache)) if self.cache else _user_cache() / "drivetrain" / "shards"
+        cache = Path(os.path.expanduser(self.cache)) if self.cache else user_cache() / "shards"
         train = SampleTable.load(shards.expand(str(self.train)), cache)
         if self.test:
             test = SampleTable.load(shards.expand(self.test), cache)
@@ -108,10 +109,6 @@ class WebDataset(Data):
         """Return the shards of the validation set, which are beside those of training; None where they are no shards."""
         folder = str(self.train).rpartition("/")[0]
         return os.path.join(folder, self.validation) if isinstance(self.validation, str) else None
-
-
-def _user_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
 
 
 class SampleTable(NamedTuple):

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
+from drivetrain.config import bundles, hydra_idioms, hydra_settings
 from drivetrain.config import compose as composing
-from drivetrain.config import hydra_idioms, hydra_settings
 from drivetrain.config import validate as check
 from drivetrain.config.compose import Composed
 from drivetrain.config.hydra_settings import HydraSettings
@@ -78,6 +78,7 @@ class Job:
         local = identity.machine_local_overrides(self.composed, self.machine_local_keys)
         about = environment.describe(self.composed.overrides, self.config_hash, local)
         about["config_dirs"] = [str(Path(folder).resolve()) for folder in self.composed.config_dirs]
+        about["recipe"] = self._origin(run_dir)
         about["selection"] = selected(self.run).record()
         about["signature"] = signature.sign(_of_this_machine(about))
         (run_dir / "recipe.yaml").write_text(
@@ -85,7 +86,17 @@ class Job:
         )
         (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(self.composed.config))
         write_json(run_dir / "environment.json", about)
+        bundles.write(self.run.values["trust"], run_dir)
         hydra_folder.write(run_dir, self.composed, self.hydra, resumed=self.run_dir is not None)
+
+    def _origin(self, run_dir: Path) -> Any:
+        """Where the recipe came from, for the record; of a run that is resumed it is in the record already."""
+        recipe = self.composed.recipe
+        if recipe is not None and recipe.source is not None:
+            return recipe.source.record()
+        if self.run_dir is None:
+            return None
+        return recorded_environment(run_dir).get("recipe")
 
 
 def prepare(
@@ -157,6 +168,12 @@ def _resumed(run_dir: Path, words: list[str], config_dirs: Sequence[str]) -> Job
     settings, dirs = recorded_settings(recorded, words), config_dirs or recorded.get("config_dirs", [])
     if not is_of_this_user(recorded):
         base = None if any(key_of(w) == "recipe" for w in words) else recipes.read(run_dir / "recipe.yaml")
+        if code := bundles.needed(settings.get("trust") or [], words):
+            raise UserError(
+                f"resume={run_dir} was recorded by another user or machine, or has been changed, and its recipe brought code. "
+                f"If you trust it, say trust=[{printable(','.join(code))}]"
+            )
+        bundles.find_in(run_dir, words)
         _refuse_settings_of_strangers(run_dir, settings, recorded, composing.compose(words, config_dirs, base=base))
         settings, dirs = {}, config_dirs
     job = of_run(run_dir, words, dirs, settings)
@@ -174,6 +191,7 @@ def _resumed(run_dir: Path, words: list[str], config_dirs: Sequence[str]) -> Job
 def of_run(run_dir: Path, words: Sequence[str], config_dirs: Sequence[str], settings: Mapping[str, Any]) -> Job:
     """The job of a run's own recipe and these of its machine-local settings, changed by overrides. Raises UserError."""
     own = [f"{k}={format_value(v)}" for k, v in settings.items()]
+    bundles.find_in(run_dir, [*own, *words])
     base = None if any(key_of(w) == "recipe" for w in words) else recipes.read(run_dir / "recipe.yaml")
     add_import_paths(config_dirs)
     job = checked(composing.compose([*own, *words], config_dirs, base=base), own=base is not None)

@@ -26,9 +26,10 @@ from drivetrain.launch.job import Job, prepare_run
 from drivetrain.launch.job import prepare as prepare
 from drivetrain.launch.worker import run_rank
 from drivetrain.parallel import launched, world_of_environment
+from drivetrain.recipe import cache
 from drivetrain.run import directory
 from drivetrain.run.result import Result
-from drivetrain.ui import logs, terminal
+from drivetrain.ui import fetched, logs, terminal
 
 RUN_DIR_FILE = "DRIVETRAIN_RUN_DIR_FILE"  # in a child's environment: a file to which it writes its run's directory
 
@@ -54,6 +55,7 @@ def train(config: Sequence[str] | Mapping[str, Any], config_dirs: Sequence[str] 
         overrides = [*overrides_of(config, config_dirs), *_into_hydras_directory(config)]
     else:
         overrides = list(config)
+    cache.on_fetch[:] = [fetched.show]
     job = prepare_run(overrides, config_dirs)
     if not job.run.parallel.distributed or launched() is not None:
         return launch(job).result

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from drivetrain.core import tables
+from drivetrain.core import energy, tables
 from drivetrain.core.context import BuildContext
 from drivetrain.core.errors import (
     BAD_CONFIG,
@@ -64,6 +64,7 @@ def run_rank(job: Job, world: World, run_dir: Path, stop: StopFlag, quiet: bool)
     context = BuildContext(job.run, world, run_dir, job.config_hash, config, resumed=job.checkpoint is not None)
     try:
         trainer = _build(job, context, writers, quiet)
+        result.resumed_at = trainer.progress.updates if job.checkpoint is not None else None
         (job.work or partial(_train, stop=stop, result=result))(trainer)
         result.status = "completed"
         code = EXIT_OF_STATUS["completed"]
@@ -87,7 +88,9 @@ def run_rank(job: Job, world: World, run_dir: Path, stop: StopFlag, quiet: bool)
 def _train(trainer: Trainer, stop: StopFlag, result: Result) -> None:
     """Train to the end, evaluate what is kept, and fill in the result."""
     trainer.callbacks.start()
+    used_before = energy.used(trainer.device)
     trainer.fit(stop)
+    result.energy_joules = _energy(trainer, used_before)
     trainer.callbacks.raise_error()
     tested = test_final(trainer)
     trainer.callbacks.end("completed")
@@ -97,7 +100,21 @@ def _train(trainer: Trainer, stop: StopFlag, result: Result) -> None:
         record(result, "test", "final", tested)
     evaluate_kept(trainer, result, trainer.run_dir)
     if trainer.parallel.world.rank == 0:
+        from drivetrain.data.fingerprint import fingerprint
+
         _show_tables(result, trainer, trainer.run_dir)
+        result.data = fingerprint(trainer.train_data.source)
+
+
+def _energy(trainer: Trainer, before: tuple[str, float] | None) -> float | None:
+    """The joules that all ranks' devices have used since `before`. Called on all ranks."""
+    parallel = trainer.parallel
+    if trainer.device.type != "cuda" or not (parallel.one_process or parallel.distributed):  # else it uses several devices
+        return None
+    readings = parallel.gather_object((before, energy.used(trainer.device)))
+    if parallel.world.rank:
+        return None
+    return energy.total([first for first, _ in readings], [last for _, last in readings])
 
 
 def _record_failure(result: Result, error: BaseException, job: Job, world: World, run_dir: Path) -> int:

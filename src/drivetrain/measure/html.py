@@ -32,6 +32,13 @@ td.text { text-align: left; white-space: normal; min-width: 18rem }
 .sortable th { cursor: pointer } .PASS { color: var(--good) } .FAIL { color: var(--bad) }
 code, pre { font: 13px/1.5 ui-monospace, monospace } pre { overflow-x: auto; padding: .6rem; border: 1px solid var(--line) }
 @media (max-width: 600px) { td:first-child { white-space: normal; min-width: 8rem } }
+.answer { font-size: 1.15rem; max-width: 60rem }
+.overview td { padding: .18rem .7rem } .overview td:first-child { white-space: nowrap }
+.overview svg { display: block } .overview text { font: 11px system-ui, sans-serif; fill: var(--soft) }
+.overview .one { stroke: var(--line); stroke-width: 1.5 } .overview g line { stroke-width: 3; stroke-linecap: round }
+.faster line { stroke: var(--good) } .faster circle { fill: var(--good) } .slower line { stroke: var(--bad) }
+.slower circle { fill: var(--bad) } .same line { stroke: var(--soft) } .same circle { fill: var(--soft) }
+.PASS, .FAIL { font-weight: 600 } summary { cursor: pointer; margin: 1rem 0 .4rem }
 .plot { width: 100%; height: 360px }
 """
 
@@ -57,8 +64,6 @@ for (const head of document.querySelectorAll('.sortable th')) head.onclick = () 
 draw();
 matchMedia('(prefers-color-scheme: dark)').addEventListener('change', draw);
 """
-
-DOTTED = {"dash": "dot", "color": "#8b8d98"}
 
 
 def page(title: str, body: Sequence[str], figures: dict[str, Any]) -> str:

@@ -1,114 +1,274 @@
-"""The claim of a recipe, a measured speed-up. Anyone may have written the file, so every part of it is checked."""
+"""What a recipe claims: figures that were measured, a section for each kind, and where and on what they were measured.
+
+Each kind is a dataclass that declares its fields. A new kind costs one class here with its field in Claim, and one in
+measure/claims/kinds.py, which says how it is made of runs and when it holds. Anyone may have written the file, so
+everything in a claim is checked, plain, bounded and printable.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import math
+import operator
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 import yaml
 
-from drivetrain.core.errors import did_you_mean
+from drivetrain.core.overrides import format_value
+from drivetrain.recipe import sections
 from drivetrain.recipe.safe_yaml import allowed_in_recipe, is_plain_key, plain_value, printable
+from drivetrain.recipe.sections import Rule, Section, SectionRule, one_of, rules_of
 
 QUALITIES = ("PASS", "FAIL", "INCONCLUSIVE")
-MAX_RATIO = 1e9  # a greater speed-up is a mistake
-MAX_CHARACTERS = 200  # of a text
+SETS = ("validation", "test")
+_REACH = re.compile(r"([A-Za-z][\w.@/-]{0,60})(>=|<=)([-+]?\d[\d.eE+-]{0,30})")
+
+
+class Against(dict[str, Any]):
+    """What the baseline has instead: group → option, dotted key → value; with the line of each, for messages."""
+
+    lines: dict[str, int]
+
+    def __init__(self, values: dict[str, Any], lines: dict[str, int] | None = None) -> None:
+        super().__init__(values)
+        self.lines = lines or {}
+
+
+class AgainstRule(Rule):
+    """Keys and values under the same rules as a recipe's own."""
+
+    def read(self, path: Path, key: str, key_node: yaml.Node, node: yaml.Node, problems: list[str]) -> Against:
+        found = Against({})
+        if not isinstance(node, yaml.MappingNode) or not node.value:
+            where = f"{path}:{key_node.start_mark.line + 1}"
+            problems.append(f"{where}: {key} must be a mapping of what the baseline has instead, as {{precision: fp32}}")
+            return found
+        for k, v in node.value:
+            name, at = str(k.value), f"{path}:{k.start_mark.line + 1}"
+            if allowed_in_recipe(name, at, problems) and is_plain_key(name, at, problems):
+                found[name], found.lines[name] = plain_value(v, at, name, problems), k.start_mark.line + 1
+        return found
+
+
+class Reach(NamedTuple):
+    """A value of a metric to reach, such as accuracy>=0.98."""
+
+    metric: str
+    more: bool  # higher is better
+    value: float
+
+    @classmethod
+    def parse(cls, text: str) -> Reach | None:
+        """The target that a text names; None where it names none."""
+        match = _REACH.fullmatch(text)
+        try:
+            value = float(match[3]) if match else math.nan
+        except ValueError:
+            return None
+        return cls(match[1], match[2] == ">=", value) if match and math.isfinite(value) else None
+
+    def reached(self, value: float) -> bool:
+        """Whether a value of the metric is as good."""
+        return (operator.ge if self.more else operator.le)(value, self.value)
+
+    def __str__(self) -> str:
+        return f"{self.metric}{'>=' if self.more else '<='}{self.value:g}"
+
+
+def _reach(value: Any) -> str:
+    return "" if isinstance(value, str) and Reach.parse(value) else "must be a metric and a value, as accuracy>=0.98 or loss<=0.1"
+
+
+class Kind(Section):
+    """One kind of claim: a figure that can be measured again."""
+
+    of_all = False  # it is of all the claim's seeds
+
+    def __str__(self) -> str:
+        """The claim in words."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class Claim:
-    """How much faster than its baseline a recipe was measured to be, on which machine, and how the baseline differs."""
+class Speed(Kind):
+    """How much faster than a baseline, and how the baseline differs."""
 
-    ratio: float  # samples a second, divided by the baseline's
-    interval: tuple[float, float]  # the 95 % confidence interval of the ratio
-    device: str
-    versions: dict[str, str]
-    against: dict[str, Any]  # what the baseline has instead: group → option, dotted key → value
-    measured: str | None = None  # a date
-    quality: str | None = None  # one of QUALITIES
-    lines: dict[str, int] = field(default_factory=dict, compare=False)  # key of `against` → its line, for messages
+    ratio: Annotated[
+        float, Rule(sections.above_0, "samples a second, divided by the baseline's", "samples a second, by the baseline's")
+    ]
+    interval: Annotated[
+        tuple[float, float], Rule(sections.interval_above_0, "the 95 % confidence interval of the ratio, as [1.85, 1.97]", "95 %")
+    ]
+    against: Annotated[
+        Against,
+        AgainstRule(about="what the baseline has instead, as {precision: fp32}", comment="makes the baseline of this recipe"),
+    ]
+    quality: Annotated[str | None, Rule(one_of(*QUALITIES), comment="is the result as good as the baseline's?")] = None
+
+    def contradictions(self, key: str) -> Iterator[str]:
+        if not self.interval[0] <= self.ratio <= self.interval[1]:
+            yield f"{key}.ratio={self.ratio} lies outside {key}.interval={list(self.interval)}"
+
+    def __str__(self) -> str:
+        return f"{times(self.ratio, *self.interval)} the samples a second of {as_overrides(self.against)}" + (
+            f"; quality {self.quality}" if self.quality else ""
+        )
+
+
+@dataclass(frozen=True)
+class Quality(Kind):
+    """The final value of a metric over several seeds."""
+
+    of_all = True
+
+    metric: Annotated[str, Rule(sections.text, "the metric's name, as accuracy")]
+    set: Annotated[str, Rule(one_of(*SETS), "the set that it was evaluated on, validation or test")]
+    mean: Annotated[
+        float, Rule(sections.number, "the metric's mean over the seeds, at the end of training", "at the end of training")
+    ]
+    n: Annotated[int, Rule(sections.count, "the number of seeds", "seeds")]
+    sd: Annotated[float | None, Rule(sections.at_least_0, comment="standard deviation over the seeds")] = None
+    interval: Annotated[tuple[float, float] | None, Rule(sections.interval, comment="95 %, of the mean")] = None
+
+    def contradictions(self, key: str) -> Iterator[str]:
+        if (self.n > 1) != (self.sd is not None) or (self.n > 1) != (self.interval is not None):
+            yield f"{key}.n={self.n}: sd and interval are given where there are several seeds, and only there"
+        elif self.interval is not None and not self.interval[0] <= self.mean <= self.interval[1]:
+            yield f"{key}.mean={self.mean} lies outside {key}.interval={list(self.interval)}"
+
+    def __str__(self) -> str:
+        spread = f" ({self.interval[0]:.4g} to {self.interval[1]:.4g})" if self.interval else ""
+        return f"{self.metric} {self.mean:.4g}{spread}, {self.set}, {seeds(self.n)}"
+
+
+@dataclass(frozen=True)
+class Target(Kind):
+    """When a metric reached a value: medians over all seeds, a seed that never did being the slowest."""
+
+    of_all = True
+
+    reach: Annotated[str, Rule(_reach, "the value to reach, as accuracy>=0.98")]
+    reached: Annotated[int, Rule(sections.whole, "how many of the seeds reached it", "of n seeds")]
+    n: Annotated[int, Rule(sections.count, "the number of seeds")]
+    updates: Annotated[float | None, Rule(sections.above_0, comment="median over the seeds")] = None
+    slowest: Annotated[int | None, Rule(sections.count, comment="updates of the slowest seed, where all reached it")] = None
+    seconds: Annotated[float | None, Rule(sections.at_least_0, comment="median, since the first record of training")] = None
+
+    def contradictions(self, key: str) -> Iterator[str]:
+        if self.reached > self.n:
+            yield f"{key}.reached={self.reached} is more than {key}.n={self.n}"
+        if self.updates is not None and 2 * self.reached <= self.n:
+            yield f"{key}.updates={self.updates}: a median needs more than half of the seeds to reach it"
+        if (self.slowest is not None) != (self.reached == self.n):
+            yield f"{key}.slowest is given where all seeds reached {printable(self.reach)}, and only there"
+
+    def __str__(self) -> str:
+        updates = f"{self.updates:,.0f} updates" if self.updates is not None else "–"
+        seconds = f", {self.seconds:,.1f} s" if self.seconds is not None else ""
+        return f"{self.reach} after {updates}{seconds}, {self.reached} of {seeds(self.n)}"
+
+
+@dataclass(frozen=True)
+class Memory(Kind):
+    """The peak of memory: of the device's allocator, or on a CPU of the process."""
+
+    peak_mib: Annotated[float, Rule(sections.above_0, "the peak of memory in MiB, the largest over the seeds")]
+    n: Annotated[int, Rule(sections.count, "the number of runs that it was measured in")]
+
+    def __str__(self) -> str:
+        return f"{self.peak_mib:,.0f} MiB at most, {seeds(self.n)}"
+
+
+@dataclass(frozen=True)
+class Energy(Kind):
+    """What the device used while it trained, where it counts that itself."""
+
+    joules: Annotated[float, Rule(sections.above_0, "the joules that the device used, mean over the seeds")]
+    n: Annotated[int, Rule(sections.count, "the number of runs that it was measured in")]
+
+    def __str__(self) -> str:
+        return f"{self.joules:,.0f} J, {seeds(self.n)}"
+
+
+@dataclass(frozen=True)
+class Data(Section):
+    """The fingerprint of the training set as it was read."""
+
+    hash: Annotated[str, Rule(sections.like("[0-9a-f]{8,64}", "hex digits"), "the hash of the training set")]
+    of: Annotated[str, Rule(sections.text, "what was hashed, as content")]
+    samples: Annotated[int, Rule(sections.count, "the number of training samples")]
+
+
+@dataclass(frozen=True)
+class Device(Section):
+    """What the claim was measured on."""
+
+    kind: Annotated[
+        str, Rule(sections.like("[a-z]{1,20}", "a device type of torch's, as cpu or cuda"), "the device type, as cpu or cuda")
+    ]
+    name: Annotated[str, Rule(sections.text, "the name of the CPU or GPU")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim(Section):
+    """All that a recipe claims, each kind only where it was measured."""
+
+    speed: Annotated[Speed | None, SectionRule(kind=Speed)] = None
+    quality: Annotated[Quality | None, SectionRule(kind=Quality)] = None
+    target: Annotated[Target | None, SectionRule(kind=Target)] = None
+    memory: Annotated[Memory | None, SectionRule(kind=Memory)] = None
+    energy: Annotated[Energy | None, SectionRule(kind=Energy)] = None
+    data: Annotated[Data | None, SectionRule(kind=Data)] = None
+    device: Annotated[Device, SectionRule(kind=Device, about="what it was measured on, as {kind: cpu, name: …}")]
+    versions: Annotated[
+        dict[str, str], Rule(sections.texts_by_name, "the software that it was measured with, as {torch: 2.15.0}")
+    ]
+    seeds: Annotated[tuple[int, ...] | None, Rule(sections.different_numbers)] = None
+    measured: Annotated[str | None, Rule(sections.text)] = None  # a date
+
+    def kinds(self) -> dict[str, Kind]:
+        """The kinds that are claimed, by their keys."""
+        return {name: value for name in rules_of(type(self)) if isinstance(value := getattr(self, name), Kind)}
+
+    def contradictions(self, key: str) -> Iterator[str]:
+        if not self.kinds():
+            yield f"{key} claims nothing: give one of {', '.join(KINDS)}"
+        for name, kind in self.kinds().items():
+            n = getattr(kind, "n", None)
+            if self.seeds is not None and n is not None and (n > len(self.seeds) or (kind.of_all and n != len(self.seeds))):
+                yield f"{key}.{name}.n={n}, but {key}.seeds are {len(self.seeds)}"
+
+    def text(self) -> str:
+        """The section of a recipe's file."""
+        return self.to_yaml("claim")
+
+    def __str__(self) -> str:
+        software = " ".join(f"{name} {version}" for name, version in self.versions.items())
+        when = f", {self.measured}" if self.measured else ""
+        return f"{'; '.join(map(str, self.kinds().values()))}; on {self.device.name} with {software}{when}"
+
+
+KINDS = tuple(name for name, rule in rules_of(Claim).items() if isinstance(rule, SectionRule) and issubclass(rule.kind, Kind))
 
 
 def read(path: Path, key_node: yaml.Node, node: yaml.Node, problems: list[str]) -> Claim | None:
     """The claim below a recipe's `claim:`, or None with the reasons in `problems`."""
-    where, before = f"{path}:{key_node.start_mark.line + 1}", len(problems)
-    if not isinstance(node, yaml.MappingNode):
-        problems.append(f"{where}: claim: must be a mapping of {', '.join(_FIELDS)}")
-        return None
-    found: dict[str, Any] = {}
-    for k, v in node.value:
-        key, at = str(k.value), f"{path}:{k.start_mark.line + 1}"
-        if key not in _FIELDS:
-            problems.append(f"{at}: claim has no '{printable(key)}': {did_you_mean(key, _FIELDS)}")
-        elif key == "against":
-            found["against"], found["lines"] = _against(path, at, v, problems)
-        else:
-            before_value = len(problems)
-            value = plain_value(v, at, f"claim.{key}", problems)
-            if len(problems) == before_value and (wrong := _FIELDS[key](value)):
-                problems.append(f"{at}: claim.{key}={printable(str(value)):.60}: {wrong}")
-            found[key] = tuple(value) if isinstance(value, list) else value
-    given = {str(k.value) for k, _ in node.value}
-    problems += [f"{where}: claim has no {key}: {text}" for key, text in _REQUIRED.items() if key not in given]
-    if len(problems) > before:
-        return None
-    claim = Claim(**found)
-    if not claim.interval[0] <= claim.ratio <= claim.interval[1]:
-        problems.append(f"{where}: claim.ratio={claim.ratio} lies outside claim.interval={list(claim.interval)}")
-    return claim
+    return Claim.read(path, "claim", key_node, node, problems)
 
 
-def _against(path: Path, where: str, node: yaml.Node, problems: list[str]) -> tuple[dict[str, Any], dict[str, int]]:
-    """Keys and values, under the same rules as a recipe's own, and their lines."""
-    if not isinstance(node, yaml.MappingNode) or not node.value:
-        problems.append(f"{where}: claim.against must be a mapping of what the baseline has instead, as {{precision: fp32}}")
-        return {}, {}
-    found, lines = {}, {}
-    for k, v in node.value:
-        key, at = str(k.value), f"{path}:{k.start_mark.line + 1}"
-        if allowed_in_recipe(key, at, problems) and is_plain_key(key, at, problems):
-            found[key], lines[key] = plain_value(v, at, key, problems), k.start_mark.line + 1
-    return found, lines
+def times(middle: float, low: float, high: float) -> str:
+    """A ratio and its interval as text."""
+    return f"{middle:.2f} × ({low:.2f} to {high:.2f})"
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= MAX_RATIO
+def seeds(count: int) -> str:
+    """A number of seeds in words."""
+    return f"{count} seed{'s' if count > 1 else ''}"
 
 
-def _number(value: Any) -> str:
-    return "" if _is_number(value) else "must be a number above 0"
-
-
-def _interval(value: Any) -> str:
-    good = isinstance(value, list) and len(value) == 2 and all(map(_is_number, value)) and value[0] <= value[1]
-    return "" if good else "must be [low, high], two numbers above 0"
-
-
-def _text(value: Any) -> str:
-    """A text is printed to terminals, so it may hold no control characters."""
-    good = isinstance(value, str) and value.isprintable() and 0 < len(value) <= MAX_CHARACTERS
-    return "" if good else f"must be a text in one line of at most {MAX_CHARACTERS} characters: quote it, if it is one"
-
-
-def _versions(value: Any) -> str:
-    good = isinstance(value, dict) and all(not _text(part) for pair in value.items() for part in pair)
-    return "" if good else "must be a mapping of name → text, as {torch: 2.15.0}: quote what YAML reads as a number"
-
-
-def _quality(value: Any) -> str:
-    return "" if value in QUALITIES else f"must be one of {', '.join(QUALITIES)}"
-
-
-_FIELDS: dict[str, Callable[[Any], str]] = {  # key → the function that says what is wrong with its value; "" if nothing is
-    "ratio": _number, "interval": _interval, "device": _text, "versions": _versions, "against": lambda _: "",
-    "measured": _text, "quality": _quality,
-}  # fmt: skip
-_REQUIRED = {
-    "ratio": "samples a second, divided by the baseline's",
-    "interval": "the 95 % confidence interval of the ratio, as [1.85, 1.97]",
-    "device": "the device that it was measured on",
-    "versions": "the software that it was measured with, as {torch: 2.15.0}",
-    "against": "what the baseline has instead, as {precision: fp32}",
-}
+def as_overrides(against: dict[str, Any]) -> str:
+    """A claim's baseline as overrides, as a user would type them."""
+    return printable(" ".join(f"{key}={format_value(value)}" for key, value in against.items()))

@@ -8,15 +8,18 @@ import re
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from drivetrain.core.errors import UserError, did_you_mean
-from drivetrain.core.paths import recipes_dir
+from drivetrain.core.errors import UserError
 from drivetrain.recipe import claim as claims
 from drivetrain.recipe import safe_yaml
 from drivetrain.recipe.safe_yaml import allowed_in_recipe, is_plain_key, plain_value
+from drivetrain.recipe.source import Source
+
+if TYPE_CHECKING:
+    from drivetrain.recipe.bundle import Bundle
 
 MAX_JOBS = 1000
 _OVERRIDE = re.compile(r"(?:optional\s+)?(?:override\s+)?/?([a-z_]+)$")
@@ -33,8 +36,15 @@ class Recipe:
     choices: dict[str, str | list[str]] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     sweep: dict[str, list[Any]] = field(default_factory=dict)
-    claim: claims.Claim | None = None  # the speed-up that it claims; not part of the config
+    claim: claims.Claim | None = None  # what was measured of it; not part of the config
     lines: dict[str, int] = field(default_factory=dict)  # key → its line, for messages
+    source: Source | None = None  # where it came from; None for a run's own
+    bundle: Bundle | None = None  # the code that came with it
+
+    @property
+    def word(self) -> str:
+        """What `recipe=` takes to find it again."""
+        return self.source.given if self.source is not None else str(self.path)
 
     def where(self, key: str) -> str:
         """The file:line of a key."""
@@ -55,14 +65,16 @@ class Recipe:
         return replace(self, choices={**self.choices, **chosen}, values={**self.values, **others}, sweep={})
 
     def baseline(self, groups: Container[str]) -> Recipe:
-        """The recipe that the claim compares with. It comes from the same file, so it is checked like any recipe.
+        """The recipe that the claim of speed compares with, itself where it has none; from the same file, so checked like any.
 
         A group that the claim names has that option's own defaults and the claim's knobs, and none of the recipe's knobs.
         """
-        assert self.claim is not None
-        chosen, others = _split(self.claim.against, groups)
+        if self.claim is None or self.claim.speed is None:
+            return replace(self, claim=None)
+        against = self.claim.speed.against
+        chosen, others = _split(against, groups)
         kept = {key: value for key, value in self.values.items() if key.split(".")[0] not in chosen}
-        lines = {**self.lines, **self.claim.lines}
+        lines = {**self.lines, **against.lines}
         return replace(self, choices={**self.choices, **chosen}, values={**kept, **others}, claim=None, lines=lines)
 
 
@@ -71,29 +83,9 @@ def _split(given: dict[str, Any], groups: Container[str]) -> tuple[dict[str, Any
     return {k: v for k, v in given.items() if k in groups}, {k: v for k, v in given.items() if k not in groups}
 
 
-def find(name: str) -> Path:
-    """The file of `recipe=NAME` (shipped recipes, then ./recipes) or `recipe=PATH`. Raises UserError."""
-    if name.endswith((".yaml", ".yml")) or "/" in name:
-        path = Path(name)
-        if path.is_dir():
-            raise UserError(f"recipe={name} is a directory: name the recipe.yaml in it")
-        if not path.is_file():
-            raise UserError(f"recipe={name}: there is no such file")
-        return path
-    for folder in (recipes_dir(), Path("recipes")):
-        if (folder / f"{name}.yaml").is_file():
-            return folder / f"{name}.yaml"
-    raise UserError(f"recipe={name} is not known: {did_you_mean(name, names())}, or give a path that ends in .yaml")
-
-
-def names() -> list[str]:
-    """The names that recipe=NAME finds: recipes that ship, and those in ./recipes."""
-    return sorted({p.stem for folder in (recipes_dir(), Path("recipes")) for p in folder.glob("*.yaml")})
-
-
-def read(path: Path) -> Recipe:
-    """Read and check a recipe file. Raises UserError with every problem and its line."""
-    root = safe_yaml.load(path)
+def read(path: Path, raw: bytes | None = None) -> Recipe:
+    """Read and check a recipe file, or its bytes. Raises UserError with every problem and its line."""
+    root = safe_yaml.load(path, raw)
     name = f"of run {path.parent.name}" if path.name == "recipe.yaml" else path.stem
     recipe = Recipe(name, path)
     problems: list[str] = []

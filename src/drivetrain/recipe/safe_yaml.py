@@ -20,15 +20,20 @@ OPERATOR_KEYS = {  # set by whoever starts the run, never by a file that was sha
 _INTERPOLATION = re.compile(r"\$\{([^}]*)\}?")
 
 
-def load(path: Path) -> yaml.MappingNode | None:
-    """The YAML tree of a recipe file; None if it is empty. Raises UserError."""
+def load(path: Path, raw: bytes | None = None) -> yaml.MappingNode | None:
+    """The YAML tree of a recipe file, or of its bytes where they are not in a file; None if empty. Raises UserError."""
+    return _tree(path, read_bytes(path) if raw is None else raw)
+
+
+def read_bytes(path: Path) -> bytes:
+    """The bytes of a recipe file. Raises UserError."""
     try:
         raw = path.read_bytes()[: MAX_BYTES + 1]
     except OSError as error:
         raise UserError(f"recipe {path} cannot be read: {error.strerror}") from None
     if len(raw) > MAX_BYTES:
         raise UserError(f"recipe {path} is larger than {MAX_BYTES // 1024} KiB, the most that a recipe may have")
-    return _tree(path, raw)
+    return raw
 
 
 def _tree(path: Path, raw: bytes) -> yaml.MappingNode | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -82,8 +82,12 @@ class RunFiles:
         if self.metric is None:
             return None
         name, more = self.metric
+        return self.first_reaching(name, lambda value: value >= target if more else value <= target)
+
+    def first_reaching(self, name: str, good: Callable[[float], bool]) -> tuple[float, int] | None:
+        """Seconds and updates until an evaluation gave a good value of a figure; None if none did."""
         for seconds, update, values in zip(self.evaluated.seconds, self.evaluated.updates, self.evaluated.values, strict=True):
-            if name in values and (values[name] >= target if more else values[name] <= target):
+            if name in values and good(values[name]):
                 return seconds, update
         return None
 
@@ -153,9 +157,10 @@ def _yaml(path: Path) -> dict[str, Any]:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text())
+        found = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError):
         return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _points(path: Path) -> tuple[Points, Points]:

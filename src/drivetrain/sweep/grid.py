@@ -13,7 +13,8 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.overrides import format_value, key_of, parse_each
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
-from drivetrain.recipe import reader as recipes
+from drivetrain.recipe import places
+from drivetrain.recipe.reader import Recipe
 
 MAX_JOBS = 10_000  # of a sweep
 HOPELESS = 50  # jobs of which none can run
@@ -87,9 +88,11 @@ def _axes(overrides: Sequence[str]) -> tuple[list[list[str]], list[bool]]:
         elif override.value_type is ValueType.GLOB_CHOICE_SWEEP:
             problems.append(f"'{text}': glob() chooses among the options of a group, and {key_of(text)} is none")
         elif override.value_type in (ValueType.CHOICE_SWEEP, ValueType.SIMPLE_CHOICE_SWEEP, ValueType.RANGE_SWEEP):
-            values = list(itertools.islice(override.sweep_string_iterator(), MAX_JOBS + 1))
+            values = [str(value) for value in itertools.islice(override.sweep_string_iterator(), MAX_JOBS + 1)]
             if len(values) > MAX_JOBS:
                 problems.append(f"'{text}' has more than {MAX_JOBS:,} values, the most that a sweep may have: list fewer")
+            if key_of(text) == "recipe":  # an address needs no quotes
+                values = [value.strip("'\"") for value in values]
             axes.append([f"{override.get_key_element()}={value}" for value in values])
         else:
             problems.append(
@@ -109,11 +112,11 @@ def _cells(overrides: Sequence[str], config_dirs: Sequence[str]) -> Iterator[dic
         yield from (cell for cell, _ in recipe.cells(options(config_dirs), given={key_of(o) for o in overrides}))
 
 
-def _recipe_of(overrides: Sequence[str]) -> recipes.Recipe | None:
+def _recipe_of(overrides: Sequence[str]) -> Recipe | None:
     """The recipe that the overrides name; None if it cannot be read, which is reported where the job is composed."""
     name = next((o.partition("=")[2].strip("'\"") for o in overrides if key_of(o) == "recipe"), "null")
     try:
-        return recipes.read(recipes.find(name)) if name not in ("", "null") else None
+        return places.read(name) if name not in ("", "null") else None
     except UserError:
         return None
 

@@ -11,11 +11,9 @@ CLAIM = """\
 defaults:
   - override /precision: bf16
 claim:
-  ratio: 1.91
-  interval: [1.85, 1.97]
-  device: a chip
+  speed: {ratio: 1.91, interval: [1.85, 1.97], against: {precision: fp32}}
+  device: {kind: cpu, name: a chip}
   versions: {torch: 2.15.0}
-  against: {precision: fp32}
 """
 
 
@@ -45,7 +43,7 @@ def test_two_recipes(diff):
     assert found["optimizer.lr"] == ["0.003", "0.02"]
     assert "optimizer.nesterov" not in found, "an option's knobs stand there only where both have them"
     assert not {"epochs", "saving", "logger", "recipe"} & set(found)
-    assert "a.yaml claims 1.91 × (1.85 to 1.97) the samples a second of precision=fp32, on a chip" in said
+    assert "a.yaml claims 1.91 × (1.85 to 1.97) the samples a second of precision=fp32; on a chip" in said
     assert "drivetrain recipe diff a.yaml naive epochs=3 measure=true" in said
     assert not Path("outputs").exists()
 
@@ -85,13 +83,13 @@ def test_a_run_that_left_little_is_shown_as_far_as_it_goes(diff, train):
 
 
 def test_measured(command, tiny):
-    done, found = command(
-        "recipe", "diff", "default", "naive", *tiny("measure=true", "rounds=1", "block_s=0.02", "optimizer=sgd")
-    )
+    words = tiny("measure=true", "rounds=1", "block_s=0.02", "optimizer=sgd")
+    done, found = command("recipe", "diff", "default", "naive", *words, "--recipe", "mine.yaml")
     assert done.returncode == 0, done.stderr
     assert [row["label"] for row in found["rows"]] == ["default", "naive"]
     assert "drivetrain recipe diff default naive" in next(Path("outputs/compare").rglob("compare.html")).read_text()
     assert "to measure the difference" not in done.stdout
+    assert "mine.yaml is not written" in done.stdout, "one round has no interval"
 
 
 def test_a_runs_own_code_is_not_started_from_its_files(tmp_path, capsys, train, tiny, slow_set):

@@ -60,7 +60,7 @@ def test_what_it_prescribes_is_faster_and_runs(doctor):
     recipe = next(Path("outputs/doctor").rglob("recipe.yaml"))
     assert str(recipe.parent) in said
     assert "measured in interleaved rounds" in recipe.read_text()
-    claim = read(recipe).claim
+    claim = read(recipe).claim.speed
     assert (claim.ratio, claim.interval[0]) == pytest.approx((float(gain[1]), float(gain[2])), abs=0.006)
     assert re.search(rf"drivetrain recipe verify -cd \S+mine {recipe} .*data=own data\.target=bench\.bottlenecks\.Data", said)
     assert set(claim.against) <= {"loader", "loader.num_workers", "loader.prefetch_factor"}

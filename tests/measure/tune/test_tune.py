@@ -159,7 +159,7 @@ def test_workers_are_found_for_data_that_sleeps(command, slow_set):
     found = recipe.read(folder / "recipe.yaml")
     assert found.choices["loader"] in ("resident", "threads", "workers", "device"), done.stdout
     assert found.claim is not None
-    assert found.claim.ratio > 1
+    assert found.claim.speed.ratio > 1
     told = json.loads((folder / "tune.json").read_text())
     assert told[tune.PROOF]["rows"][1]["ratio"][1] > 1
 
@@ -178,8 +178,9 @@ def test_without_proof_nothing_is_kept(command, slow_set):
 
 
 def test_what_is_prescribed_replays_and_says_what_it_rests_on(tmp_path, capsys):
-    base = Row("as it was", [], samples_per_second=100.0, global_batch=128, device="this one")
-    row = Row("loader=threads", [], ratio=Interval(2.0, 1.8, 2.2), samples_per_second=200.0, global_batch=128, device="this one")
+    here = {"global_batch": 128, "device": "this one", "device_type": "cpu"}
+    base = Row("as it was", [], samples_per_second=100.0, **here)
+    row = Row("loader=threads", [], ratio=Interval(2.0, 1.8, 2.2), samples_per_second=200.0, **here)
     words = ["recipe=naive", "data=digits", "model=mlp", "loader=workers", "loader.num_workers=24", "runtime.device=cpu"]
     recommend("tune", words, ["loader=threads", "loader.num_threads=2"], (), base, row, tmp_path, ["quality: PASS"])
     said = capsys.readouterr().out
@@ -190,7 +191,7 @@ def test_what_is_prescribed_replays_and_says_what_it_rests_on(tmp_path, capsys):
     assert "# quality: PASS" in text
     found = recipe.read(tmp_path / "recipe.yaml")
     assert found.claim is not None
-    assert found.claim.against == {"loader": "workers", "loader.num_workers": 24}
+    assert found.claim.speed.against == {"loader": "workers", "loader.num_workers": 24}
     tuned = ["recipe=naive", "data=digits", "model=mlp", "loader=threads", "loader.num_threads=2"]
     assert prepare([f"recipe={tmp_path / 'recipe.yaml'}"]).config_hash == prepare(tuned).config_hash
 

@@ -118,13 +118,16 @@ class Ablation:
         for label, differences in variants.items():
             specs.append(arms.compose(label, [*given, *overrides_of(start, differences, enable)], self.config_dirs))
         done = comparison.measure(specs, self.settings, self.overrides, trained=self.trained)
+        self.specs = specs  # of the newest comparison
         compare.show(done)
         return done
 
 
-def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
-    """Run `drivetrain ablate`; return its exit code."""
+def command(argv: list[str], config_dirs: Sequence[str] = (), hand_on: compare.HandOn | None = None) -> int:
+    """Run `drivetrain ablate`; return its exit code. `hand_on` is called with the last table, which ends with the recipe."""
     settings, overrides = arguments.split(argv, Settings)
+    if hand_on is not None and "steps" not in settings.tables:
+        raise UserError("--recipe hands on the last of the steps, the whole recipe: tables= must have steps")
     arms.refuse_resume("ablate", overrides)
     if not settings.tables:
         raise UserError("tables=[] measures nothing: leave it out, or name some of alone, without and steps")
@@ -149,6 +152,8 @@ def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
     write_json(folder / "ablate.json", {title: done.as_dict() for title, done in comparisons.items()})
     (folder / "ablate.html").write_text(ablation_page(recipe, baseline, comparisons, argv))
     echo(f"\nwritten to {folder}/ablate.json and ablate.html")
+    if hand_on is not None:
+        hand_on(ladder, ablation.specs)
     return FAILED if any(done.failed for done in comparisons.values()) else DONE
 
 

@@ -132,6 +132,7 @@ def _facts(trainer: Any, warmup_s: float, times: Times) -> dict[str, Any]:
         "step_s": statistics.median(times.step_s()[trainer.timer.warmup :]),
         "compile_s": trainer.compile_seconds(),
         "device": environment.device_name(trainer.device),
+        "device_type": trainer.device.type,
         "global_batch": trainer.batch.size(0),
         "samples": len(trainer.train_data.source),
         "parameters": sum(p.numel() for p in trainer.model.parameters()),

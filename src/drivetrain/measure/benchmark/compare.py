@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from drivetrain.core.errors import DONE, FAILED, UserError
@@ -10,15 +10,18 @@ from drivetrain.core.files import write_json
 from drivetrain.launch.job import Job
 from drivetrain.measure import arguments
 from drivetrain.measure.benchmark import page, quality
-from drivetrain.measure.benchmark.arms import baseline_job, refuse_resume, swept
+from drivetrain.measure.benchmark.arms import ArmSpec, baseline_job, refuse_resume, swept
 from drivetrain.measure.benchmark.comparison import Comparison, Settings, measure
+from drivetrain.measure.benchmark.overview import headline
 from drivetrain.run import directory
 from drivetrain.ui import terminal
 from drivetrain.ui.output import echo
 
+HandOn = Callable[[Comparison, Sequence[ArmSpec]], None]
 
-def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
-    """Run `drivetrain compare`; return its exit code."""
+
+def command(argv: list[str], config_dirs: Sequence[str] = (), hand_on: HandOn | None = None) -> int:
+    """Run `drivetrain compare`; return its exit code. `hand_on` is called with what was measured."""
     settings, overrides = arguments.split(argv, Settings)
     refuse_resume("compare", overrides)
     specs, notes = swept(overrides, config_dirs)
@@ -31,6 +34,8 @@ def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
     comparison.notes = notes + comparison.notes
     show(comparison)
     save(comparison, baseline_job(specs), argv)
+    if hand_on is not None:
+        hand_on(comparison, specs)
     return FAILED if comparison.failed else DONE
 
 
@@ -49,5 +54,5 @@ def show(comparison: Comparison) -> None:
     terminal.table(header, rows)
     if left_out:
         echo(f"not shown here, but in the page: {', '.join(left_out)}")
-    for note in comparison.notes:
+    for note in [*comparison.notes, headline(comparison)]:
         echo(note)

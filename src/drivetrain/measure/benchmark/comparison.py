@@ -48,6 +48,7 @@ class Row:
     global_batch: int | None = None
     samples: int | None = None  # in the training set
     device: str | None = None
+    device_type: str | None = None
     rates: list[float] = field(default_factory=list)  # samples a second of each round
     stopped_after: int | None = None  # rounds, where the stopping rule ended the arm
     verdict: noninferiority.Verdict | None = None
@@ -57,7 +58,7 @@ class Row:
         """The results of an arm; `base` is the first arm, and `arm` is None where it could not run."""
         if arm is None:
             return cls(spec.label, spec.overrides, error="; ".join(spec.problems))
-        facts = {name: arm.facts.get(name) for name in ("compile_s", "global_batch", "samples", "device")}
+        facts = {name: arm.facts.get(name) for name in ("compile_s", "global_batch", "samples", "device", "device_type")}
         row = cls(spec.label, spec.overrides, arm.error, stopped_after=arm.stopped_after, **facts)  # type: ignore[arg-type]
         if arm.error is not None or not arm.blocks:
             return row

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from drivetrain.core.option import Effect
 from drivetrain.core.selection import Selection
+from drivetrain.measure.benchmark.facts import Facts
 from drivetrain.measure.intervals import Interval, deviation, mean
 
 MARGIN_DEVIATIONS = 2.0  # the margin in standard deviations of the first arm over its seeds
@@ -52,6 +53,7 @@ class TrainedRun:
     figures: dict[str, float] = field(default_factory=dict)  # by name
     censored: list[str] = field(default_factory=list)  # figures that are at least so much: the time to a target never reached
     error: str | None = None
+    facts: Facts | None = None  # what else its files say of it
 
 
 @dataclass

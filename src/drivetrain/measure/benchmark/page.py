@@ -9,7 +9,8 @@ from typing import Any
 
 from drivetrain.measure.benchmark import noninferiority
 from drivetrain.measure.benchmark.comparison import Comparison
-from drivetrain.measure.html import DOTTED, page, paragraphs, plot, table
+from drivetrain.measure.benchmark.overview import headline, overview
+from drivetrain.measure.html import page, paragraphs, plot, table
 
 
 def comparison_page(comparison: Comparison, argv: Sequence[str], verb: str = "compare") -> str:
@@ -46,21 +47,23 @@ def _section(comparison: Comparison, name: str) -> tuple[list[str], dict[str, An
     header, rows = comparison.table()
     rounds = max(len(row.rates) for row in comparison.rows)
     body = [
+        f'<p class="answer">{html.escape(headline(comparison))}</p>',
+        overview(comparison),
         f'<p class="soft">Relative to {html.escape(comparison.rows[0].label or "the first arm")}: {rounds} rounds, each with '
-        f"fresh processes that run two timed blocks of about {comparison.settings.block_s:g} s; one process runs at a time.</p>",
-        table(header, rows, ("because", "error")),
+        f"fresh processes that run two timed blocks of about {comparison.settings.block_s:g} s; one process runs at a time. "
+        "The point is the Hodges–Lehmann estimate over the rounds, the bar its 95 % interval (Wilcoxon). Where the bar includes "
+        "1, the rounds do not distinguish the two.</p>",
         *paragraphs(comparison.notes, bold=True),
-        "<h2>Samples a second, as a multiple of the first arm's</h2>",
-        '<p class="soft">The point is the Hodges–Lehmann estimate over the rounds, the bar its 95 % interval (Wilcoxon). '
-        "Where the bar includes 1, the rounds do not distinguish the two.</p>",
-        plot(f"ratios{name}", 100 + 34 * len(comparison.rows)),
+        f"<details{' open' if len(comparison.rows) < 8 else ''}><summary>All figures</summary>",
+        table(header, rows, ("because", "error")),
+        "</details>",
         "<h2>Round by round</h2>",
         '<p class="soft">A change that all arms share is drift of the machine; a change of one arm alone is its own.</p>',
         plot(f"rounds{name}", 360 + 12 * len(comparison.rows)),
     ]
     if comparison.settings.quality:
         body += ["<h2>Whether the result is still as good</h2>", *paragraphs([noninferiority.__doc__ or ""])]
-    return body, {f"ratios{name}": _ratios(comparison), f"rounds{name}": _rounds(comparison)}
+    return body, {f"rounds{name}": _rounds(comparison)}
 
 
 def footer(verb: str, comparison: Comparison, argv: Sequence[str]) -> list[str]:
@@ -74,25 +77,6 @@ def footer(verb: str, comparison: Comparison, argv: Sequence[str]) -> list[str]:
         "<h2>Where it ran</h2>",
         table(("", ""), rows, ("",)),
     ]
-
-
-def _ratios(comparison: Comparison) -> dict[str, Any]:
-    """Each arm's ratio as a point with an error bar, which has no length where there were too few rounds."""
-    found = [(row.label, row.ratio) for row in reversed(comparison.rows) if row.ratio is not None]
-    bars = [(r.high - r.middle, r.middle - r.low) if r.low else (0.0, 0.0) for _, r in found]
-    points = {
-        "type": "scatter", "mode": "markers", "x": [r.middle for _, r in found], "y": [label for label, _ in found],
-        "marker": {"size": 9, "color": "#3e63dd"},
-        "error_x": {
-            "type": "data", "symmetric": False, "thickness": 2, "color": "#3e63dd",
-            "array": [above for above, _ in bars], "arrayminus": [below for _, below in bars],
-        },
-    }  # fmt: skip
-    layout = {
-        "margin": {"t": 10, "r": 10}, "xaxis": {"rangemode": "tozero"}, "yaxis": {"type": "category"},
-        "shapes": [{"type": "line", "x0": 1, "x1": 1, "yref": "paper", "y0": 0, "y1": 1, "line": DOTTED}],
-    }  # fmt: skip
-    return {"data": [points], "layout": layout}
 
 
 def _rounds(comparison: Comparison) -> dict[str, Any]:

@@ -10,14 +10,16 @@ from pathlib import Path
 
 from drivetrain.core.errors import Interrupted, UserError
 from drivetrain.core.option import Count, Positive
-from drivetrain.core.overrides import key_of
+from drivetrain.core.overrides import format_value, key_of
 from drivetrain.core.selection import Selection, evaluated, problems, selected
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure import effects
 from drivetrain.measure.benchmark import noninferiority
 from drivetrain.measure.benchmark.arms import ArmSpec, baseline_job
+from drivetrain.measure.benchmark.facts import Facts, final_figures
 from drivetrain.measure.benchmark.noninferiority import TRAINING_LOSS, TrainedRun, Trial, Verdict
+from drivetrain.recipe.claim import Reach
 from drivetrain.run import directory
 from drivetrain.run.reader import RunFiles, read
 from drivetrain.run.result import Result
@@ -115,38 +117,50 @@ def check(plan: Plan, job: Job, quality: bool) -> None:
 def _train(spec: ArmSpec, first: Job, number: int, folder: Path, signals: SignalForwarder, target: float | None) -> TrainedRun:
     """Train the arm to its end with the seed of this number, counted from that of the first arm's own job."""
     seed = first.run.runtime.seed + number
-    given = [word for word in spec.overrides if key_of(word) not in ("runtime.seed", "output_dir")]
-    overrides = [*given, f"runtime.seed={seed}", f"output_dir={folder.parent}"]
+    trained = trained_run(run_seed(spec, first, seed, folder, signals), seed, target)
+    if trained.facts is not None and trained.facts.kind == "cpu":
+        trained.facts.peak_mib = None  # a forked process shares memory with this one: it is not that of a run by itself
+    return trained
+
+
+def run_seed(spec: ArmSpec, first: Job, seed: int, folder: Path, signals: SignalForwarder) -> RunFiles:
+    """Train an arm to its end with a seed, with the recipe of the first arm's job; its files, which lie in `folder`."""
+    overrides = seeded(spec, seed, folder)
     try:
         job = prepare_job(overrides, first.composed.config_dirs, first.composed.recipe)
     except UserError as error:
         raise UserError([f"{spec.label}: {problem}" for problem in error.problems]) from None
     _, result = run_one(SweepJob(spec.label, overrides, job, []), folder, signals, quiet=True)
-    run = replace(read(folder), result=result, status=result.status)
-    return trained_run(run, seed, target)
+    return replace(read(folder), result=result, status=result.status)
+
+
+def seeded(spec: ArmSpec, seed: int, folder: Path) -> list[str]:
+    """The overrides of an arm with a seed, whose run lies in `folder`."""
+    given = [word for word in spec.overrides if key_of(word) not in ("runtime.seed", "output_dir")]
+    return [*given, f"runtime.seed={seed}", f"output_dir={format_value(str(folder.parent))}"]
 
 
 def trained_run(run: RunFiles, seed: int, target: float | None = None) -> TrainedRun:
     """The figures of a run's files that are judged."""
     samples = run.train.samples[-1] if run.train.samples else 0
-    if run.result is None or run.status != "completed":
-        error = (run.result.error if run.result else "") or "no error message"
-        return TrainedRun(seed, samples, error=f"{run.status}: {error.splitlines()[0]}")
-    trained = TrainedRun(seed, samples, evaluated_figures(run.result))
+    reach = Reach(run.metric[0], run.metric[1], target) if target is not None and run.metric is not None else None
+    facts = Facts.of(run, seed, reach)
+    if run.result is None or facts.error is not None:
+        return TrainedRun(seed, samples, error=facts.error, facts=facts)
+    trained = TrainedRun(seed, samples, evaluated_figures(run.result), facts=facts)
     # Each recorded loss is the mean over the samples since the record before.
     points = zip(run.train.samples, [0, *run.train.samples], run.train.curve("loss"), strict=False)
     losses = [(now - before, loss) for now, before, loss in points if loss is not None]
     total = sum(count for count, _ in losses)
     trained.figures[TRAINING_LOSS] = sum(count * loss for count, loss in losses) / total if total else math.nan
-    if target is not None and run.metric is not None:
-        name = f"seconds to {run.metric[0]}={target:g}"
-        reached = run.to_target(target)
+    if reach is not None:
+        name = f"seconds to {reach.metric}={reach.value:g}"
+        reached = run.to_target(reach.value)
         trained.figures[name] = reached[0] if reached is not None else run.evaluated.seconds[-1]
         trained.censored = [] if reached is not None else [name]
     return trained
 
 
 def evaluated_figures(result: Result) -> dict[str, float]:
-    """The figures that a run ends with. A run that averages its weights (ema) is judged by the average, which it is for."""
-    found = result.judged("final")
-    return {name: found.get(f"ema_{name}", value) for name, value in found.items()}
+    """The figures that a run ends with, on the set that it is judged by."""
+    return final_figures(result.metrics.get(result.judged_by))

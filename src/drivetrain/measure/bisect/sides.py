@@ -15,7 +15,7 @@ from drivetrain.core.overrides import key_of
 from drivetrain.launch.job import Job, is_of_this_user, of_run, recorded_environment, recorded_settings
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure.overrides import apply
-from drivetrain.recipe import reader as recipes
+from drivetrain.recipe import places
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Side:
 def read(word: str, overrides: Sequence[str], config_dirs: Sequence[str]) -> Side:
     """What a word of the command line names, with the overrides that both sides have. Raises UserError."""
     path = Path(word).expanduser()
-    if "=" in word and not _is_path(path):
+    if "=" in word and not _is_path(path) and not places.is_address(word):
         own = translated(_words(word), config_dirs)
         if wrong := [override for override in own if "=" not in override]:
             raise UserError(f"'{wrong[0]}' in '{word}' is not of the form key=value")
@@ -56,7 +56,7 @@ def read(word: str, overrides: Sequence[str], config_dirs: Sequence[str]) -> Sid
         recorded = recorded_environment(path)
         return Side(word, [*overrides], config_dirs, path, recorded if is_of_this_user(recorded) else {})
     name = recipe_word(word, config_dirs)
-    recipes.find(name.strip("'"))
+    places.find(name.strip("'"))
     return Side(word, [f"recipe={name}", *overrides], config_dirs)
 
 

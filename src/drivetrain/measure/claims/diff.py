@@ -17,8 +17,10 @@ from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure import arguments, cells
 from drivetrain.measure.benchmark import arms, compare, comparison
 from drivetrain.measure.benchmark.arms import ArmSpec
-from drivetrain.measure.claims.write import describe, times
+from drivetrain.measure.claims import handed
+from drivetrain.recipe import places
 from drivetrain.recipe import reader as recipes
+from drivetrain.recipe.claim import times
 from drivetrain.recipe.reader import Recipe
 from drivetrain.recipe.safe_yaml import printable
 from drivetrain.run import reader
@@ -42,11 +44,14 @@ class Side:
     run: RunFiles  # of a recipe: its config alone
 
 
-def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
-    """Run `drivetrain recipe diff`; return its exit code."""
+def command(argv: list[str], config_dirs: Sequence[str] = (), recipe: Path | None = None) -> int:
+    """Run `drivetrain recipe diff`; return its exit code. The second side is handed on to the file `recipe`, if there is one."""
     settings, rest = arguments.split(argv, Settings)
+    if recipe is not None and not settings.measure:
+        raise UserError(f"--recipe {recipe} is for what was measured: say measure=true too")
+    hand_on = handed.writer("recipe diff", recipe)
     arms.refuse_resume("recipe diff", rest)
-    names = [argument for argument in rest if "=" not in argument or Path(argument).exists()]
+    names = [argument for argument in rest if "=" not in argument or places.is_address(argument) or Path(argument).exists()]
     overrides = [argument for argument in rest if argument not in names]
     if len(names) != 2:
         raise UserError(
@@ -58,9 +63,9 @@ def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
     _show(sides)
     for side in sides:
         if side.recipe is not None and side.recipe.claim is not None:
-            print(f"{side.name} claims {describe(side.recipe.claim)}")
+            print(f"{side.name} claims {side.recipe.claim}")
     if settings.measure:
-        return _measure(sides, overrides, config_dirs, settings, argv)
+        return _measure(sides, overrides, config_dirs, settings, argv, hand_on)
     dirs = [argument for folder in config_dirs for argument in ("-cd", str(folder))]
     print(f"to measure the difference: drivetrain recipe diff {shlex.join([*dirs, *names, *overrides, 'measure=true'])}")
     return DONE
@@ -90,7 +95,7 @@ def _read_run(name: str) -> Side:
 
 def _read_recipe(name: str, overrides: Sequence[str], config_dirs: Sequence[str]) -> Side:
     """A recipe's config with these overrides."""
-    recipe = recipes.read(recipes.find(name))
+    recipe = places.read(name)
     composed = prepare_job(overrides, config_dirs, recipe).composed
     config: dict[str, Any] = yaml.safe_load(OmegaConf.to_yaml(composed.config))  # as in a run's config.yaml
     chosen = {group: option for group, option in composed.choices.items() if group != "logger"}  # as in a run's recipe.yaml
@@ -151,7 +156,12 @@ def _results(both: Sequence[RunFiles]) -> list[tuple[str, ...]]:
 
 
 def _measure(
-    sides: Sequence[Side], overrides: Sequence[str], config_dirs: Sequence[str], settings: Settings, argv: list[str]
+    sides: Sequence[Side],
+    overrides: Sequence[str],
+    config_dirs: Sequence[str],
+    settings: Settings,
+    argv: list[str],
+    hand_on: handed.HandOn | None,
 ) -> int:
     """Benchmark both, the first as the baseline; return the exit code."""
     specs = [_arm(side, overrides, config_dirs) for side in sides]
@@ -165,6 +175,8 @@ def _measure(
     print()
     compare.show(done)
     compare.save(done, arms.baseline_job(specs), argv, "recipe diff")
+    if hand_on is not None:
+        hand_on(done, specs)
     return FAILED if done.failed else DONE
 
 
@@ -184,4 +196,4 @@ def _arm(side: Side, overrides: Sequence[str], config_dirs: Sequence[str]) -> Ar
             problem = f"{side.name} ran code of its own: give {wanted} and trust=[…] too"
             return ArmSpec(side.name, [*overrides], None, [problem])
         recipe = replace(recipe, choices={g: o for g, o in recipe.choices.items() if g not in own})
-    return arms.compose(side.name, [f"recipe={recipe.path}", *overrides], config_dirs, recipe)
+    return arms.compose(side.name, [f"recipe={recipe.word}", *overrides], config_dirs, recipe)

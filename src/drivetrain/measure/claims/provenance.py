@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from drivetrain.measure.claims.write import as_comments
@@ -9,21 +10,27 @@ from drivetrain.run import reader
 from drivetrain.run.reader import RunFiles
 
 
-def of(run_dir: Path) -> str:
-    """Comment lines with the run's name, device, versions, commit and result, where its files have them."""
-    run = reader.read(run_dir)
+def of(run_dirs: Sequence[Path]) -> str:
+    """Comment lines with the first run's name, device, versions, commit and result, and with the names of the others."""
+    run, others = reader.read(run_dirs[0]), [_name(folder) for folder in run_dirs[1:]]
     facts = run.environment
     device = (run.result and run.result.device_name) or facts.get("processor")
-    versions = [f"{name} {version}" for name, version in (facts.get("versions") or {}).items() if version]
+    recorded = facts.get("versions")
+    versions = [f"{name} {version}" for name, version in (recorded if isinstance(recorded, dict) else {}).items() if version]
     commit = facts.get("git_commit")
     lines = [
-        f"of the run {run_dir.resolve().parent.name}/{run_dir.resolve().name}, drivetrain {facts.get('drivetrain', '–')}",
+        f"of the run {_name(run_dirs[0])}, drivetrain {facts.get('drivetrain', '–')}",
         f"on {device}, python {facts.get('python', '–')}" if device else "",
         ", ".join(versions),
         f"commit {commit}" if commit else "",
         f"result: {', '.join(result(run))}",
+        f"and of the same with other seeds: {', '.join(others)}" if others else "",
     ]
     return as_comments([line for line in lines if line])
+
+
+def _name(run_dir: Path) -> str:
+    return f"{run_dir.resolve().parent.name}/{run_dir.resolve().name}"
 
 
 def result(run: RunFiles) -> list[str]:

@@ -22,8 +22,9 @@ def recommend(
     row: Row,
     folder: Path,
     notes: Sequence[str] = (),
+    file: Path | None = None,
 ) -> None:
-    """Print the commands, and write folder/recipe.yaml.
+    """Print the commands, and write the recipe to `file`, or else to folder/recipe.yaml.
 
     `row` measured the run with `changes`, `base` the run without. The user's own code and paths, which no recipe may hold,
     stay overrides in the printed commands.
@@ -40,7 +41,7 @@ def recommend(
         )
     job, before = prepare_job(changed, config_dirs), prepare_job(overrides, config_dirs)
     evidence = f"drivetrain {verb}: {' '.join(changes)} gives {gain}, measured in interleaved rounds against the run without"
-    recipe = folder / "recipe.yaml"
+    recipe = file or folder / "recipe.yaml"
     recipe.write_text(write.recipe_text(job, write.against(job, before), row, base, [evidence, *notes]))
     local = write.own_groups(job) | job.machine_local_keys - {"recipe"}
     kept = [o for o in overrides if key_of(o).split(".")[0] in local or key_of(o) in local]

@@ -1,100 +1,175 @@
-"""`drivetrain recipe verify`: measures the claim of a recipe again on this machine."""
+"""`drivetrain recipe verify`: measures again what a recipe claims, and answers by kind.
+
+The speed is measured as `drivetrain compare` does, in turns with the claim's baseline. Everything else is measured by training
+the recipe to its end with seeds that the claim did not have.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from drivetrain.config.catalog import options
-from drivetrain.core.errors import DONE, FAILED, UserError
+from drivetrain.core.errors import UserError
 from drivetrain.core.overrides import format_value, key_of
+from drivetrain.core.selection import evaluated
+from drivetrain.launch.job import Job
 from drivetrain.measure import arguments
 from drivetrain.measure.benchmark import arms, compare, comparison, noninferiority
 from drivetrain.measure.benchmark.arms import ArmSpec
-from drivetrain.measure.benchmark.comparison import Row, Settings
-from drivetrain.measure.claims.write import Claim, as_overrides, describe, times
+from drivetrain.measure.benchmark.comparison import Comparison, Row
+from drivetrain.measure.benchmark.facts import Facts
+from drivetrain.measure.claims import kinds, training
+from drivetrain.measure.claims.kinds import HOLDS, REFUTED, SKIPPED, UNTOLD, Answer, Differences, Seen
 from drivetrain.measure.intervals import MIN_PAIRS
-from drivetrain.recipe import reader as recipes
+from drivetrain.recipe import places
+from drivetrain.recipe.claim import Claim, Speed, as_overrides, times
 from drivetrain.recipe.reader import Recipe
-from drivetrain.recipe.safe_yaml import printable
-from drivetrain.run import environment
+from drivetrain.ui import terminal
 
 TOLERANCE = 0.05  # the measured interval may end so far below the claimed one
+HEADER = ("claim", "claimed", "measured here", "answer", "because")
+
+
+@dataclass
+class Settings(comparison.Settings):
+    """The settings of `drivetrain recipe verify`."""
+
+    quick: bool = False  # the speed alone
+
+
+@dataclass
+class Verified:
+    """What verifying a recipe came to."""
+
+    recipe: Recipe
+    answers: list[Answer]
+    comparison: Comparison | None  # with the baseline, where a speed is claimed
+    runs: list[Facts]  # that were trained
+
+    @property
+    def code(self) -> int:
+        """The exit code of the command."""
+        return kinds.exit_code(self.answers)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The answers and the runs, for a file."""
+        answers = [answer._asdict() for answer in self.answers]
+        return {"recipe": self.recipe.name, "code": self.code, "answers": answers, "runs": [asdict(run) for run in self.runs]}
 
 
 def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
     """Run `drivetrain recipe verify`; return its exit code."""
     settings, given = arguments.split(argv, Settings)
-    arms.refuse_resume("recipe verify", given)
-    if not given or ("=" in given[0] and not Path(given[0]).is_file()):
+    if not given or ("=" in given[0] and not Path(given[0]).is_file() and not places.is_address(given[0])):
         raise UserError("drivetrain recipe verify wants the name or path of a recipe, then what else the run needs as key=value")
-    if settings.rounds < MIN_PAIRS:
-        raise UserError(f"rounds={settings.rounds}: with fewer than {MIN_PAIRS} rounds there is no interval to judge by")
-    recipe = recipes.read(recipes.find(given[0]))
-    if recipe.claim is None:
+    recipe = places.read(given[0])
+    if recipe.claim is not None:
+        print(f"claimed: {recipe.claim}", flush=True)
+    found = verify(recipe, given[1:], config_dirs, settings)
+    if found.comparison is not None:
+        compare.show(found.comparison)
+        compare.save(found.comparison, _job(recipe, given[1:], config_dirs), argv, "recipe verify")
+        print()
+    terminal.table(HEADER, found.answers)
+    return found.code
+
+
+def verify(
+    recipe: Recipe, overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), settings: Settings | None = None
+) -> Verified:
+    """Measure a recipe's claim again, and answer each kind of it. Raises UserError where it has none, or cannot be composed.
+
+    It forks, so the calling process must not have run anything of torch.
+    """
+    settings, claim = settings or Settings(), recipe.claim
+    arms.refuse_resume("recipe verify", overrides)
+    if claim is None:
         raise UserError(
-            f"{recipe.path}: nothing claimed: it has no `claim:`. `drivetrain compare` and `drivetrain recipe diff` measure"
+            f"{recipe.path}: nothing claimed: it has no `claim:`. `drivetrain recipe export` and `drivetrain compare` write one"
         )
-    specs = baseline_and_recipe(recipe, recipe.claim, given[1:], config_dirs)
-    print(f"claimed: {describe(recipe.claim)}")
-    done = comparison.measure(specs, settings, given)
-    code, conclusion = judge(recipe.claim, done.rows[0], done.rows[1])
-    done.notes.append(conclusion)
-    compare.show(done)
-    compare.save(done, arms.baseline_job(specs), argv, "recipe verify")
-    return code
+    if settings.quick and claim.speed is None:
+        raise UserError(f"{recipe.path} claims no speed, and quick=true measures nothing else: leave it out")
+    _check(recipe, claim, overrides, settings)
+    job = _job(recipe, overrides, config_dirs)
+    asked = [kind for kind in kinds.ALL if getattr(claim, kind.key) is not None]
+    answers, compared, runs = [], None, []
+    if claim.speed is not None:
+        specs = baseline_and_recipe(recipe, claim.speed, overrides, config_dirs)
+        compared = comparison.measure(specs, settings, overrides)
+        answers.append(judge(claim, compared.rows[0], compared.rows[1], job.run.runtime.device_type()))
+        compared.notes.append(f"{answers[0].outcome}: {answers[0].because}")
+    if settings.quick:
+        answers += [Answer(kind.key, str(getattr(claim, kind.key)), "–", SKIPPED, "--quick") for kind in asked]
+    elif asked:
+        spec = arms.compose(recipe.name, [f"recipe={recipe.word}", *overrides], config_dirs, recipe)
+        given = any(key_of(word) == "runtime.seed" for word in overrides)
+        runs = training.train(spec, claim, settings.seeds, asked, job.run.runtime.seed if given else None)
+        seen = Seen(runs, training.differences(claim, runs[0], job), evaluated(job.run))
+        answers += [kind.answer(getattr(claim, kind.key), seen) for kind in asked]
+    return Verified(recipe, answers, compared, runs)
 
 
-def baseline_and_recipe(recipe: Recipe, claim: Claim, overrides: Sequence[str], config_dirs: Sequence[str]) -> list[ArmSpec]:
-    """Two arms: the claim's baseline, and the recipe as it is. Raises UserError with every problem of either."""
-    fixed = [override for override in overrides if key_of(override) in claim.against]
-    if fixed:
-        raise UserError(f"'{o}' is what the claim is about ({as_overrides(claim.against)}): leave it out" for o in fixed)
+def _check(recipe: Recipe, claim: Claim, overrides: Sequence[str], settings: Settings) -> None:
+    """Raise UserError for what cannot be given beside this recipe."""
+    if claim.speed is not None and settings.rounds < MIN_PAIRS:
+        raise UserError(f"rounds={settings.rounds}: with fewer than {MIN_PAIRS} rounds there is no interval to judge by")
+    against = claim.speed.against if claim.speed is not None else {}
+    if fixed := [override for override in overrides if key_of(override) in against]:
+        raise UserError(f"'{o}' is what the claim is about ({as_overrides(against)}): leave it out" for o in fixed)
     if wrong := [override for override in overrides if "=" not in override or key_of(override) == "recipe"]:
         raise UserError(f"'{o}': one recipe is verified at a time, and what follows it has the form key=value" for o in wrong)
-    own_saving = any(key.split(".")[0] == "saving" for key in claim.against)
+
+
+def _job(recipe: Recipe, overrides: Sequence[str], config_dirs: Sequence[str]) -> Job:
+    """The recipe as a job that saves nothing. Raises UserError."""
+    spec = arms.compose(recipe.name, [f"recipe={recipe.word}", *overrides], config_dirs, recipe)
+    if spec.job is None:
+        raise UserError(dict.fromkeys(spec.problems))
+    return spec.job
+
+
+def baseline_and_recipe(recipe: Recipe, speed: Speed, overrides: Sequence[str], config_dirs: Sequence[str]) -> list[ArmSpec]:
+    """Two arms: the claim's baseline, and the recipe as it is. Raises UserError with every problem of either."""
+    own_saving = any(key.split(".")[0] == "saving" for key in speed.against)
     base = recipe.baseline(options(config_dirs))
-    given = [f"recipe={recipe.path}", *overrides]
+    given = [f"recipe={recipe.word}", *overrides]
     specs = [
-        arms.compose(as_overrides(claim.against), given, config_dirs, base, own_saving),
+        arms.compose(as_overrides(speed.against), given, config_dirs, base, own_saving),
         arms.compose(recipe.name, given, config_dirs, recipe, own_saving),
     ]
     if problems := [problem for spec in specs for problem in spec.problems]:
         raise UserError(dict.fromkeys(problems))
-    specs[0].overrides[1:1] = [f"{key}={format_value(value)}" for key, value in claim.against.items()]  # recorded in compare.json
+    specs[0].overrides[1:1] = [f"{key}={format_value(value)}" for key, value in speed.against.items()]  # recorded in compare.json
     return specs
 
 
-def judge(claim: Claim, base: Row, row: Row) -> tuple[int, str]:
-    """The exit code, and the conclusion on a claim that was measured again."""
+def judge(claim: Claim, base: Row, row: Row, kind: str | None = None) -> Answer:
+    """The answer on a claim of speed whose arms were measured again, on a device of this kind."""
+    speed = claim.speed
+    assert speed is not None
+    differ = Differences.of(claim, row.device_type or kind, row.device)
+    answer: Callable[[str, str], Answer] = lambda outcome, why: Answer(  # noqa: E731
+        "speed", str(speed), times(*row.ratio) if row.ratio else "–", outcome, why
+    )
     for arm, name in ((base, "its baseline"), (row, "it")):
         if arm.error is not None:
-            return FAILED, f"does not hold: {name} ended: {arm.error}"
+            return answer(UNTOLD if differ.kind else REFUTED, f"{name} ended: {arm.error}")
     assert row.ratio is not None
-    figures = f"measured {times(*row.ratio)}, claimed {times(claim.ratio, *claim.interval)}"
+    figures = f"measured {times(*row.ratio)}, claimed {times(speed.ratio, *speed.interval)}"
     if row.verdict is not None:
         figures += f"; quality {row.verdict.outcome}"
         if row.verdict.outcome == noninferiority.FAIL:
-            return FAILED, f"does not hold: {row.verdict.reason}: {figures}"
-    elif claim.quality:
-        figures += f"; quality {claim.quality} claimed: quality=true checks it again"
-    faster = row.ratio.low > 1
-    if hardware := differences(claim, row):
-        if faster:
-            return DONE, f"holds here too, on other hardware ({hardware}): {figures}"
-        return FAILED, f"other hardware ({hardware}): not faster here: {figures}"
-    if not faster:
-        return FAILED, f"does not hold: not faster, the interval includes 1: {figures}"
-    if row.ratio.high < (1 - TOLERANCE) * claim.interval[0]:
-        return FAILED, f"does not hold: faster, but by less than claimed: {figures}"
-    return DONE, f"holds: {figures}"
-
-
-def differences(claim: Claim, row: Row) -> str:
-    """Where this machine differs from the claim's: in the device, or in a major version."""
-    found = [f"{row.device}, claimed on {claim.device}"] if row.device != claim.device else []
-    for name, claimed in claim.versions.items():
-        here = environment.version(name)
-        if here is not None and here.split(".")[0] != claimed.split(".")[0]:
-            found.append(f"{name} {here}, claimed with {claimed}")
-    return printable("; ".join(found))
+            return answer(REFUTED, f"{row.verdict.reason}: {figures}")
+    elif speed.quality:
+        figures += f"; quality {speed.quality} claimed: quality=true checks it again"
+    if differ.hardware:
+        faster = "" if row.ratio.low > 1 else "not faster here: "
+        return answer(UNTOLD, f"{faster}other hardware ({differ.hardware}): {figures}")
+    if speed.interval[0] > 1 >= row.ratio.low:
+        return answer(REFUTED, f"not faster, the interval includes 1: {figures}")
+    if row.ratio.high < (1 - TOLERANCE) * speed.interval[0]:
+        return answer(REFUTED, f"slower than claimed: {figures}")
+    return answer(HOLDS, figures)

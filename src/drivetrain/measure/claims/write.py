@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import OmegaConf
 
-from drivetrain.core.overrides import format_value
+from drivetrain.core.errors import UserError
 from drivetrain.launch.job import Job
 from drivetrain.measure.benchmark.comparison import Row
-from drivetrain.recipe.claim import Claim as Claim
+from drivetrain.measure.benchmark.facts import Facts
+from drivetrain.measure.claims import kinds
+from drivetrain.measure.claims.kinds import Wanted
+from drivetrain.recipe.claim import Against, Claim, Data, Device, Reach, Speed
 from drivetrain.recipe.safe_yaml import printable
 from drivetrain.run import environment, identity
 from drivetrain.run.identity import flatten
 
+SOFTWARE = ("torch", "drivetrain")  # whose versions a claim names
 _ABSENT = object()
-_COMMENTS = {
-    "ratio": "samples a second, relative to the baseline",
-    "interval": "95 %",
-    "against": "what turns this recipe into the baseline again",
-}
 
 
 def against(job: Job, base: Job) -> dict[str, Any]:
@@ -41,13 +40,44 @@ def against(job: Job, base: Job) -> dict[str, Any]:
 
 
 def claim_of(row: Row, against: dict[str, Any]) -> Claim | None:
-    """The claim of an arm that was compared to its baseline; None where the ratio has no interval."""
-    if row.ratio is None or not row.ratio.low or not against:
+    """The claim of an arm that was compared to its baseline, and of the runs that were trained for its verdict.
+
+    None where the ratio has no interval.
+    """
+    if row.ratio is None or not row.ratio.low or not against or row.device_type is None:
         return None
     middle, low, high = (round(value, 3) for value in row.ratio)
-    versions = {name: str(environment.version(name)) for name in ("torch", "drivetrain")}
-    quality = row.verdict.outcome if row.verdict else None
-    return Claim(middle, (low, high), str(row.device), versions, against, time.strftime("%Y-%m-%d"), quality)
+    verdict = row.verdict
+    speed = Speed(middle, (low, high), Against(against), verdict.outcome if verdict else None)
+    runs = [run.facts for run in verdict.runs if run.facts is not None] if verdict else []
+    wanted = Wanted(verdict.metric if verdict else None, reach=Reach.parse(runs[0].reach or "") if runs else None)
+    versions = {name: str(environment.version(name)) for name in SOFTWARE}
+    return assembled(Device(row.device_type, str(row.device)), versions, time.strftime("%Y-%m-%d"), runs, wanted, speed)
+
+
+def assembled(
+    device: Device,
+    versions: dict[str, str],
+    measured: str | None,
+    runs: Sequence[Facts],
+    wanted: Wanted,
+    speed: Speed | None = None,
+) -> Claim:
+    """A claim with all that these trainings measured, of several seeds or of one, beside what was found already."""
+    found: dict[str, Any] = {"speed": speed, "device": device, "versions": versions, "measured": measured}
+    if runs and not any(run.error for run in runs):
+        found |= kinds.made_of(runs, wanted)
+        found |= {"data": data_of(runs), "seeds": tuple(run.seed for run in runs)}
+    return Claim(**found)
+
+
+def data_of(runs: Sequence[Facts]) -> Data | None:
+    """The fingerprint of the data that all runs have read; None where it is not the same, or there is none."""
+    found = runs[0].data
+    if found is None or any(run.data != found for run in runs) or not {"hash", "of", "samples"} <= found.keys():
+        return None
+    data = Data(found["hash"], found["of"], found["samples"])
+    return None if any(data.problems("data")) else data
 
 
 def own_groups(job: Job) -> set[str]:
@@ -72,52 +102,21 @@ def recipe_text(job: Job, against: dict[str, Any], row: Row, base_row: Row | Non
     if unclaimable:
         lines.append(f"no claim: the baseline differs in {', '.join(unclaimable)}, which no recipe may set")
     text = as_comments(lines) + identity.to_recipe(job.composed, left_out)
-    return text + (to_yaml(claim) if claim is not None else "")
+    return text + (claim.text() if claim is not None else "")
+
+
+def check_file(file: Path | None) -> None:
+    """Raise UserError where a recipe cannot be written to this file, before anything is measured for it."""
+    if file is None:
+        return
+    if file.suffix not in (".yaml", ".yml"):
+        raise UserError(f"{file}: a recipe's file ends in .yaml")
+    if file.exists():
+        raise UserError(f"{file} is there already: remove it or name another file")
+    if not file.parent.is_dir():
+        raise UserError(f"{file}: there is no folder {file.parent}")
 
 
 def as_comments(lines: Sequence[str]) -> str:
     """The lines as YAML comments, with control characters and line breaks removed."""
     return "".join(f"# {printable(line)}\n" for line in lines)
-
-
-def to_yaml(claim: Claim) -> str:
-    """The `claim:` section of a recipe."""
-    section = {
-        "ratio": claim.ratio,
-        "interval": list(claim.interval),
-        "device": claim.device,
-        "versions": claim.versions,
-        "against": claim.against,
-        "measured": claim.measured,
-        "quality": claim.quality,
-    }
-    lines = {key: f"  {key}: {_flow(value)}" for key, value in section.items() if value is not None}
-    width = max(len(lines[key]) for key in ("ratio", "interval"))
-    commented = [f"{line:<{width}}  # {_COMMENTS[key]}" if key in _COMMENTS else line for key, line in lines.items()]
-    return "\n".join(["claim:", *commented]) + "\n"
-
-
-def _flow(value: Any) -> str:
-    """A value in one line of YAML."""
-    text = yaml.safe_dump([value], default_flow_style=True, width=10**6, allow_unicode=True, sort_keys=False)
-    return text.strip()[1:-1]
-
-
-def describe(claim: Claim) -> str:
-    """The claim as a sentence."""
-    when = f", {claim.measured}" if claim.measured else ""
-    quality = f"; quality {claim.quality}" if claim.quality else ""
-    return (
-        f"{times(claim.ratio, *claim.interval)} the samples a second of {as_overrides(claim.against)}, on {claim.device} with "
-        f"{' '.join(f'{name} {version}' for name, version in claim.versions.items())}{when}{quality}"
-    )
-
-
-def times(middle: float, low: float, high: float) -> str:
-    """A ratio and its interval as text."""
-    return f"{middle:.2f} × ({low:.2f} to {high:.2f})"
-
-
-def as_overrides(against: dict[str, Any]) -> str:
-    """A claim's baseline as overrides, as a user would type them."""
-    return printable(" ".join(f"{key}={format_value(value)}" for key, value in against.items()))

@@ -20,6 +20,7 @@ from drivetrain.measure.benchmark.arms import ArmSpec
 from drivetrain.measure.benchmark.comparison import Row
 from drivetrain.measure.benchmark.stopping import no_gain
 from drivetrain.measure.claims.recommend import recommend
+from drivetrain.measure.claims.write import check_file
 from drivetrain.measure.overrides import apply, groups_of
 from drivetrain.measure.profile.diagnose import Problem, diagnose, roofline_text
 from drivetrain.measure.profile.isolated import run_isolated
@@ -55,9 +56,12 @@ class Gain(NamedTuple):
     base: Row
 
 
-def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
-    """Run `drivetrain doctor`; return its exit code."""
+def command(argv: list[str], config_dirs: Sequence[str] = (), recipe: Path | None = None) -> int:
+    """Run `drivetrain doctor`; return its exit code. The best proven override goes to the file `recipe`, if there is one."""
     settings, overrides = arguments.split(argv, Settings)
+    check_file(recipe)
+    if recipe is not None and not settings.prove:
+        raise UserError(f"--recipe {recipe} is for what was measured, and prove=false measures nothing: leave one of them out")
     arms.refuse_resume("doctor", overrides)
     job = prepare_job(overrides, config_dirs)
     ranks = job.run.parallel.ranks() if job.run.parallel.distributed else 1
@@ -73,7 +77,7 @@ def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
     _show(profile, problems, [note] if ranks > 1 else [])
     if settings.prove:
         gains = prove(problems, overrides, config_dirs, settings)
-        _recommend_best(gains, overrides, Path(job.run.values["output_dir"]), config_dirs)
+        _recommend_best(gains, overrides, Path(job.run.values["output_dir"]), config_dirs, recipe)
     return DONE
 
 
@@ -182,10 +186,10 @@ def _combine(candidates: Sequence[str]) -> str:
     return " ".join(chosen)
 
 
-def _recommend_best(gains: list[Gain], overrides: list[str], root: Path, config_dirs: Sequence[str]) -> None:
+def _recommend_best(gains: list[Gain], overrides: list[str], root: Path, config_dirs: Sequence[str], recipe: Path | None) -> None:
     """Print the best gain as a command, and write it as a recipe."""
     if not gains:
-        echo("\nno candidate is faster beyond doubt: the run stays as it is")
+        echo("\nno candidate is faster beyond doubt: the run stays as it is" + (f"; {recipe} is not written" if recipe else ""))
         return
     changes, row, base = gains[0]
-    recommend("doctor", overrides, changes.split(), config_dirs, base, row, directory.create(root, "doctor"))
+    recommend("doctor", overrides, changes.split(), config_dirs, base, row, directory.create(root, "doctor"), file=recipe)

@@ -21,6 +21,7 @@ from drivetrain.measure.benchmark.arms import ArmSpec
 from drivetrain.measure.benchmark.comparison import Comparison, Row
 from drivetrain.measure.benchmark.interleave import Arm, StoppingRule, never_stop
 from drivetrain.measure.claims.recommend import recommend
+from drivetrain.measure.claims.write import check_file
 from drivetrain.measure.intervals import ratio
 from drivetrain.measure.overrides import apply, groups_of, unchanged
 from drivetrain.measure.profile.isolated import run_isolated
@@ -75,9 +76,10 @@ class Settings:
     lr_updates: Count = 150  # of the range test
 
 
-def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
-    """Run `drivetrain tune`; return its exit code."""
+def command(argv: list[str], config_dirs: Sequence[str] = (), recipe: Path | None = None) -> int:
+    """Run `drivetrain tune`; return its exit code. The proven recipe goes to the file `recipe`, if there is one."""
     settings, overrides = arguments.split(argv, Settings)
+    check_file(recipe)
     arms.refuse_resume("tune", overrides)
     job = prepare_job(overrides, config_dirs)
     tuning = Tuning(settings, overrides, config_dirs)
@@ -87,7 +89,7 @@ def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
         tuning.run(LOADERS)
     proof = tuning.prove() if tuning.accepted else None
     tested = _range_test(overrides, config_dirs, settings) if settings.what in ("all", "lr") else None
-    _report(tuning, proof, tested, job, argv)
+    _report(tuning, proof, tested, job, argv, recipe)
     return DONE
 
 
@@ -252,7 +254,9 @@ def _range_test(overrides: Sequence[str], config_dirs: Sequence[str], settings: 
     return tested
 
 
-def _report(tuning: Tuning, proof: Row | None, tested: range_test.RangeTest | None, job: Job, argv: Sequence[str]) -> None:
+def _report(
+    tuning: Tuning, proof: Row | None, tested: range_test.RangeTest | None, job: Job, argv: Sequence[str], recipe: Path | None
+) -> None:
     """Print the notes and what is kept, as a command and a recipe; write tune.json and the page."""
     folder = directory.create(Path(job.run.values["output_dir"]), "tune")
     echo()
@@ -261,9 +265,9 @@ def _report(tuning: Tuning, proof: Row | None, tested: range_test.RangeTest | No
     if proof is not None:
         base = tuning.comparisons[PROOF].rows[0]
         changes = [override for candidate in tuning.accepted.values() for override in candidate.split()]
-        recommend("tune", tuning.overrides, changes, tuning.config_dirs, base, proof, folder, tuning.notes)
+        recommend("tune", tuning.overrides, changes, tuning.config_dirs, base, proof, folder, tuning.notes, recipe)
     elif tuning.comparisons:
-        echo("no candidate is faster beyond doubt: the run stays as it is")
+        echo("no candidate is faster beyond doubt: the run stays as it is" + (f"; {recipe} is not written" if recipe else ""))
     content: dict[str, Any] = {title: done.as_dict() for title, done in tuning.comparisons.items()}
     if tested is not None:
         content["range test"] = {

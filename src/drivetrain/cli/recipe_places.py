@@ -1,0 +1,42 @@
+"""`drivetrain recipe show` and `fetch`: the text of a recipe from any place, and the pinned address of one."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from drivetrain.core.errors import DONE, UserError
+from drivetrain.recipe import cache, places
+from drivetrain.ui import fetched, terminal
+
+
+def show(argv: Sequence[str]) -> int:
+    """Print a recipe's text."""
+    if len(argv) != 1:
+        raise UserError(f"drivetrain recipe show needs one name, path or address: {', '.join(places.names())}")
+    cache.on_fetch.clear()  # it is printed below
+    path = places.find(argv[0])
+    if path.suffix == places.BUNDLE:
+        from drivetrain.recipe import bundle
+
+        content = bundle.load(path).files[bundle.RECIPE]
+    else:
+        content = path.read_bytes()
+    shown = fetched.text(content) if terminal.is_live() else content.decode(errors="replace").rstrip("\n")
+    print(shown)
+    return DONE
+
+
+def fetch(argv: Sequence[str]) -> int:
+    """Fetch a recipe, print it and its pinned address, and run nothing."""
+    if len(argv) != 1 or not places.is_address(argv[0]):
+        raise UserError(
+            "drivetrain recipe fetch needs one address: https://…, hf://OWNER/REPO/FILE or git+https://HOST/REPO#FILE"
+        )
+    from drivetrain.recipe import addresses
+
+    pinned, path = addresses.pin(argv[0])
+    if path.suffix != places.BUNDLE:
+        places.read(pinned)  # is it a recipe?
+    print(f"drivetrain train {shlex.quote(f'recipe={pinned}')}")
+    return DONE

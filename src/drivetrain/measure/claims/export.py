@@ -1,0 +1,199 @@
+"""`drivetrain recipe export`: the recipe of a run, or of several seeds' runs, with where it comes from and what they measured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from drivetrain.core.errors import DONE, UserError, did_you_mean
+from drivetrain.measure import arguments
+from drivetrain.measure.benchmark import facts
+from drivetrain.measure.benchmark.facts import Facts
+from drivetrain.measure.claims import provenance
+from drivetrain.measure.claims.kinds import Wanted
+from drivetrain.measure.claims.write import SOFTWARE, assembled, check_file
+from drivetrain.recipe import reader as recipes
+from drivetrain.recipe import sections
+from drivetrain.recipe.claim import SETS, Claim, Device, Reach
+from drivetrain.recipe.safe_yaml import printable
+from drivetrain.run import reader
+from drivetrain.run.reader import RunFiles, differing
+
+SEED = "runtime.seed"
+
+
+@dataclass
+class Settings:
+    """The settings of `drivetrain recipe export`."""
+
+    target: str | float | None = None  # accuracy>=0.98, or a value of the metric that ranks the runs' models
+    metric: str | None = None  # whose final value is claimed; null: the one that ranks the runs' models
+    set: str | None = None  # validation or test; null: the one that the runs are judged by
+
+
+def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
+    """Run `drivetrain recipe export`; return its exit code."""
+    settings, words = _settings(argv)
+    file = Path(words.pop()) if words and words[-1].endswith((".yaml", ".yml")) else None
+    if not words:
+        raise UserError(
+            "drivetrain recipe export needs a run's directory, or those of several seeds, and then the file to write (*.yaml) "
+            "unless it is to be printed"
+        )
+    check_file(file)
+    text = export([Path(word) for word in words], settings)
+    if file is None:
+        print(text, end="")
+        return DONE
+    file.write_text(text)
+    print(f"written to {file}: run it by `python -m src.train recipe={file}`")
+    return DONE
+
+
+def _settings(argv: list[str]) -> tuple[Settings, list[str]]:
+    """The command's settings and its other words. A target such as accuracy>=0.98 is no value of Hydra's grammar."""
+    target = [word.partition("=")[2].strip("'\"") for word in argv if word.startswith("target=")]
+    settings, words = arguments.split([word for word in argv if not word.startswith("target=")], Settings)
+    if len(target) > 1:
+        raise UserError(f"target= is given {len(target)} times: give one")
+    settings.target = target[0] if target else None
+    if settings.set is not None and settings.set not in SETS:
+        raise UserError(f"set={settings.set}: {did_you_mean(settings.set, SETS)}")
+    return settings, words
+
+
+def export(run_dirs: Sequence[Path], settings: Settings | None = None) -> str:
+    """The recipe of these runs, which differ in their seed alone: its origin as comments, and a claim where they have measured.
+
+    Raises UserError where they are no runs, are not complete, or differ in more.
+    """
+    runs = read_runs(run_dirs)
+    runs.sort(key=_seed)
+    recipe = runs[0].path / "recipe.yaml"
+    recipes.read(recipe)
+    asked = settings if settings is not None and settings != Settings() else None
+    has_claim = len(runs) > 1 or runs[0].status == "completed" or asked is not None  # a killed run leaves a recipe too
+    claim = claim_of_runs(runs, asked or Settings()) if has_claim else None
+    return provenance.of([run.path for run in runs]) + recipe.read_text() + (claim.text() if claim is not None else "")
+
+
+def read_runs(run_dirs: Sequence[Path]) -> list[RunFiles]:
+    """The files of runs. Raises UserError for each directory that is none, and for one that is given twice."""
+    problems = [
+        f"{folder} is no run's directory (no recipe.yaml in it): name one such as outputs/<date>/<time>-<id>"
+        for folder in run_dirs
+        if not (folder / "recipe.yaml").is_file()
+    ]
+    if len({folder.resolve() for folder in run_dirs}) < len(run_dirs):
+        problems.append("a run's directory is given twice: name each once")
+    if problems:
+        raise UserError(problems)
+    return [reader.read(folder) for folder in run_dirs]
+
+
+def claim_of_runs(runs: Sequence[RunFiles], settings: Settings) -> Claim | None:
+    """What runs of one config with different seeds measured; None where that is nothing. Raises UserError."""
+    _check_same(runs)
+    wanted = _wanted(runs[0], settings)
+    found = [Facts.of(run, _seed(run), wanted.reach) for run in runs]
+    if failed := [f"{run.path}: {fact.error}" for run, fact in zip(runs, found, strict=True) if fact.error is not None]:
+        raise UserError([f"{text}: a claim is over runs that have completed, and none may be left out" for text in failed])
+    _check_figures(found, wanted, settings)
+    _check_alike(runs, found)
+    first = found[0]
+    device = Device(first.kind or "", first.device or "")
+    if any(device.problems("device")):
+        return None
+    claim = assembled(device, _versions(runs[0]), _date(runs), found, wanted)
+    if not claim.kinds():
+        return None
+    if wrong := list(claim.problems("claim")):
+        raise UserError([f"{runs[0].path}: {problem}" for problem in wrong])
+    return claim
+
+
+def _seed(run: RunFiles) -> int:
+    """The seed of a run. Raises UserError where its files do not say."""
+    seed = run.config.get(SEED)
+    if not isinstance(seed, int) or sections.whole(seed):
+        raise UserError(f"{run.path}: its config.yaml does not say {SEED}")
+    return seed
+
+
+def _check_same(runs: Sequence[RunFiles]) -> None:
+    """Raise UserError where the runs' configs differ in more than the seed, or in less."""
+    if other := [key for key in differing(runs) if key != SEED]:
+        values = "; ".join(f"{key}: {_each(run.config.get(key) for run in runs)}" for key in other)
+        raise UserError(f"a claim over seeds is of one config, and these runs differ in {printable(values)}")
+    seeds = [_seed(run) for run in runs]
+    if again := sorted({seed for seed in seeds if seeds.count(seed) > 1}):
+        raise UserError(f"several runs have {SEED}={again[0]}: give one run for each seed")
+
+
+def _each(values: Iterable[Any]) -> str:
+    return ", ".join(dict.fromkeys(map(sections.shown, values)))
+
+
+def _wanted(run: RunFiles, settings: Settings) -> Wanted:
+    """What is to be claimed of runs like this one. Raises UserError for a target that is none."""
+    name, more = run.metric or (None, True)
+    reach = None
+    if settings.target is not None:
+        given = facts.number(_as_number(settings.target))
+        reach = Reach(name, more, given) if name is not None and given is not None else Reach.parse(str(settings.target))
+        if reach is None:
+            raise UserError(f"target={sections.shown(settings.target)}: give a metric and a value, as 'target=accuracy>=0.98'")
+    return Wanted(settings.metric or name, settings.set, reach)
+
+
+def _as_number(given: str | float) -> Any:
+    try:
+        return float(given)
+    except ValueError:
+        return None
+
+
+def _check_figures(found: Sequence[Facts], wanted: Wanted, settings: Settings) -> None:
+    """Raise UserError where a figure was asked for that the runs do not have."""
+    figures = found[0].figures.get(wanted.set or found[0].set, {})
+    if settings.set is not None and settings.set not in found[0].figures:
+        raise UserError(f"set={settings.set}: these runs have not evaluated it: {did_you_mean(settings.set, found[0].figures)}")
+    if settings.metric is not None and settings.metric not in figures:
+        raise UserError(f"metric={settings.metric}: these runs do not evaluate it: {did_you_mean(settings.metric, figures)}")
+    every = {name for each in found for names in each.figures.values() for name in names}
+    if wanted.reach is not None and wanted.reach.metric not in every:
+        raise UserError(f"target={wanted.reach}: these runs do not evaluate it: {did_you_mean(wanted.reach.metric, every)}")
+
+
+def _check_alike(runs: Sequence[RunFiles], found: Sequence[Facts]) -> None:
+    """Raise UserError where the runs had different devices, software or data: a claim names one of each."""
+    sides: dict[str, list[Any]] = {
+        "devices": [fact.device for fact in found],
+        "versions": [str(_versions(run)) for run in runs],
+        "training data": [(fact.data or {}).get("hash") for fact in found],
+    }
+    if other := {name: values for name, values in sides.items() if len(set(map(str, values))) > 1}:
+        raise UserError(
+            f"a claim is of one machine and one data set, and these runs had different {name}: {_each(values)}"
+            for name, values in other.items()
+        )
+
+
+def _versions(run: RunFiles) -> dict[str, str]:
+    """The software that a run's files name."""
+    recorded = run.environment if isinstance(run.environment, dict) else {}
+    versions = recorded.get("versions")
+    known = {**(versions if isinstance(versions, dict) else {}), "drivetrain": recorded.get("drivetrain")}
+    return {name: version for name in SOFTWARE if (version := facts.text(known.get(name)))}
+
+
+def _date(runs: Sequence[RunFiles]) -> str | None:
+    """The date of the newest run."""
+    times = [facts.number(run.environment.get("time")) for run in runs if isinstance(run.environment, dict)]
+    try:
+        return time.strftime("%Y-%m-%d", time.localtime(max(t for t in times if t is not None)))
+    except (ValueError, OverflowError, OSError):
+        return None

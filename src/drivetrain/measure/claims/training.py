@@ -1,0 +1,90 @@
+"""Trains a recipe to its end with several seeds, to measure again what it claims."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from drivetrain.core import accelerators, process
+from drivetrain.core.errors import Interrupted, UserError
+from drivetrain.core.overrides import format_value
+from drivetrain.launch.job import Job
+from drivetrain.measure.benchmark import arms, quality
+from drivetrain.measure.benchmark.arms import ArmSpec
+from drivetrain.measure.benchmark.facts import Facts
+from drivetrain.measure.claims.kinds import Differences, OfRuns
+from drivetrain.recipe.claim import Claim, Reach
+from drivetrain.run import directory, reader
+from drivetrain.run.reader import RunFiles
+from drivetrain.run.result import Result
+from drivetrain.sweep import SignalForwarder
+from drivetrain.ui.progress import Steps
+
+
+def train(spec: ArmSpec, claim: Claim, count: int, asked: Sequence[OfRuns], seed: int | None = None) -> list[Facts]:
+    """Train with so many seeds from `seed` on; None: with seeds that the claim did not have.
+
+    The first training is the only one where it fails, or shows that nothing of what is asked can be told here. Raises UserError
+    where the run cannot be built.
+    """
+    job = arms.baseline_job([spec])
+    accelerators.find()  # this, and the import of torch, once here, because the runs are forked
+    reach = Reach.parse(claim.target.reach) if claim.target is not None else None
+    first = max(claim.seeds or (job.run.runtime.seed,)) + 1 if seed is None else seed
+    on_cpu = job.run.runtime.device_type() == "cpu"
+    folder, runs = directory.create(Path(job.run.values["output_dir"]), "verify"), list[Facts]()
+    try:
+        with Steps() as steps, SignalForwarder() as signals:
+            for number, each in enumerate(range(first, first + count)):
+                steps(f"training {number + 1} of {count}: seed {each}")
+                by_itself = on_cpu and claim.memory is not None and not number
+                run = _run_by_itself if by_itself else quality.run_seed
+                found = Facts.of(run(spec, job, each, folder / str(number), signals), each, reach)
+                if signals.raised:
+                    raise Interrupted("stopped by a signal while the recipe was trained")
+                if on_cpu and not by_itself:
+                    found.peak_mib = None  # of a forked process, which shares memory with this one
+                runs.append(found)
+                here = differences(claim, runs[0], job)
+                if found.error is not None or all(kind.cannot_tell(here) for kind in asked):
+                    break
+    finally:
+        directory.remove(folder)
+    return runs
+
+
+def differences(claim: Claim, run: Facts, job: Job) -> Differences:
+    """Where the machine and the data of a run are not the claim's. Raises UserError for a run that could not be built."""
+    here = Differences.of(claim, run.kind or job.run.runtime.device_type(), run.device, run.data)
+    if run.kind is None and run.error is not None and not here.kind:
+        raise UserError(run.error.removeprefix("failed: "))
+    return here
+
+
+class _Child:
+    """A process that signals are forwarded to."""
+
+    def __init__(self, child: subprocess.Popen[str]) -> None:
+        self._child = child
+
+    def signal(self, number: int) -> None:
+        self._child.send_signal(number)
+
+
+def _run_by_itself(spec: ArmSpec, job: Job, seed: int, folder: Path, signals: SignalForwarder) -> RunFiles:
+    """Train in a new interpreter, whose memory is that of the run alone; the run's files, which lie in `folder`."""
+    folders = [word for each in job.composed.config_dirs for word in ("--config-dir", str(each))]
+    words = [*quality.seeded(spec, seed, folder), f"hydra.run.dir={format_value(str(folder))}"]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(process.PACKAGE.parent), *sys.path])}
+    command = [sys.executable, "-m", "drivetrain", "train", "--quiet", *folders, *words]
+    child = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    signals.launcher = _Child(child)  # type: ignore[assignment]
+    _, told = child.communicate()
+    signals.launcher = None
+    errors = [line.removeprefix("error: ") for line in told.splitlines() if line.startswith("error: ")]
+    result = Result.read(folder) or Result(error="; ".join(errors) or f"its process ended with code {child.returncode}")
+    return replace(reader.read(folder), result=result, status=result.status)

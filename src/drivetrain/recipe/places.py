@@ -1,0 +1,74 @@
+"""Where recipes come from: those that ship, files, bundles with code, and pinned addresses."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path, PurePath
+
+from drivetrain.core.errors import UserError, did_you_mean
+from drivetrain.core.paths import recipes_dir
+from drivetrain.recipe import cache, reader
+from drivetrain.recipe.reader import Recipe
+from drivetrain.recipe.safe_yaml import read_bytes
+from drivetrain.recipe.source import Source
+
+BUNDLE = ".zip"
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
+
+def is_address(word: str) -> bool:
+    """Whether a word is an address, and not a name, a path or a setting."""
+    return _ADDRESS.match(word) is not None
+
+
+def names() -> list[str]:
+    """The names that recipe=NAME finds: recipes that ship, and those in ./recipes."""
+    return sorted({p.stem for folder in (recipes_dir(), Path("recipes")) for p in folder.glob("*.yaml")})
+
+
+def read(name: str) -> Recipe:
+    """The recipe that `recipe=` or a word of the command line names, checked. Raises UserError."""
+    path = find(name)
+    if path.suffix == BUNDLE:
+        from drivetrain.recipe import bundle
+
+        found = bundle.load(path)
+        text = found.files[bundle.RECIPE]
+        recipe = reader.read(path / bundle.RECIPE, text)
+        source = Source(name, cache.sha256_of(text), found.word)
+        return replace(recipe, name=PurePath(name).stem, source=source, bundle=found)
+    text = read_bytes(path)
+    recipe = reader.read(path, text)
+    return replace(recipe, name=_stem(name) if is_address(name) else recipe.name, source=Source(name, cache.sha256_of(text)))
+
+
+def find(name: str) -> Path:
+    """The file of a recipe: one that ships, one in ./recipes or beside, that of a path, or what an address gave.
+
+    Raises UserError.
+    """
+    if is_address(name):
+        from drivetrain.recipe import addresses
+
+        return addresses.fetched(name)
+    if name.endswith((".yaml", ".yml", BUNDLE)) or "/" in name:
+        path = Path(name)
+        if path.is_dir():
+            raise UserError(f"recipe={name} is a directory: name the recipe.yaml in it")
+        if not path.is_file():
+            raise UserError(f"recipe={name}: there is no such file")
+        return path
+    for folder in (recipes_dir(), Path("recipes"), Path()):
+        if (folder / f"{name}.yaml").is_file():
+            return folder / f"{name}.yaml"
+    raise UserError(
+        f"recipe={name} is not known: {did_you_mean(name, names())}, or give a path that ends in .yaml, or an address"
+    )
+
+
+def _stem(address: str) -> str:
+    """The short name of an address."""
+    from drivetrain.recipe import addresses
+
+    return PurePath(addresses.parse(address).path).stem

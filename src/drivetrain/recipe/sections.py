@@ -1,0 +1,216 @@
+"""Sections of a recipe that are data: dataclasses whose fields say what a value must be. One reader, one check, one writer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Self, get_args, get_type_hints
+
+import yaml
+
+from drivetrain.core.errors import did_you_mean
+from drivetrain.recipe.safe_yaml import plain_value, printable
+
+MAX_CHARACTERS = 200  # of a text
+MAX_ITEMS = 1000  # of a list
+MAX_NUMBER = 1e15
+SHOWN = 60  # characters of a wrong value in a message
+
+Check = Callable[[Any], str]  # what is wrong with a value; "" where nothing is
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What the value of a field must be."""
+
+    check: Check = lambda _: ""
+    about: str = ""  # what the value is, for whoever left it out
+    comment: str = ""  # behind the written value
+
+    def read(self, path: Path, key: str, key_node: yaml.Node, node: yaml.Node, problems: list[str]) -> Any:
+        """The value below a key, or anything where `problems` got the reason why it is wrong."""
+        at, before = f"{path}:{key_node.start_mark.line + 1}", len(problems)
+        value = plain_value(node, at, key, problems)
+        if len(problems) == before and (wrong := self.check(value)):
+            problems.append(f"{at}: {key}={shown(value)}: {wrong}")
+        return tuple(value) if isinstance(value, list) else value
+
+    def problems(self, key: str, value: Any) -> Iterator[str]:
+        """What is wrong with a value that was not read from a file."""
+        if wrong := self.check(list(value) if isinstance(value, tuple) else value):
+            yield f"{key}={shown(value)}: {wrong}"
+
+
+@dataclass(frozen=True)
+class SectionRule(Rule):
+    """The value is a section of its own."""
+
+    kind: type[Section] = field(kw_only=True)
+
+    def read(self, path: Path, key: str, key_node: yaml.Node, node: yaml.Node, problems: list[str]) -> Any:
+        return self.kind.read(path, key, key_node, node, problems)
+
+    def problems(self, key: str, value: Any) -> Iterator[str]:
+        yield from value.problems(key)
+
+
+def rules_of(section: type) -> dict[str, Rule]:
+    """The rule of each field of a section, by its key in the file."""
+    hints = get_type_hints(section, include_extras=True)
+    return {each.name: next(r for r in get_args(hints[each.name]) if isinstance(r, Rule)) for each in fields(section)}
+
+
+class Section:
+    """A mapping in a recipe: a dataclass, each field of which is Annotated with its Rule. One with a default may be left out."""
+
+    @classmethod
+    def read(cls, path: Path, key: str, key_node: yaml.Node, node: yaml.Node, problems: list[str]) -> Self | None:
+        """The section below a key, or None with every reason, and its line, in `problems`."""
+        where, before, rules = f"{path}:{key_node.start_mark.line + 1}", len(problems), rules_of(cls)
+        if not isinstance(node, yaml.MappingNode):
+            problems.append(f"{where}: {key}: must be a mapping of {', '.join(rules)}")
+            return None
+        found: dict[str, Any] = {}
+        for k, v in node.value:
+            name = str(k.value)
+            if name in rules:
+                found[name] = rules[name].read(path, f"{key}.{name}", k, v, problems)
+            else:
+                hint = did_you_mean(name[:SHOWN], rules)
+                problems.append(f"{path}:{k.start_mark.line + 1}: {key} has no '{shown(name)}': {hint}")
+        missing = [f.name for f in fields(cls) if f.default is MISSING and f.name not in found]  # type: ignore[arg-type]
+        problems += [f"{where}: {key} has no {name}: {rules[name].about}" for name in missing]
+        if len(problems) == before:
+            made = cls(**found)
+            problems += [f"{where}: {wrong}" for wrong in made.contradictions(key)]
+        return made if len(problems) == before else None
+
+    def problems(self, key: str) -> Iterator[str]:
+        """What a reader would find wrong with this section, which was made and not read."""
+        for name, rule in rules_of(type(self)).items():
+            if (value := getattr(self, name)) is not None:
+                yield from rule.problems(f"{key}.{name}", value)
+        yield from self.contradictions(key)
+
+    def contradictions(self, key: str) -> Iterator[str]:
+        """Why these values, each of them good, cannot stand together."""
+        return iter(())
+
+    def to_yaml(self, key: str, indent: str = "") -> str:
+        """The section as YAML: in one line where it is plain, else a line for each value, with its comment."""
+        rules = {name: rule for name, rule in rules_of(type(self)).items() if getattr(self, name) is not None}
+        values = {name: getattr(self, name) for name in rules}
+        if not any(isinstance(value, Section) for value in values.values()) and not any(r.comment for r in rules.values()):
+            return f"{indent}{key}: {flow({name: plain(value) for name, value in values.items()})}\n"
+        text = f"{indent}{key}:\n"
+        for name, value in values.items():
+            if isinstance(value, Section):
+                text += value.to_yaml(name, f"{indent}  ")
+            else:
+                line = f"{indent}  {name}: {flow(plain(value))}"
+                text += f"{line:<36}  # {comment}\n" if (comment := rules[name].comment) else f"{line}\n"
+        return text
+
+
+def shown(value: Any) -> str:
+    """A value that anyone may have written, for a message: in one line, and not long."""
+    return printable(str(value))[:SHOWN]
+
+
+def plain(value: Any) -> Any:
+    """A value as YAML's writer knows it."""
+    return list(value) if isinstance(value, tuple) else dict(value) if isinstance(value, dict) else value
+
+
+def flow(value: Any) -> str:
+    """A value in one line of YAML."""
+    text = yaml.dump([value], Dumper=_Dumper, default_flow_style=True, width=10**6, allow_unicode=True, sort_keys=False)
+    return text.strip()[1:-1]
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes every text that the reader of recipes would read as something else, such as 1e3."""
+
+
+def _string(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
+    node = dumper.represent_str(value)
+    if plain_value(yaml.ScalarNode(dumper.resolve(yaml.ScalarNode, value, (True, False)), value), "", "", []) != value:
+        node.style = "'"
+    return node
+
+
+_Dumper.add_representer(str, _string)
+
+
+# --- checks ---
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a finite number of a size that something was measured in."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER  # not of nan
+
+
+def number(value: Any) -> str:
+    """A number, also a negative one."""
+    return "" if is_number(value) else "must be a number"
+
+
+def above_0(value: Any) -> str:
+    """A number above 0."""
+    return "" if is_number(value) and value > 0 else "must be a number above 0"
+
+
+def at_least_0(value: Any) -> str:
+    """A number that is 0 or more."""
+    return "" if is_number(value) and value >= 0 else "must be a number of 0 or more"
+
+
+def whole(value: Any) -> str:
+    """A whole number that is 0 or more."""
+    return "" if isinstance(value, int) and is_number(value) and value >= 0 else "must be a whole number of 0 or more"
+
+
+def count(value: Any) -> str:
+    """A whole number that is 1 or more."""
+    return "" if isinstance(value, int) and is_number(value) and value >= 1 else "must be a whole number of 1 or more"
+
+
+def interval(value: Any) -> str:
+    """Two numbers, the lower one first."""
+    good = isinstance(value, list) and len(value) == 2 and all(map(is_number, value)) and value[0] <= value[1]
+    return "" if good else "must be [low, high], two numbers"
+
+
+def interval_above_0(value: Any) -> str:
+    """Two numbers above 0, the lower one first."""
+    return "" if not interval(value) and value[0] > 0 else "must be [low, high], two numbers above 0"
+
+
+def text(value: Any) -> str:
+    """A text that is printed to terminals: it may hold no control characters."""
+    good = isinstance(value, str) and value.isprintable() and 0 < len(value) <= MAX_CHARACTERS
+    return "" if good else f"must be a text in one line of at most {MAX_CHARACTERS} characters: quote it, if it is one"
+
+
+def texts_by_name(value: Any) -> str:
+    """A mapping of texts."""
+    good = isinstance(value, dict) and len(value) <= MAX_ITEMS and all(not text(part) for pair in value.items() for part in pair)
+    return "" if good else "must be a mapping of name → text, as {torch: 2.15.0}: quote what YAML reads as a number"
+
+
+def different_numbers(value: Any) -> str:
+    """A list of whole numbers, each there once."""
+    good = isinstance(value, list) and 0 < len(value) <= MAX_ITEMS and not any(map(whole, value)) and len({*value}) == len(value)
+    return "" if good else f"must be a list of 1 to {MAX_ITEMS} different whole numbers, as [1, 2, 3]"
+
+
+def one_of(*choices: str) -> Check:
+    """One of a few words."""
+    return lambda value: "" if isinstance(value, str) and value in choices else f"must be one of {', '.join(choices)}"
+
+
+def like(pattern: str, about: str) -> Check:
+    """A text of this form."""
+    return lambda value: "" if not text(value) and re.fullmatch(pattern, value) else f"must be {about}"

@@ -1,0 +1,50 @@
+"""The answer of a comparison in one sentence, and its table."""
+
+from types import SimpleNamespace
+
+from drivetrain.measure.benchmark.comparison import Comparison, Row
+from drivetrain.measure.benchmark.noninferiority import FIRST, Verdict
+from drivetrain.measure.benchmark.overview import headline, overview
+from drivetrain.measure.intervals import Interval
+
+BASE = Row("naive", [], None, ratio=Interval(1.0, 1.0, 1.0))
+FAST = Row("fast <b>", [], None, ratio=Interval(1.41, 1.3, 1.5))
+UNSURE = Row("unsure", [], None, ratio=Interval(1.6, 0.9, 2.0))
+FEW = Row("few", [], None, ratio=Interval(1.8, None, None))
+FAILED = Row("failed", [], "out of memory")
+
+
+def comparison(*rows, quality=False):
+    return Comparison(list(rows), [], [], SimpleNamespace(quality=quality), {}, 1.0)
+
+
+def judged(row, outcome, metric="accuracy", **more):
+    return Row(row.label, [], None, ratio=row.ratio, verdict=Verdict(outcome, "accuracy 0.9 ± 0.01, loss 2", metric, **more))
+
+
+def test_the_fastest_arm_that_is_certain_is_the_answer():
+    assert headline(comparison(BASE, FAST, UNSURE, FEW, FAILED)) == "fast <b> is 1.41 × as fast as naive (1.30 to 1.50)."
+    assert headline(comparison(BASE, UNSURE, FEW, FAILED)) == "No arm is certainly faster than naive."
+
+
+def test_where_quality_was_asked_for_only_a_pass_is_an_answer():
+    base = judged(BASE, FIRST)
+    for outcome in ("FAIL", "INCONCLUSIVE"):
+        answer = headline(comparison(base, judged(FAST, outcome), quality=True))
+        assert answer == "No arm is certainly faster than naive with a result known to be as good."
+    answer = headline(comparison(base, judged(FAST, "PASS"), quality=True))
+    assert answer == "fast <b> is 1.41 × as fast as naive (1.30 to 1.50), and its result is no worse."
+
+
+def test_the_table_draws_intervals_and_says_what_differs():
+    worse = judged(FAST, "FAIL", degradation={"accuracy": Interval(0.02, 0.01, 0.03)})
+    better = judged(UNSURE, "PASS", degradation={"accuracy": Interval(-0.02, -0.03, -0.01)})
+    same = judged(FEW, "PASS", degradation={"accuracy": Interval(0.0, 0.0, 0.0)})
+    text = overview(comparison(judged(BASE, FIRST), worse, better, same, FAILED, quality=True))
+    for expected in (
+        "fast &lt;b&gt;", 'class="faster"', 'class="FAIL"', "accuracy worse by 0.02 (0.01 to 0.03)", "accuracy: no difference",
+        "accuracy better by 0.02 (0.01 to 0.03)", "accuracy 0.9 ± 0.01", "out of memory", "95 % interval 1.300 to 1.500",
+    ):  # fmt: skip
+        assert expected in text
+    assert "<b>" not in text
+    assert text.count("<tr>") == 6

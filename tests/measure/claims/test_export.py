@@ -1,0 +1,187 @@
+"""`drivetrain recipe export RUN [RUN …] [FILE]`: one config, its seeds, and what they measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from drivetrain.cli import main
+from drivetrain.core.errors import UserError
+from drivetrain.measure.claims.export import Settings, export
+from drivetrain.recipe import reader as recipe
+from drivetrain.recipe.claim import Claim
+from tests.measure.claims.made_runs import DATA, made_run
+
+
+def exported(*runs: Path, **settings: object) -> Claim | None:
+    """The claim of these runs, as a reader of the written recipe finds it."""
+    Path("made.yaml").write_text(export(runs, Settings(**settings)))
+    return recipe.read(Path("made.yaml")).claim
+
+
+def refusals(*runs: Path, **settings: object) -> str:
+    with pytest.raises(UserError) as refused:
+        export(runs, Settings(**settings))
+    assert all(problem.isprintable() for problem in refused.value.problems)
+    return "\n".join(refused.value.problems)
+
+
+def test_several_seeds():
+    runs = [
+        made_run(f"runs/{seed}", seed, value, reached) for seed, value, reached in ((3, 0.9, 40), (1, 0.92, 60), (2, 0.94, 50))
+    ]
+    claim = exported(*runs, target="accuracy>=0.8")
+    quality = claim.quality
+    assert (quality.metric, quality.set, quality.n) == ("accuracy", "validation", 3)
+    assert (quality.mean, quality.sd) == pytest.approx((0.92, 0.02))
+    assert quality.interval == pytest.approx((0.92 - 0.049683, 0.92 + 0.049683), abs=1e-5)  # t(0.975, 2) · 0.02 / √3
+    assert str(claim.target) == "accuracy>=0.8 after 50 updates, 50.0 s, 3 of 3 seeds"
+    assert (claim.target.slowest, claim.memory.peak_mib, claim.memory.n) == (60, 403, 3)
+    assert (claim.seeds, claim.energy, claim.speed) == ((1, 2, 3), None, None)
+    assert (claim.data.hash, claim.data.samples) == (DATA["hash"], DATA["samples"])
+    assert (claim.device.kind, claim.device.name) == ("cpu", "a chip, 2 threads")
+    assert (claim.versions, claim.measured) == ({"torch": "2.15.0", "drivetrain": "0.1.0"}, "2023-11-14")
+    text = Path("made.yaml").read_text()
+    assert "  seed: 1\n" in text, "the recipe is that of the first seed"
+    assert "# and of the same with other seeds: runs/2, runs/3" in text
+
+
+def test_one_run_has_no_interval():
+    quality = exported(made_run("run", 7)).quality
+    assert (quality.mean, quality.n, quality.sd, quality.interval) == (0.9, 1, None, None)
+
+
+def test_what_is_claimed_may_be_chosen():
+    runs = [made_run("1", 1, 0.9), made_run("2", 2, 0.92)]
+    assert exported(*runs, set="test").quality.mean == pytest.approx(0.81)
+    found = exported(*runs, metric="loss", target="loss<=0.5")
+    assert (found.quality.metric, found.quality.mean) == ("loss", pytest.approx(0.09))
+    assert found.target.reach == "loss<=0.5"
+    assert exported(*runs, target="0.8").target.reach == "accuracy>=0.8", "of the metric that ranks the runs' models"
+    assert exported(*runs).target is None
+
+
+def test_a_seed_that_never_reaches_the_target_is_the_slowest():
+    runs = [made_run(str(seed), seed, reached=reached) for seed, reached in ((1, 40), (2, None), (3, 50), (4, None))]
+    most = exported(*runs[:3], target="accuracy>=0.8").target
+    assert (most.reached, most.n, most.updates, most.seconds, most.slowest) == (2, 3, 50, 50, None)
+    half = exported(*runs, target="accuracy>=0.8").target
+    assert (half.reached, half.n, half.updates, half.seconds) == (2, 4, None, None)
+
+
+def test_runs_that_differ_in_more_than_the_seed_are_refused():
+    runs = [made_run("1", 1), made_run("2", 2, config="epochs: 9\n"), made_run("3", 3, config="optimizer:\n  lr: 0.5\n")]
+    told = refusals(*runs)
+    assert told == "a claim over seeds is of one config, and these runs differ in epochs: None, 9; optimizer.lr: None, 0.5"
+    assert "several runs have runtime.seed=1" in refusals(runs[0], made_run("again", 1))
+    assert "is given twice" in refusals(runs[0], Path("./1"))
+
+
+def test_runs_of_other_machines_software_or_data_are_refused():
+    first = made_run("1", 1)
+    assert "different devices: a chip, 2 threads, another" in refusals(first, made_run("2", 2, device_name="another"))
+    other = made_run("3", 3, environment={"versions": {"torch": "2.11.0"}})
+    assert "different versions: {'torch': '2.15.0'" in refusals(first, other)
+    changed = made_run("4", 4, data={**DATA, "hash": "0123abcdef"})
+    assert "different training data: deadbeef0123, 0123abcdef" in refusals(first, changed)
+
+
+def test_no_seed_is_left_out():
+    first = made_run("1", 1)
+    diverged = made_run("2", 2, status="diverged", error="the loss is nan")
+    assert refusals(first, diverged) == (
+        "2: diverged: the loss is nan: a claim is over runs that have completed, and none may be left out"
+    )
+    assert exported(diverged) is None, "its recipe can be had"
+    assert "diverged" in refusals(diverged, target="accuracy>=0.5")
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"set": "train"}, "set=train: these runs have not evaluated it"),
+        ({"metric": "accurracy"}, "metric=accurracy: these runs do not evaluate it: did you mean 'accuracy'?"),
+        ({"target": "f1>=0.5"}, "target=f1>=0.5: these runs do not evaluate it"),
+        ({"target": "good"}, "target=good: give a metric and a value, as 'target=accuracy>=0.98'"),
+    ],
+)
+def test_what_the_runs_do_not_have_cannot_be_claimed(settings, told):
+    assert told in refusals(made_run("1", 1), **settings)
+
+
+def test_a_resumed_run_claims_no_times_and_no_memory():
+    """Its time includes that in which it stood still, and its memory is that of its last part."""
+    claim = exported(made_run("1", 1, resumed_at=50), made_run("2", 2), target="accuracy>=0.8")
+    assert (claim.target.updates, claim.target.seconds, claim.memory.n, claim.quality.n) == (40, None, 1, 2)
+
+
+def test_a_run_that_averages_its_weights_claims_the_average():
+    figures = {"validation": {"final": {"accuracy": 0.5, "ema_accuracy": 0.75}}}
+    assert exported(made_run("1", 1, metrics=figures)).quality.mean == 0.75
+
+
+def said_of(run: Path) -> str:
+    """The recipe that a run exports, which a reader takes, or why it exports none."""
+    try:
+        text = export([run])
+    except UserError as error:
+        return "".join(error.problems)
+    Path("made.yaml").write_text(text)
+    recipe.read(Path("made.yaml"))
+    return text
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("metrics", "all"),
+        ("metrics", {"validation": [1]}),
+        ("metrics", {"validation": {"final": {"accuracy": "\033[2J", "loss": float("nan")}}}),
+        ("metrics", {"validation": {"final": {"accuracy": 10**400}}}),
+        ("device_name", "\033[2J\nclaim: 1"),
+        ("device_name", {"a": 1}),
+        ("device", "cpu\nevil: 1"),
+        ("data", [1, 2]),
+        ("data", {"hash": "../../etc", "of": "\033", "samples": -1}),
+        ("peak_memory_bytes", "1"),
+        ("energy_joules", -5),
+        ("selection", {"metric": "\033[2J", "better": "max"}),
+        ("selection", ["accuracy"]),
+        ("error", {"a": 1}),
+        ("samples_per_second", "fast"),
+        ("wall_s", None),
+    ],
+)
+def test_a_strangers_run_writes_no_claim_that_a_reader_would_refuse(key, value):
+    run = made_run("1", 1, **{key: value})
+    text = said_of(run)
+    assert "\033" not in text
+    assert "evil" not in [line.partition(":")[0].strip() for line in text.splitlines()]
+
+
+@pytest.mark.parametrize("content", ["[]", "{", '{"versions": [1]}', '{"time": "x", "versions": {"torch": 5}}'])
+def test_a_damaged_record_is_no_traceback(content):
+    run = made_run("1", 1)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('[1]\n{"event": "evaluate", "time": "x"}\n{"event": "evaluate", "update": [1]}\n{"event": []}\n')
+    (run / "environment.json").write_text(content)
+    said_of(run)
+    (run / "config.yaml").write_text("runtime:\n  seed: one\n")
+    assert "does not say runtime.seed" in refusals(run)
+
+
+def test_the_command(capsys):
+    runs = [str(made_run(f"outputs/{seed}", seed)) for seed in (1, 2)]
+    assert main.main(["recipe", "export", *runs, "mine.yaml", "target=accuracy>=0.8"]) == 0
+    assert "written to mine.yaml" in capsys.readouterr().out
+    assert recipe.read(Path("mine.yaml")).claim.target.reach == "accuracy>=0.8"
+    for words, told in (
+        ((*runs, "mine.yaml"), "mine.yaml is there already"),
+        ((*runs, "no/mine.yaml"), "there is no folder no"),
+        (("mine.yaml",), "needs a run's directory"),
+        (("outputs",), "outputs is no run's directory"),
+        ((*runs, "targt=1"), "targt=1 is no run's directory"),
+    ):
+        assert main.main(["recipe", "export", *words]) == 2
+        assert told in capsys.readouterr().err

@@ -1,0 +1,144 @@
+"""Servers on this machine that stand in for the web, for a git host and for the Hugging Face hub."""
+
+from __future__ import annotations
+
+import os
+import ssl
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+Answer = Callable[[BaseHTTPRequestHandler], None]
+OWNER = ("-c", "user.name=owner", "-c", "user.email=owner@example.org", "-c", "commit.gpgsign=false")
+
+
+class Site:
+    """A server whose pages are functions; it keeps the requests that it got."""
+
+    def __init__(self) -> None:
+        self.pages: dict[str, Answer] = {}
+        self.asked: list[str] = []
+        self.headers: list[dict[str, str]] = []
+        self.url = ""
+
+    def has(self, path: str, content: bytes, media: str = "text/plain") -> str:
+        """Serve bytes at a path; their URL."""
+        self.pages[path] = lambda request: answer(request, content, media)
+        return self.url + path
+
+
+def answer(request: BaseHTTPRequestHandler, content: bytes, media: str = "text/plain", status: int = 200) -> None:
+    """A plain answer."""
+    request.send_response(status)
+    request.send_header("Content-Type", media)
+    request.send_header("Content-Length", str(len(content)))
+    request.end_headers()
+    request.wfile.write(content)
+
+
+def redirect(request: BaseHTTPRequestHandler, to: str) -> None:
+    """A redirect."""
+    request.send_response(302)
+    request.send_header("Location", to)
+    request.send_header("Content-Length", "0")
+    request.end_headers()
+
+
+@contextmanager
+def site(certificate: Path | None = None) -> Iterator[Site]:
+    """A server that runs while the context lasts; by TLS with a certificate (which `certificate_of` makes)."""
+    served = Site()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            served.asked.append(self.path)
+            served.headers.append(dict(self.headers))
+            path = self.path.partition("?")[0]
+            page = served.pages.get(path) or served.pages.get("*")
+            if page is None:
+                answer(self, b"not here", status=404)
+            else:
+                page(self)
+
+        do_POST = do_GET
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+
+        def handle_error(self, *args: Any) -> None:  # a client that hangs up is what some tests are about
+            pass
+
+    server = Server(("127.0.0.1", 0), Handler)
+    served.url = f"http{'s' if certificate else ''}://127.0.0.1:{server.server_port}"
+    if certificate is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate)
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield served
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def certificate_of_this_machine(file: Path) -> Path:
+    """A self-made certificate of 127.0.0.1 with its key, in one file."""
+    kind = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-keyout", str(file), "-out", f"{file}.crt"]
+    name = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run(["openssl", "req", "-x509", *kind, *name], check=True, capture_output=True)
+    file.write_text(file.read_text() + Path(f"{file}.crt").read_text())
+    return file
+
+
+def repository(place: Path, files: dict[str, str]) -> str:
+    """A git repository with one commit of these files; the commit."""
+    place.mkdir(parents=True)
+    git(place, "init", "-q", "-b", "main")
+    for name, text in files.items():
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        (place / name).write_text(text)
+    git(place, "add", ".")
+    git(place, *OWNER, "commit", "-q", "-m", "recipes")
+    return git(place, "rev-parse", "HEAD").strip()
+
+
+def git(place: Path, *words: str) -> str:
+    """Run git in a repository, without the user's own config."""
+    env = {**os.environ, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
+    return subprocess.run(["git", *words], cwd=place, env=env, check=True, capture_output=True, text=True).stdout
+
+
+def git_host(root: Path) -> Answer:
+    """What serves the repositories below a folder, by git's own CGI program."""
+
+    def serve(request: BaseHTTPRequestHandler) -> None:
+        path, _, query = request.path.partition("?")
+        body = request.rfile.read(int(request.headers.get("Content-Length") or 0))
+        env = {
+            **os.environ, "GIT_PROJECT_ROOT": str(root), "GIT_HTTP_EXPORT_ALL": "1", "REQUEST_METHOD": request.command,
+            "PATH_INFO": path, "QUERY_STRING": query, "CONTENT_TYPE": request.headers.get("Content-Type") or "",
+            "CONTENT_LENGTH": str(len(body)), "HTTP_CONTENT_ENCODING": request.headers.get("Content-Encoding") or "",
+            "GIT_PROTOCOL": request.headers.get("Git-Protocol") or "", "GIT_CONFIG_COUNT": "2",
+            "GIT_CONFIG_KEY_0": "uploadpack.allowFilter", "GIT_CONFIG_VALUE_0": "true",
+            "GIT_CONFIG_KEY_1": "safe.directory", "GIT_CONFIG_VALUE_1": "*",
+        }  # fmt: skip
+        done = subprocess.run(["git", "http-backend"], input=body, env=env, capture_output=True, check=False).stdout
+        head, _, content = done.partition(b"\r\n\r\n")
+        headers = dict(line.split(": ", 1) for line in head.decode().split("\r\n"))
+        request.send_response(int(headers.pop("Status", "200").split()[0]))
+        for name, value in headers.items():
+            request.send_header(name, value)
+        request.end_headers()
+        request.wfile.write(content)
+
+    return serve
