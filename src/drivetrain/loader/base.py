@@ -112,7 +112,7 @@ class Loader(Option):
         if run.data.on_device and type(self) is not Loader:
             yield f"{run.named('loader')} has nothing to do for {run.named('data')}, which is made on the device: set loader=sync"
         things, setting, count = self.readers()
-        yield from too_many(things, f"{setting}={count}", count, 1 if run.parallel.one_process else run.parallel.local_ranks())
+        yield from too_many(things, f"{setting}={count}", count, run.parallel.local_ranks())
 
     def readers(self) -> tuple[str, str, int]:
         """Return what reads ahead in each rank (processes or threads), the setting that says how many, and their number."""
