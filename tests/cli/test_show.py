@@ -167,3 +167,13 @@ def test_help_and_completion(capsys):
     assert "--png" in capsys.readouterr().out
     assert main(["complete", "drivetrain show sched"]) == 0
     assert "scheduler=" in capsys.readouterr().out.split()
+
+
+def test_it_says_what_the_options_claim_of_training(capsys):
+    assert main(["show", "precision=bf16", "surgery=[channels_last]", "augment=[flip_crop]"]) == 0
+    exact, close, changes = capsys.readouterr().out.splitlines()[-3:]
+    assert exact.split()[0] == "exact"
+    assert {"loader=sync", "saving=last"} < set(exact.split())
+    assert close.split() == ["close", "surgery=[channels_last]", "precision=bf16"]
+    assert {"optimizer=adamw", "augment=[flip_crop]"} < set(changes.split())
+    assert "clip=none" not in changes

@@ -16,7 +16,8 @@ from drivetrain.model.mlp import Mlp
 from drivetrain.model.resnet9 import ResNet9
 from drivetrain.optimizer.groups import layer_decay_factors
 from drivetrain.recipe.reader import read
-from drivetrain.run.identity import config_hash, to_recipe
+from drivetrain.run.identity import config_hash
+from drivetrain.run.recipe_file import to_recipe
 
 
 def by_name(model: torch.nn.Module, knobs: Any) -> dict[str, tuple[float, float]]:

@@ -23,7 +23,7 @@ _compose_once = lru_cache(maxsize=64)(by_hydra)
 
 def install() -> None:
     """Let `drivetrain.config.compose` put its configs together from sections."""
-    compose._hydra_compose = from_sections  # type: ignore[assignment]
+    compose._hydra_compose = lru_cache(maxsize=64)(from_sections)  # as the real one: whoever asks makes a copy
 
 
 def from_sections(overrides: tuple[str, ...], folders: tuple[Path, ...]) -> DictConfig:

@@ -90,7 +90,7 @@ def test_a_killed_sweep_goes_on_with_what_is_left(tmp_path: Path) -> None:
     assert losses(sweep / "1") == losses(sweep / "0"), "the same as one that was not killed"
     assert len(table(done)) == 4
     assert told(sweep)["finished"] is True
-    assert re.search(r"^best: job \d, accuracy 0\.\d+ ", done.out, re.M)
+    assert re.search(r"^best: job \d, validation accuracy 0\.\d+ ", done.out, re.M)
     (command,) = re.findall(r"^  drivetrain train (.*)$", done.out, re.M)
     assert "hydra" not in command
     assert "model.target=my_nets." in command
@@ -156,7 +156,7 @@ def test_a_search_to_its_best_trial(tmp_path: Path) -> None:
     summary = told(the_sweep(cwd))
     best = max((j for j in summary["jobs"] if j["objective"] is not None), key=lambda j: j["objective"])
     assert summary["best"] == best["job"]
-    assert f"best: job {best['job']}, accuracy" in done.out
+    assert f"best: job {best['job']}, validation accuracy" in done.out
     assert f"/{best['job']}/recipe.yaml" in done.out
     assert "Diverges" not in re.findall(r"^  drivetrain train (.*)$", done.out, re.M)[0]
     done = train("-m", f"resume={the_sweep(cwd)}", "hydra.sweeper.n_trials=6", cwd=cwd)

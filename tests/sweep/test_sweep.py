@@ -23,11 +23,12 @@ from drivetrain.sweep.grid import SweepJob
 from drivetrain.sweep.objective import Objective, common, write
 from drivetrain.sweep.options import Basic, Joblib, Optuna, SubmititLocal, SubmititSlurm, split
 from drivetrain.sweep.optuna import Search, SearchSpace
-from drivetrain.sweep.progress_table import LiveTable, ProgressLines, progress
+from drivetrain.sweep.progress_table import LiveTable, ProgressLines, progress, row
 from drivetrain.sweep.search_space import Axis
 from drivetrain.sweep.search_space import read as read_space
 from drivetrain.sweep.store import LENGTH, Entry, Sweep, merge_overrides, one_job, read, unfinished
 from drivetrain.sweep.submitit import _parameters
+from drivetrain.ui import terminal
 
 OPTUNA = "hydra/sweeper=optuna"
 SLURM = "hydra/launcher=submitit_slurm"
@@ -329,6 +330,20 @@ def drawn(display: LiveTable, jobs: list[Entry], running: list[Entry], max_rows:
     return console.export_text()
 
 
+def test_the_tables_name_the_set_of_a_figure(capsys: pytest.CaptureFixture[str]) -> None:
+    results = [
+        Result("completed", metrics={"validation": {"final": {"loss": 0.5}}, "test": {"final": {"loss": 0.7}}}),
+        Result("completed", metrics={"test": {"final": {"loss": 0.9}}}),
+    ]
+    terminal.show_jobs([(n, f"seed={n}", result) for n, result in enumerate(results)])
+    header, *rows = capsys.readouterr().out.splitlines()
+    assert header.split("status")[1].split("samples/s")[0].split() == ["validation", "loss", "test", "loss"]
+    assert [line.split()[3:5] for line in rows if "completed" in line] == [["0.5000", "–"], ["–", "0.9000"]]
+    entry = Entry(0, SweepJob("", [], None, []), Path())
+    entry.result = results[0]
+    assert "0.5000 validation" in row(entry, False)
+
+
 def test_the_live_table(tmp_path: Path) -> None:
     jobs = entries(tmp_path, 40)
     display = LiveTable(40)
@@ -340,8 +355,8 @@ def test_the_live_table(tmp_path: Path) -> None:
     text = drawn(display, jobs, jobs[1:2], 50)
     assert "1 of 40 done · 1 failed" in text
     assert "left" in text.splitlines()[0]
-    (row,) = (line for line in text.splitlines() if "seed=1 " in line)
-    assert [cell.strip() for cell in row.split("│")[1:-2]] == ["1", "seed=1", "running", "300/1,400", "0.2500", "1,234"]
+    (line,) = (line for line in text.splitlines() if "seed=1 " in line)
+    assert [cell.strip() for cell in line.split("│")[1:-2]] == ["1", "seed=1", "running", "300/1,400", "0.2500 training", "1,234"]
     assert text.count("waiting") == 38
     text = drawn(display, jobs, jobs[1:2], 10)  # they do not fit: those that run
     assert "seed=1 " in text

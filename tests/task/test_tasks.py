@@ -16,7 +16,7 @@ from drivetrain.config.compose import compose
 from drivetrain.config.presets import read
 from drivetrain.core.errors import UserError
 from drivetrain.launch.job import prepare
-from drivetrain.run.identity import to_recipe
+from drivetrain.run.recipe_file import to_recipe
 from tests.support.command import ROOT
 
 TASKS = options()["task"]

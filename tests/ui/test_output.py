@@ -47,7 +47,7 @@ def test_errors_of_a_command(capsys, monkeypatch):
     monkeypatch.setattr(main, "_dispatch", fail)
     assert main.main([]) == 2
     said = capsys.readouterr().err
-    assert "\\x1b[31mred" in said
+    assert "[31mred" in said
     assert not COMMANDS.search(said)
 
 

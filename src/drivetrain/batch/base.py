@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 Scaling = Literal["none", "linear", "sqrt"]
 Factor = Annotated[int, Ge(2)]
+LARGEST = 1 << 40  # samples of an update: it grows no further, however long the run
 SEARCH_FACTOR = 1.1  # batch=auto finds the largest micro-batch to within this factor
 
 
@@ -122,7 +123,7 @@ class Batch(Option):
         """Return the samples of one update in an epoch."""
         size = self.global_batch
         for _ in range(epoch // self.grow_every if self.grow_every else 0):
-            if self.grow_until is not None and size * self.grow_by > self.grow_until:
+            if size >= LARGEST or (self.grow_until is not None and size * self.grow_by > self.grow_until):
                 break
             size *= self.grow_by
         return size
@@ -147,8 +148,14 @@ class Batch(Option):
         return self._over_epochs(epochs, lambda e: self.updates(samples, e, drop_last))
 
     def _over_epochs(self, epochs: int, amount: Callable[[int], int]) -> int:
-        """Sum a per-epoch amount. Without growth all epochs have the same."""
-        return sum(map(amount, range(epochs))) if self.grow_every else epochs * amount(0)
+        """Sum an amount over the epochs."""
+        return sum(len(stretch) * amount(stretch.start) for stretch in self.stretches(epochs))
+
+    def stretches(self, epochs: int) -> list[range]:
+        """Return the epochs of a run, those with updates of one size together."""
+        every = self.grow_every or epochs
+        starts = range(0, min(epochs, every * LARGEST.bit_length()), max(1, every))
+        return [range(start, end) for start, end in zip(starts, [*starts[1:], epochs], strict=False)]
 
     def requests(
         self,

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge
 
+from drivetrain.core.allowed import Name
 from drivetrain.core.blocks import blocks_for, describe_blocks
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, Effect, Option, RunSpec, Share
@@ -37,7 +38,7 @@ class Blocks(Checkpointing):
     active = True
     name = "blocks"
 
-    def __init__(self, block: str | None = None) -> None:
+    def __init__(self, block: Name | None = None) -> None:
         self.block = block
 
     def validate(self, run: RunSpec) -> Iterator[str]:
@@ -77,7 +78,7 @@ class EveryK(Blocks):
     effect = "exact"
     name = "every_k"
 
-    def __init__(self, k: Annotated[int, Ge(2)] = 2, block: str | None = None) -> None:
+    def __init__(self, k: Annotated[int, Ge(2)] = 2, block: Name | None = None) -> None:
         super().__init__(block)
         self.k = k
 
@@ -100,7 +101,7 @@ class Selective(Blocks):
         self,
         policy: Literal["products", "half", "attention"] = "products",
         min_depth: Count = 32,
-        block: str | None = None,
+        block: Name | None = None,
     ) -> None:
         super().__init__(block)
         self.policy, self.min_depth = policy, min_depth

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
-from drivetrain.cli import arguments, completion
-from drivetrain.config.catalog import options
-from drivetrain.config.compose import compose
+from drivetrain.cli import arguments, completion, recipe_schema
 from drivetrain.core.errors import DONE, UserError, did_you_mean
 from drivetrain.core.overrides import key_of
-from drivetrain.launch.job import checked
+from drivetrain.launch import recipe_check
 from drivetrain.recipe import places
 from drivetrain.ui.terminal import table
 
@@ -24,6 +22,7 @@ drivetrain recipe VERB …      recipes: options and values, shared as plain YAM
   drivetrain recipe export RUN [RUN …] [FILE]          the recipe of a run, or of several seeds' runs, and what they claim
   drivetrain recipe verify NAME|PATH [key=value] …     does its claim hold on this machine? Measured again, kind by kind
   drivetrain recipe diff A B [key=value] …             where two recipes or runs differ, and which is faster
+  drivetrain recipe schema [FILE]                      the JSON Schema of recipes, for editors
 
   drivetrain recipe bundle FILE --with my_pkg [OUT]    a recipe and the package that it needs, as one archive
   drivetrain recipe inspect BUNDLE                     what code a bundle brings, and the word by which you trust it
@@ -51,7 +50,8 @@ def command(argv: Sequence[str]) -> int:
     if not argv or argv[0] not in VERBS:
         given = f"'{argv[0]}': {did_you_mean(argv[0], VERBS)}" if argv else ""
         wanted = (
-            "list, show NAME, fetch ADDRESS, check NAME, export RUN … [FILE], verify NAME, diff A B, bundle FILE or inspect FILE"
+            "list, show NAME, fetch ADDRESS, check NAME …, export RUN … [FILE], verify NAME, diff A B, schema [FILE], "
+            "bundle FILE or inspect FILE"
         )
         raise UserError(f"drivetrain recipe needs {wanted} {given}".rstrip())
     return VERBS[argv[0]](argv[1:])
@@ -59,8 +59,8 @@ def command(argv: Sequence[str]) -> int:
 
 def complete(words: Sequence[str], last: str) -> Sequence[str]:
     """What TAB offers: a verb, then as many names of recipes as it takes, then overrides where it takes any."""
-    if not words:
-        return [*VERBS]
+    if not words or words[0] == "schema":
+        return [] if words else [*VERBS]
     names = {"verify": 1, "diff": 2}.get(words[0])
     return places.names() if names is None or len(words) <= names else completion.overrides(words, last)
 
@@ -77,15 +77,10 @@ def _check(argv: Sequence[str]) -> int:
     if given is None or not given.overrides:
         raise UserError("drivetrain recipe check needs the name or path of a recipe")
     trust = [word for word in given.overrides if key_of(word) == "trust"]  # of a bundle, whose code the check imports
-    problems, groups = [], options(given.config_dir)
+    problems = []
     for name in (word for word in given.overrides if word not in trust):
         try:
-            recipe = places.read(name)
-            for _, cell in recipe.cells(groups):
-                checked(compose(trust, given.config_dir, base=cell))
-            if recipe.claim is not None:
-                checked(compose(trust, given.config_dir, base=recipe.baseline(groups)))
-            print(f"{name}: good")
+            print("\n".join([f"{name}: good", *recipe_check.check(places.read(name), given.config_dir, trust)]))
         except UserError as error:
             problems += error.problems
     if problems:
@@ -116,7 +111,7 @@ def _measured(module: str, *paths: str) -> Callable[[Sequence[str]], int]:
 
 
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
-    "list": _list, "check": _check, "export": _measured("drivetrain.measure.claims.export"),
+    "list": _list, "check": _check, "export": _measured("drivetrain.measure.claims.export"), "schema": recipe_schema.command,
     "show": _elsewhere("drivetrain.cli.recipe_places:show"), "fetch": _elsewhere("drivetrain.cli.recipe_places:fetch"),
     "bundle": _elsewhere("drivetrain.cli.recipe_bundle:make"), "inspect": _elsewhere("drivetrain.cli.recipe_bundle:inspect"),
     "verify": _measured("drivetrain.measure.claims.verify"), "diff": _measured("drivetrain.measure.claims.diff", "--recipe"),

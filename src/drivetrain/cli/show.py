@@ -6,20 +6,23 @@ import copy
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 from drivetrain.cli import arguments
 from drivetrain.core import horizon as horizons
 from drivetrain.core.errors import DONE, UserError
 from drivetrain.core.horizon import Horizon
-from drivetrain.core.option import RunSpec
+from drivetrain.core.option import Effect, RunSpec
 from drivetrain.core.world import World
 from drivetrain.launch.job import prepare
 from drivetrain.ui import plots
 from drivetrain.ui.output import echo
+from drivetrain.ui.terminal import effect
 
 MAX_POINTS = 20_000  # of a curve; of a longer run every n-th update is taken
 HELP = """\
-drivetrain show [group=option] [key=value] …      the learning rate (and momentum) over a run with these overrides
+drivetrain show [group=option] [key=value] …      the learning rate (and momentum) over a run with these overrides,
+                                                  and what its options claim of training: exact, close or changes
 
   drivetrain show scheduler=cosine scheduler.cycles=3
   drivetrain show recipe=fast epochs=90
@@ -50,6 +53,8 @@ def show(overrides: Sequence[str], config_dirs: Sequence[str], file: Path | None
     else:
         plots.png(curves, over, _title(job.run, over), file)
         echo(f"written to {file}")
+    if file is None:
+        echo(_effects(job.run))
     if job.run.scheduler.plot_note:
         echo(f"{job.run.named('scheduler')}: {job.run.scheduler.plot_note}")
 
@@ -88,6 +93,13 @@ def _curves(run: RunSpec, over: Horizon) -> list[plots.Curve]:
 def _title(run: RunSpec, over: Horizon) -> str:
     updates = f"{over.updates:,} updates, {over.ends[0]:,} an epoch{' at first' if run.batch.grow_every else ''}"
     return f"{run.named('scheduler')} {run.named('optimizer')} optimizer.lr={run.optimizer.lr:g}: {updates}"
+
+
+def _effects(run: RunSpec) -> str:
+    """A line for each effect on training, with the settings that have it; what is switched off is left out."""
+    groups = [group for group, option in run.choices.items() if option not in ("none", [], ["none"])]
+    of = {name: [run.named(group) for group in groups if effect(run, group) == name] for name in get_args(Effect)}
+    return "\n".join(f"{name:<8} {' '.join(settings)}" for name, settings in of.items() if settings)
 
 
 def _summary(curve: plots.Curve) -> str:

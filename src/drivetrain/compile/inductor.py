@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from drivetrain.compile import kernel_cache
 from drivetrain.compile.base import Compiled, dynamo_seconds
+from drivetrain.core.allowed import Name
 from drivetrain.core.blocks import blocks_for, describe_blocks
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
@@ -109,7 +110,7 @@ class Regional(Inductor):
 
     def __init__(
         self,
-        block: str | None = None,
+        block: Name | None = None,
         mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default",
         dynamic: bool | None = None,
         fullgraph: bool = False,

@@ -74,6 +74,15 @@ def _keys(file: Path) -> frozenset[str]:
     return frozenset(map(str, OmegaConf.load(file)))
 
 
+def one_or_several(group: str, option: Any) -> Any:
+    """A choice in the form that its group has it: a list for LISTS, and for SUMS where it is more than one."""
+    if group in LISTS:
+        return option if isinstance(option, list) else [] if option is None else [option]
+    if group in SUMS and isinstance(option, list):
+        return option[0] if len(option) == 1 else option or None
+    return option
+
+
 def summary(file: Path) -> str:
     """The first comment of an option's file: what the option buys."""
     comments = (line[1:].strip() for line in file.read_text().splitlines() if line.startswith("#"))

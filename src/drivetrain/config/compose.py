@@ -14,8 +14,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from drivetrain.config import bundles, presets
-from drivetrain.config.catalog import LISTS, SUMS, default_options, option_keys, options, other_folders
+from drivetrain.config import bundles, presets, recipe_references, recipe_values
+from drivetrain.config.catalog import LISTS, SUMS, default_options, one_or_several, options, other_folders
 from drivetrain.config.catalog import problems as option_problems
 from drivetrain.config.hydra_idioms import instead, is_hydra_override
 from drivetrain.config.keys import KeySetter
@@ -38,6 +38,7 @@ class Composed:
     notices: list[str] = field(default_factory=list)  # what the user should know, one line each
     config_dirs: tuple[str, ...] = ()
     option_defaults: dict[str, Any] = field(default_factory=dict)  # the config before any value was set
+    default_choices: dict[str, Any] = field(default_factory=dict)  # the options that hold where none is chosen: the task's
     problems: list[str] = field(default_factory=list)  # of the overrides; `validate` adds those of the values
     recipe_keys: set[str] = field(default_factory=set)  # keys whose values come from the recipe
     doubtful: set[str] = field(default_factory=set)  # groups, and keys of no group, of which a word was not understood
@@ -90,26 +91,35 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str] = (), base: Rec
     recipe = _read(str(name), chosen, choices) if name is not None and base is None else base
     values: dict[str, Any] = {}
     if recipe is not None:
+        recipe = recipe_values.for_task(recipe, chosen.get("task"), notices)
+        notices += recipe.notices
         values = _of_recipe(recipe, choices)
-        notices += _drop_values_of_other_options(recipe, values, chosen, given, config_dirs)
+        notices += recipe_values.drop_those_of_other_options(recipe, values, chosen, given, config_dirs)
     for group, option in chosen.items():
         choices.choose(group, option)
     values |= {key: value for key, value in given.items() if key not in known}
     failed = {*chosen, *(recipe.choices if recipe is not None else ())}.intersection(known) - set(choices.made)
 
-    config, all_choices, task_problems = _with_preset(choices, config_dirs)
+    config, all_choices, default_choices, task_problems = _with_preset(choices, config_dirs)
     problems += task_problems
     composed = Composed(
-        config, all_choices, list(overrides), recipe, notices, tuple(config_dirs), OmegaConf.to_container(config), problems,  # type: ignore[arg-type]
-        recipe_keys=set(values) - set(given),
+        config, all_choices, list(overrides), recipe, notices, tuple(config_dirs),
+        OmegaConf.to_container(config), default_choices, problems, recipe_keys=set(values) - set(given),  # type: ignore[arg-type]
     )  # fmt: skip
     composed.doubtful = failed if all_parsed else {*failed, "an override"}
     setter = KeySetter(config, composed.choices, config_dirs)
     for key, value in values.items():
         problem = (setter.unknown_in_group if key.split(".")[0] in failed else setter.set)(key, value)
-        if problem is not None:
+        if problem is not None and recipe is not None and recipe.header.schema and key in recipe.unchanged and key not in given:
+            notices.append(
+                f"{recipe.where(key)}: {key}={value} cannot be set any more. It was a mere default when {recipe.header.writer} "
+                "wrote the recipe, and the run goes without it"
+            )
+        elif problem is not None:
             problems.append(composed.where(key) + problem)
             composed.doubtful.add(key.split(".")[0])
+    if recipe is not None and (wrong := list(recipe_references.problems(recipe, values, config))):
+        raise UserError([*problems, *wrong])
     try:
         composed.plain  # noqa: B018 - resolves every interpolation
     except OmegaConfBaseException as error:
@@ -184,14 +194,11 @@ class _Choices:
             self.problems.append(f"{where}there is no group '{group}': {did_you_mean(group, self.known)}")
             return
         known = self.known[group]
-        if group in LISTS:
-            option = option if isinstance(option, list) else [] if option is None else [option]
-        elif isinstance(option, list) and group in SUMS:
-            option = option[0] if len(option) == 1 else option or None
-        elif isinstance(option, list):
+        option = one_or_several(group, option)
+        if isinstance(option, list) and group not in (*LISTS, *SUMS):
             self.problems.append(f"{where}{group}={option}: give one option, not a list: {did_you_mean('', known)}")
             return
-        elif option is None:
+        if option is None:
             option = "none"
         names = [str(name) for name in option] if isinstance(option, list) else [str(option)]
         wrong = [name for name in names if name not in known]
@@ -230,42 +237,19 @@ def _of_recipe(recipe: Recipe, choices: _Choices) -> dict[str, Any]:
     return values
 
 
-def _drop_values_of_other_options(
-    recipe: Recipe, values: dict[str, Any], chosen: dict[str, Any], given: dict[str, Any], config_dirs: Sequence[str]
-) -> list[str]:
-    """Where the command line chose another option than the recipe, keep those of the recipe's `values` that it has too.
-
-    Returns a notice for each such group.
-    """
-    notices = []
-    for group, option in chosen.items():
-        mine = [key for key in values if key.split(".")[0] == group and key not in given]
-        if recipe.choices.get(group, option) == option or not mine:
-            continue
-        names = option_keys(group, option, config_dirs)
-        dropped = [key for key in mine if key.split(".")[1] not in names]
-        kept = [f"{key}={values[key]}" for key in mine if key not in dropped]
-        for key in dropped:
-            del values[key]
-        outcome = [f"keeps {', '.join(kept)}"] * bool(kept) + [f"leaves out {', '.join(dropped)}"] * bool(dropped)
-        notices.append(
-            f"recipe {recipe.name} was written for {group}={recipe.choices[group]}, and the command line chose {group}={option}: "
-            f"of the recipe's values the run {' and '.join(outcome)}"
-        )
-    return notices
-
-
-def _with_preset(choices: _Choices, config_dirs: Sequence[str]) -> tuple[DictConfig, dict[str, Any], list[str]]:
-    """The config of these options and of what the task sets beside them; all options; what the task cannot set."""
+def _with_preset(choices: _Choices, config_dirs: Sequence[str]) -> tuple[DictConfig, dict[str, Any], dict[str, Any], list[str]]:
+    """The config of these options and of what the task sets beside them; all options; the defaults; what the task cannot set."""
     preset = presets.read(choices.made.get("task", default_options()["task"]), choices.known, config_dirs)
     made = {**preset.choices, **choices.made}
-    every = {**default_options(), **made}
+    defaults = {**default_options(), **preset.choices}
+    every = {**defaults, **choices.made}
     config = _by_hydra(made, config_dirs)
     with open_dict(config):
         config.task.pop("preset", None)
     setter = KeySetter(config, every, config_dirs)
     found = [setter.set(key, value) for key, value in preset.values_for(every).items()]
-    return config, every, [f"task={every['task']} sets what it cannot: {problem}" for problem in found if problem is not None]
+    wrong = [f"task={every['task']} sets what it cannot: {problem}" for problem in found if problem is not None]
+    return config, every, defaults, wrong
 
 
 def _by_hydra(choices: dict[str, Any], config_dirs: Sequence[str]) -> DictConfig:

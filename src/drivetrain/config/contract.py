@@ -9,11 +9,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 
+from drivetrain.config import recipe_checks
 from drivetrain.config.catalog import LISTS, option_files, summary
 from drivetrain.config.compose import compose
 from drivetrain.config.validate import knob_problems
+from drivetrain.core import allowed
 from drivetrain.core.option import Option
 from drivetrain.core.user_code import import_name
+from drivetrain.recipe.safe_yaml import OPERATOR_KEYS
 
 
 def contract_problems(group: str, option: str, config_dirs: Sequence[str] = ()) -> list[str]:
@@ -34,6 +37,7 @@ def _problems(group: str, option: str, config_dirs: Sequence[str]) -> Iterator[s
     yield from (f"{file}: {problem}" for problem in knob_problems(group, cls, knobs))
     missing = [name for name in inspect.signature(cls).parameters if name not in knobs]
     yield from (f"{file}: {name} is missing, which is an argument of {cls.__name__}" for name in missing)
+    yield from (f"{file}: {problem}" for problem in _open_texts(group, cls))
     annotated = inspect.get_annotations(cls.__init__) if knobs else {}
     yield from (f"{file}: {cls.__name__} has no annotation for {name}" for name in knobs if name not in annotated)
     try:
@@ -44,6 +48,18 @@ def _problems(group: str, option: str, config_dirs: Sequence[str]) -> Iterator[s
     for name in knobs:
         if name in from_python and not _equal(from_python[name], from_yaml[name]):
             yield f"{file}: {name} is {from_yaml[name]!r}, but the default of {cls.__name__} is {from_python[name]!r}"
+
+
+def _open_texts(group: str, cls: type[Option]) -> Iterator[str]:
+    """Each knob whose text could be anything and reach a library from a recipe."""
+    if group in OPERATOR_KEYS:
+        return
+    for name, hint in recipe_checks.hints(cls).items():
+        if name not in recipe_checks.local_knobs(cls) and allowed.OPEN in allowed.rules(hint):
+            yield (
+                f"{name} of {cls.__name__} may be any text or mapping, and a recipe could hold it: say in its annotation what it "
+                "may be (Literal, Name, ColumnName, …: drivetrain.core.allowed), or name it in machine_local_keys"
+            )
 
 
 def _equal(default: object, value: object) -> bool:

@@ -5,14 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from drivetrain.core.errors import did_you_mean
+from drivetrain.recipe.migrations import RENAMED as RENAMED
 
-RENAMED = {
-    "batch.steps": "batch.accumulation_steps",
-    "optimizer.lr_of": "optimizer.lr_multipliers",
-    "optimizer.no_decay": "optimizer.no_weight_decay",
-    "parallel.silent_s": "parallel.heartbeat_timeout_s",
-    "debug=sync": "debug=host_sync",
-}
 ELSEWHERE = {  # names of other frameworks → drivetrain's
     "batch.size": "batch.global_batch",
     "batch.batch_size": "batch.global_batch",

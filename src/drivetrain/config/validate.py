@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Annotated, Any
 
+from annotated_types import Ge, Le
 from omegaconf import OmegaConf
 
-from drivetrain.config import bundles, callbacks
+from drivetrain.config import callbacks, recipe_checks
 from drivetrain.config.catalog import LISTS, SUMS, options, shipped_targets
 from drivetrain.config.compose import Composed
 from drivetrain.config.plugins import trusted_packages
+from drivetrain.config.recipe_checks import hints
 from drivetrain.core import paths, selection, user_code
 from drivetrain.core.errors import UserError, did_you_mean
 from drivetrain.core.model_call import ForwardInput
 from drivetrain.core.option import Count, Given, NotGiven, Option, RunSpec
+from drivetrain.recipe.safe_yaml import MAX_WHOLE
 
 _REASONS = {  # pydantic's error types
     "float_type": "must be a number",
@@ -35,10 +38,11 @@ _REASONS = {  # pydantic's error types
     "too_short": "must not be empty",
 }
 _LIMITS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
+Epochs = Annotated[int, Ge(1), Le(1_000_000)]
 _KINDS: dict[str, Any] = {  # of the keys of conf/config.yaml that are no group
-    "epochs": Count, "updates": Count | None, "log_every": Count, "evaluate_every": Count, "output_dir": str,
+    "epochs": Epochs, "updates": Count | None, "log_every": Count, "evaluate_every": Count, "output_dir": str,
     "resume": str | None, "resume_changed": bool, "trust": list[str], "recipe": str | None, "forward_input": ForwardInput,
-    "callbacks": list[str], "select": str | None,
+    "callbacks": list[str], "select": recipe_checks.SELECT,
 }  # fmt: skip
 
 Where = Callable[[str], str]  # key → "file:line: " of the recipe that set it, or ""
@@ -48,8 +52,11 @@ def _nowhere(key: str) -> str:
     return ""
 
 
-def validate(composed: Composed) -> RunSpec:
-    """The config's options as objects, after their rules have passed. Raises UserError with all problems; imports no torch."""
+def validate(composed: Composed, own: bool = False) -> RunSpec:
+    """The config's options as objects, after their rules have passed. Raises UserError with all problems; imports no torch.
+
+    What a recipe may not set is refused before an option is made. With `own` the recipe is a run's, which may choose own code.
+    """
     plain = composed.plain
     if any("@" not in str(word) for word in plain.get("trust") or []):  # a bundle's package is found without it
         paths.add_working_directory()
@@ -58,12 +65,18 @@ def validate(composed: Composed) -> RunSpec:
     parts, given = Given(), Given(values)
     run = RunSpec(composed.choices, given, parts, composed.from_environment)
     _decode(composed, "", _KINDS, given)
-    problems = [*composed.problems, *_value_problems(given, composed.where)]
-    trust = given.get("trust") or []
+    problems = list(composed.problems)
+    sections = {group: list(_sections(group, plain.get(group), composed)) for group in groups}
+    trusted = trusted_packages().union(given.get("trust") or [])
+    found = {p: _class(p, s, trusted, problems) for of_group in sections.values() for p, s in _with_parts(of_group)}
+    classes = {prefix: cls for prefix, cls in found.items() if cls is not None}
+    refused = [*([] if own else recipe_checks.code_problems(composed)), *recipe_checks.problems(composed, classes)]
+    if refused:
+        raise UserError(dict.fromkeys([*problems, *refused]))
+    problems += _value_problems(given, composed.where)
     rightly_made: list[Option] = []
     for group in groups:
-        sections = _sections(group, plain.get(group), composed)
-        made = [_make(prefix, section, trust, composed, problems) for prefix, section in sections]
+        made = [_make(prefix, section, classes, composed, problems) for prefix, section in sections[group]]
         if group in composed.doubtful or None in made:
             parts.wrong.add(group)
         else:
@@ -76,6 +89,7 @@ def validate(composed: Composed) -> RunSpec:
         problems += _broken_rules(run, rightly_made)
     if problems:
         raise UserError(dict.fromkeys(problems))
+    run.not_for_recipes = set(recipe_checks.not_for_recipes(plain, classes))
     return run
 
 
@@ -127,14 +141,18 @@ def _sections(group: str, section: Any, composed: Composed) -> Iterator[tuple[st
         yield group, section
 
 
-def _make(prefix: str, section: dict[str, Any], trust: list[str], composed: Composed, problems: list[str]) -> Option | None:
-    """One option as an object, or None with its `problems`. No code is imported that is neither shipped nor trusted."""
-    knobs = {k: v for k, v in section.items() if k != "_target_"}
-    target = str(section.get("_target_"))
-    if target in SUMS.values():
-        return _make_sum(prefix, target, knobs, trust, composed, problems)
+def _with_parts(sections: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The sections of a group; before that of a sum, those of its parts."""
+    for prefix, section in sections:
+        parts = ((f"{prefix}.{k}", v) for k, v in (section or {}).items() if isinstance(v, dict) and "_target_" in v)
+        yield from (*parts, (prefix, section)) if section and section.get("_target_") in SUMS.values() else [(prefix, section)]
+
+
+def _class(prefix: str, section: dict[str, Any], trusted: Collection[str], problems: list[str]) -> type[Option] | None:
+    """The class of an option, or None with its `problems`. No code is imported that is neither shipped nor trusted."""
+    target, group = str(section.get("_target_")), prefix.split(".")[0]
     if target not in shipped_targets():
-        untrusted = list(user_code.trust_problems(f"{prefix}._target_={target}", target, trusted_packages().union(trust)))
+        untrusted = list(user_code.trust_problems(f"{prefix}._target_={target}", target, trusted))
         if untrusted:
             problems += untrusted
             return None
@@ -143,23 +161,25 @@ def _make(prefix: str, section: dict[str, Any], trust: list[str], composed: Comp
     except (ImportError, AttributeError, ValueError) as error:
         problems.append(f"{prefix}._target_={target} cannot be imported: {error}{_near(target)}")
         return None
-    if not any(_class_problems(prefix.split(".")[0], cls, target)):
-        _decode(composed, prefix, _hints(cls), knobs)
-    wrong = list(_class_problems(prefix.split(".")[0], cls, target)) or list(knob_problems(prefix, cls, knobs, composed.where))
+    wrong = list(_class_problems(group, cls, target))
     problems += wrong
-    return None if wrong else cls(**knobs)
+    return None if wrong else cls
 
 
-def _make_sum(
-    prefix: str, target: str, knobs: dict[str, Any], trust: list[str], composed: Composed, problems: list[str]
+def _make(
+    prefix: str, section: dict[str, Any], classes: recipe_checks.Classes, composed: Composed, problems: list[str]
 ) -> Option | None:
-    """An option that adds up several of its group, which are made from the sections below their names."""
-    names = [k for k, v in knobs.items() if isinstance(v, dict) and "_target_" in v]
-    made = {name: _make(f"{prefix}.{name}", knobs.pop(name), trust, composed, problems) for name in names}
-    cls = user_code.import_name(target)
+    """One option as an object, or None with its `problems`. A sum gets the options that it adds up, from their sections."""
+    knobs = {k: v for k, v in section.items() if k != "_target_"}
+    if section.get("_target_") in SUMS.values():
+        parts = [k for k, v in knobs.items() if isinstance(v, dict) and "_target_" in v]
+        knobs["parts"] = {name: _make(f"{prefix}.{name}", knobs.pop(name), classes, composed, problems) for name in parts}
+    if (cls := classes.get(prefix)) is None:
+        return None
+    _decode(composed, prefix, hints(cls), knobs)
     wrong = list(knob_problems(prefix, cls, knobs, composed.where))
     problems += wrong
-    return None if wrong or None in made.values() else cls(made, **knobs)
+    return None if wrong or None in knobs.get("parts", {}).values() else cls(**knobs)
 
 
 def _near(target: str) -> str:
@@ -202,14 +222,7 @@ def knob_problems(prefix: str, cls: type, knobs: dict[str, Any], where: Where = 
     parameters = inspect.signature(cls).parameters
     unknown = [k for k in knobs if k not in parameters]
     yield from (f"{where(f'{prefix}.{k}')}{prefix}.{k}: {cls.__name__} takes no such argument" for k in unknown)
-    hints = _hints(cls)
-    yield from type_problems(prefix, {k: (hints.get(k, Any), knobs[k]) for k in knobs if k in parameters}, where)
-
-
-def _hints(cls: type) -> dict[str, Any]:
-    """The annotations of a constructor; a dataclass's fields are annotated in its own module and in those of its base classes."""
-    owner: Any = next(c for c in cls.__mro__ if "__init__" in vars(c))
-    return get_type_hints(owner if "__dataclass_fields__" in vars(owner) else owner.__init__, include_extras=True)
+    yield from type_problems(prefix, {k: (hints(cls).get(k, Any), knobs[k]) for k in knobs if k in parameters}, where)
 
 
 def _value_problems(values: dict[str, Any], where: Where) -> Iterator[str]:
@@ -220,18 +233,32 @@ def _value_problems(values: dict[str, Any], where: Where) -> Iterator[str]:
 
 def type_problems(prefix: str, given: dict[str, tuple[Any, Any]], where: Where = _nowhere) -> Iterator[str]:
     """Key → (annotation, value): each value that its annotation excludes. Checked by pydantic, strictly: "1" is no number."""
-    from pydantic import ConfigDict, TypeAdapter, ValidationError
+    from pydantic import ValidationError
 
-    config = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
     for key, (hint, value) in given.items():
         if hint is Any:
             continue
+        name = f"{prefix}.{key}" if prefix else key
+        if _is_too_large(value):  # no library takes it, and Python makes no float of it
+            yield f"{where(name)}{name}: a whole number must be below 2^63"
+            continue
         try:
-            TypeAdapter(hint, config=config).validate_python(value)
+            _adapter(hint).validate_python(value)
         except ValidationError as error:
-            name = f"{prefix}.{key}" if prefix else key
             text = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
             yield f"{where(name)}{name}={text}: {_reason(error.errors())}"
+
+
+@lru_cache(maxsize=1024)  # making one takes longer than checking a value
+def _adapter(hint: Any) -> Any:
+    """pydantic's check of an annotation, strictly."""
+    from pydantic import ConfigDict, TypeAdapter
+
+    return TypeAdapter(hint, config=ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True))
+
+
+def _is_too_large(value: Any) -> bool:
+    return any(map(_is_too_large, value)) if isinstance(value, list) else isinstance(value, int) and abs(value) > MAX_WHOLE
 
 
 def _reason(errors: Iterable[Any]) -> str:
@@ -249,39 +276,12 @@ def _reason(errors: Iterable[Any]) -> str:
 def machine_local_keys(run: RunSpec) -> set[str]:
     """The dotted keys that depend on the machine or its operator: no recipe sets them, and the config's hash leaves them out."""
     always = {"output_dir", "resume", "resume_changed", "trust", "recipe", "logger", "callbacks"}
-    return always | {f"{group}.{knob}" for group, option in _by_group(run) for knob in option.machine_local_keys}
+    return always | run.not_for_recipes | {f"{group}.{k}" for group, option in _by_group(run) for k in option.machine_local_keys}
 
 
 def identifying_keys(run: RunSpec) -> set[str]:
     """The machine-local keys that make another run all the same: the config's hash has them, and a resumed run keeps them."""
-    return {f"{group}.{knob}" for group, option in _by_group(run) for knob in option.identifying_keys}
-
-
-def recipe_code_problems(composed: Composed) -> Iterator[str]:
-    """The problems of a recipe that chooses model=own, data=own, loss=own or metrics=[own], which name code, and is no bundle."""
-    recipe = composed.recipe
-    if recipe is None or recipe.bundle is not None:
-        return
-    for group in ("model", "data", "loss", "metrics"):
-        chosen = recipe.choices.get(group, [])
-        if "own" in (chosen if isinstance(chosen, list) else [chosen]):
-            yield (
-                f"{recipe.where(group)}: a recipe cannot choose '{group}=own' (it names code): choose it on the command line, "
-                "or bring the code in a bundle"
-            )
-
-
-def validate_recipe_keys(composed: Composed, run: RunSpec) -> None:
-    """Check that the recipe sets no machine-local key, whether or not the command line overrides it. Raises UserError."""
-    if composed.recipe is None:
-        return
-    brought = bundles.brought_keys(composed.recipe)
-    keys = [key for key in composed.recipe.values if key in machine_local_keys(run) and key not in brought]
-    if keys:
-        raise UserError(
-            f"{composed.recipe.where(key)}: a recipe cannot set '{key}' (it depends on the machine): set it on the command line"
-            for key in keys
-        )
+    return run.not_for_recipes | {f"{group}.{knob}" for group, option in _by_group(run) for knob in option.identifying_keys}
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -14,11 +14,16 @@ class UserError(ValueError):
     """Bad input, with every problem that was found, one line each. Exit code 2; it is shown without a traceback."""
 
     def __init__(self, problems: str | Iterable[str]) -> None:
-        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        self.problems = [_shown(problem) for problem in ([problems] if isinstance(problems, str) else problems)]
         super().__init__("\n".join(self.problems))
 
     def __reduce__(self) -> tuple[type[UserError], tuple[list[str]]]:  # crosses worker processes
         return type(self), (self.problems,)
+
+
+def _shown(text: str) -> str:
+    """A message without control characters: what it quotes may be a stranger's, and would steer the terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 class DataError(UserError):

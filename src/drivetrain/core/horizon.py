@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 from drivetrain.core.option import Length, RunSpec
@@ -62,7 +61,10 @@ def run_horizon(run: RunSpec, samples: int | None = None, batch: Any = None) -> 
     first, last = batch.updates(samples, 0, drop_last), batch.updates(samples, epochs - 1, drop_last)
     ends: Sequence[int] = range(first, first * epochs + 1, first)
     if first != last:
-        ends = list(accumulate(batch.updates(samples, epoch, drop_last) for epoch in range(epochs)))
+        ends = []
+        for stretch in batch.stretches(epochs):
+            each, begin = batch.updates(samples, stretch.start, drop_last), ends[-1] if ends else 0
+            ends.extend(range(begin + each, begin + each * len(stretch) + 1, each))
     return Horizon(ends[-1], ends).at_most(run.values["updates"])
 
 

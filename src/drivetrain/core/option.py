@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
+from drivetrain.core.allowed import EPOCHS
+
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
 
@@ -24,7 +26,8 @@ Count = Annotated[int, Ge(1)]
 CountOrZero = Annotated[int, Ge(0)]
 # On training: the same numbers; the same mathematics, rounded otherwise or summed in another order; or another run.
 Effect = Literal["exact", "close", "changes"]
-Length = float | str  # below 1: a share of the run; a whole number: updates; "5ep": epochs (read by horizon.Horizon)
+# Below 1: a share of the run; a whole number: updates; "5ep": epochs (read by horizon.Horizon).
+Length = float | Annotated[str, EPOCHS]
 
 
 class NotGiven(KeyError, AttributeError):
@@ -50,6 +53,7 @@ class RunSpec:
     values: dict[str, Any]  # the keys of conf/config.yaml that are no group
     parts: dict[str, Any] = field(default_factory=dict)  # group → Option, or a list of them
     from_environment: Callable[[str], bool] = lambda _: False  # whether the value of a dotted key came from the environment
+    not_for_recipes: set[str] = field(default_factory=set)  # dotted keys whose values no recipe may have: the operator gave them
 
     def __getattr__(self, group: str) -> Any:
         try:

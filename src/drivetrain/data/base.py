@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import annotated_types
 
+from drivetrain.core.allowed import FileName
 from drivetrain.core.errors import DataError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Option, RunSpec
@@ -23,7 +24,7 @@ from drivetrain.data.validation import hold_out
 
 IGNORE_INDEX = -100  # a target that the loss ignores: torch's own ignore_index
 Fraction = Annotated[float, annotated_types.Gt(0), annotated_types.Lt(1)]
-Validation = Literal["auto"] | Fraction | str | None
+Validation = Literal["auto"] | Fraction | FileName | None
 AUTO_SHARE = 0.1  # of the training samples, with data.validation=auto where the data has no validation set of its own
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core import rng
+from drivetrain.core.allowed import ColumnName, Name
 from drivetrain.core.errors import DataError, UserError, did_you_mean
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec, needs_extra
@@ -32,11 +33,11 @@ class HuggingFace(Data):
     def __init__(
         self,
         root: str | None = None,
-        image: str | None = "image",
-        text: str | None = None,
-        label: str = "label",
-        train: str = "train",
-        test: str | None = None,
+        image: ColumnName | None = "image",
+        text: ColumnName | None = None,
+        label: ColumnName = "label",
+        train: Name = "train",
+        test: Name | None = None,
         holdout: Fraction = 0.1,
         validation: Validation = "auto",
         size: Count = 224,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
+from drivetrain.core.allowed import ColumnName, FileName, one_of
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, CountOrZero, RunSpec
@@ -22,6 +23,7 @@ from drivetrain.data.untrusted import number_of_classes, read_image_file
 
 MASKS = (".png", ".bmp", ".gif", ".tif", ".tiff")  # without loss: a JPEG's pixels are no classes
 TableKind = Literal["class", "labels", "values"]
+Separator = Annotated[str, one_of(",", ";", "|", "/", " ")]
 
 
 class Masks(Data):
@@ -38,8 +40,8 @@ class Masks(Data):
     def __init__(
         self,
         root: str | None = None,
-        images: str = "images",
-        masks: str = "masks",
+        images: FileName = "images",
+        masks: FileName = "masks",
         classes: Count | None = None,
         ignore: CountOrZero | None = 255,
         size: Count = 128,
@@ -169,13 +171,13 @@ class LabelsCsv(Data):
         path: str | None = None,
         test: str | None = None,
         root: str | None = None,
-        image: str = "image",
-        target: str | Sequence[str] | None = None,
-        separator: str | None = None,
+        image: ColumnName = "image",
+        target: ColumnName | Sequence[ColumnName] | None = None,
+        separator: Separator | None = None,
         kind: TableKind | None = None,
         size: Count = 224,
         holdout: Fraction = 0.1,
-        validation: Fraction | str | None = 0.1,
+        validation: Fraction | FileName | None = 0.1,
         normalize: Normalization = "imagenet",
         max_pixels: Count = 50_000_000,
         on_error: OnError = "raise",

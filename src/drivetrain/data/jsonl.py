@@ -9,6 +9,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from drivetrain.core.allowed import ColumnName, FileName
 from drivetrain.core.errors import DataError, UserError, did_you_mean
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec, needs_extra
@@ -41,14 +42,14 @@ class Jsonl(Data):
         self,
         path: str | None = None,
         test: str | None = None,
-        text: str = "text",
-        label: str | None = None,
+        text: ColumnName = "text",
+        label: ColumnName | None = None,
         tokenizer: Literal["bytes", "bpe", "file"] = "bytes",
         vocabulary: Count = 4096,
         tokenizer_file: str | None = None,
         length: Count = 256,
         holdout: Fraction = 0.1,
-        validation: Fraction | str | None = 0.1,
+        validation: Fraction | FileName | None = 0.1,
         drop_last: bool = True,
     ) -> None:
         self.path, self.test, self.tokenizer_file = (os.path.expanduser(p) if p else None for p in (path, test, tokenizer_file))

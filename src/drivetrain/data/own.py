@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from drivetrain.core import user_code
+from drivetrain.core.allowed import Arguments, ColumnName, Name
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec
@@ -40,15 +41,15 @@ class Own(Data):
     def __init__(
         self,
         target: str | None = None,
-        kwargs: dict[str, Any] | None = None,
-        train: dict[str, Any] | None = None,
-        test: dict[str, Any] | None = None,
-        validation: Fraction | str | dict[str, Any] | None = 0.1,
+        kwargs: Arguments | None = None,
+        train: Arguments | None = None,
+        test: Arguments | None = None,
+        validation: Fraction | Name | Arguments | None = 0.1,
         classes: Count | None = None,
         targets: TargetKind | None = None,
-        target_key: str | list[str] | None = None,
+        target_key: ColumnName | list[ColumnName] | None = None,
         collate: str | None = None,
-        pad: bool | str | None = None,
+        pad: bool | ColumnName | None = None,
         normalize: bool = True,
         drop_last: bool = True,
     ) -> None:

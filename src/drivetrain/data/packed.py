@@ -77,7 +77,7 @@ class Packed(Data):
     def _index(self) -> dict[str, Any] | None:
         """Return the index; None where there is no valid one, which `validate` reports."""
         try:
-            return read_index(Path(str(self.root)))
+            return read_index(Path(self.root)) if self.root else None
         except UserError:
             return None
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from drivetrain.core import rng
+from drivetrain.core.allowed import ColumnName, FileName
 from drivetrain.core.errors import UserError, did_you_mean
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
@@ -84,14 +85,14 @@ class Tabular(Table):
         self,
         path: str | None = None,
         test: str | None = None,
-        target: str | Sequence[str] | None = None,
-        columns: Sequence[str] | None = None,
-        categories: Sequence[str] = (),
+        target: ColumnName | Sequence[ColumnName] | None = None,
+        columns: Sequence[ColumnName] | None = None,
+        categories: Sequence[ColumnName] = (),
         kind: TableKind | None = None,
         missing: Literal["refuse", "fill"] = "refuse",
         normalize: bool = True,
         holdout: Fraction = 0.2,
-        validation: Fraction | str | None = 0.1,
+        validation: Fraction | FileName | None = 0.1,
         drop_last: bool = False,
     ) -> None:
         self.path, self.test = (os.path.expanduser(p) if p else None for p in (path, test))
@@ -179,7 +180,7 @@ def encoded_splits(
     names: Sequence[str],
     reader: TargetReader,
     y: torch.Tensor,
-    categories: Sequence[str] = (),
+    categories: Sequence[ColumnName] = (),
     normalize: bool = True,
     validation: Columns | None = None,
 ) -> Splits:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from drivetrain.core import rng
+from drivetrain.core.allowed import FileName
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec
@@ -42,7 +43,7 @@ class WebDataset(Data):
         test: str | None = None,
         size: Count = 224,
         holdout: Fraction = 0.1,
-        validation: Fraction | str | None = 0.1,
+        validation: Fraction | FileName | None = 0.1,
         classes: Count | None = None,
         buffer: Count = 10_000,
         cache: str | None = None,

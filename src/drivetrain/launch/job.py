@@ -25,8 +25,9 @@ from drivetrain.core.overrides import format_value, key_of
 from drivetrain.core.paths import add_import_paths
 from drivetrain.core.selection import selected
 from drivetrain.recipe import reader as recipes
+from drivetrain.recipe.reader import Recipe
 from drivetrain.recipe.safe_yaml import printable
-from drivetrain.run import directory, environment, hydra_folder, identity
+from drivetrain.run import directory, drift, environment, hydra_folder, identity, recipe_file
 from drivetrain.run.result import Result
 from drivetrain.saving import manifest
 
@@ -47,6 +48,7 @@ class Job:
     run_dir: Path | None = None  # of a run that is resumed
     checkpoint: Path | None = None
     notices: list[str] = field(default_factory=list)  # what the user should know when the job starts
+    shared: Recipe | None = None  # the recipe that was named, whose hash is checked when the job starts
     hydra: HydraSettings = field(default_factory=HydraSettings)
     attach: Callable[[Trainer], None] | None = None  # called with each rank's finished trainer, before it fits
     work: Callable[[Trainer], None] | None = None  # called with each rank's finished trainer, in place of training
@@ -58,7 +60,7 @@ class Job:
 
     def log_notices(self) -> None:
         """Log what composing found, also under `--quiet`. Composing itself is silent: sweeps and measuring compose many jobs."""
-        for line in self.notices:
+        for line in [*self.notices, *drift.notices(self.shared, self.composed.config_dirs, self.run.values["trust"])]:
             logger.warning("%s", line)
 
     def make_run_dir(self) -> Path:
@@ -82,7 +84,7 @@ class Job:
         about["selection"] = selected(self.run).record()
         about["signature"] = signature.sign(_of_this_machine(about))
         (run_dir / "recipe.yaml").write_text(
-            identity.to_recipe(self.composed, self.machine_local_keys, check.identifying_keys(self.run))
+            recipe_file.to_recipe(self.composed, self.machine_local_keys, check.identifying_keys(self.run))
         )
         (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(self.composed.config))
         write_json(run_dir / "environment.json", about)
@@ -102,7 +104,7 @@ class Job:
 def prepare(
     overrides: Sequence[str],
     config_dirs: Sequence[str] = (),
-    cell: recipes.Recipe | None = None,
+    cell: Recipe | None = None,
     of_cell: Sequence[str] = (),
     hydra: HydraSettings | None = None,
 ) -> Job:
@@ -152,14 +154,11 @@ def _given_twice(words: Sequence[str]) -> list[str]:
 
 def checked(composed: Composed, own: bool = False) -> Job:
     """Validate a composed config as a job. Raises UserError. With `own` its recipe is a run's, with machine-local choices."""
-    if not own:
-        composed.problems += check.recipe_code_problems(composed)
-    run = check.validate(composed)
-    if not own:
-        check.validate_recipe_keys(composed, run)
+    run = check.validate(composed, own)
     local = check.machine_local_keys(run)
     notices = composed.notices + [line for part in check.options_of(run) for line in part.advise(run)]
-    return Job(composed, run, identity.config_hash(composed, local - check.identifying_keys(run)), local, notices=notices)
+    config_hash = identity.config_hash(composed, local - check.identifying_keys(run))
+    return Job(composed, run, config_hash, local, notices=notices, shared=None if own else composed.recipe)
 
 
 def _resumed(run_dir: Path, words: list[str], config_dirs: Sequence[str]) -> Job:

@@ -168,7 +168,7 @@ def _announce(job: Job, quiet: bool) -> None:
     """Log the job's notices and show its recipe."""
     job.log_notices()
     if not quiet:
-        terminal.show_recipe(job.composed)
+        terminal.show_recipe(job.composed, job.run)
 
 
 def _tell_parent(run_dir: Path) -> None:

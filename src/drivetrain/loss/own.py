@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from drivetrain.core import user_code
+from drivetrain.core.allowed import Arguments
 from drivetrain.core.device import sum_dtype
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
@@ -38,7 +39,7 @@ class Own(PartedLoss):
     machine_local_keys = ("target",)
     takes = tuple(DESCRIPTIONS)
 
-    def __init__(self, target: str | None = None, kwargs: dict[str, Any] | None = None) -> None:
+    def __init__(self, target: str | None = None, kwargs: Arguments | None = None) -> None:
         super().__init__()
         self.target, self.kwargs = target, kwargs or {}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.config import catalog, plugins
+from drivetrain.config import catalog, plugins, recipe_checks
 from drivetrain.config.validate import knob_problems, read_config
 from drivetrain.core import user_code
 from drivetrain.core.errors import UserError
@@ -34,9 +34,12 @@ def load(path: Path, key: str, context: BuildContext) -> torch.nn.Module:
         trusted = {*plugins.trusted_packages(), *context.run.values["trust"]}
         if problems := list(user_code.trust_problems(f"{key}={path}: its model {named}", str(named), trusted)):
             raise UserError(problems)
-    weights, option = _weights(path, key), user_code.import_name(target)
+    option = user_code.import_name(target)
     if problems := list(knob_problems(f"{key}={path}: model", option, section)):
         raise UserError(problems)
+    if keys := sorted(recipe_checks.not_for_recipes({"model": section}, {"model": option})):  # anybody may have written it
+        raise UserError(f"{key}={path}: its config.yaml sets {', '.join(keys)} to what no recipe may hold")
+    weights = _weights(path, key)
     try:
         model: Any = option(**section).create(context.data.shape, context.data.classes)
         model.load_state_dict(weights)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from drivetrain.core import user_code
+from drivetrain.core.allowed import Arguments, Name
 from drivetrain.core.errors import UserError
 from drivetrain.core.option import RunSpec, needs_extra
 from drivetrain.core.selection import Better
@@ -34,8 +35,8 @@ class Own(Metric):
     def __init__(
         self,
         target: str | None = None,
-        kwargs: dict[str, Any] | None = None,
-        name: str | None = None,
+        kwargs: Arguments | None = None,
+        name: Name | None = None,
         better: Literal["min", "max"] | None = None,
     ) -> None:
         self.target, self.kwargs = target, kwargs or {}

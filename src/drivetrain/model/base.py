@@ -6,9 +6,10 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from drivetrain.core import horizon as horizons
+from drivetrain.core.allowed import EPOCHS, NAME_PATTERN, Entries, NamePattern
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.limits import memory_bytes, model_within
@@ -34,9 +35,9 @@ class Model(Option):
     """
 
     weights: str | None = None
-    weights_skip: Sequence[str] = ()
-    freeze: Sequence[str] = ()
-    unfreeze: dict[str, Any] = field(default_factory=dict)
+    weights_skip: Sequence[NamePattern] = ()
+    freeze: Sequence[NamePattern] = ()
+    unfreeze: Annotated[dict[str, Any], Entries(NAME_PATTERN, ((NAME_PATTERN, EPOCHS),))] = field(default_factory=dict)
 
     tokens: ClassVar[bool | None] = False  # whether it reads sequences of tokens; None: not known
     pixels: ClassVar[bool | None] = False  # whether it gives an output for each pixel of an image; None: not known

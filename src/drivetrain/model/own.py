@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from drivetrain.core import user_code
+from drivetrain.core.allowed import Arguments
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
 from drivetrain.model.base import Model
@@ -20,7 +20,7 @@ class Own(Model):
     """
 
     target: str | None = None
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    kwargs: Arguments = field(default_factory=dict)
 
     machine_local_keys = ("target", *Model.machine_local_keys)
     tokens = None

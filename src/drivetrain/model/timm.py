@@ -5,12 +5,49 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
+from drivetrain.core.allowed import Entries, Text, one_of
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
 from drivetrain.model.base import NO_START, Model
+
+# What a recipe may set of a network: the numbers of timm's architectures, not what create_model reads itself (paths, addresses,
+# caches, pretrained_cfg). A network that has no such argument says so when it is built.
+NUMBERS = """
+    act_first always_partition attn_drop_rate attn_mlp_ratio attn_pool_mlp_ratio attn_pool_num_heads attn_ratio avg_down
+    base_width bias block_reduce_first bottle_ratio cardinality channels class_token conv_bias conv_mlp conv_ratio depth
+    depths dim_mul dims distillation down_kernel_size down_patch_size down_stride downsamples drop_block_rate drop_path_rate
+    drop_rate dropout dynamic_img_pad dynamic_img_size embed_dim embed_dims expand_groups expand_ratio fc_norm final_norm
+    fix_init fix_stem fused_conv growth_rate head_bias head_dim head_hidden_size head_init_scale head_mul head_norm
+    head_norm_first head_widths heads hidden_size img_size in_chans init_values input_3x3 intermediate_size kernel_size
+    kernel_sizes key_dim layer_scale_init_value layers legacy ls_init_value mask_unit_size merge_size mlp_bias mlp_ratio
+    mlp_ratios no_embed_class norm_eps num_classes num_features num_heads num_init_features num_kv_heads num_reg_tokens
+    out_features output_stride patch_drop_rate patch_kernel patch_norm patch_padding patch_size patch_stride pool_size
+    pos_drop_rate pre_norm preact proj_bias proj_drop_rate q_pool q_stride qk_norm qkv_bias reg_tokens replace_stem_pool
+    rope_temperature scale_mlp se_from_exp sr_ratios stages stem_bias stem_chs stem_expand_ratio stem_kernel_size stem_norm
+    stem_size stem_width strict_img_size swiglu_mlp use_abs_pos_emb use_fc_norm use_lab use_pos_embed use_post_norm
+    use_rot_pos_emb width width_factor widths window_ratio window_size zero_init_last
+"""
+NORM_LAYERS = """
+    batchnorm batchnorm2d groupnorm groupnorm1 layernorm layernorm2d rmsnorm rmsnorm2d simplenorm simplenorm2d
+"""
+ACTIVATIONS = """
+    celu elu gelu gelu_tanh hard_mish hard_sigmoid hard_swish leaky_relu mish quick_gelu relu relu6 selu sigmoid silu swish
+    tanh
+"""
+NAMES = {  # argument → the texts that it may be
+    "act_layer": one_of(*ACTIVATIONS.split()),
+    "norm_layer": one_of(*NORM_LAYERS.split()),
+    "global_pool": one_of("", "avg", "max", "avgmax", "catavgmax", "fast", "map", "token"),
+    "pad_type": one_of("", "same"),
+    "weight_init": one_of("", "jax", "jax_nlhb", "moco", "skip"),
+}
+ARGUMENTS = Entries(
+    Text("|".join([*NUMBERS.split(), *NAMES]), "an argument of timm's architectures that a recipe may set"),
+    tuple((one_of(name), texts) for name, texts in NAMES.items()),
+)
 
 
 @dataclass(eq=False)
@@ -20,9 +57,9 @@ class Timm(Model):
     The numbers of input channels and of classes come from the data, unless `kwargs` sets them.
     """
 
-    name: str = "resnet18"
+    name: Annotated[str, Text(r"\w+(\.\w+)?", "a name of timm.list_models(), not one of a hub or a folder")] = "resnet18"
     pretrained: bool = False
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    kwargs: Annotated[dict[str, Any], ARGUMENTS] = field(default_factory=dict)
 
     machine_local_keys = identifying_keys = (*Model.machine_local_keys, "pretrained")
     may_be_transformer = True

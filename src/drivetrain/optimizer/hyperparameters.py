@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from annotated_types import Gt, Le
 
+from drivetrain.core.allowed import NAME_PATTERN, Entries, NamePattern
 from drivetrain.core.option import NonNegative, Option, Positive
 
 LayerDecay = Annotated[float, Gt(0), Le(1)]
@@ -24,8 +25,8 @@ class Hyperparameters(Option):
     lr: Positive
     weight_decay: NonNegative
     decay_norm_and_bias: bool = False
-    no_weight_decay: list[str] = field(default_factory=list)
+    no_weight_decay: list[NamePattern] = field(default_factory=list)
     layer_decay: LayerDecay | None = None
-    lr_multipliers: dict[str, Any] = field(default_factory=dict)
+    lr_multipliers: Annotated[dict[str, Any], Entries(NAME_PATTERN)] = field(default_factory=dict)
     fused: bool | None = None
     foreach: bool | None = None

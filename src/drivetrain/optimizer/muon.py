@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from drivetrain.core.allowed import NamePattern
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, Momentum, NonNegative, Positive
@@ -34,7 +35,7 @@ class Muon(Optimizer):
     beta1: Momentum = 0.9
     beta2: Momentum = 0.95
     eps: Positive = 1e-8
-    adamw: list[str] = field(default_factory=list)
+    adamw: list[NamePattern] = field(default_factory=list)
 
     def group_settings(self, model: torch.nn.Module) -> GroupSettings:
         names = {name for name, p in model.named_parameters() if p.requires_grad}

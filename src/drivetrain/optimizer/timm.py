@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from drivetrain.core.allowed import PLAIN_NAME, Entries, Name
 from drivetrain.core.errors import UserError, did_you_mean
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import NonNegative, Positive, RunSpec
@@ -23,8 +24,8 @@ class Timm(Optimizer):
     fused_on = ("cpu", "cuda")  # where the optimizer is torch's: `validate_device` asks the optimizer itself
     lr: Positive = 0.003
     weight_decay: NonNegative = 0.01
-    name: str = "nadamw"
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    name: Name = "nadamw"
+    kwargs: Annotated[dict[str, Any], Entries(PLAIN_NAME)] = field(default_factory=dict)
 
     def validate_device(self, run: RunSpec) -> Iterator[str]:
         from timm.optim import list_optimizers

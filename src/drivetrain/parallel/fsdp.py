@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from drivetrain.core.allowed import Name
 from drivetrain.core.blocks import describe_blocks, repeated_blocks
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec
@@ -30,7 +31,7 @@ class Fsdp(Sharded):
     reshard_after_forward: bool = True
     sync_each_micro: bool = False
     offload: bool = False
-    block: str | None = None
+    block: Name | None = None
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)

@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from drivetrain.core import accelerators, trees
+from drivetrain.core.allowed import Name
 from drivetrain.core.blocks import sequential_blocks
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
@@ -66,7 +67,7 @@ class Split(Parallel):
     one_process = False
 
     devices: list[str] | None = None
-    block: str | None = None
+    block: Name | None = None
 
     machine_local_keys = ("devices",)
 

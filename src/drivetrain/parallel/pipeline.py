@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from drivetrain.core.allowed import Name
 from drivetrain.core.blocks import sequential_blocks
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
@@ -49,7 +50,7 @@ class Pipeline(Sharded):
     stages: Count | Literal["auto"] = "auto"
     schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
     per_rank: Count = 2
-    block: str | None = None
+    block: Name | None = None
     shard_stages: bool = False
     tensor: Count = 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,9 @@ import yaml
 
 from drivetrain.core.errors import UserError
 from drivetrain.recipe import claim as claims
-from drivetrain.recipe import safe_yaml
+from drivetrain.recipe import header as headers
+from drivetrain.recipe import migrations, safe_yaml
+from drivetrain.recipe.header import Header
 from drivetrain.recipe.safe_yaml import allowed_in_recipe, is_plain_key, plain_value
 from drivetrain.recipe.source import Source
 
@@ -38,6 +40,9 @@ class Recipe:
     sweep: dict[str, list[Any]] = field(default_factory=dict)
     claim: claims.Claim | None = None  # what was measured of it; not part of the config
     lines: dict[str, int] = field(default_factory=dict)  # key → its line, for messages
+    header: Header = field(default_factory=Header)  # of a recipe that drivetrain wrote
+    unchanged: frozenset[str] = frozenset()  # groups and keys of `unchanged:`, which were mere defaults when it was written
+    notices: list[str] = field(default_factory=list)  # what the user should know of the file, one line each
     source: Source | None = None  # where it came from; None for a run's own
     bundle: Bundle | None = None  # the code that came with it
 
@@ -62,7 +67,15 @@ class Recipe:
     def cell(self, cell: dict[str, Any], groups: Container[str]) -> Recipe:
         """The recipe with one combination of the sweep's values set."""
         chosen, others = _split(cell, groups)
-        return replace(self, choices={**self.choices, **chosen}, values={**self.values, **others}, sweep={})
+        kept = {k: v for k, v in self.values.items() if k not in self.unchanged or holds_for(k, self.choices, chosen)}
+        header = Header() if cell else self.header  # the hash is that of the file
+        return replace(self, choices={**self.choices, **chosen}, values={**kept, **others}, sweep={}, header=header)
+
+    def only_chosen(self) -> Recipe:
+        """The recipe without what was merely a default when it was written."""
+        choices = {group: option for group, option in self.choices.items() if group not in self.unchanged}
+        values = {key: value for key, value in self.values.items() if key not in self.unchanged}
+        return replace(self, choices=choices, values=values, header=Header(), unchanged=frozenset())
 
     def baseline(self, groups: Container[str]) -> Recipe:
         """The recipe that the claim of speed compares with, itself where it has none; from the same file, so checked like any.
@@ -74,8 +87,8 @@ class Recipe:
         against = self.claim.speed.against
         chosen, others = _split(against, groups)
         kept = {key: value for key, value in self.values.items() if key.split(".")[0] not in chosen}
-        lines = {**self.lines, **against.lines}
-        return replace(self, choices={**self.choices, **chosen}, values={**kept, **others}, claim=None, lines=lines)
+        changed = replace(self, choices={**self.choices, **chosen}, values={**kept, **others})
+        return replace(changed, claim=None, lines={**self.lines, **against.lines}, header=Header())
 
 
 def _split(given: dict[str, Any], groups: Container[str]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -91,8 +104,15 @@ def read(path: Path, raw: bytes | None = None) -> Recipe:
     problems: list[str] = []
     for key_node in safe_yaml.duplicate_keys(root):
         problems.append(f"{path}:{key_node.start_mark.line + 1}: '{key_node.value}' is given twice")
+    recipe.header = headers.read(path, root, problems)
+    below = Recipe(name, path)
     for key_node, node in root.value if root is not None else []:
-        _section(recipe, str(key_node.value), key_node, node, problems)
+        if key_node.value == "unchanged":
+            _unchanged(below, key_node, node, problems)
+        elif key_node.value not in headers.FORMS:
+            _section(recipe, str(key_node.value), key_node, node, problems)
+    _take_unchanged(recipe, below)
+    migrations.migrate(recipe, problems)
     if recipe.claim is not None and recipe.sweep:
         problems.append(f"{path}: a recipe with sweep: cannot have claim:, which is about a single config")
     if problems:
@@ -115,6 +135,40 @@ def _section(recipe: Recipe, key: str, key_node: Any, node: Any, problems: list[
             problems.append(f"{where}: sweep: must be a mapping of key → list of values")
     elif allowed_in_recipe(key, where, problems):
         _values(recipe, key, key_node, node, problems)
+
+
+def _unchanged(below: Recipe, key_node: Any, node: Any, problems: list[str]) -> None:
+    """Read options and values that were mere defaults, under the same rules as the rest of the file."""
+    if not isinstance(node, yaml.MappingNode):
+        where = f"{below.path}:{key_node.start_mark.line + 1}"
+        problems.append(f"{where}: unchanged: must be a mapping of 'defaults:' and 'group: {{key: value}}' entries")
+        return
+    for inner, value in node.value:
+        key = str(inner.value)
+        if key in (*headers.FORMS, "description", "claim", "sweep", "unchanged"):
+            problems.append(f"{below.path}:{inner.start_mark.line + 1}: '{key}' cannot be in unchanged:, but beside it")
+        else:
+            _section(below, key, inner, value, problems)
+
+
+def _take_unchanged(recipe: Recipe, below: Recipe) -> None:
+    """Add what was a mere default. What the recipe says above goes before it, and may have been changed by hand."""
+    kept = {key: value for key, value in below.values.items() if holds_for(key, below.choices, recipe.choices)}
+    recipe.unchanged = frozenset({*below.choices, *kept} - {*recipe.choices, *recipe.values})
+    recipe.choices = {**below.choices, **recipe.choices}
+    recipe.values = {**kept, **recipe.values}
+    recipe.lines = {**below.lines, **recipe.lines}
+
+
+def holds_for(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether a value that was a mere default of the options `before` is one of the options `now` too (group → option)."""
+    group, _, rest = key.partition(".")
+    old, new = before.get(group), now.get(group)
+    if old is None or new is None or old == new:
+        return True
+    if isinstance(old, list) and isinstance(new, list):
+        return rest.split(".")[0] in new or rest.split(".")[0] not in old
+    return False
 
 
 def _axis(recipe: Recipe, key: str, key_node: Any, node: Any, problems: list[str]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,14 @@ import yaml
 from drivetrain.core.errors import UserError
 
 MAX_BYTES, MAX_NODES, MAX_DEPTH = 64 * 1024, 2000, 8
+MAX_KEY, MAX_TEXT = 200, 2000  # characters
+MAX_WHOLE = 2**63 - 1  # a whole number
 OPERATOR_KEYS = {  # set by whoever starts the run, never by a file that was shared
     "hydra": "Hydra's settings", "trust": "trust in code", "resume": "a run to resume", "resume_changed": "a run to resume",
     "recipe": "another recipe", "output_dir": "a path", "logger": "loggers",
     "callbacks": "code",
 }  # fmt: skip
-_INTERPOLATION = re.compile(r"\$\{([^}]*)\}?")
+REFERENCE = re.compile(r"\$\{([a-z_]+(?:\.[a-z_0-9]+)*)\}")
 
 
 def load(path: Path, raw: bytes | None = None) -> yaml.MappingNode | None:
@@ -27,10 +31,13 @@ def load(path: Path, raw: bytes | None = None) -> yaml.MappingNode | None:
 
 def read_bytes(path: Path) -> bytes:
     """The bytes of a recipe file. Raises UserError."""
-    try:
-        raw = path.read_bytes()[: MAX_BYTES + 1]
-    except OSError as error:
-        raise UserError(f"recipe {path} cannot be read: {error.strerror}") from None
+    try:  # without waiting for the writer of a pipe
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise UserError(f"recipe {path} is no regular file")
+            raw = file.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:  # ValueError: a null character in the path
+        raise UserError(f"recipe {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if len(raw) > MAX_BYTES:
         raise UserError(f"recipe {path} is larger than {MAX_BYTES // 1024} KiB, the most that a recipe may have")
     return raw
@@ -56,7 +63,8 @@ def _tree(path: Path, raw: bytes) -> yaml.MappingNode | None:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
-        raise UserError(f"{path}{line}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
+        reason = str(getattr(error, "problem", None) or error).splitlines()[0]
+        raise UserError(f"{path}{line}: not valid YAML: {reason}") from None
     if node is not None and not isinstance(node, yaml.MappingNode):
         kind = "list" if isinstance(node, yaml.SequenceNode) else "single value"
         raise UserError(f"recipe {path} is a {kind}, not a mapping: write 'defaults:' and 'group: {{key: value}}' entries")
@@ -88,9 +96,10 @@ def allowed_in_recipe(key: str, where: str, problems: list[str]) -> bool:
 def is_plain_key(key: str, where: str, problems: list[str]) -> bool:
     """Whether a key consists of plain names; if not, `problems` gets the reason."""
     if any(part.startswith("_") for part in key.split(".")):
-        problems.append(f"{where}: '{key}': a recipe chooses options and sets values, never a target or another key of Hydra's")
-    elif not re.fullmatch(r"[A-Za-z0-9_.*?]+", key):  # * and ? in patterns of parameters' names
-        problems.append(f"{where}: '{key}' is not a key: keys are plain names")
+        text = f"'{printable(key):.60}'"
+        problems.append(f"{where}: {text}: a recipe chooses options and sets values, never a target or another key of Hydra's")
+    elif not re.fullmatch(r"[A-Za-z0-9_.*?]+", key) or len(key) > MAX_KEY:  # * and ? in patterns of parameters' names
+        problems.append(f"{where}: '{printable(key):.60}' is not a key: keys are plain names of at most {MAX_KEY} characters")
     else:
         return True
     return False
@@ -107,23 +116,44 @@ def plain_value(node: Any, where: str, key: str, problems: list[str]) -> Any:
         return result
     if isinstance(node, yaml.SequenceNode):
         return [plain_value(v, where, key, problems) for v in node.value]
-    for name in _INTERPOLATION.findall(node.value):
-        if not re.fullmatch(r"[a-z_]+(\.[a-z_0-9]+)*", name):
-            problems.append(f"{where}: '${{{name}}}': a recipe may refer to keys of the config only, never to the environment")
-    if node.style is None and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", node.value):
-        return float(node.value)  # YAML 1.1 reads 1e-3 as text
-    loader = yaml.SafeLoader("")
-    try:
-        value = loader.construct_object(node)
-    except (ValueError, yaml.YAMLError):  # 2026-13-01 has the form of a date, and "=" a meaning in YAML 1.1
-        value = node
-    finally:
-        loader.dispose()
-    if not isinstance(value, str | int | float | bool | None):
-        text = node.value if len(node.value) < 40 else f"{node.value[:40]}…"
-        problems.append(f"{where}: {key}: YAML reads {text} as a date, binary data or nothing: quote it, if it is a text")
+    value = _scalar(node)
+    if problem := _scalar_problem(value, node.value, several_lines=key == "description"):
+        problems.append(f"{where}: {key}: {problem}")
         return None
     return value
+
+
+def _scalar(node: yaml.ScalarNode) -> Any:
+    """A scalar as YAML 1.1 reads it, except that 1e-3 is a number; the node itself where YAML cannot make a value of it."""
+    if node.style is None and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", node.value):
+        return float(node.value)
+    if node.style is None and re.fullmatch(r"[-+]?[\d_]{20,}", node.value):  # Python reads no number of more than 4,300 digits
+        return MAX_WHOLE + 1
+    loader = yaml.SafeLoader("")
+    try:
+        return loader.construct_object(node)
+    except (ValueError, yaml.YAMLError):  # 2026-13-01 has the form of a date, and "=" a meaning in YAML 1.1
+        return node
+    finally:
+        loader.dispose()
+
+
+def _scalar_problem(value: Any, text: str, several_lines: bool) -> str:
+    """Why a recipe may not hold this value; "" where it may."""
+    short = printable(text) if len(text) < 40 else f"{printable(text[:40])}…"
+    if not isinstance(value, str | int | float | bool | None):
+        return f"YAML reads {short} as a date, binary data or nothing: quote it, if it is a text"
+    if isinstance(value, int) and abs(value) > MAX_WHOLE:
+        return f"{short} is too large a number"
+    if not isinstance(value, str):
+        return ""
+    if "${" in value and ("${" in REFERENCE.sub("", value) or "\\" in value):
+        return f"'{short}': a recipe may refer to keys of the config only, as ${{optimizer.lr}}, never to the environment"
+    if value == "???":
+        return "'???' stands for a missing value: write the value"
+    if len(value) > MAX_TEXT or not (value.replace("\n", "") if several_lines else value).isprintable():
+        return f"'{short}': a text has at most {MAX_TEXT} characters, all of them printable"
+    return ""
 
 
 def printable(text: str) -> str:

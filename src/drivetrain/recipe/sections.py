@@ -12,6 +12,7 @@ import yaml
 
 from drivetrain.core.errors import did_you_mean
 from drivetrain.recipe.safe_yaml import plain_value, printable
+from drivetrain.recipe.write import flow
 
 MAX_CHARACTERS = 200  # of a text
 MAX_ITEMS = 1000  # of a list
@@ -122,26 +123,6 @@ def shown(value: Any) -> str:
 def plain(value: Any) -> Any:
     """A value as YAML's writer knows it."""
     return list(value) if isinstance(value, tuple) else dict(value) if isinstance(value, dict) else value
-
-
-def flow(value: Any) -> str:
-    """A value in one line of YAML."""
-    text = yaml.dump([value], Dumper=_Dumper, default_flow_style=True, width=10**6, allow_unicode=True, sort_keys=False)
-    return text.strip()[1:-1]
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes every text that the reader of recipes would read as something else, such as 1e3."""
-
-
-def _string(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
-    node = dumper.represent_str(value)
-    if plain_value(yaml.ScalarNode(dumper.resolve(yaml.ScalarNode, value, (True, False)), value), "", "", []) != value:
-        node.style = "'"
-    return node
-
-
-_Dumper.add_representer(str, _string)
 
 
 # --- checks ---

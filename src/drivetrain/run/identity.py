@@ -1,4 +1,4 @@
-"""The identity of a run: the hash of its config, differences between configs, and the recipe that repeats it.
+"""The identity of a run: the hash of its config, and differences between configs.
 
 Machine-local keys (paths, devices, loggers) belong to this machine and not to a recipe: they are no part of the identity.
 """
@@ -21,15 +21,16 @@ MAY_LENGTHEN = ("epochs", "updates")  # what a resumed run may change
 def machine_local_values(composed: Composed, machine_local_keys: set[str]) -> dict[str, Any]:
     """The values of the machine-local keys, and of all that refer to the environment, unresolved."""
     given = flatten(OmegaConf.to_container(composed.config))
-    return {k: v for k, v in given.items() if _is_machine_local(k, machine_local_keys) or _reads_environment(v)}
+    return {k: v for k, v in given.items() if is_machine_local(k, machine_local_keys) or reads_environment(v)}
 
 
-def _reads_environment(value: Any) -> bool:
+def reads_environment(value: Any) -> bool:
     """Whether an unresolved value refers to the environment, which no recipe may."""
     return "${oc." in str(value)
 
 
-def _is_machine_local(key: str, machine_local_keys: set[str]) -> bool:
+def is_machine_local(key: str, machine_local_keys: Collection[str]) -> bool:
+    """Whether a dotted key is one of the machine-local keys, or below one."""
     return key in machine_local_keys or any(key.startswith(f"{k}.") for k in machine_local_keys)
 
 
@@ -45,7 +46,7 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 def without_machine_local(composed: Composed, machine_local_keys: set[str]) -> dict[str, Any]:
     """The config without its machine-local keys, as dotted keys."""
-    return {k: v for k, v in flatten(composed.plain).items() if not _is_machine_local(k, machine_local_keys)}
+    return {k: v for k, v in flatten(composed.plain).items() if not is_machine_local(k, machine_local_keys)}
 
 
 def config_hash(composed: Composed, machine_local_keys: set[str]) -> str:
@@ -61,36 +62,13 @@ def differences(old: dict[str, Any], new: dict[str, Any], machine_local_keys: se
     """
     a, b = flatten(old), flatten(new)
     skip = machine_local_keys | set(MAY_LENGTHEN)
-    keys = [k for k in {**a, **b} if a.get(k) != b.get(k) and not _is_machine_local(k, skip)]
+    keys = [k for k in {**a, **b} if a.get(k) != b.get(k) and not is_machine_local(k, skip)]
     keys += [k for k in MAY_LENGTHEN if (b.get(k) or math.inf) < (a.get(k) or math.inf)]
     chosen = [k.removesuffix("._target_") for k in keys if k.endswith("._target_")]
     keys = [k for k in keys if not k.startswith(tuple(f"{group}." for group in chosen))]
     classes = [(g, *(str(config.get(f"{g}._target_")).rpartition(".")[2] for config in (a, b))) for g in chosen]
     values = [(k, a.get(k, "absent"), b.get(k, "absent")) for k in keys]
     return [f"{key}: {was} → {now}" for key, was, now in sorted([*classes, *values], key=str)]
-
-
-def to_recipe(composed: Composed, machine_local_keys: set[str], identifying_keys: Collection[str] = ()) -> str:
-    """The YAML of a recipe that repeats a run: the option of every group, and the values that differ from the option's own.
-
-    A comment names what it cannot hold, but the run needs.
-    """
-    chosen = {g: o for g, o in composed.choices.items() if g not in machine_local_keys}
-    plain = flatten(composed.option_defaults)
-    given = flatten(OmegaConf.to_container(composed.config))
-    differing = {k: v for k, v in given.items() if plain.get(k) != v and not _is_machine_local(k, machine_local_keys)}
-    left_out = sorted(k for k, v in given.items() if k in identifying_keys and plain.get(k) != v)
-    outside = sorted(k for k, v in differing.items() if _reads_environment(v))
-    for key in outside:
-        del differing[key]
-    tree = OmegaConf.create({})
-    for key, value in differing.items():
-        OmegaConf.update(tree, key, value, force_add=True)
-    lines = [f"description: {json.dumps(composed.recipe.description)}"] if composed.recipe and composed.recipe.description else []
-    lines += ["defaults:"] + [f"  - override /{g}: {json.dumps(o) if isinstance(o, list) else o}" for g, o in chosen.items()]
-    lines += [f"# {key}={json.dumps(given[key])} is not part of a recipe: give it on the command line" for key in left_out]
-    lines += [f"# {key} came from the environment: give it on the command line" for key in outside]
-    return "\n".join(lines) + "\n" + (OmegaConf.to_yaml(tree) if differing else "")
 
 
 def machine_local_overrides(composed: Composed, machine_local_keys: set[str]) -> dict[str, Any]:

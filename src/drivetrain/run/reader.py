@@ -123,8 +123,10 @@ def read(path: Path) -> RunFiles:
     """Read a run's directory; any of its files may be missing."""
     result = Result.read(path)
     environment = {k: v for k, v in _bounded(_json(path / "environment.json")).items() if fits(v, ENVIRONMENT.get(k, Any))}
-    defaults = _bounded(_yaml(path / "recipe.yaml")).get("defaults")
-    lines = [line for line in defaults if isinstance(line, dict)] if isinstance(defaults, list) else []
+    recipe = _bounded(_yaml(path / "recipe.yaml"))
+    parts = [part for part in (recipe.get("unchanged"), recipe) if isinstance(part, dict)]
+    defaults = [part.get("defaults") for part in parts]
+    lines = [line for found in defaults if isinstance(found, list) for line in found if isinstance(line, dict)]
     chosen = {str(k).rpartition("/")[2]: v for line in lines for k, v in line.items()}
     config = compared(_bounded(_yaml(path / "config.yaml")), chosen)
     spoilt = result is None and (path / "result.json").exists()

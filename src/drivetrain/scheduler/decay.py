@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import cached_property
 from itertools import accumulate
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Le
 
 from drivetrain.core.horizon import Horizon
-from drivetrain.core.option import Count, Length, Positive, RunSpec, Share
+from drivetrain.core.option import Length, Positive, RunSpec, Share
 from drivetrain.scheduler.base import Scheduler, early_end_problem, late_end_advice, zero_length_problem
+
+MAX_LOG = 500.0  # of a product of factors that a float can hold
 
 
 class Decay(Scheduler):
@@ -82,14 +87,25 @@ class Cosine(Decay):
         warmup: Length = 0.0,
         warmup_start: Share = 0.0,
         final: Share = 0.0,
-        cycles: Count = 1,
+        cycles: Annotated[int, Ge(1), Le(10_000)] = 1,
         cycle_mult: Positive = 1.0,
         cycle_decay: Positive = 1.0,
         length: Length | None = None,
     ) -> None:
         super().__init__(warmup, warmup_start, final, length)
         self.cycles, self.cycle_mult, self.cycle_decay = cycles, cycle_mult, cycle_decay
-        self._ends = list(accumulate(cycle_mult**i for i in range(cycles)))  # of each cycle, in units of the first one's length
+
+    @cached_property
+    def _ends(self) -> list[float]:
+        """The end of each cycle, in units of the first one's length."""
+        return list(accumulate(self.cycle_mult**i for i in range(self.cycles)))
+
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        factors = {"cycle_mult": self.cycle_mult, "cycle_decay": self.cycle_decay}
+        beyond = [knob for knob, factor in factors.items() if self.cycles * abs(math.log(factor)) > MAX_LOG]
+        for knob in beyond:
+            yield f"scheduler.{knob}={factors[knob]:g} to the power of scheduler.cycles={self.cycles} is no number: lower one"
+        yield from () if beyond else super().validate(run)
 
     def horizon_problems(self, horizon: Horizon) -> Iterator[str]:
         yield from super().horizon_problems(horizon)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, Literal
 
+from drivetrain.core.allowed import Name
 from drivetrain.core.horizon import Horizon
 from drivetrain.core.option import CountOrZero, Length, Momentum, NonNegative, RunSpec, Share
 from drivetrain.core.selection import evaluated, problems
@@ -20,7 +21,7 @@ class Plateau(Scheduler):
 
     def __init__(
         self,
-        metric: str = "loss",
+        metric: Name = "loss",
         mode: Literal["min", "max"] = "min",
         factor: Momentum = 0.1,
         patience: CountOrZero = 3,

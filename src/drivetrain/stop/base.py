@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from drivetrain.core import selection
+from drivetrain.core.allowed import Name
 from drivetrain.core.horizon import run_horizon
 from drivetrain.core.option import Count, Effect, NonNegative, Option, RunSpec
 
@@ -44,7 +45,7 @@ class Early(Stop):
     effect = "changes"
     changes = "the length of the run"
 
-    def __init__(self, patience: Count = 3, min_delta: NonNegative = 0.0, metric: str | None = None) -> None:
+    def __init__(self, patience: Count = 3, min_delta: NonNegative = 0.0, metric: Name | None = None) -> None:
         self.patience, self.min_delta, self.metric = patience, min_delta, metric
         self._best: float | None = None
         self._bad = 0  # evaluations without improvement, in a row

@@ -89,7 +89,8 @@ def show(sweep: Sweep, objective: Objective | None) -> None:
         return
     overrides = shlex.join(o for o in best.job.overrides if not is_hydra_override(o))
     value = terminal.number(objective.value(best.result) or 0.0)
-    echo(f"\nbest: job {best.number}, {objective.metric} {value} ({best.job.label or 'the only one'})")
+    judged_by = best.result.judged_by if best.result is not None else ""
+    echo(f"\nbest: job {best.number}, {judged_by} {objective.metric} {value} ({best.job.label or 'the only one'})")
     dirs = "".join(f"--config-dir {shlex.quote(folder)} " for folder in sweep.config_dirs)
     echo(f"  drivetrain train {dirs}{overrides}")
     echo(f"  its recipe: {best.run_dir / 'recipe.yaml'}")

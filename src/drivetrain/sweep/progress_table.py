@@ -156,14 +156,14 @@ def row(entry: Entry, runs: bool) -> list[str]:
     """A job's cells in the live table."""
     if entry.result is not None:
         r = entry.result
-        figures = r.status, f"{r.updates:,}", r.judged("final").get("loss"), r.samples_per_second, r.wall_s
+        figures = r.status, f"{r.updates:,}", r.judged("final").get("loss"), r.judged_by, r.samples_per_second, r.wall_s
     elif runs:
         record, length = progress(entry)
         updates = f"{record.get('update', 0):,}/{length:,}" if length else ""
         status = "running" if length else "starting"
-        figures = status, updates, record.get("loss"), record.get("samples_per_second"), entry.seconds()
+        figures = status, updates, record.get("loss"), "training", record.get("samples_per_second"), entry.seconds()
     else:
-        figures = "waiting", "", None, None, 0.0
-    status, updates, loss, rate, seconds = figures
-    shown = ["" if value is None else terminal.number(value) for value in (loss, rate)]
+        figures = "waiting", "", None, "", None, 0.0
+    status, updates, loss, of_set, rate, seconds = figures
+    shown = ["" if loss is None else f"{terminal.number(loss)} {of_set}", "" if rate is None else terminal.number(rate)]
     return [str(entry.number), entry.job.label, status, updates, *shown, duration(seconds) if seconds else ""]

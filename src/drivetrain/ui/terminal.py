@@ -10,9 +10,10 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from drivetrain.core import tables
+from drivetrain.core.option import Effect
 from drivetrain.run.result import Result
 from drivetrain.ui import logs, output
 from drivetrain.ui.output import echo
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     import rich.progress
 
     from drivetrain.config.compose import Composed
+    from drivetrain.core.option import RunSpec
 
 SLOW_RANK = 0.1  # the progress line names the slowest rank where the others wait for it longer than this part of the time
 LINE_EVERY_S = 10.0  # of training without an evaluation, where there is no terminal
@@ -71,8 +73,8 @@ def say(line: str) -> None:
     logger.warning("%s", line)
 
 
-def show_recipe(composed: Composed) -> None:
-    """Show the composed recipe, a line for each group."""
+def show_recipe(composed: Composed, run: RunSpec) -> None:
+    """Show the composed recipe, a line for each group with its effect on training, as `drivetrain list` explains it."""
     name = composed.recipe.name if composed.recipe else "default"
     rows = [(group, *_knobs(composed, group)) for group in composed.choices]
     if not is_live():
@@ -84,11 +86,18 @@ def show_recipe(composed: Composed) -> None:
     tree = Tree(f"[bold]recipe {name}[/]")
     for group, option, knobs in rows:
         style = "dim" if option in ("none", "single", "constant", "") else "cyan"
-        tree.add(f"{group:<14}[{style}]{escape(option):<12}[/] [dim]{escape(knobs)}[/]")
+        tree.add(f"{group:<14}[{style}]{escape(option):<12}[/] [dim]{effect(run, group):<8} {escape(knobs)}[/]")
     for key in ("epochs", "updates"):
         if composed.plain[key] is not None:
             tree.add(f"{key:<14}[cyan]{composed.plain[key]}[/]")
     output.console().print(tree)
+
+
+def effect(run: RunSpec, group: str) -> str:
+    """What a group's options claim of training as they are set: exact, close or changes; the greatest of several."""
+    made = run.parts.get(group)
+    claims = [option.effect_as_set() for option in (made if isinstance(made, list) else [made] if made is not None else [])]
+    return max(claims, key=get_args(Effect).index, default="exact")
 
 
 def _option(choice: Any) -> str:
@@ -222,13 +231,14 @@ def _figures(metrics: Mapping[str, float]) -> str:
 
 def show_jobs(results: Sequence[tuple[int, str, Result]]) -> None:
     """Show a sweep's jobs in one table. A job is (number, the overrides it does not share, result)."""
-    names = list(dict.fromkeys(n for _, _, r in results for n in r.judged("final")))
+    names = list(dict.fromkeys((r.judged_by, n) for _, _, r in results for n in r.judged("final")))
     rows = []
     for job, label, r in results:
-        metrics = [number(r.judged("final")[n]) if n in r.judged("final") else "–" for n in names]
+        figures = {(r.judged_by, n): number(value) for n, value in r.judged("final").items()}
+        metrics = [figures.get(name, "–") for name in names]
         rate = number(r.samples_per_second) if r.samples_per_second else "–"
         rows.append((str(job), label, r.status, *metrics, rate, f"{r.wall_s:.1f} s", (r.error or "").split("\n")[0]))
-    table(("job", "overrides", "status", *names, "samples/s", "time", "error"), rows)
+    table(("job", "overrides", "status", *map(" ".join, names), "samples/s", "time", "error"), rows)
 
 
 def fit(header: list[str], rows: list[list[str]], spare: Sequence[str]) -> list[str]:

@@ -17,6 +17,7 @@ from drivetrain.measure.claims.kinds import Wanted
 from drivetrain.measure.claims.write import SOFTWARE, assembled, check_file
 from drivetrain.recipe import reader as recipes
 from drivetrain.recipe import sections
+from drivetrain.recipe import write as recipe_text
 from drivetrain.recipe.claim import SETS, Claim, Device, Reach
 from drivetrain.recipe.safe_yaml import printable
 from drivetrain.run import reader
@@ -77,7 +78,8 @@ def export(run_dirs: Sequence[Path], settings: Settings | None = None) -> str:
     asked = settings if settings is not None and settings != Settings() else None
     has_claim = len(runs) > 1 or runs[0].status == "completed" or asked is not None  # a killed run leaves a recipe too
     claim = claim_of_runs(runs, asked or Settings()) if has_claim else None
-    return provenance.of([run.path for run in runs]) + recipe.read_text() + (claim.text() if claim is not None else "")
+    text = recipe_text.with_section(recipe.read_text(), claim.text() if claim is not None else "")
+    return provenance.of([run.path for run in runs]) + text
 
 
 def read_runs(run_dirs: Sequence[Path]) -> list[RunFiles]:

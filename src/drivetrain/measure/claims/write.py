@@ -17,7 +17,7 @@ from drivetrain.measure.claims import kinds
 from drivetrain.measure.claims.kinds import Wanted
 from drivetrain.recipe.claim import Against, Claim, Data, Device, Reach, Speed
 from drivetrain.recipe.safe_yaml import printable
-from drivetrain.run import environment, identity
+from drivetrain.run import environment, recipe_file
 from drivetrain.run.identity import flatten
 
 SOFTWARE = ("torch", "drivetrain")  # whose versions a claim names
@@ -101,8 +101,8 @@ def recipe_text(job: Job, against: dict[str, Any], row: Row, base_row: Row | Non
         lines.append(f"{row.samples_per_second:,.0f} samples a second, the baseline {base_row.samples_per_second:,.0f}")
     if unclaimable:
         lines.append(f"no claim: the baseline differs in {', '.join(unclaimable)}, which no recipe may set")
-    text = as_comments(lines) + identity.to_recipe(job.composed, left_out)
-    return text + (claim.text() if claim is not None else "")
+    section = claim.text() if claim is not None else ""
+    return as_comments(lines) + recipe_file.to_recipe(job.composed, left_out, sections=section)
 
 
 def check_file(file: Path | None) -> None:

@@ -1,0 +1,97 @@
+"""What a recipe may set. It is asked before any option is made or validated, since a stranger may have written the recipe."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any, get_type_hints
+
+from drivetrain.config import bundles
+from drivetrain.config.compose import Composed
+from drivetrain.config.recipe_references import followed
+from drivetrain.core import allowed
+from drivetrain.core.option import Option
+from drivetrain.core.patterns import flatten
+from drivetrain.recipe.safe_yaml import OPERATOR_KEYS, printable
+
+Classes = Mapping[str, type[Option]]  # the key of an option's settings → its class
+OF_OPERATOR = frozenset(OPERATOR_KEYS)
+SELECT = allowed.Name | None  # the annotation of `select`, the one text of a recipe that belongs to no group
+
+
+def problems(composed: Composed, classes: Classes) -> Iterator[str]:
+    """Each key that the recipe may not set, and each value that no recipe may have, also where an override replaces it."""
+    if composed.recipe is None:
+        return
+    brought = bundles.brought_keys(composed.recipe)
+    for key, given in ((k, v) for k, v in composed.recipe.values.items() if k not in brought):
+        where, value = composed.recipe.where(key), followed(given, composed.config)
+        if _is_machine_local(key, classes):
+            yield f"{where}: a recipe cannot set '{key}' (it depends on the machine): set it on the command line"
+        elif why := _value_problem(key, value, classes):
+            yield f"{where}: a recipe cannot set {key}={printable(str(value)):.60}: {why}: set it on the command line"
+
+
+def code_problems(composed: Composed) -> Iterator[str]:
+    """The problems of a recipe that chooses model=own, data=own, loss=own or metrics=[own], which name code, and is no bundle."""
+    recipe = composed.recipe
+    if recipe is None or recipe.bundle is not None:
+        return
+    for group in ("model", "data", "loss", "metrics"):
+        chosen = recipe.choices.get(group, [])
+        if "own" in (chosen if isinstance(chosen, list) else [chosen]):
+            yield (
+                f"{recipe.where(group)}: a recipe cannot choose '{group}=own' (it names code): choose it on the command line, "
+                "or bring the code in a bundle"
+            )
+
+
+def not_for_recipes(plain: Mapping[str, Any], classes: Classes) -> Iterator[str]:
+    """The dotted keys of a config whose values no recipe may have: the operator gave them, and a run's recipe leaves them out."""
+    for prefix, cls in classes.items():
+        section: Any = plain
+        for part in prefix.split("."):
+            section = section[part]
+        for name, hint in hints(cls).items():
+            if name in section and name not in local_knobs(cls):
+                value = section[name]
+                entries = flatten(value) if isinstance(value, dict) else {}
+                yield from (f"{prefix}.{name}.{entry}" for entry, v in entries.items() if allowed.problem(hint, v, entry))
+                if not isinstance(value, dict) and allowed.problem(hint, value):
+                    yield f"{prefix}.{name}"
+
+
+def hints(cls: Any) -> dict[str, Any]:
+    """The annotations of a constructor; a dataclass's fields are annotated in its own module and in those of its base classes."""
+    return _hints(cls)
+
+
+@cache
+def _hints(cls: Any) -> dict[str, Any]:
+    owner: Any = next(c for c in cls.__mro__ if "__init__" in vars(c))
+    found = get_type_hints(owner if "__dataclass_fields__" in vars(owner) else owner.__init__, include_extras=True)
+    return {name: hint for name, hint in found.items() if name in inspect.signature(cls).parameters}
+
+
+def _is_machine_local(key: str, classes: Classes) -> bool:
+    return any(
+        key == local or key.startswith(f"{local}.")
+        for local in (*OF_OPERATOR, *(f"{prefix}.{knob}" for prefix, cls in classes.items() for knob in local_knobs(cls)))
+    )
+
+
+def local_knobs(cls: type[Option]) -> tuple[str, ...]:
+    """The class's machine-local knobs; a sum's are those of its parts, which are classes of their own here."""
+    return cls.machine_local_keys if isinstance(cls.machine_local_keys, tuple) else ()
+
+
+def _value_problem(key: str, value: Any, classes: Classes) -> str:
+    """Why no recipe may have this value; "" where it may, or where there is no such key."""
+    if key == "select":
+        return allowed.problem(SELECT, value)
+    for prefix, cls in classes.items():
+        knob, _, entry = key.removeprefix(f"{prefix}.").partition(".")
+        if key.startswith(f"{prefix}.") and knob in hints(cls):
+            return allowed.problem(hints(cls)[knob], value, entry)
+    return ""

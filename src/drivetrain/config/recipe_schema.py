@@ -1,0 +1,219 @@
+"""The JSON Schema of recipes, made from the options there are, so that editors complete and check them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+from omegaconf import OmegaConf
+from pydantic import TypeAdapter
+from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError
+
+from drivetrain.config import catalog
+from drivetrain.config.catalog import LISTS, SUMS
+from drivetrain.config.plugins import trusted_packages
+from drivetrain.config.recipe_checks import hints
+from drivetrain.config.validate import _KINDS as KINDS
+from drivetrain.core import process
+from drivetrain.core.paths import conf_dir
+from drivetrain.core.user_code import import_name, trust_problems
+from drivetrain.recipe.claim import Claim
+from drivetrain.recipe.header import FORMS, SCHEMA
+from drivetrain.recipe.safe_yaml import OPERATOR_KEYS
+
+Schema = dict[str, Any]
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+NAMES_CODE = "own"  # the options that name the user's code, which no recipe may choose
+REFERENCE: Schema = {"type": "string", "pattern": r"^\$\{[a-z_]+(\.[a-z_0-9]+)*\}$", "description": "the value of another key"}
+_COMMENT = re.compile(r"^(?P<key>[A-Za-z_]\w*):.*?\s#\s(?P<text>.*)$")
+
+
+def recipe_schema(config_dirs: Sequence[str] = ()) -> Schema:
+    """The schema of a recipe, with the options of plugins and of the user's own folders."""
+    files = {group: of_group for group, of_group in catalog.option_files(config_dirs).items() if group not in OPERATOR_KEYS}
+    knobs = {group: {name: _knobs(file) for name, file in of_group.items()} for group, of_group in files.items()}
+    defs: Schema = {f"{group}.{name}": _object(found) for group, names in knobs.items() for name, found in names.items()}
+    defs |= {group: _section(group, names) for group, names in knobs.items()}
+    defs |= {f"choice.{group}": _choice(group, of_group) for group, of_group in files.items()}
+    defs["reference"] = REFERENCE
+    defs["fitting"] = {"allOf": list(_fitting(knobs)), "description": "the knobs of a group are those of its option"}
+    defs["defaults"] = _defaults(files)
+    settings = {"defaults": {"$ref": "#/$defs/defaults"}, **{group: {"$ref": f"#/$defs/{group}"} for group in knobs}, **_values()}
+    body = {"patternProperties": _dotted(knobs), "additionalProperties": False, "allOf": [{"$ref": "#/$defs/fitting"}]}
+    return {
+        "$schema": DIALECT,
+        "title": f"A recipe of drivetrain {process.__version__}",
+        "type": "object",
+        "properties": {
+            **_header(),
+            "description": {"type": "string", "description": "what the recipe is for"},
+            **settings,
+            "sweep": _sweep(knobs),
+            "claim": {**_dataclass(Claim), "description": "what was measured of it; it changes nothing of the run"},
+            "unchanged": {
+                "type": "object", "properties": settings, **body,
+                "description": "the defaults of the time when it was written; what is above goes before them",
+            },
+        },
+        **body,
+        "$defs": defs,
+    }  # fmt: skip
+
+
+def _header() -> dict[str, Schema]:
+    texts = {key: {"type": "string", "pattern": f"^(?:{form})$"} for key, (form, _) in FORMS.items()}
+    return {
+        "schema": {"type": "integer", "minimum": 1, "maximum": SCHEMA, "description": "the form of this file"},
+        "drivetrain": {**texts["drivetrain"], "description": "the version that wrote it"},
+        "hash": {**texts["hash"], "description": "of the config that it stands for"},
+        "left_out": {"type": "array", "items": texts["left_out"], "description": "groups and keys for whoever runs it to choose"},
+    }
+
+
+def _dataclass(section: Any) -> Schema:
+    """A section that is declared as a dataclass, as the claim. What its fields say of themselves is their description."""
+    hints = get_type_hints(section, include_extras=True)
+    declared = {field.name: field for field in fields(section) if field.compare}  # the others are not in the file
+    required = [name for name, field in declared.items() if field.default is MISSING and field.default_factory is MISSING]
+    shown = {name: {**_declared(hints[name]), **_about(hints[name])} for name in declared}
+    return {"type": "object", "properties": shown, "required": required, "additionalProperties": False}
+
+
+def _declared(hint: Any) -> Schema:
+    """What the annotation of a field allows: plain values, mappings, and sections of their own."""
+    if get_origin(hint) is Annotated:
+        return _declared(get_args(hint)[0])
+    if get_origin(hint) in (Union, UnionType):
+        return {"anyOf": [_declared(part) for part in get_args(hint)]}
+    if is_dataclass(hint):
+        return _dataclass(hint)
+    if isinstance(hint, type) and issubclass(hint, dict):
+        return {"type": "object"}
+    return TypeAdapter(hint).json_schema()
+
+
+def _about(hint: Any) -> Schema:
+    texts = [
+        text for rule in getattr(hint, "__metadata__", ()) for name in ("about", "comment") if (text := getattr(rule, name, ""))
+    ]
+    return {"description": texts[0]} if texts else {}
+
+
+def _knobs(file: Path) -> dict[str, Schema]:
+    """The knobs of an option that a recipe may set; without types where its code is not trusted."""
+    values: Any = OmegaConf.to_container(OmegaConf.load(file))
+    target = str(values.pop("_target_"))
+    values.pop("preset", None)  # of a task
+    trusted = target in catalog.shipped_targets() or not any(trust_problems("", target, trusted_packages()))
+    option = import_name(target) if trusted else None
+    kinds = hints(option) if option is not None else {}
+    local = option.machine_local_keys if option is not None else ()
+    return _described(file, {k: v for k, v in values.items() if k not in local}, kinds)
+
+
+def _values() -> dict[str, Schema]:
+    """The keys of conf/config.yaml that are no group."""
+    values = {k: v for k, v in catalog.root_config().items() if k != "defaults" and k not in OPERATOR_KEYS}
+    return _described(conf_dir() / "config.yaml", values, KINDS)
+
+
+def _described(file: Path, values: Mapping[str, Any], kinds: Mapping[str, Any]) -> dict[str, Schema]:
+    """Key → the schema of its value, with its default and the comment beside it."""
+    comments = {found["key"]: found["text"].strip() for line in file.read_text().splitlines() if (found := _COMMENT.match(line))}
+    return {
+        key: {**_kind(kinds.get(key, Any)), "default": default, **({"description": comments[key]} if key in comments else {})}
+        for key, default in values.items()
+    }
+
+
+def _kind(hint: Any) -> Schema:
+    """What an annotation allows; a reference to another key may stand for any value."""
+    try:
+        schema = TypeAdapter(hint, config={"arbitrary_types_allowed": True}).json_schema()
+    except (PydanticInvalidForJsonSchema, PydanticSchemaGenerationError):
+        return {}
+    return {"anyOf": [*schema.get("anyOf", [schema]), {"$ref": "#/$defs/reference"}]} if schema else {}
+
+
+def _object(knobs: Mapping[str, Schema]) -> Schema:
+    return {"type": "object", "properties": dict(knobs), "additionalProperties": False}
+
+
+def _section(group: str, options: Mapping[str, Mapping[str, Schema]]) -> Schema:
+    """What may stand below a group's name, whatever its option is."""
+    below = {name: {"$ref": f"#/$defs/{group}.{name}"} for name in options if name not in ("none", NAMES_CODE)}
+    if group in LISTS:
+        return _object(below)
+    found: dict[str, dict[str, Schema]] = {}  # knob → its schema as text → a reference to it
+    for name, of_option in options.items():
+        for knob, schema in of_option.items():
+            place = {"$ref": f"#/$defs/{group}.{name}/properties/{knob}"}
+            found.setdefault(knob, {}).setdefault(json.dumps(schema), place)
+    knobs = {knob: {"anyOf": [*places.values()]} for knob, places in found.items()}
+    return _object({**knobs, **below, "weights": _kind(list[float] | None)} if group in SUMS else knobs)
+
+
+def _fitting(knobs: Mapping[str, Mapping[str, Any]]) -> Iterator[Schema]:
+    """For each option: where it is chosen, the group's knobs are its own."""
+    for group, names in knobs.items():
+        for name in names if group not in LISTS else ():
+            entry = {"properties": {f"override /{group}": {"const": name}}, "required": [f"override /{group}"]}
+            chosen = {"properties": {"defaults": {"contains": entry}}, "required": ["defaults"]}
+            yield {"if": chosen, "then": {"properties": {group: {"$ref": f"#/$defs/{group}.{name}"}}}}
+
+
+def _choice(group: str, files: Mapping[str, Path]) -> Schema:
+    """An option of a group, or several of them where the group takes several."""
+    names = [name for name in files if name != NAMES_CODE]
+    one = {"enum": names, "enumDescriptions": [catalog.summary(files[name]) for name in names]}
+    several = {"type": "array", "items": one, "uniqueItems": True}
+    if group in LISTS:
+        return {"anyOf": [several, one]}
+    return {"anyOf": [one, {**several, "minItems": 1}]} if group in SUMS else one
+
+
+def _chosen(group: str) -> Schema:
+    return {"$ref": f"#/$defs/choice.{group}"}
+
+
+def _defaults(groups: Collection[str]) -> Schema:
+    """The list in which a recipe chooses options, each as `override /group: option` or with less around the group."""
+    entry = {
+        "type": "object",
+        "properties": {f"override /{group}": _chosen(group) for group in groups},
+        "patternProperties": {f"^(optional )?(override )?/?{group}$": _chosen(group) for group in groups},
+        "additionalProperties": False,
+        "minProperties": 1,
+        "maxProperties": 1,
+    }
+    return {"type": "array", "items": {"anyOf": [entry, {"const": "_self_"}]}, "description": "the options of the groups"}
+
+
+def _dotted(knobs: Mapping[str, Mapping[str, Any]]) -> dict[str, Schema]:
+    """The knobs written as `group.knob: value`, whose values the editor does not check."""
+    found: dict[str, Schema] = {}
+    for group, names in knobs.items():
+        own = {knob for of_option in names.values() for knob in of_option} if group not in LISTS else set()
+        below = {f"{name}\\.{knob}" for name, of_option in names.items() for knob in of_option if group in (*LISTS, *SUMS)}
+        if own | below:
+            found[f"^{group}\\.({'|'.join(sorted(own | below))})(\\..+)?$"] = {}
+    return found
+
+
+def _sweep(knobs: Mapping[str, Mapping[str, Any]]) -> Schema:
+    """The grid: for each key or group the values to go through."""
+    groups = {g: {"anyOf": [{"type": "array", "minItems": 1, "items": _chosen(g)}, _chosen(g)]} for g in knobs}
+    return {
+        "type": "object",
+        "properties": {**groups, **{key: {} for key in _values()}},
+        "patternProperties": _dotted(knobs),
+        "additionalProperties": False,
+        "minProperties": 1,
+        "description": "a grid: for each key or group a list of values",
+    }

@@ -1,0 +1,130 @@
+"""What a recipe may give a knob. Anybody may have written a recipe, so a text from it reaches a library only if a list has it.
+
+A knob's annotation says what its text may be: a Literal, or `Annotated[str, Text(…)]`; for a mapping `Annotated[dict[str, Any],
+Entries(…)]`. What an annotation leaves open (a bare `str`, `dict` or `Any`), no recipe can set. The command line may set it all.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from drivetrain.core.patterns import flatten
+
+LARGEST = 10**6  # a number among a library's arguments
+NO_RULE = "a recipe may give it numbers only"
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text that a recipe may give: one that matches the regular expression `pattern` as a whole. `what` is for messages."""
+
+    pattern: str
+    what: str
+
+    def takes(self, value: str) -> bool:
+        """Whether a recipe may give this text."""
+        return re.fullmatch(self.pattern, value) is not None
+
+
+def one_of(*names: str) -> Text:
+    """A text that is one of these names."""
+    return Text("|".join(map(re.escape, names)), f"one of {', '.join(names)}")
+
+
+@dataclass(frozen=True)
+class Entries:
+    """The entries that a mapping in a recipe may have: numbers, true, false, null and lists of these, under names of `names`.
+
+    An entry of an inner mapping is named with dots. `texts` says which entries may be a text, and which text.
+    """
+
+    names: Text
+    texts: tuple[tuple[Text, Text], ...] = ()  # (names of entries, their texts)
+
+    def problem(self, name: str, value: Any) -> str:
+        """Why a recipe may not have this entry; "" where it may."""
+        if not self.names.takes(name):
+            return f"'{name}' is not {self.names.what}"
+        texts = [text for names, text in self.texts if names.takes(name)]
+        for part in _parts(value):
+            if isinstance(part, dict):
+                return "it must not be a mapping"
+            if isinstance(part, str) and not any(text.takes(part) for text in texts):
+                return f"it must be {' or '.join([*(text.what for text in texts), 'a number'])}"
+            if isinstance(part, int | float) and not abs(part) <= LARGEST:
+                return f"it must lie between {-LARGEST} and {LARGEST}"
+        return ""
+
+
+class _Name(Text):
+    """A text of a Literal, whose other texts are refused by its type."""
+
+
+class _Open:
+    """Stands for a part of an annotation that takes texts or mappings, and has no rule."""
+
+
+OPEN = _Open()
+
+
+def rules(hint: Any) -> Iterator[Text | Entries | _Open]:
+    """What an annotation says of texts and mappings; OPEN for each part that takes some without a rule."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        marks = [mark for mark in parts[1:] if isinstance(mark, Text | Entries)]
+        yield from marks or rules(parts[0])
+    elif origin is Literal:
+        yield from (_Name(re.escape(name), name) for name in parts if isinstance(name, str))
+    elif origin in (Union, types.UnionType) or (isinstance(origin, type) and issubclass(origin, Sequence)):
+        yield from (rule for part in parts if part is not ... for rule in rules(part))
+    elif hint not in (bool, int, float, None, type(None)):
+        yield OPEN
+
+
+def problem(hint: Any, value: Any, entry: str = "") -> str:
+    """Why a recipe may not give this value to a knob of this annotation; "" where it may, or where the type is wrong anyway.
+
+    `entry` is the dotted name within the knob, where the value is that of one entry of a mapping.
+    """
+    known = list(rules(hint))
+    texts = [rule for rule in known if isinstance(rule, Text)]
+    if entry or isinstance(value, dict):
+        entries = [rule for rule in known if isinstance(rule, Entries)]
+        given = flatten({entry: value} if entry else value)
+        wrong = (rule.problem(name, part) for rule in entries for name, part in given.items())
+        return next(filter(None, wrong), NO_RULE if OPEN in known and given and not entries else "")
+    for part in _parts(value):
+        if isinstance(part, str | dict) and OPEN in known:
+            return NO_RULE
+        if isinstance(part, str) and any(type(text) is Text for text in texts) and not any(text.takes(part) for text in texts):
+            return f"it must be {' or '.join(text.what for text in texts)}"
+    return ""
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """The elements of a list and of lists in it; any other value itself."""
+    if isinstance(value, list | tuple):
+        for part in value:
+            yield from _parts(part)
+    else:
+        yield value
+
+
+# What the texts of the options' knobs are.
+PLAIN_NAME = Text(r"[A-Za-z_]\w{0,99}", "a plain name")
+NAME_PATTERN = Text(r"[\w.*?\[\]!-]{1,200}", "a parameter's or module's name, with * and ? for any letters")
+EPOCHS = Text(r"\d{1,9}(\.\d{1,9})?ep", "a number of epochs such as 5ep")
+
+Name = Annotated[str, PLAIN_NAME]  # of a metric, a split, a class of modules
+NamePattern = Annotated[str, NAME_PATTERN]  # of parameters and modules
+ColumnName = Annotated[str, Text(r"\w[^/\\:\x00-\x1f\x7f-\x9f\u2028\u2029]{0,99}", "a column's name without / \\ and :")]
+FileName = Annotated[str, Text(r"\w[\w.-]{0,99}", "a plain name of a file or folder beside the data, not a path")]
+# Arguments of code that the operator trusts: plain ones. Paths and addresses are the operator's to give.
+Arguments = Annotated[
+    dict[str, Any],
+    Entries(Text(r"[A-Za-z]\w*(\.\w+)*", "the name of an argument"), ((Text(r".*", ""), PLAIN_NAME),)),
+]

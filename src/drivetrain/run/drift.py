@@ -1,0 +1,96 @@
+"""The hash of what a recipe stands for, and whether it still comes out: a default may have changed since it was written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from drivetrain.config.catalog import shipped_targets
+from drivetrain.config.compose import Composed, compose
+from drivetrain.config.plugins import trusted_packages
+from drivetrain.core import process, user_code
+from drivetrain.core.errors import UserError
+from drivetrain.core.overrides import format_value
+from drivetrain.recipe.header import HASH_DIGITS
+from drivetrain.recipe.reader import Recipe
+from drivetrain.recipe.safe_yaml import OPERATOR_KEYS
+from drivetrain.run.identity import flatten, is_machine_local
+
+
+def settable(composed: Composed, machine_local_keys: Collection[str], left_out: Collection[str] = ()) -> dict[str, Any]:
+    """What a recipe may set of a config: group → option, and dotted key → value.
+
+    A value that refers to another key stays as it is written: it may lead to the environment, which no hash tells of.
+    """
+    outside = {*OPERATOR_KEYS, *machine_local_keys, *left_out}
+    unresolved = flatten(OmegaConf.to_container(composed.config))
+    every = {**flatten(composed.plain), **{k: v for k, v in unresolved.items() if "${" in str(v)}, **composed.choices}
+    every = {k: v for k, v in every.items() if v != {} and not k.endswith("_target_")}
+    return {k: v for k, v in every.items() if not is_machine_local(k, outside)}
+
+
+def digest(settings: dict[str, Any]) -> str:
+    """The hash of `settable`: the same on every machine and in every order, and the same for 1 and 1.0."""
+    text = json.dumps(_canonical(settings), sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:HASH_DIGITS]
+
+
+def _canonical(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(k): _canonical(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [*map(_canonical, value)]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def notices(recipe: Recipe | None, config_dirs: Collection[str] = (), trust: Collection[str] = ()) -> Iterator[str]:
+    """A line for a recipe whose hash does not come out: which knobs it does not spell out, and what they are now.
+
+    Nothing is said of a recipe without a hash, and of one that cannot be composed, for which others give the reason.
+    """
+    if recipe is None or recipe.header.hash is None:
+        return
+    try:
+        alone = compose([f"trust={format_value([*trust])}"], [*config_dirs], base=recipe)
+    except UserError:
+        return
+    local = machine_local_keys(alone.plain, trust)
+    if alone.problems or local is None:
+        return
+    now = settable(alone, local, recipe.header.left_out)
+    if digest(now) == recipe.header.hash:
+        return
+    spelled_out = {*recipe.choices, *recipe.values}
+    added = [f"{key}={format_value(value)}" for key, value in now.items() if key not in spelled_out]
+    gone = [key for key in recipe.unchanged if key not in now and recipe.values.get(key) != {}]
+    about = f"recipe {recipe.name}: {recipe.header.writer} wrote it for another config (hash {recipe.header.hash})"
+    here = f"drivetrain {process.__version__}"
+    if added:
+        yield f"{about}: it does not say what these were, and with {here} they are {', '.join(sorted(added))}"
+    elif not gone:  # a knob that is gone has a notice of its own
+        yield f"{about}: its options or values were changed since. To share it, export it anew from a run, or remove hash:"
+
+
+def machine_local_keys(tree: Any, trust: Collection[str] = (), prefix: str = "") -> set[str] | None:
+    """The machine-local keys of the options in a config, which need not be a valid run; None if one's code is not trusted."""
+    found: set[str] = set()
+    if not isinstance(tree, dict):
+        return found
+    if isinstance(target := tree.get("_target_"), str):
+        if target not in shipped_targets() and any(user_code.trust_problems("", target, trusted_packages().union(trust))):
+            return None
+        try:
+            keys = user_code.import_name(target).machine_local_keys
+        except (ImportError, AttributeError, ValueError):
+            return None
+        found = {prefix + key for key in keys} if isinstance(keys, tuple) else set()  # a sum's are those of its parts
+    for key, value in tree.items():
+        below = machine_local_keys(value, trust, f"{prefix}{key}.")
+        if below is None:
+            return None
+        found |= below
+    return found

@@ -1,0 +1,368 @@
+"""The written form of a recipe: every knob is in it, it is read back as it was, and what has changed since is told."""
+
+import itertools
+import logging
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from drivetrain.cli import main
+from drivetrain.config.catalog import LISTS, SUMS, options
+from drivetrain.config.compose import Composed, compose
+from drivetrain.core import paths, process
+from drivetrain.core.errors import UserError
+from drivetrain.launch.job import prepare
+from drivetrain.recipe import header, migrations, reader, write
+from drivetrain.run import drift
+from drivetrain.run.recipe_file import to_recipe
+
+
+def text_of(composed: Composed) -> str:
+    local = drift.machine_local_keys(composed.plain)
+    assert local is not None
+    return to_recipe(composed, local)
+
+
+def exported(*words: str, name: str = "shared.yaml") -> Path:
+    """The recipe of a run with these words, in a file."""
+    Path(name).write_text(text_of(compose(words)))
+    return Path(name)
+
+
+def settings(composed: Composed) -> dict[str, Any]:
+    """What a recipe may set of a config."""
+    local = drift.machine_local_keys(composed.plain)
+    assert local is not None
+    return drift.settable(composed, local)
+
+
+def edited(file: Path, *replaced: tuple[str, str]) -> Path:
+    text = file.read_text()
+    for old, new in replaced:
+        assert text.count(old) == 1, f"{old!r} is {text.count(old)} times in\n{text}"
+        text = text.replace(old, new)
+    file.write_text(text)
+    return file
+
+
+def said(*words: str) -> str:
+    """What a run of these words tells when it starts."""
+    lines: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logging.getLogger("drivetrain.launch.job"), "warning", lambda form, line: lines.append(line))
+        prepare([*words]).log_notices()
+    return "\n".join(lines)
+
+
+# --- what is written ---
+
+
+def test_what_was_chosen_comes_first_and_every_other_knob_after_it():
+    file = exported("precision=bf16", "optimizer.lr=0.02", "epochs=3")
+    tree = yaml.safe_load(file.read_text())
+    assert list(tree) == ["schema", "drivetrain", "hash", "defaults", "optimizer", "epochs", "unchanged"]
+    assert (tree["schema"], tree["drivetrain"]) == (header.SCHEMA, process.__version__)
+    assert (tree["defaults"], tree["optimizer"], tree["epochs"]) == ([{"override /precision": "bf16"}], {"lr": 0.02}, 3)
+    recipe = reader.read(file)
+    assert {k for k in (*recipe.choices, *recipe.values) if recipe.values.get(k) != {}} == set(settings(compose([])))
+    assert recipe.unchanged == {*recipe.choices, *recipe.values} - {"precision", "optimizer.lr", "epochs"}
+
+
+def test_a_tasks_own_options_and_values_are_defaults_too():
+    tree = yaml.safe_load(exported("task=segmentation", "model.depth=3").read_text())
+    assert (tree["defaults"], tree["model"]) == ([{"override /task": "segmentation"}], {"depth": 3})
+    assert {"override /model": "unet"} in tree["unchanged"]["defaults"]
+    assert tree["unchanged"]["model"]["width"] == 12
+
+
+ROWS = range(max(len(names) for group, names in options().items() if group not in LISTS))
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_every_option_is_read_back_as_it_was(row: int):
+    """The n-th option of each group, or all of a group that takes several."""
+    words = [f"{g}={names[row % len(names)]}" for g, names in options().items() if g not in LISTS]
+    if row == 0:
+        words = [f"{g}=[{','.join(n for n in names if n != 'none')}]" for g, names in options().items() if g in (*LISTS, *SUMS)]
+    first = compose(words)
+    assert first.problems == []
+    file = Path("row.yaml")
+    file.write_text(text_of(first))
+    recipe = reader.read(file)
+    second = compose([], base=recipe)
+    assert second.problems == []
+    assert settings(second) == settings(first)
+    assert drift.digest(settings(second)) == recipe.header.hash
+    if row == 0:
+        assert text_of(second) == file.read_text()
+
+
+TEXTS = [
+    "1e5", "1.5e-3", "0x1f", "1_000", "12:30:45", "2026-11-23", "yes", "on", "null", "~", "", " a ", "a: b", "# no",
+    "- a", "=", "<<", "|", ">", "[a]", "{a}", "it's", '"', "é", "*", "&a", "!a", "%", "@", "`",
+    "5ep", "1.0", "00", "+1", ".inf", "a" * 300,
+]  # fmt: skip
+NUMBERS = [0, 1, -1, 10**15, 0.1, 1.0, 1e-5, 1e22, 1.5e-300, -0.0, True, False, None]
+
+
+def test_values_are_read_back_as_they_were():
+    given = {f"model.kwargs.k{n}": value for n, value in enumerate([*TEXTS, *NUMBERS, TEXTS, NUMBERS, [[1, "1"], []], {}])}
+    given |= {f"optimizer.lr_multipliers.{key}": 2 for key in ("*.bias", "0", "on", "null", "1e5", "layers.0.weight")}
+    given |= {"model.unfreeze.head": "2ep", "model.unfreeze.head.bias": 0.5}  # a value, and one below it
+    Path("a.yaml").write_text(write.block(write.nested(given)))
+    found = reader.read(Path("a.yaml")).values
+    assert found == given
+    assert {k: type(v) for k, v in found.items()} == {k: type(v) for k, v in given.items()}
+    for value in given.values():
+        Path("a.yaml").write_text(f"a: {write.flow(value)}\n")
+        assert reader.read(Path("a.yaml")).values["a"] == value
+
+
+def test_the_environment_is_not_written(monkeypatch):
+    monkeypatch.setenv("LR", "0.0123")
+    words = [
+        "optimizer.lr=${oc.env:LR}",
+        "scheduler.warmup='${optimizer.weight_decay}'",
+        "ema=ema",
+        "ema.decay='${optimizer.lr}'",
+    ]
+    composed = compose(words)
+    assert composed.plain["ema"]["decay"] == composed.plain["optimizer"]["lr"] == "0.0123"
+    file = Path("shared.yaml")
+    file.write_text(text_of(composed))
+    assert "0.0123" not in file.read_text()
+    assert "# optimizer.lr came from the environment" in file.read_text()
+    recipe = reader.read(file)
+    assert recipe.header.left_out == {"optimizer.lr"}
+    assert recipe.values["scheduler.warmup"] == "${optimizer.weight_decay}"
+    assert list(drift.notices(recipe)) == []
+    monkeypatch.setenv("LR", "0.5")
+    assert text_of(compose(words)) == file.read_text(), "not even the hash tells of it"
+    assert compose([f"recipe={file}"]).plain["scheduler"]["warmup"] == compose([]).plain["optimizer"]["weight_decay"]
+
+
+def test_the_hash_is_the_same_in_any_order_and_on_any_machine():
+    one = {"optimizer": "sgd", "optimizer.lr": 1.0, "model.hidden": [8, 2.0], "model.kwargs": {}}
+    other = {"model.kwargs": {}, "model.hidden": [8.0, 2], "optimizer.lr": 1, "optimizer": "sgd"}
+    assert drift.digest(one) == drift.digest(other) == "00337067a92aaccf"
+    assert drift.digest(one) != drift.digest({**one, "optimizer.lr": True})
+    here = exported("runtime.device=cpu", "runtime.threads=1", "output_dir=here", "logger=[]", name="here.yaml")
+    assert here.read_text() == exported("data.root=there", "data=cifar10", "data=digits", name="there.yaml").read_text()
+
+
+# --- what is read ---
+
+
+@pytest.mark.parametrize(
+    ("text", "at", "told"),
+    [
+        ("schema: banana", 1, "schema: banana must be a whole number from 1"),
+        ("epochs: 1\nschema: 0", 2, "schema: 0 must be a whole number from 1"),
+        ("schema: [1]", 1, "schema: must be a whole number from 1"),
+        ("schema: 1\nhash: 12", 2, "hash: 12 must be 16 hex digits"),
+        ("schema: 1\nhash: {a: b}", 2, "hash: must be 16 hex digits"),
+        ("schema: 1\ndrivetrain: '0.1; rm'", 2, "drivetrain: 0.1; rm must be a version"),
+        ("schema: 1\nleft_out: model", 2, "left_out: model must be a list of groups and keys"),
+        ("schema: 1\nleft_out: [a, {b: c}]", 2, "left_out: must be a list of groups and keys"),
+        ("epochs: 1\nhash: '0123456789abcdef'", 2, "hash: says nothing without the schema"),
+        ("epochs: 1\nunchanged: 3", 2, "unchanged: must be a mapping"),
+        ("unchanged:\n  sweep: {epochs: [1]}", 2, "'sweep' cannot be in unchanged:"),
+        ("unchanged:\n  trust: [a]", 2, "a recipe cannot set 'trust'"),
+        ("unchanged:\n  optimizer: {_target_: a.b}", 2, "never a target"),
+        ("unchanged:\n  defaults:\n  - override /model: ../x", 3, "is not the name of an option"),
+    ],
+)
+def test_what_is_wrong_is_told_with_its_line(text: str, at: int, told: str):
+    file = Path("wrong.yaml")
+    file.write_text(f"{text}\n")
+    with pytest.raises(UserError) as refused:
+        reader.read(file)
+    (problem,) = refused.value.problems
+    assert problem.startswith(f"{file}:{at}: ")
+    assert told in problem
+
+
+def test_a_newer_form_is_refused_before_anything_else():
+    Path("newer.yaml").write_text("anything: {new: 1}\nschema: 7\ndrivetrain: 3.2.1\nclaim: 3\n")
+    told = r"newer\.yaml:2: schema: 7: drivetrain 3\.2\.1 wrote .* newer form.*'drivetrain>=3\.2\.1'$"
+    with pytest.raises(UserError, match=told):
+        prepare(["recipe=newer.yaml"])
+
+
+def test_names_of_earlier_versions_are_read_as_the_present_ones():
+    file = Path("old.yaml")
+    file.write_text(
+        "defaults:\n- override /batch: accumulate\n- override /debug: sync\nbatch.steps: 2\noptimizer:\n  lr_of:\n    head: 10\n"
+    )
+    recipe = reader.read(file)
+    assert recipe.choices == {"batch": "accumulate", "debug": "host_sync"}
+    assert recipe.values == {"batch.accumulation_steps": 2, "optimizer.lr_multipliers.head": 10}
+    assert [line.split(": ", 1)[0] for line in recipe.notices] == ["old.yaml:4", "old.yaml:7", "old.yaml:3"]
+    assert f"{file}:4: batch.steps is called batch.accumulation_steps now" in said(f"recipe={file}")
+    assert compose([f"recipe={file}"]).where("optimizer.lr_multipliers.head") == f"{file}:7: "
+    file.write_text("sweep:\n  batch: [accumulate]\n  batch.steps: [1, 2]\n")
+    assert reader.read(file).sweep == {"batch": ["accumulate"], "batch.accumulation_steps": [1, 2]}
+    file.write_text("batch:\n  steps: 2\n  accumulation_steps: 4\n")
+    with pytest.raises(UserError, match=r"old\.yaml:2: 'batch\.steps' is called .* leave one of them out"):
+        reader.read(file)
+    file.write_text("schema: 1\nbatch.steps: 2\n")  # a form that never had this name
+    assert "batch.steps" in reader.read(file).values
+
+
+def test_every_form_can_be_brought_to_the_present_one():
+    assert set(migrations.MIGRATIONS) == set(range(header.SCHEMA))
+
+
+# --- a default that changed ---
+
+
+@pytest.fixture
+def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """`conf(file, old, new)` changes a file of conf/, as in another clone of drivetrain."""
+    copy = tmp_path / "clone" / "conf"
+    shutil.copytree(paths.conf_dir(), copy)
+    shipped = paths._shipped
+    monkeypatch.setattr(paths, "_shipped", lambda name: copy if name == "conf" else shipped(name))
+
+    def forget() -> None:
+        for name, module in [*sys.modules.items()]:
+            if name.startswith(("drivetrain.config", "tests.support.composed")):
+                for cached in [value for value in vars(module).values() if hasattr(value, "cache_clear")]:
+                    cached.cache_clear()
+
+    def change(file: str, old: str, new: str) -> None:
+        edited(copy / file, (old, new))
+        forget()
+
+    yield change
+    forget()
+
+
+def test_a_receiver_with_other_defaults_trains_the_same_weights(tiny, conf, tmp_path: Path):
+    """The sender's run, and a clone in which options, values, a knob and a whole preset are other ones."""
+    import drivetrain
+    from tests.support.command import weights
+
+    sent = drivetrain.train([*tiny("epochs=1"), "output_dir=sender"])
+    recipe = sent.run_dir / "recipe.yaml"
+    conf("config.yaml", "- optimizer: adamw", "- optimizer: lion")
+    conf("config.yaml", "- precision: fp32", "- precision: bf16")
+    conf("config.yaml", "log_every: 20 ", "log_every: 7 ")
+    conf("optimizer/sgd.yaml", "momentum: 0.9", "momentum: 0.5")
+    conf("model/mlp.yaml", "dropout: 0.0", "dropout: 0.3")
+    conf("runtime/default.yaml", "seed: 0", "seed: 5")
+    got = drivetrain.train([f"recipe={recipe}", "output_dir=receiver"])
+    assert got.config_hash == sent.config_hash
+    assert weights(got.run_dir) == weights(sent.run_dir)
+    assert not said(f"recipe={recipe}")
+    assert prepare(tiny("epochs=1")).config_hash != sent.config_hash, "the same words have become another run"
+
+
+def test_a_knob_that_a_recipe_does_not_spell_out_is_told_if_its_default_changed(conf):
+    file = edited(exported("optimizer=sgd"), ("    momentum: 0.9\n", ""))
+    assert not said(f"recipe={file}"), "the default is what it was"
+    conf("optimizer/sgd.yaml", "momentum: 0.9", "momentum: 0.5")
+    (line,) = said(f"recipe={file}").splitlines()
+    assert f"drivetrain {process.__version__} wrote it for another config" in line
+    assert "optimizer.momentum=0.5" in line
+    assert line.count("=") == 1, "nothing else differs"
+    assert compose([f"recipe={file}"]).plain["optimizer"]["momentum"] == 0.5
+
+
+def test_a_line_that_was_deleted_or_changed_is_told(capsys):
+    file = edited(exported("optimizer=sgd", "optimizer.lr=0.3"), ("  lr: 0.3\n", "  nesterov: false\n"))
+    (line,) = said(f"recipe={file}").splitlines()
+    assert "optimizer.lr=0.1" in line
+    file = edited(exported("optimizer=sgd", "optimizer.lr=0.3"), ("  lr: 0.3\n", "  lr: 0.4\n"))
+    assert "its options or values were changed since" in said(f"recipe={file}")
+    assert main.main(["recipe", "check", str(file)]) == 0
+    assert "changed since" in capsys.readouterr().out
+    assert "changed since" in said(f"recipe={file}", "optimizer.lr=0.3"), "the file is what it is"
+    file = edited(exported(), ("    - override /precision: fp32\n", ""))
+    assert not said(f"recipe={file}")
+
+
+def test_a_knob_that_appeared_or_is_gone_is_told(conf):
+    file = exported("optimizer=sgd", "optimizer.nesterov=false")
+    conf("optimizer/sgd.yaml", "weight_decay: 0.0005", "decay: 0.0005")
+    notices = compose([f"recipe={file}"]).notices
+    assert len(notices) == 1
+    assert "optimizer.weight_decay=0.0005 cannot be set any more" in notices[0]
+    assert notices[0].startswith(f"{file}:")
+    (line,) = drift.notices(reader.read(file))
+    assert "optimizer.decay=0.0005" in line
+    conf("optimizer/sgd.yaml", "nesterov: true", "nag: true")
+    assert any("optimizer.nesterov=False" in p or "no 'nesterov'" in p for p in compose([f"recipe={file}"]).problems)
+
+
+def test_a_group_that_the_recipe_leaves_out_is_the_command_lines():
+    composed = compose(["saving=none", "optimizer=sgd"])
+    local = drift.machine_local_keys(composed.plain)
+    assert local is not None
+    file = Path("shared.yaml")
+    file.write_text(to_recipe(composed, local | {"saving"}, sections="# a claim\n"))
+    assert reader.read(file).header.left_out == {"saving"}
+    assert "saving" not in reader.read(file).choices
+    for words in ([], ["saving=best"]):
+        assert not said(f"recipe={file}", *words)
+    for key in ("optimizer.lr", "optimizer.lr_multipliers.head", "model.weights"):  # what only the operator may give
+        other = compose(["optimizer.lr=0.3", "optimizer.lr_multipliers={head: 2}"])
+        Path("other.yaml").write_text(to_recipe(other, local | {key}))
+        recipe = reader.read(Path("other.yaml"))
+        assert recipe.header.left_out == {key} - {"model.weights"}, "no recipe says this one anyway"
+        assert key not in recipe.values
+        assert list(drift.notices(recipe)) == []
+    text = write.with_section(file.read_text(), "# a second\n")
+    assert text == file.read_text().replace("# a claim\n", "# a claim\n# a second\n")
+    assert write.with_section("epochs: 1\n", "# at the end\n") == "epochs: 1\n# at the end\n"
+    assert text.index("override /optimizer: sgd") < text.index("# a claim") < text.index("unchanged:")
+
+
+# --- beside the command line ---
+
+
+def test_another_option_takes_its_own_defaults_without_a_word():
+    file = exported("optimizer=sgd", "augment=[flip_crop,mixup]", "augment.mixup.alpha=0.4")
+    alone = compose(["optimizer=adamw", "augment=[mixup]", "augment.mixup.alpha=0.4"])
+    both = compose([f"recipe={file}", "optimizer=adamw", "augment=[mixup]"])
+    assert both.problems == []
+    assert settings(both) == settings(alone)
+    assert [n for n in both.notices if "optimizer" in n] == []
+    (line,) = both.notices
+    assert "keeps augment.mixup.alpha=0.4" in line
+    file = exported("optimizer=sgd", "optimizer.lr=0.3", "optimizer.nesterov=false")
+    both = compose([f"recipe={file}", "optimizer=adamw"])
+    assert settings(both) == settings(compose(["optimizer=adamw", "optimizer.lr=0.3"]))
+    (line,) = both.notices
+    assert line.endswith("the run keeps optimizer.lr=0.3 and leaves out optimizer.nesterov")
+
+
+def test_another_task_has_its_own_defaults():
+    file = exported("task=segmentation", "epochs=3")
+    both = compose([f"recipe={file}", "task=regression"])
+    assert settings(both) == settings(compose(["task=regression", "epochs=3"]))
+    assert len(both.notices) == 1
+
+
+def test_a_file_that_was_edited_by_hand_means_what_it_says():
+    """What stands above goes before `unchanged`, and another option there has its own defaults."""
+    file = edited(exported("epochs=3"), ("epochs: 3\n", "epochs: 3\noptimizer:\n  lr: 0.5\n"))
+    assert compose([f"recipe={file}"]).plain["optimizer"]["lr"] == 0.5
+    file = edited(exported("precision=bf16"), ("/precision: bf16\n", "/precision: bf16\n  - override /optimizer: sgd\n"))
+    assert settings(compose([f"recipe={file}"])) == settings(compose(["precision=bf16", "optimizer=sgd"]))
+    file = edited(exported("epochs=3"), ("epochs: 3\n", "sweep:\n  optimizer: [sgd, adamw]\n"))
+    cells = [compose([], base=cell) for _, cell in reader.read(file).cells(options())]
+    assert [c.problems for c in cells] == [[], []]
+    assert [settings(c) for c in cells] == [settings(compose([f"optimizer={name}"])) for name in ("sgd", "adamw")]
+    assert list(itertools.chain(*(drift.notices(c.recipe) for c in cells))) == []
+
+
+def test_a_recipe_needs_no_header():
+    Path("mine.yaml").write_text("epochs: 2\n")
+    assert not said("recipe=mine.yaml")
+    assert compose(["recipe=mine.yaml"]).plain == compose(["epochs=2"]).plain
