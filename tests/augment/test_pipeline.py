@@ -73,6 +73,15 @@ def test_a_sample_is_the_same_however_the_update_is_split(name, split):
     assert sum(bool((target > 0).sum() == 2) for _, target in seen.values()) > 10
 
 
+@pytest.mark.parametrize("mixing", [Mixup, CutMix])
+def test_the_share_of_a_pair_differs_by_epoch(mixing):
+    data, index, partner = pipeline(mixing(alpha=1.0)), torch.arange(8), torch.arange(8, 16)
+    epochs = [data(Request(epoch, index, ONE, mix_with=partner))[1].max(1).values for epoch in (0, 1, 2)]
+    for before, after in itertools.pairwise(epochs):
+        assert (before != after).sum() > 4
+    assert torch.equal(epochs[0], data(Request(0, index, ONE, mix_with=partner))[1].max(1).values)
+
+
 def test_more_ranks_than_samples_leave_a_partner_for_everyone():
     """The rank that joins with a sample that counts nothing takes that sample's own partner."""
     data, batch = pipeline(CutMix()), Batch(6)

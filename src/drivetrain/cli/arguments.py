@@ -10,6 +10,7 @@ from typing import NoReturn
 from drivetrain.config.hydra_idioms import recipe_word, translated
 from drivetrain.core.errors import UserError, did_you_mean
 from drivetrain.core.paths import add_import_paths
+from drivetrain.ui.output import echo
 
 
 class Parser(argparse.ArgumentParser):
@@ -61,6 +62,6 @@ def parse(verb: str, argv: Sequence[str], help_text: str, *paths: str) -> argpar
         made.add_argument(option, type=Path)
     given = parse_with(made, argv)
     if given.help:
-        print(help_text)
+        echo(help_text)
         return None
     return given

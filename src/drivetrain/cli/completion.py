@@ -8,6 +8,7 @@ from drivetrain.cli import verbs
 from drivetrain.config import catalog
 from drivetrain.core.errors import DONE, UserError
 from drivetrain.recipe import places
+from drivetrain.ui.output import echo
 
 BASH = """\
 _drivetrain() {
@@ -31,7 +32,7 @@ def command(argv: Sequence[str]) -> int:
     """Run `drivetrain completion SHELL`: print the script for the shell to evaluate: eval "$(drivetrain completion bash)"."""
     if len(argv) != 1 or argv[0] not in SCRIPTS:
         raise UserError('drivetrain completion needs bash, zsh or fish; then: eval "$(drivetrain completion bash)"')
-    print(SCRIPTS[argv[0]], end="")
+    echo(SCRIPTS[argv[0]], end="")
     return DONE
 
 
@@ -42,7 +43,7 @@ def complete(words: Sequence[str], last: str) -> Sequence[str]:
 
 def print_candidates(argv: Sequence[str]) -> int:
     """Run `drivetrain complete LINE`, which the scripts call: print what the last word of the line may become."""
-    print("\n".join(candidates(argv)))
+    echo("\n".join(candidates(argv)))
     return DONE
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from drivetrain.cli import run_arguments
 from drivetrain.core.errors import DONE, UserError
 from drivetrain.core.files import write_json
+from drivetrain.ui.output import echo
 
 HELP = f"""\
 drivetrain evaluate RUN [group=option] [key=value] …      the metrics of a finished run, as its own evaluation computes them
@@ -48,7 +49,7 @@ def command(argv: Sequence[str]) -> int:
     if given.options.out is not None:
         given.options.out.parent.mkdir(parents=True, exist_ok=True)
         write_json(given.options.out, asdict(found))
-        print(f"written to {given.options.out}")
+        echo(f"written to {given.options.out}")
     return DONE
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from drivetrain.cli import run_arguments
 from drivetrain.core.errors import DONE, UserError
+from drivetrain.ui.output import echo
 
 HELP = f"""\
 drivetrain export RUN [FILE] [--format FORMAT] [key=value] …      a finished run as one file, to use without drivetrain
@@ -50,13 +51,13 @@ def command(argv: Sequence[str]) -> int:
     finished = find("drivetrain export", given.run_dir, overrides, given.config_dirs, given.choice)
     if kind == "safetensors":
         done = export.export_weights(finished, path)
-        print(f"{done.tensors} tensors of update {finished.checkpoint.name}: {path}")
+        echo(f"{done.tensors} tensors of update {finished.checkpoint.name}: {path}")
         return DONE
     from drivetrain.inference.loaded import open_run
 
     done = export.export_program(open_run(finished), path, kind, with_normalize)
     checked = f"its output is the model's to {done.difference:.0e}" if done.difference is not None else done.note
-    print(f"update {finished.checkpoint.name} as {kind}: {path} ({checked})")
+    echo(f"update {finished.checkpoint.name} as {kind}: {path} ({checked})")
     return DONE
 
 

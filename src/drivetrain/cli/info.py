@@ -12,6 +12,7 @@ from drivetrain.core.errors import DONE
 from drivetrain.core.paths import conf_dir, recipes_dir
 from drivetrain.launch.job import Job, prepare_run
 from drivetrain.run import environment
+from drivetrain.ui.output import echo
 from drivetrain.ui.terminal import table
 
 
@@ -55,7 +56,7 @@ def _defaults(job: Job) -> None:
 
 
 def _config(job: Job) -> None:
-    print(OmegaConf.to_yaml(job.composed.config))
+    echo(OmegaConf.to_yaml(job.composed.config))
 
 
 PARTS: dict[str, Callable[[Job], None]] = {

@@ -10,6 +10,7 @@ from drivetrain.config import catalog
 from drivetrain.core.errors import DONE, UserError, did_you_mean
 from drivetrain.core.option import Option
 from drivetrain.core.user_code import import_name
+from drivetrain.ui.output import echo
 from drivetrain.ui.terminal import table
 
 HELP = """\
@@ -50,20 +51,20 @@ def show(group: str | None = None, config_dirs: Sequence[str] = ()) -> None:
             for name, files in groups.items()
             for first, (option, file) in zip([True] + [False] * len(files), files.items(), strict=False)
         ])  # fmt: skip
-        print("\n".join(f"{name}: {line}" for name in groups if (line := several(name))))
+        echo("\n".join(f"{name}: {line}" for name in groups if (line := several(name))))
         return
     if group not in groups:
         raise UserError(f"there is no group '{group}': {did_you_mean(group, groups)}")
     for option, file in groups[group].items():
         knobs = [line for line in file.read_text(encoding="utf-8").splitlines() if not line.startswith(("#", "_target_"))]
-        print(f"{group}={option}: {catalog.summary(file)}")
+        echo(f"{group}={option}: {catalog.summary(file)}")
         effect, changes = _claim(file)
         if effect != "–":
-            print(f"    effect: {effect}{f' ({changes})' if changes else ''}")
+            echo(f"    effect: {effect}{f' ({changes})' if changes else ''}")
         # Indented lines are the entries of a mapping, such as what a task sets.
-        print("".join(f"    {knob}\n" if knob.startswith(" ") else f"    {group}.{knob}\n" for knob in knobs))
+        echo("".join(f"    {knob}\n" if knob.startswith(" ") else f"    {group}.{knob}\n" for knob in knobs))
     if line := several(group):
-        print(line)
+        echo(line)
 
 
 def several(group: str) -> str:

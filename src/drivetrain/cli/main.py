@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import errno
 import sys
-import traceback
 from collections.abc import Sequence
 
 from drivetrain import __version__
@@ -11,6 +11,7 @@ from drivetrain.cli import help, verbs
 from drivetrain.core.errors import BAD_CONFIG, DONE, FAILED, INTERRUPTED, UserError, wants_traceback
 from drivetrain.recipe import cache
 from drivetrain.ui import fetched, terminal
+from drivetrain.ui.output import echo, echo_traceback
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,18 +23,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _dispatch(argv)
     except UserError as error:
         if wants_traceback():
-            traceback.print_exc()
+            echo_traceback(error)
         for problem in error.problems:
-            print(f"error: {problem}", file=sys.stderr)
+            echo(f"error: {problem}", file=sys.stderr)
         return BAD_CONFIG
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        echo("interrupted", file=sys.stderr)
         return INTERRUPTED
     except Exception as error:  # a bug of ours: one line, and the traceback on demand
         if wants_traceback():
-            traceback.print_exc()
+            echo_traceback(error)
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            echo(f"error: {str(error.filename)[:60]}… is too long for the name of a file", file=sys.stderr)
+            return BAD_CONFIG
         text = str(error).strip().splitlines()
-        print(
+        echo(
             f"error: {type(error).__name__}: {text[0] if text else ''} (DRIVETRAIN_TRACEBACK=1 shows where)",
             file=sys.stderr,
         )
@@ -43,9 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _dispatch(argv: list[str]) -> int:
     name = argv[0] if argv else "--help"
     if name in ("-h", "--help", "help"):
-        print(help.overview(__version__))
+        echo(help.overview(__version__))
         return DONE
     if name == "--version":
-        print(f"drivetrain {__version__}")
+        echo(f"drivetrain {__version__}")
         return DONE
     return verbs.find(name).run(argv[1:])

@@ -19,7 +19,8 @@ from drivetrain.core.paths import add_import_paths
 from drivetrain.data import packing
 from drivetrain.launch.job import Job, prepare
 from drivetrain.run import directory
-from drivetrain.ui import terminal
+from drivetrain.ui import output, terminal
+from drivetrain.ui.output import echo
 
 SIZE = 256
 HELP = """\
@@ -46,14 +47,14 @@ def command(argv: Sequence[str]) -> int:
     """Run `drivetrain pack`; its exit code. Raises UserError."""
     given = _parse(argv)
     if given.help:
-        print(HELP)
+        echo(HELP)
         return DONE
     if given.verify:
         if len(given.overrides) != 1:
             raise UserError("drivetrain pack --verify needs one folder that was packed")
         with _progress("verified") as step:
             count = packing.verify(Path(given.overrides[0]), step)
-        print(f"{given.overrides[0]}: all {count:,} samples are as they were packed")
+        echo(f"{given.overrides[0]}: all {count:,} samples are as they were packed")
         return DONE
     paths = [w for w in given.overrides if "=" not in w]
     if len(paths) != 2:
@@ -102,10 +103,10 @@ def _pack(source: str, out: Path, overrides: list[str], given: argparse.Namespac
             packing.pack(splits, out, store, shape, key, given.threads, step)
     samples = len(splits.train) + len(splits.test)
     size = sum(p.stat().st_size for p in out.iterdir())
-    print(f"{out}: {samples:,} samples, {size / 2**20:,.1f} MiB, in {time.monotonic() - started:.1f} s")
+    echo(f"{out}: {samples:,} samples, {size / 2**20:,.1f} MiB, in {time.monotonic() - started:.1f} s")
     for name in {name for s in (splits.train, splits.test) if hasattr(s, "skipped") for name in s.skipped()}:
         terminal.say(f"could not be read, and another sample was packed in its place: {name}")
-    print(f"train with: data=packed data.root={out}")
+    echo(f"train with: data=packed data.root={out}")
 
 
 def _job(source: str, overrides: list[str], given: argparse.Namespace) -> Job:
@@ -141,11 +142,10 @@ def _progress(verb: str) -> Iterator[packing.OnProgress]:
     if not terminal.is_live():
         yield _Lines(verb)
         return
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}")]
-    with Progress(*columns, TimeRemainingColumn(), console=Console()) as bar:
+    with Progress(*columns, TimeRemainingColumn(), console=output.console()) as bar:
         tasks: dict[str, tuple[Any, float, int]] = {}
 
         def step(split: str, done: int, total: int) -> None:
@@ -167,4 +167,4 @@ class _Lines:
     def __call__(self, split: str, done: int, total: int) -> None:
         if time.monotonic() - self.printed > 10 or done == total:
             self.printed = time.monotonic()
-            print(f"{split}: {done:,} of {total:,} {self.verb}", flush=True)
+            echo(f"{split}: {done:,} of {total:,} {self.verb}")

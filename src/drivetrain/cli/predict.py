@@ -8,6 +8,7 @@ from pathlib import Path
 
 from drivetrain.cli import run_arguments
 from drivetrain.core.errors import DONE, FAILED, UserError
+from drivetrain.ui.output import echo
 
 HELP = f"""\
 drivetrain predict RUN INPUT … [--out FILE] [key=value] …      labels and probabilities of new inputs, a row for each
@@ -59,10 +60,10 @@ def command(argv: Sequence[str]) -> int:
     with Output(given.options.out) as output, Rate("predictions", count) as rate:
         counts = predict_all(loaded, items, size, output, rate, with_targets=split is not None)
     where = f": {given.options.out}" if given.options.out is not None else ""
-    print(f"{rate.text()}{where}", file=sys.stderr)
+    echo(f"{rate.text()}{where}", file=sys.stderr)
     if counts.unreadable:
         more = f" and {counts.unreadable - 1} more" if counts.unreadable > 1 else ""
-        print(f"error: {counts.unreadable} inputs could not be read: {counts.first_error}{more}", file=sys.stderr)
+        echo(f"error: {counts.unreadable} inputs could not be read: {counts.first_error}{more}", file=sys.stderr)
     return FAILED if counts.unreadable else DONE
 
 

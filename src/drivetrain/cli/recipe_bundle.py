@@ -15,6 +15,7 @@ from drivetrain.recipe import bundle, cache, places, reader
 from drivetrain.recipe.bundle import Bundle
 from drivetrain.recipe.safe_yaml import printable, read_bytes
 from drivetrain.ui import fetched, terminal
+from drivetrain.ui.output import echo
 
 BUNDLE_FORM = "drivetrain recipe bundle FILE --with my_pkg [OUT.zip]"
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+$")
@@ -42,8 +43,8 @@ def make(argv: Sequence[str]) -> int:
         raise UserError(f"{out} is there already: remove it or name another file")
     out.write_bytes(made.archive())
     for name in left_out:
-        print(f"left out, because a bundle has {', '.join(bundle.SUFFIXES)} files only: {name}")
-    print(f"written to {out}: {len(made.files)} files; whoever trusts it runs it by\n  {_command(made, str(out))}")
+        echo(f"left out, because a bundle has {', '.join(bundle.SUFFIXES)} files only: {name}")
+    echo(f"written to {out}: {len(made.files)} files; whoever trusts it runs it by\n  {_command(made, str(out))}")
     return DONE
 
 
@@ -56,19 +57,19 @@ def inspect(argv: Sequence[str]) -> int:
         raise UserError(f"{argv[0]} is a plain recipe, which brings no code: `drivetrain recipe show {argv[0]}` prints it")
     found = bundle.load(path)
     text = found.files[bundle.RECIPE]
-    print(f"the recipe of {argv[0]}:")
-    print("\n".join(f"  {line}".rstrip() for line in fetched.text(text).splitlines()))
-    print(f"\nits code, the package {found.package}, which has not been run:")
+    echo(f"the recipe of {argv[0]}:")
+    echo("\n".join(f"  {line}".rstrip() for line in fetched.text(text).splitlines()))
+    echo(f"\nits code, the package {found.package}, which has not been run:")
     rows = [(name, f"{len(content):,}", cache.sha256_of(content)) for name, content in sorted(found.code.items())]
     terminal.table(("file", "bytes", "SHA-256"), rows)
-    print(f"it imports: {', '.join(found.imports()) or 'nothing else'}")
+    echo(f"it imports: {', '.join(found.imports()) or 'nothing else'}")
     for name, content in found.code.items():
         if bundle.is_unreadable(name, content):
-            print(f"  {name} is no Python that can be parsed, so what it imports is not known")
+            echo(f"  {name} is no Python that can be parsed, so what it imports is not known")
     targets = _targets(reader.read(path / bundle.RECIPE, text))
-    print(f"the recipe names: {', '.join(f'{key}={printable(name)}' for key, name in targets.items()) or 'no class of it'}")
-    print(f"its options: {', '.join(_options(found)) or 'none'}")
-    print(f"\nit may do whatever you may. Read the code first; if you trust it, run it by\n  {_command(found, argv[0])}")
+    echo(f"the recipe names: {', '.join(f'{key}={printable(name)}' for key, name in targets.items()) or 'no class of it'}")
+    echo(f"its options: {', '.join(_options(found)) or 'none'}")
+    echo(f"\nit may do whatever you may. Read the code first; if you trust it, run it by\n  {_command(found, argv[0])}")
     return DONE
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from drivetrain.core.errors import DONE, UserError
 from drivetrain.recipe import cache, places
 from drivetrain.ui import fetched, terminal
+from drivetrain.ui.output import echo
 
 
 def show(argv: Sequence[str]) -> int:
@@ -23,7 +24,7 @@ def show(argv: Sequence[str]) -> int:
     else:
         content = path.read_bytes()
     shown = fetched.text(content) if terminal.is_live() else content.decode(errors="replace").rstrip("\n")
-    print(shown)
+    echo(shown)
     return DONE
 
 
@@ -38,5 +39,5 @@ def fetch(argv: Sequence[str]) -> int:
     pinned, path = addresses.pin(argv[0])
     if path.suffix != places.BUNDLE:
         places.read(pinned)  # is it a recipe?
-    print(f"drivetrain train {shlex.quote(f'recipe={pinned}')}")
+    echo(f"drivetrain train {shlex.quote(f'recipe={pinned}')}")
     return DONE

@@ -9,6 +9,7 @@ from pathlib import Path
 from drivetrain.cli import arguments
 from drivetrain.config import catalog
 from drivetrain.core.errors import DONE, UserError
+from drivetrain.ui.output import echo
 
 
 def command(argv: Sequence[str]) -> int:
@@ -23,14 +24,14 @@ def command(argv: Sequence[str]) -> int:
         raise UserError(problems)
     text = json.dumps(recipe_schema(given.config_dir), indent=1, ensure_ascii=False) + "\n"
     if not given.overrides:
-        print(text, end="")
+        echo(text, end="")
         return DONE
     file = Path(given.overrides[0])
     if file.suffix != ".json":
         raise UserError(f"drivetrain recipe schema {file} writes JSON: give a file such as {file.with_suffix('.schema.json')}")
     try:
-        file.write_text(text)
+        file.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"{file} cannot be written: {error.strerror}") from None
-    print(f"written to {file}: a recipe that begins with `# yaml-language-server: $schema={file}` is completed and checked by it")
+    echo(f"written to {file}: a recipe that begins with `# yaml-language-server: $schema={file}` is completed and checked by it")
     return DONE

@@ -16,6 +16,7 @@ from drivetrain.core.option import Effect, RunSpec
 from drivetrain.core.world import World
 from drivetrain.launch.job import prepare
 from drivetrain.ui import plots
+from drivetrain.ui.output import echo
 from drivetrain.ui.terminal import effect
 
 MAX_POINTS = 20_000  # of a curve; of a longer run every n-th update is taken
@@ -46,16 +47,16 @@ def show(overrides: Sequence[str], config_dirs: Sequence[str], file: Path | None
     over = _horizon(job.run)
     curves = _curves(job.run, over)
     if file is None:
-        print(_title(job.run, over))
-        print(plots.text(curves, over, min(100, shutil.get_terminal_size((90, 24)).columns)))
-        print(_summary(curves[0]))
+        echo(_title(job.run, over))
+        echo(plots.text(curves, over, min(100, shutil.get_terminal_size((90, 24)).columns)))
+        echo(_summary(curves[0]))
     else:
         plots.png(curves, over, _title(job.run, over), file)
-        print(f"written to {file}")
+        echo(f"written to {file}")
     if file is None:
-        print(_effects(job.run))
+        echo(_effects(job.run))
     if job.run.scheduler.plot_note:
-        print(f"{job.run.named('scheduler')}: {job.run.scheduler.plot_note}")
+        echo(f"{job.run.named('scheduler')}: {job.run.scheduler.plot_note}")
 
 
 def _horizon(run: RunSpec) -> Horizon:

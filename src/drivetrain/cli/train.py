@@ -8,6 +8,7 @@ from typing import Any
 
 from drivetrain.cli import arguments
 from drivetrain.core.errors import DONE, UserError, did_you_mean
+from drivetrain.ui.output import echo
 
 HELP = """\
 drivetrain train [group=option] [key=value] …      (the same: python -m src.train …)
@@ -47,7 +48,7 @@ def command(argv: Sequence[str]) -> int:
     if given.help:
         from drivetrain.cli import list
 
-        print(HELP)
+        echo(HELP)
         list.show(config_dirs=given.config_dir)
         return DONE
     _refuse_flags_of_hydra(given)
@@ -114,7 +115,7 @@ def _show_config(given: argparse.Namespace) -> int:
     whole: Any = OmegaConf.to_container(job.hydra.whole(job.composed), resolve=given.resolve)
     shown = {key: value for key, value in whole.items() if given.cfg == "all" or (key == "hydra") == (given.cfg == "hydra")}
     shown = _part(shown, given.package) if given.package not in (None, "_global_") else shown
-    print(OmegaConf.to_yaml(shown) if isinstance(shown, dict | list) else shown)
+    echo(OmegaConf.to_yaml(shown) if isinstance(shown, dict | list) else shown)
     return DONE
 
 

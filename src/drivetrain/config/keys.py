@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from drivetrain.config.catalog import LISTS, SUMS, option_keys, options
 from drivetrain.config.renamed import present_name, suggestion
@@ -44,7 +45,10 @@ class KeySetter:
             return f"{key}={value}: {key} is a mapping of {', '.join(map(str, current))}: set one of those"
         if len(parts) == 1 and isinstance(current, ListConfig) and isinstance(value, str):
             value = [value]  # trust=my_pkg
-        OmegaConf.update(self.config, key, value, force_add=True)
+        try:
+            OmegaConf.update(self.config, key, value, force_add=True)
+        except OmegaConfBaseException as error:  # a mapping for a list, or ${ without its }
+            return f"{key}={value}: it cannot be set so: {str(error).splitlines()[0]}"
         return None
 
     def _unknown(self, parts: list[str], value: Any, depth: int, names: list[str]) -> str:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from drivetrain.core.option import Length, RunSpec
 
+LONGEST = 10**15  # updates or epochs: beyond any run, and exact as a float
 _EPOCHS = re.compile(r"(\d+(?:\.\d+)?)ep")
 
 
@@ -70,8 +71,9 @@ def run_horizon(run: RunSpec, samples: int | None = None, batch: Any = None) -> 
 def length_problem(key: str, length: Length) -> Iterator[str]:
     """A problem if the value of `key` is not a length."""
     if isinstance(length, str):
-        good = _EPOCHS.fullmatch(length) is not None
+        good = _EPOCHS.fullmatch(length) is not None and float(length.removesuffix("ep")) <= LONGEST
     else:
-        good = 0 <= length < 1 or (length >= 1 and length == int(length))
+        good = 0 <= length < 1 or (1 <= length <= LONGEST and length == int(length))
     if not good:
-        yield f"{key}={length} is no length: give a share of the run below 1 (0.1), updates (500) or epochs (5ep)"
+        shown = length if len(str(length)) < 40 else f"{str(length)[:40]}…"
+        yield f"{key}={shown} is no length: give a share of the run below 1 (0.1), updates (500) or epochs (5ep)"

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+_WORD = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
+_OTHER_THAN_TEXT = re.compile(r"true|false|null|nan|inf", re.I)  # words that Hydra reads as a value of another type
 SECRET = re.compile(r"(api_?key|token|secret|password)$", re.I)
 
 
@@ -78,7 +80,13 @@ def format_value(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ",".join(map(format_value, value)) + "]"
     if isinstance(value, dict):
-        return "{" + ",".join(f"{k}:{format_value(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, str) and not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", value):
-        return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+        return "{" + ",".join(f"{_key(k)}:{format_value(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, str) and (not _WORD.fullmatch(value) or _OTHER_THAN_TEXT.fullmatch(value)):
+        # Within quotes a backslash stands for itself, except before a quote.
+        return "'" + re.sub(r"(\\+)(?='|\Z)", r"\1\1", value).replace("'", "\\'") + "'"
     return str(value)
+
+
+def _key(key: Any) -> str:
+    """A mapping's key, which Hydra's grammar lets nobody quote."""
+    return re.sub(r"([\\()\[\]{}:=, \t])", r"\\\1", key) if isinstance(key, str) else format_value(key)

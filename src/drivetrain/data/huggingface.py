@@ -15,8 +15,9 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec, needs_extra
 from drivetrain.data.bad_samples import MaxSkipped, OnError, bad_sample_policy
 from drivetrain.data.base import Data, Fraction, Splits, Validation
-from drivetrain.data.decoding import DAMAGED, ImageFileSource
+from drivetrain.data.decoding import ImageFileSource
 from drivetrain.data.images import Normalization, image_normalization
+from drivetrain.data.untrusted import read_image_file
 
 VALIDATION = ("validation", "valid", "val", "dev")  # the names that a split for it has
 
@@ -42,7 +43,7 @@ class HuggingFace(Data):
         size: Count = 224,
         length: Count = 256,
         normalize: Normalization = "imagenet",
-        max_pixels: Count = 100_000_000,
+        max_pixels: Count = 50_000_000,
         on_error: OnError = "raise",
         max_skipped: MaxSkipped = 0.01,
         drop_last: bool = True,
@@ -197,10 +198,7 @@ class Images(ImageFileSource, Rows):
             return image["bytes"], row[self.label]
         if image.get("path") is None:
             raise DataError(f"{self.name(index)} has no image")
-        try:
-            return Path(image["path"]).read_bytes(), row[self.label]
-        except OSError as error:
-            raise DataError(f"{image['path']} {DAMAGED.format(error.strerror)}") from None
+        return read_image_file(Path(image["path"]), self.max_pixels), row[self.label]
 
     def name(self, index: int) -> str:
         return f"{self.root}: row {index}"

@@ -19,6 +19,7 @@ from drivetrain.data.columns import Columns, column, held_out, missing, number_o
 from drivetrain.data.decoding import center_square, open_image
 from drivetrain.data.images import IMAGES, Images, Normalization, image_normalization
 from drivetrain.data.targets import TargetReader
+from drivetrain.data.untrusted import number_of_classes, read_image_file
 
 MASKS = (".png", ".bmp", ".gif", ".tif", ".tiff")  # without loss: a JPEG's pixels are no classes
 TableKind = Literal["class", "labels", "values"]
@@ -47,7 +48,7 @@ class Masks(Data):
         holdout: Fraction = 0.1,
         validation: Fraction | None = 0.1,
         normalize: Normalization = "imagenet",
-        max_pixels: Count = 100_000_000,
+        max_pixels: Count = 50_000_000,
         drop_last: bool = True,
     ) -> None:
         self.root = os.path.expanduser(root) if root else None
@@ -100,7 +101,7 @@ class Masks(Data):
             classes = read_mask(path, None, self.max_pixels)
             counted = classes if self.ignore is None else classes[classes != self.ignore]
             highest = max(highest, int(counted.max()) if counted.numel() else 0)
-        return highest + 1
+        return number_of_classes(highest, len(masks) * self.size**2, None, str(self.root))
 
 
 def _stem(path: Path, folder: Path) -> str:
@@ -142,7 +143,7 @@ def read_mask(path: Path, size: int | None, max_pixels: int) -> torch.Tensor:
     """Read a mask, int64 (h, w); with `size` its largest square, resized by the nearest pixel. Raises DataError."""
     import numpy as np
 
-    with open_image(path.read_bytes(), str(path)) as image:
+    with open_image(read_image_file(path, max_pixels), str(path)) as image:
         if image.width * image.height > max_pixels:
             raise DataError(f"{path} has {image.width}×{image.height} pixels, over data.max_pixels={max_pixels}")
         if image.mode in ("RGB", "RGBA", "CMYK", "YCbCr"):
@@ -178,7 +179,7 @@ class LabelsCsv(Data):
         holdout: Fraction = 0.1,
         validation: Fraction | FileName | None = 0.1,
         normalize: Normalization = "imagenet",
-        max_pixels: Count = 100_000_000,
+        max_pixels: Count = 50_000_000,
         on_error: OnError = "raise",
         max_skipped: MaxSkipped = 0.01,
         drop_last: bool = True,

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from drivetrain.core.errors import DataError, OperatorGives, UserError
+from drivetrain.core.errors import OperatorGives, UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, CountOrZero, RunSpec
 from drivetrain.data.bad_samples import MaxSkipped, OnError, bad_sample_policy
 from drivetrain.data.base import Data, Fraction, Normalize, Source, Splits, Validation, hash_fraction, measure_on_some
-from drivetrain.data.decoding import DAMAGED, ImageFileSource
+from drivetrain.data.decoding import ImageFileSource
+from drivetrain.data.untrusted import read_image_file
 
 IMAGES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".gif", ".tif", ".tiff")
 IMAGENET = [255 * m for m in (0.485, 0.456, 0.406)], [255 * s for s in (0.229, 0.224, 0.225)]  # mean, standard deviation
@@ -44,7 +45,7 @@ class ImageFolder(Data):
         validation: Validation = "auto",
         normalize: Normalization = "imagenet",
         verify: CountOrZero = 1000,
-        max_pixels: Count = 100_000_000,
+        max_pixels: Count = 50_000_000,
         on_error: OnError = "raise",
         max_skipped: MaxSkipped = 0.01,
         drop_last: bool = True,
@@ -143,10 +144,7 @@ class Images(ImageFileSource):
 
     def content(self, index: int) -> tuple[bytes, int]:
         path, label = self.files[index]
-        try:
-            return path.read_bytes(), label
-        except OSError as error:
-            raise DataError(f"{path} {DAMAGED.format(error.strerror)}") from None
+        return read_image_file(path, self.max_pixels), label
 
     def name(self, index: int) -> str:
         return str(self.files[index][0])

@@ -17,12 +17,19 @@ from drivetrain.core.errors import DataError, OperatorGives, UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec
 from drivetrain.core.source import CropBox
+from drivetrain.core.typed import fits
 from drivetrain.data.bad_samples import BadSamplePolicy
 from drivetrain.data.base import Data, Normalize, Splits, Validation
 from drivetrain.data.decoding import ImageFileSource, crop_and_resize
 
 FORMAT, VERSION = "drivetrain-packed", 3
 END, CRC, LABEL = COLUMNS = range(3)  # of a split's table: where a sample ends, its CRC-32, its class
+MAX_SIDE = 1 << 16  # pixels
+INDEX: dict[str, Any] = {
+    "kind": str, "shape": list[int], "classes": int, "names": list[str] | None, "normalize": dict[str, list[float]] | None,
+    "splits": dict[str, dict[str, Any]],
+}  # fmt: skip
+ENTRY = {"samples": int, "bytes": int, "table": str}
 READ_AHEAD_FROM = 1 << 14  # bytes: for larger samples, asking the disk for a whole batch first is faster
 
 
@@ -40,7 +47,7 @@ class Packed(Data):
         size: Count | None = None,
         validation: Validation = "auto",
         verify: bool = True,
-        max_pixels: Count = 100_000_000,
+        max_pixels: Count = 50_000_000,
         drop_last: bool = True,
     ) -> None:
         self.root = os.path.expanduser(root) if root else None
@@ -118,13 +125,44 @@ def read_index(root: Path) -> dict[str, Any]:
         started = any(root.glob("*.journal"))
         fix = "its packing was not finished: run the same drivetrain pack again" if started else "write one by drivetrain pack"
         raise UserError(f"data.root={root} is no packed folder (no index.json in it): {fix}") from None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         known, version = False, None
     if not known:
         raise UserError(f"{root / 'index.json'} is no index that drivetrain pack wrote: pack again")
     if version != VERSION:
         raise UserError(f"{root} is packed in version {version}, and this drivetrain reads {VERSION}: pack again")
+    if wrong := [name for name, kind in INDEX.items() if not fits(index.get(name), kind)] or _senseless(index):
+        raise UserError(f"{root / 'index.json'} is no index that drivetrain pack wrote (its {', '.join(wrong)}): pack again")
     return index
+
+
+def _senseless(index: dict[str, Any]) -> list[str]:
+    """Return the names of the entries whose values cannot be."""
+    shape, splits = index["shape"], index["splits"]
+    good = {
+        "shape": len(shape) == 3 and all(0 < side <= MAX_SIDE for side in shape),
+        "kind": index["kind"] in ("uint8", "jpeg"),
+        "classes": index["classes"] > 0,
+        "normalize": index["normalize"] is None or set(index["normalize"]) == {"mean", "std"},
+        "splits": {"train", "test"} <= splits.keys() and all(_is_entry(entry) for entry in splits.values()),
+    }
+    return [name for name, is_good in good.items() if not is_good]
+
+
+def _is_entry(entry: dict[str, Any]) -> bool:
+    """Whether a set's entry says how many samples it has, in how many bytes, and the digest of its table."""
+    return all(fits(entry.get(name), kind) for name, kind in ENTRY.items()) and bool(entry["samples"] > 0)
+
+
+def _check_rows(rows: Any, index: dict[str, Any], size: int, path: Path) -> None:
+    """Raise DataError where the table names bytes that the file does not have, or classes that the index does not have."""
+    import numpy as np
+
+    ends, labels = rows[:, END], rows[:, LABEL]
+    sizes = np.diff(ends, prepend=0)
+    stored = sizes == math.prod(index["shape"]) if index["kind"] == "uint8" else sizes > 0
+    if not stored.all() or ends[-1] > size or labels.min() < 0 or labels.max() >= index["classes"]:
+        raise DataError(f"{path} is no table of these images: pack again")
 
 
 def open_split(root: Path, index: dict[str, Any], split: str, shape: tuple[int, ...], max_pixels: int, verify: bool) -> RawImages:
@@ -147,6 +185,7 @@ def open_split(root: Path, index: dict[str, Any], split: str, shape: tuple[int, 
         rows = np.frombuffer(content, "<i8").reshape(entry["samples"], len(COLUMNS))
     except ValueError:
         raise DataError(f"{root / f'{split}.table'} is no table of {entry['samples']:,} samples: pack again") from None
+    _check_rows(rows, index, size, root / f"{split}.table")
     table = torch.from_numpy(rows.astype(np.int64))
     if index["kind"] == "jpeg":
         return JpegImages(root / f"{split}.data", table, shape, verify, max_pixels)

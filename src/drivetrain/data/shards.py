@@ -22,6 +22,7 @@ from drivetrain.data.bad_samples import NetworkError
 from drivetrain.data.images import IMAGES
 
 MAX_SHARDS = 100_000
+MAX_WILD_FOLDERS = 1  # whose names a pattern leaves open: more could list a whole disk
 MAX_LABEL_BYTES = 1 << 20
 REQUEST_BYTES = 4 << 20  # of one request while a remote shard is scanned
 TRIES = 3
@@ -39,12 +40,17 @@ class Index(NamedTuple):
 
 def expand(pattern: str) -> list[str]:
     """List the shards that a pattern names: {000..009}, {a,b}, and, on local disks, * and ?. Raises UserError for none."""
+    if (folders := os.path.dirname(pattern)) and sum(map(glob.has_magic, folders.split("/"))) > MAX_WILD_FOLDERS:
+        raise UserError(f"{pattern} has a * or ? in the names of several folders: name the folders, or list them as {{a,b}}")
     spelled = list(itertools.islice(_expanded(os.path.expanduser(pattern)), MAX_SHARDS + 1))
     if len(spelled) > MAX_SHARDS:
         raise UserError(f"{pattern} names more than {MAX_SHARDS:,} shards: correct its range")
     shards = []
     for name in spelled:
-        shards += sorted(glob.glob(name)) if not is_remote(name) and glob.has_magic(name) else [name]
+        is_wild = not is_remote(name) and glob.has_magic(name)
+        shards += sorted(itertools.islice(glob.iglob(name), MAX_SHARDS + 1)) if is_wild else [name]
+        if len(shards) > MAX_SHARDS:
+            raise UserError(f"{pattern} names more than {MAX_SHARDS:,} shards: name fewer")
     if not shards:
         raise UserError(f"{pattern} names no shard that exists")
     return shards
@@ -244,7 +250,9 @@ def _add_member(shard: str, tar: Any, member: Any, images: dict[str, tuple[int, 
     """Add a member to `images` (name → offset, size) or `labels` (ending → name → class) by its ending; ignore other files."""
     path = PurePosixPath(member.name)
     stem, _, ending = path.name.partition(".")
-    name, ending = str(path.with_name(stem or path.name)), f".{ending.lower()}"
+    if not stem:  # a hidden file, such as macOS's "._a.jpg": no sample, as in the webdataset library
+        return
+    name, ending = str(path.with_name(stem)), f".{ending.lower()}"
     if (ending in IMAGES and name in images) or name in labels.get(ending, ()):
         raise DataError(f"{shard}: sample {name!r} is there twice ({member.name!r}): mend the shard")
     if ending in IMAGES:

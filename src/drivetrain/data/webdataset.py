@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from drivetrain.core import rng
 from drivetrain.core.allowed import FileName
-from drivetrain.core.errors import DataError, OperatorGives, UserError
+from drivetrain.core.errors import OperatorGives, UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec
 from drivetrain.core.paths import user_cache
@@ -20,6 +20,7 @@ from drivetrain.data.bad_samples import MaxSkipped, OnError, bad_sample_policy
 from drivetrain.data.base import Data, Fraction, Splits, hash_fraction
 from drivetrain.data.decoding import ImageFileSource
 from drivetrain.data.images import Normalization, image_normalization
+from drivetrain.data.untrusted import number_of_classes
 
 MAX_CONCURRENT = 16  # shards that are scanned, or samples that are fetched from a web server, at once
 MIN_SHARDS = 10  # of which whole ones are held out for the validation
@@ -47,7 +48,7 @@ class WebDataset(Data):
         buffer: Count = 10_000,
         cache: str | None = None,
         normalize: Normalization = "imagenet",
-        max_pixels: Count = 100_000_000,
+        max_pixels: Count = 50_000_000,
         on_error: OnError = "raise",
         max_skipped: MaxSkipped = 0.01,
         drop_last: bool = True,
@@ -96,15 +97,14 @@ class WebDataset(Data):
             )
         own = self._own()
         tables = [train, test, *([SampleTable.load(shards.expand(own), cache)] if own else [])]
-        found = 1 + int(max(table.labels.max() for table in tables))
-        if self.classes is not None and found > self.classes:
-            raise DataError(f"data.classes={self.classes}, but there are labels up to {found - 1}: raise it to {found} or more")
+        highest = int(max(table.labels.max() for table in tables))
+        classes = number_of_classes(highest, len(train.names), self.classes, f"data.train={self.train}")
         sources = [
             ShardImages(table, self.size, self.buffer, self.max_pixels, self.on_error, self.max_skipped) for table in tables
         ]
         normalize = image_normalization(self.normalize, sources[0])
         validation = sources[2] if own else None
-        return Splits(sources[0], sources[1], self.shape(), self.classes or found, normalize, validation=validation)
+        return Splits(sources[0], sources[1], self.shape(), classes, normalize, validation=validation)
 
     def _own(self) -> str | None:
         """Return the shards of the validation set, which are beside those of training; None where they are no shards."""

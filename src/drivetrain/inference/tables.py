@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from drivetrain.core.errors import UserError
+from drivetrain.ui.output import PlainStream
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -29,7 +30,7 @@ class Table(Protocol):
 class Csv:
     """Rows as CSV, with a header."""
 
-    def __init__(self, file: TextIO) -> None:
+    def __init__(self, file: TextIO | PlainStream) -> None:
         self._file, self._writer = file, csv.writer(file, lineterminator="\n")
         self._begun = False
 
@@ -41,7 +42,7 @@ class Csv:
         self._file.flush()
 
     def close(self) -> None:
-        if self._file is not sys.stdout:
+        if self._file is not sys.stdout and not isinstance(self._file, PlainStream):
             self._file.close()
 
 
@@ -97,7 +98,7 @@ class Output:
         self._temporary = None if path is None else path.with_name(f".{path.name}.writing")
         self._table: Table
         if path is None or self._temporary is None:
-            self._table = Csv(sys.stdout)
+            self._table = Csv(PlainStream() if sys.stdout.isatty() else sys.stdout)
             return
         kind = path.suffix.lower()
         if kind not in (".csv", ".jsonl", ".parquet"):

@@ -13,6 +13,7 @@ from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.trees import Tree, concatenate, leaves, map_tensors
 from drivetrain.data import decoding
 from drivetrain.data.base import Data, Splits
+from drivetrain.data.untrusted import read_image_file
 from drivetrain.loader.base import Pipeline, in_memory_format
 
 MAX_PIXELS = 178_956_970  # of an image file, where the data sets no limit: Pillow's own
@@ -69,12 +70,9 @@ class Transforms:
 
     def read_file(self, path: Path) -> torch.Tensor:
         """Return the sample that an image file holds. Raises DataError."""
-        try:
-            content = path.read_bytes()
-        except OSError as error:
-            raise DataError(f"{path} {decoding.DAMAGED.format(error.strerror)}") from None
+        limit = getattr(self._option, "max_pixels", MAX_PIXELS)
+        content = read_image_file(path, limit)
         if self._option.decodes_images():
-            limit = getattr(self._option, "max_pixels", MAX_PIXELS)
             return decoding.decode(content, str(path), self.image_shape()[-1], limit)
         return self._of_exact_size(content, path)
 

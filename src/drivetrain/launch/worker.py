@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import traceback
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -34,6 +33,7 @@ from drivetrain.run import environment, identity
 from drivetrain.run.result import Result
 from drivetrain.saving import manifest, space
 from drivetrain.ui import table_picture, terminal
+from drivetrain.ui.output import echo_traceback
 
 if TYPE_CHECKING:
     from drivetrain.engine.trainer import Trainer
@@ -122,7 +122,7 @@ def _energy(trainer: Trainer, before: tuple[str, float] | None) -> float | None:
 def _record_failure(result: Result, error: BaseException, job: Job, world: World, run_dir: Path) -> int:
     """Fill in status and error of a rank that an exception ended; its exit code."""
     if wants_traceback():
-        traceback.print_exception(error)
+        echo_traceback(error)
     if isinstance(error, UserError):
         result.error = str(error)
         return BAD_CONFIG
@@ -142,14 +142,14 @@ def _record_failure(result: Result, error: BaseException, job: Job, world: World
     result.error = f"{type(error).__name__}: {lines[0]}{job.run.compile.advice(error)}"
     if run_dir.is_dir():
         with contextlib.suppress(OSError), files.opened(run_dir / "log.txt", "a") as file:
-            file.write("".join(traceback.format_exception(error)))
+            echo_traceback(error, file)
         result.error += f" (traceback in {run_dir / 'log.txt'})"
         if isinstance(error, CallbackError) and manifest.checkpoints(run_dir):
             result.error += f": the run is saved, go on with resume={run_dir}"
     elif is_peer_failure(result.error):
         logger.error(PEER_GONE)
     elif not wants_traceback():
-        traceback.print_exception(error)
+        echo_traceback(error)
     return FAILED
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import starmap
-from typing import ClassVar, NamedTuple, cast
+from typing import Annotated, ClassVar, NamedTuple, cast
+
+from annotated_types import Ge, Le
 
 from drivetrain.core import rng, trees
 from drivetrain.core.cpus import usable_cores
 from drivetrain.core.errors import Interrupted
 from drivetrain.core.lazy import torch
+from drivetrain.core.limits import too_many
 from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.option import Effect, Option, RunSpec
 from drivetrain.core.source import Augmentation, CropBox, CroppingSource, Normalizer, SequenceSource, Source
@@ -22,6 +25,7 @@ VIEW = 8  # of the random numbers of a sample's further views
 
 Batch = tuple[Tree, Tree]  # inputs and targets
 ReadBatch = tuple[Tree, Tree, Request]  # and the request that they answer
+Ahead = Annotated[int, Ge(1), Le(1024)]  # batches that are read ahead
 
 
 class Pipeline(NamedTuple):
@@ -107,6 +111,12 @@ class Loader(Option):
     def validate(self, run: RunSpec) -> Iterator[str]:
         if run.data.on_device and type(self) is not Loader:
             yield f"{run.named('loader')} has nothing to do for {run.named('data')}, which is made on the device: set loader=sync"
+        things, setting, count = self.readers()
+        yield from too_many(things, f"{setting}={count}", count, run.parallel.local_ranks())
+
+    def readers(self) -> tuple[str, str, int]:
+        """Return what reads ahead in each rank (processes or threads), the setting that says how many, and their number."""
+        return "threads", "", 0
 
     def autotune(self, pipeline: Pipeline, size: int, device: torch.device) -> list[str]:
         """Choose what must be measured, on micro-batches of `size`, before training starts; return a line for each choice."""

@@ -15,7 +15,7 @@ from drivetrain.core.microbatch import Request
 from drivetrain.core.option import Count, RunSpec, needs_extra
 from drivetrain.core.source import CropBox
 from drivetrain.core.tensors import send
-from drivetrain.loader.base import Loader, Pipeline, ReadBatch, reading_advice
+from drivetrain.loader.base import Ahead, Loader, Pipeline, ReadBatch, reading_advice
 
 
 class Dali(Loader):
@@ -32,10 +32,13 @@ class Dali(Loader):
     def __init__(
         self,
         num_threads: Count | Literal["auto"] = "auto",
-        prefetch_factor: Count = 2,
+        prefetch_factor: Ahead = 2,
         decoder: Literal["auto", "cpu", "mixed"] = "auto",
     ) -> None:
         self.num_threads, self.prefetch_factor, self.decoder = num_threads, prefetch_factor, decoder
+
+    def readers(self) -> tuple[str, str, int]:
+        return "threads", "loader.num_threads", 0 if self.num_threads == "auto" else self.num_threads
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if not run.data.decodes_images():

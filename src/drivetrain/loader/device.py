@@ -8,7 +8,7 @@ from typing import Literal
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
 from drivetrain.core.option import Count
-from drivetrain.loader.base import Loader, Pipeline, ReadBatch, reading_advice
+from drivetrain.loader.base import Ahead, Loader, Pipeline, ReadBatch, reading_advice
 from drivetrain.loader.threads import Threads
 from drivetrain.loader.workers import Workers
 
@@ -27,7 +27,7 @@ class Device(Loader):
         self,
         reader: Literal["sync", "workers", "threads"] = "threads",
         num_readers: Count | Literal["auto"] = "auto",
-        prefetch_factor: Count = 2,
+        prefetch_factor: Ahead = 2,
         ahead: Count = 1,
     ) -> None:
         self.reader, self.num_readers, self.prefetch_factor, self.ahead = reader, num_readers, prefetch_factor, ahead

@@ -17,7 +17,7 @@ from drivetrain.core.microbatch import Request
 from drivetrain.core.option import Count, Positive
 from drivetrain.core.tensors import has_streams
 from drivetrain.core.trees import Tree
-from drivetrain.loader.base import Batch, Loader, Pipeline, ReadBatch, reading_advice, timeout_error
+from drivetrain.loader.base import Ahead, Batch, Loader, Pipeline, ReadBatch, reading_advice, timeout_error
 
 CLOSE_TIMEOUT_S = 1.0  # for the threads' current jobs, when the pool is closed
 PIECES_PER_THREAD = 2  # of a batch: small enough that all threads finish together
@@ -35,12 +35,15 @@ class Threads(Loader):
     def __init__(
         self,
         num_threads: Count | Literal["auto"] = "auto",
-        prefetch_factor: Count = 2,
+        prefetch_factor: Ahead = 2,
         pin_memory: bool = True,
         timeout_s: Positive = 120.0,
     ) -> None:
         self.num_threads, self.prefetch_factor = num_threads, prefetch_factor
         self.pin_memory, self.timeout_s = pin_memory, timeout_s
+
+    def readers(self) -> tuple[str, str, int]:
+        return "threads", "loader.num_threads", 0 if self.num_threads == "auto" else self.num_threads
 
     def copies_ahead(self) -> int:
         return int(self.pin_memory)

@@ -16,7 +16,7 @@ from drivetrain.core.microbatch import Request
 from drivetrain.core.option import Count, NonNegative
 from drivetrain.core.tensors import has_streams
 from drivetrain.core.trees import Tree
-from drivetrain.loader.base import Batch, Loader, Pipeline, ReadBatch, reading_advice, timeout_error
+from drivetrain.loader.base import Ahead, Batch, Loader, Pipeline, ReadBatch, reading_advice, timeout_error
 
 DEATH_NOTICE_S = 10.0  # from a broken connection until the worker's end is known
 GRACE_S = 2.0  # after torch's own time-out
@@ -35,13 +35,16 @@ class Workers(Loader):
         self,
         num_workers: Count = 2,
         pin_memory: bool = True,
-        prefetch_factor: Count = 2,
+        prefetch_factor: Ahead = 2,
         persistent_workers: bool = True,
         non_blocking: bool = True,
         timeout_s: NonNegative = 120.0,
     ) -> None:
         self.num_workers, self.pin_memory, self.prefetch_factor = num_workers, pin_memory, prefetch_factor
         self.persistent_workers, self.non_blocking, self.timeout_s = persistent_workers, non_blocking, timeout_s
+
+    def readers(self) -> tuple[str, str, int]:
+        return "processes", "loader.num_workers", self.num_workers
 
     def copies_ahead(self) -> int:
         return int(self.pin_memory and self.non_blocking)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -69,7 +70,8 @@ def page(title: str, body: Sequence[str], figures: dict[str, Any]) -> str:
     """The whole file. `body` holds a `plot(id)` for each id in `figures`, whose values are Plotly's data and layout."""
     from plotly.offline import get_plotlyjs
 
-    data = json.dumps(figures, allow_nan=False).replace("</", "<\\/")
+    # In a script only JSON's own escapes are safe: "<!--<script>" would swallow the rest of the page.
+    data = json.dumps(_finite(figures), allow_nan=False).replace("<", "\\u003c").replace(">", "\\u003e")
     scripts = f"<script>{get_plotlyjs()}</script><script>{SCRIPT}</script>" if figures else ""
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
@@ -77,6 +79,15 @@ def page(title: str, body: Sequence[str], figures: dict[str, Any]) -> str:
         f"<h1>{html.escape(title)}</h1>{''.join(body)}"
         f'<script type="application/json" id="figures">{data}</script>{scripts}</body></html>\n'
     )
+
+
+def _finite(value: Any) -> Any:
+    """Return Plotly's data with None for each number that JSON does not have, such as the loss of a diverged run."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def plot(name: str, height: int = 360) -> str:

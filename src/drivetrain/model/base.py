@@ -12,6 +12,7 @@ from drivetrain.core import horizon as horizons
 from drivetrain.core.allowed import EPOCHS, NAME_PATTERN, Entries, NamePattern
 from drivetrain.core.errors import OperatorGives, UserError
 from drivetrain.core.lazy import torch
+from drivetrain.core.limits import memory_bytes, model_within
 from drivetrain.core.option import Option, RunSpec
 from drivetrain.core.patterns import flatten
 from drivetrain.core.step import Step
@@ -96,7 +97,8 @@ class Model(Option):
                 f"{context.run.named('model')} takes one tensor, and the inputs of a sample are several "
                 f"({', '.join(name for name, _ in parts)}): set model=own, with a network whose forward takes them"
             )
-        model = self.create_for(context)
+        with model_within(self._most_bytes(context), context.run.named("model")):
+            model = self.create_for(context)
         # On every rank alike, and before any edit: a file has the names and shapes of the model as it is created. Edits that
         # remove biases then account for them, float32 weights become exact masters, and shards are cut from whole tensors.
         # A resumed run has the weights of its checkpoint.
@@ -107,6 +109,11 @@ class Model(Option):
             for line in weights.load_into(model, path, self.weights_skip, data.shape, data.classes):
                 logger.info(line)
         return model.to(context.device)
+
+    def _most_bytes(self, context: BuildContext) -> int:
+        """Return how many bytes of parameters this rank has memory for. Each rank of a machine creates the whole model."""
+        gradients = 2 if context.device.type == "cpu" and context.parallel.one_process and not self.freeze else 1
+        return memory_bytes() // (gradients * context.world.local_size)
 
     def untrained(self) -> Model:
         """Return this option for a run that is finished: without the weights that training started from, nothing frozen."""

@@ -47,6 +47,10 @@ class Parallel(Option):
         """Return the number of processes that train together."""
         return 1
 
+    def local_ranks(self) -> int:
+        """Return the number of ranks on this machine."""
+        return 1
+
     def data_ranks(self) -> int:
         """Return the number of data-parallel ranks, which split the samples of an update."""
         return self.ranks()

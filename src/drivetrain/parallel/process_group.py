@@ -13,6 +13,7 @@ from drivetrain.core import accelerators
 from drivetrain.core.clock import clock_for
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
+from drivetrain.core.limits import too_many
 from drivetrain.core.option import Count, CountOrZero, Positive, RunSpec
 from drivetrain.core.world import World
 from drivetrain.parallel.base import Parallel
@@ -77,6 +78,8 @@ class ProcessGroupStrategy(Parallel):
                 f"parallel.nnodes={self.nnodes}, but a launcher started {size} ranks already (WORLD_SIZE): leave the machines "
                 "to it and set parallel.nnodes=1"
             )
+        if self.nproc != "auto":
+            yield from too_many("processes", f"parallel.nproc={self.nproc}", self.nproc)
         if self.nnodes > 1 and self.rendezvous is None:
             yield (
                 f"parallel.nnodes={self.nnodes} machines need an address to connect to: set parallel.rendezvous=host:port, a "

@@ -49,7 +49,7 @@ def keep(content: bytes, suffix: str = ".yaml") -> Path:
 def sha256_at(address: str) -> str | None:
     """The SHA-256 of what an address gave when it was fetched; None if it was not."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
-        return _note(address).read_text().partition(" ")[0]
+        return _note(address).read_text(encoding="utf-8").partition(" ")[0]
     return None
 
 
@@ -67,7 +67,7 @@ def lock() -> Iterator[None]:
     """Let one process fetch at a time: ranks that another launcher started together find what the first has fetched."""
     path = folder() / ".lock"
     make_folder(path.parent)
-    with path.open("w") as file:
+    with path.open("w", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

@@ -10,10 +10,16 @@ from typing import Any
 
 from drivetrain.core import files
 from drivetrain.core.errors import UserError
+from drivetrain.core.typed import fits, is_number
 from drivetrain.run import directory, records
 from drivetrain.run.identity import flatten
 from drivetrain.run.result import Result
 
+MAX_VALUES, MAX_DEPTH = 100_000, 30  # in a run's config or environment
+# What is read of environment.json, and of which type it must be.
+ENVIRONMENT: dict[str, Any] = {
+    "time": float, "selection": dict[str, str] | None, "overrides": list[str], "versions": dict[str, Any],
+}  # fmt: skip
 NOT_COMPARED = ("output_dir", "resume", "resume_changed", "recipe", "trust")
 
 
@@ -112,30 +118,46 @@ def compared(tree: dict[str, Any], chosen: dict[str, Any]) -> dict[str, Any]:
 
 def read(path: Path) -> RunFiles:
     """Read a run's directory; any of its files may be missing."""
-    result, environment = Result.read(path), _json(path / "environment.json")
-    recipe = _yaml(path / "recipe.yaml")
+    result = Result.read(path)
+    environment = {k: v for k, v in _bounded(_json(path / "environment.json")).items() if fits(v, ENVIRONMENT.get(k, Any))}
+    recipe = _bounded(_yaml(path / "recipe.yaml"))
     parts = [part for part in (recipe.get("unchanged"), recipe) if isinstance(part, dict)]
-    lines = [line for part in parts for line in part.get("defaults") or [] if isinstance(line, dict)]
-    chosen = {k.rpartition("/")[2]: v for line in lines for k, v in line.items()}
-    config = compared(_yaml(path / "config.yaml"), chosen)
-    status = result.status if result else "running" if directory.is_locked(path) else "killed"
+    defaults = [part.get("defaults") for part in parts]
+    lines = [line for found in defaults if isinstance(found, list) for line in found if isinstance(line, dict)]
+    chosen = {str(k).rpartition("/")[2]: v for line in lines for k, v in line.items()}
+    config = compared(_bounded(_yaml(path / "config.yaml")), chosen)
+    spoilt = result is None and (path / "result.json").exists()
+    status = result.status if result else "running" if directory.is_locked(path) else "unreadable" if spoilt else "killed"
     train, evaluated = _points(path / "metrics.jsonl")
     words = result.overrides if result else environment.get("overrides", [])
     label = " ".join(w for w in words if not w.startswith(("output_dir=", "logger="))) or "default"
     return RunFiles(path, label, result, status, config, environment, train, evaluated)
 
 
+def _bounded(tree: Any) -> dict[str, Any]:
+    """Return a mapping with text as keys; {} where it is none, or too large: aliases in YAML can hold billions of values."""
+    left, waiting = MAX_VALUES, [(tree, 0)]
+    while waiting:
+        value, depth = waiting.pop()
+        inside = [*value.keys(), *value.values()] if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+        left -= 1 + len(inside)
+        if left < 0 or depth > MAX_DEPTH:
+            return {}
+        waiting += [(item, depth + 1) for item in inside]
+    return {str(key): value for key, value in tree.items()} if isinstance(tree, dict) else {}
+
+
 def _yaml(path: Path) -> dict[str, Any]:
     try:
         return files.read_yaml(path) or {}
-    except (OSError, ValueError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return {}
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
         found = files.read_json(path)
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -154,11 +176,11 @@ def _points(path: Path) -> tuple[Points, Points]:
         points = train if event == "train" else evaluated if event == "evaluate" else None
         if points is None:
             continue
-        points.set = record.get("set", points.set)
+        points.set = str(record.get("set", points.set))
         points.updates.append(update)
         points.samples.append(samples)
         points.seconds.append(seconds - began if seconds is not None and began is not None else 0.0)
-        points.values.append({k: v for k, v in record.items() if k != "epoch" and isinstance(v, int | float)})
+        points.values.append({k: v for k, v in record.items() if k != "epoch" and is_number(v)})
     return train, evaluated
 
 

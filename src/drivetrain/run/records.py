@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from drivetrain.core import files
+from drivetrain.core.typed import is_number
 
 Record = dict[str, Any]
 LARGEST = 2**31  # bytes of a metrics.jsonl: ten million records
@@ -47,4 +48,4 @@ def _record(line: bytes) -> Record | None:
 
 
 def _is_number(value: object, kind: Any) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)
+    return isinstance(value, kind) and is_number(value)

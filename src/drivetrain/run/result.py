@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from html import escape
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 from drivetrain.core.files import read_json, write_json
+from drivetrain.core.typed import fits, is_table
 
 
 @dataclass
@@ -86,21 +86,23 @@ class Result:
         )
         return f"<table>{''.join(cells)}</table>"
 
-    def _check_types(self) -> None:
-        """Raise TypeError where a value is not of its field's type: the file may be a stranger's, or damaged."""
-        for name, hint in get_type_hints(type(self)).items():
-            kinds = [get_origin(kind) or kind for kind in (get_args(hint) if get_origin(hint) is UnionType else (hint,))]
-            if not isinstance(getattr(self, name), (*kinds, int) if float in kinds else tuple(kinds)):
-                raise TypeError(name)
-
     @classmethod
     def read(cls, run_dir: Path) -> Result | None:
-        """The result in a run's directory; None where there is none."""
+        """The result in a run's directory; None where there is none, or none that this program could have written."""
         try:
             result = cls(**read_json(run_dir / "result.json"), run_dir=run_dir)
-            result._check_types()
-        except (OSError, ValueError, TypeError):
+        except (OSError, ValueError, TypeError, RecursionError):
             return None
-        if "final" in result.metrics:  # of a version without validation sets
+        if isinstance(result.metrics, dict) and "final" in result.metrics:  # of a version without validation sets
             result.metrics, result.tables = {"test": result.metrics}, {"test": result.tables}  # type: ignore[dict-item]
-        return result
+        return result if result._fits() else None
+
+    def _fits(self) -> bool:
+        """Whether every field has the type that this program writes. A table that is none is left out."""
+        kinds = get_type_hints(Result)
+        if not all(fits(getattr(self, field.name), kinds[field.name]) for field in fields(self)):
+            return False
+        for evaluations in self.tables.values():
+            for name, found in evaluations.items():
+                evaluations[name] = {key: table for key, table in found.items() if is_table(table)}
+        return True

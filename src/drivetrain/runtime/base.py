@@ -15,6 +15,7 @@ from drivetrain.core.cpus import usable_cores
 from drivetrain.core.device import keep_freed_memory
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
+from drivetrain.core.limits import too_many
 from drivetrain.core.option import Count, CountOrZero, Effect, Option, RunSpec
 from drivetrain.core.world import World
 
@@ -62,6 +63,7 @@ class Runtime(Option):
                 f"runtime.device={self.device} is one device, and {run.named('parallel')} uses several: set "
                 f"runtime.device={self.device.partition(':')[0]}, or parallel=single"
             )
+        yield from too_many("threads", f"runtime.threads={self.threads}", self.threads or 0)
         if self.deterministic and self.cudnn_benchmark:
             yield (
                 "runtime.deterministic=true and runtime.cudnn_benchmark=true exclude each other "

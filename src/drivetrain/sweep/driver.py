@@ -28,6 +28,7 @@ from drivetrain.sweep.progress_table import LiveTable, ProgressLines
 from drivetrain.sweep.store import Entry, Sweep
 from drivetrain.sweep.submitit import Submitit
 from drivetrain.ui import terminal
+from drivetrain.ui.output import echo
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +151,7 @@ def _run_in(path: Path, plan: Plan, quiet: bool) -> int:
         source = Search(plan.jobs, sweep) if isinstance(plan.jobs, SearchSpace) else Grid(plan.jobs, sweep)
         live = terminal.is_live()  # then one table is shown, and the jobs' own output goes to their folders
         launcher = _launcher(plan.settings, sweep, source.total, quiet, live)
-        print(f"{source.total} {'trials' if isinstance(source, Search) else 'jobs'} in {path}", flush=True)
+        echo(f"{source.total} {'trials' if isinstance(source, Search) else 'jobs'} in {path}")
         jobs_print = isinstance(launcher, Forked) and not launcher.captured
         display = LiveTable(source.total) if live else ProgressLines(source.total, jobs_print, quiet)
         with SignalForwarder() as signals, display:
@@ -160,7 +161,7 @@ def _run_in(path: Path, plan: Plan, quiet: bool) -> int:
             signals.launcher = None
         judged_by = source.space.objective if isinstance(source, Search) else objective.common(sweep.entries)
         objective.write(sweep, judged_by, time.monotonic() - began, source.is_finished())
-    print()
+    echo()
     objective.show(sweep, judged_by)
     return _exit_code(sweep, source, signals, running)
 

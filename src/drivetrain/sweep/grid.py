@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,9 @@ from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.recipe import places
 from drivetrain.recipe.reader import Recipe
+
+MAX_JOBS = 10_000  # of a sweep
+HOPELESS = 50  # jobs of which none can run
 
 
 @dataclass
@@ -30,11 +34,24 @@ class SweepJob:
 def prepare(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> list[SweepJob]:
     """A job for each combination of the values given in Hydra's sweep grammar, and of the grid in a recipe's `sweep:`."""
     axes, labelled = _axes(overrides)
-    jobs = []
+    if (count := math.prod(map(len, axes))) > MAX_JOBS:
+        raise UserError(f"the sweep has {count:,} combinations, and at most {MAX_JOBS:,} are possible: sweep over fewer values")
+    jobs: list[SweepJob] = []
     for combination in itertools.product(*axes):
         label = [override for override, differs in zip(combination, labelled, strict=True) if differs]
-        jobs += [prepare_one(label, combination, cell, config_dirs) for cell in _cells(combination, config_dirs)]
+        for cell in _cells(combination, config_dirs):
+            jobs.append(prepare_one(label, combination, cell, config_dirs))
+            _refuse_hopeless(jobs)
     return jobs
+
+
+def _refuse_hopeless(jobs: Sequence[SweepJob]) -> None:
+    """Raise UserError where none of the first jobs can run: to compose hundreds more would take minutes, and say the same."""
+    if len(jobs) > MAX_JOBS:
+        raise UserError(f"the sweep has more than {MAX_JOBS:,} jobs: sweep over fewer values")
+    if len(jobs) == HOPELESS and not any(job.job for job in jobs):
+        problems = dict.fromkeys(problem for job in jobs for problem in job.problems)
+        raise UserError([*problems, f"none of the first {HOPELESS} jobs of this sweep can run: the others were not tried"])
 
 
 def prepare_one(
@@ -71,7 +88,9 @@ def _axes(overrides: Sequence[str]) -> tuple[list[list[str]], list[bool]]:
         elif override.value_type is ValueType.GLOB_CHOICE_SWEEP:
             problems.append(f"'{text}': glob() chooses among the options of a group, and {key_of(text)} is none")
         elif override.value_type in (ValueType.CHOICE_SWEEP, ValueType.SIMPLE_CHOICE_SWEEP, ValueType.RANGE_SWEEP):
-            values = [str(value) for value in override.sweep_string_iterator()]
+            values = [str(value) for value in itertools.islice(override.sweep_string_iterator(), MAX_JOBS + 1)]
+            if len(values) > MAX_JOBS:
+                problems.append(f"'{text}' has more than {MAX_JOBS:,} values, the most that a sweep may have: list fewer")
             if key_of(text) == "recipe":  # an address needs no quotes
                 values = [value.strip("'\"") for value in values]
             axes.append([f"{override.get_key_element()}={value}" for value in values])

@@ -16,6 +16,7 @@ from drivetrain.run import environment
 from drivetrain.run.result import Result
 from drivetrain.sweep.store import FINAL, Entry, Sweep
 from drivetrain.ui import terminal
+from drivetrain.ui.output import echo
 
 
 @dataclass
@@ -89,10 +90,10 @@ def show(sweep: Sweep, objective: Objective | None) -> None:
     overrides = shlex.join(o for o in best.job.overrides if not is_hydra_override(o))
     value = terminal.number(objective.value(best.result) or 0.0)
     judged_by = best.result.judged_by if best.result is not None else ""
-    print(f"\nbest: job {best.number}, {judged_by} {objective.metric} {value} ({best.job.label or 'the only one'})")
+    echo(f"\nbest: job {best.number}, {judged_by} {objective.metric} {value} ({best.job.label or 'the only one'})")
     dirs = "".join(f"--config-dir {shlex.quote(folder)} " for folder in sweep.config_dirs)
-    print(f"  drivetrain train {dirs}{overrides}")
-    print(f"  its recipe: {best.run_dir / 'recipe.yaml'}", flush=True)
+    echo(f"  drivetrain train {dirs}{overrides}")
+    echo(f"  its recipe: {best.run_dir / 'recipe.yaml'}")
 
 
 def all_final(entries: Sequence[Entry]) -> bool:

@@ -16,7 +16,8 @@ from typing import Any
 from drivetrain.core import files
 from drivetrain.run import records
 from drivetrain.sweep.store import LENGTH, Entry
-from drivetrain.ui import terminal
+from drivetrain.ui import output, terminal
+from drivetrain.ui.output import echo
 
 logger = logging.getLogger(__name__)
 
@@ -75,13 +76,13 @@ class ProgressLines:
         """Count jobs that ended before this process began."""
         self._done += len(entries)
         if entries:
-            print(f"{len(entries)} of {self.total} jobs are done already", flush=True)
+            echo(f"{len(entries)} of {self.total} jobs are done already")
 
     def begin(self, entry: Entry) -> None:
         """A job begins, or was found running."""
         entry.began, entry.before = time.monotonic(), share(entry)
         if self.jobs_print and not self.quiet:
-            print(f"\n{self._name(entry)}", flush=True)
+            echo(f"\n{self._name(entry)}")
 
     def end(self, entry: Entry, running: Sequence[Entry]) -> None:
         """A job has ended; `running` are those that still run."""
@@ -90,7 +91,7 @@ class ProgressLines:
         seconds_left = self.seconds_left(running)
         after = f", about {duration(seconds_left)} left" if seconds_left else ""
         took = f" in {duration(entry.seconds())}" if entry.began else ""
-        print(f"{self._name(entry)} {entry.result.status}{took}{after}", flush=True)
+        echo(f"{self._name(entry)} {entry.result.status}{took}{after}")
         if entry.result.error and not (self.jobs_print and entry.began):
             logger.error("job %d: %s", entry.number, entry.result.error)
 
@@ -115,10 +116,9 @@ class LiveTable(ProgressLines):
     """A table that is redrawn in place: all jobs where they fit on the screen, else those that run."""
 
     def __enter__(self) -> LiveTable:
-        from rich.console import Console
         from rich.live import Live
 
-        self._console = Console()
+        self._console = output.console()
         # Redrawn only by refresh(), and without redirected streams, which the forked jobs would inherit.
         self._live = Live(console=self._console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False)
         self._live.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ from typing import Any
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.overrides import key_of, parse_each
+
+MAX_VALUES = 100_000  # of a key that is searched over
 
 
 @dataclass
@@ -89,17 +92,24 @@ def _axis(override: Any) -> Axis:
         low, high = value.start, value.end
         return Axis(key, None, low, high, None, log, isinstance(low, int) and isinstance(high, int))  # type: ignore[arg-type]
     if isinstance(value, RangeSweep) and not log:
-        numbers = [n if isinstance(n, int) else float(n) for n in value.range()]
+        numbers = [n if isinstance(n, int) else float(n) for n in itertools.islice(value.range(), MAX_VALUES)]
         if len(numbers) > 1 and value.step > 0:
             low, step = float(numbers[0]), float(value.step)
             whole = all(isinstance(n, int) for n in numbers)
             return Axis(key, None, low, low + (len(numbers) - 1) * step, step, False, whole)
-    return Axis(key, list(override.sweep_string_iterator()), log=log)
+    return Axis(key, list(itertools.islice(override.sweep_string_iterator(), MAX_VALUES)), log=log)
 
 
 def _problems(text: str, override: Any, axis: Axis) -> Iterator[str]:
+    from hydra.core.override_parser.types import RangeSweep
+
     if other := sorted(set(override.value().tags) - {"log"}):
         yield f"'{text}': tag {', '.join(other)} means nothing here: the only tag is log"
+    if (
+        isinstance(override.value(), RangeSweep)
+        and next(itertools.islice(override.value().range(), MAX_VALUES - 1, None), None) is not None
+    ):
+        yield f"'{text}' has {MAX_VALUES:,} values or more: give an interval(a,b), or a longer step"
     if axis.values is not None:
         if axis.log:
             yield f"'{text}': log is for interval(a,b), not for listed values"

@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from drivetrain.recipe.safe_yaml import printable
+from drivetrain.ui.output import echo
 
 if TYPE_CHECKING:
     from drivetrain.recipe.web import Fetched
@@ -16,15 +17,15 @@ MOST_LINES = 200
 def show(address: str, found: Fetched) -> None:
     """Print where it came from, and its text without characters that could steer a terminal, to standard error."""
     via = f" from {' → '.join(dict.fromkeys(found.hosts))}"
-    print(f"fetched {address}{via}, {len(found.content):,} bytes:", file=sys.stderr)
+    echo(f"fetched {address}{via}, {len(found.content):,} bytes:", file=sys.stderr)
     if found.content.startswith(b"PK"):
-        print(f"  a bundle with code, which is not run: `drivetrain recipe inspect {address}` lists it", file=sys.stderr)
+        echo(f"  a bundle with code, which is not run: `drivetrain recipe inspect {address}` lists it", file=sys.stderr)
         return
     lines = text(found.content).splitlines()
     for line in lines[:MOST_LINES]:
-        print(f"  {line}".rstrip(), file=sys.stderr)
+        echo(f"  {line}".rstrip(), file=sys.stderr)
     if len(lines) > MOST_LINES:
-        print(f"  … and {len(lines) - MOST_LINES:,} more lines: drivetrain recipe show {address}", file=sys.stderr)
+        echo(f"  … and {len(lines) - MOST_LINES:,} more lines: drivetrain recipe show {address}", file=sys.stderr)
 
 
 def text(content: bytes) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from drivetrain.core import files
+from drivetrain.ui.output import plain
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -51,7 +52,7 @@ class _ConsoleHandler(logging.Handler):
         if (rank and self.shared and record.levelno < logging.ERROR) or _is_shown_by_the_caller():
             return
         try:
-            text = record.getMessage()
+            text = plain(record.getMessage())
             if record.levelno >= logging.ERROR:
                 text = f"rank {rank}: {text}" if rank else f"error: {text}"
             self._print(text, STYLES.get(record.levelno, ""))
@@ -85,12 +86,19 @@ def configure(quiet: bool = False, rank: int = 0, shared: bool = True) -> None:
     _rank.rank, _console.shared = rank, shared
 
 
+class _PlainFormatter(logging.Formatter):
+    """Formats a record, with control characters written out."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return plain(super().format(record))
+
+
 class _RunFile(logging.FileHandler):
     """Appends rank 0's messages to a run's log.txt; a full disk loses the copy, not the run."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, encoding="utf-8")
-        self.setFormatter(logging.Formatter(FILE_FORMAT))
+        self.setFormatter(_PlainFormatter(FILE_FORMAT))
         self.addFilter(_rank)
 
     def _open(self) -> TextIOWrapper:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 import time
 
+from drivetrain.ui import output
+
 _CLEAR = "\r\x1b[2K"
 
 
@@ -19,7 +21,7 @@ class Steps:
     def __call__(self, text: str, left: float | None = None) -> None:
         """Show what is being done, and about how many seconds are `left`."""
         after = f", about {_duration(left)} left" if left else ""
-        line = f"{text} ({_duration(time.monotonic() - self._began)}{after})"
+        line = output.plain(f"{text} ({_duration(time.monotonic() - self._began)}{after})")
         print(_CLEAR + line if self._live else line, end="" if self._live else "\n", file=sys.stderr, flush=True)
 
     def __exit__(self, *_: object) -> None:
@@ -34,10 +36,9 @@ class Rate:
         self._what, self._total, self._done = what, total, 0
 
     def __enter__(self) -> Rate:
-        from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-        console = Console(stderr=True)
+        console = output.console(stderr=True)
         columns = (BarColumn(bar_width=20), TextColumn("{task.fields[text]}"), TimeRemainingColumn())
         self._bar = Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty(), refresh_per_second=4)
         self._task = self._bar.add_task(self._what, total=self._total, text="")

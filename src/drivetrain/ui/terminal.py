@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, get_args
 from drivetrain.core import tables
 from drivetrain.core.option import Effect
 from drivetrain.run.result import Result
-from drivetrain.ui import logs
+from drivetrain.ui import logs, output
+from drivetrain.ui.output import echo
 
 if TYPE_CHECKING:
     import rich.progress
@@ -63,6 +64,7 @@ def prepare_output() -> None:
         elif stream is getattr(sys, f"__{name}__"):  # not a test's or a notebook's
             line_buffering = stream.line_buffering
             setattr(sys, name, PipeSafeStream(stream.detach(), stream.encoding, "replace", line_buffering=line_buffering))
+    output.warn_plainly()
     logs.configure(quiet=True)  # a command that trains shows more
 
 
@@ -76,9 +78,8 @@ def show_recipe(composed: Composed, run: RunSpec) -> None:
     name = composed.recipe.name if composed.recipe else "default"
     rows = [(group, *_knobs(composed, group)) for group in composed.choices]
     if not is_live():
-        print(f"recipe {name}: " + " ".join(f"{g}={_option(composed.choices[g])}" for g, _, _ in rows), flush=True)
+        echo(f"recipe {name}: " + " ".join(f"{g}={_option(composed.choices[g])}" for g, _, _ in rows))
         return
-    from rich.console import Console
     from rich.markup import escape
     from rich.tree import Tree
 
@@ -89,7 +90,7 @@ def show_recipe(composed: Composed, run: RunSpec) -> None:
     for key in ("epochs", "updates"):
         if composed.plain[key] is not None:
             tree.add(f"{key:<14}[cyan]{composed.plain[key]}[/]")
-    Console().print(tree)
+    output.console().print(tree)
 
 
 def effect(run: RunSpec, group: str) -> str:
@@ -150,7 +151,7 @@ class Progress:
 
     def _print(self, line: str) -> None:
         self._printed = time.monotonic()
-        print(line, flush=True)
+        echo(line)
 
     def _text(self, r: Mapping[str, Any]) -> str:
         from drivetrain.core.device import memory_now
@@ -175,12 +176,11 @@ class Progress:
 
 def _bar(total: int) -> tuple[rich.progress.Progress, rich.progress.TaskID]:
     """A live line, not yet drawn, and its one task."""
-    from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = BarColumn(bar_width=20), TextColumn("{task.fields[text]}"), TimeRemainingColumn()
     # Not rich's console for the whole process: it still knows whether its first output was a terminal, not whether this one is.
-    bar = Progress(*columns, console=Console(), refresh_per_second=4)
+    bar = Progress(*columns, console=output.console(), refresh_per_second=4)
     return bar, bar.add_task("train", total=total, text="starting")
 
 
@@ -221,7 +221,7 @@ def show_result(result: Result) -> None:
     of_what, found = tables.of_result(result.tables)
     for name, values in found.items():
         shown = tables.shown(name, values)
-        print(f"\n{shown.title}, {of_what}")
+        echo(f"\n{shown.title}, {of_what}")
         table(shown.header, shown.rows)
 
 
@@ -243,15 +243,13 @@ def show_jobs(results: Sequence[tuple[int, str, Result]]) -> None:
 
 def fit(header: list[str], rows: list[list[str]], spare: Sequence[str]) -> list[str]:
     """Drop the columns named by `spare`, one after the other, until the table fits the terminal; the dropped names."""
-    from rich.console import Console
-
     dropped: list[str] = []
 
     def width() -> int:
         return sum(3 + max(len(cell) for cell in column) for column in zip(header, *rows, strict=True))
 
     for name in spare if is_live() else ():
-        if width() < Console().width or name not in header:
+        if width() < output.console().width or name not in header:
             continue
         at = header.index(name)
         for cells in (header, *rows):
@@ -262,7 +260,6 @@ def fit(header: list[str], rows: list[list[str]], spare: Sequence[str]) -> list[
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table: with a frame in a terminal, as plain columns elsewhere."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -270,5 +267,5 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for row in rows:
         grid.add_row(*(Text(cell, overflow="fold") for cell in row))
     # Where there is no terminal nothing is cut, folded or coloured, whatever the environment's variables ask for.
-    console = Console() if is_live() else Console(width=10_000, force_terminal=False, color_system=None)
+    console = output.console() if is_live() else output.console(width=10_000, force_terminal=False, color_system=None)
     console.print(grid)

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from drivetrain.cli import main
+from drivetrain.measure.cells import spreadsheet
+from drivetrain.measure.html import page
 from drivetrain.measure.report.report import common_target, summarize_seeds
 from drivetrain.run.reader import differing, find
 
@@ -139,3 +141,94 @@ def test_a_folder_without_runs(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     assert main.main(["report", "empty"]) == 2
     assert "no run in empty" in capsys.readouterr().err
+
+
+GOOD = {"status": "completed", "metrics": {"validation": {"final": {"loss": 1.0}, "best": {"loss": 1.0}}}, "updates": 3}
+DEEP = "[" * 3000
+ALIASES = "a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12)
+)
+BAD_FILES = {
+    "result.json": [
+        "", "[]", "3", DEEP, "{", '{"status": 3}', '{"metrics": []}', '{"metrics": {"test": 3}}',
+        '{"metrics": {"test": {"final": []}}}',
+        '{"updates": "many"}', '{"updates": 1' + "0" * 400 + "}", '{"wall_s": null}', '{"overrides": [1]}', '{"error": ["a"]}',
+        '{"tables": {"test": {"final": {"confusion": {"rows": 1, "columns": 1}}}}}', '{"samples_per_second": true}',
+        '{"metrics": {"test": {"final": {"loss": NaN}}}, "samples_per_second": Infinity}', '{"selection": "loss"}', "\udcff",
+    ],
+    "config.yaml": ["[", "3", "[1, 2]", DEEP, ALIASES, "a: &a [*a]", "runtime: {seed: x}", "runtime: {seed: [1]}",
+                    "d: 2026-13-01", "1: {2: 3}", "? [a, b]\n: 1", "x: " + "1" * 5000,
+                    "a: !!python/object:os.system {}", "a: \x00",
+                    "status: mine\nupdates: 5", "lr: .nan\nmodel: '<!--<script>'"],
+    "recipe.yaml": ["3", "defaults: 5", "defaults: [1, [2], null, {3: 4}]", "defaults: {a: b}", ALIASES],
+    "environment.json": ["3", "[]", '{"time": "now"}', '{"time": [1]}', '{"versions": 3}', '{"overrides": {"a": 1}}',
+                         '{"selection": ["loss"]}', '{"selection": {"metric": 3}}', DEEP],
+    "metrics.jsonl": ['{"event": "train", "update": 1, "loss": NaN, "samples_per_second": 1' + "0" * 400 + "}\n",
+                      '{"event": "evaluate", "update": 1, "set": ["x"], "loss": -Infinity}\n', '{"event": [], "update": 2}\n'],
+}  # fmt: skip
+
+
+def a_run(folder: Path, seed: int, **files: str) -> Path:
+    """A run's files by hand, some of them replaced."""
+    folder.mkdir(parents=True)
+    records = [{"event": "train", "update": n, "loss": 1.0, "samples_per_second": 10.0, "time": n} for n in range(3)]
+    records.append({"event": "evaluate", "update": 3, "set": "validation", "loss": 1.0, "time": 4.0})
+    selection = {"metric": "loss", "better": "min"}
+    content = {
+        "result.json": json.dumps({**GOOD, "selection": selection}),
+        "config.yaml": f"updates: {3 + seed}\nruntime: {{seed: {seed}}}\n",
+        "recipe.yaml": "defaults: [{override /optimizer: sgd}]\n",
+        "environment.json": json.dumps({"time": float(seed), "selection": selection, "overrides": []}),
+        "metrics.jsonl": "".join(json.dumps(record) + "\n" for record in records),
+    } | files
+    for name, text in content.items():
+        (folder / name).write_text(text, errors="surrogateescape")
+    return folder
+
+
+def test_one_bad_run_does_not_spoil_the_report(monkeypatch):
+    """Each spoilt file in a run of its own, beside two good runs: all are listed, and the good ones with their figures."""
+    monkeypatch.setattr("plotly.offline.get_plotlyjs", lambda: "")
+    spoilt = [(name, text) for name, texts in BAD_FILES.items() for text in texts]
+    for n, (name, text) in enumerate(spoilt):
+        a_run(Path(f"outputs/bad{n}"), 2 + n, **{name: text})
+        assert main.main(["report", f"outputs/bad{n}", f"out=page{n}"]) == 0, (name, text[:80])
+    a_run(Path("outputs/good0"), 0), a_run(Path("outputs/good1"), 1)
+    assert main.main(["report", "outputs", "out=page"]) == 0
+    rows = rows_of(Path("page"))
+    assert len(rows) == len(spoilt) + 2
+    assert sum(row["status"] == "unreadable" for row in rows) > 10
+    assert [row["wall"] for row in rows if "good" in row["folder"]] == ["0.0 s"] * 2
+    with (Path("page") / "report.csv").open() as file:
+        header = next(csv.reader(file))
+    assert len(header) == len(set(header)), header
+
+
+def test_a_cell_is_no_formula():
+    for text in ("=1+1", "+cmd|' /C calc'!A0", "-2+3+cmd|x", "@SUM(1)", "\t=1", "\r=1", "\n=1", "-x 1 2"):
+        assert spreadsheet(text) == f"'{text}"
+    for text in ("-1.5", "-3.2 ms", "+1e-3", "–", "", "a=b", "1,000", "-inf"):
+        assert spreadsheet(text) == text
+
+
+def test_the_cells_of_a_report_are_no_formulas():
+    a_run(Path("outputs/0"), 0, **{"config.yaml": "'=cmd': '=1+1'"})
+    a_run(
+        Path("outputs/1"),
+        1,
+        **{"config.yaml": "'=cmd': '@x'", "result.json": json.dumps({"status": "=evil", "error": "=HYPERLINK(1)"})},
+    )
+    assert main.main(["report", "outputs", "out=page"]) == 0
+    with (Path("page") / "report.csv").open() as file:
+        cells = [cell for row in csv.reader(file) for cell in row]
+    assert {"'=cmd", "'=1+1", "'@x", "'=evil", "'=HYPERLINK(1)"} <= set(cells)
+    assert not [cell for cell in cells if cell.startswith(("=", "@"))]
+
+
+def test_text_in_a_figure_does_not_end_its_script(monkeypatch):
+    monkeypatch.setattr("plotly.offline.get_plotlyjs", lambda: "")
+    name = "<!--<script></script>]]>\u2028&amp;"
+    text = page("x", [], {"a": {"name": name, "y": [float("nan"), 1.0]}})
+    data = re.search(r'id="figures">(.*?)</script>', text, re.S)[1]
+    assert "<" not in data
+    assert json.loads(data) == {"a": {"name": name, "y": [None, 1.0]}}

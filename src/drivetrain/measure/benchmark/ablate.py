@@ -20,6 +20,7 @@ from drivetrain.measure.benchmark.comparison import Comparison
 from drivetrain.measure.benchmark.page import ablation_page
 from drivetrain.run import directory
 from drivetrain.run.identity import flatten
+from drivetrain.ui.output import echo
 
 
 @dataclass
@@ -110,7 +111,7 @@ class Ablation:
 
     def compare(self, title: str, variants: dict[str, list[Technique]], enable: bool) -> Comparison:
         """Measure the baseline with each variant's techniques (`enable`), or the recipe without them; print the table."""
-        print(f"\n{title}", flush=True)
+        echo(f"\n{title}")
         name, start = (self.settings.baseline, self.baseline) if enable else (self.settings.recipe, self.recipe)
         given = [f"recipe={name}", *self.overrides]
         specs = [arms.compose(name, given, self.config_dirs)]
@@ -150,7 +151,7 @@ def command(argv: list[str], config_dirs: Sequence[str] = (), hand_on: compare.H
     folder = directory.create(Path(ablation.baseline.run.values["output_dir"]), "compare")
     write_json(folder / "ablate.json", {title: done.as_dict() for title, done in comparisons.items()})
     (folder / "ablate.html").write_text(ablation_page(recipe, baseline, comparisons, argv), encoding="utf-8")
-    print(f"\nwritten to {folder}/ablate.json and ablate.html")
+    echo(f"\nwritten to {folder}/ablate.json and ablate.html")
     if hand_on is not None:
         hand_on(ladder, ablation.specs)
     return FAILED if any(done.failed for done in comparisons.values()) else DONE

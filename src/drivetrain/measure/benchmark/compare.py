@@ -15,6 +15,7 @@ from drivetrain.measure.benchmark.comparison import Comparison, Settings, measur
 from drivetrain.measure.benchmark.overview import headline
 from drivetrain.run import directory
 from drivetrain.ui import terminal
+from drivetrain.ui.output import echo
 
 HandOn = Callable[[Comparison, Sequence[ArmSpec]], None]
 
@@ -28,7 +29,7 @@ def command(argv: list[str], config_dirs: Sequence[str] = (), hand_on: HandOn | 
         raise UserError("there is nothing to compare: give one key several values, as in precision=fp32,bf16")
     quality.check(settings, baseline_job(specs), settings.quality)
     for note in notes:
-        print(note, flush=True)
+        echo(note)
     comparison = measure(specs, settings, overrides)
     comparison.notes = notes + comparison.notes
     show(comparison)
@@ -43,7 +44,7 @@ def save(comparison: Comparison, job: Job, argv: Sequence[str], verb: str = "com
     folder = directory.create(Path(job.run.values["output_dir"]), "compare")
     write_json(folder / "compare.json", comparison.as_dict())
     (folder / "compare.html").write_text(page.comparison_page(comparison, argv, verb), encoding="utf-8")
-    print(f"written to {folder}/compare.json and compare.html")
+    echo(f"written to {folder}/compare.json and compare.html")
 
 
 def show(comparison: Comparison) -> None:
@@ -52,6 +53,6 @@ def show(comparison: Comparison) -> None:
     left_out = terminal.fit(header, rows, ("p95", "data wait", "step p50", "memory", "samples/s"))
     terminal.table(header, rows)
     if left_out:
-        print(f"not shown here, but in the page: {', '.join(left_out)}")
+        echo(f"not shown here, but in the page: {', '.join(left_out)}")
     for note in [*comparison.notes, headline(comparison)]:
-        print(note)
+        echo(note)

@@ -18,6 +18,7 @@ from drivetrain.measure.bisect.changes import Change, Changes
 from drivetrain.measure.bisect.measurers import LEAST_ROUNDS, LEAST_SEEDS, Fails, GoodFails, Quality, Settings, Speed, Subsets
 from drivetrain.measure.bisect.search import FAILS, UNRESOLVED, Measured, Search, Subset
 from drivetrain.measure.intervals import Interval
+from drivetrain.ui.output import echo
 
 
 def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
@@ -28,17 +29,17 @@ def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
     began = time.monotonic()
     until = began + settings.budget_s
     measurer: Speed | Quality | Fails = (Quality if settings.quality else Speed)(subsets, settings, until)
-    print("\n".join([*report.heading(subsets.numbered), *notes]), flush=True)
+    echo("\n".join([*report.heading(subsets.numbered), *notes]))
     try:
         search = Search(len(subsets.numbered), Announced(measurer))
         answer = search.run()
         if answer.outcome == FAILS and not isinstance(measurer, Fails):
-            print(f"BAD does not run to a figure ({answer.whole.problem}): what makes it fail?", flush=True)
+            echo(f"BAD does not run to a figure ({answer.whole.problem}): what makes it fail?")
             measurer = Fails(measurer)
             search = Search(len(subsets.numbered), Announced(measurer))
             answer = search.run()
     except GoodFails as error:
-        print(f"error: {words[0]} itself does not run, so nothing can be compared to it: {error}", file=sys.stderr)
+        echo(f"error: {words[0]} itself does not run, so nothing can be compared to it: {error}", file=sys.stderr)
         return FAILED
     found = report.Report(words[0], words[1], subsets, search, answer, measurer, notes, time.monotonic() - began)
     report.show(found)
@@ -136,8 +137,8 @@ class Announced:
     def measure(self, chosen: Subset, decided: Callable[[Interval], bool]) -> Measured:
         """Measure a subset, and say what was found."""
         self.number += 1
-        print(f"comparison {self.number}: changes {report.numbers(chosen)} on top of GOOD", file=sys.stderr, flush=True)
+        echo(f"comparison {self.number}: changes {report.numbers(chosen)} on top of GOOD", file=sys.stderr)
         found = self.measurer.measure(chosen, decided)
         text: Any = " ".join(self.measurer.shown(found.effect)) if found.effect is not None else found.problem
-        print(f"comparison {self.number}: {text}", file=sys.stderr, flush=True)
+        echo(f"comparison {self.number}: {text}", file=sys.stderr)
         return found

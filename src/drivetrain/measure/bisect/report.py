@@ -19,6 +19,7 @@ from drivetrain.measure.intervals import Interval
 from drivetrain.recipe.safe_yaml import printable
 from drivetrain.run import directory, environment
 from drivetrain.ui import terminal
+from drivetrain.ui.output import echo
 
 
 @dataclass
@@ -126,10 +127,10 @@ def heading(changes: Sequence[Change]) -> list[str]:
 
 def show(report: Report) -> None:
     """Print the table and the answer."""
-    print()
+    echo()
     terminal.table(*report.table())
-    print()
-    print("\n".join(report.conclusion()))
+    echo()
+    echo("\n".join(report.conclusion()))
 
 
 def save(report: Report, bad: Job, settings: Settings, argv: Sequence[str]) -> None:
@@ -138,7 +139,7 @@ def save(report: Report, bad: Job, settings: Settings, argv: Sequence[str]) -> N
     facts = environment.describe(list(argv), bad.config_hash, {})
     write_json(folder / "bisect.json", report.as_dict(settings, facts))
     (folder / "bisect.html").write_text(_page(report, argv), encoding="utf-8")
-    print(f"written to {folder}/bisect.json and bisect.html")
+    echo(f"written to {folder}/bisect.json and bisect.html")
 
 
 def _page(report: Report, argv: Sequence[str]) -> str:

@@ -21,6 +21,7 @@ from drivetrain.measure.certify.process import run_recorded
 from drivetrain.measure.certify.trace import FLOAT32, Trace
 from drivetrain.measure.overrides import apply
 from drivetrain.run import directory
+from drivetrain.ui.output import echo
 from drivetrain.ui.progress import Steps
 
 PERMUTED, ROUNDED = 2, 3  # runs that show what the order of sums and rounding change
@@ -66,7 +67,7 @@ def command(argv: Sequence[str], against: Sequence[str] | None, config_dirs: Seq
     explain.show(done.verdict, done.tested, done.reference, done.roundoff, different)
     folder = directory.create(Path(job.run.values["output_dir"]), "certify")
     write_json(folder / "certify.json", explain.as_dict(done.verdict, done.tested, done.reference, done.roundoff, different))
-    print(f"written to {folder}/certify.json")
+    echo(f"written to {folder}/certify.json")
     return FAILED if done.verdict.answer == DIFFERS else DONE
 
 

@@ -11,6 +11,7 @@ from drivetrain.measure.certify.judge import CLOSE, DIFFERS, MARGIN, Finding, Ve
 from drivetrain.measure.certify.trace import Trace
 from drivetrain.run.identity import flatten
 from drivetrain.ui import terminal
+from drivetrain.ui.output import echo
 
 FORMATS = {2.0**-24: "float32", 2.0**-11: "float16 or TF32", 2.0**-8: "bfloat16", 2.0**-3: "float8"}
 MEANS = {
@@ -48,15 +49,15 @@ def _setting(value: Any) -> str:
 def show(verdict: Verdict, tested: Trace, reference: Trace, roundoff: float, different: Keys) -> None:
     """Print what differs in the configs, the phases, and the verdict."""
     terminal.table(("setting", "this run", "against"), different)
-    print()
+    echo()
     terminal.table(
         ("phase", "compared", "largest difference", "rounding gives", "in", "verdict"), [_row(*each) for each in phases(verdict)]
     )
     for line in dict.fromkeys([*tested.unseen, *reference.unseen]):
-        print(f"not looked into: {line}")
-    print()
+        echo(f"not looked into: {line}")
+    echo()
     for line in lines(verdict, tested, reference, roundoff):
-        print(line)
+        echo(line)
 
 
 def phases(verdict: Verdict) -> list[tuple[str, int, Finding]]:

@@ -26,6 +26,7 @@ from drivetrain.recipe.safe_yaml import printable
 from drivetrain.run import reader
 from drivetrain.run.reader import Points, RunFiles, compared, differing
 from drivetrain.ui import terminal
+from drivetrain.ui.output import echo
 
 
 @dataclass
@@ -63,11 +64,11 @@ def command(argv: list[str], config_dirs: Sequence[str] = (), recipe: Path | Non
     _show(sides)
     for side in sides:
         if side.recipe is not None and side.recipe.claim is not None:
-            print(f"{side.name} claims {side.recipe.claim}")
+            echo(f"{side.name} claims {side.recipe.claim}")
     if settings.measure:
         return _measure(sides, overrides, config_dirs, settings, argv, hand_on)
     dirs = [argument for folder in config_dirs for argument in ("-cd", str(folder))]
-    print(f"to measure the difference: drivetrain recipe diff {shlex.join([*dirs, *names, *overrides, 'measure=true'])}")
+    echo(f"to measure the difference: drivetrain recipe diff {shlex.join([*dirs, *names, *overrides, 'measure=true'])}")
     return DONE
 
 
@@ -114,9 +115,9 @@ def _show(sides: Sequence[Side]) -> None:
     if rows:
         terminal.table(header, rows)
     else:
-        print("the configs are the same")
+        echo("the configs are the same")
     if any(run.result is not None for run in both):
-        print()
+        echo()
         terminal.table(header, _results(both))
 
 
@@ -172,7 +173,7 @@ def _measure(
     if ratio is not None and ratio.low:
         conclusion = "" if ratio.differs else ": no difference" if ratio.same else ": not distinguishable"
         done.notes.append(f"{sides[1].name} has {times(*ratio)} the samples a second of {sides[0].name}{conclusion}")
-    print()
+    echo()
     compare.show(done)
     compare.save(done, arms.baseline_job(specs), argv, "recipe diff")
     if hand_on is not None:

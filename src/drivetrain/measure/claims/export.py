@@ -22,6 +22,7 @@ from drivetrain.recipe.claim import SETS, Claim, Device, Reach
 from drivetrain.recipe.safe_yaml import printable
 from drivetrain.run import reader
 from drivetrain.run.reader import RunFiles, differing
+from drivetrain.ui.output import echo
 
 SEED = "runtime.seed"
 
@@ -47,10 +48,10 @@ def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
     check_file(file)
     text = export([Path(word) for word in words], settings)
     if file is None:
-        print(text, end="")
+        echo(text, end="")
         return DONE
-    file.write_text(text)
-    print(f"written to {file}: run it by `python -m src.train recipe={file}`")
+    file.write_text(text, encoding="utf-8")
+    echo(f"written to {file}: run it by `python -m src.train recipe={file}`")
     return DONE
 
 
@@ -78,7 +79,7 @@ def export(run_dirs: Sequence[Path], settings: Settings | None = None) -> str:
     asked = settings if settings is not None and settings != Settings() else None
     has_claim = len(runs) > 1 or runs[0].status == "completed" or asked is not None  # a killed run leaves a recipe too
     claim = claim_of_runs(runs, asked or Settings()) if has_claim else None
-    text = recipe_text.with_section(recipe.read_text(), claim.text() if claim is not None else "")
+    text = recipe_text.with_section(recipe.read_text(encoding="utf-8"), claim.text() if claim is not None else "")
     return provenance.of([run.path for run in runs]) + text
 
 

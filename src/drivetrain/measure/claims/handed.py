@@ -11,6 +11,7 @@ from drivetrain.measure.benchmark.compare import HandOn
 from drivetrain.measure.benchmark.comparison import Comparison, Row
 from drivetrain.measure.claims import write
 from drivetrain.recipe.claim import times
+from drivetrain.ui.output import echo
 
 
 def writer(verb: str, file: Path | None, last: bool = False) -> HandOn | None:
@@ -26,7 +27,7 @@ def writer(verb: str, file: Path | None, last: bool = False) -> HandOn | None:
         numbers = [len(specs) - 1] if last else range(1, len(specs))
         good = [n for n in numbers if is_proven(done.rows[n]) and specs[n].job is not None]
         if not good:
-            print(f"{file} is not written: no arm is faster than the first beyond doubt, with a result as good")
+            echo(f"{file} is not written: no arm is faster than the first beyond doubt, with a result as good")
             return
         number = max(good, key=lambda n: done.rows[n].ratio or (0.0,))
         row, job = done.rows[number], specs[number].job
@@ -34,8 +35,10 @@ def writer(verb: str, file: Path | None, last: bool = False) -> HandOn | None:
         assert job is not None
         evidence = f"drivetrain {verb}: {row.label or 'it'} has {times(*row.ratio)} the samples a second of {done.rows[0].label}"
         differs = write.against(job, baseline_job(specs))
-        file.write_text(write.recipe_text(job, differs, row, done.rows[0], [f"{evidence}, measured in interleaved rounds"]))
-        print(f"written to {file}; to check it on another machine: drivetrain recipe verify {file}")
+        file.write_text(
+            write.recipe_text(job, differs, row, done.rows[0], [f"{evidence}, measured in interleaved rounds"]), encoding="utf-8"
+        )
+        echo(f"written to {file}; to check it on another machine: drivetrain recipe verify {file}")
 
     return hand_on
 

@@ -11,6 +11,7 @@ from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure.benchmark.comparison import Row
 from drivetrain.measure.claims import write
 from drivetrain.measure.overrides import apply
+from drivetrain.ui.output import echo
 
 
 def recommend(
@@ -33,17 +34,17 @@ def recommend(
     gain = f"{row.ratio.middle:.2f} × the samples a second ({row.ratio.low:.2f} to {row.ratio.high:.2f})"
     dirs = [argument for folder_ in config_dirs for argument in ("-cd", str(folder_))]
     changed = apply(overrides, changes, config_dirs)
-    print(f"\n{gain}:\n  drivetrain train {shlex.join([*dirs, *changed])}")
+    echo(f"\n{gain}:\n  drivetrain train {shlex.join([*dirs, *changed])}")
     if base.global_batch != row.global_batch:
-        print(
+        echo(
             f"  an update is the mean over {row.global_batch} samples now, not {base.global_batch}: check the learning rate "
             "(batch.lr_scaling, drivetrain tune what=lr) and the result (drivetrain compare … quality=true) again"
         )
     job, before = prepare_job(changed, config_dirs), prepare_job(overrides, config_dirs)
     evidence = f"drivetrain {verb}: {' '.join(changes)} gives {gain}, measured in interleaved rounds against the run without"
     recipe = file or folder / "recipe.yaml"
-    recipe.write_text(write.recipe_text(job, write.against(job, before), row, base, [evidence, *notes]))
+    recipe.write_text(write.recipe_text(job, write.against(job, before), row, base, [evidence, *notes]), encoding="utf-8")
     local = write.own_groups(job) | job.machine_local_keys - {"recipe"}
     kept = [o for o in overrides if key_of(o).split(".")[0] in local or key_of(o) in local]
-    print(f"  drivetrain train {shlex.join([*dirs, f'recipe={recipe}', *kept])}")
-    print(f"to check it on another machine:\n  drivetrain recipe verify {shlex.join([*dirs, str(recipe), *kept])}")
+    echo(f"  drivetrain train {shlex.join([*dirs, f'recipe={recipe}', *kept])}")
+    echo(f"to check it on another machine:\n  drivetrain recipe verify {shlex.join([*dirs, str(recipe), *kept])}")

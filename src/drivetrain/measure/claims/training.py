@@ -81,7 +81,7 @@ def _run_by_itself(spec: ArmSpec, job: Job, seed: int, folder: Path, signals: Si
     words = [*quality.seeded(spec, seed, folder), f"hydra.run.dir={format_value(str(folder))}"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(process.PACKAGE.parent), *sys.path])}
     command = [sys.executable, "-m", "drivetrain", "train", "--quiet", *folders, *words]
-    child = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    child = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, encoding="utf-8")
     signals.launcher = _Child(child)  # type: ignore[assignment]
     _, told = child.communicate()
     signals.launcher = None

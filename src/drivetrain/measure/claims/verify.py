@@ -28,6 +28,7 @@ from drivetrain.recipe import places
 from drivetrain.recipe.claim import Claim, Speed, as_overrides, times
 from drivetrain.recipe.reader import Recipe
 from drivetrain.ui import terminal
+from drivetrain.ui.output import echo
 
 TOLERANCE = 0.05  # the measured interval may end so far below the claimed one
 HEADER = ("claim", "claimed", "measured here", "answer", "because")
@@ -67,12 +68,12 @@ def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
         raise UserError("drivetrain recipe verify wants the name or path of a recipe, then what else the run needs as key=value")
     recipe = places.read(given[0])
     if recipe.claim is not None:
-        print(f"claimed: {recipe.claim}", flush=True)
+        echo(f"claimed: {recipe.claim}")
     found = verify(recipe, given[1:], config_dirs, settings)
     if found.comparison is not None:
         compare.show(found.comparison)
         compare.save(found.comparison, _job(recipe, given[1:], config_dirs), argv, "recipe verify")
-        print()
+        echo()
     terminal.table(HEADER, found.answers)
     return found.code
 

@@ -26,6 +26,7 @@ from drivetrain.measure.profile.diagnose import Problem, diagnose, roofline_text
 from drivetrain.measure.profile.isolated import run_isolated
 from drivetrain.run import directory
 from drivetrain.ui import terminal
+from drivetrain.ui.output import echo
 from drivetrain.ui.progress import Steps
 
 if TYPE_CHECKING:
@@ -118,11 +119,11 @@ def _show(profile: StepProfile, problems: list[Problem], notes: list[str]) -> No
     terminal.table(("phase", "time", "of the update"), rows)
     terminal.table(("your line, forward and backward", "of the update", "the layers it calls"), _lines(profile))
     for line in [*notes, roofline_text(profile)]:
-        print(line)
-    print(f"\nverdict: {problems[0].verdict}\n  {problems[0].evidence}")
+        echo(line)
+    echo(f"\nverdict: {problems[0].verdict}\n  {problems[0].evidence}")
     for problem in problems[1:]:
         if problem.name != "compute":
-            print(f"also: {problem.verdict}\n  {problem.evidence}")
+            echo(f"also: {problem.verdict}\n  {problem.evidence}")
 
 
 def _lines(profile: StepProfile) -> list[tuple[str, str, str]]:
@@ -150,10 +151,10 @@ def prove(problems: list[Problem], overrides: list[str], config_dirs: Sequence[s
     base = arm("as it is", "")
     specs = [spec for c in candidates if (spec := arm(c, c)).job is not None]
     if not specs:
-        print("\nno override is known to help with that")
+        echo("\nno override is known to help with that")
         return []
     logger.info("measuring %d overrides", len(specs))
-    print()
+    echo()
     benchmark = comparison.Settings(rounds=settings.rounds, block_s=settings.block_s)
     done = comparison.measure([base, *specs], benchmark, overrides, no_gain)
     compare.show(done)
@@ -163,7 +164,7 @@ def prove(problems: list[Problem], overrides: list[str], config_dirs: Sequence[s
     combined = _combine([gain.overrides for gain in gains])
     spec = arm(combined, combined)
     if gains and combined not in [gain.overrides for gain in gains] and spec.job is not None:
-        print("\ntogether")
+        echo("\ntogether")
         best = gains[0].overrides
         done = comparison.measure([base, arm(best, best), spec], benchmark, overrides)
         compare.show(done)
@@ -188,7 +189,7 @@ def _combine(candidates: Sequence[str]) -> str:
 def _recommend_best(gains: list[Gain], overrides: list[str], root: Path, config_dirs: Sequence[str], recipe: Path | None) -> None:
     """Print the best gain as a command, and write it as a recipe."""
     if not gains:
-        print("\nno candidate is faster beyond doubt: the run stays as it is" + (f"; {recipe} is not written" if recipe else ""))
+        echo("\nno candidate is faster beyond doubt: the run stays as it is" + (f"; {recipe} is not written" if recipe else ""))
         return
     changes, row, base = gains[0]
     recommend("doctor", overrides, changes.split(), config_dirs, base, row, directory.create(root, "doctor"), file=recipe)

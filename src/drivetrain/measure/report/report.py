@@ -10,16 +10,19 @@ from pathlib import Path
 
 from drivetrain.core.errors import DONE, UserError
 from drivetrain.core.selection import Selection
+from drivetrain.core.typed import fits
 from drivetrain.measure import arguments
 from drivetrain.measure.benchmark import noninferiority, quality
-from drivetrain.measure.cells import figure, setting
+from drivetrain.measure.cells import figure, setting, spreadsheet
 from drivetrain.measure.intervals import deviation
 from drivetrain.run import directory
 from drivetrain.run.reader import RunFiles, differing, find
 from drivetrain.ui import terminal
+from drivetrain.ui.output import echo
 
 ENDED = ("completed", "failed", "diverged")  # the statuses of runs that ended by themselves
 MAX_ROWS = 40  # in the terminal
+UNREADABLE = "its result.json is none that drivetrain writes"
 
 
 @dataclass
@@ -40,18 +43,19 @@ def command(argv: Sequence[str]) -> int:
     header, rows = table(runs, target)
     terminal.table(*_for_terminal(header, rows))
     if len(rows) > MAX_ROWS:
-        print(f"… and {len(rows) - MAX_ROWS} more, all in the page and the CSV")
+        echo(f"… and {len(rows) - MAX_ROWS} more, all in the page and the CSV")
     seeds = summarize_seeds(runs)
     for line in seeds:
-        print(line)
+        echo(line)
     from drivetrain.measure.report.page import report_page
 
     folder = Path(settings.out).expanduser() if settings.out else directory.create(Path("outputs"), "report")
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "report.csv").open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([header, *rows])
-    (folder / "report.html").write_text(report_page(runs, header, rows, target, seeds), encoding="utf-8")
-    print(f"written to {folder}/report.html and report.csv")
+    with (folder / "report.csv").open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:
+        csv.writer(file).writerows([spreadsheet(cell) for cell in row] for row in [header, *rows])
+    page = report_page(runs, header, rows, target, seeds)
+    (folder / "report.html").write_text(page, encoding="utf-8", errors="backslashreplace")
+    echo(f"written to {folder}/report.html and report.csv")
     return DONE
 
 
@@ -69,8 +73,10 @@ def table(runs: Sequence[RunFiles], target: float | None) -> tuple[list[str], li
     metric = names.pop() if len(names) == 1 else "metric"
     header = [
         "run", "status", *keys, metric, f"best {metric}", "samples/s", "p10–p90", "step p50", "step p95", "data wait",
-        "memory", "compile", f"to {target:.4g}" if target is not None else "to target", "wall", "updates", "folder", "error",
+        "memory", "compile", f"to {target:.4g}" if target is not None else "to target", "wall", "updates made", "folder", "error",
     ]  # fmt: skip
+    # A key of the config may have a figure's name.
+    header = [name if name not in header[:n] else f"{name} ({n})" for n, name in enumerate(header)]
     rows = [
         [str(n), run.status, *(setting(run.config.get(k)) for k in keys), *_figures(run, target, metric == "metric")]
         for n, run in enumerate(runs)
@@ -98,13 +104,13 @@ def _figures(run: RunFiles, target: float | None, named: bool) -> list[str]:
         figure(r.wall_s if r else run.train.seconds[-1] if run.train.seconds else None, "{:.1f} s"),
         str(r.updates if r else run.train.updates[-1] if run.train.updates else 0),
         str(run.path),
-        ((r.error or "") if r else "").split("\n")[0],
+        ((r.error or "") if r else UNREADABLE if run.status == "unreadable" else "").split("\n")[0],
     ]
 
 
 def _for_terminal(header: list[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]]]:
     """The first rows, without the columns that matter least."""
-    left_out = ("folder", "p10–p90", "step p95", "updates")
+    left_out = ("folder", "p10–p90", "step p95", "updates made")
     kept = [n for n, name in enumerate(header) if name not in left_out]
     return [header[n] for n in kept], [[row[n] for n in kept] for row in rows[:MAX_ROWS]]
 
@@ -119,7 +125,9 @@ def summarize_seeds(runs: Sequence[RunFiles]) -> list[str]:
     for run in runs:
         if run.config and run.status in ENDED:
             key = str(sorted((k, str(v)) for k, v in run.config.items() if k != "runtime.seed"))
-            group, seed = groups.setdefault(key, {}), int(run.config.get("runtime.seed", 0))
+            group, seed = groups.setdefault(key, {}), run.config.get("runtime.seed", 0)
+            if not fits(seed, int):
+                continue
             if run.status == "completed" or seed not in group:
                 group[seed] = run
     configs = [by_seed for by_seed in groups.values() if len(by_seed) > 1]

@@ -28,6 +28,7 @@ from drivetrain.measure.profile.isolated import run_isolated
 from drivetrain.measure.tune import candidates, range_test
 from drivetrain.measure.tune.page import tuning_page
 from drivetrain.run import directory
+from drivetrain.ui.output import echo
 from drivetrain.ui.progress import Steps
 
 logger = logging.getLogger(__name__)
@@ -130,7 +131,7 @@ class Tuning:
         if self.seconds_left() < (1 - SEARCH_BUDGET) * self.settings.budget_s:
             self.notes.append(f"not searched, because the time is over: {stage.title}")
             return
-        print(f"\n{stage.title}: {len(specs)} candidates", flush=True)
+        echo(f"\n{stage.title}: {len(specs)} candidates")
         done = self._measure([base, *specs], partial(self._stop, time.monotonic() + self.seconds_left()))
         self.comparisons[f"{stage.title.capitalize()}{', again' if stage.title in self.accepted else ''}"] = done
         if done.rows[0].error is not None:
@@ -138,10 +139,10 @@ class Tuning:
         best = _best(done.rows)
         self.data_wait = (best or done.rows[0]).data_wait or 0.0
         if best is None:
-            print("no candidate is likely to be faster: nothing changes")
+            echo("no candidate is likely to be faster: nothing changes")
         else:
             self._accept(stage.title, best.label)
-            print(f"accepted: {best.label}")
+            echo(f"accepted: {best.label}")
 
     def _accept(self, title: str, candidate: str) -> None:
         """Accept a stage's candidate, and drop the overrides of other stages that it replaces."""
@@ -171,7 +172,7 @@ class Tuning:
         comparison repeated. Returns the measured row, or None if nothing is kept.
         """
         while self.accepted:
-            print("\nall accepted candidates, against the original run, and without each of them", flush=True)
+            echo("\nall accepted candidates, against the original run, and without each of them")
             base = self._arm("as it was", self.overrides)
             tuned = self._arm(" ".join(self.accepted.values()), self.current())
             titles = list(self.accepted) if len(self.accepted) > 1 else []
@@ -212,7 +213,7 @@ class Tuning:
         verdict = done.rows[1].verdict
         if verdict is not None:
             self.notes.append(f"quality: {verdict.outcome} with {seeds} seeds ({verdict.reason})")
-            print(self.notes[-1])
+            echo(self.notes[-1])
 
     def _drop_suspect(self, reason: str) -> None:
         """Drop the candidate that most likely made the result worse."""
@@ -243,13 +244,13 @@ def _run_s(job: Job | None, row: Row) -> float:
 
 
 def _range_test(overrides: Sequence[str], config_dirs: Sequence[str], settings: Settings) -> range_test.RangeTest:
-    print()
+    echo()
     logger.info("learning rate range test, %d updates", settings.lr_updates)
     job = prepare_job(overrides, config_dirs)
     if job.run.parallel.distributed:  # the rate depends on the global batch, which one rank can compute as well
         job = prepare_job(apply(overrides, ["parallel=single"], config_dirs), config_dirs)
     tested = run_isolated(partial(range_test.run, updates=settings.lr_updates), job)
-    print("\n".join(range_test.advice(tested)))
+    echo("\n".join(range_test.advice(tested)))
     return tested
 
 
@@ -258,15 +259,15 @@ def _report(
 ) -> None:
     """Print the notes and what is kept, as a command and a recipe; write tune.json and the page."""
     folder = directory.create(Path(job.run.values["output_dir"]), "tune")
-    print()
+    echo()
     for note in tuning.notes:
-        print(note)
+        echo(note)
     if proof is not None:
         base = tuning.comparisons[PROOF].rows[0]
         changes = [override for candidate in tuning.accepted.values() for override in candidate.split()]
         recommend("tune", tuning.overrides, changes, tuning.config_dirs, base, proof, folder, tuning.notes, recipe)
     elif tuning.comparisons:
-        print("no candidate is faster beyond doubt: the run stays as it is" + (f"; {recipe} is not written" if recipe else ""))
+        echo("no candidate is faster beyond doubt: the run stays as it is" + (f"; {recipe} is not written" if recipe else ""))
     content: dict[str, Any] = {title: done.as_dict() for title, done in tuning.comparisons.items()}
     if tested is not None:
         content["range test"] = {
@@ -277,4 +278,4 @@ def _report(
         }
     write_json(folder / "tune.json", content)
     (folder / "tune.html").write_text(tuning_page(tuning.comparisons, tested, tuning.notes, argv), encoding="utf-8")
-    print(f"written to {folder}/tune.json and tune.html")
+    echo(f"written to {folder}/tune.json and tune.html")

@@ -1,0 +1,99 @@
+"""What a run may take of this machine. A shared recipe could ask for thousands of processes, or a model larger than the memory.
+
+The limits lie far above what helps a run. The operator can lift them, and a recipe cannot: by DRIVETRAIN_LIMITS=off in the
+environment.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from drivetrain.core.cpus import usable_cores
+from drivetrain.core.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+VARIABLE = "DRIVETRAIN_LIMITS"
+OF_CORE, FEW = 8, 64  # so many in all, or so many for each core, whichever is more
+MOST_MODULES = 100_000  # of a model: torch's own need of a thousand modules is about 10 MB
+ALL_THE_SAME = f"where it is meant, set {VARIABLE}=off in the environment"
+
+
+def are_off() -> bool:
+    """Whether the operator has lifted the limits."""
+    return os.environ.get(VARIABLE) == "off"
+
+
+def too_many(things: str, setting: str, count: int, times: int = 1) -> Iterator[str]:
+    """Yield a problem if a setting starts more things than this machine can serve: `count` in each of `times` ranks."""
+    cores = usable_cores(1)
+    most = max(FEW, OF_CORE * cores)
+    if count * times > most and not are_off():
+        of_ranks = f" in each of {times} ranks" if times > 1 else ""
+        cores_here = "1 core" if cores == 1 else f"{cores} cores"
+        yield (
+            f"{setting} starts {count:,} {things}{of_ranks} on a machine of {cores_here}, where at most {most} are of use: lower "
+            f"it; {ALL_THE_SAME}"
+        )
+
+
+def memory_bytes() -> int:
+    """The memory of this machine that its processes may use together: what is installed, or less by the cgroup's limit."""
+    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(installed, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    except (OSError, ValueError):  # there is no cgroup, or it sets no limit ("max")
+        return installed
+
+
+@contextmanager
+def model_within(most_bytes: int, what: str) -> Iterator[None]:
+    """Within the context a model is created. Raises UserError once its parameters need more than `most_bytes`.
+
+    torch fills a parameter with values after it was registered. So one that is too large is refused before it takes memory.
+    """
+    from torch.nn.modules import module as hooks
+    from torch.nn.parameter import is_lazy
+
+    if are_off():
+        yield
+        return
+    seen: dict[int, torch.Tensor] = {}  # keeps them, so that no other object gets their ids
+    modules = total = 0
+
+    def count_parameter(_: Any, name: str, parameter: Any) -> None:
+        nonlocal total
+        if parameter is None or is_lazy(parameter) or id(parameter) in seen or parameter.is_meta:
+            return
+        seen[id(parameter)] = parameter
+        total += parameter.numel() * parameter.element_size()
+        if total > most_bytes:
+            raise UserError(
+                f"{what} makes a model of more than {total / 2**30:,.3g} GiB of parameters, and this machine has memory for "
+                f"{most_bytes / 2**30:,.3g} GiB of them: make it smaller; {ALL_THE_SAME}"
+            )
+
+    def count_module(*_: Any) -> None:
+        nonlocal modules
+        modules += 1
+        if modules > MOST_MODULES:
+            raise UserError(f"{what} makes a model of more than {MOST_MODULES:,} modules: make it smaller; {ALL_THE_SAME}")
+
+    handles = [
+        hooks.register_module_parameter_registration_hook(count_parameter),
+        hooks.register_module_module_registration_hook(count_module),
+    ]
+    try:
+        yield
+    except RuntimeError as error:
+        if "allocate memory" not in str(error):
+            raise
+        raise UserError(f"{what} makes a model that this machine has no memory for ({error}): make it smaller") from None
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,38 @@
+"""Whether a value that was read from a file has the type that the program wrote."""
+
+from __future__ import annotations
+
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
+
+LARGEST = 2**1000
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Whether a value of JSON has an annotation's type. A number must be one that a float can hold; NaN can be held."""
+    origin = get_origin(kind)
+    if kind is Any:
+        return True
+    if origin in (Union, UnionType):
+        return any(fits(value, one) for one in get_args(kind))
+    if origin is list:
+        return isinstance(value, list) and all(fits(item, get_args(kind)[0]) for item in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(fits(item, get_args(kind)[1]) for item in value.values())
+    if kind in (int, float):
+        return is_number(value) and (kind is float or isinstance(value, int))
+    return isinstance(value, kind)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a number that a float can hold."""
+    return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < LARGEST)
+
+
+def is_table(value: Any) -> bool:
+    """Whether a value is a table of an evaluation: names of rows and columns, and a number for each pair."""
+    if not (isinstance(value, dict) and fits({k: value.get(k) for k in ("rows", "columns")}, dict[str, list[str]])):
+        return False
+    lines: Any = value.get("values")
+    good = fits(lines, list[list[float]]) and len(lines) == len(value["rows"]) > 0
+    return good and all(len(line) == len(value["columns"]) for line in lines)

@@ -1,0 +1,85 @@
+"""Printing. All text that the program prints passes `plain`, so that no file that it reads can command the terminal.
+
+Text from outside is in most of what is printed: keys and values of recipes, class names, file names, errors of a run. An
+escape sequence in it could hide a line, rename the window or forge a result.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+import traceback
+import warnings
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# Control characters but tab and newline, marks that turn the direction of text, invisible tags, halves of characters.
+_UNSEEN = re.compile(
+    "\r\n|[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff\U000e0000-\U000e007f]"
+)
+
+
+def plain(text: str) -> str:
+    """Return a text with its control characters written out, such as \\x1b; a line's end stays one."""
+    return _UNSEEN.sub(lambda found: "\n" if found[0] == "\r\n" else found[0].encode("unicode_escape").decode(), text)
+
+
+def echo(text: object = "", end: str = "\n", file: TextIO | None = None) -> None:
+    """Print a text on standard output, or on `file`, at once."""
+    print(plain(str(text)), end=end, file=file, flush=True)
+
+
+def echo_traceback(error: BaseException, file: TextIO | None = None) -> None:
+    """Print an exception with its traceback on standard error, or on `file`."""
+    echo("".join(traceback.format_exception(error)), end="", file=file or sys.stderr)
+
+
+class PlainStream:
+    """Standard output for who writes to a file by itself, such as a CSV writer."""
+
+    def write(self, text: str) -> None:
+        echo(text, end="")
+
+    def flush(self) -> None:
+        """Do nothing: each text is shown at once."""
+
+
+def warn_plainly() -> None:
+    """Let Python's warnings pass `plain` as well: libraries put file names and values into them."""
+
+    def show_warning(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        text = warnings.formatwarning(str(message), category, filename, lineno, line)
+        if file is not None or sys.stderr is not None:
+            echo(text, end="", file=file or sys.stderr)
+
+    warnings.showwarning = show_warning
+
+
+def console(**settings: Any) -> Console:
+    """Return a rich console whose texts pass `plain`. Colours and movements are the program's own."""
+    return _console_class()(**settings)
+
+
+@functools.cache
+def _console_class() -> type[Console]:
+    """The class, made where it is needed: rich takes time to import."""
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.segment import Segment
+
+    class PlainConsole(Console):
+        def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+            for text, style, control in super().render(renderable, options):
+                yield Segment(text if control else plain(text), style, control)
+
+    return PlainConsole

@@ -1,0 +1,91 @@
+"""A run asks for no more than this machine has, unless the operator says so."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from drivetrain.core import limits
+from drivetrain.core.errors import UserError
+from drivetrain.launch.job import prepare
+from drivetrain.model.mlp import Mlp
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["loader=workers", "loader.num_workers=5000"],
+        ["loader=threads", "loader.num_threads=100000"],
+        ["parallel=ddp", "parallel.nproc=4096", "batch.global_batch=4096"],
+        ["parallel=ddp", "parallel.nproc=32", "loader=workers", "loader.num_workers=64"],  # of all ranks together
+        ["runtime.threads=1000000000"],
+    ],
+)
+def test_processes_and_threads(words, monkeypatch):
+    monkeypatch.setattr(limits, "usable_cores", lambda ranks=None: 2)
+    words = [*words, "runtime.device=cpu"]
+    with pytest.raises(UserError, match=r"on a machine of 2 cores, where at most 64 are of use.*DRIVETRAIN_LIMITS=off"):
+        prepare(words)
+    monkeypatch.setenv("DRIVETRAIN_LIMITS", "off")
+    prepare(words)
+
+
+def test_what_helps_is_allowed(monkeypatch):
+    monkeypatch.setattr(limits, "usable_cores", lambda ranks=None: 2)
+    prepare(["loader=workers", "loader.num_workers=16"])
+    prepare(["parallel=ddp", "parallel.nproc=8", "loader=workers", "loader.num_workers=8", "runtime.device=cpu"])
+    monkeypatch.setattr(limits, "usable_cores", lambda ranks=None: 224)
+    prepare(["parallel=ddp", "parallel.nproc=8", "loader=workers", "loader.num_workers=200", "runtime.device=cpu"])
+
+
+def test_batches_ahead_are_few():
+    with pytest.raises(UserError, match="prefetch_factor"):
+        prepare(["loader=threads", "loader.prefetch_factor=1000000000"])
+
+
+def peak_kib() -> int:
+    with open("/proc/self/status") as file:
+        return int(re.search(r"VmHWM:\s+(\d+)", file.read())[1])
+
+
+def test_a_model_larger_than_the_memory_is_refused_before_it_takes_any():
+    before = peak_kib()
+    told = pytest.raises(UserError, match=r"model=mlp makes a model of more than .* GiB .*DRIVETRAIN_LIMITS=off")
+    with told, limits.model_within(1 << 30, "model=mlp"):
+        Mlp((3, 8, 8), 10, [20_000, 20_000], 0.0)  # 1.6 GB
+    with pytest.raises(UserError, match="no memory"), limits.model_within(1 << 60, "model=mlp"):
+        nn.Linear(2**24, 2**28)  # more than an address space holds
+    assert peak_kib() - before < 300_000
+    assert not nn.modules.module._global_parameter_registration_hooks
+
+
+def test_a_model_of_endless_depth(monkeypatch):
+    monkeypatch.setattr(limits, "MOST_MODULES", 500)
+    with pytest.raises(UserError, match="more than 500 modules"), limits.model_within(1 << 30, "model=own"):
+        nn.Sequential(*(nn.Sequential(nn.Identity()) for _ in range(10**9)))
+
+
+def test_a_model_that_fits_is_the_same(monkeypatch):
+    torch.manual_seed(0)
+    expected = Mlp((3, 8, 8), 4, [16, 16], 0.0).state_dict()
+    torch.manual_seed(0)
+    size = sum(t.numel() * 4 for t in expected.values())
+    with limits.model_within(size, ""):
+        model = Mlp((3, 8, 8), 4, [16, 16], 0.0)
+        model.again = model.head  # tied weights count once
+        model.head.weight = model.head.weight
+    assert all(torch.equal(model.state_dict()[name], expected[name]) for name in expected)
+    with pytest.raises(UserError), limits.model_within(size - 4, ""):
+        Mlp((3, 8, 8), 4, [16, 16], 0.0)
+    monkeypatch.setenv("DRIVETRAIN_LIMITS", "off")
+    with limits.model_within(0, ""):
+        Mlp((3, 8, 8), 4, [16, 16], 0.0)
+
+
+def test_a_run_refuses_such_a_model(train, monkeypatch):
+    from drivetrain.model import base
+
+    monkeypatch.setattr(base, "memory_bytes", lambda: 1 << 20)
+    with pytest.raises(UserError, match="model=mlp makes a model of more than"):
+        train("model.hidden=[2000,2000]")
