@@ -46,7 +46,7 @@ def memory_bytes() -> int:
     """The memory of this machine that its processes may use together: what is installed, or less by the cgroup's limit."""
     installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
-        return min(installed, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+        return min(installed, int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8")))
     except (OSError, ValueError):  # there is no cgroup, or it sets no limit ("max")
         return installed
 
