@@ -7,6 +7,7 @@ environment.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,6 +45,8 @@ def too_many(things: str, setting: str, count: int, times: int = 1) -> Iterator[
 
 def memory_bytes() -> int:
     """The memory of this machine that its processes may use together: what is installed, or less by the cgroup's limit."""
+    if not hasattr(os, "sysconf"):  # Windows
+        return sys.maxsize
     installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         return min(installed, int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8")))

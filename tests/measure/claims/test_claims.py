@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from drivetrain.cli import main
-from drivetrain.config import validate as check
 from drivetrain.config.catalog import options
 from drivetrain.config.compose import compose
 from drivetrain.core.cpus import usable_cores
@@ -20,7 +19,6 @@ from drivetrain.measure.claims import write as claims
 from drivetrain.measure.claims.kinds import HOLDS, REFUTED, UNTOLD
 from drivetrain.measure.claims.verify import judge
 from drivetrain.measure.intervals import Interval
-from drivetrain.recipe import places
 from drivetrain.recipe import reader as recipe
 from drivetrain.recipe.claim import Against, Claim, Data, Device, Speed
 from drivetrain.run import environment
@@ -237,9 +235,3 @@ def test_a_claim_of_nothing_does_not_hold(command, tiny):
     assert done.returncode == 1, done.stdout + done.stderr
     assert "does not hold: " in found["notes"][-1]
     assert "claimed 9.00 × (8.00 to 10.00)" in done.stdout
-
-
-def test_shipped_recipes_claims_are_good():
-    for name in places.names():
-        found = places.read(name)
-        assert found.claim is None or check.validate(compose([], base=found.baseline(options())))
