@@ -161,7 +161,7 @@ def test_recipe_help(words: tuple[str, ...], tmp_path: Path) -> None:
 
 def test_recipe_check(tmp_path: Path) -> None:
     """Several at once: good ones are said to be good, and all the problems of the bad ones are told."""
-    shipped = sorted(p.stem for p in (ROOT / "recipes").glob("*.yaml"))
+    shipped = ["cifar10_fast", "digits_fast", "speed_ladder"]  # tests/test_zoo.py checks them all
     lines = good(run("recipe", "check", *shipped, cwd=tmp_path)).splitlines()
     assert [line for line in lines if not line.startswith(" ")] == [f"{name}: good" for name in shipped]
     (tmp_path / "a.yaml").write_text("optimizer:\n  lrr: 3\n")
