@@ -380,7 +380,7 @@ def test_the_commands_of_a_page_are_good(page, monkeypatch, my_pkg):
     monkeypatch.chdir(HERE if page.parent == HERE else ROOT)
     for verb, text in COMMAND.findall(re.sub(r"\\\n *", "", page.read_text())):
         given = shlex.split(text, comments=True)
-        if any("…" in word for word in given):  # an address or a hash that is shortened on the page
+        if "…" in text.partition(" #")[0]:  # an address or a hash that is shortened on the page
             continue
         swept = "-m" in given or "compare" in verb
         dirs = [given.pop(i + 1) for i, word in enumerate(given) if word in ("-cd", "--config-dir")]
