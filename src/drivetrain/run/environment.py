@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 import re
 import subprocess
@@ -66,13 +67,27 @@ def device_name(device: torch.device) -> str:
 def _git_commit() -> str | None:
     """The git commit of the working directory, with "-dirty" where files differ from it; None outside a repository."""
     # The repository may be a stranger's: its config can name programs that git would start.
-    safe = ["-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null"]
-    command = ["git", *safe, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    off = {"core.fsmonitor": "false", "core.hooksPath": os.devnull}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
-    except (OSError, subprocess.TimeoutExpired):
+        commit = _git(["rev-parse", "--verify", "-q", "HEAD"], off)
+        found = _git(["config", "--show-scope", "--name-only", "-z", "--get-regexp", r"^filter\."], off, may_fail=True).split(
+            "\0"
+        )
+        own = [key for scope, key in zip(found[::2], found[1::2], strict=False) if scope in ("local", "worktree")]
+        off |= {key: "false" if key.endswith(".required") else "" for key in own}  # filters that read a changed file
+        changed = _git(["status", "--porcelain", "--untracked-files=no", "--ignore-submodules=dirty"], off)
+    except (OSError, subprocess.SubprocessError, ValueError):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return commit.strip() + ("-dirty" if changed else "")
+
+
+def _git(words: list[str], settings: dict[str, str], may_fail: bool = False) -> str:
+    """What git prints, without asking any other machine. Raises OSError, SubprocessError, and ValueError for other than UTF-8."""
+    first = int(os.environ.get("GIT_CONFIG_COUNT") or 0)  # after the operator's own
+    env = {**os.environ, "GIT_ALLOW_PROTOCOL": "none", "GIT_OPTIONAL_LOCKS": "0"}
+    for number, (key, value) in enumerate(settings.items(), first):
+        env |= {f"GIT_CONFIG_KEY_{number}": key, f"GIT_CONFIG_VALUE_{number}": value, "GIT_CONFIG_COUNT": str(number + 1)}
+    return subprocess.run(["git", *words], env=env, capture_output=True, encoding="utf-8", timeout=5, check=not may_fail).stdout
 
 
 def _lock_hash() -> str:
