@@ -25,7 +25,7 @@ def text(
 
     `more` is YAML that stands between them: comments, or further sections.
     """
-    lines = header.lines() + ([f"description: {json.dumps(description)}"] if description else [])
+    lines = header.lines() + ([f"description: {json.dumps(description, ensure_ascii=False)}"] if description else [])
     rest = "".join(f"  {line}\n" for line in _section(*unchanged).splitlines())
     return "\n".join(lines) + "\n" + _section(*chosen) + more + (f"\n{UNCHANGED}\n{rest}" if rest else "")
 
