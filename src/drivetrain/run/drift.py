@@ -61,10 +61,11 @@ def notices(recipe: Recipe | None, config_dirs: Collection[str] = (), trust: Col
     local = machine_local_keys(alone.plain, trust)
     if alone.problems or local is None:
         return
-    now = settable(alone, local, recipe.header.left_out)
+    spelled_out = {*recipe.choices, *recipe.values}
+    left_out = {key for key in recipe.header.left_out if not any(is_machine_local(given, {key}) for given in spelled_out)}
+    now = settable(alone, local, left_out)  # what the file sets after all counts
     if digest(now) == recipe.header.hash:
         return
-    spelled_out = {*recipe.choices, *recipe.values}
     added = [f"{key}={format_value(value)}" for key, value in now.items() if key not in spelled_out]
     gone = [key for key in recipe.unchanged if key not in now and recipe.values.get(key) != {}]
     about = f"recipe {recipe.name}: {recipe.header.writer} wrote it for another config (hash {recipe.header.hash})"
