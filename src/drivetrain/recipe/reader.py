@@ -17,7 +17,7 @@ from drivetrain.recipe import claim as claims
 from drivetrain.recipe import header as headers
 from drivetrain.recipe import migrations, safe_yaml
 from drivetrain.recipe.header import Header
-from drivetrain.recipe.safe_yaml import allowed_in_recipe, is_plain_key, plain_value
+from drivetrain.recipe.safe_yaml import allowed_in_recipe, is_plain_key, plain_value, printable
 from drivetrain.recipe.source import Source
 
 if TYPE_CHECKING:
@@ -103,14 +103,15 @@ def read(path: Path, raw: bytes | None = None) -> Recipe:
     recipe = Recipe(name, path)
     problems: list[str] = []
     for key_node in safe_yaml.duplicate_keys(root):
-        problems.append(f"{path}:{key_node.start_mark.line + 1}: '{key_node.value}' is given twice")
+        problems.append(f"{path}:{key_node.start_mark.line + 1}: '{printable(str(key_node.value)):.60}' is given twice")
     recipe.header = headers.read(path, root, problems)
     below = Recipe(name, path)
     for key_node, node in root.value if root is not None else []:
-        if key_node.value == "unchanged":
+        key = str(key_node.value)  # a key may be a list
+        if key == "unchanged":
             _unchanged(below, key_node, node, problems)
-        elif key_node.value not in headers.FORMS:
-            _section(recipe, str(key_node.value), key_node, node, problems)
+        elif key not in headers.FORMS:
+            _section(recipe, key, key_node, node, problems)
     _take_unchanged(recipe, below)
     migrations.migrate(recipe, problems)
     if recipe.claim is not None and recipe.sweep:

@@ -21,6 +21,7 @@ OPERATOR_KEYS = {  # set by whoever starts the run, never by a file that was sha
     "recipe": "another recipe", "output_dir": "a path", "logger": "loggers",
     "callbacks": "code",
 }  # fmt: skip
+_OTHER_NOTATION = re.compile(r"[-+]?0[0-9_bx]|.*:")  # 010 is octal, and 1:30 counts in sixties
 REFERENCE = re.compile(r"\$\{([a-z_]+(?:\.[a-z_0-9]+)*)\}")
 
 
@@ -54,7 +55,9 @@ def _tree(path: Path, raw: bytes) -> yaml.MappingNode | None:
             if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
                 raise UserError(f"{where}: a recipe may not have YAML anchors or aliases: write the value out")
             if tag := getattr(event, "tag", None):
-                raise UserError(f"{where}: a recipe may not have YAML tags ({tag}): it holds plain values, never objects")
+                raise UserError(
+                    f"{where}: a recipe may not have YAML tags ({printable(tag):.60}): it holds plain values, never objects"
+                )
             if nodes > MAX_NODES or depth > MAX_DEPTH:
                 raise UserError(f"{where}: a recipe has at most {MAX_NODES} values, {MAX_DEPTH} deep: this is more")
         node = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -111,7 +114,8 @@ def plain_value(node: Any, where: str, key: str, problems: list[str]) -> Any:
         result = {}
         for k, v in node.value:
             if str(k.value).startswith("_"):
-                problems.append(f"{where}: '{k.value}': a recipe chooses options and sets values, never a target")
+                text = f"'{printable(str(k.value)):.60}'"
+                problems.append(f"{where}: {text}: a recipe chooses options and sets values, never a target")
             result[str(k.value)] = plain_value(v, where, key, problems)
         return result
     if isinstance(node, yaml.SequenceNode):
@@ -145,6 +149,8 @@ def _scalar_problem(value: Any, text: str, several_lines: bool) -> str:
         return f"YAML reads {short} as a date, binary data or nothing: quote it, if it is a text"
     if isinstance(value, int) and abs(value) > MAX_WHOLE:
         return f"{short} is too large a number"
+    if isinstance(value, int | float) and not isinstance(value, bool) and _OTHER_NOTATION.match(text):
+        return f"YAML reads {short} as {value}: write {value}, or quote it, if it is a text"
     if not isinstance(value, str):
         return ""
     if "${" in value and ("${" in REFERENCE.sub("", value) or "\\" in value):
