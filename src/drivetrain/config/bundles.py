@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.config import plugins
-from drivetrain.core import paths
+from drivetrain.core import files, paths
 from drivetrain.core.errors import UserError
 from drivetrain.core.overrides import format_value, key_of, parse_each
 from drivetrain.recipe import places
@@ -25,17 +25,22 @@ def attach(overrides: Sequence[str], base: Recipe | None = None) -> None:
     """
     given = _given(overrides)
     words = [word for word in _list(given.get("trust")) if "@" in word]
-    name = str(given.get("recipe") or "")
+    name = base.word if base is not None else str(given.get("recipe") or "")
     own = base.bundle if base is not None else _bundle_at(name)
-    if own is not None and own.word not in words:
-        name = base.word if base is not None else name
-        but = f", and trust={format_value(given['trust'])} does not name exactly its files" if given.get("trust") else ""
+    require_word(own, name, overrides)
+    for word in words:
+        _attach(own if own is not None and own.word == word else _stored(word))
+
+
+def require_word(own: Bundle | None, name: str, overrides: Sequence[str]) -> None:
+    """Raise UserError where a recipe's bundle is not the one that `trust` names."""
+    trust = _given(overrides).get("trust")
+    if own is not None and own.word not in _list(trust):
+        but = f", and trust={format_value(trust)} does not name exactly its files" if trust else ""
         raise UserError(
             f"recipe={name} brings code, the package {own.package}{but}: `drivetrain recipe inspect {name}` lists it. "
             f"If you trust it, say trust=[{own.word}]"
         )
-    for word in words:
-        _attach(own if own is not None and own.word == word else _stored(word))
 
 
 def find_in(run_dir: Path, overrides: Sequence[str]) -> None:
@@ -52,15 +57,17 @@ def find_in(run_dir: Path, overrides: Sequence[str]) -> None:
 
 def needed(trust: Any, overrides: Sequence[str]) -> list[str]:
     """The words of bundles in a recorded `trust` that the overrides do not give."""
+    from drivetrain.recipe.bundle import WORD
+
     given = _list(_given(overrides).get("trust"))
-    return [word for word in _list(trust) if "@" in word and word not in given]
+    return [word for word in _list(trust) if WORD.fullmatch(word) and word not in given]
 
 
 def write(trust: Sequence[str], run_dir: Path) -> None:
     """Write the trusted bundles into a run's directory, so that the run can be resumed elsewhere."""
     for word in (word for word in trust if "@" in word):
         found = _stored(word)
-        (run_dir / f"{found.package}.zip").write_bytes(found.archive())
+        files.write_bytes(run_dir / f"{found.package}.zip", found.archive())
 
 
 def brought_keys(recipe: Recipe) -> Collection[str]:
@@ -84,7 +91,7 @@ def _list(trust: Any) -> list[str]:
 
 def _bundle_at(name: str) -> Bundle | None:
     """The bundle that `recipe=` names; None for any other recipe."""
-    return places.read(name).bundle if name.partition("#")[0].endswith(places.BUNDLE) else None
+    return places.read(name).bundle if places.is_bundle(name) else None
 
 
 def _stored(word: str) -> Bundle:

@@ -91,6 +91,7 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str] = (), base: Rec
     recipe = _read(str(name), chosen, choices) if name is not None and base is None else base
     values: dict[str, Any] = {}
     if recipe is not None:
+        bundles.require_word(recipe.bundle, recipe.word, overrides)  # again: its file may have been replaced meanwhile
         recipe = recipe_values.for_task(recipe, chosen.get("task"), notices)
         notices += recipe.notices
         values = _of_recipe(recipe, choices)

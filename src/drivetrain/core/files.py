@@ -17,7 +17,7 @@ from typing import IO, Any, Literal, overload
 
 MB = 2**20
 LARGEST = 64 * MB  # of the files that are read whole: configs, records, results, manifests
-DEEPEST = 64  # levels of a YAML file
+DEEPEST, MOST_EVENTS = 64, 50_000  # levels of a YAML file, and its values with the beginnings and ends of lists
 _FLAGS = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC"))  # Windows has none of them
 
 
@@ -91,7 +91,9 @@ def read_yaml(path: Path, most: int = LARGEST) -> Any:
     loader, text = getattr(yaml, "CSafeLoader", yaml.SafeLoader), read_text(path, most)
     try:
         depth = 0
-        for event in yaml.parse(text, Loader=loader):
+        for number, event in enumerate(yaml.parse(text, Loader=loader)):
+            if number > MOST_EVENTS:
+                raise ValueError("it has too many values")
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > DEEPEST or isinstance(event, yaml.AliasEvent):
                 raise ValueError("it is nested too deep" if depth > DEEPEST else "it has aliases")
@@ -101,12 +103,17 @@ def read_yaml(path: Path, most: int = LARGEST) -> Any:
 
 
 def write_text(path: Path, text: str) -> None:
+    """Write a file of UTF-8 text, as `write_bytes` does."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
     """Write a file whole: to a temporary file, which is synced and renamed. What stood there, a link too, is replaced."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.unlink(missing_ok=True)
     try:
-        with opened(temporary, "x") as file:
-            file.write(text)
+        with open(temporary, "xb", opener=descriptor) as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -114,6 +121,19 @@ def write_text(path: Path, text: str) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
+
+
+def place_for(path: Path) -> Path:
+    """Return the path of a file that a library is to write into a folder of a run. Raises OSError where the folder is a link.
+
+    A link at the path itself is removed: the library would follow it.
+    """
+    if path.parent.is_symlink():
+        raise OSError(errno.ELOOP, "it is a link", str(path.parent))
+    path.parent.mkdir(exist_ok=True)
+    if path.is_symlink():
+        path.unlink()
+    return path
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -48,9 +48,12 @@ def commit_of(file: File) -> str:
     name = quote(file.revision or "main", safe="")
     url = f"{_endpoint()}/api/{file.kind or 'models'}/{file.repository}/revision/{name}"
     try:
-        return str(json.loads(web.get(_checked(url), 8 * 2**20, _token()).content)["sha"])
-    except (ValueError, KeyError, TypeError):
-        raise web.Refused("the hub did not say which commit it is") from None
+        commit = json.loads(web.get(_checked(url), 8 * 2**20, _token()).content)["sha"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        commit = None
+    if not isinstance(commit, str) or not re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", commit):
+        raise web.Refused("the hub did not say which commit it is")
+    return commit
 
 
 def import_hub() -> None:

@@ -22,6 +22,15 @@ def is_address(word: str) -> bool:
     return _ADDRESS.match(word) is not None
 
 
+def is_bundle(name: str) -> bool:
+    """Whether `recipe=` names a bundle. Raises UserError for an address that no place has."""
+    if is_address(name):
+        from drivetrain.recipe import addresses
+
+        return addresses.parse(name).suffix == BUNDLE
+    return PurePath(name).suffix == BUNDLE
+
+
 def names() -> list[str]:
     """The names that recipe=NAME finds: recipes that ship, and those in ./recipes."""
     return sorted({p.stem for folder in (recipes_dir(), Path("recipes")) for p in folder.glob("*.yaml")})
@@ -39,6 +48,8 @@ def read(name: str) -> Recipe:
         source = Source(name, cache.sha256_of(text), found.word)
         return replace(recipe, name=PurePath(name).stem, source=source, bundle=found)
     text = read_bytes(path)
+    if is_address(name) and cache.sha256_of(text) != path.stem:  # changed since it was found
+        raise UserError(f"recipe={name}: another process has changed {path}: start again")
     recipe = reader.read(path, text)
     return replace(recipe, name=_stem(name) if is_address(name) else recipe.name, source=Source(name, cache.sha256_of(text)))
 
