@@ -62,10 +62,9 @@ def inspect(argv: Sequence[str]) -> int:
     echo(f"\nits code, the package {found.package}, which has not been run:")
     rows = [(name, f"{len(content):,}", cache.sha256_of(content)) for name, content in sorted(found.code.items())]
     terminal.table(("file", "bytes", "SHA-256"), rows)
-    echo(f"it imports: {', '.join(found.imports()) or 'nothing else'}")
-    for name, content in found.code.items():
-        if bundle.is_unreadable(name, content):
-            echo(f"  {name} is no Python that can be parsed, so what it imports is not known")
+    echo(f"its import statements name: {', '.join(found.imports()) or 'nothing else'}")
+    for name in found.unread():
+        echo(f"  {name} is no Python that can be parsed, or is too long, so what it imports is not known")
     targets = _targets(reader.read(path / bundle.RECIPE, text))
     echo(f"the recipe names: {', '.join(f'{key}={printable(name)}' for key, name in targets.items()) or 'no class of it'}")
     echo(f"its options: {', '.join(_options(found)) or 'none'}")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from drivetrain.core.errors import DONE, UserError
 from drivetrain.recipe import cache, places
+from drivetrain.recipe.safe_yaml import read_bytes
 from drivetrain.ui import fetched, terminal
 from drivetrain.ui.output import echo
 
@@ -22,7 +23,7 @@ def show(argv: Sequence[str]) -> int:
 
         content = bundle.load(path).files[bundle.RECIPE]
     else:
-        content = path.read_bytes()
+        content = read_bytes(path)
     shown = fetched.text(content) if terminal.is_live() else content.decode(errors="replace").rstrip("\n")
     echo(shown)
     return DONE

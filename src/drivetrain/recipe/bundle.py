@@ -13,6 +13,7 @@ import re
 import shutil
 import sys
 import tempfile
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
@@ -28,9 +29,12 @@ from drivetrain.recipe.safe_yaml import MAX_BYTES
 RECIPE, MANIFEST, FORMAT = "recipe.yaml", "manifest.json", 1
 SUFFIXES = (".py", ".yaml", ".yml", ".json")
 MAX_ARCHIVE, MAX_FILE, MAX_TOTAL, MAX_FILES, MAX_DEPTH = 4 * 2**20, 2**20, 4 * 2**20, 500, 12
+MAX_PARSED = 2**18  # bytes of code of which `imports` is told: Python takes seconds for a megabyte
 WORD = re.compile(r"([A-Za-z_]\w*)@([0-9a-f]{64})$", re.ASCII)  # of `trust`
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)*$")
 _REGULAR = 0o100000
+# Text that an editor or a terminal shows otherwise than Python reads it: control characters, turns of direction, breaks of lines.
+_DECEIVING = re.compile("[\x00-\x08\x0b\x0e-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]|\r(?!\n)")
 
 
 @dataclass(frozen=True)
@@ -69,9 +73,23 @@ class Bundle:
         return out.getvalue()
 
     def imports(self) -> list[str]:
-        """The top-level packages that its modules import, without its own."""
-        found = {name for file, content in self.code.items() if file.endswith(".py") for name in _imports(content)}
-        return sorted(found - {self.package})
+        """The top-level packages that the import statements of its modules name, without its own."""
+        return sorted({name for names in self._imported.values() for name in names or ()} - {self.package})
+
+    def unread(self) -> list[str]:
+        """The modules of which it is not known what they import."""
+        return [file for file, names in self._imported.items() if names is None]
+
+    @cached_property
+    def _imported(self) -> dict[str, set[str] | None]:
+        """Module → what it imports; None where it cannot be parsed, or the modules before it were MAX_PARSED long."""
+        found: dict[str, set[str] | None] = {}
+        left = MAX_PARSED
+        for file, content in self.code.items():
+            if file.endswith(".py"):
+                left -= len(content)
+                found[file] = _imports(content) if left >= 0 else None
+        return found
 
 
 def load(path: Path) -> Bundle:
@@ -160,12 +178,30 @@ def _content_problems(bundle: Bundle) -> Iterator[str]:
     single, init = f"{bundle.package}.py", f"{bundle.package}/__init__.py"
     outside = [n for n in bundle.code if n != single and not n.startswith(f"{bundle.package}/")]
     nested = [n for n in bundle.files if any(str(above) in bundle.files for above in PurePosixPath(n).parents)]
+    for name, content in bundle.code.items():
+        if wrong := _text_problem(content):
+            yield f"{name}{wrong}"
     if nested:
         yield f"{nested[0]} is below a file"
     if outside:
         yield f"{outside[0]} is no file of the package {bundle.package}"
     if (single in bundle.files) == (init in bundle.files):
         yield f"it needs either {init} or {single}"
+
+
+def _text_problem(content: bytes) -> str:
+    """Why whoever reads a file would not see what Python reads; "" where they would."""
+    try:
+        text = content.decode("utf-8")
+        coding = tokenize.detect_encoding(io.BytesIO(content).readline)[0]
+    except (UnicodeDecodeError, SyntaxError):
+        coding = ""
+    if coding not in ("utf-8", "ascii"):
+        return " is not UTF-8 text"
+    if found := _DECEIVING.search(text):
+        line = text.count("\n", 0, found.start()) + 1
+        return f":{line} has the character U+{ord(found[0]):04X}, by which code can look like other code: write it as an escape"
+    return ""
 
 
 def make(recipe: bytes, package: Path) -> tuple[Bundle, list[str]]:
@@ -192,26 +228,15 @@ def make(recipe: bytes, package: Path) -> tuple[Bundle, list[str]]:
     return made, left_out
 
 
-def is_unreadable(name: str, content: bytes) -> bool:
-    """Whether a file is a module that cannot be parsed."""
-    return name.endswith(".py") and _parsed(content) is None
-
-
-def _parsed(content: bytes) -> ast.Module | None:
+def _imports(content: bytes) -> set[str] | None:
+    """The top-level names that a module's import statements name; None where it cannot be parsed."""
     try:
-        return ast.parse(content)
+        nodes = list(ast.walk(ast.parse(content)))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
-
-
-def _imports(content: bytes) -> Iterator[str]:
-    """The top-level names that a module's import statements name; none where it cannot be parsed."""
-    tree = _parsed(content)
-    for node in ast.walk(tree) if tree is not None else ():
-        if isinstance(node, ast.Import):
-            yield from (alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
-            yield node.module.partition(".")[0]
+    found = {alias.name.partition(".")[0] for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    absolute = (node.module for node in nodes if isinstance(node, ast.ImportFrom) and not node.level)
+    return found | {module.partition(".")[0] for module in absolute if module}
 
 
 def stored(word: str) -> Bundle | None:
