@@ -12,6 +12,8 @@ from typing import Annotated, Any
 
 from annotated_types import Ge, Le
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from drivetrain.config import callbacks, recipe_checks
 from drivetrain.config.catalog import LISTS, SUMS, options, shipped_targets
@@ -20,6 +22,7 @@ from drivetrain.config.plugins import trusted_packages
 from drivetrain.config.recipe_checks import hints
 from drivetrain.core import paths, selection, user_code
 from drivetrain.core.errors import UserError, did_you_mean
+from drivetrain.core.files import read_yaml
 from drivetrain.core.model_call import ForwardInput
 from drivetrain.core.option import Count, Given, NotGiven, Option, RunSpec
 from drivetrain.recipe.safe_yaml import MAX_WHOLE
@@ -285,5 +288,15 @@ def identifying_keys(run: RunSpec) -> set[str]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A run's config.yaml as it stands there: references are not followed, for anybody may have written the file."""
-    return OmegaConf.to_container(OmegaConf.load(path))  # type: ignore[return-value]
+    """A run's config.yaml as it stands there: references are not followed, for anybody may have written the file.
+
+    Raises OSError, and ValueError where it is no mapping of plain values, of a config's size and depth.
+    """
+    read_yaml(path)
+    try:
+        found = OmegaConf.to_container(OmegaConf.load(path))
+    except (OmegaConfBaseException, YAMLError, AttributeError, TypeError) as error:
+        raise ValueError(str(error)) from None
+    if not isinstance(found, dict):
+        raise ValueError("it is no mapping")
+    return found  # type: ignore[return-value]

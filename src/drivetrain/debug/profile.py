@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+from drivetrain.core import files
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, CountOrZero
 from drivetrain.debug.window import Window
@@ -65,7 +66,8 @@ class Profile(Window):
 
     def _write(self, profiler: Any) -> None:
         folder = self._context.run_dir / "profile"
-        folder.mkdir(exist_ok=True)
+        for name in ("operations.txt", "trace.json", "trace.json.gz", "memory.csv"):
+            files.place_for(folder / name)
         averages = profiler.key_averages()
         # A CPU has no device time, nor has a device that the profiler does not know, such as MPS.
         order = "self_device_time_total" if any(e.self_device_time_total for e in averages) else "self_cpu_time_total"

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
 from omegaconf import OmegaConf
 
 from drivetrain.config import bundles, hydra_idioms, hydra_settings
@@ -19,11 +18,12 @@ from drivetrain.config.compose import Composed
 from drivetrain.config.hydra_settings import HydraSettings
 from drivetrain.core import signature
 from drivetrain.core.errors import UserError
-from drivetrain.core.files import read_json, read_yaml, write_json, write_text
+from drivetrain.core.files import MB, read_json, write_json, write_text
 from drivetrain.core.option import RunSpec
 from drivetrain.core.overrides import format_value, key_of
 from drivetrain.core.paths import add_import_paths
 from drivetrain.core.selection import selected
+from drivetrain.core.typed import fits
 from drivetrain.recipe import reader as recipes
 from drivetrain.recipe.reader import Recipe
 from drivetrain.recipe.safe_yaml import printable
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from drivetrain.engine.trainer import Trainer
 
 logger = logging.getLogger(__name__)
+
+# What is read of environment.json, and of which type it must be.
+_READ: dict[str, Any] = {"machine_local": dict[str, Any] | None, "config_dirs": list[str] | None}
 
 
 @dataclass
@@ -189,9 +192,8 @@ def _resumed(run_dir: Path, words: list[str], config_dirs: Sequence[str]) -> Job
 def _recorded_config(run_dir: Path) -> dict[str, Any]:
     """A run's config.yaml. Raises UserError where it is no file of settings."""
     try:
-        read_yaml(run_dir / "config.yaml")  # an ordinary file of plain values, of a config's size and depth
         return check.read_config(run_dir / "config.yaml")
-    except (OSError, ValueError, AttributeError, TypeError, RecursionError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"resume={run_dir}: its config.yaml is damaged ({why})") from None
 
@@ -252,10 +254,10 @@ def recorded_environment(run_dir: Path, setting: str = "") -> dict[str, Any]:
             f"{setting}{run_dir} is no run's directory (no recipe.yaml in it): name one such as outputs/<date>/<time>-<id>"
         )
     try:
-        content = read_json(run_dir / "environment.json")
+        content = read_json(run_dir / "environment.json", MB)
     except (OSError, ValueError):
         content = None
-    if not isinstance(content, dict):
+    if not fits(content, dict[str, Any]) or not all(fits(content.get(key), kind) for key, kind in _READ.items()):
         raise UserError(f"{setting}{run_dir}: its environment.json is damaged")
     return content
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from drivetrain.core import files
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
@@ -57,7 +58,7 @@ class Images(Logger):
     def _show(self, name: str, path: Path, tiles: list[Tile]) -> None:
         from drivetrain.logger import drawing
 
-        drawing.grid(tiles).save(path)
+        drawing.grid(tiles).save(files.place_for(path))
         self._context.log_image(name, path)
 
     def _training_tiles(self) -> list[Tile]:

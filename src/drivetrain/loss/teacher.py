@@ -24,8 +24,11 @@ def load(path: Path, key: str, context: BuildContext) -> torch.nn.Module:
     run_dir = path if path.is_dir() else path.parent
     if not (run_dir / "config.yaml").is_file():
         raise UserError(f"{key}={path}: {run_dir} is no run's directory (it has no config.yaml, which names the model)")
-    section = read_config(run_dir / "config.yaml")["model"]
-    target = section.pop("_target_")
+    try:
+        section = dict(read_config(run_dir / "config.yaml")["model"])
+        target = section.pop("_target_")
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        raise UserError(f"{key}={path}: {run_dir / 'config.yaml'} cannot be read, or names no model") from None
     if "pretrained" in section:  # the run's weights follow
         section["pretrained"] = False
     for named in (target, section.get("target")):  # of model=own too

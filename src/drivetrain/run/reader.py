@@ -15,6 +15,7 @@ from drivetrain.run import directory, records
 from drivetrain.run.identity import flatten
 from drivetrain.run.result import Result
 
+DEEPEST = 20  # folders between the one that was named and a run's
 MAX_VALUES, MAX_DEPTH = 100_000, 30  # in a run's config or environment
 # What is read of environment.json, and of which type it must be.
 ENVIRONMENT: dict[str, Any] = {
@@ -100,14 +101,18 @@ def find(folders: Sequence[Path]) -> list[RunFiles]:
     return sorted((read(place) for place in places), key=lambda run: run.environment.get("time", 0.0))
 
 
-def _places(folder: Path) -> Iterator[Path]:
-    names = {entry.name for entry in folder.iterdir()}
-    if names & {"environment.json", "result.json"}:
-        yield folder
-        return
-    for name in sorted(names):
-        if (folder / name).is_dir() and not (folder / name).is_symlink():
-            yield from _places(folder / name)
+def _places(top: Path) -> Iterator[Path]:
+    waiting = [top]
+    while waiting:
+        folder = waiting.pop()
+        try:
+            names = {entry.name for entry in folder.iterdir()}
+        except OSError:  # it may not be read, or its path is too long
+            continue
+        if names & {"environment.json", "result.json"}:
+            yield folder
+        elif len(folder.parts) - len(top.parts) < DEEPEST:
+            waiting += [folder / name for name in names if (folder / name).is_dir() and not (folder / name).is_symlink()]
 
 
 def compared(tree: dict[str, Any], chosen: dict[str, Any]) -> dict[str, Any]:
@@ -156,7 +161,7 @@ def _yaml(path: Path) -> dict[str, Any]:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = files.read_json(path)
+        found = files.read_json(path, files.MB)
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

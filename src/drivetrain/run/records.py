@@ -10,6 +10,7 @@ from drivetrain.core.typed import is_number
 
 Record = dict[str, Any]
 LARGEST = 2**31  # bytes of a metrics.jsonl: ten million records
+LONGEST, MOST_SPOILT = 2**20, 100_000  # bytes of a line, and lines that are no record: what follows is left out
 
 
 class Records(NamedTuple):
@@ -21,13 +22,20 @@ class Records(NamedTuple):
 
 def read(path: Path) -> Records:
     """Return the records of a run's metrics.jsonl, none where there is no such file. Each has a whole number `update`."""
+    found: list[Record] = []
+    unreadable = empty = 0
     try:
-        lines = files.read_bytes(path, LARGEST).split(b"\n")
+        with files.opened(path, "rb") as file:
+            while (line := file.readline(LONGEST)) and unreadable + empty < MOST_SPOILT and file.tell() <= LARGEST:
+                if (record := _record(line)) is not None:
+                    found.append(record)
+                elif not line.strip():
+                    empty += 1
+                elif line.endswith(b"\n"):
+                    unreadable += 1
     except OSError:
-        lines = []
-    found = [_record(line) for line in lines]
-    unreadable = sum(record is None for record, line in zip(found[:-1], lines, strict=False) if line.strip())
-    return Records([record for record in found if record is not None], unreadable)
+        pass
+    return Records(found, unreadable)
 
 
 def last(content: bytes, event: str) -> Record | None:

@@ -108,7 +108,7 @@ class Forked(Launcher):
             os.environ[cpus.JOBS] = str(self.slots)
             os.environ |= own_device(entry, slot)
         if self.captured:
-            log = os.open(entry.run_dir / OUTPUT, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            log = files.descriptor(entry.run_dir / OUTPUT, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             for stream in (1, 2):
                 os.dup2(log, stream)
         code = run_job(entry, self.quiet)

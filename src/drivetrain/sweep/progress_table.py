@@ -36,7 +36,7 @@ def progress(entry: Entry) -> tuple[dict[str, Any], int | None]:
 
 def _tail(path: Path) -> bytes:
     try:
-        with path.open("rb") as file:
+        with files.opened(path, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
             return file.read()
     except OSError:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from drivetrain.core import files
+
 if TYPE_CHECKING:
     from PIL import ImageDraw
 
@@ -41,8 +43,7 @@ def draw(table: Mapping[str, Any], path: Path) -> Path:
         _names(pen, sheet, names, margin, cell, font)
     pen.text((margin + cell * len(names) / 2, 10), "predicted", INK, font, "mm")
     _turned(sheet, "class", (4, margin + cell * len(names) // 2), font)
-    path.parent.mkdir(exist_ok=True)
-    sheet.save(path)
+    sheet.save(files.place_for(path))
     return path
 
 

@@ -1,0 +1,273 @@
+"""Recipes, bundles and runs' folders that were made to be read as something else than they look, or to be followed elsewhere."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import subprocess
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from drivetrain.config import bundles
+from drivetrain.config import validate as check
+from drivetrain.config.compose import compose
+from drivetrain.core import files
+from drivetrain.core.errors import UserError
+from drivetrain.launch import recipe_check
+from drivetrain.launch.job import checked, prepare
+from drivetrain.recipe import addresses, bundle, cache, hub, places, web
+from drivetrain.recipe import reader as recipes
+from drivetrain.recipe.bundle import Bundle
+from drivetrain.recipe.reader import Recipe
+from drivetrain.run import drift, environment, reader, recipe_file, records
+
+HASH = "0" * 64
+
+
+def recipe(text: str) -> Recipe:
+    return recipes.read(Path("mine.yaml"), text.encode())
+
+
+def exported(given: Recipe) -> str:
+    """The text that a run with this recipe writes."""
+    job = checked(compose([], base=given))
+    return recipe_file.to_recipe(job.composed, job.machine_local_keys, check.identifying_keys(job.run))
+
+
+# --- recipes ---
+
+
+@pytest.mark.parametrize("text", ["010", "0x1f", "0b11", "1:30", "+0_7", "1:30.5", "00.5"])
+def test_a_number_that_yaml_reads_otherwise_than_a_person_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match=re.escape(f"mine.yaml:1: epochs: YAML reads {text} as ")):
+        recipe(f"epochs: {text}\n")
+    assert recipe("description: 'at 1:30'\noptimizer: {lr: 0.05, weight_decay: -0.0}\nepochs: 10\n").values["epochs"] == 10
+
+
+def test_a_key_that_is_a_list_is_refused() -> None:
+    with pytest.raises(UserError, match="is not a key"):
+        recipe("? [a, b]\n: 1\n")
+    with pytest.raises(UserError, match=r"mine\.yaml:1: unchanged: must be"):
+        recipe("unchanged: [1]\n")
+
+
+def test_a_message_has_no_line_of_the_files() -> None:
+    for text in ('"a\\nerror: b": 1\n"a\\nerror: b": 2\n', "epochs: !%0Aerror 3\n"):
+        with pytest.raises(UserError) as refused:
+            recipe(text)
+        assert all("\n" not in problem for problem in refused.value.problems)
+
+
+def test_a_description_survives_a_run() -> None:
+    """A run's recipe must be readable, else the run cannot be resumed."""
+    described = recipe('description: "fast \N{ROCKET} \\"é\\"\\nand small"\n')
+    assert recipe(exported(described)).description == described.description
+
+
+def test_the_hash_is_of_what_left_out_names_too_where_the_file_sets_it() -> None:
+    text = exported(recipe("")).replace("\nunchanged:", "\nleft_out: [optimizer]\n\nunchanged:", 1)
+    without = recipe(text).only_chosen()
+    settings = compose([], base=without)
+    digest = drift.digest(drift.settable(settings, drift.machine_local_keys(settings.plain) or (), ["optimizer"]))
+    text = text.replace(str(recipe(text).header.hash), digest)
+    assert any("was" in line or "were" in line for line in drift.notices(recipe(text)))
+
+
+# --- places ---
+
+
+@pytest.fixture(autouse=True)
+def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_kept_recipe_that_is_replaced_after_it_was_checked_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = cache.keep(b"epochs: 3\n")
+    monkeypatch.setattr(addresses, "fetched", lambda address: path)
+    address = f"https://example.org/x.yaml#sha256={path.stem}"
+    assert places.read(address).values == {"epochs": 3}
+    path.write_bytes(b"epochs: 4\n")
+    with pytest.raises(UserError, match="another process has changed"):
+        places.read(address)
+
+
+def test_a_hub_that_names_no_commit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "import_hub", lambda: None)
+    monkeypatch.setattr(hub, "_token", dict)
+    for answer in (b'{"sha": "x trust=[posix]"}', b'{"sha": 1}', b"[" * 10_000, b"{}"):
+        monkeypatch.setattr(web, "get", lambda *_, content=answer: web.Fetched(content, []))
+        with pytest.raises(web.Refused, match="did not say which commit"):
+            hub.commit_of(hub.File(None, "owner/repo", None, "x.yaml"))
+
+
+# --- bundles ---
+
+NAMES = ["git+https://h.org/r@" + "0" * 40 + "#a/x.zip", f"https://h.org/x.zip?a=b#sha256={HASH}", "x.zip", "./x.zip/"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_bundle_is_known_as_one_wherever_it_lies(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Bundle("p", {"recipe.yaml": b"epochs: 1\n", "p.py": b"raise SystemExit\n"})
+    Path("x.zip").write_bytes(made.archive())
+    monkeypatch.setattr(addresses, "fetched", lambda address: Path("x.zip"))
+    with pytest.raises(UserError, match="brings code, the package p, and trust=p does not name exactly its files"):
+        bundles.attach([f"recipe={name}", "trust=p"])
+
+
+def test_a_bundle_that_is_replaced_between_two_reads_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bundles, "attach", lambda overrides, base=None: None)  # it saw another file
+    Path("x.zip").write_bytes(Bundle("p", {"recipe.yaml": b"epochs: 1\n", "p.py": b"raise SystemExit\n"}).archive())
+    with pytest.raises(UserError, match="brings code, the package p"):
+        compose(["recipe=x.zip", f"trust=p@{HASH}"])
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("x = 1\n# \u202e trusted\n", "p.py:2 has the character U+202E"),
+        ("# a comment\rimport os\n", "p.py:1 has the character U+000D"),
+        ("# a\u2028check()\n", "U+2028"),
+        ("# \x1b[8m\n", "U+001B"),
+        ("# coding: utf-7\n# +AAo-import os\n", "p.py is not UTF-8 text"),
+        ("# coding: latin-1\n", "p.py is not UTF-8 text"),
+    ],
+)
+def test_code_that_does_not_look_as_python_reads_it_is_refused(code: str, says: str) -> None:
+    Path("x.zip").write_bytes(Bundle("p", {"recipe.yaml": b"", "p.py": code.encode()}).archive())
+    with pytest.raises(UserError) as refused:
+        bundle.load(Path("x.zip"))
+    assert says in str(refused.value)
+    good = "# coding: utf-8\r\nx = 'é \N{ROCKET}\u00a0'\r\n\f\n\ty = 1\n"
+    Path("x.zip").write_bytes(Bundle("p", {"recipe.yaml": b"", "p.py": good.encode()}).archive())
+    assert bundle.load(Path("x.zip")).code
+
+
+def test_what_long_code_imports_is_not_asked_of_python() -> None:
+    """It takes seconds and hundreds of megabytes to parse what fits into a bundle."""
+    made = Bundle("p", {"p/__init__.py": b"import os\n", "p/a.py": b"a," * 2**18, "recipe.yaml": b""})
+    assert (made.imports(), made.unread()) == (["os"], ["p/a.py"])
+
+
+def test_an_archive_of_many_entries_is_refused() -> None:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as writer:
+        for number in range(600):
+            writer.writestr(f"p/{number}.py", b"")
+    Path("x.zip").write_bytes(out.getvalue())
+    with pytest.raises(UserError, match="600 files, and at most 500"):
+        bundle.load(Path("x.zip"))
+
+
+def test_only_words_of_bundles_are_passed_on() -> None:
+    """What a stranger's run asks for is printed as something to type."""
+    word = f"p@{HASH}"
+    assert bundles.needed([word, "a@b] callbacks=[posix.system"], []) == [word]
+
+
+def test_a_bundle_is_not_written_through_a_link(tmp_path: Path) -> None:
+    made = Bundle("p", {"recipe.yaml": b"", "p.py": b""})
+    bundle.store(made)
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/p.zip").symlink_to(tmp_path / "precious")
+    bundles.write([made.word], tmp_path / "run")
+    assert (tmp_path / "precious").read_text() == "mine"
+    assert bundle.load(tmp_path / "run/p.zip").word == made.word
+
+
+# --- runs' folders ---
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    prepare([]).write_files(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"machine_local": [1]}, {"machine_local": "a"}, {"config_dirs": 5}, {"config_dirs": "/etc"}, {"config_dirs": [{}]}],
+    ids=str,
+)
+def test_a_record_of_wrong_types_is_damaged(run_dir: Path, changed: dict[str, object]) -> None:
+    recorded = json.loads((run_dir / "environment.json").read_text())
+    (run_dir / "environment.json").write_text(json.dumps({**recorded, **changed}))
+    with pytest.raises(UserError, match=r"its environment\.json is damaged"):
+        prepare([f"resume={run_dir}"])
+
+
+@pytest.mark.parametrize("text", ['a: "${a"\n', "[]\n", "? [a]\n: 1\n", "a: [" + "1," * 60_000 + "1]\n"], ids=range(4))
+def test_a_config_that_is_none_is_damaged(run_dir: Path, text: str) -> None:
+    (run_dir / "config.yaml").write_text(text)
+    with pytest.raises(UserError, match=r"its config\.yaml is damaged"):
+        prepare([f"resume={run_dir}"])
+    reader.read(run_dir)
+
+
+def test_folders_are_searched_to_a_depth(tmp_path: Path, run_dir: Path) -> None:
+    """A stranger's folder may have a thousand in each other, more than Python can call."""
+    for depth in (reader.DEEPEST, reader.DEEPEST + 1):
+        below = tmp_path.joinpath("deep", *"a" * depth)
+        below.mkdir(parents=True, exist_ok=True)
+        (below / f"{depth}").mkdir()
+        (below / f"{depth}/result.json").touch()
+    with pytest.raises(UserError, match="no run in"):
+        reader.find([tmp_path / "deep"])
+    (tmp_path / "deep/a/run").mkdir()
+    (tmp_path / "deep/a/run/result.json").touch()
+    assert [run.path.name for run in reader.find([tmp_path / "deep", run_dir])] == ["run", "run"]
+
+
+def test_a_log_of_empty_lines_is_not_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "MOST_SPOILT", 100)
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"update": 1}\n' + b"\n" * 1000 + b'{"update": 2}\n')
+    assert records.read(path).records == [{"update": 1}]
+
+
+def test_no_picture_is_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images/a.png").symlink_to(tmp_path / "precious")
+    files.place_for(tmp_path / "images/a.png").write_bytes(b"png")
+    assert (tmp_path / "precious").read_text() == "mine"
+    (tmp_path / "linked").symlink_to(tmp_path / "images")
+    with pytest.raises(OSError, match="link"):
+        files.place_for(tmp_path / "linked/a.png")
+
+
+def git(*words: str) -> None:
+    subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b.c", *words], check=True, capture_output=True)
+
+
+def test_a_strangers_repository_runs_nothing(tmp_path: Path) -> None:
+    """A run records the commit of the working directory, whose config can name programs for changed files."""
+    git("init", "-q", ".")
+    Path("a.txt").write_text("a\n")
+    Path(".gitattributes").write_text("* filter=x=y\n")
+    git("add", "a.txt", ".gitattributes")
+    git("commit", "-qm", "a")
+    commit = environment._git_commit()
+    assert commit is not None
+    assert len(commit) == 40
+    for key in ("clean", "process", "smudge"):
+        git("config", f"filter.x=y.{key}", "touch ran; cat")
+    git("config", "filter.x=y.required", "true")
+    git("config", "core.fsmonitor", "touch ran")
+    os.utime("a.txt", (1, 1))  # so that git compares what is in it
+    assert environment._git_commit() == commit
+    Path("a.txt").write_text("b\n")
+    assert environment._git_commit() == f"{commit}-dirty"
+    assert not Path("ran").exists()
+
+
+def test_a_check_of_a_whole_recipe_says_nothing_more() -> None:
+    assert recipe_check.check(recipe(exported(recipe("")))) == []
