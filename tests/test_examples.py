@@ -358,7 +358,8 @@ WRITTEN = [page for page in PAGES if page.name != "pairwise.md"]  # that one is 
 COMMAND = re.compile(r"^    (python -m src\.train|drivetrain (?:train|compare|show)) (.*)$", re.M)
 # What only a reader's machine has: photographs, a packed folder, shards, runs, a recipe, an installed plugin.
 READERS_OWN = (
-    r"is no directory|is no packed folder|are not there|is no run's directory|recipe=mine is not known|recipe=./mine.yaml: there is no such file"
+    r"is no directory|is no packed folder|are not there|is no run's directory|recipe=mine is not known"
+    r"|recipe=./mine.yaml: there is no such file"
     r"|(sign_sgd|fp64) is no option|is no file|has no folder (images|masks)"
 )
 
