@@ -112,9 +112,12 @@ def _measure(trainer: Any, drawn: Drawn, profile_s: float) -> tuple[int, float, 
         return times[1:]
 
     def cost(repeats: int) -> float:
-        """Return the planted line's share of an update, by updates with and without it in turns."""
+        """Return the planted line's share of the time, by updates with and without it in turns.
+
+        By means, as the doctor's shares are: what a line costs now and then is a part of its cost.
+        """
         pairs = [(updates_s(0), updates_s(repeats)) for _ in range(PAIRS)]
-        without, with_it = (statistics.median(chain(*blocks)) for blocks in zip(*pairs, strict=True))
+        without, with_it = (statistics.fmean(chain(*blocks)) for blocks in zip(*pairs, strict=True))
         return 1 - without / with_it
 
     updates_s(0, 0.5)
