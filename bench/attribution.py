@@ -26,7 +26,8 @@ from bench.drawn import Drawn, draw
 from bench.harness import RESULTS, machine, table, write
 
 MIN_COST = 0.12  # a cost below is too near to the least share that the doctor names
-PAIRS = 5
+PAIRS = 15
+STEADY, ATTEMPTS = 0.03, 4  # the cost before the profile and after it may differ by so much, else both are measured again
 MAX_REPEATS = 3**14
 
 
@@ -111,9 +112,12 @@ def _measure(trainer: Any, drawn: Drawn, profile_s: float) -> tuple[int, float, 
         return times[1:]
 
     def cost(repeats: int) -> float:
-        """Return the planted line's share of an update, by updates with and without it in turns."""
+        """Return the planted line's share of the time, by updates with and without it in turns.
+
+        By means, as the doctor's shares are: what a line costs now and then is a part of its cost.
+        """
         pairs = [(updates_s(0), updates_s(repeats)) for _ in range(PAIRS)]
-        without, with_it = (statistics.median(chain(*blocks)) for blocks in zip(*pairs, strict=True))
+        without, with_it = (statistics.fmean(chain(*blocks)) for blocks in zip(*pairs, strict=True))
         return 1 - without / with_it
 
     updates_s(0, 0.5)
@@ -126,8 +130,12 @@ def _measure(trainer: Any, drawn: Drawn, profile_s: float) -> tuple[int, float, 
     repeats = max(1, round(repeats * drawn.share / (1 - drawn.share) / (costs / (1 - costs))))
     while (before := cost(repeats)) < MIN_COST:
         repeats *= 2
-    planted = profile_step(trainer, profile_s)
-    after = cost(repeats)
+    for _ in range(ATTEMPTS):
+        planted = profile_step(trainer, profile_s)
+        after = cost(repeats)
+        if abs(after - before) < STEADY:
+            break
+        before = after  # the machine's speed changed meanwhile: there is no one share to compare with
     program.REPEATS = 0
     return repeats, (before + after) / 2, planted, profile_step(trainer, profile_s)
 

@@ -1,5 +1,6 @@
 """batch=auto, growth, preallocation, and running out of memory in mid-run."""
 
+import json
 import sys
 
 import pytest
@@ -153,3 +154,46 @@ def test_the_compilers_budget_does_not_keep_a_trial_from_running():
     """Trials run without a compiler, whose the budget is; the run itself has both."""
     words = ["data=synthetic", "data.shape=[3,8,8]", "model=mlp", "checkpointing=budget", "compile=inductor"]
     assert batch_probe.count_fitting(words, [], [2, 4], 16.0) == 2
+
+
+ONCE = """
+import torch
+
+class Net(torch.nn.Module):
+    '''A linear model that runs out of memory in one of its forwards of training.'''
+    def __init__(self, shape, classes, fails_at):
+        super().__init__()
+        self.linear, self.calls, self.fails_at = torch.nn.Linear(shape[0], classes), 0, fails_at
+
+    def forward(self, x):
+        self.calls += self.training
+        if self.training and self.calls == self.fails_at:
+            raise torch.OutOfMemoryError("once")
+        return self.linear(x.flatten(1))
+"""
+
+
+def records(result):
+    lines = [json.loads(line) for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [(r["update"], r["loss"]) for r in lines if r["event"] == "train"]
+
+
+def test_out_of_memory_in_a_later_micro_batch_leaves_nothing_of_the_half_update(tmp_path, monkeypatch):
+    """The gradients and the loss of its first micro-batches are dropped, the steps are doubled, and the figures stay right."""
+    (tmp_path / "once_net.py").write_text(ONCE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    own = ["model=own", "model.target=once_net.Net", "trust=[once_net]"]
+    words = [*own, "batch=accumulate", "batch.global_batch=32", "batch.accumulation_steps=4"]
+    plain = train(tmp_path, *words, "model.kwargs={fails_at: 0}")
+    cut = train(tmp_path, *words, "model.kwargs={fails_at: 11}")  # the third micro-batch of the third update
+    assert cut.status == "completed"
+    assert "training goes on with 4 samples at once" in (cut.run_dir / "log.txt").read_text()
+    for name, weight in weights(plain).items():
+        torch.testing.assert_close(weights(cut)[name], weight)
+    assert [update for update, _ in records(cut)] == [update for update, _ in records(plain)] == [*range(1, 7)]
+    assert [loss for _, loss in records(cut)] == pytest.approx([loss for _, loss in records(plain)], rel=1e-5)
+
+
+def test_growth_ends_at_its_limit_exactly():
+    batch = Batch(global_batch=8, grow_every=1, grow_by=2, grow_until=16)
+    assert [batch.size(epoch) for epoch in range(4)] == [8, 16, 16, 16]

@@ -1,5 +1,6 @@
 """The loop: what it counts, tells, evaluates and saves, in which order, and how it ends."""
 
+import math
 import signal
 from dataclasses import replace
 from itertools import islice
@@ -272,3 +273,21 @@ def test_a_loader_that_ends_early_ends_the_run(train, monkeypatch):
     result = train()
     assert result.status == "failed"
     assert "stream ended after 1 of 2 updates" in result.error
+
+
+def test_a_loss_that_is_not_finite_is_null_where_the_update_was_skipped_and_ends_the_run_elsewhere(make):
+    trainer = make()
+    written = trainer.log.writers = [Written()]
+    trainer.log.loss_sum.fill_(math.inf)
+    trainer.progress.skipped = 1
+    trainer.log.train(0.1)
+    trainer.log.loss_sum.fill_(math.inf)
+    trainer.progress.updates = 1
+    with pytest.raises(Diverged):
+        trainer.log.train(0.1)
+    assert [record["loss"] for record in written[0]] == [None]
+
+
+class Written(list):
+    def log(self, record):
+        self.append(record)

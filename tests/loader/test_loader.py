@@ -13,11 +13,13 @@ import torch
 import drivetrain
 from drivetrain.augment import FlipCrop
 from drivetrain.batch import Accumulate
+from drivetrain.core import signals
 from drivetrain.core.errors import DataError, Interrupted, UserError
 from drivetrain.core.microbatch import MicroBatch
+from drivetrain.core.signals import StopFlag
 from drivetrain.core.world import World
 from drivetrain.data import Normalize, Tensors
-from drivetrain.loader import Auto, Device, Loader, Pipeline, Resident, Threads, Workers, workers
+from drivetrain.loader import Auto, Device, Loader, Pipeline, Resident, Threads, Workers, threads, workers
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # more workers than cores: on purpose
 CPU = torch.device("cpu")
@@ -157,6 +159,17 @@ def test_a_stopped_worker_is_an_error_not_a_hang(monkeypatch):
         list(stream)
     worker.join(5)
     assert worker.exitcode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("loader", [Workers(num_workers=1), Workers(num_workers=1, timeout_s=0), Threads(num_threads=1)])
+def test_a_run_that_is_told_to_stop_does_not_wait_for_a_stuck_read(monkeypatch, loader):
+    monkeypatch.setattr(signals, "STOP_WAIT_S", 0.1)
+    monkeypatch.setattr(threads, "LOOK_S", 0.1)
+    stream = loader.stream(Pipeline(Stuck(), (), None, 0), requests(), CPU, torch.contiguous_format)
+    with StopFlag():
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(Interrupted, match=r"stopped by a signal while loader \w+ 1 of 1 delivered nothing"):
+            list(stream)
 
 
 def test_a_stuck_thread_is_an_error_and_holds_nothing_up():

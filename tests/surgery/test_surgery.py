@@ -67,6 +67,13 @@ def assert_same_outputs(before: nn.Module, after: nn.Module, x: torch.Tensor) ->
         assert a.std() > 1e-3
 
 
+class FrozenNorm(nn.BatchNorm2d):
+    """Normalises by its running figures in training too, as in fine-tuning: the bias before it trains."""
+
+    def train(self, mode=True):
+        return super().train(False)
+
+
 REMOVED = {
     "one after the other": (
         lambda: Net(lambda m, x: m.b(m.d(m.a(m.c(x)).relu())), c=conv(), a=nn.BatchNorm2d(4), d=conv(4, 5), b=nn.BatchNorm2d(5)),
@@ -110,6 +117,7 @@ KEPT = {
     ),
     "a norm of two layers": lambda: Net(lambda m, x: m.n(m.c(x)) + m.n(m.d(x)), c=conv(), d=conv(), n=nn.BatchNorm2d(4)),
     "an activation between": lambda: Net(lambda m, x: m.n(m.c(x).relu()), c=conv(), n=nn.BatchNorm2d(4)),
+    "a frozen norm": lambda: Net(lambda m, x: m.n(m.c(x)), c=conv(), n=FrozenNorm(4)),
     "a group norm": lambda: Net(lambda m, x: m.n(m.c(x)), c=conv(), n=nn.GroupNorm(2, 4)),
     "an activation within the layer's class": lambda: Net(
         lambda m, x: m.n(m.c(x)), c=ConvReLU(3, 4, 3, padding=1), n=nn.BatchNorm2d(4)

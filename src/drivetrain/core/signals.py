@@ -8,12 +8,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
+from typing import ClassVar
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+STOP_WAIT_S = 10.0  # that a run which was told to stop waits for its next batch, so that it can finish the update and save
 
 
 class StopFlag:
     """A context manager: the first SIGTERM, SIGINT or SIGUSR1 sets `raised` to its number; a later Ctrl-C interrupts at once."""
+
+    _of_run: ClassVar[StopFlag | None] = None  # the flag of the run that this process trains
 
     def __init__(self) -> None:
         self.raised, self._at = 0, 0.0
@@ -22,7 +26,14 @@ class StopFlag:
     def __enter__(self) -> StopFlag:
         if threading.current_thread() is threading.main_thread():  # the only thread that may set handlers
             self._before = {s: signal.signal(s, self._handle) for s in STOP_SIGNALS}
+            StopFlag._of_run = self
         return self
+
+    @classmethod
+    def waited_long_enough(cls) -> bool:
+        """Return whether this process's run was told to stop so long ago that what it waits for is not waited for any longer."""
+        flag = cls._of_run
+        return flag is not None and bool(flag.raised) and time.monotonic() - flag._at > STOP_WAIT_S
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.raised and time.monotonic() > self._at + 1:  # launchers send the first one twice
@@ -31,6 +42,7 @@ class StopFlag:
             self.raised, self._at = number, time.monotonic()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        StopFlag._of_run = None
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 

@@ -16,6 +16,7 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.limits import too_many
 from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.option import Effect, Option, RunSpec
+from drivetrain.core.signals import StopFlag
 from drivetrain.core.source import Augmentation, CropBox, CroppingSource, Normalizer, SequenceSource, Source
 from drivetrain.core.tensors import has_streams, send
 from drivetrain.core.trees import Tree
@@ -200,6 +201,8 @@ def timeout_error(reader: str, seconds: float, pipeline: Pipeline, index: int) -
     """Return the error that ends a run whose `reader` delivered nothing for `seconds`, of a batch that begins with `index`."""
     name = getattr(pipeline.source, "name", None)
     sample = name(index) if callable(name) else f"sample {index}"
+    if StopFlag.waited_long_enough():
+        return Interrupted(f"stopped by a signal while {reader} delivered nothing, of a batch that begins with {sample}")
     return Interrupted(
         f"{reader} has delivered nothing for {seconds:g} s (loader.timeout_s), of a batch that begins with {sample}: "
         "a stuck read, or too slow a disk"

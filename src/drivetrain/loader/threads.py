@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, Literal
 
 from drivetrain.core import trees
@@ -15,10 +15,12 @@ from drivetrain.core.cpus import usable_cores
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
 from drivetrain.core.option import Count, Positive
+from drivetrain.core.signals import StopFlag
 from drivetrain.core.tensors import has_streams
 from drivetrain.core.trees import Tree
 from drivetrain.loader.base import Ahead, Batch, Loader, Pipeline, ReadBatch, reading_advice, timeout_error
 
+LOOK_S = 1.0  # between two looks at whether the run was told to stop
 CLOSE_TIMEOUT_S = 1.0  # for the threads' current jobs, when the pool is closed
 PIECES_PER_THREAD = 2  # of a batch: small enough that all threads finish together
 
@@ -77,11 +79,13 @@ class Threads(Loader):
                 batch.future.cancel()
 
     def _result(self, batch: SharedBatch) -> Batch:
-        try:
-            return batch.future.result(self.timeout_s)
-        except TimeoutError:
-            reader, index = next(iter(batch.reading.items()), ("every loader thread", int(batch.indices[0])))
-            raise timeout_error(reader, self.timeout_s, batch.pipeline, index) from None
+        until = time.monotonic() + self.timeout_s
+        while not batch.future.done():
+            if (left := until - time.monotonic()) <= 0 or StopFlag.waited_long_enough():
+                reader, index = next(iter(batch.reading.items()), ("every loader thread", int(batch.indices[0])))
+                raise timeout_error(reader, self.timeout_s, batch.pipeline, index)
+            wait([batch.future], min(left, LOOK_S))
+        return batch.future.result()
 
 
 class ThreadPool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,7 @@ from drivetrain.core.errors import DataError, Interrupted
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
 from drivetrain.core.option import Count, NonNegative
+from drivetrain.core.signals import StopFlag
 from drivetrain.core.tensors import has_streams
 from drivetrain.core.trees import Tree
 from drivetrain.loader.base import Ahead, Batch, Loader, Pipeline, ReadBatch, reading_advice, timeout_error
@@ -92,6 +95,7 @@ class Workers(Loader):
         delivered = 0
 
         def too_late() -> Interrupted:
+            limit.forget()
             limit.kill()
             worker = f"loader worker {delivered % self.num_workers + 1} of {self.num_workers}"  # they take turns
             return timeout_error(worker, self.timeout_s, pipeline, int(pending[0].indices[0]))
@@ -133,6 +137,7 @@ class _WaitLimit:
     """Ends workers that keep the loop waiting beyond torch's own time-out.
 
     torch's covers the wait for a batch's message. A worker that was stopped then hands over no memory: that wait has no limit.
+    A run that was told to stop does not wait for long either.
     """
 
     def __init__(self, timeout_s: float, batches: Any) -> None:
@@ -155,7 +160,7 @@ class _WaitLimit:
             yield batch
 
     def __enter__(self) -> _WaitLimit:
-        if self.timeout_s and self._workers:
+        if self._workers:
             self._thread.start()
         return self
 
@@ -164,8 +169,8 @@ class _WaitLimit:
 
     def _watch(self) -> None:
         while not self._done.wait(WATCH_S):
-            since = self._waits_since
-            if since is not None and time.monotonic() - since > self.timeout_s + GRACE_S:
+            since, limit = self._waits_since, self.timeout_s + GRACE_S if self.timeout_s else math.inf
+            if since is not None and (time.monotonic() - since > limit or StopFlag.waited_long_enough()):
                 self.exceeded = True
                 self.kill()
                 return
@@ -181,17 +186,18 @@ class _WaitLimit:
         return None
 
     def kill(self) -> None:
-        """End the workers. One that is stopped answers no other signal, and would hold up the end of this process.
-
-        torch would raise the end of workers that it knows, wherever this process is.
-        """
-        from torch.utils.data._utils import signal_handling
-
-        if getattr(self._batches, "_worker_pids_set", False):
-            signal_handling._remove_worker_pids(id(self._batches))
-            self._batches._worker_pids_set = False
+        """End the workers. One that is stopped answers no other signal, and would hold up the end of this process."""
         for worker in self._workers:
             worker.kill()
+
+    def forget(self) -> None:
+        """Keep torch from raising the end of these workers once more: its signal handler does, wherever this process is."""
+        from torch.utils.data._utils import signal_handling
+
+        while getattr(self._batches, "_worker_pids_set", False):
+            with suppress(RuntimeError):  # it may do so here too
+                signal_handling._remove_worker_pids(id(self._batches))
+                self._batches._worker_pids_set = False
 
 
 @dataclass(slots=True)

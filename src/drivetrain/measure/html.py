@@ -33,7 +33,7 @@ td.text { text-align: left; white-space: normal; min-width: 18rem }
 code, pre { font: 13px/1.5 ui-monospace, monospace } pre { overflow-x: auto; padding: .6rem; border: 1px solid var(--line) }
 @media (max-width: 600px) { td:first-child { white-space: normal; min-width: 8rem } }
 .answer { font-size: 1.15rem; max-width: 60rem }
-.overview td { padding: .18rem .7rem } .overview td:first-child { white-space: nowrap }
+.overview td, .overview th { padding: .18rem .5rem } .overview td:first-child { white-space: nowrap }
 .overview svg { display: block } .overview text { font: 11px system-ui, sans-serif; fill: var(--soft) }
 .overview .one { stroke: var(--line); stroke-width: 1.5 } .overview g line { stroke-width: 3; stroke-linecap: round }
 .faster line { stroke: var(--good) } .faster circle { fill: var(--good) } .slower line { stroke: var(--bad) }

@@ -42,8 +42,9 @@ def test_the_table_draws_intervals_and_says_what_differs():
     same = judged(FEW, "PASS", degradation={"accuracy": Interval(0.0, 0.0, 0.0)})
     text = overview(comparison(judged(BASE, FIRST), worse, better, same, FAILED, quality=True))
     for expected in (
-        "fast &lt;b&gt;", 'class="faster"', 'class="FAIL"', "accuracy worse by 0.02 (0.01 to 0.03)", "accuracy: no difference",
-        "accuracy better by 0.02 (0.01 to 0.03)", "accuracy 0.9 ± 0.01", "out of memory", "95 % interval 1.300 to 1.500",
+        "fast &lt;b&gt;", 'class="faster"', 'class="FAIL"', "<td>worse by 0.02 (0.01 to 0.03)", "no difference",
+        "accuracy of the validation set",
+        "<td>better by 0.02 (0.01 to 0.03)", "<td>0.9 ± 0.01", "out of memory", "95 % interval 1.300 to 1.500",
     ):  # fmt: skip
         assert expected in text
     assert "<b>" not in text

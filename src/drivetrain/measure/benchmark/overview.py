@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from drivetrain.measure.benchmark.comparison import Comparison, Row
 from drivetrain.measure.benchmark.noninferiority import FIRST, Verdict
 
-WIDTH, MARGIN = 200, 8  # of the drawing of an interval, in pixels
+WIDTH, MARGIN = 190, 12  # of the drawing of an interval, in pixels
 TICKS = (0.1, 0.2, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0)
 
 
@@ -34,7 +34,9 @@ def overview(comparison: Comparison) -> str:
     """Return an HTML table: each arm, its speed with the interval drawn, and whether its result is as good."""
     rows, judged = comparison.rows, comparison.settings.quality
     scale = _Scale(rows)
-    head = ["arm", "speed", scale.axis(), *(["result", "evaluated on the validation set", "seeds"] if judged else [])]
+    metric = next((row.verdict.metric for row in rows if row.verdict is not None), "the metric")
+    of_result = ["result", f"{html.escape(metric)} of the validation set", "seeds"] if judged else []
+    head = ["arm", "speed", scale.axis(), *of_result]
     lines = "".join(f"<tr>{_cells(row, scale, first=not n, judged=judged)}</tr>" for n, row in enumerate(rows))
     cells = "".join(f"<th>{cell}</th>" for cell in head)
     return f'<div class="wide"><table class="overview"><thead><tr>{cells}</tr></thead><tbody>{lines}</tbody></table></div>'
@@ -58,13 +60,13 @@ def _difference(verdict: Verdict) -> str:
     """Return by how much the metric differs from the first arm's; the first arm's own value; why there is neither."""
     found = verdict.degradation.get(verdict.metric or "")
     if found is None:
-        return verdict.reason.split("; ")[0].split(", ")[0]
+        return verdict.reason.split("; ")[0].split(", ")[0].removeprefix(f"{verdict.metric} ")
     middle, low, high = found
     if middle == low == high == 0:
-        return f"{verdict.metric}: no difference"
+        return "no difference"
     sides = (middle, low, high) if middle > 0 else (-middle, -high, -low)
     of, least, most = (f"{side:.2g}" for side in sides)
-    return f"{verdict.metric} {'worse' if middle > 0 else 'better'} by {of} ({least} to {most})"
+    return f"{'worse' if middle > 0 else 'better'} by {of} ({least} to {most})"
 
 
 class _Scale:

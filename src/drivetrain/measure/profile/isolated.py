@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from drivetrain.core.errors import UserError
+from drivetrain.core.signals import ended_by_signals
 from drivetrain.launch.job import Job
 from drivetrain.run import directory
 
@@ -27,21 +29,22 @@ def run_isolated(probe: Callable[[Any], T], job: Job) -> T:
     sys.stdout.flush()
     sys.stderr.flush()
     process: Any = context.Process(target=_child, args=(probe, job, folder, child_end))
-    try:
-        process.start()
-        child_end.close()
+    with ended_by_signals():  # else SIGTERM would leave the process behind
         try:
-            error, value = connection.recv()
-        except EOFError:
+            process.start()
+            child_end.close()
+            try:
+                error, value = connection.recv()
+            except EOFError:
+                process.join()
+                raise UserError(f"the process that profiled the run ended with code {process.exitcode}") from None
+            if error is not None:
+                raise UserError(error.splitlines())
+            return value  # type: ignore[no-any-return]
+        finally:
+            process.kill()
             process.join()
-            raise UserError(f"the process that profiled the run ended with code {process.exitcode}") from None
-        if error is not None:
-            raise UserError(error.splitlines())
-        return value  # type: ignore[no-any-return]
-    finally:
-        process.kill()
-        process.join()
-        directory.remove(folder)
+            directory.remove(folder)
 
 
 def _child(probe: Callable[[Any], T], job: Job, folder: Path, connection: Connection) -> None:
@@ -51,6 +54,8 @@ def _child(probe: Callable[[Any], T], job: Job, folder: Path, connection: Connec
     from drivetrain.core.world import World
     from drivetrain.engine import build
 
+    for number in (signal.SIGTERM, signal.SIGINT):  # the parent's handlers are the parent's
+        signal.signal(number, signal.SIG_DFL)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     try:
         validate.validate_device(job.run)
