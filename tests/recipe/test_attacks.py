@@ -11,10 +11,12 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from drivetrain.config import bundles
 from drivetrain.config import validate as check
 from drivetrain.config.compose import compose
+from drivetrain.config.keys import KeySetter
 from drivetrain.core import files
 from drivetrain.core.errors import UserError
 from drivetrain.launch import recipe_check
@@ -75,6 +77,14 @@ def test_the_hash_is_of_what_left_out_names_too_where_the_file_sets_it() -> None
     digest = drift.digest(drift.settable(settings, drift.machine_local_keys(settings.plain) or (), ["optimizer"]))
     text = text.replace(str(recipe(text).header.hash), digest)
     assert any("was" in line or "were" in line for line in drift.notices(recipe(text)))
+
+
+def test_an_empty_mapping_takes_the_place_of_a_default_that_is_not() -> None:
+    """So a recipe that spells out `lr_multipliers: {}` stays what it was when the default becomes another."""
+    config = OmegaConf.create({"optimizer": {"lr_multipliers": {"head": 10}, "lr": 1}})
+    setter = KeySetter(config, {})
+    assert setter.set("optimizer.lr_multipliers", {}) is None
+    assert config == {"optimizer": {"lr_multipliers": {}, "lr": 1}}
 
 
 # --- places ---
@@ -224,6 +234,14 @@ def test_folders_are_searched_to_a_depth(tmp_path: Path, run_dir: Path) -> None:
     (tmp_path / "deep/a/run").mkdir()
     (tmp_path / "deep/a/run/result.json").touch()
     assert [run.path.name for run in reader.find([tmp_path / "deep", run_dir])] == ["run", "run"]
+
+
+def test_json_of_very_many_lists_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.json").write_text("[" + "[]," * 99 + "[]]")
+    assert len(files.read_json(tmp_path / "a.json")) == 100
+    monkeypatch.setattr(files, "MOST_JSON", 100)
+    with pytest.raises(ValueError, match="too many lists"):
+        files.read_json(tmp_path / "a.json")
 
 
 def test_a_log_of_empty_lines_is_not_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,8 @@ class KeySetter:
         if len(parts) == 1 and isinstance(current, ListConfig) and isinstance(value, str):
             value = [value]  # trust=my_pkg
         try:
-            OmegaConf.update(self.config, key, value, force_add=True)
+            emptied = value == {} and parts[-1] in OPEN  # {} takes the place of a default's entries; others are added to them
+            OmegaConf.update(self.config, key, value, force_add=True, merge=not emptied)
         except OmegaConfBaseException as error:  # a mapping for a list, or ${ without its }
             return f"{key}={value}: it cannot be set so: {str(error).splitlines()[0]}"
         return None

@@ -18,6 +18,7 @@ from typing import IO, Any, Literal, overload
 MB = 2**20
 LARGEST = 64 * MB  # of the files that are read whole: configs, records, results, manifests
 DEEPEST, MOST_EVENTS = 64, 50_000  # levels of a YAML file, and its values with the beginnings and ends of lists
+MOST_JSON = 10**6  # lists, mappings and keys of a JSON file
 _FLAGS = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC"))  # Windows has none of them
 
 
@@ -69,8 +70,14 @@ def read_text(path: Path, most: int = LARGEST) -> str:
 
 
 def read_json(path: Path, most: int = LARGEST) -> Any:
-    """Read a JSON file. Raises OSError, and ValueError where it is none, or nested too deep."""
-    return parse_json(read_bytes(path, most))
+    """Read a JSON file. Raises OSError, and ValueError where it is none, nested too deep, or has too many lists and keys.
+
+    A list takes up to 40 times the bytes in memory that it has in the file.
+    """
+    content = read_bytes(path, most)
+    if sum(map(content.count, (b"[", b"{", b":"))) > MOST_JSON:
+        raise ValueError("it has too many lists and keys")
+    return parse_json(content)
 
 
 def parse_json(content: bytes | str) -> Any:
