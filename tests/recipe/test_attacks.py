@@ -57,6 +57,14 @@ def test_a_key_that_is_a_list_is_refused() -> None:
         recipe("unchanged: [1]\n")
 
 
+@pytest.mark.parametrize("character", ["\r", "\x85", "\u2028", "\u2029", "\u202e", "\ufeff"])
+def test_a_comment_hides_no_line(character: str) -> None:
+    """YAML ends a comment at line breaks that editors do not show as such."""
+    with pytest.raises(UserError, match=rf"mine\.yaml:2: a recipe may not have the character U\+{ord(character):04X}"):
+        recipe(f"description: x\n# fast{character}epochs: 3\n")
+    assert recipe("\ufeffepochs: 3\r\n# a\u00a0b\r\n").values == {"epochs": 3}
+
+
 def test_a_message_has_no_line_of_the_files() -> None:
     for text in ('"a\\nerror: b": 1\n"a\\nerror: b": 2\n', "epochs: !%0Aerror 3\n"):
         with pytest.raises(UserError) as refused:
@@ -156,6 +164,16 @@ def test_code_that_does_not_look_as_python_reads_it_is_refused(code: str, says: 
     good = "# coding: utf-8\r\nx = 'é \N{ROCKET}\u00a0'\r\n\f\n\ty = 1\n"
     Path("x.zip").write_bytes(Bundle("p", {"recipe.yaml": b"", "p.py": good.encode()}).archive())
     assert bundle.load(Path("x.zip")).code
+
+
+def test_what_another_rank_compiles_meanwhile_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Bundle("p", {"recipe.yaml": b"", "p/__init__.py": b""})
+    place = bundle.extract(made)
+    (place / "p/__pycache__").mkdir()
+    (place / "p/__pycache__/x.pyc").touch()
+    monkeypatch.setattr(bundle.shutil, "rmtree", lambda *_, **__: None)  # it was made after that
+    assert bundle.extract(made) == place
+    monkeypatch.undo()
 
 
 def test_what_long_code_imports_is_not_asked_of_python() -> None:

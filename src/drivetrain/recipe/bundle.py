@@ -24,7 +24,7 @@ from pathlib import Path, PurePosixPath
 from drivetrain.core.errors import UserError
 from drivetrain.core.paths import user_cache
 from drivetrain.recipe import cache
-from drivetrain.recipe.safe_yaml import MAX_BYTES
+from drivetrain.recipe.safe_yaml import MAX_BYTES, deceiving
 
 RECIPE, MANIFEST, FORMAT = "recipe.yaml", "manifest.json", 1
 SUFFIXES = (".py", ".yaml", ".yml", ".json")
@@ -33,8 +33,6 @@ MAX_PARSED = 2**18  # bytes of code of which `imports` is told: Python takes sec
 WORD = re.compile(r"([A-Za-z_]\w*)@([0-9a-f]{64})$", re.ASCII)  # of `trust`
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)*$")
 _REGULAR = 0o100000
-# Text that an editor or a terminal shows otherwise than Python reads it: control characters, turns of direction, breaks of lines.
-_DECEIVING = re.compile("[\x00-\x08\x0b\x0e-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]|\r(?!\n)")
 
 
 @dataclass(frozen=True)
@@ -196,12 +194,10 @@ def _text_problem(content: bytes) -> str:
         coding = tokenize.detect_encoding(io.BytesIO(content).readline)[0]
     except (UnicodeDecodeError, SyntaxError):
         coding = ""
-    if coding not in ("utf-8", "ascii"):
+    if coding not in ("utf-8", "utf-8-sig", "ascii"):
         return " is not UTF-8 text"
-    if found := _DECEIVING.search(text):
-        line = text.count("\n", 0, found.start()) + 1
-        return f":{line} has the character U+{ord(found[0]):04X}, by which code can look like other code: write it as an escape"
-    return ""
+    line, character = deceiving(text)
+    return f":{line} has the character {character}, by which code can look like other code: write it as an escape" if line else ""
 
 
 def make(recipe: bytes, package: Path) -> tuple[Bundle, list[str]]:
@@ -267,10 +263,10 @@ def extract(bundle: Bundle) -> Path:
             (temporary / name).parent.mkdir(parents=True, exist_ok=True)
             (temporary / name).write_bytes(content)
         temporary.replace(place)
-    except OSError:
+    except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         if _content(place) != bundle.code:  # else another process was first
-            raise
+            raise UserError(f"the code of {bundle.word} cannot be written to {place}: {error.strerror}") from None
     return place
 
 
@@ -280,6 +276,8 @@ def _content(place: Path) -> dict[str, bytes]:
         shutil.rmtree(compiled, ignore_errors=True)
     found = {}
     for path in place.rglob("*"):
+        if "__pycache__" in path.relative_to(place).parts:  # of another rank, which runs the same code
+            continue
         if path.is_symlink() or not path.is_dir():
             found[path.relative_to(place).as_posix()] = b"" if path.is_symlink() else path.read_bytes()
     return found

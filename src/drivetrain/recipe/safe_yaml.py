@@ -21,6 +21,8 @@ OPERATOR_KEYS = {  # set by whoever starts the run, never by a file that was sha
     "recipe": "another recipe", "output_dir": "a path", "logger": "loggers",
     "callbacks": "code",
 }  # fmt: skip
+# Control characters, turns of direction, and line breaks that only some programs know: a comment may hide a line behind them.
+_DECEIVING = re.compile("[\x00-\x08\x0b\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]|(?!\\A)\ufeff|\r(?!\n)")
 _OTHER_NOTATION = re.compile(r"[-+]?0[0-9_bx]|.*:")  # 010 is octal, and 1:30 counts in sixties
 REFERENCE = re.compile(r"\$\{([a-z_]+(?:\.[a-z_0-9]+)*)\}")
 
@@ -48,6 +50,11 @@ def _tree(path: Path, raw: bytes) -> yaml.MappingNode | None:
     """The YAML tree, made only after its events were checked: aliases, tags and deep nesting are refused there."""
     try:
         text, depth, nodes = raw.decode("utf-8"), 0, 0
+        line, character = deceiving(text)
+        if line:
+            raise UserError(
+                f"{path}:{line}: a recipe may not have the character {character}, by which it looks otherwise than YAML reads it"
+            )
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
             where = f"{path}:{event.start_mark.line + 1}"
             nodes += isinstance(event, yaml.NodeEvent)
@@ -72,6 +79,12 @@ def _tree(path: Path, raw: bytes) -> yaml.MappingNode | None:
         kind = "list" if isinstance(node, yaml.SequenceNode) else "single value"
         raise UserError(f"recipe {path} is a {kind}, not a mapping: write 'defaults:' and 'group: {{key: value}}' entries")
     return node
+
+
+def deceiving(text: str) -> tuple[int, str]:
+    """The line and the name of the first character by which a text looks other than a program reads it; (0, "") without one."""
+    found = _DECEIVING.search(text)
+    return (text.count("\n", 0, found.start()) + 1, f"U+{ord(found[0]):04X}") if found else (0, "")
 
 
 def duplicate_keys(node: Any) -> Iterator[yaml.Node]:
