@@ -26,6 +26,13 @@ TINY = [
 ]  # fmt: skip
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give the campaigns an hour each."""
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(3600))
+
+
 class Sink(list[dict[str, Any]]):
     """A logger that keeps its records."""
 

@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from drivetrain.core import nvidia_driver
+from drivetrain.core.forking import ForkedProcess
 from drivetrain.core.lazy import torch
 
 # The environment variables that hide devices: where one changes, what was found before no longer counts.
@@ -98,9 +99,8 @@ def ask_torch(type_: str) -> Accelerator:
 
 
 def _ask_in_child(type_: str) -> Accelerator:
-    context = multiprocessing.get_context("fork")
-    connection, child_end = context.Pipe(duplex=False)
-    child = context.Process(target=_send_answer, args=(type_, child_end))
+    connection, child_end = multiprocessing.Pipe(duplex=False)
+    child = ForkedProcess(target=_send_answer, args=(type_, child_end))
     child.start()
     child_end.close()
     try:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import socket
 import struct
 import time
 from datetime import timedelta
+
+from drivetrain.core.forking import ForkedProcess
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _SIOCGIFADDR = 0x8915
@@ -59,7 +60,7 @@ def is_port_free(host: str, port: int) -> bool:
 def is_torch_store(host: str, port: int, seconds: float) -> bool:
     """Whether what listens on host:port is the store of a torch launcher, as where one machine plays two."""
     # In a process of its own: a client of something that never answers waits for ever, whatever its timeout.
-    client = multiprocessing.get_context("fork").Process(target=_connect_to_store, args=(host, port, seconds), daemon=True)
+    client = ForkedProcess(target=_connect_to_store, args=(host, port, seconds), daemon=True)
     client.start()
     client.join(seconds)
     if client.is_alive():

@@ -50,10 +50,10 @@ def _tree(path: Path, raw: bytes) -> yaml.MappingNode | None:
     """The YAML tree, made only after its events were checked: aliases, tags and deep nesting are refused there."""
     try:
         text, depth, nodes = raw.decode("utf-8"), 0, 0
-        line, character = deceiving(text)
-        if line:
+        number, character = deceiving(text)
+        if number:
             raise UserError(
-                f"{path}:{line}: a recipe may not have the character {character}, by which it looks otherwise than YAML reads it"
+                f"{path}:{number}: a recipe may not have the character {character}, by which it looks otherwise than YAML reads it"
             )
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
             where = f"{path}:{event.start_mark.line + 1}"

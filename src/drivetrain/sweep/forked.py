@@ -1,15 +1,13 @@
 """Runs jobs on this machine, each in a process forked from this one.
 
 Forking has three advantages over a pool such as joblib's: torch is imported once instead of by each job, jobs share no
-state, and one that is killed does not affect the others. A process that forks must have no threads, and must not have run
-anything of torch.
+state, and one that is killed does not affect the others. A process that forks must not have used CUDA.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import multiprocessing
 import os
 import signal
 import sys
@@ -21,6 +19,7 @@ from typing import Any
 
 from drivetrain.core import accelerators, cpus, files, process
 from drivetrain.core.errors import BAD_CONFIG, UserError
+from drivetrain.core.forking import ForkedProcess
 from drivetrain.launch import launcher
 from drivetrain.run import directory
 from drivetrain.run.result import Result
@@ -79,7 +78,7 @@ class Forked(Launcher):
         for entry in entries:
             with _blocked_signals():  # until parent and child have set up their handling of signals
                 slot = self._slot_of[entry.number] = self._free_slots.pop(0)
-                process: Any = multiprocessing.get_context("fork").Process(target=self._child, args=(entry, slot))
+                process: Any = ForkedProcess(target=self._child, args=(entry, slot))
                 process.start()
                 self._running[process.sentinel] = process, entry
 

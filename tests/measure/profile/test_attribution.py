@@ -110,7 +110,7 @@ def test_the_sampler_sees_sleep_and_computing_apart():
     with sampler.watching():
         steps(lambda: sum(range(20000)), 0.15)
     by_name = {found.site.code.co_name: spent for (_, found), spent in sampler.spent.items() if found.site is not None}
-    assert by_name["slept"].waits > 0.9 * by_name["slept"].own
+    assert by_name["slept"].waits > 0.5 * by_name["slept"].own
     assert by_name["<lambda>"].busy > 0.5 * by_name["<lambda>"].own
     assert not [t for t in threading.enumerate() if t.name == "sampler"]
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core import process
+from drivetrain.core.forking import ForkedProcess
 from drivetrain.launch.job import Job
 from drivetrain.measure.benchmark import memory
 from drivetrain.measure.benchmark.agent import BenchmarkAgent, TimedBlock
@@ -53,15 +54,14 @@ class Arm:
     _process: Any = None
 
     def start(self, round_: int = 0) -> None:
-        """Fork the process, which builds and warms up at once. The calling process must not have run anything of torch."""
+        """Fork the process, which builds and warms up at once. The calling process must not have used CUDA."""
         self._round_dir = self.run_dir / str(round_)
-        context = multiprocessing.get_context("fork")
-        self._connection, child_end = context.Pipe()
+        self._connection, child_end = multiprocessing.Pipe()
         sys.stdout.flush()
         sys.stderr.flush()
         shutil.rmtree(self._round_dir, ignore_errors=True)  # of a start that ran out of memory
         self._round_dir.mkdir(parents=True)
-        process: Any = context.Process(target=_child, args=(self.job, self._round_dir, child_end, self._connection))
+        process: Any = ForkedProcess(target=_child, args=(self.job, self._round_dir, child_end, self._connection))
         process.start()
         self._process = process
         with contextlib.suppress(OSError):

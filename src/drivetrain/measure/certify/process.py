@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import UserError
+from drivetrain.core.forking import ForkedProcess
 from drivetrain.launch.job import Job
 from drivetrain.measure.certify.trace import Trace
 from drivetrain.run import directory
@@ -22,12 +23,11 @@ def run_recorded(job: Job, updates: int, **look: Any) -> Trace:
     """Return the trace of a run's first updates; `look` holds further fields of record.Look. Raises UserError."""
     import torch  # noqa: F401 - imported once here, because the processes are forked
 
-    context = multiprocessing.get_context("fork")
-    connection, child_end = context.Pipe(duplex=False)
+    connection, child_end = multiprocessing.Pipe(duplex=False)
     folder = directory.create(Path(job.run.values["output_dir"]), "certify")
     sys.stdout.flush()
     sys.stderr.flush()
-    process: Any = context.Process(target=_child, args=(job, {"updates": updates, **look}, folder, child_end))
+    process: Any = ForkedProcess(target=_child, args=(job, {"updates": updates, **look}, folder, child_end))
     try:
         process.start()
         child_end.close()

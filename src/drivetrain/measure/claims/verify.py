@@ -83,7 +83,7 @@ def verify(
 ) -> Verified:
     """Measure a recipe's claim again, and answer each kind of it. Raises UserError where it has none, or cannot be composed.
 
-    It forks, so the calling process must not have run anything of torch.
+    It forks, so the calling process must not have used CUDA.
     """
     settings, claim = settings or Settings(), recipe.claim
     arms.refuse_resume("recipe verify", overrides)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from drivetrain.core.errors import UserError
+from drivetrain.core.forking import ForkedProcess
 from drivetrain.core.signals import ended_by_signals
 from drivetrain.launch.job import Job
 from drivetrain.run import directory
@@ -23,12 +24,11 @@ def run_isolated(probe: Callable[[Any], T], job: Job) -> T:
     """Build the job's trainer in a forked process, and return `probe(trainer)`. Raises UserError with what went wrong."""
     import torch  # noqa: F401 - imported once here, because the process is forked
 
-    context = multiprocessing.get_context("fork")
-    connection, child_end = context.Pipe()
+    connection, child_end = multiprocessing.Pipe()
     folder = directory.create(Path(job.run.values["output_dir"]), "probe")
     sys.stdout.flush()
     sys.stderr.flush()
-    process: Any = context.Process(target=_child, args=(probe, job, folder, child_end))
+    process: Any = ForkedProcess(target=_child, args=(probe, job, folder, child_end))
     with ended_by_signals():  # else SIGTERM would leave the process behind
         try:
             process.start()
