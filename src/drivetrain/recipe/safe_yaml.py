@@ -53,7 +53,7 @@ def _tree(path: Path, raw: bytes) -> yaml.MappingNode | None:
         number, character = deceiving(text)
         if number:
             raise UserError(
-                f"{path}:{number}: a recipe may not have the character {character}, by which it looks otherwise than YAML reads it"
+                f"{path}:{number}: a recipe may not have the character {character}, by which it looks other than YAML reads it"
             )
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
             where = f"{path}:{event.start_mark.line + 1}"
