@@ -2,8 +2,10 @@
 
 from types import SimpleNamespace
 
+import pytest
+
 from drivetrain.measure.benchmark.comparison import Comparison, Row
-from drivetrain.measure.benchmark.noninferiority import FIRST, Verdict
+from drivetrain.measure.benchmark.noninferiority import FIRST, Verdict, in_words
 from drivetrain.measure.benchmark.overview import headline, overview
 from drivetrain.measure.intervals import Interval
 
@@ -42,10 +44,23 @@ def test_the_table_draws_intervals_and_says_what_differs():
     same = judged(FEW, "PASS", degradation={"accuracy": Interval(0.0, 0.0, 0.0)})
     text = overview(comparison(judged(BASE, FIRST), worse, better, same, FAILED, quality=True))
     for expected in (
-        "fast &lt;b&gt;", 'class="faster"', 'class="FAIL"', "<td>worse by 0.02 (0.01 to 0.03)", "no difference",
+        "fast &lt;b&gt;", 'class="faster"', 'class="FAIL"', "<td>worse by 0.02 (0.01 to 0.03)", "<td>the same</td>",
         "accuracy of the validation set",
         "<td>better by 0.02 (0.01 to 0.03)", "<td>0.9 ± 0.01", "out of memory", "95 % interval 1.300 to 1.500",
     ):  # fmt: skip
         assert expected in text
     assert "<b>" not in text
     assert text.count("<tr>") == 6
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        ((0.0, 0.0, 0.0), "the same"),
+        ((-1.1e-17, -0.0057, 0.0057), "the same on average (-0.0057 to 0.0057)"),
+        ((0.014, -0.0037, 0.032), "worse by 0.014 (-0.0037 to 0.032)"),
+        ((-0.02, -0.03, -0.01), "better by 0.02 (0.01 to 0.03)"),
+    ],
+)
+def test_a_difference_in_words(found, words):
+    assert in_words(*found) == words

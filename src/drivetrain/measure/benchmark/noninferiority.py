@@ -30,6 +30,7 @@ from drivetrain.measure.intervals import Interval, deviation, mean
 MARGIN_DEVIATIONS = 2.0  # the margin in standard deviations of the first arm over its seeds
 MARGIN_FLOOR = 0.005  # the least margin, as a share of the first arm's mean
 ALPHA = 0.05  # level of PASS, and of FAIL, over all arms and looks
+NONE = 1e-9  # a mean difference below this share of its interval is what rounding leaves
 
 PASS, FAIL, INCONCLUSIVE, FIRST = "PASS", "FAIL", "INCONCLUSIVE", "first"
 LOSS, TRAINING_LOSS = "loss", "training loss"
@@ -111,10 +112,18 @@ class _Evidence:
 
     def text(self, confidence: float) -> str:
         """The difference in words."""
-        middle, low, high = mean(self.worse_by, confidence)
-        word, least, most = ("better", -high, -low) if middle < 0 else ("worse", low, high)
         decides = f"allowed {self.margin:.2g}" if self.figure.needed else "it does not decide"
-        return f"{self.figure.name} {word} by {abs(middle):.2g} ({least:.2g} to {most:.2g}), {decides}"
+        return f"{self.figure.name} {in_words(*mean(self.worse_by, confidence))}, {decides}"
+
+
+def in_words(worse_by: float, low: float, high: float) -> str:
+    """By how much an arm is worse than another, and the interval, in words. What rounding leaves of none is none."""
+    if max(abs(low), abs(high)) == 0:
+        return "the same"
+    if abs(worse_by) < NONE * max(abs(low), abs(high)):
+        return f"the same on average ({low:.2g} to {high:.2g})"
+    word, least, most = ("better", -high, -low) if worse_by < 0 else ("worse", low, high)
+    return f"{word} by {abs(worse_by):.2g} ({least:.2g} to {most:.2g})"
 
 
 @dataclass

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 from drivetrain.measure.benchmark.comparison import Comparison, Row
-from drivetrain.measure.benchmark.noninferiority import FIRST, Verdict
+from drivetrain.measure.benchmark.noninferiority import FIRST, Verdict, in_words
 
 WIDTH, MARGIN = 190, 12  # of the drawing of an interval, in pixels
 TICKS = (0.1, 0.2, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0)
@@ -61,12 +61,7 @@ def _difference(verdict: Verdict) -> str:
     found = verdict.degradation.get(verdict.metric or "")
     if found is None:
         return verdict.reason.split("; ")[0].split(", ")[0].removeprefix(f"{verdict.metric} ")
-    middle, low, high = found
-    if middle == low == high == 0:
-        return "no difference"
-    sides = (middle, low, high) if middle > 0 else (-middle, -high, -low)
-    of, least, most = (f"{side:.2g}" for side in sides)
-    return f"{'worse' if middle > 0 else 'better'} by {of} ({least} to {most})"
+    return in_words(*found)
 
 
 class _Scale:
