@@ -5,11 +5,13 @@ import os
 import signal
 import sys
 import threading
+import time
 
 import pytest
 import torch
 
 from drivetrain.core.forking import ForkedProcess
+from drivetrain.sweep.forked import _terminate_with_parent
 
 
 def compute() -> None:
@@ -57,3 +59,44 @@ def test_what_keeps_it_from_forking_is_raised(monkeypatch):
     monkeypatch.setattr("os.fork", refused)
     with pytest.raises(BlockingIOError, match="no more processes"):
         ForkedProcess(target=compute).start()
+
+
+def test_a_forked_process_that_asks_for_it_is_told_when_its_parent_ends():
+    """And not before: the system means the thread that forked it."""
+
+    def watch(connection) -> None:
+        _terminate_with_parent()
+        connection.send("watching")
+        time.sleep(0.5)
+        os._exit(3)
+
+    ours, theirs = multiprocessing.Pipe()
+    process = ForkedProcess(target=watch, args=(theirs,))
+    process.start()
+    assert ours.recv() == "watching"
+    process.join(60)
+    assert process.exitcode == 3
+
+
+@pytest.mark.parametrize("blocked", [True, False])
+def test_a_forked_process_starts_with_the_signals_blocked_that_the_caller_blocks(blocked):
+    before = signal.pthread_sigmask(signal.SIG_BLOCK if blocked else signal.SIG_UNBLOCK, [signal.SIGUSR2])
+    ours, theirs = multiprocessing.Pipe()
+    process = ForkedProcess(target=lambda: theirs.send(signal.SIGUSR2 in signal.pthread_sigmask(signal.SIG_BLOCK, ())))
+    process.start()
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert ours.recv() is blocked
+    process.join(60)
+
+
+def test_a_forked_process_forks():
+    def parent() -> None:
+        child = ForkedProcess(target=compute)
+        child.start()
+        child.join(60)
+        os._exit(5 if child.exitcode == 0 else 6)
+
+    process = ForkedProcess(target=parent)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 5

@@ -181,16 +181,24 @@ def test_a_kept_file_that_was_changed_is_fetched_again(pinned, host):
     assert len(host.asked) == 2
 
 
-def test_it_is_shown_once_and_cannot_steer_the_terminal(host, capsys):
-    text = TEXT + "# \u202e gone\n".encode()
+def test_it_is_shown_once(host, capsys):
+    text = TEXT + b"# as sent\n"
     address = f"{host.has('/mine.yaml', text)}#sha256={cache.sha256_of(text)}"
     assert main(["recipe", "check", address]) == 0
     shown = capsys.readouterr().err
     assert f"fetched {address} from 127.0.0.1, {len(text)} bytes:" in shown
     assert "  lr: 0.0625" in shown
-    assert "\u202e" not in shown
     assert main(["recipe", "check", address]) == 0
     assert capsys.readouterr().err == ""
+
+
+def test_what_is_shown_cannot_steer_the_terminal(host, capsys):
+    text = TEXT + "# \u202e gone\n".encode()
+    assert main(["recipe", "check", f"{host.has('/mine.yaml', text)}#sha256={cache.sha256_of(text)}"]) == 2
+    shown = capsys.readouterr().err
+    assert "  lr: 0.0625" in shown
+    assert "may not have the character U+202E" in shown
+    assert "\u202e" not in shown
 
 
 def test_every_job_of_a_sweep_reads_what_was_fetched_once(pinned, host, tiny):
