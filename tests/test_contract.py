@@ -222,19 +222,20 @@ def groups_of(option: Option) -> set[str]:
     return {w.partition("=")[0].partition(".")[0] for w in (*words_of(option), *preset)}
 
 
-def in_pairs(given: Iterable[Option]) -> list[tuple[Option, ...]]:
-    """Options two by two, where their words are about different groups; one that finds no partner is by itself.
+def in_rows(given: Iterable[Option]) -> list[tuple[Option, ...]]:
+    """Options three by three, where their words are about different groups; fewer where they find no partner.
 
     Options with a state find one another first, as it is their runs that are resumed.
     """
     waiting = sorted(given, key=lambda option: (option[0] not in WITH_STATE, -len(groups_of(option))))
     found: list[tuple[Option, ...]] = []
     while waiting:
-        one = waiting.pop(0)
-        other = next((o for o in waiting if not groups_of(one) & groups_of(o)), None)
-        if other is not None:
-            waiting.remove(other)
-        found.append((one,) if other is None else (one, other))
+        row = [waiting.pop(0)]
+        for other in list(waiting):
+            if len(row) < 3 and not groups_of(other) & set().union(*map(groups_of, row)):
+                row.append(other)
+                waiting.remove(other)
+        found.append(tuple(row))
     return found
 
 
@@ -271,18 +272,18 @@ def assert_it_works(tiny, option: Option, resumes: bool) -> str | None:
     return problems[0]
 
 
-PAIRS = in_pairs(option for option in OPTIONS if option not in SLOW)
+ROWS = in_rows(option for option in OPTIONS if option not in SLOW)
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=[" ".join(ids(pair)) for pair in PAIRS])
-def test_options_compose_build_train_save_and_go_on(tiny, outside, pair):
-    """Two options in one run; each by itself where they are refused together."""
-    resumes = any(group in WITH_STATE for group, _ in pair)
-    words = [w for option in pair for w in words_of(option)]
+@pytest.mark.parametrize("row", ROWS, ids=[" ".join(ids(row)) for row in ROWS])
+def test_options_compose_build_train_save_and_go_on(tiny, outside, row):
+    """Several options in one run; each by itself where they are refused together."""
+    resumes = any(group in WITH_STATE for group, _ in row)
+    words = [w for option in row for w in words_of(option)]
     try:
-        train_save_and_go_on(tiny(*words), ("saving", "none") not in pair, resumes)
+        train_save_and_go_on(tiny(*words), ("saving", "none") not in row, resumes)
     except UserError:
-        lacking = [lack for option in pair if (lack := assert_it_works(tiny, option, option[0] in WITH_STATE)) is not None]
+        lacking = [lack for option in row if (lack := assert_it_works(tiny, option, option[0] in WITH_STATE)) is not None]
         if lacking:
             pytest.skip("; ".join(lacking))
 
@@ -295,9 +296,9 @@ def test_an_option_by_itself(tiny, outside, option):
         pytest.skip(lacking)
 
 
-def test_every_option_is_in_a_pair():
-    assert sorted(option for pair in PAIRS for option in pair) == sorted(set(OPTIONS) - SLOW)
-    assert all(len({group for group, _ in pair}) == len(pair) for pair in PAIRS)
+def test_every_option_is_in_a_row():
+    assert sorted(option for row in ROWS for option in row) == sorted(set(OPTIONS) - SLOW)
+    assert all(len({group for group, _ in row}) == len(row) for row in ROWS)
 
 
 @pytest.mark.parametrize(

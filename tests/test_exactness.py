@@ -94,7 +94,7 @@ def test_the_set_on_the_device_is_sampled_alike(pictures):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("loader", ["sync", "workers(4)", "threads(3)"])
+@pytest.mark.parametrize("loader", ["sync", pytest.param("workers(4)", marks=pytest.mark.slow), "threads(3)"])
 def test_sequences_in_buckets_too(loader, ranks):
     noise = np.random.default_rng(0)
     source = Texts([noise.integers(1, 255, 5 + 3 * n, dtype=np.uint8).tobytes() for n in range(FILES)], 24)

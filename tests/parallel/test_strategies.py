@@ -276,7 +276,7 @@ STEPS = ["batch=accumulate", "batch.accumulation_steps=4", "optimizer=sgd", "opt
 @pytest.mark.parametrize(
     "strategy",
     [
-        "parallel=pipeline surgery=[channels_last]",
+        pytest.param("parallel=pipeline surgery=[channels_last]", marks=pytest.mark.slow),
         pytest.param("parallel=pipeline parallel.schedule=interleaved", marks=pytest.mark.slow),
         "parallel=split parallel.devices=[cpu,cpu]",
     ],

@@ -142,6 +142,7 @@ def test_submitit_on_this_machine(tmp_path: Path) -> None:
     assert len(table(done)) == 2
 
 
+@pytest.mark.slow
 def test_a_search_to_its_best_trial(tmp_path: Path) -> None:
     """One of the values diverges: its trials are told so, and are no end."""
     cwd = with_own_nets(tmp_path / "here")

@@ -2,63 +2,31 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
-from collections.abc import Callable
-from functools import lru_cache
+import contextlib
+import ctypes
 from multiprocessing.context import ForkProcess
-from queue import SimpleQueue
+from pathlib import Path
+
+HARD = 2  # OpenMP's omp_pause_hard
 
 
 class ForkedProcess(ForkProcess):
-    """A forked process that may compute.
-
-    A thread that computes keeps a team of OpenMP's threads, which a fork does not copy: the copy of it would wait for them
-    for ever. So a thread that never computes forks. It is the main thread of the forked process.
-    """
+    """A forked process that may compute."""
 
     def start(self) -> None:
-        """Fork, and return when the process exists."""
-        _forker(os.getpid()).call(super().start)
+        """Fork."""
+        end_openmp_threads()
+        super().start()
 
 
-class _Forker:
-    """A thread that lives as long as its process: the system tells children that their parent ended when this thread does."""
+def end_openmp_threads() -> None:
+    """End the threads with which the calling thread computes; OpenMP starts others when it computes again.
 
-    def __init__(self) -> None:
-        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        threading.Thread(target=self._serve, daemon=True, name="forker").start()
-
-    def _serve(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are for the thread that asks
-        while True:
-            self._calls.get()()
-
-    def call(self, function: Callable[[], object]) -> None:
-        """Call the function in the thread; raise what it raises."""
-        ended, errors = threading.Event(), list[BaseException]()
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())  # a forked process starts with that of the thread that asks
-
-        def called() -> None:
-            before = signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            try:
-                function()
-            except BaseException as error:
-                errors.append(error)
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            ended.set()
-
-        self._calls.put(called)
-        try:
-            ended.wait()
-        finally:
-            ended.wait()  # a signal's handler may have ended the first wait
-        if errors:
-            raise errors[0]
-
-
-@lru_cache(maxsize=1)
-def _forker(process: int) -> _Forker:
-    """The thread of this process: a forked one has none yet."""
-    return _Forker()
+    A fork does not copy them, so the forked process would wait for them for ever.
+    """
+    with contextlib.suppress(OSError):  # another system than Linux
+        mapped = {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()}
+        for library in mapped:
+            if Path(library).name.startswith(("libgomp", "libomp", "libiomp")):
+                with contextlib.suppress(OSError, AttributeError):
+                    ctypes.CDLL(library).omp_pause_resource_all(HARD)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from drivetrain.core import process
 from drivetrain.core.errors import BAD_CONFIG, EXIT_OF_STATUS, FAILED, INTERRUPTED, PEER_GONE, UserError, is_peer_failure
 from drivetrain.core.files import write_json
+from drivetrain.core.forking import end_openmp_threads
 from drivetrain.core.signals import STOP_SIGNALS, StopFlag
 from drivetrain.launch import network
 from drivetrain.launch.heartbeat import FailureRecorder, HeartbeatMonitor, ended_without_result, start_heartbeat
@@ -58,6 +59,7 @@ def run(job: Job, run_dir: Path, quiet: bool, on_abandoned: OnAbandoned | None =
     if job.run.parallel.local_ranks() > 1:
         import torch._dynamo  # noqa: F401 - DDP and FSDP import it: once here, before the fork, or 1.4 s in every rank
 
+    end_openmp_threads()
     parallel: ProcessGroupStrategy = job.run.parallel
     sys.stdout.flush()
     failed: dict[int, int] = {}  # rank → exit code
