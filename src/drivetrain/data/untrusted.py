@@ -32,7 +32,7 @@ def read_image_file(path: Path, max_pixels: int) -> bytes:
                     "remove it, or raise data.max_pixels"
                 )
             with open(descriptor, "rb", closefd=False) as file:
-                return file.read(most)
+                return file.read(about.st_size)  # a larger number would take so much memory, whatever is read
         finally:
             os.close(descriptor)
     except OSError as error:
