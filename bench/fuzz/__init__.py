@@ -3,7 +3,8 @@
 `python -m bench.fuzz [--examples N] [--only KIND] [--seed N] [--out FILE]`
 
 There are five kinds, each in a module of its own: recipes, command lines, run directories, checkpoints, data sets. An example
-has at most 2 s of processor time and 200 MB beyond what the process has, and ends as
+has at most 2 s of processor time (a command 10 s, as it may compose hundreds of configs) and 200 MB beyond what the process
+has, and ends as
 
 - accepted: it is read, or a run would begin;
 - refused: a UserError says why, in few printable words;

@@ -20,8 +20,10 @@ from bench.fuzz import damage
 from bench.fuzz.judged import Example
 
 HOSTILE = [  # pickles by hand: calls, memos, deep and endless structures
-    b"cposix\nsystem\n(S'touch PWNED'\ntR.", b"cbuiltins\neval\n(V1\ntR.", b"\x80\x02r\xff\xff\xff\xff.", b"(" * 5000 + b"t" * 5000 + b".",
-    b"\x80\x02]q\x00h\x00a.", b"\x80\x04\x8d\xff\xff\xff\xff\xff\xff\xff\x7f.", b"\x80\x05\x96\x00\x00\x00\x00\x01\x00\x00\x00.", b"\x80\x02}.",
+    b"cposix\nsystem\n(S'touch PWNED'\ntR.", b"cbuiltins\neval\n(V1\ntR.", b"\x80\x02r\xff\xff\xff\xff.",
+    b"(" * 5000 + b"t" * 5000 + b".",
+    b"\x80\x02]q\x00h\x00a.", b"\x80\x04\x8d\xff\xff\xff\xff\xff\xff\xff\x7f.", b"\x80\x05\x96\x00\x00\x00\x00\x01\x00\x00\x00.",
+    b"\x80\x02}.",
     b"ctorch.storage\nUntypedStorage\n(I1000000000\ntR.", b"ctorch\nSize\n(I-1\ntR.", b"ccollections\nCounter\n(I5\ntR.", b"",
 ]  # fmt: skip
 
@@ -131,8 +133,10 @@ def _values(draw: random.Random, file: Path) -> str:
 
 def _tensors(torch: Any) -> list[Any]:
     return [
-        torch.ones(3), torch.ones(0), torch.tensor(float("nan")), torch.ones(2, dtype=torch.int64), torch.ones(1, 1, 1, 1).expand(9, 9, 9, 9),
-        torch.zeros(3, dtype=torch.complex64), torch.ones(2, 2).to_sparse(), torch.empty(2, device="meta"), torch.zeros(10, dtype=torch.uint8),
+        torch.ones(3), torch.ones(0), torch.tensor(float("nan")), torch.ones(2, dtype=torch.int64),
+        torch.ones(1, 1, 1, 1).expand(9, 9, 9, 9),
+        torch.zeros(3, dtype=torch.complex64), torch.ones(2, 2).to_sparse(), torch.empty(2, device="meta"),
+        torch.zeros(10, dtype=torch.uint8),
     ]  # fmt: skip
 
 

@@ -22,7 +22,8 @@ from drivetrain.core.errors import FAILED, UserError
 from drivetrain.launch.job import prepare
 
 SWEPT = [
-    "a=1,2", "range(1,4)", "range(0,1e9)", "range(1,2,0)", "range(3)", "choice(a,b)", "choice()", "interval(0,1)", "interval(1,0)",
+    "a=1,2", "range(1,4)", "range(0,1e9)", "range(1,2,0)", "range(3)", "choice(a,b)", "choice()", "interval(0,1)",
+    "interval(1,0)",
     "glob(*)", "glob([a-c]*,exclude=b)", "tag(log,interval(1e-4,1e-1))", "sort(3,1,2)", "shuffle(1,2)", "extend_list(1)",
     "int(3.5)", "float(a)", "str([1])", "json_str({a:1})", "{1,2}", "[1,2],[3]", "{a:1},{b:2}", "1,,2", ",", "1,", "'a,b'",
 ]  # fmt: skip
@@ -34,7 +35,8 @@ OF_HYDRA = [
 ]  # fmt: skip
 FLAGS = [
     "--cfg", "job", "hydra", "all", "--resolve", "-p", "--package", "optimizer", "_global_", "-i", "--info", "config", "defaults",
-    "plugins", "searchpath", "-q", "-r", "-cd", ".", "nowhere", "--config-dir", "-cn", "fast", "--config-name", "--help", "-h", "-m",
+    "plugins", "searchpath", "-q", "-r", "-cd", ".", "nowhere", "--config-dir", "-cn", "fast", "--config-name", "--help",
+    "-h", "-m",
     "--multirun", "--out", "x.json", "--rounds", "3", "-1", "--", "-", "--quick", "rounds=2", "seeds=x", "target=0.9", "out=.",
     "measure=maybe", "quality=1", "update=best", "split=nope", "average=true", "metric=loss", "set=test", "--shell-completion",
 ]  # fmt: skip
@@ -68,16 +70,22 @@ VERBS = ["train"] * 12 + ["recipe", "recipe", *verbs.VERBS, "help", "--version",
 OF_RECIPE = ["list", "show", "check", "export", "verify", "diff", "schema", "inspect", "bundle", "nope"]
 
 
+SECONDS = 10.0  # a command may stand for hundreds of configs, as `drivetrain ablate` and sweeps do
+
+
 def examples(place: Path, count: int, seed: int) -> Iterator[Example]:
     """Yield command lines. One that would train, measure or write is accepted, and stopped there."""
     prepare([])
+    import drivetrain.engine.build  # once, because an import that is stopped cannot be repeated
+
+    assert drivetrain.engine.build is not None
     folder = place / "here"
     folder.mkdir(exist_ok=True)
     draw = random.Random(seed)
     with contextlib.chdir(folder):
         for _ in range(count):
             words = command_line(draw)
-            yield Example(f"{words[0]}: {words!r:.2000}", functools.partial(run, words), starts=True)
+            yield Example(f"{words[0]}: {words!r:.2000}", functools.partial(run, words), starts=True, seconds=SECONDS)
 
 
 def command_line(draw: random.Random) -> list[str]:
@@ -144,6 +152,13 @@ def run(words: list[str]) -> None:
         raise UserError(text.splitlines())
 
 
-def _no_building() -> Any:
+@contextlib.contextmanager
+def _no_building() -> Iterator[None]:
     """Building a run ends the example; it is known before whether the words are good."""
-    return mock.patch("drivetrain.launch.launcher.launch", side_effect=Begins("a run"))
+    begins = Begins("a run")
+    with (
+        mock.patch("drivetrain.launch.launcher.launch", side_effect=begins),
+        mock.patch("drivetrain.engine.build.build", side_effect=begins),
+        mock.patch("drivetrain.engine.build.build_for_inference", side_effect=begins),
+    ):
+        yield

@@ -1,4 +1,4 @@
-"""Changes to files, made at random: of their bytes, of the structure of JSON, YAML and lines, and of what stands in their place."""
+"""Changes to files, made at random: of their bytes, of the structure of JSON and YAML, and of what stands in their place."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ IN_PLACE: dict[str, Callable[[Path], object]] = {
 }
 KEYS = ["", "a", "x" * 300, "\x1b[2J", "__class__", "_target_", "a.b", "0", "é", "\udc80"]
 PIECES = [
-    b"", b"\x00", b"\xff\xfe", b"\x00" * 600, b"-", b"9" * 400, b"1e999", b"NaN", b"-Infinity", b"[" * 5000, b'{"a":' * 5000, b"{}", b"[]",
-    b"null", b"\n", b"\r\n", b'"', b"\\", b"\xf0\x9f\x98\x80", b"=", b",", b"\t", b"\x1b[2J", b"a" * 70_000, b"*a", b"&a [*a]", b"!!x ",
+    b"", b"\x00", b"\xff\xfe", b"\x00" * 600, b"-", b"9" * 400, b"1e999", b"NaN", b"-Infinity", b"[" * 5000,
+    b'{"a":' * 5000, b"{}", b"[]",
+    b"null", b"\n", b"\r\n", b'"', b"\\", b"\xf0\x9f\x98\x80", b"=", b",", b"\t", b"\x1b[2J", b"a" * 70_000,
+    b"*a", b"&a [*a]", b"!!x ",
 ]  # fmt: skip
 
 
@@ -131,3 +133,11 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def beginning(file: Path) -> bytes:
+    """The first bytes of a file that is an ordinary one, to tell of it."""
+    if file.is_symlink() or not file.is_file():
+        return b""
+    with file.open("rb") as opened:
+        return opened.read(600)

@@ -52,8 +52,7 @@ def change(draw: random.Random, file: Path) -> str:
     if file.name == "index.json" and draw.random() < 0.3:
         return _digested(draw, file)
     how = damage.damage(draw, file)
-    small = file.is_file() and not file.is_symlink() and file.stat().st_size < 10**7
-    return f"{how} {file.read_bytes()[:150]!r}" if small else how
+    return f"{how} {damage.beginning(file)[:150]!r}"
 
 
 def _tar(draw: random.Random, file: Path) -> str:
@@ -63,8 +62,10 @@ def _tar(draw: random.Random, file: Path) -> str:
         at = draw.choice(tar.getmembers()).offset
     begin, length = draw.choice([(0, 100), (100, 8), (124, 12), (156, 1), (157, 100), (257, 8), (345, 155)])
     value = draw.choice(
-        [b"../../x", b"/etc/passwd", b"\xff" * 12, b"77777777777", b"\x80" + b"\x7f" * 11, b"00000000000", b"x", b"L", b"S", b"2", b"1",
-         b"g", b"K", b"", b"-1", b"\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x00", b"a" * 155, bytes(draw.randrange(256) for _ in range(8))]
+        [b"../../x", b"/etc/passwd", b"\xff" * 12, b"77777777777", b"\x80" + b"\x7f" * 11, b"00000000000",
+         b"x", b"L", b"S", b"2", b"1",
+         b"g", b"K", b"", b"-1", b"\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x00", b"a" * 155,
+         bytes(draw.randrange(256) for _ in range(8))]
     )[:length]  # fmt: skip
     content[at + begin : at + begin + length] = value.ljust(length, b"\0")
     header = content[at : at + HEADER]
@@ -115,7 +116,10 @@ FORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...], Callable[[Path], Any]]]
         lambda f: _options().LabelsCsv(str(f / "table.csv"), root=str(f), target="kind", size=8, holdout=0.2),
     ),
     "tabular": (("table.csv",), (), lambda f: _options().Tabular(str(f / "table.csv"), target="kind", columns=["x"])),
-    "masks": (("masked/masks/*", "masked/images/*"), (), lambda f: _options().Masks(str(f / "masked"), classes=3, size=8, holdout=0.2)),
+    "masks": (
+        ("masked/masks/*", "masked/images/*"), (),
+        lambda f: _options().Masks(str(f / "masked"), classes=3, size=8, holdout=0.2),
+    ),
     "webdataset": (
         ("shard.tar",), (),
         lambda f: _options().WebDataset(str(f / "shard.tar"), size=8, holdout=0.2, cache=str(f / "cache")),

@@ -24,6 +24,7 @@ class Example(NamedTuple):
     readable: Sequence[Path] = ()
     writable: Sequence[Path] = ()
     starts: bool = False  # whether it may start a run, which ends the example
+    seconds: float = 2.0  # of processor time
 
 
 class Ended(NamedTuple):
@@ -49,7 +50,7 @@ def judged(example: Example) -> Ended:
     outcome, said = ACCEPTED, ""
     effects: list[str] = []
     try:
-        with limited(), watched(*example.readable, writable=example.writable, stopping=example.starts) as effects:
+        with limited(example.seconds), watched(*example.readable, writable=example.writable, stopping=example.starts) as effects:
             example.read()
     except UserError as error:
         outcome, said = REFUSED, str(error)

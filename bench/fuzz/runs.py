@@ -42,8 +42,7 @@ def examples(place: Path, count: int, seed: int, trained: Path | None = None) ->
         reader = draw.choice(["sweep", "sweep", "report"]) if of_sweep else draw.choice(OF_RUN)
         out = place / f"out{number}"
         out.mkdir()
-        keep = {name: (folder / name).read_bytes()[:600] for name in chosen if (folder / name).is_file() and not (folder / name).is_symlink()
-                and (folder / name).stat().st_size < 10**7}  # fmt: skip
+        keep = {name: damage.beginning(folder / name) for name in chosen}
         readable = (place.parent, whole, Path(os.environ["XDG_STATE_HOME"]), Path.cwd())
         yield Example(
             f"{reader}: {'; '.join(told)} {keep!r:.1500}", functools.partial(READERS[reader], folder, out), readable, (out,)

@@ -104,7 +104,7 @@ def test_files_that_are_not_the_published_ones_are_told(tmp_path, monkeypatch, c
     monkeypatch.setitem(cifar10.FILES, "data_batch_2.bin", "0" * 64)
     Cifar10(root=str(root)).load(CPU)
     (told,) = caplog.messages
-    assert "data_batch_2.bin is not the file of CIFAR-10 as it was published" in told
+    assert "not as CIFAR-10 was published (another SHA-256): data_batch_2.bin." in told
 
 
 def test_nothing_is_fetched_that_was_not_asked_for(tmp_path, monkeypatch):

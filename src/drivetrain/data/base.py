@@ -137,7 +137,9 @@ class Data(Option):
         except OSError as error:
             if error.filename is None:
                 raise
-            raise DataError(f"{error.filename} cannot be read ({error.strerror}): set the path of the data, or mend the file") from None
+            raise DataError(
+                f"{error.filename} cannot be read ({error.strerror}): set the path of the data, or mend the file"
+            ) from None
         if data.validation is not None or share is None:
             return data
         train, validation = hold_out(data.train, share)

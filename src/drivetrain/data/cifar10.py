@@ -20,6 +20,7 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
 from drivetrain.data import archive
 from drivetrain.data.base import Data, Fraction, Normalize, Splits, Tensors, measure_normalization
+from drivetrain.data.untrusted import read_whole
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +121,7 @@ def _read_files(version: Version, path: Path) -> dict[str, bytes]:
     """Read the six files; return their contents by name, without the ending. Raises DataError naming what is missing."""
     names = {name + version.ending: name for name in [*TRAIN, "test_batch"]}
     if path.is_dir():
-        files = {file: (path / file).read_bytes() for file in names if (path / file).is_file()}
+        files = {file: read_whole(path / file, MAX_BYTES) for file in names if (path / file).is_file()}
     else:
         files = archive.read_members(path, set(names), MAX_BYTES)
     if missing := sorted(set(names) - set(files)):
@@ -129,13 +130,13 @@ def _read_files(version: Version, path: Path) -> dict[str, bytes]:
 
 
 def _warn_of_others(version: Version, path: Path, files: dict[str, bytes]) -> None:
-    """Warn where files are not those that were published: a set of one's own in this form is read, and a damaged one is not hidden."""
-    names = [name + version.ending for name in files]
-    others = [name for name, content in zip(names, files.values(), strict=True) if hashlib.sha256(content).hexdigest() != FILES[name]]
-    if others:
+    """Warn where files are not those that were published. They are read all the same: they may be one's own in this form."""
+    digests = {name + version.ending: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+    if others := [name for name, digest in digests.items() if digest != FILES[name]]:
         logger.warning(
-            "%s: %s of CIFAR-10 as it was published (another SHA-256), and read as they are: if they should be, fetch %s again",
-            path, f"{', '.join(others)} are not the files" if len(others) > 1 else f"{others[0]} is not the file", version.archive,
+            "%s: not as CIFAR-10 was published (another SHA-256): %s. They are read as they are; where they should be the "
+            "originals, fetch %s again",
+            path, ", ".join(others), version.archive,
         )  # fmt: skip
 
 
