@@ -62,8 +62,8 @@ def check_batch(what: str, samples: int, shape: Sequence[int], bytes_each: int, 
         of_ranks = f" in each of {ranks} ranks" if ranks > 1 else ""
         less = "lower batch.global_batch, or set batch=accumulate and raise batch.accumulation_steps"
         raise UserError(
-            f"{what} reads {samples:,} samples of the shape {list(shape)} at once{of_ranks}, which take {needed / 2**30:,.3g} GiB, "
-            f"and this machine has {memory_bytes() / 2**30:,.3g} GiB: {less}; {ALL_THE_SAME}"
+            f"{what} reads {samples:,} samples of the shape {list(shape)} at once{of_ranks}, which take "
+            f"{needed / 2**30:,.3g} GiB, and this machine has {memory_bytes() / 2**30:,.3g} GiB: {less}; {ALL_THE_SAME}"
         )
 
 
