@@ -1,6 +1,6 @@
 """Odd input of every kind, made at random: whether it is accepted or refused in our words, and does nothing else.
 
-`python -m bench.fuzz [--examples N] [--only KIND] [--seed N] [--out FILE]`
+`python -m bench.fuzz [--examples N] [--only KIND] [--seed N] [--jobs N] [--out FILE]`
 
 There are five kinds, each in a module of its own: recipes, command lines, run directories, checkpoints, data sets. An example
 has at most 2 s of processor time (a command 10 s, as it may compose hundreds of configs) and 200 MB beyond what the process

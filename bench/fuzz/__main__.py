@@ -17,9 +17,10 @@ def main() -> None:
     parser.add_argument("--examples", type=int, default=EXAMPLES, help="of each kind")
     parser.add_argument("--only", choices=KINDS, action="append")
     parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    kinds = {kind: run(kind, given.examples, given.seed) for kind in given.only or KINDS}
+    kinds = run(given.only or KINDS, given.examples, given.seed, given.jobs)
     outcomes = ("examples", ACCEPTED, REFUSED, DEFECT)
     harness.table("odd input", ["kind", *outcomes], [[kind, *(str(c[o]) for o in outcomes)] for kind, c in kinds.items()])
     for kind, counts in kinds.items():

@@ -49,7 +49,7 @@ def test_image_files_that_never_end(tmp_path):
 
 def test_texts_and_tables_that_never_end(monkeypatch):
     from drivetrain.data import Jsonl
-    from drivetrain.data.columns import read
+    from drivetrain.data.columns import read_columns as read
 
     monkeypatch.setattr(untrusted, "MOST_LINE", 1 << 20)
     for name in ("t.jsonl", "t.csv"):
