@@ -8,6 +8,7 @@ from typing import Any
 from drivetrain.core.errors import UserError
 from drivetrain.run import records
 
+COLORS = {"training": "C0", "validation": "C1", "test": "C2"}  # the same in every panel
 OF_TRAINING = {"lr": "learning rate", "samples_per_second": "samples/s"}
 
 
@@ -54,7 +55,13 @@ def plot(run_dir: Path | None, metric: str) -> Any:
         figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0], panels.items(), strict=True
     ):
         for label, points in curves.items():
-            axes.plot(*zip(*points, strict=True), label=label, marker="." if len(points) < 30 else "", linewidth=1.6)
+            axes.plot(
+                *zip(*points, strict=True),
+                label=label,
+                color=COLORS.get(label, "C0"),
+                marker="." if len(points) < 30 else "",
+                linewidth=1.6,
+            )
         axes.set_ylabel(title)
         axes.grid(alpha=0.3)
         axes.spines[["right", "top"]].set_visible(False)
