@@ -174,7 +174,7 @@ def _report(lines: list[str], world: World, run_dir: Path) -> None:
 
 def _build(job: Job, context: BuildContext, writers: list[RunWriter], quiet: bool) -> Trainer:
     """This rank's trainer, restored where the job has a checkpoint. On rank 0 the loggers start and go into `writers`."""
-    from drivetrain.engine import build
+    from drivetrain.engine import build, facts
     from drivetrain.logger import Files, guarded
 
     trainer = build.build(context, writers)
@@ -188,8 +188,12 @@ def _build(job: Job, context: BuildContext, writers: list[RunWriter], quiet: boo
             if not isinstance(each, Files):
                 writers.append(guarded(name, each, context))
         if not quiet:
-            writers.append(terminal.Progress(trainer.max_updates, trainer.epochs))
+            writers.append(terminal.Progress(trainer.max_updates, trainer.epochs, trainer.progress.updates))
         writers.append(trainer.callbacks)  # last, so that what they read of the run is written
+        if job.work is None:
+            logger.info("%s", facts.line(context, trainer))
+            for advice in facts.advice(trainer):
+                logger.warning("%s", advice)
     return trainer
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from html import escape
 from pathlib import Path
@@ -65,6 +66,26 @@ class Result:
         """Return the figures of the test set, to report and never to select by; {} where there are none."""
         return self.metrics.get("test", {}).get(evaluation, {})
 
+    def note_on_best(self, name: str, figures: Mapping[str, Any], number: Callable[[float], str] = "{:.4g}".format) -> str:
+        """What a figure's best evaluation adds to its final value, in words; "" where it adds nothing.
+
+        `figures` are those of a set's best evaluation: the one where the metric that selects was best. `number` writes a value.
+        """
+        selects = self.selection is None or self.selection["metric"] == name
+        if name not in figures:
+            return ""
+        if figures.get("update") == self.updates:
+            return "(the best)" if selects else ""
+        return f"(best {number(figures[name])}{self.when(figures)})" if selects else f"({number(figures[name])} at the best)"
+
+    def when(self, figures: Mapping[str, Any]) -> str:
+        """When an evaluation was, in words: the epoch, where the run's epochs are of one length, and else the update."""
+        update = figures.get("update")
+        if update is None or not self.updates:
+            return ""
+        epoch = update * self.epochs / self.updates
+        return f" after epoch {epoch:.0f}" if abs(epoch - round(epoch)) < 1e-6 else f" at update {update:,}"
+
     def _repr_html_(self) -> str:
         """The result as a table, for notebooks."""
         rows: list[tuple[str, Any]] = [
@@ -74,10 +95,7 @@ class Result:
         ]
         for figures in self.metrics:
             final, best = (self.metrics[figures].get(evaluation, {}) for evaluation in ("final", "best"))
-            rows += [
-                (f"{figures} {name}", f"{value:.4g}" + (f" (best {best[name]:.4g})" if name in best else ""))
-                for name, value in final.items()
-            ]
+            rows += [(f"{figures} {name}", f"{v:.4g} {self.note_on_best(name, best)}".rstrip()) for name, v in final.items()]
         rows += [("samples/s", self.samples_per_second and f"{self.samples_per_second:,.0f}"), ("time", f"{self.wall_s:.1f} s")]
         rows += [("device", self.device_name), ("ranks", self.world_size), ("overrides", " ".join(self.overrides))]
         rows += [("run", self.run_dir)]
