@@ -46,9 +46,9 @@ def exists(setting: str) -> bool:
         return knob in HONOURED
     if option:
         return option.strip("[]") in options
-    return (
-        not options if key in catalog.root_config() else not knob or any(knob in catalog.option_keys(group, o) for o in options)
-    )
+    if not options or not knob:
+        return key in (catalog.options() if options else catalog.root_config())
+    return any(knob in catalog.option_keys(group, option) for option in options)
 
 
 def test_words_of_other_frameworks_lead_to_settings_that_exist():

@@ -20,7 +20,7 @@ from drivetrain.config.catalog import LISTS, SUMS, default_options, one_or_sever
 from drivetrain.config.catalog import problems as option_problems
 from drivetrain.config.hydra_idioms import instead, is_hydra_override
 from drivetrain.config.keys import KeySetter
-from drivetrain.config.renamed import present_name, suggestion
+from drivetrain.config.renamed import suggestion
 from drivetrain.core.errors import UserError, did_you_mean
 from drivetrain.core.overrides import format_value, parse_each
 from drivetrain.core.paths import conf_dir
@@ -206,11 +206,7 @@ class _Choices:
         wrong = [name for name in names if name not in known]
         for name in wrong:
             hint = suggestion(f"{group}={name}", name, known)
-            if (
-                "timm" in known
-                and not get_close_matches(name, known, cutoff=0.85)
-                and present_name(f"{group}={name}") == f"{group}={name}"
-            ):
+            if "timm" in known and hint == did_you_mean(name, known) and not get_close_matches(name, known, cutoff=0.85):
                 hint = f"those of timm are {group}=timm {group}.name={name}; {hint}"
             if recipe is not None:
                 hint += " (an option of a plugin needs its package installed, one of a folder needs --config-dir FOLDER)"
