@@ -28,7 +28,7 @@ from drivetrain.core.signals import StopFlag
 from drivetrain.core.world import World
 from drivetrain.launch import machine_limits
 from drivetrain.launch.job import Job
-from drivetrain.launch.kept import evaluate_kept, record, restore, test_final
+from drivetrain.launch.kept import evaluate_kept, rate_jump, record, restore, test_final
 from drivetrain.run import environment, identity
 from drivetrain.run.result import Result
 from drivetrain.saving import manifest, space
@@ -180,6 +180,8 @@ def _build(job: Job, context: BuildContext, writers: list[RunWriter], quiet: boo
     trainer = build.build(context, writers)
     if (checkpoint := trainer.parallel.broadcast_object(job.checkpoint)) is not None:
         restore(trainer, checkpoint)
+        if jump := rate_jump(trainer):
+            logger.warning("%s", jump)
     if job.attach is not None:
         job.attach(trainer)
     if context.world.rank == 0:

@@ -66,17 +66,18 @@ class Result:
         """Return the figures of the test set, to report and never to select by; {} where there are none."""
         return self.metrics.get("test", {}).get(evaluation, {})
 
-    def note_on_best(self, name: str, figures: Mapping[str, Any], number: Callable[[float], str] = "{:.4g}".format) -> str:
-        """What a figure's best evaluation adds to its final value, in words; "" where it adds nothing.
+    def note_on_best(self, of_set: str, name: str, number: Callable[[float], str] = "{:.4g}".format) -> str:
+        """What the best evaluation adds to a figure's final value, in words; "" where it adds nothing.
 
-        `figures` are those of a set's best evaluation: the one where the metric that selects was best. `number` writes a value.
+        The best one is where the metric that selects was best, on the set that selects. `number` writes a value.
         """
-        selects = self.selection is None or self.selection["metric"] == name
-        if name not in figures:
+        best = self.metrics[of_set].get("best", {})
+        selects = of_set == self.judged_by and (self.selection is None or self.selection["metric"] == name)
+        if name not in best:
             return ""
-        if figures.get("update") == self.updates:
+        if best.get("update") == self.updates:
             return "(the best)" if selects else ""
-        return f"(best {number(figures[name])}{self.when(figures)})" if selects else f"({number(figures[name])} at the best)"
+        return f"(best {number(best[name])}{self.when(best)})" if selects else f"({number(best[name])} at the best)"
 
     def when(self, figures: Mapping[str, Any]) -> str:
         """When an evaluation was, in words: the epoch, where the run's epochs are of one length, and else the update."""
@@ -94,8 +95,8 @@ class Result:
             ("updates", f"{self.updates:,} in {self.epochs:g} epochs"),
         ]
         for figures in self.metrics:
-            final, best = (self.metrics[figures].get(evaluation, {}) for evaluation in ("final", "best"))
-            rows += [(f"{figures} {name}", f"{v:.4g} {self.note_on_best(name, best)}".rstrip()) for name, v in final.items()]
+            final = self.metrics[figures].get("final", {})
+            rows += [(f"{figures} {name}", f"{v:.4g} {self.note_on_best(figures, name)}".rstrip()) for name, v in final.items()]
         rows += [("samples/s", self.samples_per_second and f"{self.samples_per_second:,.0f}"), ("time", f"{self.wall_s:.1f} s")]
         rows += [("device", self.device_name), ("ranks", self.world_size), ("overrides", " ".join(self.overrides))]
         rows += [("run", self.run_dir)]

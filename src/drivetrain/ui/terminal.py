@@ -213,9 +213,8 @@ def show_result(result: Result) -> None:
     """Show a run's result as a table."""
     rows = [("status", result.status + (f": {result.error}" if result.error else ""))]
     for figures, by_weights in result.metrics.items():
-        best = by_weights.get("best", {})
         for name, value in by_weights.get("final", {}).items():
-            rows.append((f"{figures} {name}", f"{number(value):<9}{result.note_on_best(name, best, number)}".rstrip()))
+            rows.append((f"{figures} {name}", f"{number(value):<9}{result.note_on_best(figures, name, number)}".rstrip()))
     rows += [
         ("updates", f"{result.updates:,} in {result.epochs:.4g} epochs, {result.wall_s:.1f} s"),
         ("samples/s", number(result.samples_per_second) if result.samples_per_second else "–"),
