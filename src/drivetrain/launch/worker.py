@@ -38,6 +38,7 @@ from drivetrain.ui.output import echo_traceback
 if TYPE_CHECKING:
     from drivetrain.engine.trainer import Trainer
 
+SHOWN, LONGEST = 5, 300  # lines of an error that announces them, and their characters
 LAST_WRITE_S = 30.0  # for a checkpoint that is being written when the run fails
 
 logger = logging.getLogger(__name__)
@@ -138,8 +139,7 @@ def _record_failure(result: Result, error: BaseException, job: Job, world: World
     if (explained := space.explain(error, run_dir) or machine_limits.explain(error)) is not None:
         result.error = explained
         return FAILED
-    lines = str(error).strip().splitlines() or [""]
-    result.error = f"{type(error).__name__}: {lines[0]}{job.run.compile.advice(error)}"
+    result.error = f"{type(error).__name__}: {first_lines(error)}{job.run.compile.advice(error)}"
     if run_dir.is_dir():
         with contextlib.suppress(OSError), files.opened(run_dir / "log.txt", "a") as file:
             echo_traceback(error, file)
@@ -151,6 +151,16 @@ def _record_failure(result: Result, error: BaseException, job: Job, world: World
     elif not wants_traceback():
         echo_traceback(error)
     return FAILED
+
+
+def first_lines(error: BaseException) -> str:
+    """What an error says, in one line: its first line, and those after it where that one only announces them."""
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()] or [""]
+    if not lines[0].endswith(":") or len(lines) == 1:
+        return lines[0]
+    shown = [line if len(line) <= LONGEST else f"{line[:LONGEST]} …" for line in lines[: SHOWN + 1]]
+    more = f" … and {len(lines) - len(shown)} more" if len(lines) > len(shown) else ""
+    return " ".join([shown[0], "; ".join(shown[1:])]) + more
 
 
 def _end_callbacks(trainer: Trainer, result: Result) -> None:
