@@ -234,7 +234,9 @@ def _of_recipe(recipe: Recipe, choices: _Choices) -> dict[str, Any]:
     values = {}
     for key, value in recipe.values.items():
         if key in choices.known:
-            hint = f"choose its option under defaults, as '- override /{key}: {value}'"
+            option = default_options()[key] if value is None else value
+            hint = f"choose its option under defaults, as '- override /{key}: {option}'"
+            hint += ", or leave the empty line out" if value is None else ""
             choices.problems.append(f"{recipe.where(key)}: {key} is a group: {hint}")
         else:
             values[key] = value

@@ -156,6 +156,8 @@ def _record_failure(result: Result, error: BaseException, job: Job, world: World
 def first_lines(error: BaseException) -> str:
     """What an error says, in one line: its first line, and those after it where that one only announces them."""
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()] or [""]
+    if lines[0].startswith("Caught ") and lines[0].endswith("."):  # in a worker process of torch's, whose traceback follows
+        return f"{lines[0][:-1]}: {lines[-1]}"
     if not lines[0].endswith(":") or len(lines) == 1:
         return lines[0]
     shown = [line if len(line) <= LONGEST else f"{line[:LONGEST]} …" for line in lines[: SHOWN + 1]]
