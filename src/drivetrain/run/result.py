@@ -87,6 +87,19 @@ class Result:
         epoch = update * self.epochs / self.updates
         return f" after epoch {epoch:.0f}" if abs(epoch - round(epoch)) < 1e-6 else f" at update {update:,}"
 
+    @property
+    def history(self) -> Any:
+        """What was measured while the run trained, as a pandas DataFrame: a row for each record of metrics.jsonl."""
+        from drivetrain.run import curves
+
+        return curves.history(self.run_dir)
+
+    def plot(self) -> Any:
+        """Return a matplotlib figure of the loss, the metric, the learning rate and the speed over the updates."""
+        from drivetrain.run import curves
+
+        return curves.plot(self.run_dir, (self.selection or {}).get("metric", "accuracy"))
+
     def _repr_html_(self) -> str:
         """The result as a table, for notebooks."""
         rows: list[tuple[str, Any]] = [

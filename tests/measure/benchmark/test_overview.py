@@ -1,5 +1,6 @@
 """The answer of a comparison in one sentence, and its table."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -27,6 +28,9 @@ def judged(row, outcome, metric="accuracy", **more):
 def test_the_fastest_arm_that_is_certain_is_the_answer():
     assert headline(comparison(BASE, FAST, UNSURE, FEW, FAILED)) == "fast <b> is 1.41 × as fast as naive (1.30 to 1.50)."
     assert headline(comparison(BASE, UNSURE, FEW, FAILED)) == "No arm is certainly faster than naive."
+    step = replace(FAST, label="+ precision=bf16")
+    ladder = replace(comparison(BASE, step), subject="naive with all up to {}")
+    assert headline(ladder) == "naive with all up to precision=bf16 is 1.41 × as fast as naive (1.30 to 1.50)."
 
 
 def test_where_quality_was_asked_for_only_a_pass_is_an_answer():

@@ -109,8 +109,11 @@ class Ablation:
         quality.check(self.settings, self.baseline, self.settings.quality)
         self.trained: quality.Trained = {}  # the runs of all three comparisons, which have arms in common
 
-    def compare(self, title: str, variants: dict[str, list[Technique]], enable: bool) -> Comparison:
-        """Measure the baseline with each variant's techniques (`enable`), or the recipe without them; print the table."""
+    def compare(self, title: str, variants: dict[str, list[Technique]], enable: bool, subject: str) -> Comparison:
+        """Measure the baseline with each variant's techniques (`enable`), or the recipe without them; print the table.
+
+        `subject` is what a sentence calls a variant.
+        """
         echo(f"\n{title}")
         name, start = (self.settings.baseline, self.baseline) if enable else (self.settings.recipe, self.recipe)
         given = [f"recipe={name}", *self.overrides]
@@ -118,6 +121,7 @@ class Ablation:
         for label, differences in variants.items():
             specs.append(arms.compose(label, [*given, *overrides_of(start, differences, enable)], self.config_dirs))
         done = comparison.measure(specs, self.settings, self.overrides, trained=self.trained)
+        done.subject = subject
         self.specs = specs  # of the newest comparison
         compare.show(done)
         return done
@@ -138,15 +142,15 @@ def command(argv: list[str], config_dirs: Sequence[str] = (), hand_on: compare.H
         raise UserError(f"recipe={recipe} and baseline={baseline} do not differ with these overrides")
     comparisons = {}
     if "alone" in settings.tables:
-        plus = ablation.compare(f"{baseline} + each", {f"+ {t.label}": [t] for t in found}, True)
+        plus = ablation.compare(f"{baseline} + each", {f"+ {t.label}": [t] for t in found}, True, f"{baseline} with {{}}")
         comparisons[f"{baseline} and one technique more"] = plus
         found = _by_gain(found, plus)
     if "without" in settings.tables:
-        minus = ablation.compare(f"{recipe} − each", {f"− {t.label}": [t] for t in found}, False)
+        minus = ablation.compare(f"{recipe} − each", {f"− {t.label}": [t] for t in found}, False, f"{recipe} without {{}}")
         comparisons[f"{recipe} and one technique less"] = minus
     if "steps" in settings.tables:
         steps = {f"+ {technique.label}": found[: n + 1] for n, technique in enumerate(found)}
-        ladder = ablation.compare(f"from {baseline} to {recipe}", steps, True)
+        ladder = ablation.compare(f"from {baseline} to {recipe}", steps, True, f"{baseline} with all up to {{}}")
         comparisons = {f"From {baseline} to {recipe}, step by step": ladder, **comparisons}
     folder = directory.create(Path(ablation.baseline.run.values["output_dir"]), "ablate")
     write_json(folder / "ablate.json", {title: done.as_dict() for title, done in comparisons.items()})

@@ -112,6 +112,7 @@ class Comparison:
     settings: Settings
     environment: dict[str, Any]
     seconds: float
+    subject: str = "{}"  # what a sentence calls an arm, with its label in the place of {}
 
     @property
     def failed(self) -> bool:

@@ -10,6 +10,7 @@ from drivetrain.measure.benchmark.comparison import Comparison, Row
 from drivetrain.measure.benchmark.noninferiority import FIRST, Verdict, in_words
 
 WIDTH, MARGIN = 190, 12  # of the drawing of an interval, in pixels
+TICK_WIDTH = 34  # of a number on the scale, in pixels
 TICKS = (0.1, 0.2, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0)
 
 
@@ -26,7 +27,8 @@ def headline(comparison: Comparison) -> str:
     best = max(good, key=lambda row: row.ratio.middle if row.ratio else 0.0)
     assert best.ratio is not None
     low, high = best.ratio.low, best.ratio.high
-    speed = f"{best.label} is {best.ratio.middle:.2f} × as fast as {base} ({low:.2f} to {high:.2f})"
+    subject = comparison.subject.format(best.label.removeprefix("+ ").removeprefix("− "))
+    speed = f"{subject} is {best.ratio.middle:.2f} × as fast as {base} ({low:.2f} to {high:.2f})"
     return f"{speed}, and its result is no worse." if judged else f"{speed}."
 
 
@@ -78,7 +80,10 @@ class _Scale:
 
     def axis(self) -> str:
         """Return the drawing of the scale's numbers."""
-        ticks = [t for t in TICKS if self.low <= t <= self.high]
+        ticks: list[float] = []
+        for tick in sorted((t for t in TICKS if self.low <= t <= self.high), key=lambda t: t != 1):  # 1 has the first place
+            if all(abs(self.x(tick) - self.x(other)) >= TICK_WIDTH for other in ticks):
+                ticks.append(tick)
         texts = "".join(f'<text x="{self.x(t):.1f}" y="11" text-anchor="middle">{t:g} ×</text>' for t in ticks)
         return f'<svg class="axis" width="{WIDTH}" height="14" role="img" aria-label="times as fast">{texts}</svg>'
 

@@ -21,14 +21,13 @@ def comparison_page(comparison: Comparison, argv: Sequence[str], verb: str = "co
 
 def ablation_page(recipe: str, baseline: str, comparisons: dict[str, Comparison], argv: Sequence[str]) -> str:
     """The page of `drivetrain ablate`."""
-    introduction = (
-        f"<p>What each technique of the recipe <b>{html.escape(recipe)}</b> is worth against <b>{html.escape(baseline)}</b>: "
-        "added one after another, added alone, and removed alone. Where a technique gains something when it is added alone, "
-        "and its removal costs nothing, another technique makes up for it.</p>"
-    )
+    names = (html.escape(name) for name in (recipe, baseline))
+    introduction = "<p>What each technique of the recipe <b>{}</b> is worth against <b>{}</b>.".format(*names)
+    if len(comparisons) > 1:
+        introduction += " Where a technique gains when it is added alone, and its removal costs nothing, another makes up for it."
     body, figures = sections(comparisons)
     last = next(reversed(comparisons.values()))
-    return page(f"{recipe} against {baseline}", [introduction, *body, *footer("ablate", last, argv)], figures)
+    return page(f"{recipe} against {baseline}", [f"{introduction}</p>", *body, *footer("ablate", last, argv)], figures)
 
 
 def sections(comparisons: dict[str, Comparison]) -> tuple[list[str], dict[str, Any]]:
