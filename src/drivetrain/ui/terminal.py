@@ -119,7 +119,7 @@ class Progress:
     def __init__(self, total_updates: int, epochs: int, done: int = 0) -> None:
         self.total, self.epochs = total_updates, epochs
         self._last: Mapping[str, Any] = {}
-        self._evaluated: int | None = None  # the update of the last evaluation
+        self._shown: int | None = None  # the update of the last line, whose figures no other repeats
         self._first, self._began = done, time.monotonic()  # the updates that a resumed run has made already
         self._printed = self._began
         self._bar: rich.progress.Progress | None = None
@@ -136,6 +136,7 @@ class Progress:
             if self._bar is not None:
                 self._bar.update(self._task, completed=record["update"], text=self._text(record))
             elif time.monotonic() - self._printed > LINE_EVERY_S:
+                self._shown = record["update"]
                 self._print(self._text(record) + self._left(record["update"]))
         elif record["event"] == "evaluate":
             self._evaluation(record)
@@ -145,8 +146,8 @@ class Progress:
         metrics = "  ".join(f"{record['set']} {name} {number(value)}" for name, value in figures.items())
         if record.get("weights", "final") != "final":
             return  # the result shows it
-        again = record["update"] == self._evaluated  # the test set, at the end: what stands in the line above is not repeated
-        self._evaluated = record["update"]
+        again = record["update"] == self._shown
+        self._shown = record["update"]
         text = f"{self._text(self._last)}  {metrics}" if self._last and not again else metrics
         if self._bar is not None:
             self._bar.console.print(f"  {text}", highlight=False)
