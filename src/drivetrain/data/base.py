@@ -133,7 +133,14 @@ class Data(Option):
 
     def load_sets(self, device: torch.device) -> Splits:
         """Load the data, and hold out the validation set from the training set where it is a share of it. Raises UserError."""
-        data, share = self.load(device), self.share()
+        try:
+            data, share = self.load(device), self.share()
+        except OSError as error:
+            if error.filename is None:
+                raise
+            raise DataError(
+                f"{error.filename} cannot be read ({error.strerror}): set the path of the data, or mend the file"
+            ) from None
         if data.validation is not None or share is None:
             return data
         train, validation = hold_out(data.train, share)

@@ -168,7 +168,7 @@ def _resumed(run_dir: Path, words: list[str], config_dirs: Sequence[str]) -> Job
     recorded = recorded_environment(run_dir, "resume=")
     settings, dirs = recorded_settings(recorded, words), config_dirs or recorded.get("config_dirs", [])
     if not is_of_this_user(recorded):
-        base = None if any(key_of(w) == "recipe" for w in words) else recipes.read(run_dir / "recipe.yaml")
+        base = None if any(key_of(w) == "recipe" for w in words) else recipes.read_of_run(run_dir)
         if code := bundles.needed(settings.get("trust") or [], words):
             raise UserError(
                 f"resume={run_dir} was recorded by another user or machine, or has been changed, and its recipe brought code. "
@@ -206,7 +206,7 @@ def of_run(run_dir: Path, words: Sequence[str], config_dirs: Sequence[str], sett
     """The job of a run's own recipe and these of its machine-local settings, changed by overrides. Raises UserError."""
     own = [f"{k}={format_value(v)}" for k, v in settings.items()]
     bundles.find_in(run_dir, [*own, *words])
-    base = None if any(key_of(w) == "recipe" for w in words) else recipes.read(run_dir / "recipe.yaml")
+    base = None if any(key_of(w) == "recipe" for w in words) else recipes.read_of_run(run_dir)
     add_import_paths(config_dirs)
     job = checked(composing.compose([*own, *words], config_dirs, base=base), own=base is not None)
     job.composed.overrides = list(words)

@@ -49,7 +49,7 @@ def load(checkpoint: Path, parallel: Parallel) -> tuple[dict[str, torch.Tensor],
 def restore(trainer: Trainer, checkpoint: Path) -> None:
     """Continue from a checkpoint, or from the one before where this one does not hold what its hashes promise.
 
-    Called on all ranks. Raises the newest one's error where there is no other.
+    Called on all ranks. Raises UserError where there is no other, with the newest one's error.
     """
     parallel, first = trainer.parallel, None
     newest: Path | None = checkpoint
@@ -71,7 +71,12 @@ def restore(trainer: Trainer, checkpoint: Path) -> None:
             before, _ = manifest.newest_valid(newest.parents[1], below=int(newest.name))
         newest = parallel.broadcast_object(before)
     assert first is not None
-    raise first
+    if isinstance(first, UserError):
+        raise first
+    why = f"{type(first).__name__}: {str(first).splitlines()[0]}" if str(first) else type(first).__name__
+    raise UserError(
+        f"checkpoint {checkpoint} cannot be restored ({why}), and there is no other: another program wrote it, or changed it"
+    ) from first
 
 
 def rate_jump(trainer: Trainer) -> str:

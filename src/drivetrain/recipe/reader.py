@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from drivetrain.core import files
 from drivetrain.core.errors import UserError
 from drivetrain.recipe import claim as claims
 from drivetrain.recipe import header as headers
@@ -119,6 +120,20 @@ def read(path: Path, raw: bytes | None = None) -> Recipe:
     if problems:
         raise UserError(dict.fromkeys(problems))
     return recipe
+
+
+def read_of_run(run_dir: Path) -> Recipe:
+    """Read and check the recipe that a run has written. A link in its place is not followed. Raises UserError."""
+    return read(run_dir / "recipe.yaml", raw_of_run(run_dir))
+
+
+def raw_of_run(run_dir: Path) -> bytes:
+    """The bytes of the recipe that a run has written. Raises UserError."""
+    path = run_dir / "recipe.yaml"
+    try:
+        return files.read_bytes(path, safe_yaml.MAX_BYTES)
+    except OSError as error:
+        raise UserError(f"recipe {path} cannot be read: {error.strerror}") from None
 
 
 def _section(recipe: Recipe, key: str, key_node: Any, node: Any, problems: list[str]) -> None:
