@@ -22,6 +22,7 @@ import collections
 import itertools
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -207,7 +208,7 @@ def judge(names: Names, reference: Reference, draw: random.Random, folder: Path)
     kills: list[str] = []
     try:
         for number in range(1 + MORE_KILLS):
-            kill = Kill.drawn(draw) if number == 0 or draw.random() < 0.4 else None
+            kill = Kill.drawn(draw) if number == 0 or draw.random() < 0.5 else None
             ended, _ = run(_resume(place, words_of(names)), place, kill, reference)
             if ended.killed:
                 kills.append(ended.killed)
@@ -222,7 +223,7 @@ def judge(names: Names, reference: Reference, draw: random.Random, folder: Path)
         different = same_end.differences(_newest(place), reference.run_dir)
         left = [p.name for p in (_newest(place) / "checkpoints").glob(".*")]
         if different or left:
-            return Case(names, kills, DIVERGENT, f"{different[:5]}, left behind: {left}")
+            return Case(names, kills, DIVERGENT, f"differ: {different[:5]}, left behind: {left}")
         return Case(names, kills, SAME, "")
     finally:
         shutil.rmtree(place, ignore_errors=True)
@@ -240,7 +241,7 @@ def _resume(place: Path, words: list[str]) -> list[str]:
 
 def _wrong(ended: Ended) -> tuple[str, str] | None:
     """Return what a run should not end like, and what it said, or None."""
-    tail = ended.err.strip()[-600:]
+    tail = re.sub(r"/\S*/outputs", "outputs", ended.err.strip())[-600:]
     if ended.code is None:
         return HANGS, tail
     typed = ended.code not in (1, 2) or "error:" in ended.err
