@@ -267,24 +267,28 @@ def campaign(kills: int, seed: int, jobs: int, limit_s: float = float("inf")) ->
     """Kill so many runs; fewer where the time ends before."""
     cases: list[Case] = []
     folder, began, lock = Path(tempfile.mkdtemp()), time.monotonic(), threading.Lock()
-    shares = ((n, min(PER_COMBINATION, kills - PER_COMBINATION * n)) for n in range(-(-kills // PER_COMBINATION)))
-    drawn = combinations(random.Random(seed), folder)
-    work = list(zip(shares, drawn, strict=False))
+    drawn = enumerate(combinations(random.Random(seed), folder))
+
+    def work() -> None:
+        while time.monotonic() - began < limit_s:
+            with lock:
+                number, names = next(drawn, (kills, ()))
+            count = min(PER_COMBINATION, kills - PER_COMBINATION * number)
+            if count <= 0:
+                return
+            of_combination(number, count, names)
 
     def of_combination(number: int, count: int, names: Names) -> None:
-        if time.monotonic() - began > limit_s:
-            return
         reference, draw = unbroken(names, folder), random.Random(f"{seed} {number}")
         for _ in range(count):
             case = judge(names, reference, draw, folder)
             with lock:
                 cases.append(case)
                 print(f"{len(cases)} {case.outcome}: {', '.join(names)}: {' | '.join(case.kills)} {case.said}", flush=True)
-        shutil.rmtree(reference.run_dir, ignore_errors=True)
 
     try:
         with ThreadPoolExecutor(jobs) as pool:
-            for done in [pool.submit(of_combination, number, count, names) for (number, count), names in work]:
+            for done in [pool.submit(work) for _ in range(jobs)]:
                 done.result()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
