@@ -85,7 +85,12 @@ def test_a_fault_is_judged_by_what_is_stated(tmp_path: Path) -> None:
     (place,) = tmp_path.iterdir()
     done = faults.Done(1, "", "Traceback\nerror: one\nerror: two\n")
     wrong = faults._judged(fault._replace(resumes=False, says="three"), done, place, lambda _: tmp_path).wrong
-    assert [w.split(":")[0] for w in wrong] == ["exit code 1 instead of 75", "a traceback", "2 errors", "the message is not 'three'"]
+    assert [w.split(":")[0] for w in wrong] == [
+        "exit code 1 instead of 75",
+        "a traceback",
+        "2 errors",
+        "the message is not 'three'",
+    ]
 
 
 @pytest.mark.slow
@@ -140,6 +145,7 @@ def test_what_a_killed_save_left_is_removed(tmp_path: Path) -> None:
     assert (elsewhere / "state.pt").exists()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_rank_whose_launcher_is_gone_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would wait for the launcher's store, and hold the run."""
     sent, parents = [], iter([7, 7, 1])
@@ -186,7 +192,9 @@ def test_a_worker_ends_with_the_run_and_not_before() -> None:
     assert child.exitcode == 0
 
 
-def test_a_worker_of_a_killed_run_prints_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_worker_of_a_killed_run_prints_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.delattr(signal, "sigwaitinfo", raising=False)
     threads = torch.get_num_threads()

@@ -1,7 +1,7 @@
 """Heartbeats of the ranks of one machine, and the reasons of those that fail.
 
-Each rank touches a file once a second, and ends where the launching process is gone. The monitor in the launching process ends a rank whose file stays untouched too
-long, after asking it for its Python stack.
+Each rank touches a file once a second, and ends where the launching process is gone. The monitor in the launching process ends
+a rank whose file stays untouched too long, after asking it for its Python stack.
 """
 
 from __future__ import annotations
