@@ -115,7 +115,7 @@ def hold(place: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", held, str(run_dir / ".lock")], stdout=subprocess.PIPE)
     assert process.stdout is not None
     process.stdout.readline()
-    HOLDERS.append(process)
+    HOLDERS[place] = process
 
 
 def needs(program: str) -> Prepare:
@@ -128,7 +128,7 @@ def needs(program: str) -> Prepare:
     return check
 
 
-HOLDERS: list[subprocess.Popen[bytes]] = []
+HOLDERS: dict[Path, subprocess.Popen[bytes]] = {}  # by the place whose run they hold
 PRIVATE_SHM = ("unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=48k none /dev/shm && exec "$@"', "sh")
 ASCII = (("LC_ALL", "C"), ("LANG", "C"), ("PYTHONUTF8", "0"), ("PYTHONCOERCECLOCALE", "0"))
 SAFE = r"is safe: go on with resume="
@@ -173,10 +173,10 @@ FAULTS = (
     Fault("a rank stops", "exit 1, names the rank and its stack", 1, r"rank 1 gave no heartbeat.*resume=", "stopped", DDP, 1),
     Fault("the loss is NaN on one rank", "all ranks end, exit 3", 3, "the loss is nan", "not_a_number", DDP, 1, resumes=False),
     Fault("memory runs out on one rank", "exit 1, names the rank", 1, "rank 1: .*can't allocate memory", "out_of_memory", DDP, 1),
-    Fault("a picture is cut short", "exit 1, names the file", 1, r"train/a/3\.png", whole=PICTURES, before=pictures(cut),
+    Fault("a picture is cut short", "exit 2, names the file; no run begins", 2, r"train/a/3\.png", whole=PICTURES, before=pictures(cut),
           resumes=False),
-    Fault("a picture is a FIFO", "exit 1, names the file", 1, r"train/a/3\.png", whole=PICTURES, before=pictures(os.mkfifo),
+    Fault("a picture is a FIFO", "exit 2, names the file; no run begins", 2, r"train/a/3\.png", whole=PICTURES, before=pictures(os.mkfifo),
           resumes=False),
-    Fault("a picture is a text", "exit 1, names the file", 1, r"train/a/3\.png", whole=PICTURES,
+    Fault("a picture is a text", "exit 2, names the file; no run begins", 2, r"train/a/3\.png", whole=PICTURES,
           before=pictures(lambda file: file.write_text("no picture")), resumes=False),
 )  # fmt: skip

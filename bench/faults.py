@@ -18,7 +18,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -98,10 +100,9 @@ def _undo(place: Path) -> None:
     if shutil.which("chattr") is not None:
         subprocess.run(["chattr", "-R", "-i", place / "outputs"], check=False, capture_output=True)
     (place / "outputs/filled").unlink(missing_ok=True)
-    for holder in HOLDERS:
+    if (holder := HOLDERS.pop(place, None)) is not None:
         holder.kill()
         holder.communicate()
-    HOLDERS.clear()
 
 
 def _judged(fault: Fault, done: Done, place: Path, whole: Callable[[tuple[str, ...]], Path]) -> Row:
@@ -145,28 +146,37 @@ def _resumed(fault: Fault, run_dir: Path, place: Path, whole: Callable[[tuple[st
     return "other bits"
 
 
-def campaign(faults: Sequence[Fault]) -> tuple[list[Row], dict[str, str]]:
+def campaign(faults: Sequence[Fault], jobs: int = 2) -> tuple[list[Row], dict[str, str]]:
     """Plant all of them. Return the rows, and what was left out with the reason."""
-    folder, left_out, rows = Path(tempfile.mkdtemp()), {}, []
+    folder = Path(tempfile.mkdtemp())
+    left_out: dict[str, str] = {}
+    rows: list[Row] = []
     known: dict[tuple[str, ...], Path] = {}
+    lock = threading.Lock()
 
     def whole(words: tuple[str, ...]) -> Path:
-        if words not in known:
-            place = command.empty(folder / f"whole-{len(known)}")
-            for name in ("traced.py", "faulty_nets.py"):
-                shutil.copy(command.HERE / name, place)
-            done = command.train(*WORDS, *words, cwd=place)
-            assert done.code == 0, done
-            known[words] = command.only_run(place / "outputs")
-        return known[words]
+        with lock:
+            if words not in known:
+                place = command.empty(folder / f"whole-{len(known)}")
+                for name in ("traced.py", "faulty_nets.py"):
+                    shutil.copy(command.HERE / name, place)
+                done = command.train(*WORDS, *words, cwd=place)
+                assert done.code == 0, done
+                known[words] = command.only_run(place / "outputs")
+            return known[words]
+
+    def one(fault: Fault) -> None:
+        try:
+            rows.append(plant(fault, folder, whole))
+            print(f"{fault.name}: exit {rows[-1].exit}, {rows[-1].resume} {rows[-1].wrong}", flush=True)
+        except LeftOut as reason:
+            left_out[fault.name] = str(reason)
 
     try:
-        for fault in faults:
-            try:
-                rows.append(plant(fault, folder, whole))
-                print(f"{fault.name}: exit {rows[-1].exit}, {rows[-1].resume} {rows[-1].wrong}", flush=True)
-            except LeftOut as reason:
-                left_out[fault.name] = str(reason)
+        with ThreadPoolExecutor(jobs) as pool:
+            list(pool.map(one, faults))
+        order = [fault.name for fault in faults]
+        rows.sort(key=lambda row: order.index(row.fault))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return rows, left_out
@@ -192,12 +202,13 @@ def main() -> None:
     """Plant, show, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", help="parts of the names of faults")
+    parser.add_argument("--jobs", type=int, default=2, help="faults at the same time")
     parser.add_argument("--out", type=Path, default=harness.RESULTS / "faults-cpu.json")
     parser.add_argument("--table", action="store_true", help=f"write the table in {TABLE}")
     given = parser.parse_args()
     harness.fork_commands()
     chosen = [f for f in FAULTS if given.only is None or any(part in f.name for part in given.only)]
-    rows, left_out = campaign(chosen)
+    rows, left_out = campaign(chosen, given.jobs)
     shown = [[r.fault, str(r.exit), r.resume, r.message[:60], "; ".join(r.wrong)[:60]] for r in rows]
     harness.table(f"{len(rows)} faults", ["fault", "exit", "resume=", "message", "not as stated"], shown)
     harness.write(given.out, {
