@@ -232,7 +232,7 @@ def main() -> None:
     wrong = [case._asdict() for case in cases if case.outcome != SAME]
     harness.write(given.out, {
         "machine": machine, "seed": given.seed, "runs": len(cases), "combinations": len({case.combination for case in cases}),
-        "kills": {"all": len(struck), "at a system call": sum("before:" in kill for kill in struck),
+        "kills": {"total": len(struck), "at a system call": sum("before:" in kill for kill in struck),
                   **{name: sum(kill.startswith(name) for kill in struck) for name in ("SIGKILL", "SIGTERM")},
                   **{name: sum(f"to {name}" in kill for kill in struck) for name in ("all", "the first", "process")}},
         "outcomes": dict(collections.Counter(case.outcome for case in cases)), "options": table, "wrong": wrong,
