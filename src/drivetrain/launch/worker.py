@@ -124,6 +124,11 @@ def _record_failure(result: Result, error: BaseException, job: Job, world: World
     """Fill in status and error of a rank that an exception ended; its exit code."""
     if wants_traceback():
         echo_traceback(error)
+    if isinstance(error, RuntimeError):
+        try:  # torch's signal handler raises a worker's death wherever this process is, also between two batches
+            job.run.loader.raise_if_worker_died(error)
+        except Interrupted as interrupted:
+            error = interrupted
     if isinstance(error, UserError):
         result.error = str(error)
         return BAD_CONFIG

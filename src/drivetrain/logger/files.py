@@ -7,13 +7,16 @@ import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.core import files
 from drivetrain.logger.base import Logger
 from drivetrain.run import records
 from drivetrain.run.held import Held
 from drivetrain.saving import space
+
+if TYPE_CHECKING:
+    from drivetrain.core.context import BuildContext
 
 ABOUT = {"event", "update", "epoch", "time", "set", "weights"}  # keys of a record that are no figures
 
@@ -26,13 +29,23 @@ class Files(Logger):
     in_thread = False  # whoever reads a record's line after it was logged must find it
     required = True
 
-    def start(self, run_dir: Path, update: int) -> None:
+    def setup(self, context: BuildContext) -> None:
+        self.start(context.run_dir, context.progress.updates, context.progress.evaluated)
+
+    def start(self, run_dir: Path, update: int, evaluated: int | None = None) -> None:
+        """Open the log. A resumed run repeats what came after its checkpoint, and the end: keep one record of each."""
+
+        def comes_again(record: dict[str, Any]) -> bool:
+            at_end = record.get("event") == "evaluate" and ("weights" in record or record["update"] == update != evaluated)
+            return at_end or record["update"] > update
+
         self._held, path = Held(run_dir), run_dir / "metrics.jsonl"
-        if path.exists():  # a resumed run repeats the updates after its checkpoint: keep one record of each
+        evaluated = update if evaluated is None else evaluated
+        if path.exists():
             found = records.read(path)
             if found.unreadable:
                 logger.warning("%s: %d lines could not be read, and are left out", path, found.unreadable)
-            kept = [json.dumps(record) for record in found.records if record["update"] <= update]
+            kept = [json.dumps(record) for record in found.records if not comes_again(record)]
             files.write_text(path, "".join(line + "\n" for line in kept))
         self._file = files.opened(path, "a")
 
