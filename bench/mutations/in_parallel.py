@@ -1,0 +1,5 @@
+"""Faults."""
+
+from bench.mutations.fault import Fault
+
+FAULTS: tuple[Fault, ...] = ()
