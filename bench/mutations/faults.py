@@ -1,7 +1,14 @@
-"""All faults."""
+"""All faults, by parts of the source."""
 
 from __future__ import annotations
 
 from bench.mutations import in_data, in_measuring, in_parallel, in_running, in_training
 
-ALL = (*in_training.FAULTS, *in_data.FAULTS, *in_parallel.FAULTS, *in_running.FAULTS, *in_measuring.FAULTS)
+PARTS = {
+    "training": in_training.FAULTS,
+    "data": in_data.FAULTS,
+    "parallel": in_parallel.FAULTS,
+    "running": in_running.FAULTS,
+    "measuring": in_measuring.FAULTS,
+}
+ALL = tuple(fault for faults in PARTS.values() for fault in faults)

@@ -7,6 +7,7 @@ import torch
 
 from drivetrain.core import accelerators
 from drivetrain.core.accelerators import Accelerator
+from drivetrain.core.errors import Diverged
 
 
 def matmul_types(trainer, tmp_path) -> set[str]:
@@ -124,6 +125,21 @@ def test_a_run_of_overflows_ends_it_as_diverged(train):
     assert result.status == "diverged"
     assert "50 updates in a row" in result.error
     assert result.updates == 0
+
+
+def test_skips_end_a_run_only_in_a_row(make):
+    """49, an update, 49 more: the run goes on. The 50th in a row ends it."""
+    trainer = make("precision=amp", "epochs=50", "updates=2", "saving=none", "evaluate_every=1000")
+    skips = [False] * 49 + [True] + [False] * 49 + [True]
+    trainer.precision.step = lambda *_: skips.pop(0)
+    trainer.fit()
+    assert (trainer.progress.updates, trainer.progress.skipped) == (2, 98)
+    trainer = make("precision=amp", "epochs=50", "updates=2", "saving=none", "evaluate_every=1000")
+    made = []
+    trainer.precision.step = lambda *_: made.append(0)
+    with pytest.raises(Diverged, match="50 updates in a row"):
+        trainer.fit()
+    assert len(made) == 50
 
 
 def test_the_scale_grows_and_is_saved(make):
