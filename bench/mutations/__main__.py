@@ -9,8 +9,9 @@ of their own, which ends at the first failure, or after `--limit` seconds. There
 - unseen: all pass;
 - timeout: the limit came first, which counts as unseen.
 
-The tests that have seen a fault run once more without any: one that fails there too has seen nothing; `--trust` leaves that out. Where only some faults
-are run (`--only` takes parts of names, `--unseen` those that were not seen at last), the other results stay.
+The tests that have seen a fault run once more without any: one that fails there too has seen nothing; `--trust` leaves that
+out. Where only some faults are run (`--only` takes parts of names, `--unseen` those that were not seen at last), the other
+results stay.
 """
 
 from __future__ import annotations

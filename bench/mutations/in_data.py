@@ -16,16 +16,13 @@ SAMPLES = "tests/data/test_samples.py"
 BAD = "tests/data/test_bad_samples.py"
 
 FAULTS = (
-    Fault("pipeline: normalised before it is augmented", "loader/base.py", "        x, y = self.augment(x, y, request)\n        return (x if self.normalize_later else self.normalized(x)), y", "        x, y = self.augment(x if self.normalize_later else self.normalized(x), y, request)\n        return x, y", "tests/augment/test_pipeline.py tests/augment/test_augment.py tests/loader/test_on_device.py", "not slow and (augment or never or normalised or bytes)"),
     Fault("pipeline: normalised twice", "loader/base.py", "            on_device = on_device._replace(normalize=None)  # readers normalise, so that the loop does not\n", "            pass\n", LOADER),
     Fault("pipeline: views have the same random numbers", "loader/base.py", "seed=rng.mix(self.seed, VIEW, number) if number else self.seed", "seed=self.seed", "tests/task/test_tasks.py", "two_views"),
     Fault("pipeline: images of a dict are not augmented", "loader/base.py", "return (values if self.images is None else {**x, self.images: values}), y", "return (values if self.images is None else x), y", TREES),
     Fault("loader: a filler counts", "loader/base.py", "request.ready, not request.weight)", "request.ready, False)", "tests/metrics/test_runs.py", "fills_up"),
     Fault("loader: the order of memory is left as it is", "loader/base.py", "        return x.to(memory_format=memory_format)\n", "        return x\n", "tests/loader/test_loader.py", "memory_format"),
     Fault("workers: a broken file is not named", "loader/workers.py", "                    if isinstance(fetched, DataError):\n                        raise fetched\n", "", "tests/loader/test_loader.py", "broken_file"),
-    Fault("workers: they start anew in every epoch", "loader/workers.py", "more = request.epoch_end and not self.persistent_workers", "more = request.epoch_end", "tests/loader/test_loader.py", "other_processes or ahead or epoch"),
     Fault("workers: the seed comes from the model's random stream", "loader/workers.py", "                generator=torch.Generator(),  # else it draws its base seed from the model's random stream\n", "", "tests/loader/test_loader.py", "random_stream"),
-    Fault("workers: each computes with all threads", "loader/workers.py", "    torch.set_num_threads(1)  # the workers share the cores already\n", "    pass\n", "tests/loader/test_loader.py", "one_thread"),
     Fault("workers: no limit for a stopped one", "loader/workers.py", "self.timeout_s + GRACE_S if self.timeout_s else math.inf", "math.inf", "tests/loader/test_loader.py", "stopped"),
     Fault("workers: the limit is counted from the start", "loader/workers.py", "            finally:\n                self._waits_since = None\n", "            finally:\n                pass\n", "tests/loader/test_loader.py", "stopped or stuck"),
     Fault("threads: pieces are written to the first rows", "loader/threads.py", "rows = slice(offset, offset + trees.length(x))", "rows = slice(0, trees.length(x))", "tests/loader/test_loader.py", "share_a_batch"),

@@ -18,7 +18,6 @@ FAULTS = (
     # engine
     Fault("step: the loss is logged without the micro-batch's weight", "engine/step.py", "loss_sum.addcmul_(loss.detach(), batch.weight)", "loss_sum.add_(loss.detach())", BATCH + " " + ENGINE),
     Fault("step: backward without the micro-batch's weight", "engine/step.py", "self.precision.backward(loss, batch.weight)", "self.precision.backward(loss, torch.ones_like(batch.weight))", BATCH),
-    Fault("step: the loss is computed outside of autocast", "engine/step.py", "            loss = self.loss(self.forward(batch.x), batch.y)", "            output = self.forward(batch.x)\n        loss = self.loss(output, batch.y)", "tests/precision/test_precision.py", "sixteen_bits_stay"),
     Fault("trainer: gradients are not cleared", "engine/trainer.py", "            step.zero_grad()\n            if self._after_update", "            if self._after_update", "tests/engine/test_trainer.py", "order_within"),
     Fault("trainer: the schedule is one update late", "engine/trainer.py", "                self.scheduler.step(progress.updates)\n                self.ema", "                self.scheduler.step(progress.updates - 1)\n                self.ema", "tests/scheduler/test_scheduler.py", "a_run_makes"),
     Fault("trainer: the schedule moves with skipped updates", "engine/trainer.py", "                self._skip()\n", "                self._skip()\n                self.scheduler.step(progress.steps)\n", "tests/precision/test_precision.py", "moves_nothing or in_a_row"),

@@ -55,9 +55,7 @@ class Workshop:
                 __import__(name)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         shutil.rmtree(self.root, ignore_errors=True)
 
     def judge(self, fault: Fault, limit_s: float) -> Outcome:
@@ -155,7 +153,7 @@ def problems(faults: Iterable[Fault], source: Path) -> list[str]:
             fault.plant((source / SOURCE / fault.file).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             found.append(str(error))
-        found += [f"{fault.name}: there is no {test}" for test in fault.tests.split() if not (source / test.split("::")[0]).exists()]
+        found += [f"{fault.name}: there is no {test}" for test in fault.tests.split() if not (source / test).exists()]
         found += [f"{fault.name}: two faults of one name"] if fault.name in names else []
         names.add(fault.name)
     return found

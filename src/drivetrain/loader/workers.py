@@ -80,7 +80,6 @@ class Workers(Loader):
                 pin_memory=self.pin_memory and has_streams(device),
                 prefetch_factor=self.prefetch_factor,
                 timeout=self.timeout_s,
-                worker_init_fn=_use_one_thread,
                 generator=torch.Generator(),  # else it draws its base seed from the model's random stream
             )
             more = False
@@ -239,7 +238,3 @@ class _IteratorSampler:
 
     def __iter__(self) -> Iterator[Request]:
         return self.keys
-
-
-def _use_one_thread(_: int) -> None:
-    torch.set_num_threads(1)  # the workers share the cores already

@@ -29,7 +29,7 @@ def test_an_arm_stops_when_its_ratio_is_known_to_two_per_cent():
     assert list(stopping.precise(arms, stopping.MIN_ROUNDS - 1)) == []  # narrow by chance
 
 
-@pytest.mark.parametrize(("slower", "rounds", "dropped"), [(2, 2, True), (1, 2, False), (2, 3, False), (3, 4, True), (2, 4, False)])
+@pytest.mark.parametrize(("slower", "rounds", "dropped"), [(2, 2, True), (1, 2, False), (2, 3, False), (3, 4, True)])
 def test_an_arm_is_dropped_where_it_lost_clearly_more_than_half(slower, rounds, dropped):
     made = arm(*[90.0] * slower, *[110.0] * (rounds - slower))
     base = arm(*[100.0] * rounds)

@@ -27,7 +27,7 @@ def job(**loader: Any) -> Any:
 
 
 def shares(problems: Any) -> list[float]:
-    return [pytest.approx(problem.share) for problem in problems]
+    return [pytest.approx(problem.share, abs=1e-3) for problem in problems]
 
 
 @pytest.mark.parametrize(("wait", "told"), [(19.0, []), (21.0, [0.21])])
@@ -40,15 +40,13 @@ def test_waiting_for_ranks(lost, told):
     assert shares(doctor._ranks(profile(phases={"communication": lost, "forward": 100.0 - lost}), job(), 2)) == told
 
 
-@pytest.mark.parametrize(
-    ("seconds", "every", "told"), [(1.0, None, []), (1.2, None, [1.2 / 11.2]), (0.2, 25, []), (0.3, 25, [1.5 / 11.5])]
-)
+@pytest.mark.parametrize(("seconds", "every", "told"), [(1.0, None, []), (1.2, None, [0.107]), (0.2, 25, []), (0.3, 25, [0.130])])
 def test_saving(seconds, every, told):
     """One save at the end of an epoch, and one every so many updates."""
     assert shares(doctor._saving(profile(saving_s=seconds), every)) == told
 
 
-@pytest.mark.parametrize(("seconds", "every", "told"), [(2.4, 1, []), (2.6, 1, [2.6 / 12.6]), (4.8, 2, []), (5.2, 2, [2.6 / 12.6])])
+@pytest.mark.parametrize(("seconds", "every", "told"), [(2.4, 1, []), (2.6, 1, [0.206]), (4.8, 2, []), (5.2, 2, [0.206])])
 def test_evaluation(seconds, every, told):
     assert shares(doctor._evaluation(profile(evaluation_s=seconds), every)) == told
 
