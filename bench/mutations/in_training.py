@@ -46,7 +46,7 @@ FAULTS = (
     Fault("out of memory: gradients of half an update stay", "engine/out_of_memory.py", "    trainer.step.zero_grad()\n", "", "tests/batch/test_auto.py", "later_micro_batch"),
     Fault("out of memory: the half-summed loss stays", "engine/out_of_memory.py", "    trainer.log.restart()\n", "", "tests/batch/test_auto.py", "later_micro_batch"),
     Fault("batch: halving does not double the steps", "batch/base.py", "self.accumulation_steps *= 2", "self.accumulation_steps += 1", "tests/batch/test_auto.py", "out_of_memory"),
-    Fault("out of memory: any error halves the batch", "engine/out_of_memory.py", "if not is_out_of_memory(error) or", "if", "tests/batch/test_auto.py", "error or one_sample or memory"),
+    Fault("out of memory: any error halves the batch", "engine/out_of_memory.py", "if not is_out_of_memory(error) or", "if", "tests/batch/test_auto.py", "any_other_error"),
     Fault("log: the loss of a skipped update is no number", "engine/training_log.py", '"train", loss=_finite(loss)', '"train", loss=loss', "tests/engine/test_trainer.py", "is_null"),
     Fault("log: a loss that is not finite goes on", "engine/training_log.py", "if not math.isfinite(loss) and not skipped:", "if not math.isfinite(loss) and skipped:", "tests/engine/test_trainer.py", "diverged or is_null"),
     Fault("log: the mean is not over the ranks", "engine/training_log.py", "/ (count * self.parallel.data_world.size)", "/ count", "tests/parallel/test_parallel.py", "equal_one"),
@@ -92,7 +92,7 @@ FAULTS = (
     Fault("random: a logical shift copies the sign", "core/rng.py", "return (x >> bits) & ((1 << (64 - bits)) - 1)", "return x >> bits", "tests/core/test_rng.py"),
     Fault("bucketed: the sort is not stable", "batch/bucketed.py", "order = order[self.padded[order].argsort(stable=True)]", "order = self.padded.argsort(stable=True)", BUCKETED),
     Fault("bucketed: a budget is overrun by one sample", "batch/bucketed.py", "end = start + max(1, count)", "end = start + max(1, count + 1)", BUCKETED),
-    Fault("bucketed: padding goes beyond the longest", "batch/bucketed.py", ".clamp_(max=longest)", "", BUCKETED),
+    Fault("bucketed: padding goes beyond the longest", "batch/bucketed.py", ".clamp_(max=longest)", "", BUCKETED, "beyond_the_longest"),
     Fault("horizon: a run is one epoch short", "core/horizon.py", "range(first, first * epochs + 1, first)", "range(first, first * epochs, first)", "tests/engine/test_trainer.py", "as_long or counted"),
     Fault("horizon: epochs after the end have no length", "core/horizon.py", "return begin + (epochs - whole) * (self.ends[whole] - begin)", "return float(begin)", "tests/scheduler/test_curves.py", "epochs or lengths or past"),
     # precision
