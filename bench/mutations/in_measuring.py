@@ -57,7 +57,7 @@ FAULTS = (
     Fault("use: copies are computing", "measure/profile/utilization.py", '_union_us(e for e in on_device if not e.name.startswith("Memcpy")) / whole_us', "_union_us(on_device) / whole_us", USE),
     Fault("certify: everything is rounding", "measure/certify/judge.py", "MARGIN = 8.0", "MARGIN = 1e9", JUDGE),
     Fault("certify: the smallest floor of all updates", "measure/certify/judge.py", "max(own.get((before, phase, name), 0.0) for before in range(at + 2))", "min(own.get((before, phase, name), 0.0) for before in range(at + 2))", JUDGE),
-    Fault("certify: rounding without a bound is trusted", "measure/certify/judge.py", "if distance <= TRUSTED * rounding))", "))", JUDGE),
+    Fault("certify: rounding without a bound is trusted", "measure/certify/judge.py", "if distance <= TRUSTED * rounding))", "))", JUDGE, "shadow"),
     Fault("certify: the last difference is named", "measure/certify/judge.py", "first = min(different, key=", "first = max(different, key=", JUDGE),
     Fault("certify: a layer inside decides", "measure/certify/judge.py", "decides = key[1] not in INSIDE or not key[2] or", "decides = True or", JUDGE),
     Fault("certify: coarser formats are exact", "measure/certify/judge.py", "CLOSE if coarser and not bit_for_bit else EXACT", "CLOSE if coarser and bit_for_bit else EXACT", JUDGE),

@@ -8,6 +8,7 @@ import torch
 from drivetrain.core import accelerators
 from drivetrain.core.accelerators import Accelerator
 from drivetrain.core.errors import Diverged
+from drivetrain.precision.fp8 import Fp8
 
 
 def matmul_types(trainer, tmp_path) -> set[str]:
@@ -151,6 +152,9 @@ def test_the_scale_grows_and_is_saved(make):
     again.restore(trainer.model.state_dict(), trainer.state())
     assert again.precision.scaler.get_scale() == 32.0
     assert again.precision.state_dict() == trainer.precision.state_dict()
+    slower = make("precision=amp", "precision.growth_interval=5", "updates=8")
+    slower.restore(trainer.model.state_dict(), trainer.state())
+    assert (slower.precision.scaler.get_scale(), slower.precision.scaler.get_growth_interval()) == (32.0, 5)
 
 
 def test_scaling_does_not_change_the_update(make):
@@ -220,3 +224,9 @@ def test_an_update_that_runs_out_of_memory_can_be_repeated_with_loss_scaling(mak
         trainer.precision.step(trainer.optimizer, lambda: None)
     trainer.optimizer.step = step
     assert trainer.precision.step(trainer.optimizer, lambda: None)
+
+
+@pytest.mark.parametrize(("sizes", "converted"), [((64, 48), True), ((32, 32), True), ((64, 40), False), ((16, 64), False)])
+def test_fp8_converts_what_is_large_enough_and_sixteen_divides(sizes, converted):
+    """Needs no torchao."""
+    assert Fp8(min_features=32)._is_convertible(torch.nn.Linear(*sizes)) is converted
