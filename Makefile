@@ -8,7 +8,7 @@ LOCKED := --no-build-isolation --require-hashes -r requirements
 UV     := $(BIN)/uv pip install --quiet --python $(BIN)/python
 LOCK   := uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-annotate -c constraints.txt
 
-.PHONY: train test test-slow check bench wheel lock clean
+.PHONY: train test test-slow check docs bench wheel lock clean
 
 train: $(VENV)/.installed          ## train the default recipe on real data
 	$(BIN)/python -m src.train $(ARGS)
@@ -20,9 +20,13 @@ test-slow: $(VENV)/.tested         ## the long campaigns
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
 check: $(VENV)/.tested
-	$(BIN)/ruff check src tests bench examples
-	$(BIN)/ruff format --check src tests bench examples
+	$(BIN)/ruff check src tests bench examples docs
+	$(BIN)/ruff format --check src tests bench examples docs
 	$(BIN)/mypy
+
+docs: $(VENV)/.installed           ## the documentation as a site, to read and search without a network: outputs/site/index.html
+	$(PIP) -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench: $(VENV)/.tested             ## our step against other loops, interleaved; results to bench/results
 	$(PIP) -c constraints.txt -e '.[bench]'

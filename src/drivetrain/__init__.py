@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     import pandas
 
     from drivetrain.inference.loaded import LoadedRun
+    from drivetrain.measure.benchmark.compare import Compared
+    from drivetrain.measure.profile.doctor import Diagnosis
     from drivetrain.run.result import Result
 
 
@@ -28,6 +30,41 @@ def train(config: Sequence[str] | Mapping[str, Any] = (), config_dirs: Sequence[
     from drivetrain.launch.launcher import train as launch_train
 
     return launch_train(config, config_dirs)
+
+
+def multirun(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> pandas.DataFrame:
+    """Run `python -m src.train -m <overrides>`, such as ["optimizer=sgd,adamw"], and return its runs, as `runs` does.
+
+    It needs pandas (pip install 'drivetrain[pandas]'). Raises `drivetrain.core.errors.UserError` where no job can run; jobs that
+    fail are rows with their `status` and `error`.
+    """
+    from drivetrain.run.curves import need_pandas
+    from drivetrain.run.table import as_frame
+    from drivetrain.sweep.driver import run_all
+
+    need_pandas("drivetrain.multirun")
+    return as_frame(run_all(overrides, config_dirs)[0])
+
+
+def compare(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> Compared:
+    """Run `drivetrain compare <overrides>`, such as ["precision=fp32,bf16", "quality=true"], and return what was measured.
+
+    A notebook shows its answer and its table; `rows` has the figures of each arm. Raises `drivetrain.core.errors.UserError`
+    where there is nothing to compare.
+    """
+    from drivetrain.measure.benchmark.compare import run
+
+    return run(overrides, config_dirs)[0]
+
+
+def doctor(overrides: Sequence[str] = (), config_dirs: Sequence[str] = ()) -> Diagnosis:
+    """Run `drivetrain doctor <overrides>` and return what it found: `profile`, `problems` and `gains`.
+
+    A notebook shows the verdict and the table. Raises `drivetrain.core.errors.UserError` for a run that cannot be.
+    """
+    from drivetrain.measure.profile.doctor import examine
+
+    return examine(overrides, config_dirs)
 
 
 def load(

@@ -114,16 +114,16 @@ def _knobs(file: Path) -> dict[str, Schema]:
     option = import_name(target) if trusted else None
     kinds = hints(option) if option is not None else {}
     local = option.machine_local_keys if option is not None else ()
-    return _described(file, {k: v for k, v in values.items() if k not in local}, kinds)
+    return described(file, {k: v for k, v in values.items() if k not in local}, kinds)
 
 
 def _values() -> dict[str, Schema]:
     """The keys of conf/config.yaml that are no group."""
     values = {k: v for k, v in catalog.root_config().items() if k != "defaults" and k not in OPERATOR_KEYS}
-    return _described(conf_dir() / "config.yaml", values, KINDS)
+    return described(conf_dir() / "config.yaml", values, KINDS)
 
 
-def _described(file: Path, values: Mapping[str, Any], kinds: Mapping[str, Any]) -> dict[str, Schema]:
+def described(file: Path, values: Mapping[str, Any], kinds: Mapping[str, Any]) -> dict[str, Schema]:
     """Key → the schema of its value, with its default and the comment beside it."""
     comments = {
         found["key"]: found["text"].strip()

@@ -136,13 +136,15 @@ def _plain_jpeg_size(content: bytes) -> tuple[int, int] | None:
 @contextmanager
 def open_image(content: bytes, name: str) -> Iterator[Any]:
     """Open an image file with Pillow. Whatever fails while it is open becomes a DataError with the file's name."""
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
     try:
         with Image.open(io.BytesIO(content)) as image:
             yield image
     except DataError:
         raise
+    except UnidentifiedImageError:
+        raise DataError(f"{name} {DAMAGED.format('it has no format that Pillow knows')}") from None
     except Exception as error:  # a damaged file can make an image library fail in any way
         raise DataError(f"{name} {DAMAGED.format(error)}") from None
 

@@ -65,6 +65,19 @@ class Result:
         """Return the figures of the test set, to report and never to select by; {} where there are none."""
         return self.metrics.get("test", {}).get(evaluation, {})
 
+    @property
+    def history(self) -> Any:
+        """What was measured while the run trained, as a pandas DataFrame: a row for each record of metrics.jsonl."""
+        from drivetrain.run import curves
+
+        return curves.history(self.run_dir)
+
+    def plot(self) -> Any:
+        """Return a matplotlib figure of the loss, the metric, the learning rate and the speed over the updates."""
+        from drivetrain.run import curves
+
+        return curves.plot(self.run_dir, (self.selection or {}).get("metric", "accuracy"))
+
     def _repr_html_(self) -> str:
         """The result as a table, for notebooks."""
         rows: list[tuple[str, Any]] = [

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from drivetrain.core.errors import UserError
+from drivetrain.run.curves import need_pandas
 from drivetrain.run.reader import RunFiles, differing, find
 
 TIMES = ("samples_per_second", "step_ms_p50", "step_ms_p95", "data_wait_fraction", "mfu", "peak_memory_bytes", "wall_s")
@@ -18,12 +18,7 @@ def as_frame(folder: Path | str) -> Any:
     Settings are those in which the runs differ. Metrics are `<set>.final.<name>` and `<set>.best.<name>`, such as
     `validation.best.accuracy` and `test.best.accuracy`. Raises UserError where there is no run, or no pandas.
     """
-    try:
-        import pandas
-    except ModuleNotFoundError:
-        raise UserError(
-            "drivetrain.runs needs the package 'pandas', which is not installed: pip install 'drivetrain[pandas]'"
-        ) from None
+    pandas = need_pandas("drivetrain.runs")
     runs = find([Path(folder).expanduser()])
     settings = differing(runs)
     return pandas.DataFrame([dict(_row(run, settings)) for run in runs])

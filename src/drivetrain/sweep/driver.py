@@ -78,6 +78,11 @@ class Grid:
 
 def run(overrides: Sequence[str], config_dirs: Sequence[str] = (), quiet: bool = False) -> int:
     """Run all jobs and show them in a table; return the exit code. Raises UserError if no job can run."""
+    return run_all(overrides, config_dirs, quiet)[1]
+
+
+def run_all(overrides: Sequence[str], config_dirs: Sequence[str] = (), quiet: bool = False) -> tuple[Path, int]:
+    """Do the same; return the sweep's folder too."""
     resume = next((o.partition("=")[2].strip("'\"") for o in overrides if key_of(o) == "resume"), "null")
     own, dirs = [o for o in overrides if key_of(o) != "resume"], [str(Path(d).resolve()) for d in config_dirs]
     if resume not in ("null", "", "auto"):
@@ -103,7 +108,7 @@ def run(overrides: Sequence[str], config_dirs: Sequence[str] = (), quiet: bool =
         raise
 
 
-def _resume(path: Path, given: Sequence[str], quiet: bool) -> int:
+def _resume(path: Path, given: Sequence[str], quiet: bool) -> tuple[Path, int]:
     """Resume the sweep in `path`; `given` may only change how it is launched."""
     content = store.read_own(path)
     overrides, dirs = store.merge_overrides(path, content["overrides"], given), content["config_dirs"]
@@ -140,8 +145,8 @@ def _plan(overrides: list[str], config_dirs: list[str]) -> Plan:
     return Plan(settings, overrides, config_dirs, jobs)
 
 
-def _run_in(path: Path, plan: Plan, quiet: bool) -> int:
-    """Run the plan's jobs in the sweep's folder; return the exit code."""
+def _run_in(path: Path, plan: Plan, quiet: bool) -> tuple[Path, int]:
+    """Run the plan's jobs in the sweep's folder; return the folder and the exit code."""
     for module in PRELOADED:
         importlib.import_module(module)
     accelerators.find()  # once, and not in every job
@@ -163,7 +168,7 @@ def _run_in(path: Path, plan: Plan, quiet: bool) -> int:
         objective.write(sweep, judged_by, time.monotonic() - began, source.is_finished())
     echo()
     objective.show(sweep, judged_by)
-    return _exit_code(sweep, source, signals, running)
+    return path, _exit_code(sweep, source, signals, running)
 
 
 def _launcher(settings: Settings, sweep: Sweep, jobs: int, quiet: bool, captured: bool) -> Launcher:

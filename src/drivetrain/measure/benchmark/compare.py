@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from html import escape
 from pathlib import Path
 
 from drivetrain.core.errors import DONE, FAILED, UserError
@@ -12,7 +13,7 @@ from drivetrain.measure import arguments
 from drivetrain.measure.benchmark import page, quality
 from drivetrain.measure.benchmark.arms import ArmSpec, baseline_job, refuse_resume, swept
 from drivetrain.measure.benchmark.comparison import Comparison, Settings, measure
-from drivetrain.measure.benchmark.overview import headline
+from drivetrain.measure.benchmark.overview import headline, overview
 from drivetrain.run import directory
 from drivetrain.ui import terminal
 from drivetrain.ui.output import echo
@@ -20,8 +21,24 @@ from drivetrain.ui.output import echo
 HandOn = Callable[[Comparison, Sequence[ArmSpec]], None]
 
 
+class Compared(Comparison):
+    """A comparison that a notebook shows."""
+
+    def _repr_html_(self) -> str:
+        """The answer and its table."""
+        return f"<p>{escape(headline(self))}</p>{overview(self)}"
+
+
 def command(argv: list[str], config_dirs: Sequence[str] = (), hand_on: HandOn | None = None) -> int:
     """Run `drivetrain compare`; return its exit code. `hand_on` is called with what was measured."""
+    comparison, specs = run(argv, config_dirs)
+    if hand_on is not None:
+        hand_on(comparison, specs)
+    return FAILED if comparison.failed else DONE
+
+
+def run(argv: Sequence[str], config_dirs: Sequence[str] = ()) -> tuple[Compared, list[ArmSpec]]:
+    """Compare the arms, show and save what was found, and return it. Raises UserError where there is nothing to compare."""
     settings, overrides = arguments.split(argv, Settings)
     refuse_resume("compare", overrides)
     specs, notes = swept(overrides, config_dirs)
@@ -30,13 +47,11 @@ def command(argv: list[str], config_dirs: Sequence[str] = (), hand_on: HandOn | 
     quality.check(settings, baseline_job(specs), settings.quality)
     for note in notes:
         echo(note)
-    comparison = measure(specs, settings, overrides)
+    comparison = Compared(**vars(measure(specs, settings, overrides)))
     comparison.notes = notes + comparison.notes
     show(comparison)
     save(comparison, baseline_job(specs), argv)
-    if hand_on is not None:
-        hand_on(comparison, specs)
-    return FAILED if comparison.failed else DONE
+    return comparison, specs
 
 
 def save(comparison: Comparison, job: Job, argv: Sequence[str], verb: str = "compare") -> None:

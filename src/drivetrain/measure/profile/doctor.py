@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -56,8 +57,38 @@ class Gain(NamedTuple):
     base: Row
 
 
+@dataclass
+class Diagnosis:
+    """What the doctor found: where a step's time goes, what costs time, the dearest first, and what is faster."""
+
+    profile: StepProfile
+    problems: list[Problem]
+    gains: list[Gain]
+
+    def _repr_html_(self) -> str:
+        """The verdict, the phases of an update and the gains, for notebooks."""
+        total = sum(self.profile.phases.values())
+        phases = "".join(
+            f"<tr><th>{escape(name)}</th><td>{ms:.2f} ms</td><td>{ms / total:.0%}</td></tr>"
+            for name, ms in self.profile.phases.items()
+        )
+        gains = "".join(
+            f"<li><code>{escape(g.overrides)}</code>: {g.row.ratio.middle:.2f} ×</li>" for g in self.gains if g.row.ratio
+        )
+        first = self.problems[0]
+        return f"<p><b>{escape(first.verdict)}</b><br>{escape(first.evidence)}</p><table>{phases}</table>" + (
+            f"<p>measured to be faster:</p><ul>{gains}</ul>" if gains else ""
+        )
+
+
 def command(argv: list[str], config_dirs: Sequence[str] = (), recipe: Path | None = None) -> int:
     """Run `drivetrain doctor`; return its exit code. The best proven override goes to the file `recipe`, if there is one."""
+    examine(argv, config_dirs, recipe)
+    return DONE
+
+
+def examine(argv: Sequence[str], config_dirs: Sequence[str] = (), recipe: Path | None = None) -> Diagnosis:
+    """Profile a run's step, show where its time goes, try what could help, and return what was found."""
     settings, overrides = arguments.split(argv, Settings)
     check_file(recipe)
     if recipe is not None and not settings.prove:
@@ -75,10 +106,10 @@ def command(argv: list[str], config_dirs: Sequence[str] = (), recipe: Path | Non
     problems = sorted(diagnose(profile, profiled, ranks), key=lambda p: -p.share)
     note = f"of one of {ranks} ranks by itself: a batch of {profiled.run.batch.size(0)}, the whole model"
     _show(profile, problems, [note] if ranks > 1 else [])
+    gains = prove(problems, overrides, config_dirs, settings) if settings.prove else []
     if settings.prove:
-        gains = prove(problems, overrides, config_dirs, settings)
         _recommend_best(gains, overrides, Path(job.run.values["output_dir"]), config_dirs, recipe)
-    return DONE
+    return Diagnosis(profile, problems, gains)
 
 
 def _profile_step(trainer: Any, profile_s: float) -> StepProfile:

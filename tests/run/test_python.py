@@ -1,0 +1,62 @@
+"""What the functions of the package return: curves, tables, and what a notebook shows."""
+
+import json
+
+import pytest
+
+import drivetrain
+from drivetrain.core.errors import UserError
+from drivetrain.run.result import Result
+from tests.support.command import ROOT
+
+
+@pytest.fixture
+def result(train):
+    return train("updates=4", "evaluate_every=1")
+
+
+def test_history_is_a_row_for_each_record(result):
+    found = result.history
+    lines = (result.run_dir / "metrics.jsonl").read_text().splitlines()
+    assert found.to_dict("records")[0]["loss"] == json.loads(lines[0])["loss"]
+    assert len(found) == len(lines)
+    trained = found[found["event"] == "train"]
+    assert list(trained["update"]) == [1, 2, 3, 4]
+
+
+def test_the_plot_has_the_curves_of_training_and_evaluation(result):
+    figure = result.plot()
+    curves = {axes.get_ylabel(): [line.get_label() for line in axes.get_lines()] for axes in figure.get_axes()}
+    assert curves["loss"] == ["training", "test"]
+    assert curves["accuracy"] == ["test"]
+    (rate,) = figure.get_axes()[2].get_lines()
+    assert list(rate.get_xdata()) == [1, 2, 3, 4]
+
+
+def test_a_run_without_records_says_so(tmp_path):
+    for ask in (lambda r: r.history, lambda r: r.plot()):
+        with pytest.raises(UserError, match="has no records"):
+            ask(Result(run_dir=tmp_path))
+
+
+@pytest.mark.slow
+def test_a_sweep_a_comparison_and_a_doctor_from_python_after_a_run(tiny, train):
+    """As in a notebook: this process has computed already."""
+    train()
+    frame = drivetrain.multirun(tiny("optimizer=sgd,adamw"))
+    assert list(frame["status"]) == ["completed", "completed"]
+    compared = drivetrain.compare([*tiny("model.dropout=0,0.5"), "rounds=1"])
+    assert [row.label for row in compared.rows] == ["model.dropout=0", "model.dropout=0.5"]
+    assert "model.dropout=0.5" in compared._repr_html_()
+    found = drivetrain.doctor([*tiny(), "prove=false", "profile_s=0.2"])
+    assert found.problems[0].verdict in found._repr_html_()
+
+
+@pytest.mark.slow
+def test_the_notebook_runs():
+    cells = json.loads((ROOT / "examples/notebook/drivetrain.ipynb").read_text())["cells"]
+    names: dict[str, object] = {}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
+    assert names["result"].judged()["accuracy"] > 0.5

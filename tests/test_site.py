@@ -1,0 +1,56 @@
+"""The documentation as a site: a card for every option, and a build without a warning."""
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from drivetrain.config import catalog
+from tests.support.command import ROOT
+
+
+@pytest.fixture
+def cards(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs" / "site")
+    import cards
+
+    yield cards
+    del sys.modules["cards"]
+
+
+def test_every_option_has_a_card_with_what_it_does_its_effect_and_its_keys(cards):
+    pages = cards.pages(ROOT)
+    for group, names in catalog.options().items():
+        for name in names:
+            _, _, card = pages[group].partition(f"{{#{group}-{name}}}")
+            card = card.partition("\n## ")[0]
+            assert "**Effect on training:**" in card, f"{group}={name}"
+            for key in catalog.option_keys(group, name) - {"preset", "_target_"}:
+                assert f"| `{group}.{key}` |" in card, (group, name, key)
+    assert "| `precision.init_scale` | `65536.0` | number > 0 |" in pages["precision"]
+    assert "on AMD EPYC" in pages["surgery"]
+    assert "`parallel=fsdp`: precision=bf16_pure and parallel=fsdp exclude each other" in pages["precision"]
+
+
+def test_the_reference_has_each_command_key_and_function(cards):
+    import reference
+
+    pages = reference.pages()
+    assert all(f"## {verb}\n" in pages["commands"] for verb in ("train", "compare", "doctor", "recipe"))
+    assert "| `epochs` | `15` |" in pages["keys"]
+    assert "drivetrain.train(config:" in pages["python"]
+
+
+@pytest.mark.slow
+def test_it_builds_without_a_warning(tmp_path):
+    if importlib.util.find_spec("mkdocs") is None:
+        pytest.skip("mkdocs is not installed: pip install 'drivetrain[docs]'")
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert built.returncode == 0, built.stderr
+    assert "precision.init_scale" in (tmp_path / "site" / "techniques" / "precision.html").read_text(encoding="utf-8")
+    shutil.rmtree(tmp_path / "site")
