@@ -65,7 +65,7 @@ def sharded_weights(model: torch.nn.Module) -> bool:
 
 
 def test_flags_sums_objects_and_random_numbers(ranks, make):
-    """One rank's flag is all ranks', once, though it stays raised until they have heard of it; sums are of both; the model starts alike, and dropout draws differ."""
+    """One rank's flag is all ranks', once, though it stays raised until they have heard of it; dropout draws differ."""
 
     def work(world: World) -> Any:
         trainer = make("parallel=ddp", "parallel.nproc=2", "runtime.device=cpu", world=world)
