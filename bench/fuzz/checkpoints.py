@@ -38,7 +38,8 @@ def examples(place: Path, count: int, seed: int, trained: Path | None = None) ->
     whole = trained or flips.train(place / "trained")
     draw = random.Random(seed)
     logging.getLogger("drivetrain").setLevel(logging.ERROR)  # each passed over is a warning
-    trainer = build.build(BuildContext(launcher.prepare([*flips.RUN, "logger=[]"]).run, World(), place / "run"), [])
+    context = BuildContext(launcher.prepare([*flips.RUN, "logger=[]"]).run, World(), place / "run")
+    trainer = build.build(context, [])
     restore(whole, trainer)
     for number in range(count):
         folder = place / f"case{number}"
@@ -48,6 +49,7 @@ def examples(place: Path, count: int, seed: int, trained: Path | None = None) ->
             told.append("and the one before: " + change(draw, folder / "checkpoints" / "2"))
         yield Example("; ".join(told), functools.partial(restore, folder, trainer), (place, whole), (folder / "checkpoints",))
         damage.remove(folder)
+    context.on_exit.close()
     logging.getLogger("drivetrain").setLevel(logging.NOTSET)
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 from tests.support.effects import Begins, TooLong, limited, watched
 
 ACCEPTED, REFUSED, DEFECT = "accepted", "refused", "defect"
+CODE = [Path(__file__).parents[2] / name for name in ("bench", "tests")]  # whose lines a warning quotes
 MOST_SAID = 8_000  # characters of a refusal
 EXAMPLES, SEED = 1_000, 0
 MOST_SHOWN = 100  # defects in the result's file
@@ -50,7 +51,8 @@ def judged(example: Example) -> Ended:
     outcome, said = ACCEPTED, ""
     effects: list[str] = []
     try:
-        with limited(example.seconds), watched(*example.readable, writable=example.writable, stopping=example.starts) as effects:
+        readable = (*CODE, *example.readable)
+        with limited(example.seconds), watched(*readable, writable=example.writable, stopping=example.starts) as effects:
             example.read()
     except UserError as error:
         outcome, said = REFUSED, str(error)

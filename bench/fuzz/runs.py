@@ -84,7 +84,7 @@ def resume_sweep(folder: Path, _: Path) -> None:
 
     from drivetrain.sweep import driver
 
-    with mock.patch.object(driver, "_run_in", return_value=0):
+    with mock.patch.object(driver, "_run_in"):
         driver.run([f"resume={folder}"])
 
 
