@@ -36,7 +36,6 @@ FAULTS = (
     Fault("sharded: weights stay gathered after an evaluation", "parallel/sharded.py", "                module.reshard()\n", "                pass\n", TWO, "gathers"),
     Fault("sharded: gradients are reduced at every micro-batch", "parallel/sharded.py", "self.root.set_requires_gradient_sync(batch.last)", "self.root.set_requires_gradient_sync(True)", TWO, "reduces"),
     Fault("sharded: gradients are never reduced", "parallel/sharded.py", "self.root.set_requires_gradient_sync(batch.last)", "self.root.set_requires_gradient_sync(False)", TWO, "reduces"),
-    Fault("sharded: the optimizer keeps gradients of the update before", "parallel/sharded.py", "            shard.grad = None\n        self.inner", "            pass\n        self.inner", TWO, "reduces"),
     Fault("sharded: no evaluation in step", "parallel/sharded.py", "    lockstep_evaluation = True\n", "    lockstep_evaluation = False\n", TWO, "tail"),
     Fault("fsdp: weights are resharded whatever is asked for", "parallel/fsdp.py", "reshard_after_forward=self.reshard_after_forward", "reshard_after_forward=True", TWO, "gathers"),
     Fault("fsdp: sync_each_micro is turned around", "parallel/fsdp.py", "self._sync_last_only = not self.sync_each_micro", "self._sync_last_only = self.sync_each_micro", TWO, "reduces"),
