@@ -7,13 +7,16 @@ Ratios are taken between blocks of the same round.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import platform
 import pty
 import random
 import re
+import shutil
 import statistics
+import tempfile
 import threading
 import time
 import traceback
@@ -240,3 +243,14 @@ def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> N
         grid.add_row(*map(Text, row))  # plain: [channels_last] is no markup
     console = Console()
     Console(width=console.width if console.is_terminal else 140).print(grid)
+
+
+def fork_commands() -> None:
+    """Let every command of drivetrain's that this process starts be forked, with a key to sign runs of its own."""
+    state = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, state, ignore_errors=True)
+    os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", XDG_STATE_HOME=state)
+    from tests.support import command, fork_server
+
+    fork_server.install()
+    command.run("--help", cwd=ROOT)  # the first one waits for the imports

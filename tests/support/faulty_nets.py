@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import resource
+import shutil
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import torch
@@ -51,6 +57,70 @@ class Faulty(torch.nn.Module):
     @staticmethod
     def out_of_memory(y: torch.Tensor) -> torch.Tensor:
         return y + torch.empty(1 << 50)
+
+    @staticmethod
+    def raises(y: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("this forward is too much\nsecond line of the same error")
+
+    @staticmethod
+    def exits(y: torch.Tensor) -> torch.Tensor:
+        sys.exit(0)
+
+    @staticmethod
+    def ends_at_once(y: torch.Tensor) -> torch.Tensor:
+        os._exit(9)
+
+    @staticmethod
+    def told_to_end(y: torch.Tensor) -> torch.Tensor:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return y
+
+    @staticmethod
+    def worker_killed(y: torch.Tensor) -> torch.Tensor:
+        os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
+        return y
+
+    @staticmethod
+    def worker_stopped(y: torch.Tensor) -> torch.Tensor:
+        os.kill(multiprocessing.active_children()[0].pid, signal.SIGSTOP)
+        return y
+
+    @staticmethod
+    def run_moved(y: torch.Tensor) -> torch.Tensor:
+        _run_dir().rename("elsewhere")
+        return y
+
+    @staticmethod
+    def run_removed(y: torch.Tensor) -> torch.Tensor:
+        shutil.rmtree(_run_dir())
+        return y
+
+    @staticmethod
+    def disk_full(y: torch.Tensor) -> torch.Tensor:
+        Path("outputs/filled").write_bytes(bytes(shutil.disk_usage("outputs").free))
+        return y
+
+    @staticmethod
+    def read_only(y: torch.Tensor) -> torch.Tensor:
+        subprocess.run(["chattr", "+i", _run_dir() / "checkpoints"], check=True)  # root may write what is only read-only
+        return y
+
+    @staticmethod
+    def no_descriptors(y: torch.Tensor) -> torch.Tensor:
+        used = len(os.listdir("/proc/self/fd"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used - 1, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        return y
+
+    @staticmethod
+    def clock_set_back(y: torch.Tensor) -> torch.Tensor:
+        now = time.time
+        time.time = lambda: now() - 86_400
+        return y
+
+
+def _run_dir() -> Path:
+    (found,) = Path("outputs").glob("*/*")
+    return found
 
 
 class Summing(torch.nn.Module):

@@ -26,7 +26,7 @@ from drivetrain.core.step import Step
 from drivetrain.core.trees import Tree
 from drivetrain.data.base import Splits
 from drivetrain.debug.base import Debug
-from drivetrain.engine import dry_run, flops, input_checks
+from drivetrain.engine import dry_run, facts, flops, input_checks
 from drivetrain.engine.callbacks import Callbacks
 from drivetrain.engine.counted_step import CountedStep
 from drivetrain.engine.description import describe
@@ -248,7 +248,8 @@ def _horizon(context: BuildContext, batch: Batch, known_before: bool) -> Horizon
     if horizon is None:
         raise UserError(
             f"batch.global_batch={batch.size(run.values['epochs'] - 1)} is more than the {samples} training samples, and "
-            f"data.drop_last drops the short batch: set batch.global_batch to {samples} or less, or data.drop_last=false"
+            f"data.drop_last drops the short batch: set batch.global_batch={min(samples, facts.smaller_batch(samples))}, "
+            "or data.drop_last=false"
         )
     if not known_before and run.debug.updates is None:
         if problems := list(run.scheduler.horizon_problems(horizon)):

@@ -180,7 +180,7 @@ def _rank_entry(job: Job, run_dir: Path, failures: FailureRecorder, quiet: bool)
     (folder / f"{world.rank}.json").unlink(missing_ok=True)
     held = Held(folder)
     start_heartbeat(folder, world.rank)
-    with contextlib.ExitStack() as stack:
+    with StopFlag() as stop, contextlib.ExitStack() as stack:
         if world.rank == 0:
             if job.run.parallel.nnodes > 1:  # only now it is known that the run's directory belongs on this machine
                 if not run_dir.is_dir():
@@ -190,7 +190,6 @@ def _rank_entry(job: Job, run_dir: Path, failures: FailureRecorder, quiet: bool)
                 stack.enter_context(logs.to_file(run_dir / "log.txt"))
             if restarts:
                 _restart_from_newest(job, run_dir, failures.reason or "a rank of another machine was lost", restarts)
-        stop = stack.enter_context(StopFlag())
         result, code = run_rank(job, world, run_dir, stop, quiet)
     with contextlib.suppress(OSError):  # a full disk, or a directory that was removed: the exit code tells that it failed
         folder = held.folder() or folder

@@ -1,7 +1,7 @@
 """Heartbeats of the ranks of one machine, and the reasons of those that fail.
 
-Each rank touches a file once a second. The monitor in the launching process ends a rank whose file stays untouched too
-long, after asking it for its Python stack.
+Each rank touches a file once a second, and ends where the launching process is gone. The monitor in the launching process ends
+a rank whose file stays untouched too long, after asking it for its Python stack.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ INTERVAL_S = 1.0
 ABANDONED_AFTER_S = 12.0
 ABANDONED_AFTER_RESTARTABLE_S = 75.0  # while ranks may start again: those of other machines first write a last checkpoint
 STACK_WAIT_S = 2.0  # for a rank's stack
-TORCH_LOGGERS = ("torch.distributed.elastic", "torch.multiprocessing")
+TORCH_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
 STOPPED = ("T", "t")  # process states: stopped by a signal, by a debugger
 STACK_SIGNAL = signal.SIGUSR2  # asks a rank for its Python stack
 
@@ -38,9 +38,13 @@ def start_heartbeat(folder: Path, rank: int) -> None:
     stack = files.opened(folder / f"{rank}.stack", "a")  # appended to: the stack of before a restart stays
     faulthandler.register(STACK_SIGNAL, stack, all_threads=True)
 
+    launcher = os.getppid()
+
     def touch() -> None:
         while True:
             time.sleep(INTERVAL_S)
+            if os.getppid() != launcher:  # the ranks would wait for its store, and hold the run; it can be gone on with
+                os.kill(os.getpid(), signal.SIGKILL)
             with contextlib.suppress(OSError):  # on a full disk the run itself fails, with a better message
                 os.utime(file, follow_symlinks=False)
 

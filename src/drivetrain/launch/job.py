@@ -179,12 +179,16 @@ def _resumed(run_dir: Path, words: list[str], config_dirs: Sequence[str]) -> Job
         settings, dirs = {}, config_dirs
     job = of_run(run_dir, words, dirs, settings)
     unresolved: Any = OmegaConf.to_container(job.composed.config)
-    different = identity.differences(_recorded_config(run_dir), unresolved, job.not_compared)
+    recorded_config = _recorded_config(run_dir)
+    different = identity.differences(recorded_config, unresolved, job.not_compared)
     if different and not job.run.values["resume_changed"]:
-        raise UserError(
-            [f"resume={run_dir}: the config differs from the run's, and only its length may: {'; '.join(different)}."
-             " Say resume_changed=true to go on all the same"]
-        )  # fmt: skip
+        shorter = [line for line in different if line.partition(":")[0] in identity.MAY_LENGTHEN]
+        other = [line for line in different if line not in shorter]
+        problems = [f"the config differs from the run's, and only its length may: {'; '.join(other)}"] if other else []
+        if shorter:
+            ends = " or ".join(f"{key}={recorded_config.get(key)}" for key in identity.MAY_LENGTHEN if recorded_config.get(key))
+            problems.append(f"{'; '.join(shorter)}: a run may only become longer, and this one ends after {ends}: set more of it")
+        raise UserError(f"resume={run_dir}: {problem}. Say resume_changed=true to go on all the same" for problem in problems)
     job.notices += [f"resumed with a changed config: {line}" for line in different]
     return _from_newest_checkpoint(job, run_dir)
 

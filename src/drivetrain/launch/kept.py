@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from drivetrain.run.result import Result
 
 AVERAGED = "averaged.safetensors"
+JUMP = 2  # times the rate before
 Found = tuple[Mapping[str, Any], Mapping[str, Any]]  # the metrics of an evaluation, and its tables
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,21 @@ def restore(trainer: Trainer, checkpoint: Path) -> None:
     raise UserError(
         f"checkpoint {checkpoint} cannot be restored ({why}), and there is no other: another program wrote it, or changed it"
     ) from first
+
+
+def rate_jump(trainer: Trainer) -> str:
+    """What to know where a run goes on at a much higher rate than it had: its schedule is that of a longer run now."""
+    group, progress = trainer.optimizer.param_groups[0], trainer.progress
+    before = float(group["lr"])
+    trainer.scheduler.step(progress.updates)
+    after = float(group["lr"])
+    if after <= JUMP * before:
+        return ""
+    return (
+        f"the learning rate goes up from {before:.2e} to {after:.2e}: the schedule is now that of {trainer.max_updates:,} "
+        f"updates, and this run has made {progress.updates:,}. For a rate of your own say resume_changed=true scheduler=constant "
+        f"optimizer.lr=…, or begin a new run from its weights by model.weights={trainer.run_dir}"
+    )
 
 
 def test_final(trainer: Trainer) -> Found | None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 from drivetrain.core import trees
@@ -80,7 +84,7 @@ class Workers(Loader):
                 pin_memory=self.pin_memory and has_streams(device),
                 prefetch_factor=self.prefetch_factor,
                 timeout=self.timeout_s,
-                worker_init_fn=_use_one_thread,
+                worker_init_fn=_begin_worker,
                 generator=torch.Generator(),  # else it draws its base seed from the model's random stream
             )
             more = False
@@ -100,7 +104,8 @@ class Workers(Loader):
             worker = f"loader worker {delivered % self.num_workers + 1} of {self.num_workers}"  # they take turns
             return timeout_error(worker, self.timeout_s, pipeline, int(pending[0].indices[0]))
 
-        batches = iter(loader)
+        with _sigterm_blocked():
+            batches = iter(loader)
         try:
             with _WaitLimit(self.timeout_s, batches) as limit:
                 for fetched in limit.each(batches):
@@ -241,5 +246,38 @@ class _IteratorSampler:
         return self.keys
 
 
-def _use_one_thread(_: int) -> None:
+@contextmanager
+def _sigterm_blocked() -> Iterator[None]:
+    """Block SIGTERM in this thread, and in the processes that it forks within the context, where it stays blocked."""
+    if not hasattr(signal, "sigwaitinfo"):  # on a Mac
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _begin_worker(_: int) -> None:
+    """Set up a worker's process: it ends with the run, and not before."""
     torch.set_num_threads(1)  # the workers share the cores already
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, EOFError | ConnectionError):  # the run was killed: there is nobody to tell
+            before(kind, error, trace)
+
+    sys.excepthook = hook
+    if hasattr(signal, "sigwaitinfo"):
+        threading.Thread(target=_heed_the_run_alone, daemon=True, name="SIGTERM").start()
+
+
+def _heed_the_run_alone() -> None:
+    """End at a SIGTERM of the parent. One that was sent to all processes of a run is its first process's to answer.
+
+    Slurm, systemd and containers send it to all: the run still needs its next batch, to finish its update and save.
+    """
+    while True:
+        if signal.sigwaitinfo({signal.SIGTERM}).si_pid == os.getppid():
+            os._exit(0)

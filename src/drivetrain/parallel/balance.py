@@ -2,52 +2,76 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import accumulate, pairwise
+from typing import Any
 
-from drivetrain.core.device import synchronize
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.trees import Tree, call, first
+from drivetrain.core.trees import Tree, call
 
-REPEATS = 3  # forwards; the fastest counts
+FLOPS_PER_BYTE = 100  # that a device computes in the time in which it moves one byte: H200 80, A100 200
 
 
-def measure_costs(model: torch.nn.Module, blocks: Sequence[torch.nn.Module], example: Tree) -> list[float]:
-    """Measure the seconds of each block's forward on `example`, in evaluation mode, so that the model does not change.
+def estimate_costs(model: torch.nn.Module, blocks: Sequence[torch.nn.Module], example: Tree) -> list[float]:
+    """Estimate the cost of each block's forward on `example`, in evaluation mode, so that the model does not change.
 
+    An operation costs the bytes that it reads and writes, or its FLOPs if they take longer. Times would differ from run to run,
+    and so would the cut and the random numbers that each rank draws: a resumed run would not be the run that was broken off.
     Raises UserError if the model's forward does not call a block.
     """
+    costs = dict.fromkeys(map(id, blocks), 0.0)
     started: dict[int, float] = {}
-    seconds = {id(block): float("inf") for block in blocks}
-
-    def now() -> float:
-        synchronize(first(example).device)
-        return time.perf_counter()
-
-    def before_forward(module: torch.nn.Module, *_: object) -> None:
-        started[id(module)] = now()
-
-    def after_forward(module: torch.nn.Module, *_: object) -> None:
-        seconds[id(module)] = min(seconds[id(module)], now() - started[id(module)])
-
     training = model.training
-    with ExitStack() as hooks, torch.no_grad():
+    with ExitStack() as undo, torch.no_grad(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        count = undo.enter_context(_counted())
         for block in blocks:
-            hooks.callback(block.register_forward_pre_hook(before_forward).remove)
-            hooks.callback(block.register_forward_hook(after_forward).remove)
+            before = block.register_forward_pre_hook(lambda module, *_: started.update({id(module): count()}))
+            after = block.register_forward_hook(
+                lambda module, *_: costs.update({id(module): costs[id(module)] + count() - started[id(module)]})
+            )
+            undo.callback(before.remove)
+            undo.callback(after.remove)
         model.eval()
-        for _ in range(REPEATS):
-            call(model, example)
+        call(model, example)
     model.train(training)
     if uncalled := [i for i, block in enumerate(blocks) if id(block) not in started]:
         raise UserError(
             f"block {uncalled[0]} ({type(blocks[uncalled[0]]).__name__}) of the model's sequence of {len(blocks)} is not called "
             "in its forward, so it cannot be cut: name the class of its blocks in parallel.block, or set parallel=ddp or fsdp"
         )
-    return [seconds[id(block)] for block in blocks]
+    return [costs[id(block)] for block in blocks]
+
+
+@contextmanager
+def _counted() -> Iterator[Callable[[], float]]:
+    """Within the context torch's operations are counted; the function returns what they cost so far."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+    from torch.utils.flop_counter import flop_registry
+
+    total = 0.0
+
+    class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            """Return False: nothing is compiled here, and else torch imports its compiler for this mode."""
+            return False
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal total
+            kwargs = kwargs or {}
+            out = func(*args, **kwargs)
+            if not func.is_view:
+                formula = flop_registry.get(func._overloadpacket)
+                flops = formula(*args, **kwargs, out_val=out) if formula is not None else 0
+                tensors = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, torch.Tensor)]
+                total += max(sum(t.numel() * t.element_size() for t in tensors), flops / FLOPS_PER_BYTE)
+            return out
+
+    with Counter():  # type: ignore[no-untyped-call]
+        yield lambda: total
 
 
 def balanced_boundaries(costs: Sequence[float], parts: int) -> list[int]:

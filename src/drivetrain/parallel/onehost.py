@@ -60,7 +60,7 @@ class Dp(Parallel):
 class Split(Parallel):
     """Naive model parallelism in one process: consecutive blocks are on consecutive `devices`, which work in turns.
 
-    null means all devices. Blocks are split by measured cost, so that each device gets about the same forward time.
+    null means all devices. Blocks are split by estimated cost, so that each device gets about the same forward time.
     """
 
     effect = "exact"
@@ -108,7 +108,7 @@ class Split(Parallel):
                 f"parallel=split: the model is a sequence of {len(blocks)} blocks, too few for {len(devices)} devices: name at "
                 f"most {len(blocks)} in parallel.devices"
             )
-        costs = balance.measure_costs(model, blocks, example)
+        costs = balance.estimate_costs(model, blocks, example)
         boundaries = balance.balanced_boundaries(costs, len(devices))
         for device, (first, last) in zip(devices, pairwise(boundaries), strict=True):
             for block in blocks[first:last]:

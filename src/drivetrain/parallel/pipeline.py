@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, eq=False)
 class Pipeline(Sharded):
-    """Uses torch.distributed.pipelining over `stages` ranks (auto: all), split by measured cost; needs batch=accumulate.
+    """Uses torch.distributed.pipelining over `stages` ranks (auto: all), split by estimated cost; needs batch=accumulate.
 
     1f1b (Narayanan et al. 2019) keeps the activations of at most as many micro-batches as there are stages; gpipe (Huang et
     al. 2019) keeps those of all; interleaved (Narayanan et al. 2021) gives each rank `per_rank` shorter stages, so that less
@@ -148,7 +148,7 @@ class Pipeline(Sharded):
                 f"parallel=pipeline: {count} stages, but the model is a sequence of {len(blocks)} blocks: set parallel.stages to "
                 f"{len(blocks)} or less (and parallel.nproc with it)"
             )
-        costs = self.broadcast_object(balance.measure_costs(model, blocks, example))
+        costs = self.broadcast_object(balance.estimate_costs(model, blocks, example))
         boundaries = balance.balanced_boundaries(costs, count)
         self._ranges = list(itertools.pairwise(boundaries))
         check_stages(model, blocks, self._ranges, example)

@@ -223,7 +223,8 @@ def _defaults(recipe: Recipe, node: Any, where: str, problems: list[str]) -> Non
         elif all(isinstance(o, str) and _OPTION.match(o) for o in (option if isinstance(option, list) else [option])):
             recipe.choices[group], recipe.lines[group] = option, entry.start_mark.line + 1
         else:
-            problems.append(f"{at}: {group}: {option!r} is not the name of an option: names are plain, never paths")
+            given = "no option is given" if option is None else f"{option!r} is not the name of an option"
+            problems.append(f"{at}: {group}: {given}: names are plain, never paths")
 
 
 def _values(recipe: Recipe, key: str, key_node: Any, node: Any, problems: list[str]) -> None:

@@ -151,6 +151,16 @@ def prune(run_dir: Path, chosen: Callable[[list[int]], list[int]]) -> None:
             logger.warning("checkpoint %d of %s is no longer needed, and cannot be removed (%s)", update, run_dir, error.strerror)
 
 
+def remove_unfinished(run_dir: Path) -> None:
+    """Remove what a killed process has left of its last save. Called by the process that has the run, before it saves."""
+    manifest.recover(run_dir)
+    root = run_dir / "checkpoints"
+    if root.is_symlink():  # refused by the first save
+        return
+    for left in [*root.glob(".writing-*"), *root.glob(".replaced-*")]:
+        shutil.rmtree(left, ignore_errors=True)  # which follows no link
+
+
 def updates(run_dir: Path) -> list[int]:
     """Return the updates of a run's checkpoints, the oldest first."""
     return sorted(int(p.name) for p in checkpoints(run_dir))

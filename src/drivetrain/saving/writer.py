@@ -44,6 +44,7 @@ class Writer:
             self._run_dir = directory.same_on_all_ranks(self._run_dir, self._parallel)
         if self._parallel.world.rank == 0:
             self._hold()
+            checkpoint_io.remove_unfinished(self._run_dir)
 
     def _hold(self) -> Held:
         if self._held is None:

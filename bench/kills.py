@@ -1,0 +1,244 @@
+"""Kills runs at random moments, goes on with them, and compares their end with that of the unbroken run, bit for bit.
+
+`python -m bench.kills [--kills N] [--seed S] [--jobs N] [--out FILE]`. Linux on x86-64.
+
+A combination is a loader, a strategy, a precision and a way of saving. Those are drawn that pair the most options not yet seen
+together, so that about 40 combinations have all pairs. Each is trained once without a break. Then it is killed, gone on with,
+perhaps killed again up to three times more, and gone on with to its end. A kill comes
+
+- at a random moment, or at the entry of one of the system calls by which the run changes files (bench/syscalls.py);
+- as SIGKILL or SIGTERM;
+- to all processes at once, to the one that the user started, or to one of the others: a rank or a loader's worker.
+
+There are five outcomes: same bits, divergent, does not resume, untyped error (a traceback, or an end without a message), and
+hangs. All but the first are faults. The draws are fixed by the seed; a moment is a share of the unbroken run's time, so where
+exactly it falls is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import itertools
+import os
+import random
+import re
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.support import command, same_end
+
+from bench import harness
+from bench.strikes import Ended, Kill, Reference, run
+
+RUN = (
+    "data=own", "data.target=traced.Pictures", "trust=[traced]", "model=mlp", "model.hidden=[8,8,8]", "model.dropout=0.2",
+    "optimizer=adamw", "scheduler=cosine", "ema=ema", "augment=[flip_crop]", "augment.flip_crop.pad=1",
+    "batch.global_batch=12", "updates=14", "log_every=1", "runtime.device=cpu", "runtime.threads=1",
+)  # fmt: skip
+TABLE: dict[str, dict[str, tuple[str, ...]]] = {
+    "loader": {name: (f"loader={name}",) for name in ("sync", "workers", "threads", "resident", "device", "auto")},
+    "parallel": {
+        **{name: (f"parallel={name}",) for name in ("single", "ddp", "fsdp", "pipeline")},
+        "split": ("parallel=split", "parallel.devices=[cpu,cpu]"),
+    },
+    "precision": {name: (f"precision={name}",) for name in ("fp32", "bf16", "amp", "bf16_pure")},
+    "saving": {
+        "last": (),
+        "keep=1": ("saving.keep=1",),
+        "best": ("saving=best",),
+        "asynchronous": ("saving.asynchronous=true",),
+        "sharded": ("saving.sharded=true",),
+        "sharded, asynchronous": ("saving.sharded=true", "saving.asynchronous=true"),
+    },
+}  # fmt: skip
+SAVES = "saving.every_updates=2"
+KILLS, PER_COMBINATION, MORE_KILLS = 1_000, 6, 3
+SAME, DIVERGENT, STUCK, UNTYPED, HANGS = "same bits", "divergent", "does not resume", "untyped error", "hangs"
+EXPECTED = (0, 1, 75, -signal.SIGKILL, -signal.SIGTERM)  # exit codes of a run that was killed
+Names = tuple[str, ...]
+
+
+class Case(NamedTuple):
+    """A run that was killed, and what came of it."""
+
+    combination: Names
+    kills: list[str]
+    outcome: str
+    said: str
+
+
+def words_of(names: Names) -> list[str]:
+    """The command line of a combination."""
+    return [*RUN, *itertools.chain(*(TABLE[axis][name] for axis, name in zip(TABLE, names, strict=True))), SAVES]
+
+
+def combinations(draw: random.Random, folder: Path) -> Iterator[Names]:
+    """Yield combinations that can be, those first that show the most new pairs of options; then all others."""
+    from drivetrain.core.errors import UserError
+    from drivetrain.launch import launcher
+
+    shutil.copy(command.HERE / "traced.py", folder)
+    left = list(itertools.product(*TABLE.values()))
+    draw.shuffle(left)
+    seen: set[tuple[int, int, str, str]] = set()
+    before = Path.cwd()
+    while left:
+        names = max(left, key=lambda each: len(_pairs(each) - seen))
+        left.remove(names)
+        os.chdir(folder)
+        try:
+            launcher.prepare(words_of(names))
+        except UserError:  # such as saving.sharded=true of a strategy that cannot
+            continue
+        finally:
+            os.chdir(before)
+        seen |= _pairs(names)
+        yield names
+
+
+def _pairs(names: Names) -> set[tuple[int, int, str, str]]:
+    return {(i, j, names[i], names[j]) for i, j in itertools.combinations(range(len(names)), 2)}
+
+
+def judge(names: Names, reference: Reference, draw: random.Random, folder: Path) -> Case:
+    """Kill a run, go on with it, and compare its end."""
+    place = Path(tempfile.mkdtemp(dir=folder))
+    shutil.copy(command.HERE / "traced.py", place)
+    kills: list[str] = []
+    try:
+        for number in range(1 + MORE_KILLS):
+            kill = Kill.drawn(draw) if number == 0 or draw.random() < 0.5 else None
+            ended, _ = run(_resume(place, words_of(names)), place, kill, reference)
+            if ended.killed:
+                kills.append(ended.killed)
+            if (wrong := _wrong(ended)) is not None:
+                return Case(names, kills, *wrong)
+            if kill is None:
+                break
+        else:
+            ended, _ = run(_resume(place, words_of(names)), place, None, None)
+            if (wrong := _wrong(ended)) is not None:
+                return Case(names, kills, *wrong)
+        different = same_end.differences(_newest(place), reference.run_dir)
+        left = [p.name for p in (_newest(place) / "checkpoints").glob(".*")]
+        if different or left:
+            return Case(names, kills, DIVERGENT, f"differ: {different[:5]}, left behind: {left}")
+        return Case(names, kills, SAME, "")
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _newest(place: Path) -> Path:
+    return max(command.runs(place / "outputs"), key=lambda run_dir: (run_dir / "config.yaml").stat().st_mtime_ns)
+
+
+def _resume(place: Path, words: list[str]) -> list[str]:
+    """How a user goes on: with the run, if it came so far as to have a record of itself, else by starting again."""
+    begun = [run_dir for run_dir in command.runs(place / "outputs") if (run_dir / "environment.json").exists()]
+    return [f"resume={begun[-1]}"] if begun else words
+
+
+def _wrong(ended: Ended) -> tuple[str, str] | None:
+    """Return what a run should not end like, and what it said, or None."""
+    tail = re.sub(r"/\S*/outputs", "outputs", ended.err.strip())[-600:]
+    if ended.code is None:
+        return HANGS, tail
+    typed = ended.code not in (1, 2) or "error:" in ended.err
+    if "Traceback" in ended.err or not typed or ended.code not in (*EXPECTED, 2):
+        return UNTYPED, f"exit {ended.code}: {tail}"
+    if ended.code == 2 or (ended.code != 0 and not ended.killed):
+        return STUCK, f"exit {ended.code}: {tail}"
+    return None
+
+
+def unbroken(names: Names, folder: Path) -> Reference:
+    """Train a combination without a break."""
+    place = Path(tempfile.mkdtemp(dir=folder))
+    shutil.copy(command.HERE / "traced.py", place)
+    began = time.perf_counter()
+    ended, calls = run(words_of(names), place, None, None)
+    if ended.code != 0:
+        raise RuntimeError(f"{names} does not train: {ended.err}")
+    return Reference(command.only_run(place / "outputs"), time.perf_counter() - began, calls)
+
+
+def campaign(kills: int, seed: int, jobs: int, limit_s: float = float("inf")) -> list[Case]:
+    """Kill so many runs; fewer where the time ends before."""
+    cases: list[Case] = []
+    folder, began, lock = Path(tempfile.mkdtemp()), time.monotonic(), threading.Lock()
+    drawn = enumerate(combinations(random.Random(seed), folder))
+
+    def work() -> None:
+        while time.monotonic() - began < limit_s:
+            with lock:
+                number, names = next(drawn, (kills, ()))
+            count = min(PER_COMBINATION, kills - PER_COMBINATION * number)
+            if count <= 0:
+                return
+            of_combination(number, count, names)
+
+    def of_combination(number: int, count: int, names: Names) -> None:
+        reference, draw = unbroken(names, folder), random.Random(f"{seed} {number}")
+        for _ in range(count):
+            case = judge(names, reference, draw, folder)
+            with lock:
+                cases.append(case)
+                print(f"{len(cases)} {case.outcome}: {', '.join(names)}: {' | '.join(case.kills)} {case.said}", flush=True)
+
+    try:
+        with ThreadPoolExecutor(jobs) as pool:
+            for done in [pool.submit(work) for _ in range(jobs)]:
+                done.result()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return cases
+
+
+def summary(cases: Sequence[Case]) -> dict[str, dict[str, dict[str, int]]]:
+    """How often each outcome came, for each option of each axis."""
+    found: dict[str, dict[str, dict[str, int]]] = {}
+    for at, (axis, options) in enumerate(TABLE.items()):
+        for option in options:
+            outcomes = collections.Counter(case.outcome for case in cases if case.combination[at] == option)
+            found.setdefault(axis, {})[option] = dict(outcomes)
+    return found
+
+
+def main() -> None:
+    """Kill, show, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=KILLS, help="runs to kill at least once")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2, help="runs at the same time")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no combination after this time")
+    parser.add_argument("--out", type=Path, default=harness.RESULTS / "kills-cpu.json")
+    given = parser.parse_args()
+    harness.fork_commands()
+    machine = harness.machine()
+    cases = campaign(given.kills, given.seed, given.jobs, 60 * given.minutes)
+    table = summary(cases)
+    rows = [[f"{axis}={option}", *(str(counts.get(outcome, 0)) for outcome in (SAME, DIVERGENT, STUCK, UNTYPED, HANGS))]
+            for axis, options in table.items() for option, counts in options.items()]  # fmt: skip
+    harness.table(f"{len(cases)} runs", ["option", SAME, DIVERGENT, STUCK, UNTYPED, HANGS], rows)
+    struck = [kill for case in cases for kill in case.kills]
+    wrong = [case._asdict() for case in cases if case.outcome != SAME]
+    harness.write(given.out, {
+        "machine": machine, "seed": given.seed, "runs": len(cases), "combinations": len({case.combination for case in cases}),
+        "kills": {"total": len(struck), "at a system call": sum("before:" in kill for kill in struck),
+                  **{name: sum(kill.startswith(name) for kill in struck) for name in ("SIGKILL", "SIGTERM")},
+                  **{name: sum(f"to {name}" in kill for kill in struck) for name in ("all", "the first", "process")}},
+        "outcomes": dict(collections.Counter(case.outcome for case in cases)), "options": table, "wrong": wrong,
+    })  # fmt: skip
+    raise SystemExit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()

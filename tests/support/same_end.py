@@ -1,0 +1,43 @@
+"""Compares two runs that should have come to the same end, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.support.command import losses, records, result
+
+RESULT = ("status", "error", "metrics", "updates", "epochs", "world_size", "config_hash")
+
+
+def flat(state: Any, prefix: str = "") -> dict[str, Any]:
+    """A saved state as dotted names → numbers, texts and bytes."""
+    import torch
+
+    if isinstance(state, torch.Tensor):
+        return {prefix: (str(state.dtype), tuple(state.shape), state.contiguous().flatten().view(torch.uint8).numpy().tobytes())}
+    if isinstance(state, dict):
+        return {k: v for key, value in state.items() for k, v in flat(value, f"{prefix}.{key}").items()}
+    if isinstance(state, list | tuple):
+        return flat(dict(enumerate(state)), prefix)
+    return {prefix: state}
+
+
+def saved(run_dir: Path) -> dict[str, Any]:
+    """All that the newest checkpoint holds, whole or in shards."""
+    from drivetrain.saving import checkpoint_io, manifest
+
+    newest, problems = manifest.newest_valid(run_dir)
+    assert newest is not None, problems
+    weights, state = checkpoint_io.load(newest)
+    return flat({"update": newest.name, "weights": weights, "state": state})
+
+
+def differences(run_dir: Path, unbroken: Path) -> list[str]:
+    """What differs: each update's loss once, evaluations, the result, and all that was saved."""
+    found = [name for name, read in (
+        ("losses", losses), ("evaluations", lambda run: records(run, "evaluate")),
+        ("result", lambda run: {key: result(run)[key] for key in RESULT}),
+    ) if read(run_dir) != read(unbroken)]  # fmt: skip
+    ours, theirs = saved(run_dir), saved(unbroken)
+    return found + [name for name in sorted({*ours, *theirs}) if ours.get(name, "nothing") != theirs.get(name, "nothing")]
