@@ -31,8 +31,10 @@ def text(content: dict[str, Any]) -> str:
         [
             "# What the tests see",
             "",
-            f"`python -m bench.mutations` plants {content['count']} faults in a copy of the source, one at a time: mistakes that "
-            f"a programmer could make. The tests see {content['seen']} of them ({content['share']:.1%}). It wrote this page.",
+            "`python -m bench.mutations` plants faults in a copy of the source, one at a time: mistakes that a programmer could "
+            "make. "
+            f"Of the {len(faults.ALL)} faults of its list {content['count']} have run, and the tests see {content['seen']} "
+            f"of these ({content['share']:.1%}). A fault whose tests did not end in time counts as unseen. It wrote this page.",
             "",
             "| part | faults | seen |",
             "|---|--:|--:|",
