@@ -255,7 +255,10 @@ def test_cfg_job_of_a_sweep_says_what_is_wrong(tmp_path: Path) -> None:
 def test_quiet_and_piped(finished: Path, tmp_path: Path) -> None:
     """-q: only the result. Without: the recipe and a line an evaluation; never a control character."""
     words = (*TINY, "optimizer=sgd", "epochs=2")
-    quiet, loud = good(train(*words, cwd=tmp_path)), good(run("train", *words, cwd=tmp_path))
+    quiet, done = good(train(*words, cwd=tmp_path)), run("train", *words, cwd=tmp_path)
+    loud = done.out
+    assert done.code == 0
+    assert re.fullmatch(r"samples: 1,150 training.*\n", done.err), "messages have a stream of their own"
     for said in (quiet, loud):
         assert re.search(r"status\s+completed", said)
         assert re.search(r"test accuracy\s+0\.\d+", said)

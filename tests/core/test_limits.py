@@ -110,3 +110,10 @@ def test_a_run_refuses_such_a_model(train, monkeypatch):
     monkeypatch.setattr(base, "memory_bytes", lambda: 1 << 20)
     with pytest.raises(UserError, match="model=mlp makes a model of more than"):
         train("model.hidden=[2000,2000]")
+
+
+@pytest.mark.parametrize(
+    ("shape", "numbers"), [((3, 8, 8), 192), ({"image": (3, 8, 8), "age": ()}, 193), (((2, 3), (4,)), 10), ((), 1)]
+)
+def test_the_numbers_of_a_sample(shape, numbers):
+    assert limits.numbers_in(shape) == numbers

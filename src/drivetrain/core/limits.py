@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,14 +55,24 @@ def memory_bytes() -> int:
         return installed
 
 
-def check_batch(what: str, samples: int, shape: Sequence[int], bytes_each: int, ranks: int) -> None:
+def numbers_in(shape: Any) -> int:
+    """How many numbers a sample of this shape has: of several tensors, named or in order, those of all together."""
+    if isinstance(shape, Mapping):
+        return sum(numbers_in(each) for each in shape.values())
+    if all(isinstance(size, int) for size in shape):
+        return math.prod(shape)
+    return sum(numbers_in(each) for each in shape if not isinstance(each, int))
+
+
+def check_batch(what: str, samples: int, shape: Any, bytes_each: int, ranks: int) -> None:
     """Raise UserError if the inputs of a forward alone take more than this machine's memory, in each of so many ranks."""
-    needed = samples * math.prod(shape) * bytes_each
+    needed = samples * numbers_in(shape) * bytes_each
     if needed * ranks > memory_bytes() and not are_off():
         of_ranks = f" in each of {ranks} ranks" if ranks > 1 else ""
+        shown = shape if isinstance(shape, Mapping) else list(shape)
         less = "lower batch.global_batch, or set batch=accumulate and raise batch.accumulation_steps"
         raise UserError(
-            f"{what} reads {samples:,} samples of the shape {list(shape)} at once{of_ranks}, which take "
+            f"{what} reads {samples:,} samples of the shape {shown} at once{of_ranks}, which take "
             f"{needed / 2**30:,.3g} GiB, and this machine has {memory_bytes() / 2**30:,.3g} GiB: {less}; {ALL_THE_SAME}"
         )
 
