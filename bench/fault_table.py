@@ -19,6 +19,7 @@ WORDS = (
 )  # fmt: skip
 WORKERS = ("loader=workers", "loader.num_workers=1")
 UPDATE = 9  # at which a fault strikes, in the second epoch
+PICTURE = r"train/a/3\.png"
 PICTURES = ("data=imagefolder", "data.root=pictures", "data.size=8", "model=mlp", "updates=4", "saving.every_updates=2")
 Prepare = Callable[[Path], None]
 
@@ -174,12 +175,10 @@ FAULTS = (
     Fault("a rank stops", "exit 1, names the rank and its stack", 1, r"rank 1 gave no heartbeat.*resume=", "stopped", DDP, 1),
     Fault("the loss is NaN on one rank", "all ranks end, exit 3", 3, "the loss is nan", "not_a_number", DDP, 1, resumes=False),
     Fault("memory runs out on one rank", "exit 1, names the rank", 1, "rank 1: .*can't allocate memory", "out_of_memory", DDP, 1),
-    Fault("a picture is cut short", "exit 2, names the file; no run begins", 2, r"train/a/3\.png", whole=PICTURES,
-          before=pictures(cut),
+    Fault("a picture is cut short", "exit 2, names the file; no run begins", 2, PICTURE, whole=PICTURES, before=pictures(cut),
           resumes=False),
-    Fault("a picture is a FIFO", "exit 2, names the file; no run begins", 2, r"train/a/3\.png", whole=PICTURES,
-          before=pictures(os.mkfifo),
+    Fault("a picture is a FIFO", "exit 2, names the file; no run begins", 2, PICTURE, whole=PICTURES, before=pictures(os.mkfifo),
           resumes=False),
-    Fault("a picture is a text", "exit 2, names the file; no run begins", 2, r"train/a/3\.png", whole=PICTURES,
+    Fault("a picture is a text", "exit 2, names the file; no run begins", 2, PICTURE, whole=PICTURES,
           before=pictures(lambda file: file.write_text("no picture")), resumes=False),
 )  # fmt: skip

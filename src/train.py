@@ -1,8 +1,10 @@
 """`python -m src.train …` is `drivetrain train …`, run from a checkout."""
 
+import os
 import sys
 from pathlib import Path
 
+os.environ.setdefault("PYTHONSAFEPATH", "1")  # neither do the interpreters that libraries start from this one
 if sys.path[0] in ("", str(Path.cwd())):  # Python puts it there; nothing is imported from it without trust
     del sys.path[0]
 sys.path.insert(0, str(Path(__file__).parent))  # works uninstalled, too

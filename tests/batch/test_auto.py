@@ -10,6 +10,7 @@ import drivetrain
 from drivetrain.batch import Auto, Batch
 from drivetrain.core.errors import UserError
 from drivetrain.core.world import World
+from drivetrain.engine.out_of_memory import halve_micro_batch
 from drivetrain.launch import batch_probe, launcher
 
 HUNGRY = """
@@ -197,3 +198,10 @@ def test_out_of_memory_in_a_later_micro_batch_leaves_nothing_of_the_half_update(
 def test_growth_ends_at_its_limit_exactly():
     batch = Batch(global_batch=8, grow_every=1, grow_by=2, grow_until=16)
     assert [batch.size(epoch) for epoch in range(4)] == [8, 16, 16, 16]
+
+
+def test_any_other_error_is_no_want_of_memory(make):
+    trainer, error = make("saving=none"), RuntimeError("another")
+    with pytest.raises(RuntimeError, match="another"):
+        halve_micro_batch(trainer, error)
+    assert trainer.batch.accumulation_steps == 1

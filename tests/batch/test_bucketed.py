@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from drivetrain.batch import Batch, Bucketed
-from drivetrain.batch.bucketed import split_by_cost
+from drivetrain.batch.bucketed import padded, split_by_cost
 from drivetrain.core.errors import UserError
 from drivetrain.core.microbatch import Request
 from drivetrain.core.world import World
@@ -278,3 +278,7 @@ def test_compiling_for_every_length_is_warned_of(tiny):
     words = [w for w in GPT if w != "batch=bucketed"]
     assert any("batch=bucketed keeps to a few" in line for line in launcher.prepare(tiny(*words, "compile=inductor")).notices)
     assert not launcher.prepare(tiny(*words)).notices
+
+
+def test_no_length_is_padded_beyond_the_longest():
+    assert padded(torch.tensor([3, 4, 6]), 4, 7).tolist() == [4, 4, 7]

@@ -236,6 +236,25 @@ def test_the_contract_finds_what_is_wrong(installed: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("# x\n_target_: made_up.options.Nothing\n", "made_up.options.Nothing cannot be imported"),
+        ("# x\n_target_: nowhere.Clip\n", "nowhere.Clip cannot be imported"),
+        ("# x\n_target_: os.getcwd\n", "os.getcwd does not derive from Option"),
+        ("# x\nmax_norm: 2.0\n", "_target_: the dotted name of its class"),
+    ],
+)
+def test_the_contract_of_an_odd_option(text: str, says: str, installed: Path) -> None:
+    (installed / "made_up" / "conf" / "clip" / "mine.yaml").write_text(text)
+    assert any(says in problem for problem in contract_problems("clip", "mine"))
+
+
+def test_the_contract_of_no_option() -> None:
+    assert contract_problems("clip", "nrom") == ["there is no clip=nrom: did you mean 'norm'?"]
+    assert "there is no group 'clp': did you mean 'clip'" in contract_problems("clp", "norm")[0]
+
+
+@pytest.mark.parametrize(
     ("name", "text", "says"),
     [
         ("optimizer/sgd.yaml", "_target_: made_up.options.Optimizer\n", "optimizer=sgd ships with drivetrain"),
@@ -257,16 +276,25 @@ def test_a_wrong_file_is_named(name: str, text: str, says: str, installed: Path,
 
 
 @pytest.mark.parametrize(("module", "says"), [("not_there", "no package not_there"), ("email", "email has no folder conf/")])
-def test_an_entry_point_without_options(module: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entry_point_without_options(
+    module: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     install(tmp_path / "site", f"[drivetrain.options]\nx = {module}\n")
     monkeypatch.syspath_prepend(tmp_path / "site")
     with pytest.raises(UserError, match=says):
         prepare([])
     assert module not in plugins.trusted_packages()
+    assert main(["list", "clip"]) == 0, "the other options are shown all the same"
+    said = capsys.readouterr()
+    assert says in said.err
+    assert "clip=norm" in said.out
 
 
 def test_two_options_of_one_name(installed: Path, tmp_path: Path) -> None:
     conf = write_package(tmp_path / "other")
+    assert prepare([], [str(conf)]), "the same files once more: a plugin's checkout"
+    (conf / "optimizer" / "mine.yaml").write_text((conf / "optimizer" / "mine.yaml").read_text() + "# another\n")
+    catalog._problems.cache_clear()
     with pytest.raises(UserError, match=rf"optimizer=mine is also in {installed}"):
         prepare([], [str(conf)])
 

@@ -1,10 +1,15 @@
 """Former names are refused, and the answer gives the present one."""
 
+import re
+
 import pytest
 
+from drivetrain.cli import train
 from drivetrain.config import catalog
-from drivetrain.config.renamed import RENAMED
+from drivetrain.config.hydra_idioms import HONOURED
+from drivetrain.config.renamed import ELSEWHERE, NOTES, RENAMED
 from drivetrain.core.errors import UserError
+from drivetrain.core.patterns import check_patterns
 from drivetrain.launch.job import prepare
 
 
@@ -30,3 +35,77 @@ def test_a_former_key_of_another_option():
         prepare(["batch.steps=2"])
     with pytest.raises(UserError, match=r"it is called batch\.accumulation_steps now"):
         prepare(["batch=acumulate", "batch.steps=2"])
+
+
+def exists(setting: str) -> bool:
+    """Whether drivetrain has this key, group or option."""
+    key, _, option = setting.partition("=")
+    group, _, knob = key.partition(".")
+    options = catalog.options().get(group, [])
+    if group == "hydra":
+        return knob in HONOURED
+    if option:
+        return option.strip("[]") in options
+    if not options or not knob:
+        return key in (catalog.options() if options else catalog.root_config())
+    return any(knob in catalog.option_keys(group, option) for option in options)
+
+
+def test_words_of_other_frameworks_lead_to_settings_that_exist():
+    assert [word for word, present in ELSEWHERE.items() if not exists(present)] == []
+    assert [word for word in ELSEWHERE if exists(word)] == []
+    assert set(NOTES) <= set(ELSEWHERE)
+
+
+@pytest.mark.parametrize(
+    ("word", "answer"),
+    [
+        ("batch_size=32", "it is called batch.global_batch here"),
+        ("per_device_train_batch_size=8", "batch.global_batch here (of all devices together)"),
+        ("gradient_accumulation_steps=2", "it is called batch.accumulation_steps here, and batch=accumulate"),
+        ("learning_rate=0.1", "it is called optimizer.lr here"),
+        ("lr=0.1", "did you mean 'optimizer.lr'?"),
+        ("weight_decay=0.1", "did you mean 'optimizer.weight_decay'?"),
+        ("max_epochs=3", "it is called epochs here"),
+        ("epochs_num=3", "it is called epochs here"),
+        ("gpus=2", "it is called parallel.nproc here"),
+        ("devices=2", "it is called parallel.nproc here"),
+        ("accelerator=gpu", "it is called runtime.device here"),
+        ("num_workers=4", "it is called loader.num_workers here"),
+        ("fp16=true", "it is called precision=amp here"),
+        ("bf16=true", "it is called precision=bf16 here"),
+        ("precision=fp16", "it is called precision=amp here"),
+        ("model=resnet50", "those of timm are model=timm model.name=resnet50"),
+        ("optimizer=adamww", "is no option of optimizer: did you mean 'adamw'"),
+    ],
+)
+def test_words_of_other_frameworks_are_answered(word, answer):
+    with pytest.raises(UserError) as refused:
+        prepare([word])
+    assert answer in " ".join(refused.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("flag", "answer"),
+    [
+        ("--batch-size", "--batch-size is batch.global_batch=… here"),
+        ("--lr=0.1", "--lr=0.1 is optimizer.lr=0.1 here"),
+        ("--fp16", "--fp16 is precision=amp here"),
+        ("--model", "--model is model=… here"),
+        ("--quit", "did you mean '--quiet'"),
+    ],
+)
+def test_flags_of_other_frameworks_are_answered(flag, answer):
+    with pytest.raises(UserError, match=re.escape(answer)):
+        train.command([flag])
+
+
+def test_a_pattern_that_matches_nothing_names_little():
+    names = [f"features.{n}.weight" for n in range(70)] + ["head.weight", "head.bias"]
+    with pytest.raises(
+        UserError, match=r"matches no parameter of the model: there is: features, head, and what is in them"
+    ) as refused:
+        check_patterns(names, {"key": ["foo"]}, "parameter")
+    assert len(str(refused.value)) < 150
+    with pytest.raises(UserError, match=r"did you mean 'head\.bias' or"):
+        check_patterns(names, {"key": ["head.bais"]}, "parameter")

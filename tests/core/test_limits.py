@@ -83,6 +83,27 @@ def test_a_model_that_fits_is_the_same(monkeypatch):
         Mlp((3, 8, 8), 4, [16, 16], 0.0)
 
 
+def test_gradients_and_the_optimizers_state_need_memory_too(make, monkeypatch):
+    from drivetrain.model import base
+
+    size = sum(p.numel() * 4 for p in make().model.parameters())
+    for optimizer, copies in (("optimizer=sgd", 2), ("optimizer=adamw", 4)):
+        monkeypatch.setattr(base, "memory_bytes", lambda most=copies * size: most)
+        make(optimizer)
+        monkeypatch.setattr(base, "memory_bytes", lambda most=copies * size - 1: most)
+        with pytest.raises(UserError, match=f"with {copies - 1} times as much for gradients and the optimizer's state"):
+            make(optimizer)
+
+
+def test_a_batch_larger_than_the_memory(make, monkeypatch):
+    monkeypatch.setattr(limits, "memory_bytes", lambda: 12 * 3 * 8 * 8 * 4 - 1)
+    with pytest.raises(UserError, match=r"reads 12 samples of the shape \[3, 8, 8\] at once.*batch.accumulation_steps.*=off"):
+        make()
+    make("batch=accumulate", "batch.accumulation_steps=2")
+    monkeypatch.setenv("DRIVETRAIN_LIMITS", "off")
+    make()
+
+
 def test_a_run_refuses_such_a_model(train, monkeypatch):
     from drivetrain.model import base
 

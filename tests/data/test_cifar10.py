@@ -95,6 +95,25 @@ def test_both_forms_give_the_same_images(tmp_path, form, packed):
     assert torch.equal(raw.normalize(raw.train.x), raw.train.x.float())
 
 
+def test_files_that_are_not_the_published_ones_are_told(tmp_path, monkeypatch, caplog):
+    root = write(tmp_path / "set", "bin", True)
+    digests = {f"{name}.bin": hashlib.sha256(file("bin", name)).hexdigest() for name in [*TRAIN, "test_batch"]}
+    monkeypatch.setattr(cifar10, "FILES", digests)
+    Cifar10(root=str(root)).load(CPU)
+    assert caplog.messages == []
+    monkeypatch.setitem(cifar10.FILES, "data_batch_2.bin", "0" * 64)
+    Cifar10(root=str(root)).load(CPU)
+    (told,) = caplog.messages
+    assert "not as CIFAR-10 was published (another SHA-256): data_batch_2.bin." in told
+
+
+def test_nothing_is_fetched_that_was_not_asked_for(tmp_path, monkeypatch):
+    """The files may be gone between the check of the config and their reading."""
+    monkeypatch.setattr(cifar10.archive, "download", lambda *_: pytest.fail("fetched"))
+    with pytest.raises(UserError, match="holds no CIFAR-10"):
+        Cifar10(root=str(tmp_path)).load(CPU)
+
+
 class Evil:
     def __reduce__(self):
         return os.system, ("touch pwned",)
@@ -201,10 +220,10 @@ def test_download_fetches_once_and_checks_what_came(tmp_path, server, monkeypatc
     archive = tmp_path / "web/cifar-10-binary.tar.gz"
     monkeypatch.setattr(cifar10, "URL", f"{server}/{archive.name}")
     data = Cifar10(root=str(tmp_path / "new/set"), download=True)
-    with pytest.raises(UserError, match=r"md5 is .*, not c32a1d4ab5d03f1284b67883e8d87530: it was not kept"):
+    with pytest.raises(UserError, match=rf"SHA-256 is .*, not {cifar10.SHA256}: it was not kept"):
         data.load(CPU)
     assert not list((tmp_path / "new/set").glob("*.gz"))
-    monkeypatch.setattr(cifar10, "MD5", hashlib.md5(archive.read_bytes()).hexdigest())
+    monkeypatch.setattr(cifar10, "SHA256", hashlib.sha256(archive.read_bytes()).hexdigest())
     assert len(data.load(CPU).train) == 5 * EACH
     assert [p.name for p in (tmp_path / "new/set").glob("*")] == [archive.name]
     archive.unlink()

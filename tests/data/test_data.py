@@ -1,5 +1,6 @@
 """What is trained on: real digits, made-up tensors, folders of images."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from PIL import Image
 
 from drivetrain.core import rng
 from drivetrain.core.errors import DataError, UserError
-from drivetrain.data import Digits, ImageFolder, Normalize, Synthetic, decode
+from drivetrain.data import Digits, ImageFolder, Normalize, Synthetic, decode, folders
 
 CPU = torch.device("cpu")
 COLOURS = {"cat": (200, 0, 0), "dog": (0, 200, 0), "eel": (0, 0, 200)}
@@ -152,6 +153,64 @@ def test_a_class_that_training_has_not_is_refused(images):
     images("train", 3, ("cat", "dog"))
     with pytest.raises(UserError, match=r"has classes that .*train has not: wolf"):
         ImageFolder(root=str(images("val", 1, ("cat", "wolf"))), size=8).load(CPU)
+
+
+def layout(root: Path, *names: str, validation: str | None = "auto") -> list[str | None]:
+    """The sets' folders that are found in a folder with these: "train/cat/1" is an image."""
+    for name in names:
+        path = root / f"{name}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    found = folders.find(root, validation)
+    return [None if folder is None else folder.name for folder in (found.train, found.test, found.validation)] + found.not_read
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (["Train/cat/1", "Test/cat/1"], ["Train", "Test", None]),
+        (["train/cat/1", "validation/cat/1"], ["train", "validation", None]),
+        (["TRAINING/cat/1", "Val/cat/1", "testing/cat/1"], ["TRAINING", "testing", "Val"]),
+        (["train/cat/1", "test/cat/1", "notes/cat/1"], ["train", "test", None, "notes"]),
+        (["train/1", "plane/1", "car/1"], ["root", None, None]),  # vehicles
+        (["valid/1", "invalid/1"], ["root", None, None]),  # classes of those names
+    ],
+)
+def test_folders_of_the_usual_names_are_sets(tmp_path, names, found):
+    assert layout(tmp_path / "root", *names) == found
+
+
+def test_the_named_validation_folder_is_it(tmp_path):
+    names = ["train/cat/1", "val/cat/1", "valid/cat/1"]
+    assert layout(tmp_path, *names, validation="valid") == ["train", "val", "valid"]
+    assert layout(tmp_path, "test/cat/1", validation=None) == ["train", "test", None, "val", "valid"]
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["train/cat/1", "val/cat/1", "Valid/cat/1"], "has Valid/ and val/, and each could hold the validation images"),
+        (["train/cat/1", "Train/cat/1", "val/cat/1"], "each could hold the training images"),
+        (["train/cat/1", "test/cat/1", "TEST/cat/1"], "each could hold the test images"),
+        (["train/cat/1", "test/1"], "test holds no class folders"),
+        (["test/cat/1", "cat/1", "dog/1"], "has test/ with class folders, but no train/"),
+        (["train/1", "test/1"], "no class folders in train/ and test/"),
+        (["train/1", "val/cat/1"], "no class folders in train/"),
+        (["photos/cat/1", "photos/dog/1"], "has one folder, photos, which would be the only class"),
+    ],
+)
+def test_folders_that_could_be_read_in_two_ways_are_refused(tmp_path, names, said):
+    with pytest.raises(UserError, match=re.escape(said)):
+        layout(tmp_path, *names)
+
+
+def test_where_the_sets_come_from_is_said(images):
+    images("Train", 12)
+    origins = ImageFolder(root=str(images("test", 2)), size=8).load_sets(CPU).origins
+    assert origins == {"train": "Train/", "test": "test/", "validation": "0.1 of training"}
+    assert ImageFolder(root=str(images("Train", 12) / "Train"), size=8, holdout=0.3).load(CPU).origins == {
+        "test": "0.3 of the files"
+    }
 
 
 def test_an_empty_class_and_a_folder_without_classes_are_refused(images, tmp_path):

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from drivetrain.core.errors import DataError, UserError
-from drivetrain.data import packed, shards
+from drivetrain.data import packed, shards, untrusted
 from drivetrain.data.image_files import read_mask
 from drivetrain.data.images import Images
 from drivetrain.data.untrusted import number_of_classes
@@ -45,6 +45,24 @@ def test_image_files_that_never_end(tmp_path):
     Path("link.png").symlink_to("a.png")  # as data sets have
     source = Images([(Path("fifo.png"), 0), (Path("link.png"), 1)], 4, 10_000, "skip", 1)
     assert source.fetch(torch.tensor([0]))[1].tolist() == [1]
+
+
+def test_texts_and_tables_that_never_end(monkeypatch):
+    from drivetrain.data import Jsonl
+    from drivetrain.data.columns import read_columns as read
+
+    monkeypatch.setattr(untrusted, "MOST_LINE", 1 << 20)
+    for name in ("t.jsonl", "t.csv"):
+        Path(name).write_text("{}" if name == "t.jsonl" else "a,b\n")
+        os.truncate(name, 1 << 40)  # sparse
+        with pytest.raises(UserError, match=rf"{name} has a line of more than"):
+            Jsonl(name).load(torch.device("cpu")) if name == "t.jsonl" else read(Path(name))
+        Path(name).unlink()
+        os.mkfifo(name)
+        with pytest.raises(UserError, match=name):
+            Jsonl(name).load(torch.device("cpu")) if name == "t.jsonl" else read(Path(name))
+    with pytest.raises(DataError, match=r"gone.jsonl cannot be read"):
+        Jsonl("gone.jsonl").load_sets(torch.device("cpu"))
 
 
 def test_a_bomb_names_its_file_and_the_setting(tmp_path):

@@ -317,3 +317,9 @@ def test_the_figures_of_a_run_and_what_it_is_judged_by(train):
     told = [(r["set"], r.get("weights")) for r in records(result.run_dir, "evaluate")]
     assert told[:3] == [("validation", None), ("validation", None), ("test", "final")]
     assert Result("completed", metrics={"test": {"best": {"loss": 1.0}}}).judged("best") == {"loss": 1.0}
+
+
+def test_a_group_is_held_out_where_half_of_it_is_wanted():
+    keys = np.array([0] * 4 + list(range(1, 17)), np.uint64)
+    assert chosen(keys, None, 0.1).nonzero()[0].tolist() == [0, 1, 2, 3]
+    assert chosen(keys, None, 0.05).nonzero()[0].tolist() == [4]

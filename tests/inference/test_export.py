@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -174,3 +175,27 @@ def test_the_page_is_right(digits, samples, tmp_path, monkeypatch):
 def test_an_export_needs_a_run(tmp_path):
     with pytest.raises(UserError, match="is no run's directory"):
         drivetrain.load(tmp_path)
+
+
+def test_the_suffix_of_a_file_is_its_format():
+    assert export.format_of(None, None) == export.format_of(Path("m"), None) == "safetensors"
+    assert export.format_of(Path("m"), "onnx") == export.format_of(Path("m.ONNX"), None) == "onnx"
+    assert [export.format_of(Path(f"m{export.SUFFIX[kind]}"), None) for kind in export.FORMATS] == [*export.FORMATS]
+    assert export.format_of(Path("m.bin"), "torchscript") == "torchscript"
+    with pytest.raises(UserError, match=r"m\.bin: the format is not known from '\.bin': name the file \.safetensors"):
+        export.format_of(Path("m.bin"), None)
+    with pytest.raises(UserError, match=r"m\.onnx: a file of this name is onnx, and --format says safetensors"):
+        export.format_of(Path("m.onnx"), "safetensors")
+    with pytest.raises(UserError, match="--format onxn: there is safetensors"):
+        export.format_of(None, "onxn")
+
+
+def test_the_umask_says_who_can_read_a_file(tmp_path):
+    before = os.umask(0o027)
+    try:
+        with export._atomic(tmp_path / "m.safetensors") as file:
+            safetensors.torch.save_file({"a": torch.zeros(2)}, file)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "m.safetensors").stat().st_mode & 0o777 == 0o640
+    assert [path.name for path in tmp_path.iterdir()] == ["m.safetensors"]

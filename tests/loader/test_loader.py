@@ -15,7 +15,7 @@ from drivetrain.augment import FlipCrop
 from drivetrain.batch import Accumulate
 from drivetrain.core import signals
 from drivetrain.core.errors import DataError, Interrupted, UserError
-from drivetrain.core.microbatch import MicroBatch
+from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.signals import StopFlag
 from drivetrain.core.world import World
 from drivetrain.data import Normalize, Tensors
@@ -306,6 +306,15 @@ def test_resident_reads_every_sample_once():
     assert sorted(i for _, rows in source.reads for i in rows) == list(range(29))
 
 
+def test_resident_puts_chunks_behind_each_other(monkeypatch):
+    monkeypatch.setattr("drivetrain.loader.resident.CHUNK", 5)
+    source = Decoded()
+    copied = Resident()._copy(Pipeline(source, (), None, 0), CPU)
+    x, y = source.fetch(torch.arange(29))
+    assert torch.equal(copied.x, x)
+    assert torch.equal(copied.y, y)
+
+
 def test_resident_that_does_not_fit_is_refused(monkeypatch):
     monkeypatch.setattr("drivetrain.loader.resident.free_memory", lambda device: 40)
     with pytest.raises(UserError, match=r"loader=resident: the data takes .* loader.share=0.5 .* loader=device"):
@@ -389,3 +398,22 @@ def test_what_cannot_be_is_refused(problems):
     words = ["loader=workers", "data=digits"]
     assert any("loader.num_workers=0" in p for p in problems(*words, "loader.num_workers=0"))
     assert any("loader.timeout_s=-1" in p for p in problems(*words, "loader.timeout_s=-1"))
+
+
+def test_a_batch_is_done_with_its_last_piece():
+    """Whichever of its pieces that is."""
+    source = Tensors(torch.arange(4.0).view(4, 1), torch.arange(4))
+    source.parallel_read = True
+    pipeline = Pipeline(source, (), None, 0)
+    batch = threads.SharedBatch(pipeline, Request(0, torch.arange(4), 1.0), True, 2, False)
+    pieces = list(zip(batch.pieces, range(4), strict=True))
+    for piece, offset in reversed(pieces):
+        assert not batch.future.done()
+        batch._read(piece, offset)
+    assert batch.future.result()[1].tolist() == [0, 1, 2, 3]
+
+
+def test_the_limit_of_a_wait_does_not_count_what_comes_after_it():
+    limit = workers._WaitLimit(1.0, object())
+    assert next(limit.each(iter([1]))) == 1
+    assert limit._waits_since is None

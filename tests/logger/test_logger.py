@@ -7,6 +7,7 @@ import pytest
 
 import drivetrain
 from drivetrain.logger import Files
+from drivetrain.logger.files import as_rows
 
 
 def records(run_dir) -> list[dict]:
@@ -30,8 +31,24 @@ def test_the_table_holds_what_the_lines_hold(train):
         rows = list(csv.DictReader(file))
     told = records(run_dir)
     assert len(rows) == len(told) == 3
-    for row, record in zip(rows, told, strict=True):
+    for row, record in zip(rows, as_rows(told), strict=True):
         assert {k: v for k, v in row.items() if v} == {k: str(v) for k, v in record.items() if v is not None}
+    assert {"loss", "test_loss", "test_accuracy"} < set(rows[0])
+
+
+def test_a_table_has_a_column_for_each_set_and_counts_epochs_from_one():
+    train, validation = {"event": "train", "loss": 2.0}, {"event": "evaluate", "set": "validation", "loss": 3.0}
+    whole = [{**train, "update": 4, "epoch": 0}, {**validation, "update": 4, "epoch": 1}]
+    begun = [
+        {**train, "update": 6, "epoch": 1},
+        {**validation, "update": 6, "epoch": 1},
+        {**validation, "set": "test", "epoch": 2},
+    ]
+    rows = as_rows([*whole, *begun])
+    assert [row["epoch"] for row in rows] == [1, 1, 2, 2, 2]
+    assert [(row.get("loss"), row.get("validation_loss"), row.get("test_loss")) for row in rows] == [
+        (2.0, None, None), (None, 3.0, None), (2.0, None, None), (None, 3.0, None), (None, None, 3.0),
+    ]  # fmt: skip
 
 
 def test_a_logged_loss_is_the_mean_over_the_updates_since_the_last(make):

@@ -34,7 +34,7 @@ def command(tmp_path):
     def run(*words: str) -> tuple[subprocess.CompletedProcess[str], dict]:
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(tmp_path)])}
         done = subprocess.run([sys.executable, "-m", "drivetrain", *words], env=env, capture_output=True, text=True, check=False)
-        files = sorted(Path("outputs/compare").rglob("*.json"))
+        files = sorted(Path("outputs", "ablate" if words[0] == "ablate" else "compare").rglob("*.json"))
         return done, json.loads(files[-1].read_text()) if files else {}
 
     return run

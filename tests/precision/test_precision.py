@@ -7,6 +7,8 @@ import torch
 
 from drivetrain.core import accelerators
 from drivetrain.core.accelerators import Accelerator
+from drivetrain.core.errors import Diverged
+from drivetrain.precision.fp8 import Fp8
 
 
 def matmul_types(trainer, tmp_path) -> set[str]:
@@ -126,6 +128,21 @@ def test_a_run_of_overflows_ends_it_as_diverged(train):
     assert result.updates == 0
 
 
+def test_skips_end_a_run_only_in_a_row(make):
+    """49, an update, 49 more: the run goes on. The 50th in a row ends it."""
+    trainer = make("precision=amp", "epochs=50", "updates=2", "saving=none", "evaluate_every=1000")
+    skips = [False] * 49 + [True] + [False] * 49 + [True]
+    trainer.precision.step = lambda *_: skips.pop(0)
+    trainer.fit()
+    assert (trainer.progress.updates, trainer.progress.skipped) == (2, 98)
+    trainer = make("precision=amp", "epochs=50", "updates=2", "saving=none", "evaluate_every=1000")
+    made = []
+    trainer.precision.step = lambda *_: made.append(0)
+    with pytest.raises(Diverged, match="50 updates in a row"):
+        trainer.fit()
+    assert len(made) == 50
+
+
 def test_the_scale_grows_and_is_saved(make):
     trainer = make("precision=amp", "precision.init_scale=8.0", "precision.growth_interval=2", "updates=4")
     trainer.fit()
@@ -135,6 +152,9 @@ def test_the_scale_grows_and_is_saved(make):
     again.restore(trainer.model.state_dict(), trainer.state())
     assert again.precision.scaler.get_scale() == 32.0
     assert again.precision.state_dict() == trainer.precision.state_dict()
+    slower = make("precision=amp", "precision.growth_interval=5", "updates=8")
+    slower.restore(trainer.model.state_dict(), trainer.state())
+    assert (slower.precision.scaler.get_scale(), slower.precision.scaler.get_growth_interval()) == (32.0, 5)
 
 
 def test_scaling_does_not_change_the_update(make):
@@ -204,3 +224,9 @@ def test_an_update_that_runs_out_of_memory_can_be_repeated_with_loss_scaling(mak
         trainer.precision.step(trainer.optimizer, lambda: None)
     trainer.optimizer.step = step
     assert trainer.precision.step(trainer.optimizer, lambda: None)
+
+
+@pytest.mark.parametrize(("sizes", "converted"), [((64, 48), True), ((32, 32), True), ((64, 40), False), ((16, 64), False)])
+def test_fp8_converts_what_is_large_enough_and_sixteen_divides(sizes, converted):
+    """Needs no torchao."""
+    assert Fp8(min_features=32)._is_convertible(torch.nn.Linear(*sizes)) is converted

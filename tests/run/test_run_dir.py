@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from drivetrain.logger.files import as_rows
 from tests.support.command import (
     OWN,
     TINY,
@@ -113,7 +114,9 @@ def test_metrics(done: Path) -> None:
     assert left["metrics"]["validation"]["best"] == {k: v for k, v in best.items() if k not in ("event", "epoch", "set")}
     rows = list(csv.DictReader((done / "metrics.csv").open()))
     lines = list(map(json.loads, (done / "metrics.jsonl").read_text().splitlines()))
-    assert [{k: v for k, v in row.items() if v} for row in rows] == [{k: str(v) for k, v in line.items()} for line in lines]
+    assert [{k: v for k, v in row.items() if v} for row in rows] == [
+        {k: str(v) for k, v in line.items()} for line in as_rows(lines)
+    ]
 
 
 def test_recipe_replays_the_run(done: Path, tmp_path: Path) -> None:

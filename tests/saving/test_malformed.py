@@ -283,3 +283,9 @@ def test_odd_files_of_a_run_are_refused_or_left_out(once, tmp_path, how, name):
     with contextlib.suppress(UserError):
         launcher.prepare([f"resume={run}"])
     reader.read(run)
+
+
+def test_a_checkpoint_without_its_weights_is_incomplete(tmp_path):
+    torch.save({}, tmp_path / "state.pt")
+    manifest.write(tmp_path, 1, {})
+    assert manifest.verify(tmp_path) == "is incomplete"

@@ -319,3 +319,8 @@ def test_only_a_device_that_was_started_has_a_random_state(monkeypatch, started)
     assert set(saved) == ({"cpu", "cuda"} if started else {"cpu"})
     checkpoint_io.restore_random_state([{**saved, "cuda": torch.zeros(2)}])
     assert len(states) == (2 if started else 1)
+
+
+def test_the_place_of_a_run_is_no_part_of_its_config(tiny):
+    hashes = [launcher.prepare(tiny(*words)).config_hash for words in (["output_dir=a"], ["output_dir=b"], ["optimizer.lr=0.5"])]
+    assert hashes[0] == hashes[1] != hashes[2]

@@ -141,3 +141,23 @@ def test_states_of_parts_are_merged_by_names():
     names = sharded_checkpoint.parameter_names(whole)
     assert {names[i]: s["m"] for i, s in whole["state"].items()} == {"a": 1, "b": 2, "c": 3, "d": 4}
     assert [(g["lr"], g["param_names"]) for g in whole["param_groups"]] == [(0.1, ["a", "b", "c"]), (0.2, ["d"])]
+
+
+def test_each_state_is_taken_apart_by_the_layout_of_its_own_weight():
+    """`as_distributed` gets the name of the weight that a tensor belongs to."""
+    tensors = [torch.ones(2), torch.zeros(2)]
+    optimizer = {"state": {n: {"m": t} for n, t in enumerate(tensors)},
+                 "param_groups": [{"params": [0, 1], "param_names": ["a", "b"]}]}  # fmt: skip
+    asked = []
+    sharded_checkpoint.flatten_state({}, {"optimizer": optimizer, "ema": {}}, lambda name, t: (asked.append((name, t)), t)[1])
+    assert [name for name, _ in asked] == ["a", "b"]
+    assert all(given is t for (_, given), t in zip(asked, tensors, strict=True))
+
+
+def test_parts_that_are_more_than_the_whole_are_refused(saved):
+    file = saved / "pieces.json"
+    content = json.loads(file.read_text())
+    content["model/a"]["pieces"] *= 2
+    file.write_text(json.dumps(content))
+    with pytest.raises(UserError, match="are not all of it"):
+        sharded_checkpoint.read(saved, ABOUT, plain)

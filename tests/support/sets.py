@@ -12,13 +12,13 @@ import numpy as np
 from PIL import Image
 
 
-def write(folder: Path, size: int = 8) -> None:
-    """Write two classes of noise, 50 samples or so each, in every form.
+def write(folder: Path, size: int = 8, samples: int = 50, with_hub: bool = True) -> None:
+    """Write two classes of noise, `samples` or so in all, in every form.
 
     cifar/, shard.tar, packed/, hub/ (empty without its library), masked/, table.csv with its images, and texts.jsonl.
     """
     noise = np.random.default_rng(0)
-    images = noise.integers(0, 255, (50, size, size, 3), dtype=np.uint8)
+    images = noise.integers(0, 255, (samples, size, size, 3), dtype=np.uint8)
     cifar(folder / "cifar", noise)
     shard(folder / "shard.tar", images)
     packed(folder / "packed", images)
@@ -26,7 +26,7 @@ def write(folder: Path, size: int = 8) -> None:
     texts = [{"text": f"line {i} of {len(images)}: {'ab' * (i % 9)}", "kind": "ab"[i % 2]} for i in range(len(images))]
     (folder / "texts.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
     (folder / "hub").mkdir()
-    if find_spec("datasets") is not None:
+    if with_hub and find_spec("datasets") is not None:
         hub(folder / "hub", images)
 
 

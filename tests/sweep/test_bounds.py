@@ -46,3 +46,8 @@ def test_a_sweep_with_one_good_job_is_composed_to_its_end(monkeypatch):
 
     monkeypatch.setattr(grid, "prepare_job", prepare)
     assert len(grid.prepare(["epochs=range(0,80)"])) == 80
+
+
+def test_a_range_without_steps():
+    with pytest.raises(UserError, match=r"'epochs=range\(1,4,0\)' is no sweep"):
+        grid.prepare(["epochs=range(1,4,0)"])

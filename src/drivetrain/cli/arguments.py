@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from drivetrain.config.hydra_idioms import recipe_word, translated
+from drivetrain.config.keys import as_setting
 from drivetrain.core.errors import UserError, did_you_mean
 from drivetrain.core.paths import add_import_paths
 from drivetrain.ui.output import echo
@@ -18,6 +19,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         unknown = message.removeprefix("unrecognized arguments: ")
+        settings = [f"{flag} is {setting} here" for flag in unknown.split() if (setting := as_setting(flag))]
+        if unknown != message and settings:
+            raise UserError(f"{self.prog}: settings have no dashes: {', '.join(settings)}")
         flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
         hint = f": {did_you_mean(unknown.split('=')[0].split()[0], flags)}" if unknown != message else ""
         raise UserError(f"{self.prog}: {message}{hint}")

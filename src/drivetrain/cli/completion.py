@@ -10,6 +10,13 @@ from drivetrain.core.errors import DONE, UserError
 from drivetrain.recipe import places
 from drivetrain.ui.output import echo
 
+HELP = """\
+drivetrain completion SHELL      the script by which TAB completes verbs, groups, options, keys and recipes
+
+  eval "$(drivetrain completion bash)"                       for this shell; put the line into ~/.bashrc to keep it
+  eval "$(drivetrain completion zsh)"                        the same in ~/.zshrc
+  drivetrain completion fish > ~/.config/fish/completions/drivetrain.fish
+"""
 BASH = """\
 _drivetrain() {
     local IFS=$'\\n' line="${COMP_LINE:0:COMP_POINT}"
@@ -30,6 +37,9 @@ SCRIPTS = {
 
 def command(argv: Sequence[str]) -> int:
     """Run `drivetrain completion SHELL`: print the script for the shell to evaluate: eval "$(drivetrain completion bash)"."""
+    if any(word in ("-h", "--help") for word in argv):
+        echo(HELP)
+        return DONE
     if len(argv) != 1 or argv[0] not in SCRIPTS:
         raise UserError('drivetrain completion needs bash, zsh or fish; then: eval "$(drivetrain completion bash)"')
     echo(SCRIPTS[argv[0]], end="")

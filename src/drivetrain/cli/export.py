@@ -15,11 +15,12 @@ drivetrain export RUN [FILE] [--format FORMAT] [key=value] …      a finished r
   drivetrain export outputs/2026-11-21/07-37-57-4262f6
   drivetrain export outputs/2026-11-21/07-37-57-4262f6 best.safetensors update=best
   drivetrain export outputs/2026-11-21/07-37-57-4262f6 --format onnx
-  drivetrain export outputs/2026-11-21/07-37-57-4262f6 model.pt2 --format torch.export --with-normalize
+  drivetrain export outputs/2026-11-21/07-37-57-4262f6 model.pt2 --with-normalize
 
   FILE                  the file to write; default: RUN/model, with the suffix of the format
-  --format FORMAT       safetensors (default): the weights, under the model's own names
-                        torch.export, onnx, torchscript: the model, in float32, for any batch size
+  --format FORMAT       default: as the suffix of FILE says, else safetensors
+                        safetensors (.safetensors): the weights, under the model's own names
+                        torch.export (.pt2), onnx (.onnx), torchscript (.ts): the model, in float32, for any batch size
   --with-normalize      the model normalises its inputs itself; else it takes normalised ones
 {run_arguments.OF_CHOICE}
 
@@ -31,7 +32,7 @@ kept, its output is compared with the model's. docs/export.md shows how to load 
 def command(argv: Sequence[str]) -> int:
     """Run `drivetrain export`; its exit code."""
     parser = run_arguments.parser("export")
-    parser.add_argument("--format", default="safetensors")
+    parser.add_argument("--format")
     parser.add_argument("--with-normalize", action="store_true")
     given = run_arguments.parse("drivetrain export", parser, argv, HELP)
     if given is None:
@@ -41,12 +42,11 @@ def command(argv: Sequence[str]) -> int:
     from drivetrain.inference import export
     from drivetrain.inference.finished import ONE_PROCESS, find
 
-    kind, with_normalize = given.options.format, given.options.with_normalize
-    if kind not in export.FORMATS:
-        raise UserError(f"--format {kind}: there is {', '.join(export.FORMATS)}")
+    file = Path(given.paths[0]).expanduser() if given.paths else None
+    kind, with_normalize = export.format_of(file, given.options.format), given.options.with_normalize
     if with_normalize and kind == "safetensors":
         raise UserError("--with-normalize: safetensors holds weights, and no model that could normalise: set another --format")
-    path = Path(given.paths[0]).expanduser() if given.paths else given.run_dir / f"model{export.SUFFIX[kind]}"
+    path = file or given.run_dir / f"model{export.SUFFIX[kind]}"
     overrides = [ONE_PROCESS, "ema=none", "precision=fp32", *given.overrides, "runtime.device=cpu"]
     finished = find("drivetrain export", given.run_dir, overrides, given.config_dirs, given.choice)
     if kind == "safetensors":

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 from drivetrain.cli import arguments
-from drivetrain.config import catalog
+from drivetrain.config import catalog, plugins
 from drivetrain.core.errors import DONE, UserError, did_you_mean
 from drivetrain.core.option import Option
 from drivetrain.core.user_code import import_name
 from drivetrain.ui.output import echo
 from drivetrain.ui.terminal import table
+
+logger = logging.getLogger(__name__)
 
 HELP = """\
 drivetrain list [GROUP]      every option of every group with what it buys; of one group, every knob too
@@ -42,8 +45,11 @@ def complete(words: Sequence[str], last: str) -> Sequence[str]:
 
 def show(group: str | None = None, config_dirs: Sequence[str] = ()) -> None:
     """Print every option with its line; of one group, every knob too. Raises UserError for an unknown group or a wrong file."""
-    if problems := catalog.problems(config_dirs):
+    of_plugins = plugins.problems()
+    if problems := [problem for problem in catalog.problems(config_dirs) if problem not in of_plugins]:
         raise UserError(problems)
+    for problem in of_plugins:  # the other options are there all the same
+        logger.warning("%s", problem)
     groups = catalog.option_files(config_dirs)
     if group is None:
         table(("group", "option", "effect", "what it buys"), [

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from drivetrain import __version__
 from drivetrain.cli import help, verbs
 from drivetrain.core.errors import BAD_CONFIG, DONE, FAILED, INTERRUPTED, UserError, wants_traceback
+from drivetrain.core.paths import remove_working_directory
 from drivetrain.recipe import cache
 from drivetrain.ui import fetched, terminal
 from drivetrain.ui.output import echo, echo_traceback
@@ -16,6 +17,8 @@ from drivetrain.ui.output import echo, echo_traceback
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; its exit code."""
+    if argv is None:  # the program itself
+        remove_working_directory()
     argv = list(sys.argv[1:] if argv is None else argv)
     terminal.prepare_output()
     cache.on_fetch[:] = [fetched.show]

@@ -109,5 +109,7 @@ def find(name: str) -> Verb:
     known = all_verbs()
     if name in known:
         return known[name]
-    hint = f"drivetrain train {name} …" if "=" in name else did_you_mean(name, known)
+    hint = (
+        f"drivetrain train {name} …" if "=" in name else did_you_mean(name, [verb.name for verb in known.values() if verb.help])
+    )
     raise UserError(f"there is no command '{name}': {hint}")

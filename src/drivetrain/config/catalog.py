@@ -158,7 +158,9 @@ def _of_file(file: Path, files: Mapping[str, Mapping[str, Path]]) -> Iterator[st
         return
     if group not in files:
         yield f"{file}: there is no group '{group}': {did_you_mean(group, files)}"
-    elif (chosen := files[group][file.stem]) != file:
+    elif (chosen := files[group][file.stem]) != file and chosen.read_bytes() == file.read_bytes():  # a plugin, and its checkout
+        return
+    elif chosen != file:
         owner = "ships with drivetrain" if chosen.is_relative_to(conf_dir()) else f"is also in {chosen}"
         yield f"{file}: {group}={file.stem} {owner}: give yours another name"
     elif not isinstance(content, dict) or not isinstance(content.get("_target_"), str):

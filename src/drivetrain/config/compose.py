@@ -6,6 +6,7 @@ import re
 from collections.abc import Container, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import lru_cache, reduce
 from operator import getitem
 from pathlib import Path
@@ -205,6 +206,8 @@ class _Choices:
         wrong = [name for name in names if name not in known]
         for name in wrong:
             hint = suggestion(f"{group}={name}", name, known)
+            if "timm" in known and hint == did_you_mean(name, known) and not get_close_matches(name, known, cutoff=0.85):
+                hint = f"those of timm are {group}=timm {group}.name={name}; {hint}"
             if recipe is not None:
                 hint += " (an option of a plugin needs its package installed, one of a folder needs --config-dir FOLDER)"
             self.problems.append(f"{where}{group}={name} is no option of {group}: {hint}")
@@ -231,7 +234,9 @@ def _of_recipe(recipe: Recipe, choices: _Choices) -> dict[str, Any]:
     values = {}
     for key, value in recipe.values.items():
         if key in choices.known:
-            hint = f"choose its option under defaults, as '- override /{key}: {value}'"
+            option = default_options()[key] if value is None else value
+            hint = f"choose its option under defaults, as '- override /{key}: {option}'"
+            hint += ", or leave the empty line out" if value is None else ""
             choices.problems.append(f"{recipe.where(key)}: {key} is a group: {hint}")
         else:
             values[key] = value

@@ -14,6 +14,7 @@ from drivetrain.config.catalog import LISTS, option_files, summary
 from drivetrain.config.compose import compose
 from drivetrain.config.validate import knob_problems
 from drivetrain.core import allowed
+from drivetrain.core.errors import UserError, did_you_mean
 from drivetrain.core.option import Option
 from drivetrain.core.user_code import import_name
 from drivetrain.recipe.safe_yaml import OPERATOR_KEYS
@@ -25,14 +26,28 @@ def contract_problems(group: str, option: str, config_dirs: Sequence[str] = ()) 
 
 
 def _problems(group: str, option: str, config_dirs: Sequence[str]) -> Iterator[str]:
-    file = option_files(config_dirs)[group][option]
+    files = option_files(config_dirs)
+    if group not in files:
+        yield f"there is no group '{group}': {did_you_mean(group, files)}"
+        return
+    if option not in files[group]:
+        yield f"there is no {group}={option}: {did_you_mean(option, files[group])}"
+        return
+    file = files[group][option]
     if not summary(file):
         yield f"{file}: its first comment must say what {option} does for a run"
-    section = compose([f"{group}=[{option}]" if group in LISTS else f"{group}={option}"], config_dirs).plain[group]
-    knobs = dict(section[option] if group in LISTS else section)
-    cls = import_name(knobs.pop("_target_"))
-    if not issubclass(cls, Option):
-        yield f"{file}: {cls.__name__} does not derive from Option"
+    try:
+        section = compose([f"{group}=[{option}]" if group in LISTS else f"{group}={option}"], config_dirs).plain[group]
+        knobs = dict(section[option] if group in LISTS else section)
+        cls = import_name(target := str(knobs.pop("_target_")))
+    except UserError as error:
+        yield from error.problems
+        return
+    except (ImportError, AttributeError, ValueError) as error:
+        yield f"{file}: {target} cannot be imported: {error}"
+        return
+    if not isinstance(cls, type) or not issubclass(cls, Option):
+        yield f"{file}: {target} does not derive from Option"
         return
     yield from (f"{file}: {problem}" for problem in knob_problems(group, cls, knobs))
     missing = [name for name in inspect.signature(cls).parameters if name not in knobs]
@@ -42,8 +57,8 @@ def _problems(group: str, option: str, config_dirs: Sequence[str]) -> Iterator[s
     yield from (f"{file}: {cls.__name__} has no annotation for {name}" for name in knobs if name not in annotated)
     try:
         from_python, from_yaml = vars(cls()), vars(cls(**knobs))
-    except TypeError as error:
-        yield f"{file}: {cls.__name__} must be possible without arguments: {error}"
+    except Exception as error:
+        yield f"{file}: {cls.__name__} must be possible without arguments, and with the file's: {type(error).__name__}: {error}"
         return
     for name in knobs:
         if name in from_python and not _equal(from_python[name], from_yaml[name]):

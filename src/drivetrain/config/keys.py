@@ -9,12 +9,24 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from drivetrain.config.catalog import LISTS, SUMS, option_keys, options
+from drivetrain.config.catalog import LISTS, SUMS, default_options, option_keys, options, root_config
 from drivetrain.config.renamed import present_name, suggestion
 from drivetrain.core.errors import did_you_mean
 
 # Mappings whose keys are the user's: arguments of a class, patterns of parameters' names.
 OPEN = {"kwargs", "lr_multipliers", "unfreeze"}
+
+
+def as_setting(flag: str) -> str | None:
+    """The setting that a flag such as --batch-size or --lr=0.1 stands for, as it is typed here; None where it is none."""
+    name, _, value = flag.lstrip("-").partition("=")
+    name, value = name.replace("-", "_"), value or "…"
+    default = default_options()
+    homes = [group for group, option in default.items() if group not in LISTS and name in option_keys(group, option)]
+    present = f"{homes[0]}.{name}" if len(homes) == 1 else present_name(name)
+    if present == name and name not in {*default, *root_config()}:
+        return None
+    return present if "=" in present else f"{present}={value}"
 
 
 @dataclass

@@ -209,10 +209,23 @@ def _class_problems(group: str, cls: Any, target: str) -> Iterator[str]:
     if target in shipped_targets(group):
         return
     if not isinstance(cls, type) or not issubclass(cls, Option):
-        hint = " To train your own network, set model=own model.target=…" if group == "model" else ""
-        yield f"{group}._target_={target} is not an option of drivetrain: derive your class from the group's base class.{hint}"
+        yield f"{group}._target_={target} is not an option of drivetrain: {_instead(group, target)}"
     elif _base_of(cls) not in {_base_of(user_code.import_name(shipped)) for shipped in shipped_targets(group)}:
         yield f"{group}._target_={target} is an option, but not one of {group}: its class derives from {_base_of(cls).__name__}"
+
+
+def _instead(group: str, target: str) -> str:
+    """What to do about a class that is no option: what ships of this name, what takes any class, or how to write an option."""
+    name = target.rpartition(".")[2].lower()
+    known = options()[group]
+    if name in known:
+        return f"{group}={name} is the option that ships for it"
+    if "own" in known:
+        return f"to use a class of yours as it is, set {group}=own {group}.target={target}"
+    shipped = user_code.import_name(min(shipped_targets(group))).__mro__
+    exported = vars(sys.modules[f"drivetrain.{group}"])
+    base = next(cls.__name__ for cls in reversed(shipped[: shipped.index(Option)]) if cls.__name__ in exported)
+    return f"write a class that derives from drivetrain.{group}.{base} and makes it: docs/extending.md shows one"
 
 
 def _base_of(cls: type) -> type:

@@ -35,6 +35,7 @@ class BuildContext:
     progress: Progress = field(default_factory=Progress)  # how far the run is; the trainer updates it
     log_image: Callable[[str, Path], None] = lambda name, path: None  # shows a PNG file in all loggers; `engine.build` sets it
     resumed: bool = False  # whether a checkpoint is restored once the run is built
+    trains: bool = True  # whether the model is trained, or only used
     on_exit: ExitStack = field(default_factory=ExitStack)  # undoes what an option changed for the whole process
 
     device: torch.device = field(init=False)

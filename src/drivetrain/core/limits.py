@@ -6,9 +6,10 @@ environment.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,9 +55,23 @@ def memory_bytes() -> int:
         return installed
 
 
+def check_batch(what: str, samples: int, shape: Sequence[int], bytes_each: int, ranks: int) -> None:
+    """Raise UserError if the inputs of a forward alone take more than this machine's memory, in each of so many ranks."""
+    needed = samples * math.prod(shape) * bytes_each
+    if needed * ranks > memory_bytes() and not are_off():
+        of_ranks = f" in each of {ranks} ranks" if ranks > 1 else ""
+        less = "lower batch.global_batch, or set batch=accumulate and raise batch.accumulation_steps"
+        raise UserError(
+            f"{what} reads {samples:,} samples of the shape {list(shape)} at once{of_ranks}, which take "
+            f"{needed / 2**30:,.3g} GiB, and this machine has {memory_bytes() / 2**30:,.3g} GiB: {less}; {ALL_THE_SAME}"
+        )
+
+
 @contextmanager
-def model_within(most_bytes: int, what: str) -> Iterator[None]:
+def model_within(most_bytes: int, what: str, beside: str = "") -> Iterator[None]:
     """Within the context a model is created. Raises UserError once its parameters need more than `most_bytes`.
+
+    `beside` tells of what else each parameter needs memory for.
 
     torch fills a parameter with values after it was registered. So one that is too large is refused before it takes memory.
     """
@@ -78,7 +93,7 @@ def model_within(most_bytes: int, what: str) -> Iterator[None]:
         if total > most_bytes:
             raise UserError(
                 f"{what} makes a model of more than {total / 2**30:,.3g} GiB of parameters, and this machine has memory for "
-                f"{most_bytes / 2**30:,.3g} GiB of them: make it smaller; {ALL_THE_SAME}"
+                f"{most_bytes / 2**30:,.3g} GiB of them{beside}: make it smaller; {ALL_THE_SAME}"
             )
 
     def count_module(*_: Any) -> None:

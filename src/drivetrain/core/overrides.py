@@ -52,6 +52,9 @@ def parse_each(overrides: Iterable[str], form: str, problems: list[str]) -> Iter
             parsed = parse(text)
         except HydraException:
             quotes = ": put a value with ${ in quotes, as key='${…}'" if "${" in text else ""
+            if not quotes and "{" in text:  # shards, as train-{000..009}.tar
+                key, _, value = text.partition("=")
+                quotes = f""": a value with braces needs quotes of its own within the shell's, as '{key}="{value}"'"""
             problems.append(f"{text!r} is not of the form {form}{quotes}")
             continue
         yield text, parsed

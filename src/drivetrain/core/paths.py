@@ -64,7 +64,11 @@ def add_trusted_code(folder: str) -> None:
 
 
 def remove_working_directory() -> None:
-    """Undo what `python -m` does before the program starts: it puts the working directory first on the import path."""
+    """Undo what `python -m` does before the program starts: it puts the working directory first on the import path.
+
+    The interpreters that libraries start from this one by -m or -c do not import from there either.
+    """
+    os.environ.setdefault("PYTHONSAFEPATH", "1")
     if not sys.flags.safe_path and sys.path and sys.path[0] in ("", os.getcwd()):
         del sys.path[0]
 

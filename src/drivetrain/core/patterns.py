@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
 from drivetrain.core.errors import UserError, did_you_mean
+
+SHOWN = 8  # names in a message
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -16,15 +19,24 @@ def matches(name: str, pattern: str) -> bool:
 
 def check_patterns(names: Collection[str], patterns: Mapping[str, Collection[str]], what: str = "trainable parameter") -> None:
     """Raise UserError for every pattern that matches no parameter. `patterns` are given by the key that they are set in."""
-    modules = {name[:i] for name in names for i, character in enumerate(name) if character == "."}
     problems = [
-        f"{key}: {pattern!r} matches no {what} of the model: {did_you_mean(pattern, {*names, *modules})}"
+        f"{key}: {pattern!r} matches no {what} of the model: {_near(pattern, names)}"
         for key, given in patterns.items()
         for pattern in given
         if not any(matches(name, pattern) for name in names)
     ]
     if problems:
         raise UserError(problems)
+
+
+def _near(pattern: str, names: Collection[str]) -> str:
+    """A hint for a pattern: the names of parameters and modules that are similar, or the outermost names of all."""
+    modules = {name[:i] for name in names for i, character in enumerate(name) if character == "."}
+    if get_close_matches(pattern, {*names, *modules}):
+        return did_you_mean(pattern, {*names, *modules})
+    outermost = sorted({name.partition(".")[0] for name in names})
+    more = f", … ({len(outermost)} in all)" if len(outermost) > SHOWN else ""
+    return f"there is: {', '.join(outermost[:SHOWN])}{more}, and what is in them, such as {min(names, key=len, default='')}"
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

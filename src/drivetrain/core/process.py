@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from pathlib import Path
 
@@ -15,6 +17,16 @@ def restart_clock() -> None:
     """Set `started` to now, where a process begins a run that is not its first work."""
     global started
     started = time.monotonic()
+
+
+def command(module: str) -> list[str]:
+    """The command that runs a module in a new interpreter, which does not import from the working directory (-P)."""
+    return [sys.executable, "-P", "-m", module]
+
+
+def import_path() -> str:
+    """PYTHONPATH of such an interpreter: it finds what this one does. An empty entry would be the working directory."""
+    return os.pathsep.join(dict.fromkeys([str(PACKAGE.parent), *filter(None, sys.path)]))
 
 
 def now() -> float:

@@ -48,7 +48,7 @@ def read_members(archive: Path, names: set[str], max_bytes: int) -> dict[str, by
     return found
 
 
-def download(url: str, path: Path, md5: str) -> None:
+def download(url: str, path: Path, sha256: str) -> None:
     """Download `url` to `path`, unless it is there. The file is complete and has this digest, or it is not kept.
 
     One process of a machine downloads; the others wait for it. Raises UserError.
@@ -56,14 +56,14 @@ def download(url: str, path: Path, md5: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with _file_lock(path.with_name(f".{path.name}.lock")):
         if not path.exists():
-            _download(url, path, md5)
+            _download(url, path, sha256)
 
 
-def _download(url: str, path: Path, md5: str) -> None:
+def _download(url: str, path: Path, sha256: str) -> None:
     from urllib.request import urlopen
 
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    digest = hashlib.md5(usedforsecurity=False)
+    digest = hashlib.sha256()
     try:
         with urlopen(url, timeout=60) as response, partial.open("wb") as file:
             while block := response.read(1 << 20):
@@ -74,9 +74,9 @@ def _download(url: str, path: Path, md5: str) -> None:
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise UserError(f"{url} could not be fetched ({error}): put the archive at {path} by hand") from None
-    if digest.hexdigest() != md5:
+    if digest.hexdigest() != sha256:
         partial.unlink()
-        raise UserError(f"{url} gave a file whose md5 is {digest.hexdigest()}, not {md5}: it was not kept")
+        raise UserError(f"{url} gave a file whose SHA-256 is {digest.hexdigest()}, not {sha256}: it was not kept")
     partial.replace(path)
 
 

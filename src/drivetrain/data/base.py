@@ -46,6 +46,7 @@ class Splits:
     example: Tree | None = None  # the inputs of two samples; None: of this shape and type
     images: str | None = None  # the key of the images, where inputs are a dict: they are augmented and normalised
     validation: Source | None = None  # None: there is none, and a run selects on the test set
+    origins: Mapping[str, str] = field(default_factory=dict)  # set → where its samples come from, in words, where it is known
 
     def two_samples(self, device: torch.device) -> Tree:
         """Return the inputs of two samples as zeros, to try a model with. What is true or false is true: a mask of nothing."""
@@ -132,11 +133,18 @@ class Data(Option):
 
     def load_sets(self, device: torch.device) -> Splits:
         """Load the data, and hold out the validation set from the training set where it is a share of it. Raises UserError."""
-        data, share = self.load(device), self.share()
+        try:
+            data, share = self.load(device), self.share()
+        except OSError as error:
+            if error.filename is None:
+                raise
+            raise DataError(
+                f"{error.filename} cannot be read ({error.strerror}): set the path of the data, or mend the file"
+            ) from None
         if data.validation is not None or share is None:
             return data
         train, validation = hold_out(data.train, share)
-        return replace(data, train=train, validation=validation)
+        return replace(data, train=train, validation=validation, origins={"validation": f"{share:g} of training", **data.origins})
 
     def share(self) -> float | None:
         """Return which share of the training samples is held out, where the data has no validation set of its own."""

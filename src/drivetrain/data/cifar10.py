@@ -6,7 +6,9 @@ and runs pickle.load on them. This reader imports nothing that a pickle names.
 
 from __future__ import annotations
 
+import hashlib
 import io
+import logging
 import os
 import pickle
 from collections.abc import Callable, Iterator
@@ -18,13 +20,31 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
 from drivetrain.data import archive
 from drivetrain.data.base import Data, Fraction, Normalize, Splits, Tensors, measure_normalization
+from drivetrain.data.untrusted import read_whole
+
+logger = logging.getLogger(__name__)
 
 PIXELS = 3 * 32 * 32
 TRAIN = [f"data_batch_{i}" for i in range(1, 6)]
 NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 MAX_BYTES = 512 << 20  # that an archive may unpack to; the real ones come to 186 million
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
-MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
+SHA256 = "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"  # of the archive at URL
+# Of the files as they were published, in the binary and in the Python version.
+FILES = {
+    "data_batch_1.bin": "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5",
+    "data_batch_2.bin": "a591ca11fa1708a91ee40f54b3da4784ccd871ecf2137de63f51ada8b3fa57ed",
+    "data_batch_3.bin": "bbe8596564c0f86427f876058170b84dac6670ddf06d79402899d93ceea26f67",
+    "data_batch_4.bin": "014e562d6e23c72197cc727519169a60359f5eccd8945ad5a09d710285ff4e48",
+    "data_batch_5.bin": "755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add",
+    "test_batch.bin": "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b",
+    "data_batch_1": "54636561a3ce25bd3e19253c6b0d8538147b0ae398331ac4a2d86c6d987368cd",
+    "data_batch_2": "766b2cef9fbc745cf056b3152224f7cf77163b330ea9a15f9392beb8b89bc5a8",
+    "data_batch_3": "0f00d98ebfb30b3ec0ad19f9756dc2630b89003e10525f5e148445e82aa6a1f9",
+    "data_batch_4": "3f7bb240661948b8f4d53e36ec720d8306f5668bd0071dcb4e6c947f78e9682b",
+    "data_batch_5": "d91802434d8376bbaeeadf58a737e3a1b12ac839077e931237e0dcd43adcb154",
+    "test_batch": "f53d8d457504f7cff4ea9e021afcf0e0ad8e24a91f3fc42091b8adef61157831",
+}
 
 
 class Version(NamedTuple):
@@ -59,10 +79,11 @@ class Cifar10(Data):
         if not self.root:
             yield OperatorGives(f"data=cifar10 needs data.root, the folder that holds {' or '.join(v.archive for v in VERSIONS)}")
         elif not self.download and _find(Path(self.root)) is None:
-            yield (
-                f"data.root={self.root} holds no CIFAR-10 ({', '.join(n for v in VERSIONS for n in (v.folder, v.archive))}): "
-                "put one there or set data.download=true"
-            )
+            yield self._missing()
+
+    def _missing(self) -> str:
+        names = ", ".join(name for version in VERSIONS for name in (version.folder, version.archive))
+        return f"data.root={self.root} holds no CIFAR-10 ({names}): put one there or set data.download=true"
 
     def shape(self) -> tuple[int, ...]:
         return (3, 32, 32)
@@ -71,10 +92,13 @@ class Cifar10(Data):
         root = Path(str(self.root))
         found = _find(root)
         if found is None:
-            archive.download(URL, root / VERSIONS[0].archive, MD5)
+            if not self.download:  # it was there when the config was checked
+                raise UserError(self._missing())
+            archive.download(URL, root / VERSIONS[0].archive, SHA256)
             found = VERSIONS[0], root / VERSIONS[0].archive
         version, path = found
         files = _read_files(version, path)
+        _warn_of_others(version, path, files)
         train, test = (_decode_files(version, files, names) for names in (TRAIN, ["test_batch"]))
         normalize = measure_normalization(train.x) if self.normalize else Normalize([0.0] * 3, [1.0] * 3)
         return Splits(train, test, self.shape(), len(NAMES), normalize, NAMES)
@@ -97,12 +121,23 @@ def _read_files(version: Version, path: Path) -> dict[str, bytes]:
     """Read the six files; return their contents by name, without the ending. Raises DataError naming what is missing."""
     names = {name + version.ending: name for name in [*TRAIN, "test_batch"]}
     if path.is_dir():
-        files = {file: (path / file).read_bytes() for file in names if (path / file).is_file()}
+        files = {file: read_whole(path / file, MAX_BYTES) for file in names if (path / file).is_file()}
     else:
         files = archive.read_members(path, set(names), MAX_BYTES)
     if missing := sorted(set(names) - set(files)):
         raise DataError(f"{path} lacks {', '.join(missing)}: fetch {version.archive} again")
     return {names[file]: content for file, content in files.items()}
+
+
+def _warn_of_others(version: Version, path: Path, files: dict[str, bytes]) -> None:
+    """Warn where files are not those that were published. They are read all the same: they may be one's own in this form."""
+    digests = {name + version.ending: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+    if others := [name for name, digest in digests.items() if digest != FILES[name]]:
+        logger.warning(
+            "%s: not as CIFAR-10 was published (another SHA-256): %s. They are read as they are; where they should be the "
+            "originals, fetch %s again",
+            path, ", ".join(others), version.archive,
+        )  # fmt: skip
 
 
 def _decode_files(version: Version, files: dict[str, bytes], names: list[str]) -> Tensors:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.errors import DataError, UserError, did_you_mean
 from drivetrain.data.base import hash_fraction
+from drivetrain.data.untrusted import lines_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -89,9 +90,8 @@ def typed(values: Iterable[Any]) -> np.ndarray:
 
 
 def _read_csv(path: Path) -> dict[str, np.ndarray]:
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        names, rows = csv_rows(file, str(path))
-        table = [cells(row, names, f"{path}: row {number}") for number, row in enumerate(rows, 2)]
+    names, rows = csv_rows(lines_of(path, newline="", encoding="utf-8-sig"), str(path))
+    table = [cells(row, names, f"{path}: row {number}") for number, row in enumerate(rows, 2)]
     return {name: typed(values) for name, values in zip(names, zip(*table, strict=True), strict=False)}
 
 

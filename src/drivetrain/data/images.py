@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,15 +11,18 @@ from typing import Literal
 from drivetrain.core.errors import OperatorGives, UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, CountOrZero, RunSpec
+from drivetrain.data import folders
 from drivetrain.data.bad_samples import MaxSkipped, OnError, bad_sample_policy
 from drivetrain.data.base import Data, Fraction, Normalize, Source, Splits, Validation, hash_fraction, measure_on_some
 from drivetrain.data.decoding import ImageFileSource
+from drivetrain.data.folders import IMAGES as IMAGES
 from drivetrain.data.untrusted import read_image_file
 
-IMAGES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".gif", ".tif", ".tiff")
 IMAGENET = [255 * m for m in (0.485, 0.456, 0.406)], [255 * s for s in (0.229, 0.224, 0.225)]  # mean, standard deviation
 Normalization = Literal["imagenet", "measured"]
 File = tuple[Path, int]  # and its class
+
+logger = logging.getLogger(__name__)
 
 
 def image_normalization(kind: Normalization, source: Source) -> Normalize:
@@ -30,7 +34,7 @@ class ImageFolder(Data):
     """A folder per class, or train/, val/ and test/ folders of them. Images come out as RGB, upright, `size` square.
 
     The test set is test/, or val/ where there is no other. Without either the share `holdout` of the files is held out,
-    chosen by the hash of their names.
+    chosen by the hash of their names. `folders.NAMES` has the names that these folders may have, in any case.
     Up to `verify` files are decoded before training starts, so that a broken one is found at once.
     With on_error=skip the next readable file replaces a broken one, up to `max_skipped` times (below 1: a share of the files).
     """
@@ -70,7 +74,10 @@ class ImageFolder(Data):
         return True
 
     def load(self, device: torch.device) -> Splits:
-        sets, classes = self._files(Path(str(self.root)))
+        layout = folders.find(Path(str(self.root)), self.validation if isinstance(self.validation, str) else None)
+        if layout.not_read:
+            logger.warning("%s has folders that are not read: %s", self.root, ", ".join(layout.not_read))
+        sets, classes = self._files(layout)
         sources = [Images(f, self.size, self.max_pixels, self.on_error, self.max_skipped) for f in sets]
         left = self.verify_files
         for source in sources:
@@ -79,39 +86,32 @@ class ImageFolder(Data):
             left -= min(left, len(source))
         normalize = image_normalization(self.normalize, sources[0])
         validation = sources[2] if len(sources) > 2 else None
-        return Splits(sources[0], sources[1], self.shape(), len(classes), normalize, classes, validation=validation)
+        return Splits(
+            sources[0], sources[1], self.shape(), len(classes), normalize, classes, validation=validation,
+            origins=layout.origins(f"{self.holdout:g} of the files"),
+        )  # fmt: skip
 
-    def _files(self, root: Path) -> tuple[list[list[File]], list[str]]:
+    def _files(self, layout: folders.Layout) -> tuple[list[list[File]], list[str]]:
         """Return the files of training, test and, where it has a folder, validation; and the classes' names. Raises UserError."""
-        folders = [name for name in ("train", "test", "val", "valid") if (root / name).is_dir()]
-        train_dir = root / "train" if "train" in folders else root
-        own, test_dir = self._evaluated(root, folders if "train" in folders else [])
-        classes = _class_folders(train_dir)
-        train, test = self._list(train_dir, classes), []
-        if test_dir is not None:
-            test = self._list(test_dir, classes, train_dir)
+        classes = folders.class_folders(layout.train)
+        train, test = self._list(layout.train, classes), []
+        if layout.test is not None:
+            test = self._list(layout.test, classes, layout.train)
         else:
-            held_out = {path for path, _ in train if hash_fraction(path.relative_to(train_dir).as_posix()) < self.holdout}
+            held_out = {path for path, _ in train if hash_fraction(path.relative_to(layout.train).as_posix()) < self.holdout}
             test = [file for file in train if file[0] in held_out]
             train = [file for file in train if file[0] not in held_out]
         if not train or not test:
             raise UserError(
-                f"{root} gives {len(train)} training and {len(test)} test images: "
-                "add images, a val/ folder, or raise data.holdout"
+                f"{self.root} gives {len(train)} training and {len(test)} test images: "
+                "add images, a test/ folder, or raise data.holdout"
             )
-        return [train, test, *([self._list(own, classes, train_dir)] if own else [])], classes
-
-    def _evaluated(self, root: Path, folders: list[str]) -> tuple[Path | None, Path | None]:
-        """Return the folders of the validation and of the test set, of those beside train/; None where there is none."""
-        own = self.validation if isinstance(self.validation, str) else None
-        if own == "auto":  # one folder beside train/ is the test set
-            own = next((name for name in ("val", "valid") if name in folders and "test" in folders), None)
-        test = next((name for name in ("test", "val", "valid") if name in folders and name != own), None)
-        return root / own if own else None, root / test if test else None
+        own = [self._list(layout.validation, classes, layout.train)] if layout.validation is not None else []
+        return [train, test, *own], classes
 
     def _list(self, folder: Path, classes: list[str], train: Path | None = None) -> list[File]:
         """Return the files of each class. A folder beside that of the training may have no other classes. Raises UserError."""
-        if train is not None and (unknown := set(_class_folders(folder)) - set(classes)):
+        if train is not None and (unknown := set(folders.class_folders(folder)) - set(classes)):
             raise UserError(f"{folder} has classes that {train} has not: {', '.join(sorted(unknown))}")
         if not classes:
             raise UserError(f"{folder} holds no class folders: data.root must hold one folder of images per class")
@@ -124,10 +124,6 @@ class ImageFolder(Data):
         if empty:
             raise UserError(f"no image in {', '.join(empty)}: remove the empty class or add images ({' '.join(IMAGES)})")
         return files
-
-
-def _class_folders(folder: Path) -> list[str]:
-    return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != ".")
 
 
 class Images(ImageFileSource):

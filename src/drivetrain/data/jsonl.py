@@ -17,6 +17,7 @@ from drivetrain.core.targets import TargetKind
 from drivetrain.data.base import Data, Fraction, Splits, beside, hash_fraction
 from drivetrain.data.text import LabelledTexts, Texts
 from drivetrain.data.tokenizer import BytePairs, Bytes, Tokenizer, from_json
+from drivetrain.data.untrusted import lines_of
 
 
 class Line(NamedTuple):
@@ -93,9 +94,8 @@ class Jsonl(Data):
     def read_inputs(self, file: Path | Iterable[str], data: Splits) -> Iterator[Callable[[], torch.Tensor]]:
         assert isinstance(file, Path)  # lines are texts, not JSON
         try:
-            with file.open(encoding="utf-8") as opened:
-                lines = [(number, line) for number, line in enumerate(opened, 1) if line.strip()]
-        except (OSError, UnicodeDecodeError) as error:
+            lines = [(number, line) for number, line in enumerate(lines_of(file), 1) if line.strip()]
+        except UnicodeDecodeError as error:
             raise UserError(f"{file} cannot be read as JSON lines: {error}") from None
         return (partial(self._encode_line, line, f"{file}:{number}", data) for number, line in lines)
 
@@ -154,8 +154,7 @@ class Jsonl(Data):
     def _read(self, path: Path) -> list[Line]:
         """Return the lines whose text is not empty. Raises UserError."""
         try:
-            with path.open(encoding="utf-8") as file:
-                read = [self._line(line, f"{path}:{number}") for number, line in enumerate(file, 1) if line.strip()]
+            read = [self._line(line, f"{path}:{number}") for number, line in enumerate(lines_of(path), 1) if line.strip()]
         except UnicodeDecodeError as error:
             raise UserError(f"{path} is not UTF-8: {error}") from None
         lines = [line for line in read if line.text]

@@ -80,12 +80,14 @@ class Own(Data):
                 raise DataError(f"data.target={self.target}: {error}") from None
             example, images = self._example(train)
             self._log_target(train.dataset, example)
+            if isinstance(example, torch.Tensor) and example.ndim == 1 and example.is_floating_point():
+                logger.warning("the input of a sample is a single number, and most models want a list: return [x] in place of x")
         names = getattr(train.dataset, "classes", None)
         classes = self.classes or getattr(train.dataset, "num_classes", None) or names
         if isinstance(classes, list | tuple):
             classes = len(classes)
         if not isinstance(classes, int) or classes < 1:
-            raise UserError(f"data.target={self.target} does not say how many classes it has (num_classes): set data.classes")
+            classes = self._values(train)
         named = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
         normalize = self._normalization(train, example, images)
         if normalize is not None:
@@ -148,6 +150,17 @@ class Own(Data):
         x, _ = source.fetch(torch.stack([lengths.argmax()] * 2) if lengths.any() else torch.tensor([0, min(1, len(source) - 1)]))
         images = [key for key in IMAGES if isinstance(x, dict) and isinstance(x.get(key), torch.Tensor) and x[key].ndim == 4]
         return x, next(iter(images), None)
+
+    def _values(self, source: OwnSource) -> int:
+        """Return how many numbers the target of a sample is, where targets are values. Raises UserError for classes."""
+        with torch.random.fork_rng([]):
+            _, y = source.fetch(torch.tensor([0]))
+        if isinstance(y, torch.Tensor) and self.targets == "values":
+            return y.numel()
+        problem = f"data.target={self.target} does not say how many classes it has (num_classes): set data.classes"
+        if isinstance(y, torch.Tensor) and y.is_floating_point() and self.targets in ("class", None):
+            problem += f". Its targets are numbers such as {y.flatten()[0]:.4g}: if they are no classes, set task=regression"
+        raise UserError(problem)
 
     def _log_target(self, dataset: Any, example: Tree) -> None:
         """Log which key of a sample was taken for its target, where none is named."""

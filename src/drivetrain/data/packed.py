@@ -21,10 +21,12 @@ from drivetrain.core.typed import fits
 from drivetrain.data.bad_samples import BadSamplePolicy
 from drivetrain.data.base import Data, Normalize, Splits, Validation
 from drivetrain.data.decoding import ImageFileSource, crop_and_resize
+from drivetrain.data.untrusted import read_whole
 
 FORMAT, VERSION = "drivetrain-packed", 3
 END, CRC, LABEL = COLUMNS = range(3)  # of a split's table: where a sample ends, its CRC-32, its class
 MAX_SIDE = 1 << 16  # pixels
+MOST_INDEX = 1 << 26  # bytes of index.json
 INDEX: dict[str, Any] = {
     "kind": str, "shape": list[int], "classes": int, "names": list[str] | None, "normalize": dict[str, list[float]] | None,
     "splits": dict[str, dict[str, Any]],
@@ -118,7 +120,9 @@ class Packed(Data):
 def read_index(root: Path) -> dict[str, Any]:
     """Read index.json of a packed folder. Raises UserError where it is missing, or not written by `drivetrain pack`."""
     try:
-        index = json.loads((root / "index.json").read_text(encoding="utf-8"))
+        if not (root / "index.json").exists():
+            raise FileNotFoundError
+        index = json.loads(read_whole(root / "index.json", MOST_INDEX))
         known = index["format"] == FORMAT
         version = index["version"]
     except FileNotFoundError:
@@ -173,7 +177,7 @@ def open_split(root: Path, index: dict[str, Any], split: str, shape: tuple[int, 
 
     entry = index["splits"][split]
     try:
-        content = (root / f"{split}.table").read_bytes()
+        content = read_whole(root / f"{split}.table", entry["samples"] * len(COLUMNS) * 8)
         size = (root / f"{split}.data").stat().st_size
     except OSError as error:
         raise DataError(f"{root}: {error.filename} cannot be read ({error.strerror}): pack again") from None

@@ -17,6 +17,7 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec
 from drivetrain.core.targets import TargetKind
 from drivetrain.data.base import IGNORE_INDEX, Data, Fraction, Splits, hash_fraction
+from drivetrain.data.untrusted import read_whole
 
 BEGIN = 256  # the token before a document's first byte
 VOCABULARY = 257  # the 256 values of a byte, and BEGIN
@@ -85,7 +86,7 @@ class Stdlib(Data):
             )
         if packages is not None:
             return self._classified(root, train, test, packages)
-        sources = [Texts([_read(root / name) for name in names], self.length) for names in (train, test)]
+        sources = [Texts([read_whole(root / name) for name in names], self.length) for names in (train, test)]
         return Splits(sources[0], sources[1].spread(self.test_samples), self.shape(), VOCABULARY, None, dtype=torch.int64)
 
     def load_sets(self, device: torch.device) -> Splits:
@@ -97,7 +98,7 @@ class Stdlib(Data):
     def _classified(self, root: Path, train: list[Path], test: list[Path], packages: list[str]) -> Splits:
         sources = [
             LabelledTexts(
-                [as_tokens(_read(root / name)) for name in names], [packages.index(name.parts[0]) for name in names],
+                [as_tokens(read_whole(root / name)) for name in names], [packages.index(name.parts[0]) for name in names],
                 self.length, PIECES,
             )
             for names in (train, test)
@@ -230,10 +231,3 @@ class LabelledTexts(Pieces):
 def as_tokens(content: bytes | torch.Tensor) -> torch.Tensor:
     """Return a document's tokens: each byte of bytes is one."""
     return torch.frombuffer(bytearray(content), dtype=torch.uint8) if isinstance(content, bytes) else content
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}): mend or remove it, or set data.root") from None

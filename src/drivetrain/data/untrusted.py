@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import stat
+from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
 
 from drivetrain.core.errors import DataError
@@ -11,6 +15,8 @@ from drivetrain.data.decoding import DAMAGED
 
 BYTES_OF_PIXEL = 16  # at most, in any format: four channels of four bytes
 HEADER_BYTES = 1 << 20  # beside the pixels
+MOST_LINE = 1 << 24  # characters of one line of a table or of texts
+MOST_WHOLE = 1 << 30
 FEW_CLASSES = 1000  # so many are believed whatever the number of samples
 
 
@@ -20,23 +26,45 @@ def read_image_file(path: Path, max_pixels: int) -> bytes:
     A FIFO would be waited for, and a device has no end.
     """
     most = BYTES_OF_PIXEL * max_pixels + HEADER_BYTES
+    with _opened(path, DAMAGED) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise DataError(
+                f"{path} has {size:,} bytes, more than an image of data.max_pixels={max_pixels} can have: mend or "
+                "remove it, or raise data.max_pixels"
+            )
+        return file.read(size)  # a larger number would take so much memory, whatever is read
+
+
+def read_whole(path: Path, most: int = MOST_WHOLE) -> bytes:
+    """Read a file that is held in memory whole. Raises DataError, also where it has more than `most` bytes."""
+    with _opened(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise DataError(f"{path} has {size:,} bytes, and at most {most:,} are read: it is not the file it should be")
+        return file.read(size)
+
+
+def lines_of(path: Path, newline: str | None = None, encoding: str = "utf-8") -> Iterator[str]:
+    """Yield the lines of a text file. Raises DataError for one that does not end: a file of zeros is a single line."""
+    with _opened(path) as file, io.TextIOWrapper(file, encoding=encoding, newline=newline) as text:
+        while line := text.readline(MOST_LINE):
+            if len(line) == MOST_LINE:
+                raise DataError(f"{path} has a line of more than {MOST_LINE:,} characters: it is not the file it should be")
+            yield line
+
+
+@contextlib.contextmanager
+def _opened(path: Path, damaged: str = "cannot be read ({}): mend it, or set the path of the data") -> Iterator[BufferedReader]:
+    """Open an ordinary file. Raises DataError."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            about = os.fstat(descriptor)
-            if not stat.S_ISREG(about.st_mode):
+        with open(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise DataError(f"{path} is no ordinary file (a pipe, a device or a folder): remove it")
-            if about.st_size > most:
-                raise DataError(
-                    f"{path} has {about.st_size:,} bytes, more than an image of data.max_pixels={max_pixels} can have: mend or "
-                    "remove it, or raise data.max_pixels"
-                )
-            with open(descriptor, "rb", closefd=False) as file:
-                return file.read(most)
-        finally:
-            os.close(descriptor)
+            yield file
     except OSError as error:
-        raise DataError(f"{path} {DAMAGED.format(error.strerror)}") from None
+        raise DataError(f"{path} {damaged.format(error.strerror)}") from None
 
 
 def number_of_classes(highest: int, samples: int, classes: int | None, where: str) -> int:

@@ -18,6 +18,7 @@ from drivetrain.core.clock import clock_for
 from drivetrain.core.context import BuildContext
 from drivetrain.core.errors import UserError
 from drivetrain.core.horizon import Horizon
+from drivetrain.core.limits import check_batch
 from drivetrain.core.model_call import ModelCall
 from drivetrain.core.protocols import LogWriter
 from drivetrain.core.selection import selected
@@ -25,7 +26,7 @@ from drivetrain.core.step import Step
 from drivetrain.core.trees import Tree
 from drivetrain.data.base import Splits
 from drivetrain.debug.base import Debug
-from drivetrain.engine import dry_run, flops, input_checks
+from drivetrain.engine import dry_run, facts, flops, input_checks
 from drivetrain.engine.callbacks import Callbacks
 from drivetrain.engine.counted_step import CountedStep
 from drivetrain.engine.description import describe
@@ -141,6 +142,10 @@ def _load_data(context: BuildContext, debug: Debug) -> Batch:
     context.data, context.train_source = data, data.train
     known_before = horizons.run_horizon(run) is not None
     batch: Batch = run.batch.build(context)
+    bytes_each = 4 if context.device.type == "cpu" else 1  # of a number: images are sent to a device as bytes
+    check_batch(
+        run.named("batch"), batch.micro_batch(context.parallel.data_world), data.shape, bytes_each, context.world.local_size
+    )
     context.batch, context.horizon = batch, _horizon(context, batch, known_before)
     steps = tuple(run.augment) if run.debug.augments else ()
     if steps and (refusal := _cannot_augment(context, steps)):
@@ -215,6 +220,7 @@ def build_for_inference(context: BuildContext, data: Splits) -> torch.nn.Module:
     """Build a run's model alone, in evaluation mode: no optimizer, no loader, no ranks. Its weights are still to be loaded."""
     run = context.run
     context.device, context.seed = run.runtime.set_up_process(context.world), run.runtime.seed
+    context.trains = False
     context.parallel, context.precision, context.data = run.parallel.build(context), run.precision.build(context), data
     model = _edited_model(context)
     converted: torch.nn.Module = context.precision.convert(model, context.example)
@@ -242,7 +248,8 @@ def _horizon(context: BuildContext, batch: Batch, known_before: bool) -> Horizon
     if horizon is None:
         raise UserError(
             f"batch.global_batch={batch.size(run.values['epochs'] - 1)} is more than the {samples} training samples, and "
-            f"data.drop_last drops the short batch: set batch.global_batch to {samples} or less, or data.drop_last=false"
+            f"data.drop_last drops the short batch: set batch.global_batch={min(samples, facts.smaller_batch(samples))}, "
+            "or data.drop_last=false"
         )
     if not known_before and run.debug.updates is None:
         if problems := list(run.scheduler.horizon_problems(horizon)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,8 @@ from drivetrain.core.protocols import LogWriter
 from drivetrain.engine.mfu import Mfu
 from drivetrain.engine.step_timer import StepTimer
 from drivetrain.parallel.base import Parallel
+
+REMEMBERED = 200  # records, to say from when on a loss grew
 
 
 @dataclass
@@ -32,6 +35,7 @@ class TrainingLog:
     loss_sum: torch.Tensor = field(init=False)  # 0-d: the sum of the updates' losses since the last record
 
     def __post_init__(self) -> None:
+        self._seen: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)  # update and loss of the last records
         self.loss_sum = torch.zeros((), device=self.device)
         self.restart()
 
@@ -54,13 +58,24 @@ class TrainingLog:
         figures |= self.parallel.rank_metrics(seconds, self.timer.wait)
         skipped = count - (progress.updates - updates)
         if not math.isfinite(loss) and not skipped:
-            raise Diverged(f"the loss is {loss} (updates {updates + 1} to {progress.updates})")
+            raise Diverged(f"the loss is {loss} (updates {updates + 1} to {progress.updates}){self._how_it_diverged(lr)}")
+        self._seen.append((progress.updates, loss))
         rate = (progress.samples - samples) / seconds if seconds else None
         of_parts = {name: _finite(value) for name, value in zip(parts, values, strict=True)}
         self.write(
             "train", loss=_finite(loss), skipped=progress.skipped, samples=progress.samples, lr=lr,
             samples_per_second=rate, mfu=self.mfu.at(rate) if self.writers else None, **of_parts, **figures,
         )  # fmt: skip
+
+    def _how_it_diverged(self, lr: float) -> str:
+        """Where the loss began to grow, and what to set."""
+        seen = [(update, loss) for update, loss in self._seen if math.isfinite(loss)]
+        remedy = f"lower optimizer.lr (the rate was {lr:.3g}), lengthen scheduler.warmup, or set clip=norm"
+        if not seen:
+            return f": {remedy}"
+        lowest, last = min(seen, key=lambda at: at[1]), seen[-1]
+        grew = f": it grew from {lowest[1]:.4g} at update {lowest[0]} to {last[1]:.4g} at update {last[0]}"
+        return f"{grew if last[1] > lowest[1] else ''}: {remedy}"
 
     def write(self, event: str, **figures: object) -> None:
         """Write one record to all writers."""

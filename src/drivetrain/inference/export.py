@@ -10,7 +10,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppres
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import torch
 
@@ -39,6 +39,25 @@ class Exported:
     tensors: int
     difference: float | None  # the largest one of its outputs from the model's; None: not checked
     note: str = ""
+
+
+def format_of(path: Path | None, given: str | None) -> Format:
+    """Return the format that was named, or that a file's suffix names; the weights alone where neither says one.
+
+    Raises UserError where they say different ones, and for a suffix that says none.
+    """
+    suffix = path.suffix if path is not None else ""
+    by_suffix = next((kind for kind in FORMATS if SUFFIX[kind] == suffix.lower()), None)
+    if given is not None and given not in FORMATS:
+        raise UserError(f"--format {given}: there is {', '.join(FORMATS)}")
+    if given is not None and by_suffix not in (None, given):
+        raise UserError(
+            f"{path}: a file of this name is {by_suffix}, and --format says {given}: leave it out, or rename the file"
+        )
+    if given is None and by_suffix is None and suffix:
+        known = ", ".join(f"{SUFFIX[kind]} ({kind})" for kind in FORMATS)
+        raise UserError(f"{path}: the format is not known from '{suffix}': name the file {known}, or say --format")
+    return cast(Format, given) if given is not None else by_suffix or "safetensors"
 
 
 def export_weights(finished: Finished, path: Path) -> Exported:
@@ -147,9 +166,12 @@ def _atomic(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".writing-{path.name}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.touch()
+        mode = temporary.stat().st_mode  # as the umask has it: safetensors writes files that only their owner can read
         with warnings.catch_warnings(), _without_messages():
             warnings.simplefilter("ignore")
             yield temporary
+        temporary.chmod(mode)
         temporary.replace(path)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror or error}") from None

@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from drivetrain.core import process
 from drivetrain.core.errors import FAILED, UserError
 
 OUT_OF_MEMORY = 3  # the child's exit code
@@ -25,10 +26,10 @@ MEMORY_FRACTION = 0.95  # of a device; the rest is for fragmentation and the ran
 def count_fitting(overrides: Sequence[str], config_dirs: Sequence[str], sizes: Sequence[int], limit_gb: float | None) -> int:
     """The number of these ascending micro-batch sizes that fit, from the first; `limit_gb` limits the process's memory."""
     task = {"overrides": list(overrides), "config_dirs": list(config_dirs), "sizes": list(sizes), "limit_gb": limit_gb}
-    path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} | {"PYTHONPATH": path}
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    env["PYTHONPATH"] = process.import_path()
     done = subprocess.run(
-        [sys.executable, "-m", "drivetrain.launch.batch_probe"],
+        process.command("drivetrain.launch.batch_probe"),
         input=json.dumps(task),
         env=env,
         capture_output=True,

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import shutil
 import socket
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -17,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain.core import process
 from drivetrain.core.errors import BAD_CONFIG, EXIT_OF_STATUS, FAILED, INTERRUPTED, PEER_GONE, UserError, is_peer_failure
-from drivetrain.core.files import write_json
+from drivetrain.core.files import read_json, write_json
 from drivetrain.core.forking import end_openmp_threads
 from drivetrain.core.signals import STOP_SIGNALS, StopFlag
 from drivetrain.launch import network
 from drivetrain.launch.heartbeat import FailureRecorder, HeartbeatMonitor, ended_without_result, start_heartbeat
 from drivetrain.launch.job import Job
+from drivetrain.launch.rank_folder import rank_folder
 from drivetrain.launch.worker import run_rank
 from drivetrain.parallel import world_of_environment
 from drivetrain.run import directory
@@ -63,7 +62,7 @@ def run(job: Job, run_dir: Path, quiet: bool, on_abandoned: OnAbandoned | None =
     parallel: ProcessGroupStrategy = job.run.parallel
     sys.stdout.flush()
     failed: dict[int, int] = {}  # rank → exit code
-    with _rank_folder(run_dir, parallel.nnodes > 1) as folder:
+    with rank_folder(run_dir, parallel.nnodes > 1) as folder:
         held = Held(folder)
         monitor = HeartbeatMonitor(folder, parallel.heartbeat_timeout_s, parallel.timeout_s, parallel.max_restarts > 0)
         failures = FailureRecorder(folder, monitor)
@@ -98,41 +97,6 @@ def _launch_ranks(parallel: ProcessGroupStrategy, folder: Path, *of_entry: objec
             raise
         # Two launchers on one host started at the same moment, and the other one took the port: it answers now.
         elastic_launch(_launch_config(parallel, folder), _rank_entry)(*of_entry)
-
-
-@contextlib.contextmanager
-def _rank_folder(run_dir: Path, several_machines: bool) -> Iterator[Path]:
-    """The folder of the ranks' files: <run>/ranks. With several machines they are copied there if the run's directory is here."""
-    folder = run_dir / "ranks"
-    if folder.is_symlink():  # what it leads to is not the run's
-        folder.unlink()
-    if not several_machines:
-        folder.mkdir(exist_ok=True)
-        for old in [*folder.glob("*.json"), *folder.glob("*.heartbeat"), *folder.glob("*.stack")]:
-            old.unlink()
-        try:
-            yield folder
-        finally:
-            _gather_output(folder)
-        return
-    temporary = Path(tempfile.mkdtemp(prefix="drivetrain-ranks-"))
-    try:
-        yield temporary
-    finally:
-        _gather_output(temporary)
-        if run_dir.is_dir():
-            shutil.copytree(temporary, folder, dirs_exist_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _gather_output(folder: Path) -> None:
-    """Append what each rank printed, in all its attempts, to <rank>.log, and remove the folders of torch's launcher."""
-    for launched in folder.glob("drivetrain_*"):
-        for printed in sorted(launched.glob("attempt_*/*/std*.log")):
-            if printed.stat().st_size:
-                with printed.open("rb") as part, (folder / f"{printed.parent.name}.log").open("ab") as whole:
-                    shutil.copyfileobj(part, whole)
-        shutil.rmtree(launched, ignore_errors=True)
 
 
 def _launch_config(parallel: ProcessGroupStrategy, folder: Path) -> LaunchConfig:
@@ -248,7 +212,7 @@ def _final_code(folder: Path) -> int:
     """The exit code of a rank of this machine that starting again would not change; 0 where there is none."""
     for file in folder.glob("*.json"):
         with contextlib.suppress(OSError, ValueError):
-            content = json.loads(file.read_text(encoding="utf-8"))
+            content = read_json(file)
             if content["code"] in FINAL_CODES and not _only_peer_failures({0: content}):
                 return int(content["code"])
     return 0
@@ -289,7 +253,7 @@ def _read_results(folder: Path) -> RankResults:
     results: RankResults = {}
     for file in folder.glob("*.json"):
         with contextlib.suppress(OSError, ValueError):
-            results[int(file.stem)] = json.loads(file.read_text(encoding="utf-8"))
+            results[int(file.stem)] = read_json(file)
     return results
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
-import json
 import logging
 import os
 import signal
@@ -19,6 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from drivetrain.core import files
 from drivetrain.core.errors import is_peer_failure
 
 INTERVAL_S = 1.0
@@ -33,8 +33,9 @@ STACK_SIGNAL = signal.SIGUSR2  # asks a rank for its Python stack
 def start_heartbeat(folder: Path, rank: int) -> None:
     """Start the thread that touches `folder`/<rank>.heartbeat, which holds this process's id; write stacks beside it."""
     file = folder / f"{rank}.heartbeat"
-    file.write_text(str(os.getpid()), encoding="utf-8")
-    stack = (folder / f"{rank}.stack").open("a", encoding="utf-8")  # appended to: the stack of before a restart stays
+    with files.opened(file, "w") as opened:
+        opened.write(str(os.getpid()))
+    stack = files.opened(folder / f"{rank}.stack", "a")  # appended to: the stack of before a restart stays
     faulthandler.register(STACK_SIGNAL, stack, all_threads=True)
 
     launcher = os.getppid()
@@ -45,7 +46,7 @@ def start_heartbeat(folder: Path, rank: int) -> None:
             if os.getppid() != launcher:  # the ranks would wait for its store, and hold the run; it can be gone on with
                 os.kill(os.getpid(), signal.SIGKILL)
             with contextlib.suppress(OSError):  # on a full disk the run itself fails, with a better message
-                os.utime(file)
+                os.utime(file, follow_symlinks=False)
 
     threading.Thread(target=touch, name="heartbeat", daemon=True).start()
 
@@ -88,7 +89,7 @@ class HeartbeatMonitor:
 
     def _check(self, file: Path) -> None:
         # Checks are counted and not timed: a clock goes on while the machine sleeps, with the ranks and the monitor on it.
-        beat, (before, checks) = file.stat().st_mtime, self._last.get(file, (0.0, 0))
+        beat, (before, checks) = file.lstat().st_mtime, self._last.get(file, (0.0, 0))
         checks = checks + 1 if beat == before else 0
         self._last[file] = beat, checks
         rank = int(file.stem)
@@ -97,7 +98,7 @@ class HeartbeatMonitor:
         silent_s = checks * INTERVAL_S
         if silent_s <= min(self._heartbeat_timeout_s, self._stuck_s) or file.with_suffix(".json").exists():
             return
-        process = int(file.read_text(encoding="utf-8"))
+        process = int(files.read_text(file))
         state = _process_state(process)
         if state is not None and silent_s > (self._heartbeat_timeout_s if state in STOPPED else self._stuck_s):
             self._end(rank, process, state, silent_s, file)
@@ -161,7 +162,7 @@ class FailureRecorder(logging.Handler):
                     line = f"rank {file.stem}: {failure['error']}"
                     own += [] if is_peer_failure(failure["error"]) else [line]
                     of_peers = of_peers or line
-                elif _process_state(int(file.read_text(encoding="utf-8"))) is None:
+                elif _process_state(int(files.read_text(file))) is None:
                     own.append(ended_without_result({int(file.stem): 0}))
         self.reason = "; ".join([*self._monitor.ended.values(), *own]) or of_peers
 
@@ -198,7 +199,7 @@ def _ask_for_stack(process: int) -> None:
 def _failure_in(file: Path) -> dict[str, Any] | None:
     """The content of a rank's result file if the rank failed."""
     try:
-        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        content: dict[str, Any] = files.read_json(file)
     except (OSError, ValueError):  # not there, or being written
         return None
     return content if content["code"] else None

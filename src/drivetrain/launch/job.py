@@ -168,7 +168,7 @@ def _resumed(run_dir: Path, words: list[str], config_dirs: Sequence[str]) -> Job
     recorded = recorded_environment(run_dir, "resume=")
     settings, dirs = recorded_settings(recorded, words), config_dirs or recorded.get("config_dirs", [])
     if not is_of_this_user(recorded):
-        base = None if any(key_of(w) == "recipe" for w in words) else recipes.read(run_dir / "recipe.yaml")
+        base = None if any(key_of(w) == "recipe" for w in words) else recipes.read_of_run(run_dir)
         if code := bundles.needed(settings.get("trust") or [], words):
             raise UserError(
                 f"resume={run_dir} was recorded by another user or machine, or has been changed, and its recipe brought code. "
@@ -179,12 +179,16 @@ def _resumed(run_dir: Path, words: list[str], config_dirs: Sequence[str]) -> Job
         settings, dirs = {}, config_dirs
     job = of_run(run_dir, words, dirs, settings)
     unresolved: Any = OmegaConf.to_container(job.composed.config)
-    different = identity.differences(_recorded_config(run_dir), unresolved, job.not_compared)
+    recorded_config = _recorded_config(run_dir)
+    different = identity.differences(recorded_config, unresolved, job.not_compared)
     if different and not job.run.values["resume_changed"]:
-        raise UserError(
-            [f"resume={run_dir}: the config differs from the run's, and only its length may: {'; '.join(different)}."
-             " Say resume_changed=true to go on all the same"]
-        )  # fmt: skip
+        shorter = [line for line in different if line.partition(":")[0] in identity.MAY_LENGTHEN]
+        other = [line for line in different if line not in shorter]
+        problems = [f"the config differs from the run's, and only its length may: {'; '.join(other)}"] if other else []
+        if shorter:
+            ends = " or ".join(f"{key}={recorded_config.get(key)}" for key in identity.MAY_LENGTHEN if recorded_config.get(key))
+            problems.append(f"{'; '.join(shorter)}: a run may only become longer, and this one ends after {ends}: set more of it")
+        raise UserError(f"resume={run_dir}: {problem}. Say resume_changed=true to go on all the same" for problem in problems)
     job.notices += [f"resumed with a changed config: {line}" for line in different]
     return _from_newest_checkpoint(job, run_dir)
 
@@ -202,7 +206,7 @@ def of_run(run_dir: Path, words: Sequence[str], config_dirs: Sequence[str], sett
     """The job of a run's own recipe and these of its machine-local settings, changed by overrides. Raises UserError."""
     own = [f"{k}={format_value(v)}" for k, v in settings.items()]
     bundles.find_in(run_dir, [*own, *words])
-    base = None if any(key_of(w) == "recipe" for w in words) else recipes.read(run_dir / "recipe.yaml")
+    base = None if any(key_of(w) == "recipe" for w in words) else recipes.read_of_run(run_dir)
     add_import_paths(config_dirs)
     job = checked(composing.compose([*own, *words], config_dirs, base=base), own=base is not None)
     job.composed.overrides = list(words)

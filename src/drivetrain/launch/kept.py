@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from drivetrain.run.result import Result
 
 AVERAGED = "averaged.safetensors"
+JUMP = 2  # times the rate before
 Found = tuple[Mapping[str, Any], Mapping[str, Any]]  # the metrics of an evaluation, and its tables
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ def load(checkpoint: Path, parallel: Parallel) -> tuple[dict[str, torch.Tensor],
 def restore(trainer: Trainer, checkpoint: Path) -> None:
     """Continue from a checkpoint, or from the one before where this one does not hold what its hashes promise.
 
-    Called on all ranks. Raises the newest one's error where there is no other.
+    Called on all ranks. Raises UserError where there is no other, with the newest one's error.
     """
     parallel, first = trainer.parallel, None
     newest: Path | None = checkpoint
@@ -70,7 +71,27 @@ def restore(trainer: Trainer, checkpoint: Path) -> None:
             before, _ = manifest.newest_valid(newest.parents[1], below=int(newest.name))
         newest = parallel.broadcast_object(before)
     assert first is not None
-    raise first
+    if isinstance(first, UserError):
+        raise first
+    why = f"{type(first).__name__}: {str(first).splitlines()[0]}" if str(first) else type(first).__name__
+    raise UserError(
+        f"checkpoint {checkpoint} cannot be restored ({why}), and there is no other: another program wrote it, or changed it"
+    ) from first
+
+
+def rate_jump(trainer: Trainer) -> str:
+    """What to know where a run goes on at a much higher rate than it had: its schedule is that of a longer run now."""
+    group, progress = trainer.optimizer.param_groups[0], trainer.progress
+    before = float(group["lr"])
+    trainer.scheduler.step(progress.updates)
+    after = float(group["lr"])
+    if after <= JUMP * before:
+        return ""
+    return (
+        f"the learning rate goes up from {before:.2e} to {after:.2e}: the schedule is now that of {trainer.max_updates:,} "
+        f"updates, and this run has made {progress.updates:,}. For a rate of your own say resume_changed=true scheduler=constant "
+        f"optimizer.lr=…, or begin a new run from its weights by model.weights={trainer.run_dir}"
+    )
 
 
 def test_final(trainer: Trainer) -> Found | None:

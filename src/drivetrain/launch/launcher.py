@@ -66,9 +66,8 @@ def train(config: Sequence[str] | Mapping[str, Any], config_dirs: Sequence[str] 
     with tempfile.TemporaryDirectory() as folder:
         run_dir_file = Path(folder) / "run_dir"
         folders = [word for folder in config_dirs for word in ("--config-dir", folder)]
-        command = [sys.executable, "-m", "drivetrain", "train", *folders, *overrides]
-        path = os.pathsep.join([str(process.PACKAGE.parent), *sys.path])
-        env = {**os.environ, RUN_DIR_FILE: str(run_dir_file), "PYTHONPATH": path}
+        command = [*process.command("drivetrain"), "train", *folders, *overrides]
+        env = {**os.environ, RUN_DIR_FILE: str(run_dir_file), "PYTHONPATH": process.import_path()}
         done = subprocess.run(command, env=env, stderr=subprocess.PIPE, text=True, check=False)
         sys.stderr.write(done.stderr)
         result = Result.read(Path(run_dir_file.read_text(encoding="utf-8"))) if run_dir_file.exists() else None

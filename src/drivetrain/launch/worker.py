@@ -28,7 +28,7 @@ from drivetrain.core.signals import StopFlag
 from drivetrain.core.world import World
 from drivetrain.launch import machine_limits
 from drivetrain.launch.job import Job
-from drivetrain.launch.kept import evaluate_kept, record, restore, test_final
+from drivetrain.launch.kept import evaluate_kept, rate_jump, record, restore, test_final
 from drivetrain.run import environment, identity
 from drivetrain.run.result import Result
 from drivetrain.saving import manifest, space
@@ -38,6 +38,7 @@ from drivetrain.ui.output import echo_traceback
 if TYPE_CHECKING:
     from drivetrain.engine.trainer import Trainer
 
+SHOWN, LONGEST = 5, 300  # lines of an error that announces them, and their characters
 LAST_WRITE_S = 30.0  # for a checkpoint that is being written when the run fails
 
 logger = logging.getLogger(__name__)
@@ -143,8 +144,7 @@ def _record_failure(result: Result, error: BaseException, job: Job, world: World
     if (explained := space.explain(error, run_dir) or machine_limits.explain(error)) is not None:
         result.error = explained
         return FAILED
-    lines = str(error).strip().splitlines() or [""]
-    result.error = f"{type(error).__name__}: {lines[0]}{job.run.compile.advice(error)}"
+    result.error = f"{type(error).__name__}: {first_lines(error)}{job.run.compile.advice(error)}"
     if run_dir.is_dir():
         with contextlib.suppress(OSError), files.opened(run_dir / "log.txt", "a") as file:
             echo_traceback(error, file)
@@ -156,6 +156,18 @@ def _record_failure(result: Result, error: BaseException, job: Job, world: World
     elif not wants_traceback():
         echo_traceback(error)
     return FAILED
+
+
+def first_lines(error: BaseException) -> str:
+    """What an error says, in one line: its first line, and those after it where that one only announces them."""
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()] or [""]
+    if lines[0].startswith("Caught ") and lines[0].endswith("."):  # in a worker process of torch's, whose traceback follows
+        return f"{lines[0][:-1]}: {lines[-1]}"
+    if not lines[0].endswith(":") or len(lines) == 1:
+        return lines[0]
+    shown = [line if len(line) <= LONGEST else f"{line[:LONGEST]} …" for line in lines[: SHOWN + 1]]
+    more = f" … and {len(lines) - len(shown)} more" if len(lines) > len(shown) else ""
+    return " ".join([shown[0], "; ".join(shown[1:])]) + more
 
 
 def _end_callbacks(trainer: Trainer, result: Result) -> None:
@@ -179,12 +191,14 @@ def _report(lines: list[str], world: World, run_dir: Path) -> None:
 
 def _build(job: Job, context: BuildContext, writers: list[RunWriter], quiet: bool) -> Trainer:
     """This rank's trainer, restored where the job has a checkpoint. On rank 0 the loggers start and go into `writers`."""
-    from drivetrain.engine import build
+    from drivetrain.engine import build, facts
     from drivetrain.logger import Files, guarded
 
     trainer = build.build(context, writers)
     if (checkpoint := trainer.parallel.broadcast_object(job.checkpoint)) is not None:
         restore(trainer, checkpoint)
+        if jump := rate_jump(trainer):
+            logger.warning("%s", jump)
     if job.attach is not None:
         job.attach(trainer)
     if context.world.rank == 0:
@@ -193,8 +207,12 @@ def _build(job: Job, context: BuildContext, writers: list[RunWriter], quiet: boo
             if not isinstance(each, Files):
                 writers.append(guarded(name, each, context))
         if not quiet:
-            writers.append(terminal.Progress(trainer.max_updates, trainer.epochs))
+            writers.append(terminal.Progress(trainer.max_updates, trainer.epochs, trainer.progress.updates))
         writers.append(trainer.callbacks)  # last, so that what they read of the run is written
+        if job.work is None:
+            logger.info("%s", facts.line(context, trainer))
+            for advice in facts.advice(trainer):
+                logger.warning("%s", advice)
     return trainer
 
 

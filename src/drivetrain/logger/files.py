@@ -18,6 +18,8 @@ from drivetrain.saving import space
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
 
+ABOUT = {"event", "update", "epoch", "time", "set", "weights"}  # keys of a record that are no figures
+
 logger = logging.getLogger(__name__)
 
 
@@ -58,7 +60,7 @@ class Files(Logger):
         try:
             self._file.close()  # what a full disk refused is written now, where space was made
             if (folder := self._held.folder()) is not None:
-                write_table(folder / "metrics.csv", records.read(folder / "metrics.jsonl").records)
+                write_table(folder / "metrics.csv", as_rows(records.read(folder / "metrics.jsonl").records))
         except OSError as error:
             logger.warning("metrics.csv could not be written (%s): `drivetrain report` reads metrics.jsonl", error.strerror)
 
@@ -69,15 +71,36 @@ class Csv(Logger):
     def start(self, run_dir: Path, update: int) -> None:
         self.path = run_dir / "metrics.csv"
         self._records = records.read(run_dir / "metrics.jsonl").records
-        self._columns = write_table(self.path, self._records)
+        self._columns = write_table(self.path, as_rows(self._records))
 
     def log(self, record: dict[str, Any]) -> None:
         self._records.append(record)
-        if not set(record) <= set(self._columns):  # a new column: every row gets it
-            self._columns = write_table(self.path, self._records)
+        since = next((n for n in range(1, len(self._records) + 1) if self._records[-n].get("event") == "train"), 1)
+        row = as_rows(self._records[-since:])[-1]
+        if not set(row) <= set(self._columns):  # a new column: every row gets it
+            self._columns = write_table(self.path, as_rows(self._records))
             return
         with files.opened(self.path, "a", newline="") as file:
-            csv.DictWriter(file, self._columns).writerow(record)
+            csv.DictWriter(file, self._columns).writerow(row)
+
+
+def as_rows(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return records as rows of one table: figures of an evaluation below the name of its set, and epochs from 1.
+
+    A record's `epoch` is the number of whole epochs, which is one more after the last update of an epoch than in its record.
+    """
+    rows: list[dict[str, Any]] = []
+    trained: dict[str, Any] = {}  # the last record of training
+    for record in found:
+        row = dict(record)
+        if record.get("event") == "evaluate" and "set" in record:
+            row = {key if key in ABOUT else f"{record['set']}_{key}": value for key, value in record.items()}
+        elif record.get("event") == "train":
+            trained = record
+        if "epoch" in record and trained.get("epoch") == record["epoch"]:
+            row["epoch"] = record["epoch"] + 1
+        rows.append(row)
+    return rows
 
 
 def write_table(path: Path, rows: Sequence[dict[str, Any]]) -> list[str]:

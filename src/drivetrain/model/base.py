@@ -97,7 +97,9 @@ class Model(Option):
                 f"{context.run.named('model')} takes one tensor, and the inputs of a sample are several "
                 f"({', '.join(name for name, _ in parts)}): set model=own, with a network whose forward takes them"
             )
-        with model_within(self._most_bytes(context), context.run.named("model")):
+        copies = self._copies(context)
+        beside = f", with {copies - 1} times as much for gradients and the optimizer's state" if copies > 1 else ""
+        with model_within(memory_bytes() // (copies * context.world.local_size), context.run.named("model"), beside):
             model = self.create_for(context)
         # On every rank alike, and before any edit: a file has the names and shapes of the model as it is created. Edits that
         # remove biases then account for them, float32 weights become exact masters, and shards are cut from whole tensors.
@@ -110,10 +112,13 @@ class Model(Option):
                 logger.info(line)
         return model.to(context.device)
 
-    def _most_bytes(self, context: BuildContext) -> int:
-        """Return how many bytes of parameters this rank has memory for. Each rank of a machine creates the whole model."""
-        gradients = 2 if context.device.type == "cpu" and context.parallel.one_process and not self.freeze else 1
-        return memory_bytes() // (gradients * context.world.local_size)
+    def _copies(self, context: BuildContext) -> int:
+        """Return how often this machine's memory holds the parameters at the least, counting gradients and optimizer state.
+
+        Each rank of a machine creates the whole model. What is on a device takes no memory of the machine.
+        """
+        in_memory = context.device.type == "cpu" and context.parallel.one_process and not self.freeze
+        return 2 + context.run.optimizer.states if in_memory and context.trains else 1
 
     def untrained(self) -> Model:
         """Return this option for a run that is finished: without the weights that training started from, nothing frozen."""

@@ -37,6 +37,7 @@ class Optimizer(Hyperparameters):
     key_effects: ClassVar[Mapping[str, Effect]] = {"fused": "close", "foreach": "close"}
     fused_on: ClassVar[tuple[str, ...]] = ()  # device types that are known to have a fused implementation
     has_foreach: ClassVar[bool] = True
+    states: ClassVar[int] = 0  # tensors that it keeps for each parameter, of its size, at the least
     elementwise: ClassVar[bool] = False  # whether an element's update needs only that element's gradient, so that shards do
     in_chunks: ClassVar[bool] = False  # whether its foreach implementation works on chunks that fit a CPU's cache
 

@@ -61,6 +61,7 @@ class Adam(TorchOptimizer):
 
     elementwise = True
     torch_name = "Adam"
+    states = 2
     fused_on = ("cpu", "cuda", "xpu", "mps")
     lr: Positive = 0.003
     weight_decay: NonNegative = 0.0
@@ -76,6 +77,7 @@ class AdamW(TorchOptimizer):
 
     elementwise = True
     torch_name = "AdamW"
+    states = 2
     fused_on = ("cpu", "cuda", "xpu", "mps")
     lr: Positive = 0.003
     weight_decay: NonNegative = 0.01
@@ -90,6 +92,7 @@ class RmsProp(TorchOptimizer):
 
     elementwise = True
     torch_name = "RMSprop"
+    states = 1
     lr: Positive = 1e-3
     weight_decay: NonNegative = 0.0
     alpha: Momentum = 0.99
@@ -104,6 +107,7 @@ class Adagrad(TorchOptimizer):
 
     elementwise = True
     torch_name = "Adagrad"
+    states = 1
     fused_on = ("cpu", "cuda", "xpu", "mps")
     lr: Positive = 0.02
     weight_decay: NonNegative = 0.0

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from drivetrain.core import files
 from drivetrain.core.errors import UserError
 from drivetrain.recipe import claim as claims
 from drivetrain.recipe import header as headers
@@ -121,6 +122,20 @@ def read(path: Path, raw: bytes | None = None) -> Recipe:
     return recipe
 
 
+def read_of_run(run_dir: Path) -> Recipe:
+    """Read and check the recipe that a run has written. A link in its place is not followed. Raises UserError."""
+    return read(run_dir / "recipe.yaml", raw_of_run(run_dir))
+
+
+def raw_of_run(run_dir: Path) -> bytes:
+    """The bytes of the recipe that a run has written. Raises UserError."""
+    path = run_dir / "recipe.yaml"
+    try:
+        return files.read_bytes(path, safe_yaml.MAX_BYTES)
+    except OSError as error:
+        raise UserError(f"recipe {path} cannot be read: {error.strerror}") from None
+
+
 def _section(recipe: Recipe, key: str, key_node: Any, node: Any, problems: list[str]) -> None:
     where = f"{recipe.path}:{key_node.start_mark.line + 1}"
     if key == "description":
@@ -208,7 +223,8 @@ def _defaults(recipe: Recipe, node: Any, where: str, problems: list[str]) -> Non
         elif all(isinstance(o, str) and _OPTION.match(o) for o in (option if isinstance(option, list) else [option])):
             recipe.choices[group], recipe.lines[group] = option, entry.start_mark.line + 1
         else:
-            problems.append(f"{at}: {group}: {option!r} is not the name of an option: names are plain, never paths")
+            given = "no option is given" if option is None else f"{option!r} is not the name of an option"
+            problems.append(f"{at}: {group}: {given}: names are plain, never paths")
 
 
 def _values(recipe: Recipe, key: str, key_node: Any, node: Any, problems: list[str]) -> None:

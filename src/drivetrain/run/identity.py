@@ -67,7 +67,7 @@ def differences(old: dict[str, Any], new: dict[str, Any], machine_local_keys: se
     chosen = [k.removesuffix("._target_") for k in keys if k.endswith("._target_")]
     keys = [k for k in keys if not k.startswith(tuple(f"{group}." for group in chosen))]
     classes = [(g, *(str(config.get(f"{g}._target_")).rpartition(".")[2] for config in (a, b))) for g in chosen]
-    values = [(k, a.get(k, "absent"), b.get(k, "absent")) for k in keys]
+    values = [(k, *("null" if value is None else value for value in (a.get(k, "absent"), b.get(k, "absent")))) for k in keys]
     return [f"{key}: {was} → {now}" for key, was, now in sorted([*classes, *values], key=str)]
 
 

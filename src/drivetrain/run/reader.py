@@ -19,7 +19,8 @@ DEEPEST = 20  # folders between the one that was named and a run's
 MAX_VALUES, MAX_DEPTH = 100_000, 30  # in a run's config or environment
 # What is read of environment.json, and of which type it must be.
 ENVIRONMENT: dict[str, Any] = {
-    "time": float, "selection": dict[str, str] | None, "overrides": list[str], "versions": dict[str, Any],
+    "time": float, "selection": dict[str, str] | None, "overrides": list[str], "versions": dict[str, str | None],
+    "git_commit": str | None,
 }  # fmt: skip
 NOT_COMPARED = ("output_dir", "resume", "resume_changed", "recipe", "trust")
 

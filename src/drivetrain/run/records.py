@@ -10,7 +10,8 @@ from drivetrain.core.typed import is_number
 
 Record = dict[str, Any]
 LARGEST = 2**31  # bytes of a metrics.jsonl: ten million records
-LONGEST, MOST_SPOILT = 2**20, 100_000  # bytes of a line, and lines that are no record: what follows is left out
+LONGEST = 2**20  # bytes of a line
+MOST_SPOILT, MOST_SPOILT_BYTES = 100_000, 2**26  # lines that are no record, and their bytes: what follows is left out
 
 
 class Records(NamedTuple):
@@ -23,13 +24,17 @@ class Records(NamedTuple):
 def read(path: Path) -> Records:
     """Return the records of a run's metrics.jsonl, none where there is no such file. Each has a whole number `update`."""
     found: list[Record] = []
-    unreadable = empty = 0
+    unreadable = empty = spoilt_bytes = 0
     try:
         with files.opened(path, "rb") as file:
             while (line := file.readline(LONGEST)) and unreadable + empty < MOST_SPOILT and file.tell() <= LARGEST:
                 if (record := _record(line)) is not None:
                     found.append(record)
-                elif not line.strip():
+                    continue
+                spoilt_bytes += len(line)
+                if spoilt_bytes > MOST_SPOILT_BYTES:
+                    break
+                if not line.strip():
                     empty += 1
                 elif line.endswith(b"\n"):
                     unreadable += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from html import escape
 from pathlib import Path
@@ -65,6 +66,27 @@ class Result:
         """Return the figures of the test set, to report and never to select by; {} where there are none."""
         return self.metrics.get("test", {}).get(evaluation, {})
 
+    def note_on_best(self, of_set: str, name: str, number: Callable[[float], str] = "{:.4g}".format) -> str:
+        """What the best evaluation adds to a figure's final value, in words; "" where it adds nothing.
+
+        The best one is where the metric that selects was best, on the set that selects. `number` writes a value.
+        """
+        best = self.metrics[of_set].get("best", {})
+        selects = of_set == self.judged_by and (self.selection is None or self.selection["metric"] == name)
+        if name not in best:
+            return ""
+        if best.get("update") == self.updates:
+            return "(the best)" if selects else ""
+        return f"(best {number(best[name])}{self.when(best)})" if selects else f"({number(best[name])} at the best)"
+
+    def when(self, figures: Mapping[str, Any]) -> str:
+        """When an evaluation was, in words: the epoch, where the run's epochs are of one length, and else the update."""
+        update = figures.get("update")
+        if update is None or not self.updates:
+            return ""
+        epoch = update * self.epochs / self.updates
+        return f" after epoch {epoch:.0f}" if abs(epoch - round(epoch)) < 1e-6 else f" at update {update:,}"
+
     @property
     def history(self) -> Any:
         """What was measured while the run trained, as a pandas DataFrame: a row for each record of metrics.jsonl."""
@@ -86,11 +108,8 @@ class Result:
             ("updates", f"{self.updates:,} in {self.epochs:g} epochs"),
         ]
         for figures in self.metrics:
-            final, best = (self.metrics[figures].get(evaluation, {}) for evaluation in ("final", "best"))
-            rows += [
-                (f"{figures} {name}", f"{value:.4g}" + (f" (best {best[name]:.4g})" if name in best else ""))
-                for name, value in final.items()
-            ]
+            final = self.metrics[figures].get("final", {})
+            rows += [(f"{figures} {name}", f"{v:.4g} {self.note_on_best(figures, name)}".rstrip()) for name, v in final.items()]
         rows += [("samples/s", self.samples_per_second and f"{self.samples_per_second:,.0f}"), ("time", f"{self.wall_s:.1f} s")]
         rows += [("device", self.device_name), ("ranks", self.world_size), ("overrides", " ".join(self.overrides))]
         rows += [("run", self.run_dir)]

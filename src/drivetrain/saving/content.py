@@ -59,12 +59,12 @@ def check_weights(file: IO[bytes]) -> None:
         if length > min(size - 8, MOST_HEADER):
             raise Malformed("its header is longer than the file")
         header = json.loads(file.read(length))
-        ends = [0, *(entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")]
+        last = max([0, *(entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")])
     except Malformed:
         raise
     except Exception as error:
         raise Malformed(f"its header cannot be read ({type(error).__name__})") from None
-    if max(ends) != size - 8 - length:
+    if last != size - 8 - length:
         raise Malformed("its header is that of another file")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from drivetrain.core import files
 from drivetrain.core.errors import UserError
+from drivetrain.core.typed import fits
 from drivetrain.run import directory
 from drivetrain.run.result import Result
 from drivetrain.saving.content import Malformed, check_state, check_weights
@@ -20,6 +21,8 @@ FORMAT = 3
 FULL = {"model.safetensors", "state.pt"}
 PIECES = "pieces.json"  # where the shards of a sharded checkpoint are in its files
 SHARDED = {PIECES, "state.pt"}
+# What is read of a manifest, and of which type it must be.
+KINDS: dict[str, Any] = {"sha256": dict[str, str], "bytes": dict[str, int] | None, "about": dict[str, Any] | None}
 BEFORE = 2  # the format before, which is read: its manifest has no hash of itself, and its shards are listed in a pickle
 NUMBER = re.compile(r"0|[1-9][0-9]{0,17}", re.ASCII)  # of an update; int() reads further digits of other scripts
 
@@ -28,8 +31,8 @@ def verify(checkpoint: Path) -> str | None:
     """Return what is wrong with a checkpoint, or None."""
     try:
         manifest = read(checkpoint)
-        hashes = dict(manifest["sha256"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        hashes: dict[str, str] = manifest["sha256"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         return f"has no readable manifest.json ({error})"
     if manifest.get("format") not in (BEFORE, FORMAT):
         return f"has format {manifest.get('format')}, this drivetrain reads {FORMAT}"
@@ -38,7 +41,7 @@ def verify(checkpoint: Path) -> str | None:
     for name, expected in hashes.items():
         if Path(name).name != name:
             return f"names a file outside itself: {name!r}"
-        if (wrong := _wrong_with(checkpoint / name, expected, manifest.get("bytes", {}).get(name))) is not None:
+        if (wrong := _wrong_with(checkpoint / name, expected, (manifest.get("bytes") or {}).get(name))) is not None:
             return wrong
     return None if any(kind <= set(hashes) for kind in (FULL, SHARDED)) else "is incomplete"
 
@@ -49,6 +52,8 @@ def read(checkpoint: Path) -> dict[str, Any]:
     found = files.parse_json(written)
     if not isinstance(found, dict):
         raise TypeError("it is no mapping")
+    if wrong := [name for name, kind in KINDS.items() if not fits(found.get(name), kind)]:
+        raise TypeError(f"its {wrong[0]!r} is not what drivetrain writes")
     has_own = found.get("format") == FORMAT or not {"own_sha256", "bytes"}.isdisjoint(found)  # a flipped bit makes 2 of 3
     if has_own and written != text({k: v for k, v in found.items() if k != "own_sha256"}):
         raise ValueError("it is damaged: its SHA-256 differs")
@@ -84,10 +89,10 @@ def _wrong_with(file: Path, expected: str, size: int | None) -> str | None:
                 CHECKS[file.suffix](opened)
     except FileNotFoundError:
         return f"lacks {file.name}"
-    except OSError as error:
-        return f"has a {file.name} that cannot be read ({error.strerror})"
     except Malformed as error:
         return f"has a malformed {file.name} ({error})"
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        return f"has a {file.name} that cannot be read ({getattr(error, 'strerror', None) or error})"
     return None
 
 

@@ -93,7 +93,7 @@ def run_all(overrides: Sequence[str], config_dirs: Sequence[str] = (), quiet: bo
     if resume == "auto":
         if (found := next(store.unfinished(root, own, named), None)) is not None:
             return _run_in(found, plan, quiet)
-        logger.info("resume=auto: there is no unfinished sweep with these overrides: a new one starts")
+        logger.warning("resume=auto: there is no unfinished sweep with these overrides: a new one starts")
     path = named or directory.new(root, "multirun")
     if wrong := list(directory.cannot_take(path, "hydra.sweep.dir", "-m resume")):
         raise UserError(wrong)

@@ -88,7 +88,11 @@ def _axes(overrides: Sequence[str]) -> tuple[list[list[str]], list[bool]]:
         elif override.value_type is ValueType.GLOB_CHOICE_SWEEP:
             problems.append(f"'{text}': glob() chooses among the options of a group, and {key_of(text)} is none")
         elif override.value_type in (ValueType.CHOICE_SWEEP, ValueType.SIMPLE_CHOICE_SWEEP, ValueType.RANGE_SWEEP):
-            values = [str(value) for value in itertools.islice(override.sweep_string_iterator(), MAX_JOBS + 1)]
+            try:
+                values = [str(value) for value in itertools.islice(override.sweep_string_iterator(), MAX_JOBS + 1)]
+            except (ValueError, ArithmeticError) as error:  # Hydra's own: range(1,4,0)
+                problems.append(f"'{text}' is no sweep: {error}")
+                continue
             if len(values) > MAX_JOBS:
                 problems.append(f"'{text}' has more than {MAX_JOBS:,} values, the most that a sweep may have: list fewer")
             if key_of(text) == "recipe":  # an address needs no quotes

@@ -83,14 +83,15 @@ def _row(entry: Entry, objective: Objective | None) -> dict[str, Any]:
 
 def show(sweep: Sweep, objective: Objective | None) -> None:
     """Print the jobs as a table, and the best of them as a command to copy."""
-    terminal.show_jobs([(e.number, e.job.label, e.result) for e in sweep.entries if e.result is not None])
     best = objective.best(sweep.entries) if objective else None
-    if objective is None or best is None:
+    jobs = [(e.number, e.job.label, e.result) for e in sweep.entries if e.result is not None]
+    terminal.show_jobs(jobs, objective.metric if objective else None, best.number if best else None)
+    if objective is None or best is None or best.result is None:
         return
     overrides = shlex.join(o for o in best.job.overrides if not is_hydra_override(o))
-    value = terminal.number(objective.value(best.result) or 0.0)
-    judged_by = best.result.judged_by if best.result is not None else ""
-    echo(f"\nbest: job {best.number}, {judged_by} {objective.metric} {value} ({best.job.label or 'the only one'})")
+    value = terminal.number(objective.value(best.result) or 0.0) + best.result.when(best.result.judged("best"))
+    what = f"{best.result.judged_by} {objective.metric}"
+    echo(f"\nbest: job {best.number}, {what} {value} ({best.job.label or 'the only one'})")
     dirs = "".join(f"--config-dir {shlex.quote(folder)} " for folder in sweep.config_dirs)
     echo(f"  drivetrain train {dirs}{overrides}")
     echo(f"  its recipe: {best.run_dir / 'recipe.yaml'}")

@@ -18,6 +18,7 @@ from drivetrain.run import records
 from drivetrain.sweep.store import LENGTH, Entry
 from drivetrain.ui import output, terminal
 from drivetrain.ui.output import echo
+from drivetrain.ui.terminal import duration
 
 logger = logging.getLogger(__name__)
 
@@ -47,13 +48,6 @@ def share(entry: Entry) -> float:
     """The share of its updates that a job has made."""
     record, length = progress(entry)
     return min(1.0, record["update"] / length) if record and length else 0.0
-
-
-def duration(seconds: float) -> str:
-    """A duration in few characters."""
-    if seconds < 100:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
 class ProgressLines:

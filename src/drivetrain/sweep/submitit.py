@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -73,8 +72,7 @@ class Submitit(Launcher):
         self._executor.update_parameters(name=name, **_parameters(option))
         self._running: dict[Any, Entry] = {}
         # For jobs of a checkout that is not installed.
-        paths = [str(process.PACKAGE.parent), *sys.path]
-        os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(p for p in paths if p))
+        os.environ["PYTHONPATH"] = process.import_path()
 
     def attach(self, entry: Entry) -> bool:
         try:

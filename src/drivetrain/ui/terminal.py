@@ -116,10 +116,12 @@ def _knobs(composed: Composed, group: str) -> tuple[str, str]:
 class Progress:
     """Shows a run's records: a live line in a terminal; elsewhere a line for each evaluation, and one at times in between."""
 
-    def __init__(self, total_updates: int, epochs: int) -> None:
+    def __init__(self, total_updates: int, epochs: int, done: int = 0) -> None:
         self.total, self.epochs = total_updates, epochs
         self._last: Mapping[str, Any] = {}
-        self._printed = time.monotonic()
+        self._shown: int | None = None  # the update of the last line, whose figures no other repeats
+        self._first, self._began = done, time.monotonic()  # the updates that a resumed run has made already
+        self._printed = self._began
         self._bar: rich.progress.Progress | None = None
         self._live = contextlib.ExitStack()
         if is_live():
@@ -134,7 +136,8 @@ class Progress:
             if self._bar is not None:
                 self._bar.update(self._task, completed=record["update"], text=self._text(record))
             elif time.monotonic() - self._printed > LINE_EVERY_S:
-                self._print(self._text(record))
+                self._shown = record["update"]
+                self._print(self._text(record) + self._left(record["update"]))
         elif record["event"] == "evaluate":
             self._evaluation(record)
 
@@ -143,11 +146,20 @@ class Progress:
         metrics = "  ".join(f"{record['set']} {name} {number(value)}" for name, value in figures.items())
         if record.get("weights", "final") != "final":
             return  # the result shows it
-        text = f"{self._text(self._last)}  {metrics}" if self._last else metrics
+        again = record["update"] == self._shown
+        self._shown = record["update"]
+        text = f"{self._text(self._last)}  {metrics}" if self._last and not again else metrics
         if self._bar is not None:
             self._bar.console.print(f"  {text}", highlight=False)
         else:
-            self._print(text)
+            self._print(text + ("" if again else self._left(record["update"])))
+
+    def _left(self, update: int) -> str:
+        """How long the run is still going to take, where a progress line does not say it already."""
+        made = update - self._first
+        if made <= 0 or update >= self.total:
+            return ""
+        return f"  about {duration((time.monotonic() - self._began) / made * (self.total - update))} left"
 
     def _print(self, line: str) -> None:
         self._printed = time.monotonic()
@@ -184,6 +196,13 @@ def _bar(total: int) -> tuple[rich.progress.Progress, rich.progress.TaskID]:
     return bar, bar.add_task("train", total=total, text="starting")
 
 
+def duration(seconds: float) -> str:
+    """A duration in few characters."""
+    if seconds < 100:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
 def number(value: float) -> str:
     """A number in few digits."""
     if isinstance(value, int) or abs(value) >= 1000:
@@ -195,9 +214,8 @@ def show_result(result: Result) -> None:
     """Show a run's result as a table."""
     rows = [("status", result.status + (f": {result.error}" if result.error else ""))]
     for figures, by_weights in result.metrics.items():
-        best = by_weights.get("best", {})
         for name, value in by_weights.get("final", {}).items():
-            rows.append((f"{figures} {name}", f"{number(value)}" + (f"   (best {number(best[name])})" if name in best else "")))
+            rows.append((f"{figures} {name}", f"{number(value):<9}{result.note_on_best(figures, name, number)}".rstrip()))
     rows += [
         ("updates", f"{result.updates:,} in {result.epochs:.4g} epochs, {result.wall_s:.1f} s"),
         ("samples/s", number(result.samples_per_second) if result.samples_per_second else "–"),
@@ -229,16 +247,26 @@ def _figures(metrics: Mapping[str, float]) -> str:
     return "  ".join(f"{name} {number(value)}" for name, value in metrics.items())
 
 
-def show_jobs(results: Sequence[tuple[int, str, Result]]) -> None:
-    """Show a sweep's jobs in one table. A job is (number, the overrides it does not share, result)."""
+def show_jobs(results: Sequence[tuple[int, str, Result]], ranked_by: str | None = None, winner: int | None = None) -> None:
+    """Show a sweep's jobs in one table. A job is (number, the overrides it does not share, result).
+
+    The last columns of the metrics are those that rank the jobs: the best evaluation of `ranked_by`. The `winner` has a star.
+    """
     names = list(dict.fromkeys((r.judged_by, n) for _, _, r in results for n in r.judged("final")))
+    ranks = list(dict.fromkeys(r.judged_by for _, _, r in results if ranked_by in r.judged("best")))
     rows = []
     for job, label, r in results:
         figures = {(r.judged_by, n): number(value) for n, value in r.judged("final").items()}
         metrics = [figures.get(name, "–") for name in names]
+        best = r.judged("best")
+        metrics += [
+            f"{number(best[ranked_by])}{r.when(best)}" if r.judged_by == of and ranked_by in best else "–" for of in ranks
+        ]
         rate = number(r.samples_per_second) if r.samples_per_second else "–"
-        rows.append((str(job), label, r.status, *metrics, rate, f"{r.wall_s:.1f} s", (r.error or "").split("\n")[0]))
-    table(("job", "overrides", "status", *map(" ".join, names), "samples/s", "time", "error"), rows)
+        star = f"{job} *" if job == winner else str(job)
+        rows.append((star, label, r.status, *metrics, rate, f"{r.wall_s:.1f} s", (r.error or "").split("\n")[0]))
+    bests = (f"best {of} {ranked_by}" for of in ranks)
+    table(("job", "overrides", "status", *map(" ".join, names), *bests, "samples/s", "time", "error"), rows)
 
 
 def fit(header: list[str], rows: list[list[str]], spare: Sequence[str]) -> list[str]:

@@ -106,6 +106,28 @@ def test_more_arms_need_more_certainty():
     assert set(clear.values()) == {PASS}  # eleven that are clear leave the last one the whole level
 
 
+def just_worse(*names):
+    """Five seeds whose figures `a` are worse by chance in 4 % of the cases; other figures are as before."""
+    base = [TrainedRun(n, 1, dict.fromkeys(names, 1.0)) for n in range(5)]
+    worse = [1.005 + 0.01 * (1.626 + d) for d in (2, -2, 1, -1, 0)]
+    return base, [TrainedRun(n, 1, {**dict.fromkeys(names, 1.0), "a": value}) for n, value in enumerate(worse)]
+
+
+def test_of_two_figures_each_has_half_of_the_level():
+    for names, outcome in ((["a"], FAIL), (["a", "b"], INCONCLUSIVE)):
+        base, runs = just_worse(*names)
+        trial = Trial.of("a", {1: ("changes", [])}, {1: [test.Figure(name, needed=name == "a") for name in names]})
+        trial.look({1: runs}, base)
+        assert trial.verdicts[1].outcome == outcome
+
+
+def test_a_second_look_has_what_the_first_one_left():
+    base, runs = just_worse("a")
+    trial = Trial.of("a", {1: ("changes", [])}, {1: [test.Figure("a")]})
+    assert trial.look({1: runs[:3]}, base[:3], 0.5) == [1]
+    assert trial.look({1: runs}, base, 1.0) == [1]
+
+
 def test_all_looks_together_spend_the_level_once():
     assert test.spending(1.0) == pytest.approx(test.ALPHA)
     shares = [test.spending(n / 4) for n in range(5)]

@@ -136,3 +136,12 @@ def test_help_and_completion(capsys):
 def test_numbers_are_shown_as_ranges():
     assert report.numbers({0, 1, 2, 4, 7, 8}) == "1–3, 5, 8–9"
     assert report.numbers(()) == ""
+
+
+def test_two_changes_that_need_each_other_take_no_third_with_them():
+    def can_run(chosen):
+        keys = {key for change in chosen for key in change.key.split(" and ")}
+        return ("a" in keys) == ("b" in keys) and ("d" not in keys or "a" in keys)
+
+    order = in_order([Change(key, "0", "1", (f"{key}=1",)) for key in "abcd"], can_run)
+    assert [change.key for change in order] == ["c", "a and b", "d"]

@@ -152,7 +152,7 @@ def command(argv: list[str], config_dirs: Sequence[str] = (), hand_on: compare.H
         steps = {f"+ {technique.label}": found[: n + 1] for n, technique in enumerate(found)}
         ladder = ablation.compare(f"from {baseline} to {recipe}", steps, True, f"{baseline} with all up to {{}}")
         comparisons = {f"From {baseline} to {recipe}, step by step": ladder, **comparisons}
-    folder = directory.create(Path(ablation.baseline.run.values["output_dir"]), "compare")
+    folder = directory.create(Path(ablation.baseline.run.values["output_dir"]), "ablate")
     write_json(folder / "ablate.json", {title: done.as_dict() for title, done in comparisons.items()})
     (folder / "ablate.html").write_text(ablation_page(recipe, baseline, comparisons, argv), encoding="utf-8")
     echo(f"\nwritten to {folder}/ablate.json and ablate.html")

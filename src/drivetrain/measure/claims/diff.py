@@ -90,8 +90,7 @@ def _read_run(name: str) -> Side:
     path = Path(name)
     if not (path / "config.yaml").is_file():
         raise UserError(f"{name} is no run's directory (no config.yaml in it): name one such as outputs/<date>/<time>-<id>")
-    file = path / "recipe.yaml"
-    return Side(name, recipes.read(file) if file.is_file() else None, reader.read(path))
+    return Side(name, recipes.read_of_run(path) if (path / "recipe.yaml").is_file() else None, reader.read(path))
 
 
 def _read_recipe(name: str, overrides: Sequence[str], config_dirs: Sequence[str]) -> Side:

@@ -74,12 +74,11 @@ def export(run_dirs: Sequence[Path], settings: Settings | None = None) -> str:
     """
     runs = read_runs(run_dirs)
     runs.sort(key=_seed)
-    recipe = runs[0].path / "recipe.yaml"
-    recipes.read(recipe)
+    recipes.read_of_run(runs[0].path)
     asked = settings if settings is not None and settings != Settings() else None
     has_claim = len(runs) > 1 or runs[0].status == "completed" or asked is not None  # a killed run leaves a recipe too
     claim = claim_of_runs(runs, asked or Settings()) if has_claim else None
-    text = recipe_text.with_section(recipe.read_text(encoding="utf-8"), claim.text() if claim is not None else "")
+    text = recipe_text.with_section(recipes.raw_of_run(runs[0].path).decode(), claim.text() if claim is not None else "")
     return provenance.of([run.path for run in runs]) + text
 
 

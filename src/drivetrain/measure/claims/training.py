@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -79,8 +78,8 @@ def _run_by_itself(spec: ArmSpec, job: Job, seed: int, folder: Path, signals: Si
     """Train in a new interpreter, whose memory is that of the run alone; the run's files, which lie in `folder`."""
     folders = [word for each in job.composed.config_dirs for word in ("--config-dir", str(each))]
     words = [*quality.seeded(spec, seed, folder), f"hydra.run.dir={format_value(str(folder))}"]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(process.PACKAGE.parent), *sys.path])}
-    command = [sys.executable, "-m", "drivetrain", "train", "--quiet", *folders, *words]
+    env = {**os.environ, "PYTHONPATH": process.import_path()}
+    command = [*process.command("drivetrain"), "train", "--quiet", *folders, *words]
     child = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, encoding="utf-8")
     signals.launcher = _Child(child)  # type: ignore[assignment]
     _, told = child.communicate()

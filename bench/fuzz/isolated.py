@@ -1,0 +1,53 @@
+"""Judges the examples of a kind in a process of its own, which a defect may end."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from bench.fuzz.judged import DEFECT, Ended, campaign, summary
+
+KINDS = ("recipes", "commands", "runs", "checkpoints", "datasets")
+
+
+SHARE = 250  # examples of one process
+
+
+def _run(kind: str, count: int, seed: int, connection: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_STATE_HOME"] = f"{folder}/state"
+        place = Path(folder) / "place"
+        place.mkdir()
+        examples = importlib.import_module(f"bench.fuzz.{kind}").examples
+        connection.send(campaign(examples, place, count, seed))
+
+
+def _isolated(kind: str, count: int, seed: int) -> list[Ended]:
+    """Judge examples in a new process; one that ends is a defect."""
+    context = get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_run, args=(kind, count, seed, theirs))
+    process.start()
+    theirs.close()
+    try:
+        found: list[Ended] = ours.recv()
+    except EOFError:
+        process.join()
+        found = [Ended(f"{kind} of seed {seed}", DEFECT, f"the process ended with code {process.exitcode}")]
+    process.join()
+    return found
+
+
+def run(kinds: Sequence[str], count: int, seed: int, jobs: int = 1) -> dict[str, dict[str, Any]]:
+    """Judge so many examples of each kind, a share in each process. How many run at a time changes no example."""
+    shares = [(kind, begin) for begin in range(0, count, SHARE) for kind in kinds]
+    with ThreadPoolExecutor(jobs) as pool:
+        ended = pool.map(lambda s: _isolated(s[0], min(SHARE, count - s[1]), seed * 1_000_000 + s[1]), shares)
+        found = list(zip(shares, ended, strict=True))
+    return {kind: summary([each for (of, _), some in found if of == kind for each in some]) for kind in kinds}

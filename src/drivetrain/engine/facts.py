@@ -1,0 +1,100 @@
+"""What a run is about to do, in one line; and what to set where its data is too small for its batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from drivetrain.core.context import BuildContext
+from drivetrain.core.targets import TargetKind, kind_of
+from drivetrain.engine.trainer import Trainer
+from drivetrain.run import environment
+
+SHOWN = 5  # classes that are named
+FEW_UPDATES = 8  # in an epoch: fewer are too few to learn from
+WANTED_UPDATES = 10
+SMALLEST = 8
+MUCH = 0.15  # of an epoch's samples
+WORDS: dict[TargetKind, tuple[str, str]] = {  # what the model's outputs are, one and several
+    "class": ("class", "classes"), "mask": ("class", "classes"), "labels": ("label", "labels"), "values": ("value", "values"),
+    "tokens": ("token", "tokens"), "pair": ("class", "classes"),
+}  # fmt: skip
+
+
+def line(context: BuildContext, trainer: Trainer) -> str:
+    """Return samples per set and where they come from, classes, parameters, device and updates, in one line."""
+    return "; ".join([*_samples(context), _outputs(context), _parameters(trainer), _device(trainer), _updates(trainer)])
+
+
+def _samples(context: BuildContext) -> Iterator[str]:
+    origins, data = context.data.origins, {"training": context.train_data}
+    if context.data.validation is not None:
+        data["validation"] = context.judging_data
+    data["test"] = context.test_data
+    parts = []
+    for name, pipeline in data.items():
+        origin = origins.get("train" if name == "training" else name, "")
+        parts.append(f"{len(pipeline.source):,} {name}" + (f" ({origin})" if origin else ""))
+    yield f"samples: {', '.join(parts)}"
+
+
+def _outputs(context: BuildContext) -> str:
+    data, kind = context.data, kind_of(context.run)
+    one, several = WORDS.get(kind, ("output", "outputs")) if kind is not None else ("output", "outputs")
+    names = list(data.names or ())
+    named = f": {', '.join(names[:SHOWN])}{', …' if len(names) > SHOWN else ''}" if len(names) == data.classes else ""
+    return f"{data.classes:,} {one if data.classes == 1 else several}{named}"
+
+
+def _parameters(trainer: Trainer) -> str:
+    sizes = [(p.numel(), p.requires_grad) for p in trainer.model.parameters()]
+    every, trained = sum(n for n, _ in sizes), sum(n for n, trains in sizes if trains)
+    return f"{every:,} parameters" + (f", of which {trained:,} train" if trained != every else "")
+
+
+def _device(trainer: Trainer) -> str:
+    ranks = trainer.parallel.world.size
+    device = trainer.device.type
+    if device != "cpu":
+        device += f" ({environment.device_name(trainer.device)})"
+    return f"{ranks} × {device}" if ranks > 1 else device
+
+
+def _updates(trainer: Trainer) -> str:
+    an_epoch = _an_epoch(trainer)
+    text = f"{an_epoch:,} update{'s' * (an_epoch != 1)} an epoch, {trainer.max_updates:,} in all"
+    done = trainer.progress.updates
+    return f"{text}, of which {done:,} are done" if done else text
+
+
+def _an_epoch(trainer: Trainer) -> int:
+    return trainer.batch.updates(len(trainer.train_data.source), trainer.progress.epoch, trainer.drop_last)
+
+
+def advice(trainer: Trainer) -> Iterator[str]:
+    """Yield what to set where an epoch has few updates, or leaves many samples out."""
+    samples, an_epoch = len(trainer.train_data.source), _an_epoch(trainer)
+    if an_epoch >= trainer.max_updates:  # less than an epoch, on purpose
+        return
+    first = trainer.batch.updates(samples, 0, trainer.drop_last)
+    left_out = 1 - trainer.batch.consumed(samples, 0, first, trainer.drop_last) / samples
+    better = smaller_batch(samples, trainer.batch.accumulation_steps * trainer.parallel.data_world.size)
+    if an_epoch < FEW_UPDATES and better < trainer.batch.global_batch:
+        few = f"an epoch of {samples:,} samples has {an_epoch} update{'s' * (an_epoch != 1)} of {trainer.batch.global_batch}"
+        dropped = f", and leaves out {100 * left_out:.0f} % of them (data.drop_last)" if left_out > MUCH else ""
+        yield f"{few}{dropped}: set batch.global_batch={better} for more updates"
+    elif left_out > MUCH:
+        yield (
+            f"an epoch leaves out {100 * left_out:.0f} % of its {samples:,} samples, which fill no batch of "
+            f"{trainer.batch.global_batch}: set data.drop_last=false, or a smaller batch.global_batch"
+        )
+
+
+def smaller_batch(samples: int, unit: int = 1) -> int:
+    """Return the largest power of two by which so many samples give the updates that are wanted; a multiple of `unit`.
+
+    It is not below SMALLEST, for the statistics of BatchNorm.
+    """
+    size = SMALLEST
+    while 2 * size * WANTED_UPDATES <= samples:
+        size *= 2
+    return -(-size // unit) * unit

@@ -1,0 +1,195 @@
+"""What two real ranks do, by unit tests: two forked processes, each of which builds its part of a tiny run."""
+
+from __future__ import annotations
+
+import os
+import socket
+import traceback
+from multiprocessing import Pipe
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from drivetrain.core.errors import UserError
+from drivetrain.core.forking import ForkedProcess
+from drivetrain.core.microbatch import MicroBatch
+from drivetrain.core.world import World
+from drivetrain.parallel.pipeline_step import PipelineStep
+from drivetrain.precision.base import Precision
+
+SECONDS = 60  # that two ranks may take
+SHARDS = ["parallel=fsdp", "parallel.nproc=2", "model.hidden=[16]", "runtime.device=cpu", "runtime.threads=1"]
+
+
+@pytest.fixture
+def ranks():
+    """`ranks(work)`: what `work(world)` returns on each of two ranks."""
+
+    def run(work: Any) -> list[Any]:
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+
+        def rank(number: int, answer: Any) -> None:
+            given = {"RANK": number, "WORLD_SIZE": 2, "LOCAL_RANK": number, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+            os.environ.update({"MASTER_ADDR": "127.0.0.1", **{key: str(value) for key, value in given.items()}})
+            try:
+                answer.send(("done", work(World(number, 2, number, 2))))
+            except BaseException:
+                answer.send(("failed", traceback.format_exc()))
+            os._exit(0)
+
+        pipes = [Pipe(duplex=False) for _ in range(2)]
+        processes = [ForkedProcess(target=rank, args=(n, theirs)) for n, (_, theirs) in enumerate(pipes)]
+        try:
+            for process in processes:
+                process.start()
+            answers = [ours.recv() if ours.poll(SECONDS) else ("failed", "no answer") for ours, _ in pipes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+        for outcome, value in answers:
+            assert outcome == "done", value
+        return [value for _, value in answers]
+
+    return run
+
+
+def sharded_weights(model: torch.nn.Module) -> bool:
+    from torch.distributed.tensor import DTensor
+
+    return all(isinstance(p, DTensor) for p in model.parameters())
+
+
+def test_flags_sums_objects_and_random_numbers(ranks, make):
+    """One rank's flag is all ranks', once, though it stays raised until they have heard of it; dropout draws differ."""
+
+    def work(world: World) -> Any:
+        trainer = make("parallel=ddp", "parallel.nproc=2", "runtime.device=cpu", world=world)
+        parallel = trainer.parallel
+        flags = [parallel.all_reduce_flag(2 if world.rank == 1 and n in (1, 2) else 0) for n in range(5)]
+        parallel._work.seconds = lambda: float(world.rank)
+        slowest = [parallel.rank_metrics(2.0, 0.0) for _ in range(2)]
+        return (
+            flags, float(parallel.all_reduce_sum(torch.tensor(1.0 + world.rank))), parallel.broadcast_object(world.rank),
+            float(torch.rand(())), float(sum(p.double().sum() for p in trainer.model.parameters())), slowest,
+        )  # fmt: skip
+
+    (flags, total, first, draw, weights, slowest), other = ranks(work)
+    assert flags == other[0] == [0, 0, 2, 0, 0]
+    assert total == other[1] == 3.0
+    assert first == other[2] == 0
+    assert draw != other[3]
+    assert weights == other[4]
+    assert [s["slowest_rank"] for s in slowest] == [1, 0]  # at the second call no rank has worked since the first one
+    assert [s["rank_work_excess"] for s in slowest] == [0.25, 0.0]
+
+
+def test_ranks_of_other_configs_are_refused(ranks, make):
+    def work(world: World) -> str:
+        trainer = make("parallel=ddp", "parallel.nproc=2", "runtime.device=cpu", world=world)
+        context = SimpleNamespace(config_hash=f"hash {world.rank}", config={"optimizer.lr": 0.1 + world.rank})
+        with pytest.raises(UserError) as refused:
+            trainer.parallel._check_same_start(context)
+        return str(refused.value)
+
+    for told in ranks(work):
+        assert "optimizer.lr is 0.1 and 1.1" in told
+
+
+def test_an_evaluation_with_a_tail_that_does_not_divide_counts_each_sample_once(ranks, make):
+    """Eleven samples in batches of six: two batches, the second of five; with more ranks than batches one only fills up."""
+    for samples in (11, 5):
+        words = ["model.hidden=[16]", f"data.test_samples={samples}"]
+        alone = make(*words).evaluator.metrics()
+
+        def work(world: World, words: list[str] = words) -> Any:
+            trainer = make(*SHARDS, *words, world=world)
+            return trainer.evaluator.metrics(), sharded_weights(trainer.model)
+
+        for found, sharded in ranks(work):
+            assert found == pytest.approx(alone, rel=1e-5)
+            assert sharded
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_fsdp_gathers_and_frees_weights_when_it_should(ranks, make, kept):
+    """After the forward they are freed, unless the run keeps them for the backward; after an evaluation they always are."""
+
+    def work(world: World) -> Any:
+        trainer = make(*SHARDS, f"parallel.reshard_after_forward={str(not kept).lower()}", world=world)
+        stream = trainer.loader.stream(trainer.train_data, trainer.requests(), trainer.device, trainer.memory_format)
+        x = next(stream).x
+        trainer.model.train()
+        trainer.evaluator.forward(x)
+        after_forward = sharded_weights(trainer.model)
+        with trainer.parallel.evaluation_context():
+            trainer.evaluator.forward(x)
+        return after_forward, sharded_weights(trainer.model)
+
+    assert ranks(work) == [(not kept, True)] * 2
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_fsdp_reduces_gradients_once_an_update(ranks, make, each):
+    """Of three micro-batches the last one alone, unless the run asks for all; the gradients are then those of both ranks."""
+    words = ["batch=accumulate", "batch.accumulation_steps=3", f"parallel.sync_each_micro={str(each).lower()}"]
+
+    def work(world: World) -> Any:
+        trainer = make(*SHARDS, *words, "updates=2", "clip=norm", "clip.max_norm=0.01", world=world)
+        reduced, group = [], trainer.model._get_fsdp_state()._fsdp_param_group
+        after = group.post_backward
+
+        def counted(*args: Any) -> None:
+            reduced.append(group.reduce_grads)
+            after(*args)
+
+        group.post_backward = counted
+        trainer.fit()
+        weights, _ = trainer.parallel.full_state_dict(trainer.model, trainer.state())
+        return sum(reduced), {n: w.tolist() for n, w in weights.items() if w is not None}
+
+    alone = make("model.hidden=[16]", "updates=2", "clip=norm", "clip.max_norm=0.01", "batch=accumulate",
+                 "batch.accumulation_steps=6")  # fmt: skip
+    alone.fit()
+    (count, weights), (other, _) = ranks(work)
+    assert count == other == (6 if each else 2)
+    for name, weight in alone.model.state_dict().items():
+        torch.testing.assert_close(torch.tensor(weights[name]), weight, rtol=1e-5, atol=1e-7)
+
+
+def test_an_overflow_in_one_shard_skips_the_update_on_all_ranks(ranks, make):
+    def work(world: World) -> Any:
+        trainer = make(*SHARDS, "precision=amp", "precision.init_scale=8.0", world=world)
+        trainer.model.train()
+        stream = trainer.loader.stream(trainer.train_data, trainer.requests(), trainer.device, trainer.memory_format)
+        trainer.step.micro_batch(next(stream), torch.zeros(()))
+        if world.rank == 1:
+            next(trainer.model.parameters()).grad.to_local().fill_(float("inf"))
+        made = trainer.step.update()
+        return made, trainer.precision.scaler.get_scale()
+
+    assert ranks(work) == [(False, 4.0)] * 2
+
+
+def test_each_micro_batch_of_a_pipeline_has_its_own_weight():
+    """Micro-batches of one shape may have other weights, as sequences of other lengths have."""
+    batches = [MicroBatch(torch.full((2, 1), float(n)), torch.zeros(2), torch.tensor(w), n == 1, False)
+               for n, w in enumerate((0.5, 1.5), 1)]  # fmt: skip
+    step = PipelineStep.__new__(PipelineStep)
+    step._pipeline = SimpleNamespace(has_first_stage=True, has_last_stage=True)
+    step._precision, step._loss, step._stage_forward = Precision(), lambda output, target: output.mean(), lambda stage, h, x: x
+    scaled = []
+
+    def run(*x: torch.Tensor, number: torch.Tensor, **_: Any) -> None:
+        for n in number:
+            scaled.append(float(step._loss_of(step._forward(0, x[0], int(n)), n)))
+
+    step._schedules = {(2, batches[0].x.shape): SimpleNamespace(step=run)}
+    total = torch.zeros(())
+    step._run(batches, total)
+    assert scaled == [0.5, 3.0]
+    assert float(total) == 3.5

@@ -1,0 +1,78 @@
+"""The campaign of odd input, `bench.fuzz`: a short form of each kind, and the whole."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from bench.fuzz import damage
+from bench.fuzz.isolated import KINDS, run
+from bench.fuzz.judged import ACCEPTED, DEFECT, REFUSED, Example, judged
+
+from drivetrain.core.errors import UserError
+
+SHORT = {"commands": 12, "datasets": 40}  # recipes are in tests/recipe/test_fuzz.py, runs and checkpoints in tests/saving
+
+
+@pytest.mark.parametrize("kind", SHORT)
+def test_odd_input_is_read_or_refused(kind: str, tmp_path: Path) -> None:
+    examples = importlib.import_module(f"bench.fuzz.{kind}").examples
+    ended = [judged(example) for example in examples(tmp_path, SHORT[kind], seed=7)]
+    assert [each for each in ended if each.outcome == DEFECT] == []
+    assert {each.outcome for each in ended} == {ACCEPTED, REFUSED}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_ten_thousand_of_each_kind(kind: str) -> None:
+    found = run([kind], 10_000, seed=1)[kind]
+    assert found["wrong"] == []
+    assert found["examples"] == 10_000
+
+
+def fail() -> None:
+    raise KeyError("x")
+
+
+def refuse(text: str) -> None:
+    raise UserError(text)
+
+
+@pytest.mark.parametrize(
+    ("read", "outcome", "says"),
+    [
+        (lambda: None, ACCEPTED, ""),
+        (lambda: refuse("set x=1"), REFUSED, "set x=1"),
+        (fail, DEFECT, "KeyError"),
+        (lambda: refuse(""), DEFECT, "says nothing"),
+        (lambda: refuse("x" * 9000), DEFECT, "too much"),
+        (lambda: Path("written").write_text("x"), DEFECT, "effect: writes written"),
+        (lambda: Path("/etc/hostname").read_text(), DEFECT, "effect: reads /etc/hostname"),
+        (lambda: bytes(2**30), DEFECT, "MemoryError"),
+    ],
+)
+def test_what_counts_as_a_defect(read: Callable[[], object], outcome: str, says: str) -> None:
+    ended = judged(Example("by hand", read))
+    assert ended.outcome == outcome
+    assert says in ended.said
+
+
+def test_what_computes_for_ever_is_stopped() -> None:
+    def spin() -> None:
+        while True:
+            pass
+
+    assert "TooLong" in judged(Example("by hand", spin, seconds=0.05)).said
+
+
+@pytest.mark.parametrize("how", damage.IN_PLACE)
+def test_every_stand_in_can_be_made_and_removed(how: str, tmp_path: Path) -> None:
+    file = tmp_path / "x.json"
+    file.write_text("{}")
+    damage.remove(file)
+    damage.IN_PLACE[how](file)
+    assert file.is_symlink() or file.exists() or how == "nothing"
+    damage.remove(file)
+    assert list(tmp_path.iterdir()) == []
