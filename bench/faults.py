@@ -31,6 +31,7 @@ from tests.support.command import Done
 from bench import harness
 from bench.fault_table import FAULTS, HOLDERS, UPDATE, WORDS, Fault, LeftOut, needs
 
+HANGS_S = 100
 TABLE = Path("docs/runs.md")
 BEGIN, END = "<!-- made by python -m bench.faults --table -->\n", "<!-- end -->\n"
 
@@ -91,7 +92,12 @@ def _run(fault: Fault, words: Sequence[str], place: Path) -> Done:
         return command.train(*words, cwd=place, env={**env, **dict(fault.env)})
     needs(fault.wrap[0])(place)
     line = [*fault.wrap, sys.executable, *command.DRIVETRAIN, "train", "-q", *words]
-    done = subprocess.run(line, cwd=place, env=command.environment(env), capture_output=True, text=True, check=False, timeout=300)
+    try:
+        done = subprocess.run(
+            line, cwd=place, env=command.environment(env), capture_output=True, text=True, check=False, timeout=HANGS_S
+        )
+    except subprocess.TimeoutExpired:
+        return Done(124, "", f"hung for {HANGS_S} s")
     return Done(done.returncode, done.stdout, done.stderr)
 
 
