@@ -163,7 +163,7 @@ FAULTS = (
     Fault("the clock is set back a day", "no effect", 0, "", "clock_set_back"),
     Fault("no descriptors are left", "exit 1, says what to raise", 1, r"may not open more files.*ulimit -n", "no_descriptors",
           half_written=True),
-    Fault("/dev/shm is tiny", "exit 1, says what to set", 1, "/dev/shm", words=(*WORKERS, "loader.timeout_s=10"),
+    Fault("/dev/shm is tiny", "exit 1 after loader.timeout_s, says what to set", 1, "/dev/shm", words=(*WORKERS, "loader.timeout_s=10"),
           wrap=PRIVATE_SHM, resumes=False),
     Fault("the locale is ASCII", "no effect", 0, "", env=ASCII),
     Fault("a loader's worker is killed", "exit 75", 75, "worker was killed.*resume=", "worker_killed", WORKERS),

@@ -267,7 +267,7 @@ def test_quiet_and_piped(finished: Path, tmp_path: Path) -> None:
     assert "recipe default:" in loud
     assert "optimizer=sgd" in loud
     lines = [line for line in loud.splitlines() if line.startswith("epoch ")]
-    assert len(lines) == 3
+    assert len(lines) == 2
     for text in ("update 8/16", "loss", "lr", "samples/s", "data wait", "GiB", "validation accuracy"):
         assert text in lines[0]
 

@@ -197,15 +197,16 @@ def in_memory_format(x: Tree, memory_format: torch.memory_format, views: int = 1
     return trees.map_tensors(lambda t: t.to(memory_format=memory_format) if t.ndim == 4 else t, x)
 
 
-def timeout_error(reader: str, seconds: float, pipeline: Pipeline, index: int) -> Interrupted:
+def timeout_error(
+    reader: str, seconds: float, pipeline: Pipeline, index: int, cause: str = "a stuck read, or too slow a disk"
+) -> Interrupted:
     """Return the error that ends a run whose `reader` delivered nothing for `seconds`, of a batch that begins with `index`."""
     name = getattr(pipeline.source, "name", None)
     sample = name(index) if callable(name) else f"sample {index}"
     if StopFlag.waited_long_enough():
         return Interrupted(f"stopped by a signal while {reader} delivered nothing, of a batch that begins with {sample}")
     return Interrupted(
-        f"{reader} has delivered nothing for {seconds:g} s (loader.timeout_s), of a batch that begins with {sample}: "
-        "a stuck read, or too slow a disk"
+        f"{reader} has delivered nothing for {seconds:g} s (loader.timeout_s), of a batch that begins with {sample}: {cause}"
     )
 
 
