@@ -94,19 +94,28 @@ class Popen(_Popen):  # type: ignore[type-arg]
     def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, close_fds: bool, pass_fds: Any, *rest: Any) -> None:
         cwd, env, _, _, shell, *pipes = rest[:11]
         start_new_session = rest[-2]
+        safe = not isinstance(args, (str, bytes, os.PathLike)) and list(args[1:2]) == ["-P"]
+        words = [args[0], *args[2:]] if safe else args  # -P: the working directory is not on the import path
         plain = executable is None and preexec_fn is None and not pass_fds and not shell
         env = {str(k): str(v) for k, v in (os.environ if env is None else env).items()}
         for name in SET_BY_IMPORTS:
             if name not in AT_START and env.get(name) == os.environ.get(name):
                 env.pop(name, None)
         cwd = os.path.abspath(cwd or os.getcwd())
-        if not (plain and self.forking and self._may_fork(args, cwd, env)):
+        if not (plain and self.forking and self._may_fork(words, cwd, env, safe or bool(env.get("PYTHONSAFEPATH")))):
             super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, *rest)
             return
         server = self._server("command" if MODULES_TO in env else "torch")
         p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite = pipes
         self._status, told = os.pipe()
-        request = {"module": args[2], "words": list(map(str, args[3:])), "cwd": cwd, "env": env, "session": start_new_session}
+        request = {
+            "module": words[2],
+            "words": list(map(str, words[3:])),
+            "safe": safe,
+            "cwd": cwd,
+            "env": env,
+            "session": start_new_session,
+        }
         files = [p2cread if p2cread != -1 else 0, c2pwrite if c2pwrite != -1 else 1, errwrite if errwrite != -1 else 2, told]
         try:
             self.pid = server.fork(request, files)
@@ -122,19 +131,22 @@ class Popen(_Popen):  # type: ignore[type-arg]
             self._servers[kind] = Server(self.package, kind)
         return self._servers[kind]
 
-    def _may_fork(self, args: Any, cwd: str, env: dict[str, str]) -> bool:
+    def _may_fork(self, args: Any, cwd: str, env: dict[str, str], safe: bool) -> bool:
         if isinstance(args, (str, bytes, os.PathLike)) or list(args[:2]) != [sys.executable, "-m"] or args[2] not in MODULES:
             return False
-        names = {n for n in {*env, *AT_START} if n.startswith(READ_AT_START) and n != "PYTHONPATH"}
+        names = {n for n in {*env, *AT_START} if n.startswith(READ_AT_START) and n not in ("PYTHONPATH", "PYTHONSAFEPATH")}
         if any(env.get(n) != AT_START.get(n) for n in names):
             return False
-        places = [Path(p) for p in (cwd, *env.get("PYTHONPATH", "").split(os.pathsep)) if p]
-        if any((p / f"{name}.py").exists() for p in places[1:] for name in ("sitecustomize", "usercustomize")):
+        places = [Path(p) for p in env.get("PYTHONPATH", "").split(os.pathsep) if p]
+        if any((p / f"{name}.py").exists() for p in places for name in ("sitecustomize", "usercustomize")):
             return False
         checkout = self.package.parents[1]
         if args[2] != "drivetrain":  # found in the working directory alone
             return Path(cwd) == checkout
-        found = next((p / "drivetrain" for p in places if (p / "drivetrain" / "__init__.py").exists()), None)
+        found = next(
+            (p / "drivetrain" for p in [*([] if safe else [Path(cwd)]), *places] if (p / "drivetrain" / "__init__.py").exists()),
+            None,
+        )
         return found == self.package or (found is None and str(self.package.parent) in site.getsitepackages())
 
     def _ask(self, pid: int, flags: int) -> tuple[int, int]:
@@ -227,7 +239,8 @@ def become(request: dict[str, Any], files: list[int], path: list[str]) -> None:
     os.environ.clear()
     os.environ.update(request["env"])
     own = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
-    sys.path[:] = [request["cwd"], *own, *path]
+    safe = request["safe"] or bool(os.environ.get("PYTHONSAFEPATH"))
+    sys.path[:] = [*([] if safe else [request["cwd"]]), *own, *path]
     sys.argv = [request["module"], *request["words"]]
     sys.orig_argv[:] = [sys.executable, "-m", *sys.argv]
     _open_standard_files()
