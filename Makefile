@@ -20,8 +20,8 @@ test-slow: $(VENV)/.tested         ## the long campaigns
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
 check: $(VENV)/.tested
-	$(BIN)/ruff check src tests bench examples docs
-	$(BIN)/ruff format --check src tests bench examples docs
+	$(BIN)/ruff check src tests bench examples docs/site
+	$(BIN)/ruff format --check src tests bench examples docs/site
 	$(BIN)/mypy
 
 docs: $(VENV)/.installed           ## the documentation as a site, to read and search without a network: outputs/site/index.html

@@ -30,6 +30,7 @@ def describe(kinds: tuple[TargetKind, ...]) -> str:
 def kind_of(run: RunSpec) -> TargetKind | None:
     """Return what the targets of a run are: as its data says, or else its loss, where that takes a single kind."""
     given: TargetKind | None = run.data.targets
-    if given is None and len(run.loss.takes) == 1:
-        (given,) = run.loss.takes
+    takes: tuple[TargetKind, ...] = tuple(getattr(run.loss, "takes", ()))  # a user's own may not say
+    if given is None and len(takes) == 1:
+        (given,) = takes
     return given
