@@ -16,7 +16,7 @@ from drivetrain.config import catalog, recipe_checks, recipe_schema
 from drivetrain.core.option import Option
 from drivetrain.core.user_code import import_name
 
-MEASURED = ("ablate-cpu.json", "gpu-speed-h200.json")  # comparisons of one override with a baseline
+MEASURED = ("ablate-cpu.json", "ablate-text-cpu.json", "gpu-speed-h200.json")  # comparisons of one override with a baseline
 PAIR = re.compile(r"^\| (\S+) · (\S+) \| (.*) \|$", re.MULTILINE)
 EFFECTS = {
     "exact": "exact, the same numbers as without it",
