@@ -5,6 +5,7 @@ import http.server
 import io
 import itertools
 import json
+import os
 import re
 import tarfile
 import threading
@@ -276,6 +277,16 @@ def test_a_damaged_or_hostile_index_is_made_anew(four):
     save_file({"names": a, "spans": np.array([[0, 10**12]]), "labels": label}, kept[3])
     kept[4].write_bytes(kept[4].read_bytes().replace(b"names", b"nemas"))
     assert numbers(data(four).load(CPU).train.fetch(torch.arange(40))[0]) == expected
+
+
+def test_an_index_that_is_a_pipe_is_made_anew(four):
+    path = next(iter(four.glob("*.tar"))) if four.is_dir() else four
+    made = shards.load_index(str(path), Path("cache"))
+    (kept,) = Path("cache").glob("*.safetensors")
+    kept.unlink()
+    os.mkfifo(kept)
+    assert shards.load_index(str(path), Path("cache")).names == made.names
+    assert kept.is_file()
 
 
 def test_many_threads_read_indices_at_once_and_parse_no_python(four, monkeypatch):

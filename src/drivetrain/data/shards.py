@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+from drivetrain.core import files
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.data.archive import check_member
 from drivetrain.data.bad_samples import NetworkError
@@ -26,6 +27,7 @@ MAX_WILD_FOLDERS = 1  # whose names a pattern leaves open: more could list a who
 MAX_LABEL_BYTES = 1 << 20
 REQUEST_BYTES = 4 << 20  # of one request while a remote shard is scanned
 TRIES = 3
+MOST_INDEX = 2**30  # bytes
 FORMAT = 2  # of a cached index
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}|\{([^{}]*,[^{}]*)\}")
 
@@ -163,7 +165,7 @@ def load_index(shard: str, cache: Path) -> Index:
     key = json.dumps([FORMAT, shard if is_remote(shard) else os.path.abspath(shard), size, version])
     path = cache / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.safetensors"
     try:
-        arrays = safetensors.numpy.load(path.read_bytes())
+        arrays = safetensors.numpy.load(files.read_bytes(path, MOST_INDEX))
         names = arrays["names"].tobytes().decode(errors="surrogateescape").split("\0")
         index = Index(names, arrays["spans"], arrays["labels"])
         if _is_valid(index, size):
