@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, overload
 
 MB = 2**20
+SMALL = 2**16  # bytes; files of the kernel say that they have none
 LARGEST = 64 * MB  # of the files that are read whole: configs, records, results, manifests
 DEEPEST, MOST_EVENTS = 64, 50_000  # levels of a YAML file, and its values with the beginnings and ends of lists
 MOST_JSON = 10**6  # lists, mappings and keys of a JSON file
@@ -58,7 +59,8 @@ def opened(path: Path, mode: str = "r", newline: str | None = None) -> IO[Any]:
 def read_bytes(path: Path, most: int = LARGEST) -> bytes:
     """Read an ordinary file. Raises OSError, also where it is larger than `most` bytes."""
     with opened(path, "rb") as file:
-        content = file.read(most + 1)
+        size = max(os.fstat(file.fileno()).st_size, SMALL)
+        content = file.read(min(most, size) + 1)  # as much memory is taken at once
     if len(content) > most:
         raise OSError(errno.EFBIG, f"it is larger than {most // MB} MB", str(path))
     return content

@@ -14,6 +14,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from drivetrain.config.compose import Composed
+from drivetrain.core.typed import is_number
 
 MAY_LENGTHEN = ("epochs", "updates")  # what a resumed run may change
 
@@ -55,6 +56,11 @@ def config_hash(composed: Composed, machine_local_keys: set[str]) -> str:
     return hashlib.sha256(json.dumps(flat, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
+def _length(value: Any) -> float:
+    """A number of updates or epochs; null is without end, and so is what a spoilt file has in its place."""
+    return value if is_number(value) and value else math.inf
+
+
 def differences(old: dict[str, Any], new: dict[str, Any], machine_local_keys: set[str]) -> list[str]:
     """The keys in which two configs differ, as "key: old → new". Machine-local keys may differ, and a run may become longer.
 
@@ -63,7 +69,7 @@ def differences(old: dict[str, Any], new: dict[str, Any], machine_local_keys: se
     a, b = flatten(old), flatten(new)
     skip = machine_local_keys | set(MAY_LENGTHEN)
     keys = [k for k in {**a, **b} if a.get(k) != b.get(k) and not is_machine_local(k, skip)]
-    keys += [k for k in MAY_LENGTHEN if (b.get(k) or math.inf) < (a.get(k) or math.inf)]
+    keys += [k for k in MAY_LENGTHEN if _length(b.get(k)) < _length(a.get(k))]
     chosen = [k.removesuffix("._target_") for k in keys if k.endswith("._target_")]
     keys = [k for k in keys if not k.startswith(tuple(f"{group}." for group in chosen))]
     classes = [(g, *(str(config.get(f"{g}._target_")).rpartition(".")[2] for config in (a, b))) for g in chosen]
