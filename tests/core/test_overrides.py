@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from drivetrain.core.horizon import length_problem
-from drivetrain.core.overrides import format_value, parse
+from drivetrain.core.overrides import format_value, parse, parse_each
 
 ODD = "\\'\" ${}[](),:=~+-.#%@|/*?!ab0 19eE\n\t\r_é∑\u2028\x1b"
 WORDS = [
@@ -69,3 +69,10 @@ def test_lengths_that_are_none(length):
 @pytest.mark.parametrize("length", [0, 0.1, 1, 500, 1e6, "5ep", "0.5ep", 10**15])
 def test_lengths(length):
     assert not list(length_problem("key", length))
+
+
+def test_a_number_of_thousands_of_digits_is_a_problem_and_no_error():
+    problems: list[str] = []
+    assert list(parse_each(["epochs=3", f"seed={'1' * 5000}"], "key=value", problems))[0][0] == "epochs=3"
+    (problem,) = problems
+    assert problem.startswith("seed=11111111111111111111… has a number of 5,000 characters")

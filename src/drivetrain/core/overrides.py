@@ -29,7 +29,7 @@ def redact(override: str) -> str:
 
 
 def parse(text: str) -> Any:
-    """Parse one override with Hydra. Raises HydraException.
+    """Parse one override with Hydra. Raises HydraException, or ValueError for a number of more than 4,300 digits.
 
     `~/` in front of a path becomes the user's home, as in a shell. An address of a recipe needs no quotes for its # and =.
     """
@@ -50,6 +50,10 @@ def parse_each(overrides: Iterable[str], form: str, problems: list[str]) -> Iter
     for text in overrides:
         try:
             parsed = parse(text)
+        except ValueError:
+            key, _, value = text.partition("=")
+            problems.append(f"{key}={value[:20]}… has a number of {len(value):,} characters: no number may be that long")
+            continue
         except HydraException:
             quotes = ": put a value with ${ in quotes, as key='${…}'" if "${" in text else ""
             if not quotes and "{" in text:  # shards, as train-{000..009}.tar
