@@ -16,6 +16,8 @@ CHUNK = 2**18  # values that a CPU works on at a time: they and their float copi
 class Augment(Option):
     """augment=none: samples as they are."""
 
+    stage_option: ClassVar[bool] = True
+    stage_keys: ClassVar[tuple[str, ...]] = ("*",)
     effect: ClassVar[Effect] = "exact"
     mixes = False  # mixes each sample with the next one in the epoch's order
     draws_on_cpu = False  # `__call__` gets its indices on the CPU, where numbers drawn can be read without waiting for the device

@@ -41,6 +41,8 @@ class Batch(Option):
     falling learning rate (Smith et al. 2018); micro-batches keep their size, so memory does not grow.
     """
 
+    stage_option: ClassVar[bool] = True
+    stage_keys: ClassVar[tuple[str, ...]] = ("*",)
     effect: ClassVar[Effect] = "exact"
     key_effects: ClassVar[Mapping[str, Effect]] = {
         "global_batch": "changes",
@@ -69,6 +71,7 @@ class Batch(Option):
         self.together = 1  # samples that an evaluation keeps in one batch, as losses do that compare samples
         self.lengths: torch.Tensor | None = None  # (n,) tokens of each training sample, where samples are sequences
         self.weighs_by_length = True  # whether the loss averages over tokens; else over samples, which only differ in length
+        self._stages: list[tuple[int, Batch]] = []  # the epoch at which each stage begins, and its batch; [] where all are alike
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         ranks = run.parallel.data_ranks()
@@ -119,8 +122,28 @@ class Batch(Option):
         ratio = self.global_batch / self.base_batch
         return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[self.lr_scaling]
 
+    def sizes(self) -> tuple[Any, ...]:
+        """Return the settings that say how many samples are in which update."""
+        return (self.buckets_lengths, self.global_batch, self.grow_every, self.grow_by, self.grow_until)
+
+    def set_stages(self, stages: Sequence[tuple[int, Batch]]) -> None:
+        """Let the epochs of the run's other stages have the sizes that their batches set; each with the epoch of its start."""
+        self._stages = list(stages)
+
+    @property
+    def differs_by_stage(self) -> bool:
+        """Whether the stages of the run have updates of other sizes, so that each of them is made of whole epochs."""
+        return bool(self._stages)
+
+    def _in_epoch(self, epoch: int) -> Batch:
+        """Return the batch that sets the size of updates in an epoch."""
+        return next((batch for start, batch in reversed(self._stages) if epoch >= start), self)
+
     def size(self, epoch: int) -> int:
         """Return the samples of one update in an epoch."""
+        return self._in_epoch(epoch)._own_size(epoch)
+
+    def _own_size(self, epoch: int) -> int:
         size = self.global_batch
         for _ in range(epoch // self.grow_every if self.grow_every else 0):
             if size >= LARGEST or (self.grow_until is not None and size * self.grow_by > self.grow_until):
@@ -143,7 +166,7 @@ class Batch(Option):
 
     def total_updates(self, samples: int, epochs: int, drop_last: bool) -> int:
         """Return the number of updates in a run of `epochs`; 0 if one of its epochs has none."""
-        if not self.updates(samples, epochs - 1, drop_last):  # the last epoch has the largest batch
+        if not all(self.updates(samples, stretch[-1], drop_last) for stretch in self.stretches(epochs)):
             return 0
         return self._over_epochs(epochs, lambda e: self.updates(samples, e, drop_last))
 
@@ -153,6 +176,16 @@ class Batch(Option):
 
     def stretches(self, epochs: int) -> list[range]:
         """Return the epochs of a run, those with updates of one size together."""
+        if not self._stages:
+            return self._own_stretches(epochs)
+        ends = [*(start for start, _ in self._stages[1:]), epochs]
+        found = []
+        for (begin, batch), end in zip(self._stages, ends, strict=True):
+            clipped = (range(max(begin, own.start), min(end, own.stop)) for own in batch._own_stretches(epochs))
+            found += [stretch for stretch in clipped if stretch]
+        return found
+
+    def _own_stretches(self, epochs: int) -> list[range]:
         every = self.grow_every or epochs
         starts = range(0, min(epochs, every * LARGEST.bit_length()), max(1, every))
         return [range(start, end) for start, end in zip(starts, [*starts[1:], epochs], strict=False)]

@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 class Checkpointing(Option):
     """checkpointing=none: every activation is kept."""
 
+    stage_option: ClassVar[bool] = True
+    stage_keys: ClassVar[tuple[str, ...]] = ("*",)
     effect: ClassVar[Effect] = "exact"
     active = False
     chosen_by_compiler = False

@@ -21,6 +21,8 @@ def _nothing() -> None:
 class Clip(Option):
     """clip=none: gradients are not clipped."""
 
+    stage_option: ClassVar[bool] = True
+    stage_keys: ClassVar[tuple[str, ...]] = ("*",)
     effect: ClassVar[Effect] = "exact"
     active = False
     needs_whole_rows = False  # of weights, where ranks may hold parts of them

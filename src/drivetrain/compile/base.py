@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 class Compile(Option):
     """compile=none: the model runs eagerly."""
 
+    stage_option: ClassVar[bool] = True
+    stage_keys: ClassVar[tuple[str, ...]] = ("*",)
     effect: ClassVar[Effect] = "exact"
     active = False
     captures_step = False  # the whole step is one graph

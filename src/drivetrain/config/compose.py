@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from drivetrain.config import bundles, presets, recipe_references, recipe_values
-from drivetrain.config.catalog import LISTS, SUMS, default_options, one_or_several, options, other_folders
+from drivetrain.config.catalog import LISTS, SUMS, default_options, one_or_several, option_keys, options, other_folders
 from drivetrain.config.catalog import problems as option_problems
 from drivetrain.config.hydra_idioms import instead, is_hydra_override
 from drivetrain.config.keys import KeySetter
@@ -70,9 +70,15 @@ class Composed:
         return f"{self.recipe.where(key)}: " if self.recipe is not None and key in self.recipe_keys else ""
 
 
-def compose(overrides: Sequence[str], config_dirs: Sequence[str] = (), base: Recipe | None = None) -> Composed:
+def compose(
+    overrides: Sequence[str],
+    config_dirs: Sequence[str] = (),
+    base: Recipe | None = None,
+    changes: Mapping[str, Any] | None = None,
+) -> Composed:
     """Compose a config from command-line overrides. `base` is a recipe that was read already, as that of a resumed run.
 
+    `changes` (group → option, dotted key → value) go before the overrides, which lose the keys that a changed option lacks.
     Unknown options and keys become the result's `problems`, so that `validate` reports them together with wrong values.
     Raises UserError for a recipe that cannot be read and for options from outside that are wrong.
     """
@@ -82,6 +88,8 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str] = (), base: Rec
     notices: list[str] = []
     given = _parse(overrides, known, problems)
     all_parsed = not problems
+    if changes is not None:
+        given = {**_still_apply(given, changes, known, config_dirs), **changes}
     name = given.pop("recipe", None)
     chosen = {key: value for key, value in given.items() if key in known}
     choices = _Choices(known, problems)
@@ -127,6 +135,22 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str] = (), base: Rec
     except OmegaConfBaseException as error:
         raise UserError([*problems, *(_unresolved(composed) or [f"a reference in the config: {_first_line(error)}"])]) from None
     return composed
+
+
+def _still_apply(
+    given: Mapping[str, Any], changes: Mapping[str, Any], known: Container[str], config_dirs: Sequence[str]
+) -> dict[str, Any]:
+    """The settings without the keys that a group's newly chosen option does not have."""
+    kept = {}
+    for key, value in given.items():
+        group, _, knob = key.partition(".")
+        if knob and group in known and group in changes:
+            option = one_or_several(group, changes[group])
+            names = {*map(str, option)} if group in LISTS else option_keys(group, option, config_dirs)
+            if knob.split(".")[0] not in names:
+                continue
+        kept[key] = value
+    return kept
 
 
 def _unresolved(composed: Composed) -> list[str]:

@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from drivetrain.config.compose import Composed
 from drivetrain.config.hydra_idioms import HONOURED, instead
-from drivetrain.config.validate import type_problems
+from drivetrain.config.values import type_problems
 from drivetrain.core.errors import UserError
 from drivetrain.core.overrides import key_of, redact, single_values
 

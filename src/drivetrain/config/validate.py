@@ -6,7 +6,8 @@ import inspect
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache, partial
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,44 +16,27 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from drivetrain.config import callbacks, recipe_checks
+from drivetrain.config import callbacks, recipe_checks, stages
 from drivetrain.config.catalog import LISTS, SUMS, options, shipped_targets
 from drivetrain.config.compose import Composed
 from drivetrain.config.plugins import trusted_packages
 from drivetrain.config.recipe_checks import hints
+from drivetrain.config.stages import Planned
+from drivetrain.config.values import Where, nowhere, type_problems
 from drivetrain.core import paths, selection, user_code
+from drivetrain.core import stages as core_stages
 from drivetrain.core.errors import UserError, did_you_mean
 from drivetrain.core.files import read_yaml
 from drivetrain.core.model_call import ForwardInput
 from drivetrain.core.option import Count, Given, NotGiven, Option, RunSpec
-from drivetrain.recipe.safe_yaml import MAX_WHOLE
+from drivetrain.core.stages import Stage
 
-_REASONS = {  # pydantic's error types
-    "float_type": "must be a number",
-    "int_type": "must be a whole number",
-    "int_from_float": "must be a whole number",
-    "bool_type": "must be true or false",
-    "string_type": "must be a text",
-    "list_type": "must be a list",
-    "is_instance_of": "must be a list",
-    "dict_type": "must be a mapping",
-    "none_required": "null",
-    "finite_number": "must be finite",
-    "too_short": "must not be empty",
-}
-_LIMITS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 Epochs = Annotated[int, Ge(1), Le(1_000_000)]
 _KINDS: dict[str, Any] = {  # of the keys of conf/config.yaml that are no group
     "epochs": Epochs, "updates": Count | None, "log_every": Count, "evaluate_every": Count, "output_dir": str,
     "resume": str | None, "resume_changed": bool, "trust": list[str], "recipe": str | None, "forward_input": ForwardInput,
-    "callbacks": list[str], "select": recipe_checks.SELECT,
+    "callbacks": list[str], "select": recipe_checks.SELECT, "stages": list[dict[str, Any]] | None,
 }  # fmt: skip
-
-Where = Callable[[str], str]  # key → "file:line: " of the recipe that set it, or ""
-
-
-def _nowhere(key: str) -> str:
-    return ""
 
 
 def validate(composed: Composed, own: bool = False) -> RunSpec:
@@ -60,15 +44,73 @@ def validate(composed: Composed, own: bool = False) -> RunSpec:
 
     What a recipe may not set is refused before an option is made. With `own` the recipe is a run's, which may choose own code.
     """
-    plain = composed.plain
-    if any("@" not in str(word) for word in plain.get("trust") or []):  # a bundle's package is found without it
+    if any("@" not in str(word) for word in composed.plain.get("trust") or []):  # a bundle's package is found without it
         paths.add_working_directory()
+    problems = list(composed.problems)
+    whole = _make_run(composed, own, problems)
+    run, stages = whole.run, _make_stages(whole, own, problems)
+    told: dict[str, None] = {}  # what is wrong with the run is not said again of its stages
+    for made in (whole, *stages):
+        told |= dict.fromkeys(made.problem(line) for line in made.broken_rules() if line not in told)
+    problems += told
+    if not problems:
+        problems += core_stages.problems(run)
+    if problems:
+        raise UserError(dict.fromkeys(problems))
+    run.not_for_recipes = set(recipe_checks.not_for_recipes(composed.plain, whole.classes))
+    if any(set(recipe_checks.not_for_recipes(m.composed.plain, m.classes)) - run.not_for_recipes for m in stages):
+        run.not_for_recipes.add("stages")
+    return run
+
+
+@dataclass
+class _Made:
+    """A config, of a run or of one of its stages, with the options that could be made of it."""
+
+    composed: Composed
+    run: RunSpec
+    classes: recipe_checks.Classes
+    options: list[Option]  # those that were made rightly
+    stage: Planned | None = None
+
+    def problem(self, line: str) -> str:
+        """A problem of this config, for messages."""
+        return line if self.stage is None else f"{self.stage.label}: {line}"
+
+    def broken_rules(self) -> list[str]:
+        """What its options' rules say, where they can be asked; else a value may be missing that any rule reads."""
+        known = self.composed.doubtful <= set(options(self.composed.config_dirs))
+        return _broken_rules(self.run, self.options) if known else []
+
+
+def _make_stages(whole: _Made, own: bool, problems: list[str]) -> list[_Made]:
+    """Compose and make the stages of a run, and let the run know them."""
+    if not isinstance(whole.run.values.get("stages"), list):  # none, or they are wrong
+        return []
+    made = []
+    bases = {group: _base_of(user_code.import_name(min(shipped_targets(group)))) for group in options()}
+    plan = stages.plan(whole.composed, bases, problems)
+    whole.composed.notices += stages.repeated(plan)
+    for planned in plan:
+        wrong = list(planned.composed.problems)
+        made.append(_make_run(planned.composed, own, wrong, planned))
+        problems += [made[-1].problem(line) for line in wrong if line not in problems]
+    runs = [whole.run, *(each.run for each in made)]
+    for run in runs:
+        run.stages = [Stage(m.stage.until, m.stage.changes, m.run) for m in made if m.stage is not None]
+    if not problems:
+        problems += core_stages.set_batches(runs)
+    return made
+
+
+def _make_run(composed: Composed, own: bool, problems: list[str], stage: Planned | None = None) -> _Made:
+    """The options of a config. What is wrong with them is added to `problems`."""
+    plain = composed.plain
     groups = options(composed.config_dirs)
     values = {k: v for k, v in plain.items() if k not in groups}
     parts, given = Given(), Given(values)
     run = RunSpec(composed.choices, given, parts, composed.from_environment)
     _decode(composed, "", _KINDS, given)
-    problems = list(composed.problems)
     sections = {group: list(_sections(group, plain.get(group), composed)) for group in groups}
     trusted = trusted_packages().union(given.get("trust") or [])
     found = {p: _class(p, s, trusted, problems) for of_group in sections.values() for p, s in _with_parts(of_group)}
@@ -88,12 +130,7 @@ def validate(composed: Composed, own: bool = False) -> RunSpec:
     given.wrong = {key for key, value in given.items() if any(type_problems("", {key: (_KINDS.get(key, Any), value)}))}
     for key in given.wrong:
         del given[key]
-    if composed.doubtful <= set(groups):  # else a value may be missing that any rule reads
-        problems += _broken_rules(run, rightly_made)
-    if problems:
-        raise UserError(dict.fromkeys(problems))
-    run.not_for_recipes = set(recipe_checks.not_for_recipes(plain, classes))
-    return run
+    return _Made(composed, run, classes, rightly_made, stage)
 
 
 def _broken_rules(run: RunSpec, options: Sequence[Option]) -> list[str]:
@@ -233,7 +270,7 @@ def _base_of(cls: type) -> type:
     return cls.__mro__[cls.__mro__.index(Option) - 1]
 
 
-def knob_problems(prefix: str, cls: type, knobs: dict[str, Any], where: Where = _nowhere) -> Iterator[str]:
+def knob_problems(prefix: str, cls: type, knobs: dict[str, Any], where: Where = nowhere) -> Iterator[str]:
     """Each knob that the constructor of `cls` does not take, and each value that its annotation excludes."""
     parameters = inspect.signature(cls).parameters
     unknown = [k for k in knobs if k not in parameters]
@@ -245,48 +282,6 @@ def _value_problems(values: dict[str, Any], where: Where) -> Iterator[str]:
     """What is wrong with the keys of conf/config.yaml that are not groups."""
     wrong = list(type_problems("", {k: (_KINDS.get(k, Any), v) for k, v in values.items()}, where))
     yield from wrong or [*paths.cannot_be_in(Path(values["output_dir"])), *callbacks.trust_problems(values)]
-
-
-def type_problems(prefix: str, given: dict[str, tuple[Any, Any]], where: Where = _nowhere) -> Iterator[str]:
-    """Key → (annotation, value): each value that its annotation excludes. Checked by pydantic, strictly: "1" is no number."""
-    from pydantic import ValidationError
-
-    for key, (hint, value) in given.items():
-        if hint is Any:
-            continue
-        name = f"{prefix}.{key}" if prefix else key
-        if _is_too_large(value):  # no library takes it, and Python makes no float of it
-            yield f"{where(name)}{name}: a whole number must be below 2^63"
-            continue
-        try:
-            _adapter(hint).validate_python(value)
-        except ValidationError as error:
-            text = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
-            yield f"{where(name)}{name}={text}: {_reason(error.errors())}"
-
-
-@lru_cache(maxsize=1024)  # making one takes longer than checking a value
-def _adapter(hint: Any) -> Any:
-    """pydantic's check of an annotation, strictly."""
-    from pydantic import ConfigDict, TypeAdapter
-
-    return TypeAdapter(hint, config=ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True))
-
-
-def _is_too_large(value: Any) -> bool:
-    return any(map(_is_too_large, value)) if isinstance(value, list) else isinstance(value, int) and abs(value) > MAX_WHOLE
-
-
-def _reason(errors: Iterable[Any]) -> str:
-    """What a value must be, as one phrase."""
-    reasons = []
-    for error in errors:
-        limit = next((f"must be {_LIMITS[k]} {v}" for k, v in error.get("ctx", {}).items() if k in _LIMITS), None)
-        reason = _REASONS.get(error["type"])
-        if error["type"] == "literal_error":
-            reason = f"must be one of {error['ctx']['expected']}"
-        reasons.append(limit or reason or error["msg"])
-    return " or ".join(dict.fromkeys(reasons))
 
 
 def machine_local_keys(run: RunSpec) -> set[str]:

@@ -41,7 +41,8 @@ class BuildContext:
     device: torch.device = field(init=False)
     seed: int = field(init=False)
     parallel: Any = field(init=False)  # parallel.base.Parallel; other groups know it as protocols.Strategy
-    data: Any = field(init=False)  # data.base.Splits
+    loaded: Any = field(init=False)  # data.base.Splits, as they were read
+    data: Any = field(init=False)  # data.base.Splits, as the loss takes them
     train_source: Source = field(init=False)
     batch: protocols.Batch = field(init=False)
     horizon: Horizon = field(init=False)

@@ -58,11 +58,11 @@ def run_horizon(run: RunSpec, samples: int | None = None, batch: Any = None) -> 
     epochs, batch, drop_last = run.values["epochs"], batch or run.batch, run.data.drop_last
     if not samples or not batch.total_updates(samples, epochs, drop_last):
         return None
-    first, last = batch.updates(samples, 0, drop_last), batch.updates(samples, epochs - 1, drop_last)
+    first, stretches = batch.updates(samples, 0, drop_last), batch.stretches(epochs)
     ends: Sequence[int] = range(first, first * epochs + 1, first)
-    if first != last:
+    if any(batch.updates(samples, stretch.start, drop_last) != first for stretch in stretches):
         ends = []
-        for stretch in batch.stretches(epochs):
+        for stretch in stretches:
             each, begin = batch.updates(samples, stretch.start, drop_last), ends[-1] if ends else 0
             ends.extend(range(begin + each, begin + each * len(stretch) + 1, each))
     return Horizon(ends[-1], ends).at_most(run.values["updates"])

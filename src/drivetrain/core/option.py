@@ -17,6 +17,7 @@ from drivetrain.core.allowed import EPOCHS
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
+    from drivetrain.core.stages import Stage
 
 Positive = Annotated[float, Gt(0)]
 NonNegative = Annotated[float, Ge(0)]
@@ -54,6 +55,7 @@ class RunSpec:
     parts: dict[str, Any] = field(default_factory=dict)  # group → Option, or a list of them
     from_environment: Callable[[str], bool] = lambda _: False  # whether the value of a dotted key came from the environment
     not_for_recipes: set[str] = field(default_factory=set)  # dotted keys whose values no recipe may have: the operator gave them
+    stages: list[Stage] = field(default_factory=list)  # of the whole run, in their order; [] where nothing changes on the way
 
     def __getattr__(self, group: str) -> Any:
         try:
@@ -84,6 +86,12 @@ class Option:
     effect: ClassVar[Effect] = "changes"
     changes: ClassVar[str] = ""  # what it changes in training, in one line, where it is not exact
     key_effects: ClassVar[Mapping[str, Effect]] = {}  # of knobs whose values have another effect than the option
+
+    # What a stage of a run may change of a group: whether it may choose another option, and patterns of the knobs that it may
+    # set. `stays` is why the rest is one for the whole run. A group's base class says it.
+    stage_option: ClassVar[bool] = False
+    stage_keys: ClassVar[tuple[str, ...]] = ()
+    stays: ClassVar[str] = "it is for the whole run"
 
     step_waits = ""  # why a step waits for the device, where it has to; "" means that it never does
     needs_real_tensors = ""  # why it cannot run on torch's fake tensors, by which the tests stand in for a device

@@ -93,6 +93,8 @@ class Units:
 class Data(Option):
     """The base of every data option."""
 
+    stage_keys: ClassVar[tuple[str, ...]] = ("size",)
+    stays: ClassVar[str] = "the samples and their order are one for the whole run"
     drop_last: bool
     validation: Validation | Mapping[str, Any] = None  # a share of the training set, a set of its own, auto (that, else a share)
     max_value: float | None = 255.0  # the largest value of an input; None where there is no bound

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 class Ema(Option):
     """ema=none: no average is kept."""
 
+    stage_option: ClassVar[bool] = True
+    stage_keys: ClassVar[tuple[str, ...]] = ("*",)
     effect: ClassVar[Effect] = "exact"
     active = False
 
@@ -92,6 +94,9 @@ class Average(Ema):
         return {"updates": self._updates, "tensors": tensors}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if not state:  # of a checkpoint without an average: it starts from the weights that were loaded
+            torch._foreach_copy_(self._mean + self._copied, self._live + self._live_copied)
+            return
         self._updates = state["updates"]
         for name, tensor in zip(self._names, self._mean + self._copied, strict=True):
             tensor.copy_(state["tensors"][name])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from drivetrain import surgery
 from drivetrain.augment.base import Augment
 from drivetrain.batch.base import Batch
-from drivetrain.core import files
+from drivetrain.core import files, stages
 from drivetrain.core import horizon as horizons
 from drivetrain.core.clock import clock_for
 from drivetrain.core.context import BuildContext
@@ -45,17 +45,29 @@ from drivetrain.saving.writer import Writer
 logger = logging.getLogger(__name__)
 
 
-def build(context: BuildContext, log_writers: Sequence[LogWriter]) -> Trainer:
-    """Build one rank's trainer, ready to fit or to be restored. Raises UserError where model or data do not fit the run."""
+@dataclass
+class Before:
+    """What goes on from one stage of a run into the next: the ranks that have met, the data, and the callbacks."""
+
+    parallel: Any
+    data: Splits | None  # None: the next stage reads its data anew
+    callbacks: Callbacks
+
+
+def build(context: BuildContext, log_writers: Sequence[LogWriter], before: Before | None = None) -> Trainer:
+    """Build one rank's trainer, ready to fit or to be restored. Raises UserError where model or data do not fit the run.
+
+    `before` is of the run's stage before this one.
+    """
     run = context.run
     # The device and the seed come before anything that allocates memory or draws random numbers.
     context.device, context.seed = run.runtime.set_up_process(context.world), run.runtime.seed
     # The ranks join before anything is built, so that a difference between their configs ends the run here.
-    parallel = context.parallel = run.parallel.build(context)
+    parallel = context.parallel = run.parallel.build(context) if before is None else before.parallel
     debug: Debug = run.debug.build(context)
-    context.findings = debug.report
+    context.findings = debug.report if before is None else chain_reports(context.findings, debug.report)
     precision = context.precision = debug.wrap_precision(run.precision.build(context))
-    batch = _load_data(context, debug)
+    batch = _load_data(context, debug, before.data if before is not None else None)
     world = parallel.data_world
     # The loss counts classes in the training data; its teacher is not wrapped, sharded or compiled.
     loss: Loss = run.loss.build(context)
@@ -90,7 +102,7 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter]) -> Trainer:
     log = TrainingLog(log_writers, context.progress, parallel, timer, context.device, mfu, loss.parts)
     context.log_image = log.image
     # Callbacks see whole updates: those of the step with everything around it.
-    callbacks = Callbacks.build(context, log.figures, log.image)
+    callbacks = Callbacks.build(context, log.figures, log.image, before.callbacks if before is not None else None)
     evaluator = Evaluator(
         model=model, forward=_joining(loss, takes_batches(parallel.inference_model(model))), eval_weights=eval_weights,
         ema=ema, loss=loss, meters=meters, units=_units(context), selected=selection.name, precision=precision,
@@ -133,9 +145,18 @@ def _units(context: BuildContext) -> Callable[[Any], Any]:
     return (lambda values: values) if units is None else units.to(context.device)
 
 
-def _load_data(context: BuildContext, debug: Debug) -> Batch:
-    """Load the data and build the batch. Sample lengths may set the batch size, and so the number of updates of the run."""
-    run, data = context.run, context.run.data.load_sets(context.device)
+def chain_reports(*reports: Callable[[], list[str]]) -> Callable[[], list[str]]:
+    """Return a report with the lines of several."""
+    return lambda: [line for report in reports for line in report()]
+
+
+def _load_data(context: BuildContext, debug: Debug, loaded: Splits | None) -> Batch:
+    """Load the data and build the batch. Sample lengths may set the batch size, and so the number of updates of the run.
+
+    `loaded` is the same data, where it is read already.
+    """
+    run, data = context.run, loaded or context.run.data.load_sets(context.device)
+    context.loaded = data
     # The loss may give the model one view of a sample at a time, or want several outputs for each number.
     shape = (run.data.views, *data.shape) if run.data.views > 1 else data.shape
     data = replace(data, classes=run.loss.outputs(data.classes), shape=run.loss.input_shape(shape))
@@ -252,7 +273,7 @@ def _horizon(context: BuildContext, batch: Batch, known_before: bool) -> Horizon
             "or data.drop_last=false"
         )
     if not known_before and run.debug.updates is None:
-        if problems := list(run.scheduler.horizon_problems(horizon)):
+        if problems := [*stages.boundary_problems(run, horizon), *run.scheduler.horizon_problems(horizon)]:
             raise UserError(problems)
         _log(run.scheduler.horizon_advice(horizon, run))
     return horizon.at_most(run.debug.updates)

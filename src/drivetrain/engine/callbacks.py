@@ -29,8 +29,17 @@ class Callbacks:
     started: bool = field(default=False, init=False)  # measurements build a trainer without starting its run
 
     @classmethod
-    def build(cls, context: BuildContext, log_figures: Callable[..., None], show_image: Callable[..., None]) -> Callbacks:
-        """Make the callbacks of a run. Raises UserError."""
+    def build(
+        cls,
+        context: BuildContext,
+        log_figures: Callable[..., None],
+        show_image: Callable[..., None],
+        before: Callbacks | None = None,
+    ) -> Callbacks:
+        """Make the callbacks of a run, or let those of its stage `before` go on. Raises UserError."""
+        if before is not None:
+            before.log_figures, before.show_image = log_figures, show_image
+            return before
         names = context.run.values["callbacks"] if context.world.rank == 0 else []
         return cls({name: load(name) for name in names}, context, log_figures, show_image)
 

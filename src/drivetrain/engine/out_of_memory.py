@@ -39,6 +39,11 @@ def release_memory(error: BaseException, device: torch.device) -> None:
     while cause is not None:
         traceback.clear_frames(cause.__traceback__)
         cause = cause.__cause__ or cause.__context__
+    free_memory(device)
+
+
+def free_memory(device: torch.device) -> None:
+    """Give back what nothing refers to any more, and forget what was compiled for it."""
     gc.collect()
     if device.type != "cpu":
         torch.get_device_module(device).empty_cache()

@@ -29,12 +29,29 @@ class StepTimer:
         self.first_samples = 0  # samples trained on when the warm-up has ended
         self.to_first_step: float | None = None  # seconds from the start of the process
         self.reading = Reading()
+        self._before = array("d")  # seconds of the steps of the run's earlier stages, each after its warm-up
+        self._wait_before, self._samples_before = 0.0, 0  # of these steps
         self._clock = clock or Clock()
         self._start: Mark  # of the step that is running
         self._waits: list[tuple[Mark, Mark]]  # of the step that is running
         self._unread: deque[tuple[Mark, Mark, list[tuple[Mark, Mark]]]] = deque()  # steps: start, end, waits
         self._logged = (0, 0.0)  # steps and wait at the last log
         self.resume()
+
+    def go_on_from(self, before: StepTimer, samples: int) -> None:
+        """Count what the run's stage before this one has measured; at its end the run had trained on so many samples."""
+        before._read(len(before._unread))
+        self.to_first_step = before.to_first_step
+        if before.steps[before.warmup :]:
+            self._before = before._before + before.steps[before.warmup :]
+            self._wait_before = before._wait_before + before.wait - before.first_wait
+        else:
+            self._before, self._wait_before = before._before, before._wait_before
+        self._samples_before = before.samples(samples)
+
+    def samples(self, trained: int) -> int:
+        """Return how many samples were in the steps after the warm-up, of a run that has trained on so many in all."""
+        return self._samples_before + (trained - self.first_samples if len(self.steps) > self.warmup else 0)
 
     def waits(self, stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         """Yield the stream's micro-batches and mark the waits for them."""
@@ -87,13 +104,14 @@ class StepTimer:
     def steady(self) -> tuple[float, float] | None:
         """Return the seconds of all read steps after the warm-up and the share spent waiting; None before the first of them."""
         rest = self.steps[self.warmup :]
-        if not rest:
+        if not rest and not self._before:
             return None
-        return sum(rest), (self.wait - self.first_wait) / sum(rest)
+        seconds = sum(self._before) + sum(rest)
+        return seconds, (self._wait_before + (self.wait - self.first_wait if rest else 0.0)) / seconds
 
     def percentiles(self) -> tuple[float, float] | None:
         """Return the 50th and 95th percentile of the steps after the warm-up, in milliseconds."""
-        rest = sorted(self.steps[self.warmup :])
+        rest = sorted(self._before + self.steps[self.warmup :])
         if not rest:
             return None
         return 1e3 * statistics.median(rest), 1e3 * rest[min(len(rest) - 1, int(0.95 * len(rest)))]

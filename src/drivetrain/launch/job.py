@@ -158,9 +158,19 @@ def checked(composed: Composed, own: bool = False) -> Job:
     """Validate a composed config as a job. Raises UserError. With `own` its recipe is a run's, with machine-local choices."""
     run = check.validate(composed, own)
     local = check.machine_local_keys(run)
-    notices = composed.notices + [line for part in check.options_of(run) for line in part.advise(run)]
+    notices = list(dict.fromkeys(composed.notices + [line for of in _all_runs(run) for line in advice_of(of)]))
     config_hash = identity.config_hash(composed, local - check.identifying_keys(run))
     return Job(composed, run, config_hash, local, notices=notices, shared=None if own else composed.recipe)
+
+
+def _all_runs(run: RunSpec) -> list[RunSpec]:
+    """The options of a run, and of each of its stages."""
+    return [run, *(stage.run for stage in run.stages)]
+
+
+def advice_of(run: RunSpec) -> list[str]:
+    """What the options of a run advise."""
+    return [line for part in check.options_of(run) for line in part.advise(run)]
 
 
 def _resumed(run_dir: Path, words: list[str], config_dirs: Sequence[str]) -> Job:

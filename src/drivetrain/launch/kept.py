@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from drivetrain.core.errors import UserError
 from drivetrain.saving import manifest
@@ -15,6 +16,7 @@ from drivetrain.saving.content import Malformed
 if TYPE_CHECKING:
     import torch
 
+    from drivetrain.engine.stages import StagedRun
     from drivetrain.engine.trainer import Trainer
     from drivetrain.parallel import Parallel
     from drivetrain.run.result import Result
@@ -46,28 +48,46 @@ def load(checkpoint: Path, parallel: Parallel) -> tuple[dict[str, torch.Tensor],
     return loaded
 
 
-def restore(trainer: Trainer, checkpoint: Path) -> None:
+class _Attempt(NamedTuple):
+    """What came of a piece of work that every rank did."""
+
+    value: Any
+    error: Exception | None  # this rank's
+    wrong: str | None  # what the error of the first rank that has one says, on every rank
+
+
+def _attempt(parallel: Parallel, work: Callable[[], Any]) -> _Attempt:
+    """Do `work` on all ranks. Raises only what is the operator's to mend, such as a changed config."""
+    value, error = None, None
+    try:
+        value = work()
+    except Exception as raised:
+        if isinstance(raised, UserError) and not isinstance(raised, Malformed):
+            raise
+        error = raised
+    told = parallel.gather_object(None if error is None else f"{type(error).__name__}: {error}")
+    return _Attempt(value, error, parallel.broadcast_object(next((line for line in told if line), None)))
+
+
+def restore(staged: StagedRun, checkpoint: Path) -> None:
     """Continue from a checkpoint, or from the one before where this one does not hold what its hashes promise.
 
     Called on all ranks. Raises UserError where there is no other, with the newest one's error.
     """
-    parallel, first = trainer.parallel, None
+    parallel, first = staged.trainer.parallel, None
     newest: Path | None = checkpoint
     while newest is not None:
-        error: Exception | None = None
-        try:
-            trainer.restore(*load(newest, parallel))
-        except Exception as raised:
-            if isinstance(raised, UserError) and not isinstance(raised, Malformed):
-                raise  # the operator's, such as a changed config
-            error = raised
-        wrong = [told for told in parallel.gather_object(None if error is None else f"{type(error).__name__}: {error}") if told]
-        if not parallel.broadcast_object(bool(wrong)):
+        loading = _attempt(parallel, partial(load, newest, parallel))
+        failed = (
+            loading if loading.wrong else _attempt(parallel, partial(staged.restore, *loading.value))
+        )  # which takes all ranks
+        if failed.wrong is None:
             return
+        wrong, error = failed.wrong, failed.error
         first = first or error or RuntimeError(f"another rank cannot restore {newest}")
         before = None
         if parallel.world.rank == 0:
-            logger.warning("checkpoint %s cannot be restored (%s): passed over", newest, wrong[0].splitlines()[0])
+            logger.warning("checkpoint %s cannot be restored (%s): passed over", newest, wrong.splitlines()[0])
             before, _ = manifest.newest_valid(newest.parents[1], below=int(newest.name))
         newest = parallel.broadcast_object(before)
     assert first is not None
@@ -112,13 +132,14 @@ def record(result: Result, name: str, evaluation: str, found: Found) -> None:
         result.tables.setdefault(name, {})[evaluation] = dict(tables)
 
 
-def evaluate_kept(trainer: Trainer, result: Result, run_dir: Path) -> None:
+def evaluate_kept(staged: StagedRun, result: Result, run_dir: Path) -> None:
     """Evaluate what a completed run has kept. Called on all ranks, when all else is recorded: the trainer's weights change.
 
     The test set is evaluated on the best checkpoint, and both sets on the mean of the kept checkpoints' weights.
     """
     from drivetrain.saving import checkpoint_io
 
+    trainer = staged.trainer
     saving, parallel, progress = trainer.saving, trainer.parallel, trainer.progress
     best = progress.best.get("update")
     if best == progress.updates and "final" in result.metrics["test"]:  # the last weights are the best ones
@@ -133,7 +154,7 @@ def evaluate_kept(trainer: Trainer, result: Result, run_dir: Path) -> None:
     if saving.best and best != progress.updates and (found := [path for path in kept if int(path.name) == best]):
         held = progress.state_dict()
         try:
-            trainer.restore(*load(found[0], parallel))
+            staged.restore(*load(found[0], parallel))
         finally:
             progress.load_state_dict(held)
         tester = trainer.evaluator.on("test")

@@ -92,6 +92,8 @@ def launch(job: Job, run_dir: Path | None = None, quiet: bool = False) -> Ended:
     world = world_of_environment()
     logs.configure(quiet, world.rank)
     check.validate_device(job.run)
+    for stage in job.run.stages:
+        check.validate_device(stage.run)
     if world.rank != 0:  # another launcher started it beside rank 0, which has the run's directory
         with StopFlag() as stop:
             return Ended(*run_rank(job, world, Path(os.devnull), stop, quiet=True))

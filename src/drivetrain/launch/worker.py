@@ -36,6 +36,7 @@ from drivetrain.ui import table_picture, terminal
 from drivetrain.ui.output import echo_traceback
 
 if TYPE_CHECKING:
+    from drivetrain.engine.stages import StagedRun
     from drivetrain.engine.trainer import Trainer
 
 SHOWN, LONGEST = 5, 300  # lines of an error that announces them, and their characters
@@ -66,9 +67,10 @@ def run_rank(job: Job, world: World, run_dir: Path, stop: StopFlag, quiet: bool)
     config = identity.without_machine_local(job.composed, job.not_compared)
     context = BuildContext(job.run, world, run_dir, job.config_hash, config, resumed=job.checkpoint is not None)
     try:
-        trainer = _build(job, context, writers, quiet)
+        staged = _build(job, context, writers, quiet)
+        trainer = staged.trainer
         result.resumed_at = trainer.progress.updates if job.checkpoint is not None else None
-        (job.work or partial(_train, stop=stop, result=result))(trainer)
+        (job.work or partial(_train, staged=staged, stop=stop, result=result))(trainer)
         result.status = "completed"
         code = EXIT_OF_STATUS["completed"]
     except (Exception, SystemExit, KeyboardInterrupt) as error:
@@ -88,11 +90,11 @@ def run_rank(job: Job, world: World, run_dir: Path, stop: StopFlag, quiet: bool)
     return result, code
 
 
-def _train(trainer: Trainer, stop: StopFlag, result: Result) -> None:
+def _train(trainer: Trainer, staged: StagedRun, stop: StopFlag, result: Result) -> None:
     """Train to the end, evaluate what is kept, and fill in the result."""
     trainer.callbacks.start()
     used_before = energy.used(trainer.device)
-    trainer.fit(stop)
+    staged.fit(stop)
     result.energy_joules = _energy(trainer, used_before)
     trainer.callbacks.raise_error()
     tested = test_final(trainer)
@@ -101,7 +103,7 @@ def _train(trainer: Trainer, stop: StopFlag, result: Result) -> None:
     _record_measurements(result, trainer)
     if tested is not None:
         record(result, "test", "final", tested)
-    evaluate_kept(trainer, result, trainer.run_dir)
+    evaluate_kept(staged, result, trainer.run_dir)
     if trainer.parallel.world.rank == 0:
         from drivetrain.data.fingerprint import fingerprint
 
@@ -189,14 +191,16 @@ def _report(lines: list[str], world: World, run_dir: Path) -> None:
         files.write_text(run_dir / "debug.txt", "".join(line + "\n" for line in lines))
 
 
-def _build(job: Job, context: BuildContext, writers: list[RunWriter], quiet: bool) -> Trainer:
-    """This rank's trainer, restored where the job has a checkpoint. On rank 0 the loggers start and go into `writers`."""
-    from drivetrain.engine import build, facts
+def _build(job: Job, context: BuildContext, writers: list[RunWriter], quiet: bool) -> StagedRun:
+    """This rank's run, restored where the job has a checkpoint. On rank 0 the loggers start and go into `writers`."""
+    from drivetrain.engine import facts
+    from drivetrain.engine.stages import StagedRun
     from drivetrain.logger import Files, guarded
 
-    trainer = build.build(context, writers)
+    staged = StagedRun(context, writers)
+    trainer = staged.build()
     if (checkpoint := trainer.parallel.broadcast_object(job.checkpoint)) is not None:
-        restore(trainer, checkpoint)
+        restore(staged, checkpoint)
         if jump := rate_jump(trainer):
             logger.warning("%s", jump)
     if job.attach is not None:
@@ -213,7 +217,7 @@ def _build(job: Job, context: BuildContext, writers: list[RunWriter], quiet: boo
             logger.info("%s", facts.line(context, trainer))
             for advice in facts.advice(trainer):
                 logger.warning("%s", advice)
-    return trainer
+    return staged
 
 
 def _record_measurements(result: Result, trainer: Trainer) -> None:
@@ -238,7 +242,7 @@ def _record_measurements(result: Result, trainer: Trainer) -> None:
     result.time_to_first_step_s = timer.to_first_step
     if (steady := timer.steady()) is not None:
         seconds, result.data_wait_fraction = steady
-        result.samples_per_second = (progress.samples - timer.first_samples) / seconds
+        result.samples_per_second = timer.samples(progress.samples) / seconds
         result.mfu, result.mfu_note = trainer.log.mfu.at(result.samples_per_second), trainer.log.mfu.note()
     if (percentiles := timer.percentiles()) is not None:
         result.step_ms_p50, result.step_ms_p95 = percentiles

@@ -106,6 +106,7 @@ class Pipeline(NamedTuple):
 class Loader(Option):
     """loader=sync: the training loop reads each batch itself, as torch's DataLoader does by default."""
 
+    stays: ClassVar[str] = "it reads for the whole run, and changes no result"
     effect: ClassVar[Effect] = "exact"
     augments_on_device = False  # batches are copied as they were read; else augmented
 

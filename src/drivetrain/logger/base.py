@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from drivetrain.core.option import Effect, Option
 
@@ -18,6 +18,7 @@ class Logger(Option):
     After `setup` its methods are called in a thread of their own, so that a slow server holds up no step.
     """
 
+    stays: ClassVar[str] = "the records are those of one run"
     in_thread = True
     required = False  # a failure ends the run; else it is logged once and the run goes on without this logger
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from drivetrain.core.device import sum_dtype
 from drivetrain.core.errors import UserError
@@ -26,6 +26,7 @@ class Loss(Option):
     over, it is `counted`, and `count` gives their number: the step then weights micro-batches and ranks by it.
     """
 
+    stays: ClassVar[str] = "evaluations of two losses could not be compared"
     metrics: tuple[str, ...] = ("loss",)  # names of the metrics that an evaluation reports
     best: tuple[str, Callable[[float, float], float]] = ("loss", min)  # the metric that ranks models; picks the better value
     takes: tuple[TargetKind, ...]  # the kinds of targets that it can be computed from

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar, get_type_hints
 
-from drivetrain.config.validate import type_problems
+from drivetrain.config.values import type_problems
 from drivetrain.core.errors import UserError
 from drivetrain.core.overrides import key_of, single_values
 

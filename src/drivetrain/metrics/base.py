@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Effect, Option, RunSpec, needs_extra
@@ -33,6 +33,7 @@ class Metric(Option):
     Every sample counts once on any number of ranks: sums and counts are added up in the end, never means.
     """
 
+    stays: ClassVar[str] = "the evaluations of a run have the same metrics"
     name: str  # of its option, and of its figure
     takes: tuple[TargetKind, ...]  # the kinds of targets that it can be computed from
     better: Literal["min", "max"] | None = "max"  # which of two of its values is better; None: neither

@@ -39,6 +39,8 @@ class Model(Option):
     freeze: Sequence[NamePattern] = ()
     unfreeze: Annotated[dict[str, Any], Entries(NAME_PATTERN, ((NAME_PATTERN, EPOCHS),))] = field(default_factory=dict)
 
+    stage_keys: ClassVar[tuple[str, ...]] = ("freeze", "unfreeze", "unfreeze.*", "*drop*")
+    stays: ClassVar[str] = "the weights go on into the next stage, so that the architecture stays"
     tokens: ClassVar[bool | None] = False  # whether it reads sequences of tokens; None: not known
     pixels: ClassVar[bool | None] = False  # whether it gives an output for each pixel of an image; None: not known
     may_be_transformer: ClassVar[bool] = False

@@ -5,7 +5,7 @@ the signature of a subclass in another module can be read without importing the 
 """
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from annotated_types import Gt, Le
 
@@ -22,6 +22,8 @@ class Hyperparameters(Option):
     Each option gives `lr` and `weight_decay` their defaults.
     """
 
+    stage_keys: ClassVar[tuple[str, ...]] = ("*",)
+    stays: ClassVar[str] = "its state goes on into the next stage"
     lr: Positive
     weight_decay: NonNegative
     decay_norm_and_bias: bool = False

@@ -24,6 +24,7 @@ State = dict[str, Any]
 class Parallel(Option):
     """parallel=single: one process."""
 
+    stays: ClassVar[str] = "the ranks are started once"
     effect: ClassVar[Effect] = "exact"
     world = World()
     data_world = World()  # this process among the data-parallel ranks; ranks that split the model get the same samples
@@ -76,6 +77,9 @@ class Parallel(Option):
     def wrap_model(self, model: Any) -> Any:
         """Return the callable that training calls, such as DistributedDataParallel around the model."""
         return model
+
+    def leave_model(self) -> None:
+        """Forget the model of a stage of the run that is over; that of the next stage follows."""
 
     def wrap_step(self, step: Step, context: BuildContext) -> Step:
         """Wrap the step, where the strategy synchronises gradients outside of the model."""

@@ -80,6 +80,9 @@ class Ddp(ProcessGroupStrategy):
         self._wrapped = wrapped
         return wrapped
 
+    def leave_model(self) -> None:
+        del self._wrapped
+
     def _hook(self) -> tuple[Any, Any]:
         """Return the communication hook's state and function."""
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook

@@ -74,6 +74,9 @@ class Sharded(ProcessGroupStrategy):
         self._dims_by_id = {id(self._shards.get(id(p), p)): self._shard_dims(name) for name, p in self._sharded.items()}
         self._all_dims = self._gather_all_dims({self._shard_dims(name) for name, p in self._sharded.items() if p.requires_grad})
 
+    def leave_model(self) -> None:
+        self._root, self._sharded, self._shards = None, {}, {}
+
     def _gather_all_dims(self, own: set[tuple[str, ...]]) -> list[tuple[str, ...]]:
         """Return all sets of mesh dimensions over which any rank's weights are sharded, in the same order on all ranks."""
         import torch.distributed as dist

@@ -32,6 +32,8 @@ def backpropagate(loss: torch.Tensor, weight: torch.Tensor) -> None:
 class Precision(Option):
     """precision=fp32: everything in float32. torch would round the inputs of convolutions to TensorFloat-32 on CUDA."""
 
+    stage_option: ClassVar[bool] = True
+    stage_keys: ClassVar[tuple[str, ...]] = ("*",)
     effect: ClassVar[Effect] = "exact"
     dtype: str | None = None  # that autocast computes in
     full_float32 = True  # every tensor is float32

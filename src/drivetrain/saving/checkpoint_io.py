@@ -189,6 +189,21 @@ def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
     optimizer.load_state_dict(_state_for(optimizer, state))
 
 
+def with_new_parameters(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """Return a saved state that also names those of this optimizer's parameters which did not train: they have no state yet."""
+    if "members" in state:
+        pairs = zip(optimizer.members, state["members"], strict=True)
+        return {**state, "members": [with_new_parameters(member, member_state) for member, member_state in pairs]}
+    known = {name: group for group in state["param_groups"] for name in group["param_names"]}
+    groups = list(state["param_groups"])
+    unused = itertools.count(1 + max((index for group in groups for index in group["params"]), default=-1))
+    for group in optimizer.param_groups:
+        if new := [name for name in group["param_names"] if name not in known]:
+            beside = next((known[name] for name in group["param_names"] if name in known), group)  # it may count the updates
+            groups.append({**beside, "param_names": new, "params": list(itertools.islice(unused, len(new)))})
+    return {**state, "param_groups": groups}
+
+
 def _state_for(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
     """Return the saved state rearranged into this optimizer's groups: it may hold other parameters, in another order."""
     if "members" in state:

@@ -19,6 +19,8 @@ class Scheduler(Option):
     The warm-up rises from `warmup_start` × lr, as torch's LinearLR does, but never makes an update with learning rate 0.
     """
 
+    stage_option: ClassVar[bool] = True
+    stage_keys: ClassVar[tuple[str, ...]] = ("*",)
     effect: ClassVar[Effect] = "changes"
     changes = "the learning rate over the run"
     lengths: tuple[str, ...] = ("warmup",)  # the arguments that are lengths, or lists of them

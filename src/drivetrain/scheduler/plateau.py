@@ -82,5 +82,7 @@ class Plateau(Scheduler):
         return {"lr_factor": self._lr_factor, "best": self._best, "bad": self._bad, "cooling": self._cooling}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if not state:  # of a checkpoint of another schedule
+            return
         self._lr_factor, self._best = state["lr_factor"], state["best"]
         self._bad, self._cooling = state["bad"], state["cooling"]

@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 class Stop(Option):
     """stop=none: the run goes to its end."""
 
+    stays: ClassVar[str] = "it looks at the evaluations of the whole run"
     effect: ClassVar[Effect] = "exact"
 
     @property

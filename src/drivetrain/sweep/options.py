@@ -9,7 +9,7 @@ from typing import Any, Literal, get_type_hints
 from drivetrain.config.hydra_idioms import HONOURED, instead, is_hydra_override
 from drivetrain.config.hydra_settings import HydraSettings
 from drivetrain.config.hydra_settings import split as split_hydra
-from drivetrain.config.validate import type_problems
+from drivetrain.config.values import type_problems
 from drivetrain.core.errors import UserError, did_you_mean
 from drivetrain.core.option import Count, CountOrZero, Positive, needs_extra
 from drivetrain.core.overrides import key_of, single_values

@@ -1,0 +1,111 @@
+"""Reading `stages`: parts of a run, each with changes of the run's config up to its boundary. Composes the config of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from itertools import pairwise
+from typing import Any
+
+from drivetrain.config.catalog import options, root_config
+from drivetrain.config.compose import Composed, compose
+from drivetrain.core.errors import UserError
+from drivetrain.core.horizon import length_problem
+from drivetrain.core.option import Length, Option
+
+LARGEST = 32  # stages of a run
+UNTIL = "until"
+
+
+@dataclass
+class Planned:
+    """A stage before its options are made."""
+
+    label: str  # for messages
+    until: Length | None
+    changes: dict[str, Any]
+    composed: Composed
+
+
+def plan(composed: Composed, base_of: Mapping[str, type[Option]], problems: list[str]) -> list[Planned]:
+    """The stages that a config has, each composed; [] where there are none. `base_of`: group → its base class.
+
+    After the last one, if it has an `until`, comes a stage with the run's own config.
+    """
+    given: list[Mapping[str, Any]] = composed.plain["stages"] or []
+    where = composed.where("stages")
+    if len(given) > LARGEST:
+        problems.append(f"{where}stages: a run has at most {LARGEST} stages, and these are {len(given)}")
+        return []
+    found = []
+    for number, stage in enumerate([*given, *([{}] if given and given[-1].get(UNTIL) is not None else [])]):
+        label, before = f"stages[{number}]" if number < len(given) else "the rest of the run", len(problems)
+        changes = _flat({key: value for key, value in stage.items() if key != UNTIL})
+        until = stage.get(UNTIL)
+        problems += [where + problem for problem in _until_problems(label, until, number < len(given) - 1)]
+        refusals = (_refusal(key, value, base_of) for key, value in changes.items())
+        problems += [f"{where}{label}: {why}" for why in refusals if why]
+        if len(problems) == before and (its_config := _composed(composed, changes, f"{where}{label}: ", problems)) is not None:
+            found.append(Planned(label, until, changes, its_config))
+    return found if len(found) >= len(given) else []
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings with dotted keys; an empty mapping is a value."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return found
+
+
+def _until_problems(label: str, until: Any, needed: bool) -> Iterator[str]:
+    if until is None:
+        if needed:
+            yield f"{label} has no until: give a share of the run (0.4), epochs (5ep) or updates (500); only the last stage needs none"
+    elif isinstance(until, bool) or not isinstance(until, int | float | str):
+        yield f"{label}.until={until}: give a share of the run (0.4), epochs (5ep) or updates (500)"
+    else:
+        yield from length_problem(f"{label}.until", until)
+
+
+def _refusal(key: str, value: Any, base_of: Mapping[str, type[Option]]) -> str:
+    """Why no stage may change a key; "" where it may, or where composing tells that there is no such key."""
+    group, _, knob = key.partition(".")
+    if group == "stages":
+        return "a stage has no stages of its own"
+    if group not in base_of:
+        if group in root_config():
+            return f"{key}={value}: it is for the whole run: set it beside stages"
+        return f"there is no '{key}': did you mean '{UNTIL}'?" if get_close_matches(group, [UNTIL]) else ""
+    base = base_of[group]
+    if base.stage_option if not knob else any(fnmatchcase(knob, pattern) for pattern in base.stage_keys):
+        return ""
+    may = [f"{group}.{pattern}" for pattern in base.stage_keys if pattern != "*"]
+    of_group = f" (of {group} a stage may change {', '.join(may)})" if may else ""
+    if base.stage_keys == ("*",):
+        of_group = f" (a stage may change the keys of {group}, not the option)"
+    return f"{key}={value} cannot change in the middle of a run: {base.stays}{of_group}: set it beside stages"
+
+
+def _composed(whole: Composed, changes: Mapping[str, Any], label: str, problems: list[str]) -> Composed | None:
+    """The run's config with these changes. What is wrong with them is added to `problems`."""
+    recipe, groups = whole.recipe, options(whole.config_dirs)
+    if recipe is not None and "stages" in recipe.values:  # what the recipe may not set, it may not set in a stage either
+        recipe = recipe.cell(dict(changes), groups)
+    try:
+        found = compose(whole.overrides, whole.config_dirs, recipe, {**changes, "stages": None})
+    except UserError as error:
+        problems += [label + problem for problem in error.problems if problem not in problems]
+        return None
+    wrong = [problem for problem in found.problems if problem not in whole.problems]
+    problems += [label + problem for problem in wrong]
+    return None if wrong else found
+
+
+def repeated(stages: Sequence[Planned]) -> Iterator[str]:
+    """A line for each stage that has the same config as the one before it."""
+    for before, stage in pairwise(stages):
+        if before.composed.plain == stage.composed.plain:
+            yield (f"{before.label} and {stage.label} have the same config: nothing changes at until={before.until}")

@@ -1,0 +1,137 @@
+"""The stages of a run: where each ends, and which one a run is in. All of it is a pure function of the run's progress."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from drivetrain.core.horizon import Horizon, run_horizon
+from drivetrain.core.option import Length, RunSpec
+from drivetrain.core.progress import Progress
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of a run: the run's config with changes, up to a boundary."""
+
+    until: Length | None  # None: the end of the run
+    changes: Mapping[str, Any]  # dotted key or group → value
+    run: RunSpec  # its options
+
+    @property
+    def end(self) -> str:
+        """Where it ends, in words."""
+        return "to the end" if self.until is None else f"until {self.until}"
+
+    @property
+    def settings(self) -> str:
+        """What it changes, as it would be typed."""
+        return " ".join(f"{key}={_shown(value)}" for key, value in self.changes.items()) or "the config of the run"
+
+    @property
+    def title(self) -> str:
+        """Its end and its settings in one line."""
+        return f"{self.end}: {self.settings}"
+
+
+class Boundary(NamedTuple):
+    """The end of a stage: after so many epochs or updates."""
+
+    epoch: int | None = None
+    update: int | None = None
+
+    def reached(self, progress: Progress) -> bool:
+        """Whether a run has come as far as this."""
+        if self.epoch is not None:
+            return progress.epoch >= self.epoch
+        return self.update is not None and progress.updates >= self.update
+
+    def __str__(self) -> str:
+        return f"epoch {self.epoch}" if self.epoch is not None else f"update {self.update}"
+
+
+def ends_at_epoch(until: Length, epochs: int) -> int:
+    """The whole number of epochs at which a stage ends that must not end within one: a share of the run rounded, others up."""
+    if isinstance(until, str):
+        return math.ceil(float(until.removesuffix("ep")))
+    return max(1, round(until * epochs))
+
+
+def boundaries(run: RunSpec, horizon: Horizon) -> list[Boundary]:
+    """The end of each stage but the last. They are at the ends of epochs where the stages have other batch sizes."""
+    return [_boundary(run, stage.until, horizon) for stage in run.stages[:-1] if stage.until is not None]
+
+
+def _boundary(run: RunSpec, until: Length, horizon: Horizon) -> Boundary:
+    if run.batch.differs_by_stage:
+        return Boundary(epoch=ends_at_epoch(until, run.values["epochs"]))
+    if isinstance(until, str) and float(until.removesuffix("ep")).is_integer():
+        return Boundary(epoch=int(float(until.removesuffix("ep"))))
+    return Boundary(update=round(horizon.in_updates(until)))
+
+
+def set_batches(runs: Sequence[RunSpec]) -> Iterator[str]:
+    """Tell the batches of a run and of its stages of each other, where they differ; or why a stage cannot have another one."""
+    run = runs[0]
+    batches = [stage.run.batch for stage in run.stages]
+    if len({batch.sizes() for batch in batches}) < 2:
+        return
+    if len({(batch.buckets_lengths, batch.pad_to) for batch in batches}) > 1:
+        yield "stages: batch=bucketed and its lengths are for a whole run: a stage may change batch.global_batch"
+        return
+    untils = [stage.until for stage in run.stages[:-1] if stage.until is not None]
+    for number, until in enumerate(untils):
+        if not isinstance(until, str) and (until >= 1 or run.values["updates"] is not None):
+            yield (
+                f"stages[{number}].until={until}: where stages change the size of the batch, each is made of whole epochs: give "
+                "its end in epochs, such as 5ep"
+            )
+    starts = [0, *(ends_at_epoch(until, run.values["epochs"]) for until in untils)]
+    for each in runs:
+        each.batch.set_stages(list(zip(starts, batches, strict=True)))
+
+
+def problems(run: RunSpec) -> Iterator[str]:
+    """Why a run cannot have these stages, as far as that is known before the data is read."""
+    if run.stages and run.debug.updates is None and (horizon := run_horizon(run)) is not None:
+        yield from boundary_problems(run, horizon)
+
+
+def boundary_problems(run: RunSpec, horizon: Horizon) -> Iterator[str]:
+    """Why the boundaries cannot be those of a run of this horizon: they are not in order, or are not within it."""
+    before, name_before = 0.0, ""
+    for number, (stage, boundary) in enumerate(zip(run.stages, boundaries(run, horizon), strict=False)):
+        name, end = f"stages[{number}].until={stage.until}", in_updates(boundary, horizon)
+        if end >= horizon.updates:
+            yield (
+                f"{name} is {_updates(end)}, and the run ends after {horizon.updates:,}: set it below that; the last stage needs "
+                "none"
+            )
+        elif end <= before:
+            why = f"not after {name_before}, where the stage before it ends" if name_before else "the start of the run"
+            yield f"{name} is {_updates(end)}, {why}: a stage has one update at the least, and the boundaries ascend"
+        before, name_before = max(before, end), f"update {end:,.0f}"
+
+
+def in_updates(boundary: Boundary, horizon: Horizon) -> float:
+    """The number of updates that are made when a run comes to a boundary."""
+    if boundary.epoch is not None:
+        return horizon.in_updates(f"{boundary.epoch}ep")
+    return float(boundary.update or 0)
+
+
+def number_at(ends: Sequence[Boundary], progress: Progress) -> int:
+    """The number of the stage that a run is in, from 0."""
+    return next((number for number, end in enumerate(ends) if not end.reached(progress)), len(ends))
+
+
+def _updates(end: float) -> str:
+    return f"update {end:,.0f}"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return "[" + ",".join(map(_shown, value)) + "]"
+    return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)

@@ -1,0 +1,194 @@
+"""Takes a run from stage to stage. At a boundary it does in memory what an exact resume does: state, build, restore."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from drivetrain.core import stages as core
+from drivetrain.core.context import BuildContext
+from drivetrain.core.errors import UserError
+from drivetrain.core.microbatch import MicroBatch
+from drivetrain.core.progress import Progress
+from drivetrain.core.protocols import LogWriter
+from drivetrain.core.signals import StopFlag
+from drivetrain.core.stages import Boundary, Stage
+from drivetrain.engine import build
+from drivetrain.engine.out_of_memory import free_memory
+from drivetrain.engine.trainer import Trainer
+from drivetrain.saving import checkpoint_io
+from drivetrain.saving.host_copy import HostCopy
+from drivetrain.saving.writer import Writer
+
+HEAVY = ("model", "step", "optimizer", "scheduler", "precision", "ema", "loader")  # parts that hold weights, or processes
+DIFFERENT = 3  # parameters of another shape that a message names
+
+logger = logging.getLogger(__name__)
+
+
+class BoundaryReached(Exception):
+    """The run has come to the end of a stage, between two updates."""
+
+
+@dataclass
+class StagedRun:
+    """A run whose trainer is built anew for each of its stages. The trainer itself knows nothing of stages.
+
+    A run without stages has one that lasts to its end, and nothing is added to its step.
+    """
+
+    context: BuildContext
+    writers: Sequence[LogWriter]
+    trainer: Trainer = field(init=False)  # one object for the whole run: at a boundary it becomes that of the next stage
+    number: int = field(default=0, init=False)  # of the stage that the trainer is in
+    ends: list[Boundary] = field(default_factory=list, init=False)  # of all stages but the last
+
+    def __post_init__(self) -> None:
+        self.stages: Sequence[Stage] = self.context.run.stages
+
+    def build(self) -> Trainer:
+        """Build the trainer of the first stage. Raises UserError where a later stage needs a model of another shape."""
+        if self.stages:
+            self.context.run = self.stages[0].run
+        self.trainer = build.build(self.context, self.writers)
+        if self.stages:
+            self.ends = core.boundaries(self.context.run, self.context.horizon)
+            self._check_models()
+            self._watch()
+        return self.trainer
+
+    def fit(self, stop: StopFlag | None = None) -> None:
+        """Train to the end of the run, stage after stage."""
+        self._tell()
+        while True:
+            try:
+                return self.trainer.fit(stop)
+            except BoundaryReached:
+                pass
+            self._cross()
+            self._tell()
+
+    def restore(self, weights: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
+        """Continue from a checkpoint, in the stage that its progress tells. Called on all ranks."""
+        if self.stages:
+            progress = Progress()
+            progress.load_state_dict(state["progress"])
+            self._enter(core.number_at(self.ends, progress))
+            state = {**state, "optimizer": checkpoint_io.with_new_parameters(self.trainer.optimizer, state["optimizer"])}
+        self.trainer.restore(weights, state)
+
+    def _watch(self) -> None:
+        """Let the stream of the stage end at its boundary; that of the last one ends with the run."""
+        if self.number < len(self.ends):
+            end = self.ends[self.number]
+            self.trainer.stream_watchers = [*self.trainer.stream_watchers, lambda stream: self._until(end, stream)]
+
+    def _until(self, end: Boundary, stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        with closing(stream):  # type: ignore[type-var]
+            while True:
+                if end.reached(self.context.progress):
+                    raise BoundaryReached
+                batch = next(stream, None)
+                if batch is None:
+                    return
+                yield batch
+
+    def _cross(self) -> None:
+        """Go from the end of a stage into the next one."""
+        trainer = self.trainer
+        progress, parallel = trainer.progress, trainer.parallel
+        progress.samples = trainer.batch.consumed(
+            len(trainer.train_data.source), progress.epoch, progress.window, trainer.drop_last
+        )
+        if trainer.log.pending:
+            trainer.log.train(trainer.optimizer.param_groups[0]["lr"])
+        trainer.writer.wait()
+        state = trainer.state()  # gathers from all ranks, as does full_state_dict
+        with trainer.evaluator.eval_weights():
+            full = HostCopy(parallel.full_state_dict(trainer.model, state)).wait()
+        self.restore(*parallel.broadcast_object(full if parallel.world.rank == 0 else None))
+
+    def _enter(self, number: int) -> None:
+        """Let the trainer become that of a stage, without its state."""
+        if number == self.number:
+            return
+        before, context, trainer = self.stages[self.number].run, self.context, self.trainer
+        self.number, context.run, context.resumed = number, self.stages[number].run, True
+        data = context.loaded if vars(before.data) == vars(context.run.data) else None
+        timer, compiled = trainer.timer, trainer.compile_seconds()
+        self._free()
+        built = build.build(context, self.writers, build.Before(trainer.parallel, data, trainer.callbacks))
+        built.timer.go_on_from(timer, context.progress.samples)
+        built.compile_seconds = _sum(built.compile_seconds, compiled)
+        vars(trainer).update(vars(built))
+        self._watch()
+
+    def _free(self) -> None:
+        """Free the trainer's model and all that was made for it: the next stage needs the memory.
+
+        What is left is enough to record a run that ends here, because the next stage cannot be built.
+        """
+        trainer, context = self.trainer, self.context
+        compiled, evaluator = trainer.compile_seconds(), copy.copy(trainer.evaluator)
+        vars(evaluator).update(dict.fromkeys(("model", "forward", "eval_weights", "ema", "precision")))
+        parts: dict[str, Any] = dict.fromkeys(HEAVY) | {"evaluator": evaluator}
+        parts["writer"] = Writer(context.run_dir, trainer.saving, trainer.parallel, nullcontext)
+        parts["compile_seconds"] = lambda: compiled
+        parts["stream_watchers"] = []
+        vars(trainer).update(parts)
+        for name in ("model", "optimizer", "loader"):
+            vars(context).pop(name)
+        trainer.parallel.leave_model()
+        free_memory(trainer.device)
+
+    def _tell(self) -> None:
+        """Log which stage begins."""
+        if self.stages:
+            stage, trainer = self.stages[self.number], self.trainer
+            end = f" ({self.ends[self.number]})" if self.number < len(self.ends) else ""
+            if trainer.parallel.world.rank == 0:
+                at = f"update {trainer.progress.updates:,}: stage {self.number + 1} of {len(self.stages)}"
+                logger.info("%s, %s%s: %s", at, stage.end, end, stage.settings)
+            trainer.log.write("stage", stage=self.number + 1, stages=len(self.stages), changes=stage.title)
+
+    def _check_models(self) -> None:
+        """Refuse a stage in which the model would have parameters of another shape: the weights could not go on."""
+        context, first = self.context, _shapes(self.context, self.stages[0])
+        for number, stage in enumerate(self.stages[1:], 1):
+            shapes = _shapes(context, stage)
+            different = [name for name in {**first, **shapes} if first.get(name) != shapes.get(name)] if first and shapes else []
+            if different:
+                shown = ", ".join(
+                    f"{name} {list(first.get(name, ())) or 'absent'} → {list(shapes.get(name, ())) or 'absent'}"
+                    for name in different[:DIFFERENT]
+                )
+                raise UserError(
+                    f"stages[{number}] ({stage.title}): {context.run.named('model')} has parameters of another shape there "
+                    f"({shown}), so that the weights cannot go on: take a model whose weights do not depend on it, such as a "
+                    "convolutional network without a layer for each position"
+                )
+
+
+def _sum(seconds: Callable[[], float | None], before: float | None) -> Callable[[], float | None]:
+    """Return a function that adds seconds which were spent before."""
+    return seconds if before is None else lambda: (seconds() or 0.0) + before
+
+
+def _shapes(context: BuildContext, stage: Stage) -> Mapping[str, tuple[int, ...]]:
+    """The shapes of a stage's parameters, by name; {} where they cannot be told without the data."""
+    run, shape = stage.run, stage.run.data.shape()
+    if shape is None or not isinstance(context.data.shape, tuple) or len(shape) != len(context.data.shape):
+        return {}
+    tried = BuildContext(run, context.world, context.run_dir)
+    tried.device, tried.seed, tried.data = torch.device("meta"), context.seed, replace(context.data, shape=shape)
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            return {name: tuple(p.shape) for name, p in run.model.create_for(tried).named_parameters()}
+    except Exception:  # a network that cannot be made without memory; building its stage tells what is wrong
+        return {}
