@@ -63,7 +63,7 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def _until_problems(label: str, until: Any, needed: bool) -> Iterator[str]:
     if until is None:
         if needed:
-            yield f"{label} has no until: give a share of the run (0.4), epochs (5ep) or updates (500); only the last stage needs none"
+            yield f"{label} has no until: give a share of the run (0.4), epochs (5ep) or updates (500); only the last needs none"
     elif isinstance(until, bool) or not isinstance(until, int | float | str):
         yield f"{label}.until={until}: give a share of the run (0.4), epochs (5ep) or updates (500)"
     else:

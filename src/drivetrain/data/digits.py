@@ -14,6 +14,8 @@ from drivetrain.data.base import Data, Fraction, Normalize, Splits, Tensors, mea
 from drivetrain.data.scikit_learn import data_file
 
 DIGITS = 1797
+SIDE = 8  # pixels
+Size = Annotated[int, annotated_types.Ge(4), annotated_types.Le(64)]
 Digit = Annotated[int, annotated_types.Ge(0), annotated_types.Le(9)]
 
 
@@ -21,6 +23,7 @@ class Digits(Data):
     """scikit-learn's 1,797 real handwritten digits, 8×8 (Alpaydin & Kaynak 1998). Nothing is downloaded.
 
     With `classes` only these digits, numbered from 0 in the order given: for pretraining on some and fine-tuning on others.
+    Another `size` than 8 interpolates the images bilinearly.
     """
 
     max_value = 16.0
@@ -33,22 +36,26 @@ class Digits(Data):
         normalize: bool = True,
         drop_last: bool = True,
         classes: Sequence[Digit] | None = None,
+        size: Size = SIDE,
     ) -> None:
         self.holdout, self.validation, self.normalize, self.drop_last = holdout, validation, normalize, drop_last
-        self.classes = classes
+        self.classes, self.size = classes, size
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if self.classes is not None and len(set(self.classes)) < max(2, len(self.classes)):
             yield f"data.classes={list(self.classes)}: give two or more different digits, or null for all ten"
 
     def shape(self) -> tuple[int, ...]:
-        return (1, 8, 8)
+        return (1, self.size, self.size)
 
     def loaded_samples(self) -> int | None:
         return None if self.classes is not None else DIGITS - round(DIGITS * self.holdout)
 
     def load(self, device: torch.device) -> Splits:
         x, y = read_digits()
+        if self.size != SIDE:
+            x = torch.nn.functional.interpolate(x.float(), size=(self.size, self.size), mode="bilinear", antialias=True)
+            x = x.round().to(torch.uint8)
         order = rng.permutation(0, 0, len(y))  # the same split in every run, whatever its seed
         test, train = order.split([round(len(y) * self.holdout), len(y) - round(len(y) * self.holdout)])
         chosen = range(10) if self.classes is None else self.classes

@@ -78,9 +78,8 @@ def restore(staged: StagedRun, checkpoint: Path) -> None:
     newest: Path | None = checkpoint
     while newest is not None:
         loading = _attempt(parallel, partial(load, newest, parallel))
-        failed = (
-            loading if loading.wrong else _attempt(parallel, partial(staged.restore, *loading.value))
-        )  # which takes all ranks
+        # All ranks restore, or none: to enter another stage of the run takes all of them.
+        failed = loading if loading.wrong else _attempt(parallel, partial(staged.restore, *loading.value))
         if failed.wrong is None:
             return
         wrong, error = failed.wrong, failed.error
