@@ -83,7 +83,9 @@ def trained(words: Sequence[str], seed: int, epochs: int) -> Reached:
     over = horizon.run_horizon(run)
     assert over is not None
     ends = stages.boundaries(run, over)
-    small = [stages.in_updates(end, over) for end, stage in zip(ends, run.stages, strict=False) if stage.run.data.size != own_size]
+    small = [
+        stages.in_updates(end, over) for end, stage in zip(ends, run.stages, strict=False) if stage.run.data.size != own_size
+    ]
     watch = Watch(max(small, default=0))
     job.attach = lambda trainer: trainer.callbacks.named.update(watch=watch)
     with tempfile.TemporaryDirectory() as folder, StopFlag() as stop:

@@ -193,3 +193,32 @@ def test_each_micro_batch_of_a_pipeline_has_its_own_weight():
     step._run(batches, total)
     assert scaled == [0.5, 3.0]
     assert float(total) == 3.5
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_stages_on_two_ranks_equal_those_in_one_process(ranks, tiny, tmp_path, strategy, float64):
+    """Each stage is built by both ranks, with parameters that begin to train, another batch, and an average of the weights."""
+    words = tiny(
+        "optimizer=adamw", "scheduler=cosine", "epochs=3", "updates=null", "model.hidden=[16]", "saving=none",
+        "runtime.device=cpu", "runtime.threads=1",
+        "stages=[{until: 1ep, model.freeze: ['layers.0.*'], batch.global_batch: 24}, {until: 2ep, ema: ema}, {clip: norm}]",
+    )  # fmt: skip
+
+    def work(world: World, *more: str) -> Any:
+        from drivetrain.core.context import BuildContext
+        from drivetrain.engine.stages import StagedRun
+        from drivetrain.launch import launcher
+
+        context = BuildContext(launcher.prepare([*words, *more]).run, world, tmp_path / "run")
+        staged = StagedRun(context, [])
+        staged.build()
+        staged.fit()
+        context.on_exit.close()
+        weights, _ = staged.trainer.parallel.full_state_dict(staged.trainer.model, staged.trainer.state())
+        return {name: w.tolist() for name, w in weights.items() if w is not None}, staged.number
+
+    one, number = work(World())
+    two, _ = ranks(lambda world: work(world, f"parallel={strategy}", "parallel.nproc=2"))
+    assert number == two[1] == 2
+    for name, weight in one.items():
+        torch.testing.assert_close(torch.tensor(two[0][name]), torch.tensor(weight), atol=1e-10, rtol=0)

@@ -56,6 +56,7 @@ class Batch(Option):
     pad_to = 1  # lengths of training sequences are padded to multiples of this
     buckets_lengths: ClassVar[bool] = False  # sequences are grouped into micro-batches of a few lengths
     fixed_micro_batches: ClassVar[bool] = True  # all updates have the same number and size of micro-batches
+    is_tried: ClassVar[bool] = False  # its micro-batch is found by trials before the run
 
     global_batch: Count = 128
     lr_scaling: Scaling = "none"
@@ -135,13 +136,9 @@ class Batch(Option):
         """Whether the stages of the run have updates of other sizes, so that each of them is made of whole epochs."""
         return bool(self._stages)
 
-    def _in_epoch(self, epoch: int) -> Batch:
-        """Return the batch that sets the size of updates in an epoch."""
-        return next((batch for start, batch in reversed(self._stages) if epoch >= start), self)
-
     def size(self, epoch: int) -> int:
         """Return the samples of one update in an epoch."""
-        return self._in_epoch(epoch)._own_size(epoch)
+        return next((batch for start, batch in reversed(self._stages) if epoch >= start), self)._own_size(epoch)
 
     def _own_size(self, epoch: int) -> int:
         size = self.global_batch
@@ -292,6 +289,7 @@ class Auto(Batch):
     effect = "close"
     changes = "gradients are summed by micro-batches, of which BatchNorm takes its statistics"
     fixed_micro_batches: ClassVar[bool] = False
+    is_tried: ClassVar[bool] = True
 
     memory_gb: Positive | None = None
 

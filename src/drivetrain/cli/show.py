@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import get_args
 
 from drivetrain.cli import arguments
 from drivetrain.core import horizon as horizons
+from drivetrain.core import stages
 from drivetrain.core.errors import DONE, UserError
 from drivetrain.core.horizon import Horizon
 from drivetrain.core.option import Effect, RunSpec
@@ -53,6 +55,8 @@ def show(overrides: Sequence[str], config_dirs: Sequence[str], file: Path | None
     else:
         plots.png(curves, over, _title(job.run, over), file)
         echo(f"written to {file}")
+    for line in _stages(job.run, over):
+        echo(line)
     if file is None:
         echo(_effects(job.run))
     if job.run.scheduler.plot_note:
@@ -77,13 +81,17 @@ def _horizon(run: RunSpec) -> Horizon:
 
 
 def _curves(run: RunSpec, over: Horizon) -> list[plots.Curve]:
-    schedule = copy.deepcopy(run.scheduler)
-    schedule.set_horizon(over)
-    base = run.optimizer.lr * run.batch.lr_factor()
     updates = range(0, over.updates, -(-over.updates // MAX_POINTS))
-    rates = [(u, base * schedule.lr_factor(u)) for u in updates]
+    rates, momenta = [], []
+    ends = [stages.in_updates(end, over) for end in stages.boundaries(run, over)]
+    for number, of_stage in enumerate([stage.run for stage in run.stages] or [run]):
+        schedule = copy.deepcopy(of_stage.scheduler)
+        schedule.set_horizon(over)
+        base = of_stage.optimizer.lr * of_stage.batch.lr_factor()
+        mine = [u for u in updates if bisect_right(ends, u) == number]
+        rates += [(u, base * schedule.lr_factor(u)) for u in mine]
+        momenta += [(u, m) for u in mine if (m := schedule.momentum_at(u)) is not None]
     curves = [plots.Curve("lr", rates, 0.0, max(rate for _, rate in rates) or 1.0)]
-    momenta = [(u, m) for u in updates if (m := schedule.momentum_at(u)) is not None]
     if momenta:
         low, high = min(m for _, m in momenta), max(m for _, m in momenta)
         curves.append(plots.Curve("momentum", momenta, low, high if high > low else low + 1))
@@ -93,6 +101,13 @@ def _curves(run: RunSpec, over: Horizon) -> list[plots.Curve]:
 def _title(run: RunSpec, over: Horizon) -> str:
     updates = f"{over.updates:,} updates, {over.ends[0]:,} an epoch{' at first' if run.batch.grow_every else ''}"
     return f"{run.named('scheduler')} {run.named('optimizer')} optimizer.lr={run.optimizer.lr:g}: {updates}"
+
+
+def _stages(run: RunSpec, over: Horizon) -> Iterator[str]:
+    """A line for each stage of the run: its updates, and what it changes."""
+    ends = [stages.in_updates(end, over) for end in stages.boundaries(run, over)]
+    for number, (stage, begin, end) in enumerate(zip(run.stages, [0, *ends], [*ends, over.updates], strict=False), 1):
+        yield f"stage {number}  updates {begin:,.0f} to {end:,.0f}, {stage.title}"
 
 
 def _effects(run: RunSpec) -> str:

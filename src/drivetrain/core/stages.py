@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from drivetrain.core.horizon import Horizon, run_horizon
 from drivetrain.core.option import Length, RunSpec
+from drivetrain.core.overrides import format_value
 from drivetrain.core.progress import Progress
 
 
@@ -34,6 +36,10 @@ class Stage:
     def title(self) -> str:
         """Its end and its settings in one line."""
         return f"{self.end}: {self.settings}"
+
+    def typed(self) -> str:
+        """The stage as an override gives it."""
+        return format_value({**({} if self.until is None else {"until": self.until}), **self.changes})
 
 
 class Boundary(NamedTuple):
@@ -72,6 +78,22 @@ def _boundary(run: RunSpec, until: Length, horizon: Horizon) -> Boundary:
     return Boundary(update=round(horizon.in_updates(until)))
 
 
+def alone(run: RunSpec) -> list[tuple[RunSpec, float]]:
+    """Each stage as a run without stages, to measure its step, and its share of the run's updates.
+
+    Shares are of the epochs where the length of the run is known only after the data was read. [] for a run without stages.
+    """
+    found = []
+    over = run_horizon(run) or Horizon(run.values["epochs"], range(1, run.values["epochs"] + 1))
+    ends = [min(in_updates(end, over), over.updates) for end in boundaries(run, over)]
+    for stage, begin, end in zip(run.stages, [0.0, *ends], [*ends, over.updates], strict=False):
+        batch = copy.copy(stage.run.batch)
+        batch.set_stages([])
+        parts = type(stage.run.parts)({**stage.run.parts, "batch": batch})
+        found.append((replace(stage.run, parts=parts, stages=[]), (end - begin) / over.updates))
+    return found
+
+
 def set_batches(runs: Sequence[RunSpec]) -> Iterator[str]:
     """Tell the batches of a run and of its stages of each other, where they differ; or why a stage cannot have another one."""
     run = runs[0]
@@ -95,6 +117,8 @@ def set_batches(runs: Sequence[RunSpec]) -> Iterator[str]:
 
 def problems(run: RunSpec) -> Iterator[str]:
     """Why a run cannot have these stages, as far as that is known before the data is read."""
+    if any(stage.run.batch.is_tried for stage in run.stages):
+        yield "stages and batch=auto exclude each other (it tries one micro-batch for the whole run): set batch=accumulate"
     if run.stages and run.debug.updates is None and (horizon := run_horizon(run)) is not None:
         yield from boundary_problems(run, horizon)
 

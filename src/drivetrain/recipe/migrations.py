@@ -65,6 +65,11 @@ def _rename_key(recipe: Recipe, former: str, present: str, problems: list[str]) 
             if key in recipe.unchanged:
                 recipe.unchanged = recipe.unchanged - {key} | {new}
             _tell(recipe, key, key, new)
+    stages = recipe.values.get("stages")
+    for stage in stages if isinstance(stages, list) else ():
+        for key in [key for key in stage if isinstance(stage, dict) and (key == former or key.startswith(f"{former}."))]:
+            stage[present + key.removeprefix(former)] = stage.pop(key)
+            _tell(recipe, "stages", key, present)
 
 
 def _tell(recipe: Recipe, key: str, former: str, present: str) -> None:

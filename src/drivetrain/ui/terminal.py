@@ -79,6 +79,8 @@ def show_recipe(composed: Composed, run: RunSpec) -> None:
     rows = [(group, *_knobs(composed, group)) for group in composed.choices]
     if not is_live():
         echo(f"recipe {name}: " + " ".join(f"{g}={_option(composed.choices[g])}" for g, _, _ in rows))
+        for line in _stages(run):
+            echo(line)
         return
     from rich.markup import escape
     from rich.tree import Tree
@@ -90,7 +92,14 @@ def show_recipe(composed: Composed, run: RunSpec) -> None:
     for key in ("epochs", "updates"):
         if composed.plain[key] is not None:
             tree.add(f"{key:<14}[cyan]{composed.plain[key]}[/]")
+    for line in _stages(run):
+        tree.add(line, highlight=False)
     output.console().print(tree)
+
+
+def _stages(run: RunSpec) -> list[str]:
+    """A line for each stage of the run."""
+    return [f"stage {number:<8}{stage.title}" for number, stage in enumerate(run.stages, 1)]
 
 
 def effect(run: RunSpec, group: str) -> str:

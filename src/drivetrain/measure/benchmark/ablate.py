@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ from drivetrain.core.errors import DONE, FAILED, UserError
 from drivetrain.core.files import write_json
 from drivetrain.core.option import Count
 from drivetrain.core.overrides import format_value
+from drivetrain.core.stages import Stage
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure import arguments
@@ -21,6 +23,8 @@ from drivetrain.measure.benchmark.page import ablation_page
 from drivetrain.run import directory
 from drivetrain.run.identity import flatten
 from drivetrain.ui.output import echo
+
+STAGES = "stages"
 
 
 @dataclass
@@ -43,6 +47,7 @@ class Technique:
     disable: tuple[str, ...]  # overrides that set it to the baseline's
     item: str | None = None  # of a list group: the option that one of them lists
     in_recipe: bool = True  # of an item: the recipe lists it and the baseline does not, or the reverse
+    stages: tuple[str, ...] = ()  # all of the recipe, as they are typed, where `item` is one of them
 
 
 def techniques(baseline: Job, recipe: Job) -> list[Technique]:
@@ -59,7 +64,20 @@ def techniques(baseline: Job, recipe: Job) -> list[Technique]:
             found.append(Technique(enable[0], group, enable, disable))
         else:
             found += _keys(group, flatten(old.plain[group]), flatten(new.plain[group]), recipe.machine_local_keys)
-    return found
+    return found + _stages(baseline.run.stages, recipe.run.stages)
+
+
+def _stages(old: Sequence[Stage], new: Sequence[Stage]) -> list[Technique]:
+    """Each stage of the recipe that changes something; all of them as one where the baseline has stages too."""
+    before, after = (f"stages=[{','.join(stage.typed() for stage in of)}]" if of else "stages=null" for of in (old, new))
+    if old and before != after:
+        return [Technique(after, STAGES, (after,), (before,))]
+    names = tuple(stage.typed() for stage in new)
+    return [
+        Technique(f"stage {stage.title}", STAGES, (), (), name, stages=names)
+        for stage, name in zip(new, names, strict=True)
+        if stage.changes and not old
+    ]
 
 
 def _items(group: str, old: list[str], new: list[str]) -> list[Technique]:
@@ -84,7 +102,8 @@ def _section(group: str, option: str, plain: dict[str, Any]) -> tuple[str, ...]:
 def overrides_of(start: Job, differences: Sequence[Technique], enable: bool) -> list[str]:
     """The overrides that add the techniques to the baseline `start` (`enable`), or remove them from the recipe `start`."""
     overrides = [override for t in differences for override in (t.enable if enable else t.disable)]
-    for group in dict.fromkeys(t.group for t in differences if t.item is not None):
+    stages = [t for t in differences if t.stages]
+    for group in dict.fromkeys(t.group for t in differences if t.item is not None and not t.stages):
         items = list(start.composed.choice(group))
         for technique in (t for t in differences if t.group == group):
             if technique.in_recipe == enable:
@@ -92,7 +111,17 @@ def overrides_of(start: Job, differences: Sequence[Technique], enable: bool) -> 
             else:
                 items.remove(str(technique.item))
         overrides.append(f"{group}=[{','.join(items)}]")
+    if stages:
+        named = {t.item for t in stages}
+        kept = [name if (name in named) == enable else _unchanged(name) for name in stages[0].stages]
+        overrides.append(f"stages=[{','.join(kept)}]" if kept != [*map(_unchanged, kept)] else "stages=null")
     return overrides
+
+
+def _unchanged(stage: str) -> str:
+    """A stage, as it is typed, without its changes: it lasts as long, with the config of the run."""
+    until = re.match(r"\{(until:[^,}]+)", stage)
+    return f"{{{until[1]}}}" if until else "{}"
 
 
 @dataclass

@@ -37,6 +37,11 @@ class TimedBlock:
         """Samples a second."""
         return self.samples / self.seconds
 
+    def scaled(self, factor: float) -> TimedBlock:
+        """Return the block as if it had `factor` times the updates; the times of single updates are those that were measured."""
+        seconds, updates, samples = factor * self.seconds, round(factor * self.updates), round(factor * self.samples)
+        return TimedBlock(seconds, updates, samples, factor * self.data_wait_s, self.step_s, self.peak_memory)
+
     def __add__(self, other: TimedBlock) -> TimedBlock:
         return TimedBlock(
             self.seconds + other.seconds,

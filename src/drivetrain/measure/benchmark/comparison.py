@@ -14,7 +14,7 @@ from drivetrain.core.option import Count, Positive
 from drivetrain.core.signals import ended_by_signals
 from drivetrain.measure.benchmark import noninferiority, quality, stopping
 from drivetrain.measure.benchmark.arms import ArmSpec, baseline_job
-from drivetrain.measure.benchmark.interleave import Arm, StoppingRule, run_rounds
+from drivetrain.measure.benchmark.interleave import Arm, StagedArm, StoppingRule, run_rounds
 from drivetrain.measure.cells import figure
 from drivetrain.measure.intervals import Interval, ratio
 from drivetrain.run import directory, environment
@@ -167,7 +167,7 @@ def measure(
             steps(text, seconds_left)
 
         try:
-            arms = [Arm(s.label, s.job, folder / str(n)) if s.job is not None else None for n, s in enumerate(specs)]
+            arms = [arm_of(s, folder / str(n)) for n, s in enumerate(specs)]
             runnable = [arm for arm in arms if arm is not None]
             run_rounds(runnable, settings.rounds, settings.block_s, progress, stopping_rule)
         finally:
@@ -178,6 +178,13 @@ def measure(
     facts = environment.describe(list(overrides), first.config_hash, {})
     notes = [*_unequal_work(runnable), *_together(rows)]
     return Comparison(rows, notes, list(overrides), settings, facts, time.perf_counter() - began)
+
+
+def arm_of(spec: ArmSpec, folder: Path) -> Arm | None:
+    """The arm of a spec; None where it has no job to run."""
+    if spec.job is None:
+        return None
+    return (StagedArm if spec.job.run.stages else Arm)(spec.label, spec.job, folder)
 
 
 def add_verdicts(

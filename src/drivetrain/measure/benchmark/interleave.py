@@ -11,7 +11,9 @@ as long as they live (memory layout and the like): rounds in one pair of process
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
+import operator
 import os
 import shutil
 import signal
@@ -19,12 +21,12 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from drivetrain.core import process
+from drivetrain.core import process, stages
 from drivetrain.core.forking import ForkedProcess
 from drivetrain.launch.job import Job
 from drivetrain.measure.benchmark import memory
@@ -110,6 +112,40 @@ class Arm:
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, number)
+
+
+@dataclass
+class StagedArm(Arm):
+    """A job with stages: each stage is a live process of its own, and a block is made of theirs by their shares of the run."""
+
+    _arms: list[tuple[Arm, float]] = field(default_factory=list)  # and the share of the run's updates
+
+    def __post_init__(self) -> None:
+        for number, (run, share) in enumerate(stages.alone(self.job.run)):
+            job = replace(self.job, run=run)
+            self._arms.append((Arm(self.label, job, self.run_dir / f"stage-{number}"), share))
+
+    def start(self, round_: int = 0) -> None:
+        for arm, _ in self._arms:
+            arm.start(round_)
+
+    def warm_up(self, block_s: float) -> None:
+        for arm, share in self._arms:
+            arm.warm_up(block_s * share)
+        readings = [arm.memory for arm, _ in self._arms if arm.memory is not None]
+        self.memory = max(readings, key=lambda reading: reading.used, default=None)
+        self.facts = self.facts or max((arm.facts for arm, _ in self._arms), key=lambda facts: facts["compile_s"] or 0.0)
+
+    def timed_block(self) -> TimedBlock:
+        """Run a block of each stage. Times are scaled, so that each stage has its share of the updates."""
+        blocks = [(arm.timed_block(), share) for arm, share in self._arms]
+        updates = sum(block.updates for block, _ in blocks)
+        scaled = [block.scaled(share * updates / block.updates) for block, share in blocks]
+        return functools.reduce(operator.add, scaled)
+
+    def stop(self) -> None:
+        for arm, _ in self._arms:
+            arm.stop()
 
 
 # Called after each round with the arms that ran it and the number of rounds; returns the arms that run no further rounds.
