@@ -60,8 +60,8 @@ def read_bytes(path: Path, most: int = LARGEST) -> bytes:
     """Read an ordinary file. Raises OSError, also where it is larger than `most` bytes."""
     with opened(path, "rb") as file:
         size = max(os.fstat(file.fileno()).st_size, SMALL)
-        content = file.read(min(most, size) + 1)  # as much memory is taken at once
-    if len(content) > most:
+        content = file.read(size + 1) if size <= max(most, SMALL) else None  # as much memory is taken at once
+    if content is None or len(content) > most:
         raise OSError(errno.EFBIG, f"it is larger than {most // MB} MB", str(path))
     return content
 
