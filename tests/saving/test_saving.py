@@ -67,8 +67,8 @@ def test_best_keeps_the_best_evaluation_beside_the_newest(make, tmp_path, monkey
     trainer = make(*EPOCHS, "saving=best", "saving.keep=1")
     monkeypatch.setattr(type(trainer.evaluator), "evaluate", lambda self: {"loss": 1.0, "accuracy": next(accuracies)})
     kept = []
-    save = trainer._save
-    trainer._save = lambda: (save(), kept.append(saved(tmp_path / "run")))
+    save = trainer.save
+    trainer.save = lambda: (save(), kept.append(saved(tmp_path / "run")))
     trainer.fit()
     assert kept == [[4], [8], [8, 12], [8, 16]]
     assert trainer.progress.best == {"loss": 1.0, "accuracy": 0.75, "update": 8}

@@ -29,7 +29,7 @@ from drivetrain.loader.base import Ahead, Batch, Loader, Pipeline, ReadBatch, re
 FULL = 2**20  # bytes that are free of memory that processes share
 DEATH_NOTICE_S = 10.0  # from a broken connection until the worker's end is known
 GRACE_S = 2.0  # after torch's own time-out
-WATCH_S = 0.5
+WATCH_S = 0.25
 
 
 class Workers(Loader):
