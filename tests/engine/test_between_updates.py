@@ -23,7 +23,7 @@ fetch = Tensors.fetch
 
 @pytest.fixture
 def stuck(monkeypatch, tmp_path):
-    """`stuck(number)`: the read of this number tells the run to end, and then lasts for ever."""
+    """`stuck(number)`: the read of this number tells the run to end, and then lasts too long."""
 
     def at(number: int, told: signal.Signals = signal.SIGTERM) -> None:
         def read(self, indices):
@@ -32,8 +32,10 @@ def stuck(monkeypatch, tmp_path):
             if (tmp_path / "reads").stat().st_size < number:
                 return fetch(self, indices)
             os.kill(os.getpid() if torch.utils.data.get_worker_info() is None else os.getppid(), told)
-            while True:
+            ends = time.monotonic() + 2
+            while time.monotonic() < ends:
                 time.sleep(0.01)
+            return fetch(self, indices)
 
         monkeypatch.setattr(Tensors, "fetch", read)
 

@@ -44,10 +44,10 @@ class StopFlag:
         return self
 
     @classmethod
-    def waited_long_enough(cls) -> bool:
+    def waited_long_enough(cls, grace: float = 0.0) -> bool:
         """Return whether this process's run was told to stop so long ago that what it waits for is not waited for any longer."""
         flag = cls._of_run
-        return flag is not None and bool(flag.raised) and time.monotonic() - flag._at > flag._patience
+        return flag is not None and bool(flag.raised) and time.monotonic() - flag._at > flag._patience + grace
 
     @classmethod
     def can_save_now(cls, can: bool) -> None:
