@@ -14,10 +14,10 @@ train: $(VENV)/.installed          ## train the default recipe on real data
 	$(BIN)/python -m src.train $(ARGS)
 
 test: $(VENV)/.tested check        ## lint, types and the test suite
-	$(BIN)/python -m pytest -n 2 -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -n 2 -m "not slow" -rs $(ARGS)
 
 test-slow: $(VENV)/.tested         ## the long campaigns
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/python -m pytest -m slow -rs $(ARGS)
 
 check: $(VENV)/.tested
 	$(BIN)/ruff check src tests bench examples docs/site
