@@ -42,7 +42,7 @@ def descriptor(path: str | Path, flags: int) -> int:
 
 @contextlib.contextmanager
 def mode_of_umask(path: Path) -> Iterator[Path]:
-    """Within the context a library writes this file. Who may read it is then as the umask has it: safetensors lets the owner only."""
+    """A context in which a library writes this file: who may read it is as the umask says; safetensors lets only its owner."""
     handle = descriptor(path, os.O_CREAT | os.O_WRONLY)
     mode = stat.S_IMODE(os.fstat(handle).st_mode)
     os.close(handle)

@@ -141,9 +141,9 @@ class LiveTable(ProgressLines):
         title += [f"about {duration(seconds_left)} left"] if seconds_left else []
         table = Table(title=" · ".join(title), title_justify="left", title_style="bold")
         for name in ("job", "overrides", "status", "updates", "loss", "samples/s", "time"):
-            table.add_column(name, overflow="ellipsis", no_wrap=True)
+            table.add_column(name, overflow="ellipsis", no_wrap=name != "overrides")  # which gives way first, in one line
         for entry in list(entries) if len(entries) <= max_rows else list(running)[:max_rows]:
-            table.add_row(*map(Text, row(entry, entry in running)))
+            table.add_row(*(Text(cell, no_wrap=True, overflow="ellipsis") for cell in row(entry, entry in running)))
         return table
 
 
