@@ -21,6 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:  # the program itself
         remove_working_directory()
     argv = list(sys.argv[1:] if argv is None else argv)
+    if "#" in argv:  # a comment that was pasted with its command into zsh, which takes it for words
+        del argv[argv.index("#") :]
     if "--plain" in argv:
         argv.remove("--plain")
         os.environ[PLAIN] = "1"
