@@ -48,6 +48,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Have links lead to where the site has what they name. A folder outside docs is named only."""
+    if page.file.src_uri == "words.md":
+        markdown += reference.words()
 
     def link(found: re.Match[str]) -> str:
         image, text, target, anchor = found.groups()

@@ -51,7 +51,7 @@ def page(root: Path, options: dict[str, list[str]]) -> str:
 def _lines(record: Record, options: dict[str, list[str]]) -> Iterator[str]:
     groups = list(record.tried)
     yield from ("# Which options go together", "", record.head, "")
-    yield "A number says how many pairs of two groups are refused, before the run starts and with a reason. ✓: all train together."
+    yield "A number says how many pairs of two groups are refused, with a reason and before a run starts. ✓: all train together."
     yield from ("", f"| | {' | '.join(groups[:-1])} |", f"|---{'|---' * (len(groups) - 1)}|")
     for at, group in enumerate(groups[1:], 1):
         counts = " | ".join(_count(record, group, other) for other in groups[:at])
