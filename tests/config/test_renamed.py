@@ -65,7 +65,7 @@ def rows_of_settings():
         if len(elsewhere) == 3 and here.startswith("`"):
             words = [word.lstrip("-").replace("-", "_") for cell in elsewhere for word in re.findall(r"`([^`]*)`", cell)]
             # What is a key of that tool, with a value or without; the rest is code to be written.
-            keys = [re.match(r"([a-z_]+)( |$|=[^[(]*$)", word) for word in words]
+            keys = [re.match(r"([a-z_]+)(=[^[(]*)?$", word) for word in words]
             yield [key[1] for key in keys if key is not None and key[1] not in ("torchrun", "amp_dtype")], here
 
 
