@@ -11,6 +11,7 @@ import errno
 import json
 import os
 import stat
+from collections.abc import Iterator
 from io import BufferedReader, BufferedWriter, TextIOWrapper
 from pathlib import Path
 from typing import IO, Any, Literal, overload
@@ -37,6 +38,16 @@ def descriptor(path: str | Path, flags: int) -> int:
         os.close(handle)
         raise OSError(errno.EINVAL, "it is no ordinary file", str(path))
     return handle
+
+
+@contextlib.contextmanager
+def mode_of_umask(path: Path) -> Iterator[Path]:
+    """A context in which a library writes this file: who may read it is as the umask says; safetensors lets only its owner."""
+    handle = descriptor(path, os.O_CREAT | os.O_WRONLY)
+    mode = stat.S_IMODE(os.fstat(handle).st_mode)
+    os.close(handle)
+    yield path
+    path.chmod(mode)
 
 
 @overload
