@@ -21,7 +21,8 @@ from drivetrain.ui import terminal
 from drivetrain.ui.output import echo
 
 ENDED = ("completed", "failed", "diverged")  # the statuses of runs that ended by themselves
-MAX_ROWS = 40  # in the terminal
+MAX_ROWS, WIDTH = 40, 100  # rows in the terminal, and characters where there is none
+SPARE = ("compile", "data wait", "memory", "step p50", "wall", "samples/s")  # columns that a narrow table leaves out, in order
 UNREADABLE = "its result.json is none that drivetrain writes"
 
 
@@ -41,7 +42,8 @@ def command(argv: Sequence[str]) -> int:
     runs = find([Path(argument).expanduser() for argument in rest or ["outputs"]])
     target = settings.target if settings.target is not None else common_target(runs)
     header, rows = table(runs, target)
-    terminal.table(*_for_terminal(header, rows))
+    shown, cells = _for_terminal(header, rows)
+    terminal.table_that_fits(shown, cells, [*SPARE, *(name for name in shown if name.startswith(("to ", "best ")))], WIDTH)
     if len(rows) > MAX_ROWS:
         echo(f"… and {len(rows) - MAX_ROWS} more, all in the page and the CSV")
     seeds = summarize_seeds(runs)
