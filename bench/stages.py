@@ -10,6 +10,7 @@ seconds. A run that does not reach the target counts as not reached; ratios are 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import tempfile
 import time
@@ -99,7 +100,7 @@ def against(runs: Sequence[Reached], base: Sequence[Reached]) -> dict[str, Any]:
     """The ratio of the base's CPU seconds and updates to the arm's, over the seeds where both reached the target."""
     found: dict[str, Any] = {}
     for name in ("cpu_s", "updates", "wall_s"):
-        pairs = [(getattr(r, name), getattr(b, name)) for r, b in zip(runs, base, strict=True) if r.cpu_s and b.cpu_s]
+        pairs = [(getattr(r, name), getattr(b, name)) for r, b in zip(runs, base, strict=False) if r.cpu_s and b.cpu_s]
         if pairs:
             ratio = intervals.ratio([b for _, b in pairs], [r for r, _ in pairs])
             found[name] = {"ratio": ratio.middle, "low": ratio.low, "high": min(ratio.high, 1e9), "seeds": len(pairs)}
@@ -112,28 +113,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--out", type=Path, default=RESULTS / "stages-cpu.json")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="the file keeps what it has of the others")
     given = parser.parse_args(argv)
-    runs: dict[str, list[Reached]] = {name: [] for name in ARMS}
+    runs = earlier(given.out)
     trained((), 0, 1)  # what the process does once: imports, kernels
     for seed in range(given.seeds):
-        names = list(ARMS)
-        for name in names[seed % len(names) :] + names[: seed % len(names)]:
-            runs[name].append(trained(ARMS[name], seed, given.epochs))
-            print(seed, name, runs[name][-1], flush=True)
+        turn = seed % len(given.arms)
+        for name in given.arms[turn:] + given.arms[:turn]:
+            if seed == len(runs[name]):
+                runs[name].append(trained(ARMS[name], seed, given.epochs))
+                print(seed, name, runs[name][-1], flush=True)
         write(given.out, summary(runs, given.epochs))
     show(runs)
     return 0
 
 
+def earlier(file: Path) -> dict[str, list[Reached]]:
+    """The runs that a file holds already, by arm: a call with more seeds trains only what is missing."""
+    arms = json.loads(file.read_text())["arms"] if file.exists() else {}
+    return {name: [Reached(**run) for run in arms.get(name, {}).get("runs", [])] for name in ARMS}
+
+
 def summary(runs: dict[str, list[Reached]], epochs: int) -> dict[str, Any]:
     """What the file holds."""
-    done = min(map(len, runs.values()))
     arms = {
         name: {
             "overrides": list(ARMS[name]),
             "reached": sum(r.cpu_s is not None for r in of_arm),
             "seeds": len(of_arm),
-            "faster": against(of_arm[:done], runs[BASE][:done]) if name != BASE else {},
+            "faster": against(of_arm, runs[BASE]) if name != BASE else {},
             "runs": [asdict(r) for r in of_arm],
         }
         for name, of_arm in runs.items()

@@ -87,6 +87,21 @@ def test_what_is_drawn_is_what_is_trained(make, each_update, tiny, capsys):
     assert abs(peak - trough) <= 6  # momentum is low where the rate is high
 
 
+def test_stages_have_a_line_each_and_their_own_learning_rate(capsys, tiny):
+    words = tiny("epochs=4", "updates=null", "stages=[{until: 1ep, batch.global_batch: 24}, {until: 0.5, optimizer.lr: 0.2}]")
+    job = show.prepare(words)
+    (rates,) = show._curves(job.run, show._horizon(job.run))
+    assert [value for _, value in rates.points] == [0.05] * 2 + [0.2] * 4 + [0.05] * 8
+    assert main(["show", *words]) == 0
+    printed = capsys.readouterr().out
+    for line in (
+        "stage 1  updates 0 to 2, until 1ep: batch.global_batch=24",
+        "stage 2  updates 2 to 6, until 0.5: optimizer.lr=0.2",
+        "stage 3  updates 6 to 14, to the end: the config of the run",
+    ):
+        assert line in printed
+
+
 def test_what_no_drawing_can_know_is_said(capsys, tiny):
     assert main(["show", *tiny("scheduler=plateau", "scheduler.patience=0")]) == 0
     assert "evaluations stop improving" in capsys.readouterr().out

@@ -10,6 +10,7 @@ PAIRS = [
     ("naive", "fast", ["model=mlp", "surgery=[]"]),
     ("default", "fast", ["data=digits"]),
     ("fast", "naive", []),
+    ("default", "digits_stages", ["epochs=10"]),
 ]
 
 
@@ -34,3 +35,15 @@ def test_each_technique_changes_something_and_nothing_twice(both):
     hashes = {prepare([*from_words, *overrides_of(baseline, [t], True)]).config_hash for t in found}
     assert len(hashes) == len(found)
     assert baseline.config_hash not in hashes
+
+
+def test_a_stage_that_is_left_out_has_the_runs_own_config_as_long_as_it_lasts():
+    stages = "stages=[{until:0.2,clip:norm,clip.max_norm:2},{until:'5ep'},{model.freeze:[head.*]}]"
+    baseline, recipe = prepare(["epochs=10"]), prepare(["epochs=10", stages])
+    first, last = techniques(baseline, recipe)
+    assert first.label == "stage until 0.2: clip=norm clip.max_norm=2"
+    assert overrides_of(recipe, [last], False) == ["stages=[{until:0.2,clip:norm,clip.max_norm:2},{until:'5ep'},{}]"]
+    assert overrides_of(baseline, [last], True) == ["stages=[{until:0.2},{until:'5ep'},{model.freeze:['head.*']}]"]
+    assert overrides_of(recipe, [first, last], False) == ["stages=null"]
+    (whole,) = techniques(prepare(["epochs=10", "stages=[{until: 1ep, clip: norm}]"]), recipe)
+    assert whole.enable == ("stages=[{until:0.2,clip:norm,clip.max_norm:2},{until:'5ep'},{model.freeze:['head.*']}]",)
