@@ -15,9 +15,11 @@ from drivetrain.core import horizon, stages
 from drivetrain.core.context import BuildContext
 from drivetrain.core.errors import UserError
 from drivetrain.core.world import World
+from drivetrain.engine import build
 from drivetrain.engine.stages import StagedRun
 from drivetrain.engine.step import PlainStep
 from drivetrain.engine.trainer import Trainer
+from drivetrain.inference import evaluation, finished
 from drivetrain.launch import job as jobs
 from drivetrain.launch import launcher
 from tests.conftest import Sink
@@ -145,7 +147,12 @@ def test_a_resume_around_a_boundary_equals_the_uninterrupted_run(staged: Callabl
     assert same(left(whole.trainer), left(resumed.trainer))
 
 
-def test_each_stage_has_its_own_size_batch_and_precision(staged: Callable[..., StagedRun], steps: list[tuple[Any, ...]]) -> None:
+def test_each_stage_has_its_own_size_batch_and_precision(
+    staged: Callable[..., StagedRun], steps: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[Trainer] = []
+    build_one = build.build
+    monkeypatch.setattr(build, "build", lambda *given: built.append(trainer := build_one(*given)) or trainer)
     run = staged(
         "data=digits", "data.size=10", "model=resnet9", "model.width=2", "batch.global_batch=300", "epochs=5", "updates=null",
         "stages=[{until: 0.2, data.size: 8}, {until: 2ep, batch.global_batch: 500}, {until: 3ep, precision: bf16}, "
@@ -158,6 +165,7 @@ def test_each_stage_has_its_own_size_batch_and_precision(staged: Callable[..., S
         *[(150, 1, 10, 10, "float32")] * 6, *[(*own, "float32")] * 3,
     ]  # fmt: skip
     assert [r["update"] for r in run.writers[0] if r["event"] == "stage"] == [0, 3, 5, 8, 11]
+    assert len(built) == 5  # each stage's step is built, and compiled, once
     assert run.trainer.max_updates == run.trainer.progress.updates == 14
     assert run.trainer.progress.samples == 4 * 900 + 1000
 
@@ -292,3 +300,16 @@ def test_shares_of_stages_are_of_the_runs_updates(tiny: Words) -> None:
     assert [share for _, share in stages.alone(run)] == [2 / 14, 4 / 14, 8 / 14]
     assert [alone.batch.size(0) for alone, _ in stages.alone(run)] == [24, 12, 12]
     assert all(not alone.stages for alone, _ in stages.alone(run))
+
+
+def test_a_finished_run_is_evaluated_with_the_settings_of_the_stage_that_made_the_checkpoint(train: Callable[..., Any]) -> None:
+    words = "data=digits", "model=resnet9", "model.width=2", "batch.global_batch=500", "epochs=2", "updates=null"
+    stages_ = "stages=[{until: 1ep, data.size: 9, optimizer.lr: 0.001, clip: norm, clip.max_norm: 1}, {data.size: 11, ema: ema}]"
+    result = train(*words, stages_, "saving=best", "saving.keep=2")
+    for update, size in ((2, 9), (4, 11)):
+        job = finished.find("drivetrain evaluate", Path(result.run_dir), choice=finished.Choice(update=str(update))).job
+        assert (job.run.data.size, job.run.stages, job.run.named("clip")) == (size, [], "clip=none")
+    best = result.metrics["validation"]["best"]
+    found = evaluation.evaluate(result.run_dir, choice=finished.Choice(update="best", split="validation"))
+    assert found.metrics["accuracy"] == best["accuracy"]
+    assert found.update == best["update"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -54,6 +55,12 @@ class Boundary(NamedTuple):
             return progress.epoch >= self.epoch
         return self.update is not None and progress.updates >= self.update
 
+    def passed(self, progress: Progress) -> bool:
+        """Whether a run has gone on from here: its last update is one of the stage after this."""
+        if self.epoch is not None:
+            return progress.epoch > self.epoch or (progress.epoch == self.epoch and progress.window > 0)
+        return self.update is not None and progress.updates > self.update
+
     def __str__(self) -> str:
         return f"epoch {self.epoch}" if self.epoch is not None else f"update {self.update}"
 
@@ -87,10 +94,7 @@ def alone(run: RunSpec) -> list[tuple[RunSpec, float]]:
     over = run_horizon(run) or Horizon(run.values["epochs"], range(1, run.values["epochs"] + 1))
     ends = [min(in_updates(end, over), over.updates) for end in boundaries(run, over)]
     for stage, begin, end in zip(run.stages, [0.0, *ends], [*ends, over.updates], strict=False):
-        batch = copy.copy(stage.run.batch)
-        batch.set_stages([])
-        parts = type(stage.run.parts)({**stage.run.parts, "batch": batch})
-        found.append((replace(stage.run, parts=parts, stages=[]), (end - begin) / over.updates))
+        found.append((without(stage.run), (end - begin) / over.updates))
     return found
 
 
@@ -149,6 +153,27 @@ def in_updates(boundary: Boundary, horizon: Horizon) -> float:
 def number_at(ends: Sequence[Boundary], progress: Progress) -> int:
     """The number of the stage that a run is in, from 0."""
     return next((number for number, end in enumerate(ends) if not end.reached(progress)), len(ends))
+
+
+def number_that_made(ends: Sequence[Boundary], progress: Progress) -> int:
+    """The number of the stage that made a run's last update, whose settings it was evaluated with."""
+    return next((number for number, end in enumerate(ends) if not end.passed(progress)), len(ends))
+
+
+def changes_at(run: RunSpec, update: int) -> Mapping[str, Any]:
+    """The changes of the stage that made an update; of the last stage where only the data tells how long the run is."""
+    over = run_horizon(run)
+    ends = [in_updates(end, over) for end in boundaries(run, over)] if over is not None else []
+    return run.stages[bisect_left(ends, update) if over is not None else -1].changes if run.stages else {}
+
+
+def without(run: RunSpec) -> RunSpec:
+    """The options of a run, or of a stage, as those of a run without stages."""
+    if not run.stages:
+        return run
+    batch = copy.copy(run.batch)
+    batch.set_stages([])
+    return replace(run, parts=type(run.parts)({**run.parts, "batch": batch}), stages=[])
 
 
 def _updates(end: float) -> str:

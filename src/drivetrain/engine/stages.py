@@ -74,12 +74,15 @@ class StagedRun:
             self._cross()
             self._tell()
 
-    def restore(self, weights: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
-        """Continue from a checkpoint, in the stage that its progress tells. Called on all ranks."""
+    def restore(self, weights: dict[str, torch.Tensor], state: dict[str, Any], to_evaluate: bool = False) -> None:
+        """Continue from a checkpoint, in the stage that its progress tells. Called on all ranks.
+
+        With `to_evaluate` it is the stage that made the checkpoint, also where the next update is one of the stage after it.
+        """
         if self.stages:
             progress = Progress()
             progress.load_state_dict(state["progress"])
-            self._enter(core.number_at(self.ends, progress))
+            self._enter((core.number_that_made if to_evaluate else core.number_at)(self.ends, progress))
             state = {**state, "optimizer": checkpoint_io.with_new_parameters(self.trainer.optimizer, state["optimizer"])}
         self.trainer.restore(weights, state)
 

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from drivetrain.core import stages
 from drivetrain.core.errors import UserError
 from drivetrain.core.overrides import format_value, key_of
 from drivetrain.launch.job import Job, is_of_this_user, of_run, recorded_environment, recorded_settings
+from drivetrain.recipe import reader as recipes
 from drivetrain.recipe.safe_yaml import printable
 from drivetrain.run.result import Result
 from drivetrain.saving import manifest
@@ -23,6 +25,7 @@ OFF = (
     "augment=[]", "checkpointing=none", "clip=none", "compile=none", "debug=none", "logger=[]", "optimizer=sgd",
     "scheduler=constant", "stop=none", "select=null", "batch.preallocate=false", "data.drop_last=false", "callbacks=[]",
 )  # fmt: skip
+EVALUATED = {"data", "precision", "model", "batch", "ema"}  # groups that a stage may change, and an evaluation depends on
 ONE_PROCESS = "parallel=single"
 
 
@@ -62,16 +65,28 @@ def find(
     settings = recorded_settings(recorded, words)
     own = is_of_this_user(recorded)
     try:
-        if own:
-            job = of_run(run_dir, words, config_dirs or recorded.get("config_dirs", []), settings)
-        else:  # what a stranger's files say of trust, paths and devices is not taken
-            job = of_run(run_dir, words, config_dirs, {})
+        # What a stranger's files say of trust, paths and devices is not taken.
+        dirs, taken = (config_dirs or recorded.get("config_dirs", []), settings) if own else (config_dirs, {})
+        job = of_run(run_dir, [*_of_stage(run_dir, dirs, taken, given, choice), *words], dirs, taken)
     except UserError as error:
         raise error if own else _refusal(error, verb, run_dir, settings, recorded, config_dirs) from None
     job.composed.overrides = list(overrides)
     job.notices.clear()
     job.run.parts["model"] = job.run.model.untrained()
     return Finished(run_dir, job, checkpoint_of(run_dir, choice.update, job.run.saving.best), choice.average)
+
+
+def _of_stage(run_dir: Path, config_dirs: Sequence[str], settings: dict[str, Any], given: set[str], choice: Choice) -> list[str]:
+    """The overrides that give a run with stages the settings of the one that made its chosen checkpoint; [] without stages.
+
+    Of groups that the command chooses itself (`given`), and of what only training needs, they leave all out.
+    """
+    if not recipes.read_of_run(run_dir).values.get("stages"):
+        return []
+    run = of_run(run_dir, [], config_dirs, settings).run
+    update = int(checkpoint_of(run_dir, choice.update, run.saving.best).name)
+    changes = {k: v for k, v in stages.changes_at(run, update).items() if k.split(".")[0] in EVALUATED - given}
+    return ["stages=null", *(f"{key}={format_value(value)}" for key, value in changes.items())]
 
 
 def _refusal(

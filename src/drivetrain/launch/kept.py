@@ -153,7 +153,7 @@ def evaluate_kept(staged: StagedRun, result: Result, run_dir: Path) -> None:
     if saving.best and best != progress.updates and (found := [path for path in kept if int(path.name) == best]):
         held = progress.state_dict()
         try:
-            staged.restore(*load(found[0], parallel))
+            staged.restore(*load(found[0], parallel), to_evaluate=True)
         finally:
             progress.load_state_dict(held)
         tester = trainer.evaluator.on("test")

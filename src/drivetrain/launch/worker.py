@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from drivetrain.core import energy, files, tables
+from drivetrain.core import energy, files, stages, tables
 from drivetrain.core.context import BuildContext
 from drivetrain.core.errors import (
     BAD_CONFIG,
@@ -65,7 +65,8 @@ def run_rank(job: Job, world: World, run_dir: Path, stop: StopFlag, quiet: bool)
     writers: list[RunWriter] = []
     trainer: Trainer | None = None
     config = identity.without_machine_local(job.composed, job.not_compared)
-    context = BuildContext(job.run, world, run_dir, job.config_hash, config, resumed=job.checkpoint is not None)
+    run = job.run if job.work is None else stages.without(job.run)  # which does not train: it looks at the run's own config
+    context = BuildContext(run, world, run_dir, job.config_hash, config, resumed=job.checkpoint is not None)
     try:
         staged = _build(job, context, writers, quiet)
         trainer = staged.trainer
