@@ -1,10 +1,10 @@
 """Tables of an evaluation as text: whole, or what says the most of a large one."""
 
 import plotly.graph_objects
+from drivetrain.measure.report.tables import bars, heatmap
 from PIL import Image
 
 from drivetrain.core import tables
-from drivetrain.measure.report.tables import bars, heatmap
 from drivetrain.ui import table_picture
 
 

@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
+from drivetrain.measure.html import page
 
 from drivetrain.cli import main
 from drivetrain.measure.cells import spreadsheet
-from drivetrain.measure.html import page
 from drivetrain.measure.report.report import common_target, summarize_seeds
 from drivetrain.run.reader import differing, find
 
