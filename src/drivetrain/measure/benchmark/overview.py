@@ -61,15 +61,15 @@ def overview(comparison: Comparison) -> str:
     rows, judged = comparison.rows, comparison.settings.quality
     scale = _Scale(rows)
     metric = next((row.verdict.metric for row in rows if row.verdict is not None), "the metric")
-    of_result = [f"{metric} of the validation set", "no worse?", "seeds"] if judged else []
+    difference, outcome = ([f"{metric} of the validation set"], ["no worse?", "seeds"]) if judged else ([], [])
     more, of_each = _more(comparison)
     cells = [
-        [f"<code>{escape(name)}</code>", *_of_result(row, judged), *_of_speed(row, scale, first=not n), *map(escape, of_each[n])]
+        [f"<code>{escape(name)}</code>", *_of_arm(row, scale, not n, judged), *map(escape, of_each[n])]
         for n, (name, row) in enumerate(zip(names(comparison), rows, strict=True))
     ]
-    header = ["arm", *of_result, "speed", "95 % interval", *more]
+    header = ["arm", *difference, "speed", "95 % interval", *outcome, *more]
     below = {"95 % interval": scale.axis()}
-    return rich_table(header, cells, of_result[:1], True, winner(comparison), below, name="The arms")
+    return rich_table(header, cells, difference, True, winner(comparison), below, name="The arms")
 
 
 def _more(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
@@ -81,18 +81,24 @@ def _more(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     return [header[n] for n in kept], [[row[n] for n in kept] for row in rows]
 
 
-def _of_result(row: Row, judged: bool) -> list[str]:
-    verdict = row.verdict
+def _of_arm(row: Row, scale: _Scale, first: bool, judged: bool) -> list[str]:
+    """The cells of an arm after its name, as HTML: the metric, the speed, and the verdict."""
+    speed = [f"{row.ratio.middle:.2f} ×" if row.ratio is not None else "–", scale.bar(row, first)]
+    return [*_difference_of(row, judged), *speed, *_outcome(row, judged)]
+
+
+def _difference_of(row: Row, judged: bool) -> list[str]:
+    """How the metric differs from the first arm's, where that was asked for."""
     if not judged:
         return []
-    if verdict is None:
-        return [escape(row.error or "–"), "–", "–"]
-    return [escape(_difference(verdict)), "" if verdict.outcome == FIRST else verdict.outcome, str(len(verdict.runs))]
+    return [escape(_difference(row.verdict) if row.verdict is not None else row.error or "–")]
 
 
-def _of_speed(row: Row, scale: _Scale, first: bool) -> list[str]:
-    ratio = f"{row.ratio.middle:.2f} ×" if row.ratio is not None else "–"
-    return [ratio, scale.bar(row, first)]
+def _outcome(row: Row, judged: bool) -> list[str]:
+    """Whether the result is no worse, and the seeds that this rests on, where that was asked for."""
+    if not judged or row.verdict is None:
+        return ["–", "–"] if judged else []
+    return ["" if row.verdict.outcome == FIRST else row.verdict.outcome, str(len(row.verdict.runs))]
 
 
 def _difference(verdict: Verdict) -> str:
@@ -107,7 +113,7 @@ class _Scale:
     """A logarithmic scale of ratios, on which twice as fast lies as far from 1 as half as fast."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
-        shown = [value for row in rows if row.ratio is not None for value in row.ratio if value]
+        shown = [value for row in rows if row.ratio is not None for value in row.ratio if value and math.isfinite(value)]
         self.low, self.high = min([0.9, *shown]) / 1.03, max([1.1, *shown]) * 1.03
 
     def x(self, ratio: float) -> float:
@@ -129,7 +135,7 @@ class _Scale:
         line = f'<line class="one" x1="{self.x(1):.1f}" x2="{self.x(1):.1f}" y1="0" y2="18"/>'
         if row.ratio is None:
             return f'<svg class="ratio" viewBox="0 0 {WIDTH} 18" role="img" aria-label="not measured">{line}</svg>'
-        low, middle, high = row.ratio.low, row.ratio.middle, row.ratio.high
+        low, middle, high = row.ratio.low, row.ratio.middle, row.ratio.high  # without an interval 0 or None, and infinite
         kind = "same" if first or not low or low <= 1 <= high else "faster" if low > 1 else "slower"
         drawn = f'<line x1="{self.x(low):.1f}" x2="{self.x(high):.1f}" y1="9" y2="9"/>' if low and not first else ""
         said = f"{middle:.2f}" + (f", 95 % interval {low:.3f} to {high:.3f}" if low and not first else "")

@@ -24,17 +24,18 @@ def ablation_page(recipe: str, baseline: str, comparisons: dict[str, Comparison]
     if len(comparisons) > 1:
         about += " Where a technique gains when it is added alone, and its removal costs nothing, another makes up for it."
     first, last = next(iter(comparisons.values())), next(reversed(comparisons.values()))
-    body = [*blocks.paragraphs([about], soft=True), *sections(comparisons), *footer("ablate", last, argv)]
-    return blocks.page(f"{recipe} against {baseline} – drivetrain ablate", headline(first), body)
+    answer = headline(first)
+    body = [*blocks.paragraphs([about], soft=True), *sections(comparisons, answer), *footer("ablate", last, argv)]
+    return blocks.page(f"{recipe} against {baseline} – drivetrain ablate", answer, body)
 
 
-def sections(comparisons: dict[str, Comparison]) -> list[str]:
-    """The comparisons under their titles, each with its answer."""
-    return [
-        part
-        for title, comparison in comparisons.items()
-        for part in (blocks.heading(title), *blocks.paragraphs([headline(comparison)]), *section(comparison))
-    ]
+def sections(comparisons: dict[str, Comparison], said: str = "") -> list[str]:
+    """The comparisons under their titles, each with its answer, unless the page `said` it."""
+    body: list[str] = []
+    for title, comparison in comparisons.items():
+        answer = headline(comparison)
+        body += [blocks.heading(title), *blocks.paragraphs([answer] if answer != said else []), *section(comparison)]
+    return body
 
 
 def section(comparison: Comparison) -> list[str]:

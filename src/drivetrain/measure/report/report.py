@@ -153,7 +153,7 @@ class Table(NamedTuple):
 
 def table(runs: Sequence[RunFiles], target: float | None) -> Table:
     """The table: name, metric, speed, then the keys that differ and the other figures; no column that is empty in all rows."""
-    keys, names = differing(runs), named(runs)
+    keys, names = sorted(differing(runs), key=lambda key: "." in key), named(runs)  # options before their knobs
     metrics = {run.metric[0] for run in runs if run.metric}
     metric = metrics.pop() if len(metrics) == 1 else "metric"
     header = [
