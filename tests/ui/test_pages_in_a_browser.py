@@ -131,6 +131,7 @@ def test_a_page_is_readable_at_three_widths(made, tmp_path, name, scheme):
     from PIL import Image
 
     picture = folder / f"{name} {scheme}.png"
+    wrapper.write_text(frames(made[name]), encoding="utf-8")  # as a reader opens it
     chromium(chosen, "--window-size=2700,1500", f"--screenshot={picture}", wrapper.as_uri())
     with Image.open(picture) as image:
         left = 0

@@ -69,7 +69,7 @@ def overview(comparison: Comparison) -> str:
     ]
     header = ["arm", *difference, "speed", "95 % interval", *outcome, *more]
     below = {"95 % interval": scale.axis()}
-    return rich_table(header, cells, difference, True, winner(comparison), below, name="The arms")
+    return rich_table(header, cells, [*difference, "error"], True, winner(comparison), below, name="The arms")
 
 
 def _more(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
