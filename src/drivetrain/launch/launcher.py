@@ -199,9 +199,14 @@ def _announce(job: Job, quiet: bool) -> None:
         terminal.show_recipe(job.composed, job.run)
 
 
+def started_from_python() -> bool:
+    """Whether `drivetrain.train` started this process for a run of several ranks: whoever called it shows the result."""
+    return RUN_DIR_FILE in os.environ
+
+
 def _tell_parent(run_dir: Path) -> None:
     """Write the run's directory to the file that a parent process asked for."""
-    if RUN_DIR_FILE in os.environ:
+    if started_from_python():
         Path(os.environ[RUN_DIR_FILE]).write_text(str(run_dir), encoding="utf-8")
 
 
