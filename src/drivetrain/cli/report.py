@@ -8,7 +8,7 @@ from drivetrain.core.errors import DONE
 from drivetrain.ui.output import echo
 
 HELP = """\
-drivetrain report [RUN | DIR …]      one run on a page; or any runs and sweeps, finished or under way, in a table, a CSV and a page
+drivetrain report [RUN | DIR …]      one run on a page; or runs and sweeps, finished or under way, in a table, a CSV and a page
 
   drivetrain report                                    all below outputs/
   drivetrain report outputs/2026-11-21/…/…             one run, with the samples that it gets most wrong

@@ -13,7 +13,7 @@ from drivetrain.core import files, tables
 from drivetrain.core.overrides import key_of
 from drivetrain.core.paths import conf_dir
 from drivetrain.core.typed import is_number
-from drivetrain.run.identity import flatten
+from drivetrain.run.identity import flatten, reads_environment
 from drivetrain.run.reader import Points, RunFiles, read
 from drivetrain.run.result import Result
 from drivetrain.ui.pages import blocks, charts, classes
@@ -50,7 +50,7 @@ def run_page(run: RunFiles, samples: Sequence[str] = ()) -> str:
     """The page of a run, from its files; `samples` is the section that shows some, as HTML."""
     began = float(run.environment.get("time") or 0)
     started = [time.strftime("started %Y-%m-%d %H:%M", time.localtime(began))] if 0 < began < 1e11 else []
-    body = blocks.paragraphs([" · ".join([str(run.path), *started])], soft=True)
+    body = blocks.paragraphs([" · ".join([*place_of(run), *started])], soft=True)
     result = run.result
     if result is not None and result.error:
         body += [blocks.heading("What ended it"), blocks.command(result.error)]
@@ -63,7 +63,7 @@ def run_page(run: RunFiles, samples: Sequence[str] = ()) -> str:
     body += samples or [
         blocks.heading("Samples with predictions"),
         *blocks.paragraphs(["This command adds the worst samples and some others, where the run has kept its weights:"]),
-        blocks.command(f"drivetrain report {shlex.quote(str(run.path))}"),
+        blocks.command(f"drivetrain report {shlex.quote(place_of(run)[0])}"),
     ]
     body += [*_changes(run), *_again(run), blocks.heading("Where it ran"), environment(run)]
     return blocks.page(f"{run.label} – drivetrain run", verdict(run), body)
@@ -233,6 +233,17 @@ def _written(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def place_of(run: RunFiles) -> tuple[str, ...]:
+    """The run's folder, as commands name it, and a remark.
+
+    It is called RUN where its path comes from the environment, whose values are written nowhere: they may be secrets.
+    """
+    local = run.environment.get("machine_local")
+    words = [str(local.get("output_dir"))] if isinstance(local, dict) else []
+    words += [word for word in overrides_of(run) if key_of(word).startswith(("output_dir", "hydra."))]
+    return ("RUN", "the folder that this page is in") if any(map(reads_environment, words)) else (str(run.path),)
+
+
 def overrides_of(run: RunFiles) -> list[str]:
     """The overrides that the run was started with."""
     found = run.result.overrides if run.result else run.environment.get("overrides", [])
@@ -241,10 +252,10 @@ def overrides_of(run: RunFiles) -> list[str]:
 
 def _again(run: RunFiles) -> list[str]:
     """The commands that make the run again, go on with it, and use it."""
-    place, words = shlex.quote(str(run.path)), overrides_of(run)
+    place, words = shlex.quote(place_of(run)[0]), overrides_of(run)
     local = run.environment.get("machine_local")
     own = [word for word in words if isinstance(local, dict) and key_of(word) in local and key_of(word) != "output_dir"]
-    recipe = shlex.join([f"recipe={run.path / 'recipe.yaml'}", *own])
+    recipe = shlex.join([f"recipe={place_of(run)[0]}/recipe.yaml", *own])
     body = [blocks.heading("How to reproduce it"), *blocks.paragraphs(["The same command again:"])]
     body.append(blocks.command(f"drivetrain train {shlex.join(words)}".strip()))
     if run.config:
