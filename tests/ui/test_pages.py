@@ -166,7 +166,7 @@ def test_only_columns_that_differ_are_kept():
 
 
 def test_a_sentence():
-    assert blocks.sentence("the run\nis  fast") == "The run is fast."
+    assert blocks.sentence("the run\nis  fast") == "the run is fast."
     assert blocks.sentence("mlp on digits") == "mlp on digits."
     assert blocks.sentence("lr=1 is fast.") == "lr=1 is fast."
     assert blocks.sentence("")

@@ -250,7 +250,7 @@ def test_the_answer_names_the_best_run():
         result = {**GOOD, "selection": {"metric": "loss", "better": "min"}, "overrides": [f"lr={n}"]}
         a_run(Path(f"outputs/{n}"), n, **{"metrics.jsonl": json.dumps(record) + "\n", "result.json": json.dumps(result)})
     runs = find([Path("outputs")])
-    said = "of 4 runs, lr=1 is the best: it reached loss 0.1000 on the validation set, and the worst 0.3000"
+    said = "Of 4 runs, lr=1 is the best: it reached loss 0.1000 on the validation set, and the worst 0.3000"
     assert verdict(runs, named(runs)) == said
 
 

@@ -9,7 +9,7 @@ from drivetrain.measure.benchmark.comparison import Comparison, Row
 from drivetrain.measure.benchmark.noninferiority import FIRST, PASS, Verdict, in_words
 from drivetrain.ui.pages.blocks import escape, rich_table
 
-WIDTH, MARGIN = 190, 12  # of the drawing of an interval, in pixels
+WIDTH, MARGIN = 160, 12  # of the drawing of an interval, in pixels
 TICK_WIDTH = 34  # of a number on the scale, in pixels
 # Columns after the speed, where they differ.
 MORE = ("update, median", "waiting for data", "memory", "compiling", "pays after", "error")

@@ -34,10 +34,12 @@ def doctor_page(found: Diagnosis, commands: Sequence[str], about: dict[str, Any]
 
 def conclusion(found: Diagnosis) -> str:
     """What costs the most, and what was measured to help, in one sentence."""
+    verdict = found.problems[0].verdict
+    verdict = verdict[:1].upper() + verdict[1:] if verdict.split(" ")[0].isalpha() else verdict  # else it begins with a key
     if not found.gains or (ratio := found.gains[0].row.ratio) is None:
-        return found.problems[0].verdict
+        return verdict
     speed = f"{ratio.middle:.2f} × as fast ({ratio.low:.2f} to {ratio.high:.2f})"
-    return f"{found.problems[0].verdict}; {found.gains[0].overrides} makes it {speed}"
+    return f"{verdict}; {found.gains[0].overrides} makes it {speed}"
 
 
 def _facts(about: dict[str, Any]) -> list[tuple[str, str]]:

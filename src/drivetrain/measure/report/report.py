@@ -124,7 +124,7 @@ def named(runs: Sequence[RunFiles]) -> list[str]:
 def verdict(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
     """Which run is the best, in one sentence."""
     completed = sum(run.status == "completed" for run in runs)
-    of = f"of {len(runs)} runs" + (f", {completed} of which completed," if completed < len(runs) else ",")
+    of = f"Of {len(runs)} runs" + (f", {completed} of which completed," if completed < len(runs) else ",")
     metrics = {run.metric for run in runs if run.metric}
     values = [(value, n) for n, run in enumerate(runs) if (value := run.best()) is not None and math.isfinite(value)]
     if not values:

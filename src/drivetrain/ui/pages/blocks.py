@@ -29,10 +29,8 @@ def escape(text: object) -> str:
 
 
 def sentence(text: str) -> str:
-    """A text on one line, which begins with a capital, unless it begins with a name in code, and ends with a full stop."""
+    """A text on one line, with a full stop. It may begin with a name, such as a recipe's, which keeps its letters."""
     text = " ".join(text.split()) or "Nothing was found"
-    first = text.split(" ")[0]
-    text = text[:1].upper() + text[1:] if first.isalpha() and first.islower() and first not in ("mlp", "gpt", "timm") else text
     return text if text.endswith((".", "!", "?")) else f"{text}."
 
 

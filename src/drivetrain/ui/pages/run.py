@@ -71,7 +71,7 @@ def run_page(run: RunFiles, samples: Sequence[str] = ()) -> str:
 
 def verdict(run: RunFiles) -> str:
     """What was trained, how long, with which result, and how it ended, in one sentence."""
-    what = " on ".join(str(run.config[key]) for key in ("model", "data") if key in run.config) or "this run"
+    what = " on ".join(str(run.config[key]) for key in ("model", "data") if key in run.config) or "This run"
     if run.config.get("model") == "timm" and "model.name" in run.config:
         what = what.replace("timm", str(run.config["model.name"]), 1)
     result, updates = run.result, run.train.updates[-1] if run.train.updates else 0
