@@ -33,6 +33,7 @@ from drivetrain.engine.description import describe
 from drivetrain.engine.evaluator import Evaluator
 from drivetrain.engine.global_step import GlobalStep
 from drivetrain.engine.mfu import Mfu, number_format
+from drivetrain.engine.noise_scale import NoiseScale, NoiseScaleStep
 from drivetrain.engine.step import PlainStep
 from drivetrain.engine.step_timer import StepTimer
 from drivetrain.engine.trainer import Trainer
@@ -82,12 +83,13 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter]) -> Trainer:
     parameters = [p for p in model.parameters() if p.requires_grad]
     plain = PlainStep(forward, loss, precision, optimizer, run.clip.build(context), lambda: run.runtime.zero(parameters))
     graph = compiler.wrap_step(parallel.wrap_step(plain, context), context)
+    noise, graph = _with_noise_scale(graph, batch, parameters, context)
     step = debug.wrap_step(run.model.wrap_step(_step_for_loss(graph, loss, forward, context), context))
     eval_weights = precision.eval_weights(run.optimizer, optimizer)
     meters, selection = [metric.build(context) for metric in run.metrics], selected(run)
     timer, saving = StepTimer(compiler.warmup, clock_for(context.device)), run.saving.build(context)
-    mfu = Mfu(model_flops, context.device, number_format(model, run.precision.dtype), parallel.world.size)
-    log = TrainingLog(log_writers, context.progress, parallel, timer, context.device, mfu, loss.parts)
+    mfu = Mfu(model_flops, context.device, number_format(model, precision.autocast_dtype()), parallel.world.size)
+    log = TrainingLog(log_writers, context.progress, parallel, timer, context.device, mfu, loss.parts, noise)
     context.log_image = log.image
     # Callbacks see whole updates: those of the step with everything around it.
     callbacks = Callbacks.build(context, log.figures, log.image)
@@ -120,6 +122,18 @@ def _step_for_loss(step: Step, loss: Loss, forward: Callable[..., Any], context:
     if isinstance(loss, ComparingLoss):
         return GlobalStep(step, loss, forward, context.model, context.precision)
     return CountedStep(step, loss, context.parallel) if loss.counted else step
+
+
+def _with_noise_scale(
+    step: Step, batch: Batch, parameters: Sequence[torch.nn.Parameter], context: BuildContext
+) -> tuple[NoiseScale | None, Step]:
+    """Measure the gradient noise scale where updates have several micro-batches whose gradients are independent estimates."""
+    parallel = context.parallel
+    several = batch.accumulation_steps > 1 or batch.grow_every is not None
+    if not several or not parallel.own_gradients or isinstance(context.loss, ComparingLoss):
+        return None, step
+    noise = NoiseScale(context.device, batch.size)
+    return noise, NoiseScaleStep(step, noise, parameters, parallel.data_world.size)
 
 
 def _joining(loss: Loss, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -122,7 +122,7 @@ def _of_text(read: Read, output: torch.Tensor, target: torch.Tensor, loaded: Loa
     counted = target != IGNORED
     losses = torch.nn.functional.cross_entropy(output, target.long(), ignore_index=IGNORED, reduction="none")[counted]
     right = (output.argmax(-1) == target)[counted].float()
-    said = f"{float(right.mean()):.0%} of the tokens right, loss {float(losses.mean()):.3f}" if len(losses) else "–"
+    said = f"{float(right.mean()):.0%} of the tokens right" if len(losses) else "–"
     return Sample(read.name, read.x, "", said, None, float(losses.mean()) if len(losses) else 0.0)
 
 

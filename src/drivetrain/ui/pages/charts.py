@@ -14,6 +14,7 @@ LEFT, RIGHT, TOP, BOTTOM = 46, 8, 8, 34  # of what is around the curves
 MAX_POINTS = 160  # of a curve
 COLOURS, DASHES = 8, 4
 NAMED = 16  # curves that the key below a chart names
+WHOLE = ("updates", "samples", "round")  # what is counted: no axis of it has half a number
 SMALLEST, LARGEST = 1e-100, 1e100  # values that are shown; smaller ones count as 0
 
 
@@ -155,7 +156,7 @@ def _grid(along: Axis, up: Axis, x: str) -> str:
         y = up.at(value)
         drawn.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         drawn.append(f'<text x="{LEFT - 5}" y="{y + 4:.1f}" text-anchor="end">{short(value)}</text>')
-    for value in ticks(along):
+    for value in (tick for tick in ticks(along) if x not in WHOLE or abs(tick - round(tick)) < 1e-9):
         at = along.at(value)
         drawn.append(f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="{floor}" y2="{floor + 4}"/>')
         drawn.append(f'<text x="{at:.1f}" y="{floor + 16}" text-anchor="middle">{short(value)}</text>')
