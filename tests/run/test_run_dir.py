@@ -53,6 +53,7 @@ TRAIN_KEYS = {
     "decode_ms",
     "queue_depth",
     "memory_bytes",
+    "noise_scale",
 }
 EVALUATE_KEYS = {"event", "update", "epoch", "set", "loss", "accuracy", "ema_loss", "ema_accuracy"}
 FILES = {
