@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from drivetrain.core.errors import DONE
-from drivetrain.ui.output import echo
+from drivetrain.ui.output import echo, fold
 
 HELP = """\
 drivetrain report [RUN | DIR …]      one run on a page; or runs and sweeps, finished or under way, in a table, a CSV and a page
@@ -24,7 +24,7 @@ drivetrain report [RUN | DIR …]      one run on a page; or runs and sweeps, fi
 def command(argv: Sequence[str]) -> int:
     """Run `drivetrain report`; its exit code."""
     if {"-h", "--help"}.intersection(argv):
-        echo(HELP)
+        echo(fold(HELP))
         return DONE
     from drivetrain.measure.report import report
 

@@ -50,9 +50,11 @@ class TrainingLog:
         self._last = (progress.updates, progress.samples, progress.steps)
 
     def train(self, lr: float) -> None:
-        """Write the record of the updates since the last one. Raises Diverged if their loss is not finite."""
+        """Write the record of the updates since the last one, if any. Raises Diverged if their loss is not finite."""
         progress, (updates, samples, steps) = self.progress, self._last
         count = progress.steps - steps
+        if not count:
+            return
         parts = self.parts()
         sums = self.parallel.all_reduce_sum(torch.stack([self.loss_sum, *parts.values(), *self._noise_sums()])).cpu()  # one copy
         loss, *values = (float(value) / (count * self.parallel.data_world.size) for value in sums)

@@ -32,7 +32,7 @@ from drivetrain.run.held import Held
 from drivetrain.run.result import Result
 from drivetrain.saving import space
 from drivetrain.saving.space import NoRoom
-from drivetrain.ui import fetched, logs, terminal
+from drivetrain.ui import fetched, logs, recipe_tree
 from drivetrain.ui.pages import run as run_page
 
 RUN_DIR_FILE = "DRIVETRAIN_RUN_DIR_FILE"  # in a child's environment: a file to which it writes its run's directory
@@ -196,7 +196,7 @@ def _announce(job: Job, quiet: bool) -> None:
     """Log the job's notices and show its recipe."""
     job.log_notices()
     if not quiet:
-        terminal.show_recipe(job.composed, job.run)
+        recipe_tree.show_recipe(job.composed, job.run)
 
 
 def started_from_python() -> bool:

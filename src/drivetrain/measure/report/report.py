@@ -27,7 +27,15 @@ from drivetrain.ui.pages import run as run_page
 from drivetrain.ui.pages.blocks import differing_columns, sentence
 
 ENDED = ("completed", "failed", "diverged")  # the statuses of runs that ended by themselves
-MAX_ROWS = 40  # in the terminal
+MAX_ROWS, WIDTH = 40, 100  # rows in the terminal, and characters where there is none
+# Columns that a narrow table leaves out, in order.
+SPARE = (
+    "waiting for data",
+    "peak memory",
+    "update, median",
+    "run time",
+    "samples/s",
+)
 UNREADABLE = "its result.json is none that drivetrain writes"
 
 
@@ -76,7 +84,9 @@ def _of_one(run: RunFiles, found: Table, settings: Settings) -> int:
 
 def _of_several(runs: Sequence[RunFiles], found: Table, target: float | None, settings: Settings) -> int:
     """Show the table, and write the page and the CSV."""
-    terminal.table(*_for_terminal(found))
+    shown, cells = _for_terminal(found)
+    spare = [*SPARE, *(name for name in shown if name.startswith("time to ") or name.endswith(" at the end"))]
+    terminal.table_that_fits(shown, cells, spare, WIDTH)
     if len(runs) > MAX_ROWS:
         echo(f"… and {len(runs) - MAX_ROWS} more, all in the page and the CSV")
     seeds = summarize_seeds(runs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -84,12 +85,14 @@ def command(argv: list[str], config_dirs: Sequence[str] = (), recipe: Path | Non
     arms.refuse_resume("tune", overrides)
     job = prepare_job(overrides, config_dirs)
     tuning = Tuning(settings, overrides, config_dirs)
-    for stage in STAGES[settings.what]:
-        tuning.run(stage)
-    if settings.what == "all" and tuning.data_wait > MAX_DATA_WAIT:
-        tuning.run(LOADERS)
-    proof = tuning.prove() if tuning.accepted else None
-    tested = _range_test(overrides, config_dirs, settings) if settings.what in ("all", "lr") else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of settings that are only tried, would stand between the lines
+        for stage in STAGES[settings.what]:
+            tuning.run(stage)
+        if settings.what == "all" and tuning.data_wait > MAX_DATA_WAIT:
+            tuning.run(LOADERS)
+        proof = tuning.prove() if tuning.accepted else None
+        tested = _range_test(overrides, config_dirs, settings) if settings.what in ("all", "lr") else None
     _report(tuning, proof, tested, job, argv, recipe)
     return DONE
 
