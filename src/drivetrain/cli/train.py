@@ -97,7 +97,7 @@ def _train(given: argparse.Namespace) -> int:
     if given.multirun or mode == "MULTIRUN" or sweep.is_sweep_recipe(given.overrides):
         return sweep.run(given.overrides, given.config_dir, given.quiet)
     ended = launcher.launch(prepare_run(given.overrides, given.config_dir), quiet=given.quiet)
-    if ended.result.run_dir is not None:  # this is rank 0
+    if ended.result.run_dir is not None and not launcher.started_from_python():  # this is rank 0
         terminal.show_result(ended.result)
     if ended.result.error and (ended.result.run_dir is not None or launched() is None):  # else rank 0 prints it
         for line in ended.result.error.splitlines():

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from drivetrain.core import process
+from drivetrain.core.device import memory_now
 from drivetrain.core.errors import Diverged
 from drivetrain.core.progress import Progress
 from drivetrain.core.protocols import LogWriter
@@ -77,7 +78,8 @@ class TrainingLog:
         of_parts = {name: _finite(value) for name, value in zip(parts, values, strict=False)}
         self.write(
             "train", loss=_finite(loss), skipped=progress.skipped, samples=progress.samples, lr=lr,
-            samples_per_second=rate, mfu=self.mfu.at(rate) if self.writers else None, **of_parts, **figures, **of_noise,
+            samples_per_second=rate, mfu=self.mfu.at(rate) if self.writers else None,
+            memory_bytes=memory_now() if self.writers else None, **of_parts, **figures, **of_noise,
         )  # fmt: skip
 
     def _noise_sums(self) -> Sequence[torch.Tensor]:

@@ -210,6 +210,9 @@ def show_result(result: Result) -> None:
             rows.insert(-1, (f"{figures}, averaged", _figures(by_weights["averaged"])))
     if result.skipped_samples:
         rows.insert(-1, ("skipped", f"{result.skipped_samples:,} samples that could not be read"))
+    if result.run_dir is not None:
+        page = result.run_dir / "report.html"
+        rows.append(("page", str(page) if page.exists() else f"drivetrain report {result.run_dir} writes it"))
     table(("", "result"), rows)
     of_what, found = tables.of_result(result.tables)
     for name, values in found.items():
