@@ -99,7 +99,9 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
             "data=digits",
             "batch.global_batch=256",
         ),
-        ("optimizer=lamb", "scheduler=plateau", "augment=[flip_crop,mixup]", "precision=bf16"),
+        pytest.param(
+            ("optimizer=lamb", "scheduler=plateau", "augment=[flip_crop,mixup]", "precision=bf16"), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_stages_that_change_nothing_leave_the_same_run(staged: Callable[..., StagedRun], words: tuple[str, ...]) -> None:

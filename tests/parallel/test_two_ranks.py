@@ -195,7 +195,7 @@ def test_each_micro_batch_of_a_pipeline_has_its_own_weight():
     assert float(total) == 3.5
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_stages_on_two_ranks_equal_those_in_one_process(ranks, tiny, tmp_path, strategy, float64):
     """Each stage is built by both ranks, with parameters that begin to train, another batch, and an average of the weights."""
     words = tiny(
