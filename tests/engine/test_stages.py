@@ -117,7 +117,7 @@ def test_stages_that_change_nothing_leave_the_same_run(staged: Callable[..., Sta
 
 
 @pytest.mark.parametrize(  # before a boundary within an epoch, at it, at one between epochs, and after it
-    "update", [pytest.param(2, marks=pytest.mark.slow), 3, 8, pytest.param(9, marks=pytest.mark.slow)]
+    "update", [3, *(pytest.param(update, marks=pytest.mark.slow) for update in (2, 8, 9))]
 )
 def test_a_resume_around_a_boundary_equals_the_uninterrupted_run(staged: Callable[..., StagedRun], update: int) -> None:
     def until(stream: Iterator[Any]) -> Iterator[Any]:
