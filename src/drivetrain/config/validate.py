@@ -55,10 +55,11 @@ def _nowhere(key: str) -> str:
     return ""
 
 
-def validate(composed: Composed, own: bool = False) -> RunSpec:
+def validate(composed: Composed, own: bool = False, used: Collection[str] | None = None) -> RunSpec:
     """The config's options as objects, after their rules have passed. Raises UserError with all problems; imports no torch.
 
     What a recipe may not set is refused before an option is made. With `own` the recipe is a run's, which may choose own code.
+    `used` names the groups that are used; None: all. Rules of others are not asked: a finished run's data may be gone.
     """
     plain = composed.plain
     if any("@" not in str(word) for word in plain.get("trust") or []):  # a bundle's package is found without it
@@ -89,14 +90,14 @@ def validate(composed: Composed, own: bool = False) -> RunSpec:
     for key in given.wrong:
         del given[key]
     if composed.doubtful <= set(groups):  # else a value may be missing that any rule reads
-        problems += _broken_rules(run, rightly_made)
+        problems += _broken_rules(run, rightly_made, used)
     if problems:
         raise UserError(dict.fromkeys(problems))
     run.not_for_recipes = set(recipe_checks.not_for_recipes(plain, classes))
     return run
 
 
-def _broken_rules(run: RunSpec, options: Sequence[Option]) -> list[str]:
+def _broken_rules(run: RunSpec, options: Sequence[Option], used: Collection[str] | None) -> list[str]:
     """What the options' rules say of each other; a rule that asks for an option or a value that is wrong says nothing."""
     problems: list[str] = []
     seeing = []
@@ -104,26 +105,31 @@ def _broken_rules(run: RunSpec, options: Sequence[Option]) -> list[str]:
         with suppress(NotGiven):
             option.see(run)
             seeing.append(option)
-    rules: list[Callable[[], Iterable[str]]] = [partial(option.validate, run) for option in seeing]
-    rules.append(lambda: selection.problems(run, "select", run.values["select"]))
-    rules.append(lambda: target.problems(run))
+    asked = seeing if used is None else [option for option in options_of(run, used) if option in seeing]
+    rules: list[Callable[[], Iterable[str]]] = [partial(option.validate, run) for option in asked]
+    if used is None:
+        rules.append(lambda: selection.problems(run, "select", run.values["select"]))
+        rules.append(lambda: target.problems(run))
     for rule in rules:
         with suppress(NotGiven):
             problems.extend(rule())
     return problems
 
 
-def validate_device(run: RunSpec) -> None:
-    """Check the rules that need torch, the device, or a library's list of names. Raises UserError with all problems."""
-    problems = [problem for option in options_of(run) for problem in option.validate_device(run)]
+def validate_device(run: RunSpec, used: Collection[str] | None = None) -> None:
+    """Check the rules that need torch, the device, or a library's list of names. Raises UserError with all problems.
+
+    `used` is as in `validate`.
+    """
+    problems = [problem for option in options_of(run, used) for problem in option.validate_device(run)]
     problems += callbacks.problems(run)
     if problems:
         raise UserError(dict.fromkeys(problems))
 
 
-def options_of(run: RunSpec) -> Iterator[Option]:
-    """All options of a run."""
-    return (option for _, option in _by_group(run))
+def options_of(run: RunSpec, used: Collection[str] | None = None) -> Iterator[Option]:
+    """All options of a run, or those of the groups that are `used`."""
+    return (option for key, option in _by_group(run) if used is None or key.partition(".")[0] in used)
 
 
 def _by_group(run: RunSpec) -> Iterator[tuple[str, Option]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,8 @@ OFF = (
     "scheduler=constant", "stop=none", "select=null", "batch.preallocate=false", "data.drop_last=false", "callbacks=[]",
 )  # fmt: skip
 ONE_PROCESS = "parallel=single"
+# The groups that a model in use needs. Rules of other groups are not asked: the run's data, teacher or loader may be gone.
+MODEL_ALONE = ("runtime", "parallel", "precision", "model", "surgery", "batch")
 
 
 @dataclass
@@ -41,6 +43,7 @@ class Finished:
 
     run_dir: Path
     job: Job  # its config, without what only training needs
+    used: Collection[str] | None  # the groups of options that will be used; None: all
     checkpoint: Path
     average: bool
 
@@ -52,9 +55,17 @@ class Finished:
 
 
 def find(
-    verb: str, run_dir: Path, overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), choice: Choice | None = None
+    verb: str,
+    run_dir: Path,
+    overrides: Sequence[str] = (),
+    config_dirs: Sequence[str] = (),
+    choice: Choice | None = None,
+    used: Collection[str] | None = None,
 ) -> Finished:
-    """Find a run and one of its checkpoints. Raises UserError, which tells to type `verb`; imports no torch."""
+    """Find a run and one of its checkpoints. Raises UserError, which tells to type `verb`; imports no torch.
+
+    `used` names the groups of options that will be used; None: all.
+    """
     choice = choice or Choice()
     recorded = recorded_environment(run_dir)
     given = {key_of(word) for word in overrides}
@@ -63,15 +74,16 @@ def find(
     own = is_of_this_user(recorded)
     try:
         if own:
-            job = of_run(run_dir, words, config_dirs or recorded.get("config_dirs", []), settings)
+            job = of_run(run_dir, words, config_dirs or recorded.get("config_dirs", []), settings, used)
         else:  # what a stranger's files say of trust, paths and devices is not taken
-            job = of_run(run_dir, words, config_dirs, {})
+            job = of_run(run_dir, words, config_dirs, {}, used)
     except UserError as error:
-        raise error if own else _refusal(error, verb, run_dir, settings, recorded, config_dirs) from None
+        wanted = {key: value for key, value in settings.items() if used is None or key.partition(".")[0] in (*used, "trust")}
+        raise error if own else _refusal(error, verb, run_dir, wanted, recorded, config_dirs) from None
     job.composed.overrides = list(overrides)
     job.notices.clear()
     job.run.parts["model"] = job.run.model.untrained()
-    return Finished(run_dir, job, checkpoint_of(run_dir, choice.update, job.run.saving.best), choice.average)
+    return Finished(run_dir, job, used, checkpoint_of(run_dir, choice.update, job.run.saving.best), choice.average)
 
 
 def _refusal(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -154,9 +154,12 @@ def _given_twice(words: Sequence[str]) -> list[str]:
     return [f"{key} is given {len(set(given))} times: {given[-1]} holds" for key, given in values.items() if len(set(given)) > 1]
 
 
-def checked(composed: Composed, own: bool = False) -> Job:
-    """Validate a composed config as a job. Raises UserError. With `own` its recipe is a run's, with machine-local choices."""
-    run = check.validate(composed, own)
+def checked(composed: Composed, own: bool = False, used: Collection[str] | None = None) -> Job:
+    """Validate a composed config as a job. Raises UserError. With `own` its recipe is a run's, with machine-local choices.
+
+    `used` names the groups whose rules are asked; None: all.
+    """
+    run = check.validate(composed, own, used)
     local = check.machine_local_keys(run)
     notices = composed.notices + [line for part in check.options_of(run) for line in part.advise(run)]
     config_hash = identity.config_hash(composed, local - check.identifying_keys(run))
@@ -202,13 +205,22 @@ def _recorded_config(run_dir: Path) -> dict[str, Any]:
         raise UserError(f"resume={run_dir}: its config.yaml is damaged ({why})") from None
 
 
-def of_run(run_dir: Path, words: Sequence[str], config_dirs: Sequence[str], settings: Mapping[str, Any]) -> Job:
-    """The job of a run's own recipe and these of its machine-local settings, changed by overrides. Raises UserError."""
+def of_run(
+    run_dir: Path,
+    words: Sequence[str],
+    config_dirs: Sequence[str],
+    settings: Mapping[str, Any],
+    used: Collection[str] | None = None,
+) -> Job:
+    """The job of a run's own recipe and these of its machine-local settings, changed by overrides. Raises UserError.
+
+    `used` is as in `checked`.
+    """
     own = [f"{k}={format_value(v)}" for k, v in settings.items()]
     bundles.find_in(run_dir, [*own, *words])
     base = None if any(key_of(w) == "recipe" for w in words) else recipes.read_of_run(run_dir)
     add_import_paths(config_dirs)
-    job = checked(composing.compose([*own, *words], config_dirs, base=base), own=base is not None)
+    job = checked(composing.compose([*own, *words], config_dirs, base=base), own=base is not None, used=used)
     job.composed.overrides = list(words)
     return job
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 from drivetrain.measure.benchmark.comparison import Comparison, Row
-from drivetrain.measure.benchmark.noninferiority import FIRST, Verdict, in_words
+from drivetrain.measure.benchmark.noninferiority import FAIL, FIRST, Verdict, in_words
 
 WIDTH, MARGIN = 190, 12  # of the drawing of an interval, in pixels
 TICK_WIDTH = 34  # of a number on the scale, in pixels
@@ -15,21 +15,45 @@ TICKS = (0.1, 0.2, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0)
 
 
 def headline(comparison: Comparison) -> str:
-    """Return the answer in one sentence: the fastest arm whose result is known to be as good, or that there is none."""
+    """Return the answer in one sentence: the fastest arm whose result is known to be as good, and which result is better."""
     first, *others = comparison.rows
     base = first.label or "the first arm"
     faster = [row for row in others if row.ratio is not None and row.ratio.low is not None and row.ratio.low > 1]
     judged = comparison.settings.quality
     good = [row for row in faster if not judged or (row.verdict is not None and row.verdict.outcome == "PASS")]
+    better = max(filter(_improvement, others), key=_improvement, default=None)
     if not good:
         known = " with a result known to be as good" if judged else ""
-        return f"No arm is certainly faster than {base}{known}."
+        if better is None:
+            return f"No arm is certainly faster than {base}{known}."
+        return f"{_subject(comparison, better)} has {_better(better, base)}, but no arm is certainly faster{known}."
     best = max(good, key=lambda row: row.ratio.middle if row.ratio else 0.0)
     assert best.ratio is not None
     low, high = best.ratio.low, best.ratio.high
-    subject = comparison.subject.format(best.label.removeprefix("+ ").removeprefix("− "))
-    speed = f"{subject} is {best.ratio.middle:.2f} × as fast as {base} ({low:.2f} to {high:.2f})"
-    return f"{speed}, and its result is no worse." if judged else f"{speed}."
+    speed = f"{_subject(comparison, best)} is {best.ratio.middle:.2f} × as fast as {base} ({low:.2f} to {high:.2f})"
+    if not judged:
+        return f"{speed}."
+    if _improvement(best):
+        return f"{speed}, and has {_better(best, base)}."
+    other = "" if better is None else f"; {_subject(comparison, better)} has {_better(better, base)}"
+    return f"{speed}, and its result is no worse{other}."
+
+
+def _subject(comparison: Comparison, row: Row) -> str:
+    return comparison.subject.format(row.label.removeprefix("+ ").removeprefix("− "))
+
+
+def _improvement(row: Row) -> float:
+    """Return by how much an arm's metric is better than the first arm's, where that is certain; else 0."""
+    found = row.verdict and row.verdict.degradation.get(row.verdict.metric)
+    certain = found and found.high is not None and found.high < 0 and row.verdict and row.verdict.outcome != FAIL
+    return -found.middle if found and certain else 0.0
+
+
+def _better(row: Row, base: str) -> str:
+    """Return which figure is better than that of `base`, the first arm, and by how much, in words."""
+    assert row.verdict is not None
+    return f"a better {row.verdict.metric} than {base}, by {_difference(row.verdict).removeprefix('better by ')}"
 
 
 def overview(comparison: Comparison) -> str:
