@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from drivetrain.cli import train
+from drivetrain.cli import train, verbs
 from drivetrain.config import catalog
 from drivetrain.config.hydra_idioms import HONOURED
 from drivetrain.config.renamed import ELSEWHERE, NOTES, RENAMED
@@ -76,6 +76,15 @@ def test_words_of_other_frameworks_lead_to_settings_that_exist():
         ("bf16=true", "it is called precision=bf16 here"),
         ("precision=fp16", "it is called precision=amp here"),
         ("model=resnet50", "those of timm are model=timm model.name=resnet50"),
+        ("model=net.Net", "a class of your own is model=own model.target=net.Net 'trust=[net]'"),
+        ("loss=net.my_loss", "a class of your own is loss=own loss.target=net.my_loss 'trust=[net]'"),
+        ("optimizer=torch.optim.SGD", "did you mean 'sgd'"),
+        ("data=/", "data=imagefolder data.root=/; there is"),
+        ("data=text", "it is called data=jsonl here"),
+        ("trainer.max_epochs=3", "it is called epochs here"),
+        ("train.epochs=3", "did you mean 'epochs'?"),
+        ("training.lr=1", "did you mean 'optimizer.lr'?"),
+        ("resume=last", "or resume=auto for the newest unfinished run"),
         ("optimizer=adamww", "is no option of optimizer: did you mean 'adamw'"),
     ],
 )
@@ -83,6 +92,13 @@ def test_words_of_other_frameworks_are_answered(word, answer):
     with pytest.raises(UserError) as refused:
         prepare([word])
     assert answer in " ".join(refused.value.problems)
+
+
+@pytest.mark.parametrize("name", verbs.ELSEWHERE)
+def test_commands_of_other_tools_are_answered(name):
+    assert verbs.ELSEWHERE[name].split()[0] in verbs.VERBS
+    with pytest.raises(UserError, match=re.escape(f"it is drivetrain {verbs.ELSEWHERE[name]} here")):
+        verbs.find(name)
 
 
 @pytest.mark.parametrize(

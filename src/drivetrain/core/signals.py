@@ -51,18 +51,23 @@ class StopFlag:
 def ended_by_signals() -> Iterator[Callable[[], None]]:
     """Within the context SIGTERM and SIGINT raise KeyboardInterrupt, so that every `finally` runs.
 
+    Launchers send the first signal twice, to the process and to its group: one within a second of the first does nothing,
+    because it would interrupt a `finally`.
+
     Python drops an exception that a handler raises during a destructor or a fork hook. The context's value is a function
     that raises what was dropped: call it now and then. The end of the context calls it too.
     """
-    raised = False
+    first: float | None = None  # when the first signal came
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        nonlocal raised
-        raised = True
+        nonlocal first
+        if first is not None and time.monotonic() < first + 1:
+            return
+        first = first or time.monotonic()
         raise KeyboardInterrupt
 
     def raise_if_interrupted() -> None:
-        if raised:
+        if first is not None:
             raise KeyboardInterrupt
 
     before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}

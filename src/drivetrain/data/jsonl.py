@@ -174,7 +174,10 @@ class Jsonl(Data):
         try:
             entry = json.loads(content)
         except ValueError as error:
-            raise UserError(f"{where}: not JSON: {error}") from None
+            raise UserError(
+                f'{where}: not JSON: {error}: each line must be an object such as {{"{self.text}": "…"}} '
+                "(docs/data.md shows how to make such a file of plain text)"
+            ) from None
         if not isinstance(entry, dict):
             raise UserError(f"{where}: {type(entry).__name__}, but each line must be an object with the key {self.text}")
         for knob, key in keys:

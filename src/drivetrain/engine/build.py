@@ -94,7 +94,7 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter]) -> Trainer:
     eval_weights = precision.eval_weights(run.optimizer, optimizer)
     meters, selection = [metric.build(context) for metric in run.metrics], selected(run)
     timer, saving = StepTimer(compiler.warmup, clock_for(context.device)), run.saving.build(context)
-    mfu = Mfu(model_flops, context.device, number_format(model, run.precision.dtype), parallel.world.size)
+    mfu = Mfu(model_flops, context.device, number_format(model, precision.autocast_dtype()), parallel.world.size)
     log = TrainingLog(log_writers, context.progress, parallel, timer, context.device, mfu, loss.parts, noise)
     context.log_image = log.image
     # Callbacks see whole updates: those of the step with everything around it.

@@ -114,7 +114,7 @@ class Result:
         rows: list[tuple[str, Any]] = [
             ("status", self.status),
             ("error", self.error),
-            ("updates", f"{self.updates:,} in {self.epochs:g} epochs"),
+            ("updates", f"{self.updates:,} in {self.epochs:g} epoch{'s' * (self.epochs != 1)}"),
         ]
         for figures in self.metrics:
             final = self.metrics[figures].get("final", {})

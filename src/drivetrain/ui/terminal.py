@@ -219,7 +219,7 @@ def show_result(result: Result) -> None:
     if result.arrival:
         rows.append(("target", result.arrival))
     rows += [
-        ("updates", f"{result.updates:,} in {result.epochs:.4g} epochs, {result.wall_s:.1f} s"),
+        ("updates", f"{result.updates:,} in {result.epochs:.4g} epoch{'s' * (result.epochs != 1)}, {result.wall_s:.1f} s"),
         ("samples/s", number(result.samples_per_second) if result.samples_per_second else "–"),
         ("MFU", f"{100 * result.mfu:.1f} % {result.mfu_note}" if result.mfu is not None else result.mfu_note or "–"),
         (

@@ -216,9 +216,12 @@ def _together(rows: Sequence[Row]) -> list[str]:
 def _unequal_work(arms: Sequence[Arm]) -> list[str]:
     """A note for each amount of work that is not the same for all arms."""
     notes = []
-    for fact, meaning in (("global_batch", "samples make an update"), ("samples", "samples to train on")):
-        found = {arm.facts[fact] for arm in arms if fact in arm.facts}
+    for fact, meaning in (("global_batch", "samples in an update"), ("samples", "samples to train on")):
+        found: dict[int, list[str]] = {}
+        for arm in arms:
+            if fact in arm.facts:
+                found.setdefault(arm.facts[fact], []).append(arm.label)
         if len(found) > 1:
-            each = ", ".join(f"{arm.label}: {arm.facts[fact]:,}" for arm in arms if fact in arm.facts)
-            notes.append(f"the arms do not do the same work: {meaning}, {each}")
+            each = "; ".join(f"{number:,} ({', '.join(labels)})" for number, labels in found.items())
+            notes.append(f"the arms do not do the same work. {meaning.capitalize()}: {each}")
     return notes
