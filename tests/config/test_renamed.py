@@ -80,7 +80,7 @@ def test_words_of_other_frameworks_lead_to_settings_that_exist():
         ("loss=net.my_loss", "a class of your own is loss=own loss.target=net.my_loss 'trust=[net]'"),
         ("optimizer=torch.optim.SGD", "did you mean 'sgd'"),
         ("data=/", "data=imagefolder data.root=/; there is"),
-        ("data=text", "it is called data=jsonl here"),
+        ("data=txt", "it is called data=text here"),
         ("trainer.max_epochs=3", "it is called epochs here"),
         ("train.epochs=3", "did you mean 'epochs'?"),
         ("training.lr=1", "did you mean 'optimizer.lr'?"),

@@ -56,7 +56,7 @@ def test_the_line_of_facts(train, caplog):
     train("data=digits", "data.classes=[3,1,4]", "model=mlp", "model.freeze=['*.bias']", "batch.global_batch=32", "updates=1")
     (line,) = (r.getMessage() for r in caplog.records if r.name == "drivetrain.launch.worker" and "parameters" in r.getMessage())
     assert re.match(r"samples: \d+ training, \d+ validation \(0\.2 of training\), \d+ test; 3 classes: 3, 1, 4; ", line)
-    assert re.search(r"; [\d,]+ parameters, of which [\d,]+ train; cpu; \d+ updates an epoch, 1 in all$", line)
+    assert re.search(r"; [\d,]+ parameters, of which [\d,]+ train; cpu \(\d+ threads?\); \d+ updates an epoch, 1 in all$", line)
 
 
 def test_many_classes_are_not_all_named():

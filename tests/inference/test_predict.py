@@ -149,6 +149,7 @@ READS = {
     "packed": ("data.root=gone",),
     "stdlib": ("task=language_modelling", "data.root=gone"),
     "tabular": ("data.path=gone.csv", "data.target=a"),
+    "text": ("task=language_modelling", "data.path=gone.txt", "data.test=gone"),
     "webdataset": ("data.train=gone.tar",),
 }
 

@@ -51,6 +51,7 @@ class Job:
     run_dir: Path | None = None  # of a run that is resumed
     checkpoint: Path | None = None
     notices: list[str] = field(default_factory=list)  # what the user should know when the job starts
+    told: bool = False  # a run with another seed has said what the user should know
     shared: Recipe | None = None  # the recipe that was named, whose hash is checked when the job starts
     hydra: HydraSettings = field(default_factory=HydraSettings)
     attach: Callable[[Trainer], None] | None = None  # called with each rank's finished trainer, before it fits
@@ -63,6 +64,8 @@ class Job:
 
     def log_notices(self) -> None:
         """Log what composing found, also under `--quiet`. Composing itself is silent: sweeps and measuring compose many jobs."""
+        if self.told:
+            return
         for line in [*self.notices, *drift.notices(self.shared, self.composed.config_dirs, self.run.values["trust"])]:
             logger.warning("%s", line)
 

@@ -84,7 +84,7 @@ class Loss(Option):
         return None
 
     def output_problem(self, output: tuple[int, ...], classes: int) -> str | None:
-        """What is wrong with the shape of the model's output for two samples, as "5 outputs for the 10 classes"; None: nothing."""
+        """What is wrong with the output's shape for two samples, such as "5 outputs for the 10 classes"; None: nothing."""
         return None
 
     def sums(self, output: torch.Tensor, target: Any) -> torch.Tensor:
