@@ -11,6 +11,7 @@ from drivetrain.config.renamed import ELSEWHERE, NOTES, RENAMED
 from drivetrain.core.errors import UserError
 from drivetrain.core.patterns import check_patterns
 from drivetrain.launch.job import prepare
+from tests.support.command import ROOT
 
 
 @pytest.mark.parametrize(("former", "present"), RENAMED.items())
@@ -45,7 +46,7 @@ def exists(setting: str) -> bool:
     if group == "hydra":
         return knob in HONOURED
     if option:
-        return option.strip("[]") in options
+        return set(option.strip("[]").split(",")) <= set(options)
     if not options or not knob:
         return key in (catalog.options() if options else catalog.root_config())
     return any(knob in catalog.option_keys(group, option) for option in options)
@@ -55,6 +56,27 @@ def test_words_of_other_frameworks_lead_to_settings_that_exist():
     assert [word for word, present in ELSEWHERE.items() if not exists(present)] == []
     assert [word for word in ELSEWHERE if exists(word)] == []
     assert set(NOTES) <= set(ELSEWHERE)
+
+
+def rows_of_settings():
+    """(words of other tools, what docs/words.md says of them) for each row of its table of settings."""
+    for line in (ROOT / "docs/words.md").read_text().partition("## Settings")[2].splitlines():
+        *elsewhere, here = (cell.strip() for cell in line.strip("|").split("|"))
+        if len(elsewhere) == 3 and here.startswith("`"):
+            words = [word.lstrip("-").replace("-", "_") for cell in elsewhere for word in re.findall(r"`([^`]*)`", cell)]
+            # What is a key of that tool, with a value or without; the rest is code to be written.
+            keys = [re.match(r"([a-z_]+)(=[^[(]*)?$", word) for word in words]
+            yield [key[1] for key in keys if key is not None and key[1] not in ("torchrun", "amp_dtype")], here
+
+
+def test_the_page_of_words_says_what_the_command_answers():
+    """A word's answer names a setting that its row names: by the table, or because a knob of drivetrain has the same name."""
+    rows = list(rows_of_settings())
+    assert sum(len(words) for words, _ in rows) > 30
+    for words, here in rows:
+        for word in words:
+            answer = ELSEWHERE.get(word, word)
+            assert re.search(rf"(?<!\w){re.escape(answer)}", here) or word in catalog.root_config(), (word, answer, here)
 
 
 @pytest.mark.parametrize(

@@ -123,12 +123,14 @@ def test_a_text_is_encoded_as_the_source_has_it(texts):
     source = LabelledTexts([torch.tensor(list(b"import os"), dtype=torch.uint8)], [0], 5, 1)
     assert option.encode("import os", None).tolist() == source.fetch(torch.tensor([0]))[0][0].tolist()
     assert option.encode("", None).tolist() == [0]
+    assert option.decode([*option.encode("impo", None).tolist(), 0], None) == "impo"
     for label in ("animal", None):
         jsonl = Jsonl(str(texts), str(texts), label=label, length=200)
         splits = jsonl.load(CPU)
         x, _ = splits.train.fetch(torch.tensor([7]))
         encoded = jsonl.encode(TEXTS[7], splits)
         assert encoded[: x.shape[1]].tolist() == x[0].tolist()
+        assert jsonl.decode([*encoded.tolist(), 0, 0] if label else encoded.tolist(), splits) == TEXTS[7]
 
 
 # --- plain text ---

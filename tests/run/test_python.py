@@ -7,6 +7,7 @@ import pytest
 import drivetrain
 from drivetrain.core.errors import UserError
 from drivetrain.core.overrides import words_of
+from drivetrain.launch import launcher
 from drivetrain.run.result import Result
 from tests.support.command import ROOT
 
@@ -52,6 +53,18 @@ def test_keywords_are_overrides(tiny):
 def test_a_text_is_no_list_of_overrides(verb):
     with pytest.raises(UserError, match=rf"drivetrain\.{verb}\('model=mlp'\): give a list of overrides, as \['model=mlp'\]"):
         getattr(drivetrain, verb)("model=mlp")
+
+
+def test_a_run_of_several_ranks_prints_no_table_to_who_gets_its_result(tiny, tmp_path, monkeypatch, capsys):
+    """`drivetrain.train` starts such a run as a command, and of one process it prints no table either."""
+    from drivetrain.cli import main
+
+    assert main.main(["train", *tiny("updates=1")]) == 0
+    assert "peak memory" in capsys.readouterr().out
+    monkeypatch.setenv(launcher.RUN_DIR_FILE, str(tmp_path / "place"))
+    assert main.main(["train", *tiny("updates=1")]) == 0
+    assert "peak memory" not in capsys.readouterr().out
+    assert (tmp_path / "place").exists()
 
 
 @pytest.mark.slow

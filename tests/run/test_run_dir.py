@@ -52,11 +52,13 @@ TRAIN_KEYS = {
     "data_wait",
     "decode_ms",
     "queue_depth",
+    "memory_bytes",
+    "noise_scale",
 }
 EVALUATE_KEYS = {"event", "update", "epoch", "set", "loss", "accuracy", "ema_loss", "ema_accuracy"}
 FILES = {
     ".lock", "checkpoints", "config.yaml", "environment.json", "log.txt", "metrics.csv", "metrics.jsonl", "recipe.yaml",
-    "result.json", ".hydra",
+    "report.html", "result.json", ".hydra",
 }  # fmt: skip
 SECRET = "sesame-open-4711"
 WORDS = (

@@ -93,6 +93,16 @@ ELSEWHERE = {  # names of other frameworks → drivetrain's: Lightning's, Huggin
     "image_size": "data.size",
     "img_size": "data.size",
     "model_ema": "ema=ema",
+    "fsdp": "parallel=fsdp",
+    "mixup": "augment=[mixup]",
+    "cutmix": "augment=[cutmix]",
+    "smoothing": "loss.label_smoothing",
+    "label_smoothing_factor": "loss.label_smoothing",
+    "drop_path": "model.kwargs",
+    "load_best_model_at_end": "saving=best",
+    "metric_for_best_model": "select",
+    "full_determinism": "runtime.deterministic",
+    "log_wandb": "logger=[files,wandb]",
     "log_every_n_steps": "log_every",
     "logging_steps": "log_every",
     "report_to": "logger",
@@ -104,7 +114,8 @@ ELSEWHERE = {  # names of other frameworks → drivetrain's: Lightning's, Huggin
     "experiment": "recipe",
 }
 SECTIONS = ("trainer", "train", "training", "args", "hparams")  # other frameworks' sections, whose keys have none here
-NOTES = {  # of those that mean another amount
+NOTES = {  # of those that mean another amount, or need more
+    "drop_path": "with model=timm, as {drop_path_rate: 0.1}",
     "per_device_train_batch_size": "of all devices together",
     "per_gpu_train_batch_size": "of all devices together",
     "global_batch_size": "of all devices together",

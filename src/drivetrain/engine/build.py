@@ -156,6 +156,7 @@ def _units(context: BuildContext) -> Callable[[Any], Any]:
 def _load_data(context: BuildContext, debug: Debug) -> Batch:
     """Load the data and build the batch. Sample lengths may set the batch size, and so the number of updates of the run."""
     run, data = context.run, context.run.data.load_sets(context.device)
+    shape_as_loaded = data.shape
     # The loss may give the model one view of a sample at a time, or want several outputs for each number.
     shape = (run.data.views, *data.shape) if run.data.views > 1 else data.shape
     data = replace(data, classes=run.loss.outputs(data.classes), shape=run.loss.input_shape(shape))
@@ -168,8 +169,8 @@ def _load_data(context: BuildContext, debug: Debug) -> Batch:
     )
     context.batch, context.horizon = batch, _horizon(context, batch, known_before)
     steps = tuple(run.augment) if run.debug.augments else ()
-    if steps and (refusal := _cannot_augment(context, steps)):
-        raise UserError(refusal)
+    if refusals := _cannot_augment(context, steps, shape_as_loaded):
+        raise UserError(refusals)
     about: dict[str, Any] = {"images": data.images, "views": run.data.views, "masks": run.data.targets == "mask"}
     train = Pipeline(data.train, steps, data.normalize, context.seed, data.classes, batch.pad_to, **about)
     # Several views of a sample differ by their augmentation alone, so that an evaluation augments too.
@@ -182,16 +183,18 @@ def _load_data(context: BuildContext, debug: Debug) -> Batch:
     return batch
 
 
-def _cannot_augment(context: BuildContext, steps: Sequence[Augment]) -> str:
-    """Return why the run's inputs and targets cannot be augmented: only plain tensors, and the images of a dict can."""
+def _cannot_augment(context: BuildContext, steps: Sequence[Augment], shape: Any) -> list[str]:
+    """Return why the run's inputs, of this shape, cannot be augmented: only plain tensors, and the images of a dict can."""
     data, setting = context.data, context.run.named("augment")
-    if isinstance(data.two_samples(torch.device("meta")), torch.Tensor):
-        return ""
-    if data.images is None:
-        return f"{setting} changes images, and the inputs of a sample are several, none of them named `image`: set augment=[]"
-    if any(step.mixes for step in steps):
-        return f"{setting} mixes whole samples, and the inputs of a sample are several: leave the mixing ones out"
-    return ""
+    if not isinstance(data.two_samples(torch.device("meta")), torch.Tensor) and steps:
+        if data.images is None:
+            return [
+                f"{setting} changes images, and the inputs of a sample are several, none of them named `image`: set augment=[]"
+            ]
+        if any(step.mixes for step in steps):
+            return [f"{setting} mixes whole samples, and the inputs of a sample are several: leave the mixing ones out"]
+        shape = shape[data.images]
+    return [problem for step in steps for problem in step.validate_shape(context.run, shape)]
 
 
 def _build_model(context: BuildContext, debug: Debug) -> tuple[torch.nn.Module, flops.ModelFlops]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from drivetrain.core import process
+from drivetrain.core.device import memory_now
 from drivetrain.core.errors import Diverged
 from drivetrain.core.progress import Progress
 from drivetrain.core.protocols import LogWriter
@@ -49,9 +50,11 @@ class TrainingLog:
         self._last = (progress.updates, progress.samples, progress.steps)
 
     def train(self, lr: float) -> None:
-        """Write the record of the updates since the last one. Raises Diverged if their loss is not finite."""
+        """Write the record of the updates since the last one, if any. Raises Diverged if their loss is not finite."""
         progress, (updates, samples, steps) = self.progress, self._last
         count = progress.steps - steps
+        if not count:
+            return
         parts = self.parts()
         sums = self.parallel.all_reduce_sum(torch.stack([self.loss_sum, *parts.values(), *self._noise_sums()])).cpu()  # one copy
         loss, *values = (float(value) / (count * self.parallel.data_world.size) for value in sums)
@@ -70,7 +73,8 @@ class TrainingLog:
         of_parts = {name: _finite(value) for name, value in zip(parts, values, strict=False)}
         self.write(
             "train", loss=_finite(loss), skipped=progress.skipped, samples=progress.samples, lr=lr,
-            samples_per_second=rate, mfu=self.mfu.at(rate) if self.writers else None, **of_parts, **figures, **of_noise,
+            samples_per_second=rate, mfu=self.mfu.at(rate) if self.writers else None,
+            memory_bytes=memory_now() if self.writers else None, **of_parts, **figures, **of_noise,
         )  # fmt: skip
 
     def _noise_sums(self) -> Sequence[torch.Tensor]:

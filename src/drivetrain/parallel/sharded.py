@@ -34,6 +34,7 @@ class Sharded(ProcessGroupStrategy):
     """The base of fsdp, tensor and pipeline."""
 
     lockstep_evaluation = True
+    whole_model = False
     own_gradients = False
     can_unfreeze = False
     _mesh: Any = field(default=None, init=False)

@@ -129,10 +129,13 @@ class Comparison:
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Header and rows of the table, without the columns that no arm has a figure for."""
-        header = ["arm", "samples/s", "ratio", "95 % interval", "step p50", "p95", "data wait", "memory", "compile", "pays after"]
+        header = [
+            "arm", "samples/s", "speed", "95 % interval", "update, median", "95th percentile", "waiting for data", "memory",
+            "compiling", "pays after",
+        ]  # fmt: skip
         rows = [[row.label, *row.cells(first=not n)] for n, row in enumerate(self.rows)]
         if self.settings.quality:
-            header += ["effect", "seeds", "quality", "because"]
+            header += ["claims to be", "seeds", "no worse?", "because"]
             for cells, row in zip(rows, self.rows, strict=True):
                 cells += _quality(row.verdict)
         if self.failed:
