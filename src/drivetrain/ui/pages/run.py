@@ -28,6 +28,7 @@ OF_TRAINING: dict[str, tuple[str, float, bool]] = {  # figure of a record → ti
     "samples_per_second": ("Speed, samples a second", 1.0, False),
     "data_wait": ("Waiting for data, % of the time", 100.0, False),
     "memory_bytes": ("Memory in use, GiB", 2.0**-30, False),
+    "noise_scale": ("Gradient noise scale, samples", 1.0, True),
 }
 
 
@@ -148,6 +149,7 @@ def _speed(result: Result) -> list[str]:
         ("compiling", result.compile_s, "{:.1f} s".format),
         ("energy of the GPUs", result.energy_joules, "{:,.0f} J".format),
         ("the whole run", result.wall_s, duration),
+        ("target", result.arrival or None, str),
         ("device", result.device_name or result.device, str),
         ("processes", result.world_size if result.world_size > 1 else None, str),
         ("samples that could not be read", result.skipped_samples or None, "{:,}".format),
