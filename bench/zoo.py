@@ -33,8 +33,8 @@ from drivetrain.recipe import places
 from drivetrain.recipe import reader as recipes
 from drivetrain.recipe.claim import Against, Claim, Reach, Speed
 from drivetrain.run.reader import RunFiles, find
-from drivetrain.sweep import SweepJob
-from drivetrain.sweep import prepare as prepare_sweep
+from drivetrain.sweeps import SweepJob
+from drivetrain.sweeps import prepare as prepare_sweep
 
 NOT_HERE = "not verified here"  # in the description of a recipe that needs data or a device which this machine has not
 COMMON = ("runtime.device=cpu", "runtime.threads=1")

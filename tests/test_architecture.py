@@ -32,7 +32,7 @@ FLOORS = [
     ["ui"],
     ["launch"],
     ["inference"],
-    ["sweep"],
+    ["sweeps"],
     ["measure"],
     ["cli"],
     ["drivetrain"],  # the package's own __init__ and __main__

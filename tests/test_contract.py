@@ -86,6 +86,7 @@ BESIDE = {
     ("data", "tabular"): ["data.path=table.csv", "data.target=kind", "data.columns=[x]"],
     ("data", "labels_csv"): ["data.path=table.csv", "data.target=kind", "data.size=8"],
     ("data", "masks"): ["data.root=masked", "data.size=8", "data.holdout=0.3", "model=unet", "model.width=4"],
+    ("data", "text"): ["data.path=texts.txt", "data.length=32", *TEXT[4:]],
     ("data", "jsonl"): ["data.path=texts.jsonl", "data.length=32", *TEXT[4:]],
     ("data", "diabetes"): ["loss=mse"],
     ("data", "digit_scenes"): [*SCENES[1:], "loss=bce", "model=resnet9", "model.width=4"],

@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 
 import drivetrain
-from drivetrain import sweep
+from drivetrain import sweeps
 from drivetrain.cli.main import main
 from drivetrain.config.contract import contract_problems
 from drivetrain.core.context import BuildContext
@@ -103,7 +103,7 @@ def test_the_commands_of_its_readme_are_good(monkeypatch):
     assert {verb for verb, _ in commands} == {"train", "compare", "doctor"}
     for _, text in commands:
         words = [w for w in shlex.split(text.replace("-cd conf", "")) if not w.startswith(("prove=", "output_dir="))]
-        for job in sweep.prepare(words, ["conf"]):
+        for job in sweeps.prepare(words, ["conf"]):
             assert job.problems == []
     assert recipe.read(Path("find.yaml")).description
 
@@ -389,7 +389,7 @@ def test_the_commands_of_a_page_are_good(page, monkeypatch, my_pkg):
         if "hydra/sweeper=optuna" in given or "recipe=speed_ladder" in given:  # other grammars than a command's own
             continue
         try:
-            problems = [p for job in sweep.prepare(words, dirs) for p in job.problems] if swept else prepare(words, dirs) and []
+            problems = [p for job in sweeps.prepare(words, dirs) for p in job.problems] if swept else prepare(words, dirs) and []
         except UserError as error:
             problems = error.problems
         assert [p for p in problems if not re.search(READERS_OWN, p)] == [], text

@@ -54,7 +54,7 @@ def examples(place: Path, count: int, seed: int, trained: Path | None = None) ->
 def make_sweep(path: Path, whole: Path) -> Path:
     """The folder of a sweep of two jobs, of which one has run."""
     from drivetrain.core.files import write_json
-    from drivetrain.sweep import grid, store
+    from drivetrain.sweeps import grid, store
 
     words = [*flips.RUN, "runtime.seed=1,2", f"output_dir={path.parent}"]
     path.mkdir()
@@ -82,7 +82,7 @@ def resume_sweep(folder: Path, _: Path) -> None:
     """`drivetrain train -m resume=SWEEP`, until it would start."""
     from unittest import mock
 
-    from drivetrain.sweep import driver
+    from drivetrain.sweeps import driver
 
     with mock.patch.object(driver, "_run_in"):
         driver.run([f"resume={folder}"])

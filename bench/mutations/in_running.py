@@ -12,7 +12,7 @@ MALFORMED = "tests/saving/test_malformed.py"
 SHARDED = "tests/saving/test_sharded_checkpoint.py"
 DISK = "tests/saving/test_full_disk.py"
 RUN = "tests/run/test_run_dir.py tests/run/test_records.py"
-SWEEP = "tests/sweep/test_sweep.py"
+SWEEP = "tests/sweeps/test_sweep.py"
 FORMAT = "tests/recipe/test_format.py"
 ATTACKS = "tests/recipe/test_attacks.py tests/recipe/test_limits.py " + FORMAT
 
@@ -55,18 +55,18 @@ FAULTS = (
     Fault("files: a FIFO holds its reader up", "core/files.py", '("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC")', '("O_NOFOLLOW", "O_CLOEXEC")', "tests/core/test_files.py"),
     Fault("files: one byte more than the limit is read", "core/files.py", "or len(content) > most:", "or len(content) > most + 1:", "tests/core/test_files.py"),
     Fault("files: a text is renamed before it is synced", "core/files.py", "            file.flush()\n            os.fsync(file.fileno())\n", "", "tests/saving/test_malformed.py", "order_of_syncs"),
-    Fault("directory: two processes write one run", "run/directory.py", "fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)", "fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)", "tests/sweep/test_sweep.py", "twice_at_once"),
-    Fault("directory: a removed run takes what was there before", "run/directory.py", 'for name in (*FILES, ".lock", ".hydra") if name not in kept]', 'for name in (*FILES, ".lock", ".hydra")]', "tests/config/test_hydra_words.py tests/sweep/test_sweep.py tests/run", "dir or folder or stays or kept or place"),
+    Fault("directory: two processes write one run", "run/directory.py", "fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)", "fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)", "tests/sweeps/test_sweep.py", "twice_at_once"),
+    Fault("directory: a removed run takes what was there before", "run/directory.py", 'for name in (*FILES, ".lock", ".hydra") if name not in kept]', 'for name in (*FILES, ".lock", ".hydra")]', "tests/config/test_hydra_words.py tests/sweeps/test_sweep.py tests/run", "dir or folder or stays or kept or place"),
     Fault("directory: it is not found where it was moved", "run/held.py", "        return self._moved_to(self._handle)\n", "        return None\n", "tests/saving/test_moved.py"),
-    Fault("result: an unfinished run has the best figure", "sweep/objective.py", 'if result is not None and result.status == "completed" else None', "if result is not None else None", "tests/sweep/test_sweep.py", "best_job"),
-    Fault("sweep: the worst job is the best", "sweep/objective.py", "return (max if self.maximize else min)(values", "return (min if self.maximize else max)(values", "tests/sweep/test_sweep.py", "best_job"),
-    Fault("sweep: jobs that failed are not run again", "sweep/store.py", 'FINAL = ("completed", "diverged")', 'FINAL = ("completed", "diverged", "failed")', "tests/sweep/test_sweep.py", "kept"),
-    Fault("sweep: a job's checkpoints are lost", "sweep/store.py", "        if manifest.checkpoints(self.run_dir):\n            (self", "        if not manifest.checkpoints(self.run_dir):\n            (self", "tests/sweep/test_sweep.py", "checkpoint"),
-    Fault("sweep: a changed jobs.json is taken", "sweep/store.py", "if not signature.is_own(content,", "if signature.is_own(None,", "tests/launch/test_strangers.py", "changed_sweep"),
-    Fault("sweep: a finished sweep goes on", "sweep/store.py", "and not is_finished(path) and not directory.is_locked(path)", "and not directory.is_locked(path)", "tests/sweep/test_sweep.py", "newest_unfinished"),
-    Fault("sweep: one number of a range is left out", "sweep/search_space.py", "low + (len(numbers) - 1) * step, step", "low + (len(numbers) - 2) * step, step", "tests/sweep/test_sweep.py", "grammar"),
-    Fault("sweep: the middle of a logarithmic interval is the mean", "sweep/search_space.py", "math.sqrt(self.low * self.high) if self.log", "(self.low + self.high) / 2 if self.log", "tests/sweep/test_sweep.py", "grammar or space"),
-    Fault("sweep: more jobs than there may be", "sweep/grid.py", "(count := math.prod(map(len, axes))) > MAX_JOBS", "(count := sum(map(len, axes))) > MAX_JOBS", "tests/sweep/test_bounds.py tests/recipe/test_limits.py", "sweep or jobs or combinations or values"),
+    Fault("result: an unfinished run has the best figure", "sweeps/objective.py", 'if result is not None and result.status == "completed" else None', "if result is not None else None", "tests/sweeps/test_sweep.py", "best_job"),
+    Fault("sweep: the worst job is the best", "sweeps/objective.py", "return (max if self.maximize else min)(values", "return (min if self.maximize else max)(values", "tests/sweeps/test_sweep.py", "best_job"),
+    Fault("sweep: jobs that failed are not run again", "sweeps/store.py", 'FINAL = ("completed", "diverged")', 'FINAL = ("completed", "diverged", "failed")', "tests/sweeps/test_sweep.py", "kept"),
+    Fault("sweep: a job's checkpoints are lost", "sweeps/store.py", "        if manifest.checkpoints(self.run_dir):\n            (self", "        if not manifest.checkpoints(self.run_dir):\n            (self", "tests/sweeps/test_sweep.py", "checkpoint"),
+    Fault("sweep: a changed jobs.json is taken", "sweeps/store.py", "if not signature.is_own(content,", "if signature.is_own(None,", "tests/launch/test_strangers.py", "changed_sweep"),
+    Fault("sweep: a finished sweep goes on", "sweeps/store.py", "and not is_finished(path) and not directory.is_locked(path)", "and not directory.is_locked(path)", "tests/sweeps/test_sweep.py", "newest_unfinished"),
+    Fault("sweep: one number of a range is left out", "sweeps/search_space.py", "low + (len(numbers) - 1) * step, step", "low + (len(numbers) - 2) * step, step", "tests/sweeps/test_sweep.py", "grammar"),
+    Fault("sweep: the middle of a logarithmic interval is the mean", "sweeps/search_space.py", "math.sqrt(self.low * self.high) if self.log", "(self.low + self.high) / 2 if self.log", "tests/sweeps/test_sweep.py", "grammar or space"),
+    Fault("sweep: more jobs than there may be", "sweeps/grid.py", "(count := math.prod(map(len, axes))) > MAX_JOBS", "(count := sum(map(len, axes))) > MAX_JOBS", "tests/sweeps/test_bounds.py tests/recipe/test_limits.py", "sweep or jobs or combinations or values"),
     Fault("recipe: aliases are taken", "recipe/safe_yaml.py", 'if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):', "if isinstance(event, yaml.MarkedYAMLError if False else ()):", "tests/recipe/test_format.py tests/recipe/test_fuzz.py", "wrong or small_file"),
     Fault("recipe: tags are taken", "recipe/safe_yaml.py", 'if tag := getattr(event, "tag", None):', 'if (tag := getattr(event, "tag", None)) and tag == "!":', "tests/recipe/test_format.py tests/recipe/test_fuzz.py", "wrong or small_file"),
     Fault("recipe: larger than it may be", "recipe/safe_yaml.py", "    if len(raw) > MAX_BYTES:", "    if len(raw) > 2 * MAX_BYTES:", "tests/recipe/test_format.py tests/recipe/test_fuzz.py", "wrong or small_file"),

@@ -42,7 +42,7 @@ def _keys() -> str:
 
 def _python() -> str:
     found = ["# Python", "", _text(inspect.getdoc(drivetrain) or ""), ""]
-    for name in ("train", "multirun", "compare", "doctor", "load", "runs"):
+    for name in ("train", "sweep", "compare", "doctor", "load", "runs"):
         function = getattr(drivetrain, name)
         found += [f"## drivetrain.{name}", "", "```python", f"drivetrain.{name}{inspect.signature(function)}", "```", ""]
         found += [_text(inspect.getdoc(function) or ""), ""]

@@ -19,52 +19,60 @@ if TYPE_CHECKING:
     from drivetrain.run.result import Result
 
 
-def train(config: Sequence[str] | Mapping[str, Any] = (), config_dirs: Sequence[str] = ()) -> Result:
+def train(config: Sequence[str] | Mapping[str, Any] = (), config_dirs: Sequence[str] = (), **keywords: Any) -> Result:
     """Run `python -m src.train <overrides>` and return its result.
 
     `config` is a list of overrides, or a config that your own program composed, such as the DictConfig of a function with
     @hydra.main: then the run's files go to Hydra's output directory, if no run is there yet. `config_dirs` are as --config-dir.
-    Raises `drivetrain.core.errors.UserError` for a bad config; a run that fails later is returned with
-    its `status` and `error` like any other.
+    Keywords are overrides too: train(epochs=3, model="mlp"), and **{"optimizer.lr": 0.1} for a key with a dot. Raises
+    `drivetrain.core.errors.UserError` for a bad config; a run that fails later is returned with its `status` and `error` like
+    any other.
     """
     from drivetrain.launch.launcher import train as launch_train
 
-    return launch_train(config, config_dirs)
+    return launch_train(config, config_dirs, keywords)
 
 
-def multirun(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> pandas.DataFrame:
+def sweep(overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), **keywords: Any) -> pandas.DataFrame:
     """Run `python -m src.train -m <overrides>`, such as ["optimizer=sgd,adamw"], and return its runs, as `runs` does.
 
-    It needs pandas (pip install 'drivetrain[pandas]'). Raises `drivetrain.core.errors.UserError` where no job can run; jobs that
-    fail are rows with their `status` and `error`.
+    Keywords are overrides too: sweep(optimizer="sgd,adamw"). It needs pandas (pip install 'drivetrain[pandas]'). Raises
+    `drivetrain.core.errors.UserError` where no job can run; jobs that fail are rows with their `status` and `error`.
     """
+    from drivetrain.core.overrides import words_of
     from drivetrain.run.curves import need_pandas
     from drivetrain.run.table import as_frame
-    from drivetrain.sweep.driver import run_all
+    from drivetrain.sweeps.driver import run_all
 
-    need_pandas("drivetrain.multirun")
-    return as_frame(run_all(overrides, config_dirs)[0])
+    need_pandas("drivetrain.sweep")
+    return as_frame(run_all(words_of("drivetrain.sweep", overrides, keywords), config_dirs)[0])
 
 
-def compare(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> Compared:
+def compare(overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), **keywords: Any) -> Compared:
     """Run `drivetrain compare <overrides>`, such as ["precision=fp32,bf16", "quality=true"], and return what was measured.
+
+    Keywords are overrides too: compare(precision="fp32,bf16", quality=True).
 
     A notebook shows its answer and its table; `rows` has the figures of each arm. Raises `drivetrain.core.errors.UserError`
     where there is nothing to compare.
     """
+    from drivetrain.core.overrides import words_of
     from drivetrain.measure.benchmark.compare import run
 
-    return run(overrides, config_dirs)[0]
+    return run(words_of("drivetrain.compare", overrides, keywords), config_dirs)[0]
 
 
-def doctor(overrides: Sequence[str] = (), config_dirs: Sequence[str] = ()) -> Diagnosis:
+def doctor(overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), **keywords: Any) -> Diagnosis:
     """Run `drivetrain doctor <overrides>` and return what it found: `profile`, `problems` and `gains`.
+
+    Keywords are overrides too: doctor(recipe="naive").
 
     A notebook shows the verdict and the table. Raises `drivetrain.core.errors.UserError` for a run that cannot be.
     """
+    from drivetrain.core.overrides import words_of
     from drivetrain.measure.profile.doctor import examine
 
-    return examine(overrides, config_dirs)
+    return examine(words_of("drivetrain.doctor", overrides, keywords), config_dirs)
 
 
 def load(

@@ -22,8 +22,8 @@ from drivetrain.core.errors import UserError
 from drivetrain.launch.job import prepare, prepare_run
 from drivetrain.run import directory
 from drivetrain.run.result import Result
-from drivetrain.sweep import prepare as prepare_sweep
-from drivetrain.sweep.store import Sweep, one_job
+from drivetrain.sweeps import prepare as prepare_sweep
+from drivetrain.sweeps.store import Sweep, one_job
 
 SMALL = "defaults:\n  - override /optimizer: sgd\noptimizer:\n  lr: 0.05\n"
 

@@ -102,7 +102,7 @@ def test_the_page_of_words_says_what_the_command_answers():
         ("loss=net.my_loss", "a class of your own is loss=own loss.target=net.my_loss 'trust=[net]'"),
         ("optimizer=torch.optim.SGD", "did you mean 'sgd'"),
         ("data=/", "data=imagefolder data.root=/; there is"),
-        ("data=text", "it is called data=jsonl here"),
+        ("data=txt", "it is called data=text here"),
         ("trainer.max_epochs=3", "it is called epochs here"),
         ("train.epochs=3", "did you mean 'epochs'?"),
         ("training.lr=1", "did you mean 'optimizer.lr'?"),

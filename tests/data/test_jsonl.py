@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from drivetrain.core.errors import UserError
-from drivetrain.data import Jsonl, LabelledTexts, Stdlib
+from drivetrain.data import Jsonl, LabelledTexts, Stdlib, TextFiles
 from drivetrain.data.tokenizer import from_json
 from drivetrain.model import Gpt
 
@@ -131,3 +131,43 @@ def test_a_text_is_encoded_as_the_source_has_it(texts):
         encoded = jsonl.encode(TEXTS[7], splits)
         assert encoded[: x.shape[1]].tolist() == x[0].tolist()
         assert jsonl.decode([*encoded.tolist(), 0, 0] if label else encoded.tolist(), splits) == TEXTS[7]
+
+
+# --- plain text ---
+
+
+def test_plain_text_is_read_in_passages_of_whole_lines(tmp_path):
+    """Every line is in one passage; the same ones are held out of a file and of a folder with it, whatever else is there."""
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("".join(text + "\n" for text in TEXTS))
+    (tmp_path / "in" / "notes.md").write_text("not read")
+    option = TextFiles(str(tmp_path / "in" / "a.txt"), length=16, holdout=0.3)
+    train, test = option._lines()
+    passages = [line.text for line in (*train, *test)]
+    assert sorted("".join(passages).splitlines()) == sorted(TEXTS)
+    assert all(64 <= len(p) < 64 + len(max(TEXTS, key=len)) + 1 and p.endswith("\n") for p in passages)
+    (tmp_path / "in" / "b.txt").write_text("something else " * 20)
+    folder = TextFiles(str(tmp_path / "in"), length=16, holdout=0.3)._lines()
+    assert set(test) <= set(folder[1])
+    assert set(train) <= set(folder[0])
+    splits = option.load(CPU)
+    x, y = splits.train.fetch(torch.arange(2))
+    assert (splits.classes, x[0, 0]) == (257, 256)
+    assert bytes(y[0].tolist()).decode() == train[0].text[:16]
+    assert option.encode("ab", splits).tolist() == [256, 97, 98]
+
+
+def test_what_is_no_plain_text(tmp_path, problems):
+    for name, content, says in (("e.txt", b"", "e.txt is empty"), ("l.txt", b"caf\xe9", "l.txt is not UTF-8")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError, match=says):
+            TextFiles(str(tmp_path / name)).load(CPU)
+    (tmp_path / "none").mkdir()
+    with pytest.raises(UserError, match=r"none holds no \.txt file with a text"):
+        TextFiles(str(tmp_path / "none")).load(CPU)
+    assert any(
+        p.endswith("set task=language_modelling, or data=jsonl") for p in problems("task=text_classification", "data=text")
+    )
+    assert "data.path=gone.txt is no file" in problems("data=text", "data.path=gone.txt")
+    assert any("set task=language_modelling, which sets model and loss" in p for p in problems("data=text"))
+    assert "data=text needs data.path, a .txt file, or a folder of them" in problems("data=text")

@@ -9,6 +9,8 @@ import torch
 from drivetrain.batch import Batch
 from drivetrain.core.errors import UserError
 from drivetrain.engine import facts
+from drivetrain.launch import launcher
+from drivetrain.measure.benchmark import arms, quality
 
 
 def small(samples: int, size: int, epochs: int = 10, drop_last: bool = True, ranks: int = 1) -> SimpleNamespace:
@@ -56,7 +58,7 @@ def test_the_line_of_facts(train, caplog):
     train("data=digits", "data.classes=[3,1,4]", "model=mlp", "model.freeze=['*.bias']", "batch.global_batch=32", "updates=1")
     (line,) = (r.getMessage() for r in caplog.records if r.name == "drivetrain.launch.worker" and "parameters" in r.getMessage())
     assert re.match(r"samples: \d+ training, \d+ validation \(0\.2 of training\), \d+ test; 3 classes: 3, 1, 4; ", line)
-    assert re.search(r"; [\d,]+ parameters, of which [\d,]+ train; cpu; \d+ updates an epoch, 1 in all$", line)
+    assert re.search(r"; [\d,]+ parameters, of which [\d,]+ train; cpu \(\d+ threads?\); \d+ updates an epoch, 1 in all$", line)
 
 
 def test_many_classes_are_not_all_named():
@@ -73,3 +75,20 @@ def test_the_rows_of_a_resumed_run():
     assert facts._updates(trainer) == "10 updates an epoch, 100 in all, of which 10 are done"
     trainer.model = torch.nn.Linear(3, 2)
     assert facts._parameters(trainer) == "8 parameters"
+
+
+def test_seeds_after_the_first_do_not_repeat_the_advice(tiny, tmp_path, monkeypatch, caplog):
+    """Runs of several seeds, as of `recipe verify`: what the user should know of them is said once."""
+    spec = arms.compose("it", tiny("data.samples=64", "batch.global_batch=48", "epochs=3", "updates=3"), ())
+
+    def run_here(job, folder, signals, quiet):
+        folder.mkdir(parents=True)
+        job.job.notices.append("a notice of composing")
+        return 0, launcher.launch(job.job, folder, quiet).result
+
+    monkeypatch.setattr(quality, "run_one", run_here)
+    for number in range(2):
+        caplog.clear()
+        quality.run_seed(spec, spec.job, number, tmp_path / str(number), None, told=number > 0)
+        said = " ".join(record.getMessage() for record in caplog.records)
+        assert ("set batch.global_batch=8 for more updates" in said, "a notice of composing" in said) == (not number,) * 2

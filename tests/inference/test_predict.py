@@ -16,8 +16,12 @@ from PIL import Image
 
 import drivetrain
 from drivetrain.cli import completion, main
-from drivetrain.core.errors import DataError
+from drivetrain.config.catalog import options
+from drivetrain.config.compose import compose
+from drivetrain.core.errors import DataError, UserError
+from drivetrain.inference.finished import MODEL_ALONE
 from drivetrain.inference.inputs import Item, read_in_batches
+from drivetrain.launch.job import checked
 
 
 def rows(file: Path) -> list[dict[str, str]]:
@@ -97,7 +101,7 @@ def test_a_folder_of_images_with_a_broken_one(digits, tmp_path, images, capsys):
     assert "2 inputs could not be read" in capsys.readouterr().err
 
 
-def test_image_files_as_the_run_reads_its_own(finished, tmp_path):
+def test_image_files_as_the_run_reads_its_own(finished, tmp_path, monkeypatch, capsys):
     """Photographs of any size are cropped, resized and normalised as the evaluation does it: the same numbers."""
     random = np.random.default_rng(0)
     for n, (split, name) in enumerate(itertools.product(("train", "val"), ("cat", "dog"))):
@@ -114,6 +118,49 @@ def test_image_files_as_the_run_reads_its_own(finished, tmp_path):
     assert [{k: v for k, v in row.items() if k != "target"} for row in a] == b
     assert {row["target"] for row in a} == {"cat", "dog"}
     assert {"p_cat", "p_dog"} < set(b[0])
+    # The run's directory is all that is needed: its images are gone, and another working directory makes no difference.
+    (tmp_path / "photos").rename(tmp_path / "moved")
+    monkeypatch.chdir(tmp_path / "moved")
+    assert predict(result, "val", "--out", tmp_path / "c.csv") == 0
+    assert [row["p_cat"] for row in rows(tmp_path / "c.csv")] == [row["p_cat"] for row in b]
+    assert main.main(["export", str(result.run_dir), "m.ts"]) == 0
+    capsys.readouterr()
+    assert predict(result, "--data", "test") == 2
+    assert f"data.root={tmp_path}/photos is no directory" in capsys.readouterr().err
+    assert predict(result, "--data", "test", "data.root=.", "--out", tmp_path / "d.csv") == 0
+    assert len(rows(tmp_path / "d.csv")) == len(a)
+
+
+# What each option reads: the words that set it, and files that are not there.
+READS = {
+    "cifar10": ("data.root=gone",),
+    "huggingface": ("data.root=gone", "data.image=image"),
+    "imagefolder": ("data.root=gone", "data.validation=v"),
+    "jsonl": (
+        "task=language_modelling",
+        "data.path=gone.jsonl",
+        "data.validation=v.jsonl",
+        "data.tokenizer=file",
+        "data.tokenizer_file=gone.json",
+    ),
+    "labels_csv": ("data.path=gone.csv", "data.root=gone", "data.target=a"),
+    "masks": ("task=segmentation", "data.root=gone"),
+    "own": ("data.target=gone.Pictures",),
+    "packed": ("data.root=gone",),
+    "stdlib": ("task=language_modelling", "data.root=gone"),
+    "tabular": ("data.path=gone.csv", "data.target=a"),
+    "text": ("task=language_modelling", "data.path=gone.txt", "data.test=gone"),
+    "webdataset": ("data.train=gone.tar",),
+}
+
+
+@pytest.mark.parametrize("option", options()["data"])
+def test_no_data_option_asks_for_its_files_where_the_model_is_used_alone(option):
+    composed = compose([*READS.get(option, ()), f"data={option}"])
+    checked(composed, used=MODEL_ALONE)
+    if option in READS:
+        with pytest.raises(UserError, match="gone"):
+            checked(composed)
 
 
 def test_lines(digits, finished, tmp_path, images, capsys, monkeypatch):

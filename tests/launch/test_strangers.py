@@ -15,7 +15,7 @@ from drivetrain.core import signature
 from drivetrain.core.errors import UserError
 from drivetrain.launch.job import prepare
 from drivetrain.run import environment
-from drivetrain.sweep import driver, store
+from drivetrain.sweeps import driver, store
 from tests.support.command import run
 
 EVIL = "raise SystemExit('imported')\n"

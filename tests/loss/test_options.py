@@ -196,6 +196,18 @@ def test_two_passes_draw_the_same_numbers_and_count_statistics_once(make):
 # --- a loss of one's own ---
 
 
+def test_an_own_loss_over_classes_names_the_metric_that_it_lacks(tiny):
+    def said(*words: str) -> list[str]:
+        return [line for line in launcher.prepare(tiny(*words, "trust=[mine]")).notices if "loss=own" in line]
+
+    own = ("loss=own", "loss.target=mine.f")
+    (line,) = said(*own)
+    assert "metrics=[accuracy] reports the share of right answers too, and select=accuracy ranks by it" in line
+    assert not said(*own, "metrics=[accuracy]")
+    assert not said(*own, "data=diabetes")
+    assert not said("loss=[own,focal]", "loss.own.target=mine.f")
+
+
 def test_an_own_loss_logs_its_parts(train, mine):
     result = train(*mine, "loss=own", "loss.target=my_losses.parted", "batch=accumulate", "batch.accumulation_steps=2")
     assert result.status == "completed", result.error

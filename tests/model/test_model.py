@@ -116,6 +116,16 @@ def test_own_code_that_cannot_be_built_is_one_line(own, target, kwargs, says):
     assert len(refused.value.problems) == 1
 
 
+@pytest.mark.parametrize("beside", [(), ("loss=focal",), ("loss=[cross_entropy,focal]",)])
+def test_fewer_outputs_than_classes_are_refused_before_training(make, own, beside):
+    words = (*own, "model.target=theirs.Net", "+model.kwargs.classes=3", *beside)
+    with pytest.raises(
+        UserError, match=r"^model=own has 3 outputs for the 4 classes of data=synthetic: give its last layer more"
+    ):
+        make(*words)
+    make(*words[:3], "model.kwargs.classes=5", *beside)  # more than needed are a model's own affair
+
+
 @pytest.mark.parametrize("word", ["model.hidden=[0]", "model.hidden=3", "model.dropout=1.0", "model.dropout=-0.1"])
 def test_mlps_knobs_are_checked(problems, word):
     assert any(p.startswith(word.partition("=")[0]) for p in problems(word))

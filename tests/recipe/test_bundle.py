@@ -20,7 +20,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.launch.job import prepare
 from drivetrain.recipe import bundle, cache, places
 from drivetrain.recipe.bundle import Bundle
-from drivetrain.sweep import grid
+from drivetrain.sweeps import grid
 from tests.support.command import only_run, run, train
 from tests.support.places import site
 

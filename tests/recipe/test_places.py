@@ -19,7 +19,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.overrides import format_value, parse, redact
 from drivetrain.launch.job import prepare
 from drivetrain.recipe import addresses, cache, git, hub, places, web
-from drivetrain.sweep import grid
+from drivetrain.sweeps import grid
 from tests.support.places import Site, answer, certificate_of_this_machine, git_host, redirect, repository, site
 
 TEXT = b"description: from afar\ndefaults:\n  - override /model: mlp\noptimizer:\n  lr: 0.0625\n"

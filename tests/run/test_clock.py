@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import drivetrain
 from drivetrain.core import process
-from drivetrain.sweep.store import Entry
+from drivetrain.sweeps.store import Entry
 
 PACKAGE = Path(drivetrain.__file__).parent
 DATES = {"core/process.py", "run/environment.py", "compile/kernel_cache.py"}  # that read the date, and take no duration from it

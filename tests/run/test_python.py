@@ -6,6 +6,7 @@ import pytest
 
 import drivetrain
 from drivetrain.core.errors import UserError
+from drivetrain.core.overrides import words_of
 from drivetrain.launch import launcher
 from drivetrain.run.result import Result
 from tests.support.command import ROOT
@@ -40,6 +41,20 @@ def test_a_run_without_records_says_so(tmp_path):
             ask(Result(run_dir=tmp_path))
 
 
+def test_keywords_are_overrides(tiny):
+    result = drivetrain.train(tiny(), updates=1, resume=None, **{"optimizer.lr": 0.01, "model.hidden": [4]})
+    assert (result.updates, result.error) == (1, None)
+    assert words_of("f", ["a=1"], {"optimizer": "sgd,adamw", "quality": True}) == ["a=1", "optimizer=sgd,adamw", "quality=true"]
+    with pytest.raises(UserError, match=r"no 'epoch' \(epoch=1\): did you mean 'epochs'"):
+        drivetrain.train(epoch=1)
+
+
+@pytest.mark.parametrize("verb", ["train", "sweep", "compare", "doctor"])
+def test_a_text_is_no_list_of_overrides(verb):
+    with pytest.raises(UserError, match=rf"drivetrain\.{verb}\('model=mlp'\): give a list of overrides, as \['model=mlp'\]"):
+        getattr(drivetrain, verb)("model=mlp")
+
+
 def test_a_run_of_several_ranks_prints_no_table_to_who_gets_its_result(tiny, tmp_path, monkeypatch, capsys):
     """`drivetrain.train` starts such a run as a command, and of one process it prints no table either."""
     from drivetrain.cli import main
@@ -56,7 +71,7 @@ def test_a_run_of_several_ranks_prints_no_table_to_who_gets_its_result(tiny, tmp
 def test_a_sweep_a_comparison_and_a_doctor_from_python_after_a_run(tiny, train):
     """As in a notebook: this process has computed already."""
     train()
-    frame = drivetrain.multirun(tiny("optimizer=sgd,adamw"))
+    frame = drivetrain.sweep(tiny(), optimizer="sgd,adamw")
     assert list(frame["status"]) == ["completed", "completed"]
     compared = drivetrain.compare([*tiny("model.dropout=0,0.5"), "rounds=1"])
     assert [row.label for row in compared.rows] == ["model.dropout=0", "model.dropout=0.5"]

@@ -156,6 +156,36 @@ def test_threads_are_what_was_asked_for_also_after_another_run(make, monkeypatch
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize(
+    ("given", "launch", "asked", "expected"),
+    [
+        ("3", None, None, 3),
+        ("1", None, None, 1),
+        ("", None, None, 4),  # its share of the cores
+        ("6,2", None, None, 6),  # of nested regions
+        ("3", None, 5, 5),
+        ("1", "none", None, 4),  # torchrun's own, which nobody asked for
+        ("3", "none", None, 3),
+        ("1", "drivetrain", None, 1),  # of ranks that drivetrain started
+    ],
+)
+def test_threads_are_those_of_the_environment_where_none_are_set(given, launch, asked, expected, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", given)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr("drivetrain.core.cpus.Path.read_text", lambda *_, **__: "max 100000")
+    if launch is not None:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", launch)
+    assert Runtime(threads=asked).thread_count(2) == expected
+
+
+def test_a_number_of_threads_in_the_environment_is_checked(monkeypatch, problems):
+    monkeypatch.setenv("OMP_NUM_THREADS", "many")
+    assert problems() == ["OMP_NUM_THREADS=many in the environment is no number of threads: set it to one, or unset it"]
+    monkeypatch.setenv("OMP_NUM_THREADS", "123456")
+    (problem,) = problems()
+    assert problem.startswith("OMP_NUM_THREADS=123456 starts 123,456 threads")
+
+
 def test_the_ranks_of_a_machine_share_its_cores(monkeypatch):
     before = torch.get_num_threads()
     try:

@@ -21,7 +21,7 @@ from drivetrain.launch import elastic
 from drivetrain.measure.benchmark import interleave
 from drivetrain.measure.certify import process
 from drivetrain.measure.profile import isolated
-from drivetrain.sweep import forked
+from drivetrain.sweeps import forked
 
 # The functions by which torch starts CUDA, in any way of asking it.
 STARTING = ("_cuda_getDeviceCount", "_cuda_init", "_cuda_setDevice", "_cuda_getDevice", "_cuda_exchangeDevice")
@@ -40,10 +40,10 @@ def train() -> None:
 
 def sweep() -> None:
     """The jobs of a sweep, two at a time, each with a device of its own."""
-    from drivetrain import sweep
+    from drivetrain import sweeps
 
     words = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "optimizer.lr=0.1,0.2"]
-    sweep.run([*TINY, *words], quiet=True)
+    sweeps.run([*TINY, *words], quiet=True)
 
 
 def compare() -> None:

@@ -121,6 +121,7 @@ def needs(folder: Path) -> dict[str, list[str]]:
         "data=labels_csv": [f"data.path={folder}/table.csv", "data.target=kind", "data.size=32"],
         "data=masks": [f"data.root={folder}/masked", "data.size=32", "data.holdout=0.3", "model=unet"],
         "data=jsonl": [f"data.path={folder}/texts.jsonl", "data.length=32", "model=gpt", "loss=next_token"],
+        "data=text": [f"data.path={folder}/texts.txt", "data.length=32", "model=gpt", "loss=next_token"],
         "data=diabetes": ["loss=mse", "model=mlp"],
         "data=wine": ["model=mlp"],
         "data=digit_scenes": ["data.samples=32", "data.test_samples=16", "loss=bce"],

@@ -15,7 +15,7 @@ from PIL import Image
 def write(folder: Path, size: int = 8, samples: int = 50, with_hub: bool = True) -> None:
     """Write two classes of noise, `samples` or so in all, in every form.
 
-    cifar/, shard.tar, packed/, hub/ (empty without its library), masked/, table.csv with its images, and texts.jsonl.
+    cifar/, shard.tar, packed/, hub/ (empty without its library), masked/, table.csv with its images, texts.jsonl and texts.txt.
     """
     noise = np.random.default_rng(0)
     images = noise.integers(0, 255, (samples, size, size, 3), dtype=np.uint8)
@@ -25,6 +25,7 @@ def write(folder: Path, size: int = 8, samples: int = 50, with_hub: bool = True)
     table_and_masks(folder, images)
     texts = [{"text": f"line {i} of {len(images)}: {'ab' * (i % 9)}", "kind": "ab"[i % 2]} for i in range(len(images))]
     (folder / "texts.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
+    (folder / "texts.txt").write_text("".join(text["text"] + "\n" for text in texts))
     (folder / "hub").mkdir()
     if with_hub and find_spec("datasets") is not None:
         hub(folder / "hub", images)

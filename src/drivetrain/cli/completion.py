@@ -73,7 +73,7 @@ def candidates(argv: Sequence[str]) -> list[str]:
 def overrides(words: Sequence[str], last: str) -> list[str]:
     """What an override that begins with `last` may become, after the words before it."""
     if last.startswith("hy"):
-        from drivetrain.sweep.options import completions
+        from drivetrain.sweeps.options import completions
 
         return completions()
     config_dirs = list(_config_dirs(words))

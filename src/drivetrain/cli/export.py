@@ -40,7 +40,7 @@ def command(argv: Sequence[str]) -> int:
     if len(given.paths) > 1:
         raise UserError("drivetrain export needs a run's directory, and perhaps a file: drivetrain export RUN [FILE]")
     from drivetrain.inference import export
-    from drivetrain.inference.finished import ONE_PROCESS, find
+    from drivetrain.inference.finished import MODEL_ALONE, ONE_PROCESS, find
 
     file = Path(given.paths[0]).expanduser() if given.paths else None
     kind, with_normalize = export.format_of(file, given.options.format), given.options.with_normalize
@@ -48,7 +48,7 @@ def command(argv: Sequence[str]) -> int:
         raise UserError("--with-normalize: safetensors holds weights, and no model that could normalise: set another --format")
     path = file or given.run_dir / f"model{export.SUFFIX[kind]}"
     overrides = [ONE_PROCESS, "ema=none", "precision=fp32", *given.overrides, "runtime.device=cpu"]
-    finished = find("drivetrain export", given.run_dir, overrides, given.config_dirs, given.choice)
+    finished = find("drivetrain export", given.run_dir, overrides, given.config_dirs, given.choice, MODEL_ALONE)
     if kind == "safetensors":
         done = export.export_weights(finished, path)
         echo(f"{done.tensors} tensors of update {finished.checkpoint.name}: {path}")

@@ -53,7 +53,7 @@ def command(argv: Sequence[str]) -> int:
     from drivetrain.ui.progress import Rate
 
     split = given.options.data
-    loaded = load(given.run_dir, given.overrides, given.config_dirs, given.choice)
+    loaded = load(given.run_dir, given.overrides, given.config_dirs, given.choice, with_data=split is not None)
     loaded.check_rows(split)
     items, count = loaded.items_of(split) if split else inputs.given(given.paths, loaded.transforms, sys.stdin)
     size = given.options.batch or loaded.batch_size()

@@ -86,7 +86,7 @@ def _refuse_flags_of_hydra(given: argparse.Namespace) -> None:
 
 
 def _train(given: argparse.Namespace) -> int:
-    from drivetrain import sweep
+    from drivetrain import sweeps
     from drivetrain.config import hydra_settings
     from drivetrain.launch import launcher
     from drivetrain.launch.job import prepare_run
@@ -94,8 +94,8 @@ def _train(given: argparse.Namespace) -> int:
     from drivetrain.ui import terminal
 
     mode = hydra_settings.split(given.overrides)[0].given.get("mode")
-    if given.multirun or mode == "MULTIRUN" or sweep.is_sweep_recipe(given.overrides):
-        return sweep.run(given.overrides, given.config_dir, given.quiet)
+    if given.multirun or mode == "MULTIRUN" or sweeps.is_sweep_recipe(given.overrides):
+        return sweeps.run(given.overrides, given.config_dir, given.quiet)
     ended = launcher.launch(prepare_run(given.overrides, given.config_dir), quiet=given.quiet)
     if ended.result.run_dir is not None and not launcher.started_from_python():  # this is rank 0
         terminal.show_result(ended.result)

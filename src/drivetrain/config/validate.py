@@ -40,10 +40,11 @@ _KINDS: dict[str, Any] = {  # of the keys of conf/config.yaml that are no group
 }  # fmt: skip
 
 
-def validate(composed: Composed, own: bool = False) -> RunSpec:
+def validate(composed: Composed, own: bool = False, used: Collection[str] | None = None) -> RunSpec:
     """The config's options as objects, after their rules have passed. Raises UserError with all problems; imports no torch.
 
     What a recipe may not set is refused before an option is made. With `own` the recipe is a run's, which may choose own code.
+    `used` names the groups that are used; None: all. Rules of others are not asked: a finished run's data may be gone.
     """
     if any("@" not in str(word) for word in composed.plain.get("trust") or []):  # a bundle's package is found without it
         paths.add_working_directory()
@@ -52,9 +53,9 @@ def validate(composed: Composed, own: bool = False) -> RunSpec:
     run, stages = whole.run, _make_stages(whole, own, problems)
     told: dict[str, None] = {}  # what is wrong with the run is not said again of its stages
     for made in (whole, *stages):
-        told |= dict.fromkeys(made.problem(line) for line in made.broken_rules() if line not in told)
+        told |= dict.fromkeys(made.problem(line) for line in made.broken_rules(used) if line not in told)
     problems += told
-    if not problems:
+    if not problems and used is None:
         problems += core_stages.problems(run)
     if problems:
         raise UserError(dict.fromkeys(problems))
@@ -78,10 +79,10 @@ class _Made:
         """A problem of this config, for messages."""
         return line if self.stage is None else f"{self.stage.label}: {line}"
 
-    def broken_rules(self) -> list[str]:
+    def broken_rules(self, used: Collection[str] | None) -> list[str]:
         """What its options' rules say, where they can be asked; else a value may be missing that any rule reads."""
         known = self.composed.doubtful <= set(options(self.composed.config_dirs))
-        return _broken_rules(self.run, self.options) if known else []
+        return _broken_rules(self.run, self.options, used) if known else []
 
 
 def _make_stages(whole: _Made, own: bool, problems: list[str]) -> list[_Made]:
@@ -134,7 +135,7 @@ def _make_run(composed: Composed, own: bool, problems: list[str], stage: Planned
     return _Made(composed, run, classes, rightly_made, stage)
 
 
-def _broken_rules(run: RunSpec, options: Sequence[Option]) -> list[str]:
+def _broken_rules(run: RunSpec, options: Sequence[Option], used: Collection[str] | None) -> list[str]:
     """What the options' rules say of each other; a rule that asks for an option or a value that is wrong says nothing."""
     problems: list[str] = []
     seeing = []
@@ -142,26 +143,31 @@ def _broken_rules(run: RunSpec, options: Sequence[Option]) -> list[str]:
         with suppress(NotGiven):
             option.see(run)
             seeing.append(option)
-    rules: list[Callable[[], Iterable[str]]] = [partial(option.validate, run) for option in seeing]
-    rules.append(lambda: selection.problems(run, "select", run.values["select"]))
-    rules.append(lambda: target.problems(run))
+    asked = seeing if used is None else [option for option in options_of(run, used) if option in seeing]
+    rules: list[Callable[[], Iterable[str]]] = [partial(option.validate, run) for option in asked]
+    if used is None:
+        rules.append(lambda: selection.problems(run, "select", run.values["select"]))
+        rules.append(lambda: target.problems(run))
     for rule in rules:
         with suppress(NotGiven):
             problems.extend(rule())
     return problems
 
 
-def validate_device(run: RunSpec) -> None:
-    """Check the rules that need torch, the device, or a library's list of names. Raises UserError with all problems."""
-    problems = [problem for option in options_of(run) for problem in option.validate_device(run)]
+def validate_device(run: RunSpec, used: Collection[str] | None = None) -> None:
+    """Check the rules that need torch, the device, or a library's list of names. Raises UserError with all problems.
+
+    `used` is as in `validate`.
+    """
+    problems = [problem for option in options_of(run, used) for problem in option.validate_device(run)]
     problems += callbacks.problems(run)
     if problems:
         raise UserError(dict.fromkeys(problems))
 
 
-def options_of(run: RunSpec) -> Iterator[Option]:
-    """All options of a run."""
-    return (option for _, option in _by_group(run))
+def options_of(run: RunSpec, used: Collection[str] | None = None) -> Iterator[Option]:
+    """All options of a run, or those of the groups that are `used`."""
+    return (option for key, option in _by_group(run) if used is None or key.partition(".")[0] in used)
 
 
 def _by_group(run: RunSpec) -> Iterator[tuple[str, Option]]:

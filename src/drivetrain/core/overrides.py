@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+
+from drivetrain.core.errors import UserError
 
 _WORD = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 _OTHER_THAN_TEXT = re.compile(r"true|false|null|nan|inf", re.I)  # words that Hydra reads as a value of another type
@@ -95,6 +97,16 @@ def format_value(value: Any) -> str:
         # Within quotes a backslash stands for itself, except before a quote.
         return "'" + re.sub(r"(\\+)(?='|\Z)", r"\1\1", value).replace("'", "\\'") + "'"
     return str(value)
+
+
+def words_of(verb: str, overrides: Any, keywords: Mapping[str, Any]) -> list[str]:
+    """The overrides that a function of the package was given, with its keywords as further ones. Raises UserError.
+
+    A keyword's text is as on the command line: optimizer="sgd,adamw" is a sweep.
+    """
+    if isinstance(overrides, str):
+        raise UserError(f"{verb}({overrides!r}): give a list of overrides, as [{overrides!r}], or keywords")
+    return [*overrides, *(f"{key}={value if isinstance(value, str) else format_value(value)}" for key, value in keywords.items())]
 
 
 def _key(key: Any) -> str:

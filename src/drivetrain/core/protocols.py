@@ -33,6 +33,9 @@ class Loss(Protocol):
     def parts(self) -> dict[str, torch.Tensor]:
         """Return running sums of its named parts, which a step adds to; 0-d."""
 
+    def output_problem(self, output: tuple[int, ...], classes: int) -> str | None:
+        """Return what is wrong with the shape of the model's output for two samples; None: nothing."""
+
 
 class Strategy(Protocol):
     """A parallel strategy in a run: this process among the ranks that train together."""

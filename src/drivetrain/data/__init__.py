@@ -14,10 +14,11 @@ from drivetrain.data.packed import Packed
 from drivetrain.data.synthetic import Synthetic
 from drivetrain.data.tabular import Diabetes, Tabular, Wine
 from drivetrain.data.text import LabelledTexts, Stdlib, Texts
+from drivetrain.data.text_files import TextFiles
 from drivetrain.data.webdataset import WebDataset
 
 __all__ = [
     "Cifar10", "Data", "Diabetes", "DigitScenes", "Digits", "HuggingFace", "ImageFolder", "Images", "Jsonl", "LabelledTexts",
-    "LabelsCsv", "Masks", "Normalize", "Own", "Packed", "Source", "Splits", "Stdlib", "Synthetic", "Tabular", "Tensors", "Texts",
-    "WebDataset", "Wine", "decode",
+    "LabelsCsv", "Masks", "Normalize", "Own", "Packed", "Source", "Splits", "Stdlib", "Synthetic", "Tabular", "Tensors",
+    "TextFiles", "Texts", "WebDataset", "Wine", "decode",
 ]  # fmt: skip

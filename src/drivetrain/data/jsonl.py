@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from drivetrain.core.allowed import ColumnName, FileName
 from drivetrain.core.errors import DataError, OperatorGives, UserError, did_you_mean
@@ -37,7 +37,9 @@ class Jsonl(Data):
     machine_local_keys = ("path", "test", "tokenizer_file")
     tokens = True
     max_value = None
-    input_files = (".jsonl",)
+    input_files: ClassVar[tuple[str, ...]] = (".jsonl",)
+    reads_what = "a file with one JSON object on each line"
+    instead = "set data.label to its key in the JSON objects"  # where there is no class
 
     def __init__(
         self,
@@ -61,11 +63,12 @@ class Jsonl(Data):
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if not self.path:
-            yield OperatorGives("data=jsonl needs data.path, a file with one JSON object on each line")
-        files = {"path": self.path, "test": self.test, "validation": beside(self.path, self.validation)}
-        for knob, path in {**files, "tokenizer_file": self.tokenizer_file}.items():
-            if path and not Path(path).is_file():
+            yield OperatorGives(f"{run.named('data')} needs data.path, {self.reads_what}")
+        for knob, path in {"path": self.path, "test": self.test, "validation": beside(self.path, self.validation)}.items():
+            if path and not self.exists(Path(path)):
                 yield f"data.{knob}={path} is no file"
+        if self.tokenizer_file and not Path(self.tokenizer_file).is_file():
+            yield f"data.tokenizer_file={self.tokenizer_file} is no file"
         if (self.tokenizer == "file") != (self.tokenizer_file is not None):
             yield (
                 f"data.tokenizer={self.tokenizer} and data.tokenizer_file={self.tokenizer_file or 'null'} exclude each other: "
@@ -76,9 +79,13 @@ class Jsonl(Data):
         if self.tokenizer == "bpe" and self.vocabulary < Bytes.size:
             yield f"data.vocabulary={self.vocabulary}: the {Bytes.size} bytes are tokens of their own: set it to more"
         if self.label is None and "class" in run.task.targets:
-            yield f"{run.named('task')} wants a class for each text: set data.label to its key in the JSON objects"
+            yield f"{run.named('task')} wants a class for each text: {self.instead}"
         if run.augment:
-            yield f"{run.named('augment')} changes images, but data=jsonl is text: set augment=[]"
+            yield f"{run.named('augment')} changes images, but {run.named('data')} is text: set augment=[]"
+
+    def exists(self, path: Path) -> bool:
+        """Whether there is something to read at a path."""
+        return path.is_file()
 
     def shape(self) -> tuple[int, ...]:
         return (self.length,)
@@ -181,7 +188,7 @@ class Jsonl(Data):
         except ValueError as error:
             raise UserError(
                 f'{where}: not JSON: {error}: each line must be an object such as {{"{self.text}": "…"}} '
-                "(docs/data.md shows how to make such a file of plain text)"
+                "(data=text reads plain text)"
             ) from None
         if not isinstance(entry, dict):
             raise UserError(f"{where}: {type(entry).__name__}, but each line must be an object with the key {self.text}")

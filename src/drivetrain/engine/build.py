@@ -43,6 +43,12 @@ from drivetrain.loss import Loss
 from drivetrain.loss.embedding import ComparingLoss
 from drivetrain.saving.writer import Writer
 
+FEW_TOKENS = 16
+MORE_OUTPUTS = (
+    "give its last layer more outputs. A class of yours (model=own) is told their number where it takes an argument `classes` or "
+    "`num_classes`; one that takes it under another name gets it by model.kwargs"
+)
+
 logger = logging.getLogger(__name__)
 
 
@@ -225,6 +231,8 @@ def _build_model(context: BuildContext, debug: Debug) -> tuple[torch.nn.Module, 
     _log(run.model.freeze_parameters(model, context))
     # Counted before activation checkpointing, which computes some twice, and before sharding, which leaves a part here.
     model_flops = _count_flops(context, model, example)
+    if model_flops.output and (problem := context.loss.output_problem(model_flops.output, context.data.classes)):
+        raise UserError(f"{run.named('model')} has {problem} of {run.named('data')}: {MORE_OUTPUTS}")
     model = context.precision.convert(model, example)
     # Gradcheck copies the modules, so it runs before anything patches their forwards.
     debug.check_model(model, context.loss, context.train_data)
@@ -267,10 +275,12 @@ def build_for_inference(context: BuildContext, data: Splits) -> torch.nn.Module:
 
 def _count_flops(context: BuildContext, model: torch.nn.Module, example: Tree) -> flops.ModelFlops:
     """Count the operations that a sample takes. All ranks do: a forward may have collectives, as synchronized BatchNorm's has."""
-    if context.train_data.pad_to > 1 or (
-        context.data.example is not None and getattr(context.train_source, "lengths", None) is not None
-    ):
-        return flops.ModelFlops(None, f"{context.run.named('batch')}: samples of different lengths take different operations")
+    differ = f"{context.run.named('batch')}: samples of different lengths take different operations"
+    if context.data.example is not None and getattr(context.train_source, "lengths", None) is not None:
+        return flops.ModelFlops(None, differ)
+    if context.train_data.pad_to > 1:  # a few tokens are enough to see the output's shape
+        output = flops.count(model, example[:, :FEW_TOKENS]).output if isinstance(example, torch.Tensor) else None
+        return flops.ModelFlops(None, differ, output)
     counted = flops.count(model, example)
     if counted.reason:
         logger.info("no MFU: %s", counted.reason)

@@ -36,6 +36,7 @@ def describe(run: RunSpec, data: Splits) -> dict[str, Any]:
         "shape": list(data.shape) if data.example is None else None,
         "inputs": None if data.example is None else _write_tree(data.example),
         "images": data.images,
+        "decodes_images": run.data.decodes_images(),  # the packed data that says it may be gone
         "outputs": data.classes,
         "classes": None if data.names is None else list(data.names),
         "dtype": None if data.dtype is None else _name(data.dtype),

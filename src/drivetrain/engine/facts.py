@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from drivetrain.core.context import BuildContext
+from drivetrain.core.lazy import torch
 from drivetrain.core.targets import TargetKind, kind_of
 from drivetrain.engine.trainer import Trainer
 from drivetrain.run import environment
@@ -54,7 +55,10 @@ def _parameters(trainer: Trainer) -> str:
 def _device(trainer: Trainer) -> str:
     ranks = trainer.parallel.world.size
     device = trainer.device.type
-    if device != "cpu":
+    if device == "cpu":
+        threads = torch.get_num_threads()
+        device += f" ({threads} thread{'s' * (threads != 1)})"
+    else:
         device += f" ({environment.device_name(trainer.device)})"
     return f"{ranks} × {device}" if ranks > 1 else device
 

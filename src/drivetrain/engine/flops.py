@@ -21,6 +21,7 @@ class ModelFlops(NamedTuple):
 
     per_sample: float | None
     reason: str = ""
+    output: tuple[int, ...] | None = None  # the shape of the output for two samples; None where it is not one tensor
 
 
 def count(model: torch.nn.Module, example: Tree) -> ModelFlops:
@@ -31,25 +32,27 @@ def count(model: torch.nn.Module, example: Tree) -> ModelFlops:
     """
     random = checkpoint_io.random_state()
     try:
-        total = _count(model, example)
+        total, output = _count(model, example)
     except (Exception, SystemExit) as error:  # a forward that needs more than zeros; what is wrong in it ends the first step
         lines = str(error).strip().splitlines() or [""]
         return ModelFlops(None, f"the model's operations cannot be counted: {type(error).__name__}: {lines[0]}")
     finally:
         checkpoint_io.restore_random_state([random])
-    return ModelFlops(total / length(example)) if total else ModelFlops(None, "torch counts no operations of this model")
+    shape = tuple(output.shape) if isinstance(output, torch.Tensor) else None
+    if not total:
+        return ModelFlops(None, "torch counts no operations of this model", shape)
+    return ModelFlops(total / length(example), output=shape)
 
 
-def _count(model: torch.nn.Module, example: Tree) -> int:
+def _count(model: torch.nn.Module, example: Tree) -> tuple[int, Any]:
     # A copy with the same weights has its own buffers (BatchNorm's statistics), and its own counters of the user's.
     twin = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
     cudnn = torch.backends.cudnn  # it stays on, which is not what `flags` does by itself
     no_search = cudnn.flags(enabled=cudnn.enabled, benchmark=False, allow_tf32=cudnn.allow_tf32)  # for this batch size
     # Attention as two matrix products: torch has no formula for a CPU's fused kernel.
     with _Counter() as counter, sdpa_kernel(SDPBackend.MATH), no_search:
-        call(twin, example)
-    total: int = counter.total
-    return total
+        output = call(twin, example)
+    return counter.total, output
 
 
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,8 @@ OFF = (
 )  # fmt: skip
 EVALUATED = {"data", "precision", "model", "batch", "ema"}  # groups that a stage may change, and an evaluation depends on
 ONE_PROCESS = "parallel=single"
+# The groups that a model in use needs. Rules of other groups are not asked: the run's data, teacher or loader may be gone.
+MODEL_ALONE = ("runtime", "parallel", "precision", "model", "surgery", "batch")
 
 
 @dataclass
@@ -44,6 +46,7 @@ class Finished:
 
     run_dir: Path
     job: Job  # its config, without what only training needs
+    used: Collection[str] | None  # the groups of options that will be used; None: all
     checkpoint: Path
     average: bool
 
@@ -55,9 +58,17 @@ class Finished:
 
 
 def find(
-    verb: str, run_dir: Path, overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), choice: Choice | None = None
+    verb: str,
+    run_dir: Path,
+    overrides: Sequence[str] = (),
+    config_dirs: Sequence[str] = (),
+    choice: Choice | None = None,
+    used: Collection[str] | None = None,
 ) -> Finished:
-    """Find a run and one of its checkpoints. Raises UserError, which tells to type `verb`; imports no torch."""
+    """Find a run and one of its checkpoints. Raises UserError, which tells to type `verb`; imports no torch.
+
+    `used` names the groups of options that will be used; None: all.
+    """
     choice = choice or Choice()
     recorded = recorded_environment(run_dir)
     given = {key_of(word) for word in overrides}
@@ -67,23 +78,31 @@ def find(
     try:
         # What a stranger's files say of trust, paths and devices is not taken.
         dirs, taken = (config_dirs or recorded.get("config_dirs", []), settings) if own else (config_dirs, {})
-        job = of_run(run_dir, [*_of_stage(run_dir, dirs, taken, given, choice), *words], dirs, taken)
+        job = of_run(run_dir, [*_of_stage(run_dir, dirs, taken, given, choice, used), *words], dirs, taken, used)
     except UserError as error:
-        raise error if own else _refusal(error, verb, run_dir, settings, recorded, config_dirs) from None
+        wanted = {key: value for key, value in settings.items() if used is None or key.partition(".")[0] in (*used, "trust")}
+        raise error if own else _refusal(error, verb, run_dir, wanted, recorded, config_dirs) from None
     job.composed.overrides = list(overrides)
     job.notices.clear()
     job.run.parts["model"] = job.run.model.untrained()
-    return Finished(run_dir, job, checkpoint_of(run_dir, choice.update, job.run.saving.best), choice.average)
+    return Finished(run_dir, job, used, checkpoint_of(run_dir, choice.update, job.run.saving.best), choice.average)
 
 
-def _of_stage(run_dir: Path, config_dirs: Sequence[str], settings: dict[str, Any], given: set[str], choice: Choice) -> list[str]:
+def _of_stage(
+    run_dir: Path,
+    config_dirs: Sequence[str],
+    settings: dict[str, Any],
+    given: set[str],
+    choice: Choice,
+    used: Collection[str] | None,
+) -> list[str]:
     """The overrides that give a run with stages the settings of the one that made its chosen checkpoint; [] without stages.
 
     Of groups that the command chooses itself (`given`), and of what only training needs, they leave all out.
     """
     if not recipes.read_of_run(run_dir).values.get("stages"):
         return []
-    run = of_run(run_dir, [], config_dirs, settings).run
+    run = of_run(run_dir, [], config_dirs, settings, used).run
     update = int(checkpoint_of(run_dir, choice.update, run.saving.best).name)
     changes = {k: v for k, v in stages.changes_at(run, update).items() if k.split(".")[0] in EVALUATED - given}
     return ["stages=null", *(f"{key}={format_value(value)}" for key, value in changes.items())]

@@ -18,7 +18,7 @@ from drivetrain.core.world import World
 from drivetrain.data.base import Splits
 from drivetrain.engine import build
 from drivetrain.engine.description import describe, recall
-from drivetrain.inference.finished import ONE_PROCESS, Choice, Finished, find, load_weights
+from drivetrain.inference.finished import MODEL_ALONE, ONE_PROCESS, Choice, Finished, find, load_weights
 from drivetrain.inference.inputs import Item, of_source
 from drivetrain.inference.predictions import Predictions
 from drivetrain.inference.transforms import Transforms
@@ -32,8 +32,10 @@ class LoadedRun:
         self.run_dir, self.update = finished.run_dir, int(finished.checkpoint.name)
         self.model = model  # in evaluation mode, on `device`
         self.device = context.device
-        self.transforms = Transforms(finished.job.run.data, data, context.device, context.memory_format)
+        option = finished.job.run.data
         self.about = manifest.about(finished.checkpoint) or describe(finished.job.run, data)
+        decodes = self.about["decodes_images"] if "decodes_images" in self.about else option.decodes_images()
+        self.transforms = Transforms(option, data, decodes, context.device, context.memory_format)
         self._run, self._precision, self._data = finished.job.run, context.precision, data
         self._units = data.units and data.units.to(context.device)
         self._forward = context.model_call.taking_batches(model)
@@ -111,16 +113,21 @@ class LoadedRun:
 
 
 def load(
-    run_dir: Path | str, overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), choice: Choice | None = None
+    run_dir: Path | str,
+    overrides: Sequence[str] = (),
+    config_dirs: Sequence[str] = (),
+    choice: Choice | None = None,
+    with_data: bool = False,
 ) -> LoadedRun:
-    """Load a finished run's model, as `drivetrain.load` says. Raises UserError."""
-    return open_run(find("drivetrain predict", Path(run_dir), [ONE_PROCESS, "ema=none", *overrides], config_dirs, choice))
+    """Load a finished run's model, as `drivetrain.load` says; `with_data` if samples of its data are read. Raises UserError."""
+    used = (*MODEL_ALONE, "data") if with_data else MODEL_ALONE
+    return open_run(find("drivetrain predict", Path(run_dir), [ONE_PROCESS, "ema=none", *overrides], config_dirs, choice, used))
 
 
 def open_run(finished: Finished) -> LoadedRun:
     """Build the model of a run that was found, and load its weights. Raises UserError."""
     run = finished.job.run
-    check.validate_device(run)
+    check.validate_device(run, finished.used)
     context = BuildContext(run, World(), finished.run_dir, on_exit=ExitStack())
     about = manifest.about(finished.checkpoint)
     random = torch.get_rng_state()

@@ -25,8 +25,10 @@ class Transforms:
     Image files are cropped and resized as the data option of the run does it, or refused where it has images of one size.
     """
 
-    def __init__(self, option: Data, data: Splits, device: torch.device, memory_format: torch.memory_format) -> None:
-        self._option, self._data, self._memory_format = option, data, memory_format
+    def __init__(
+        self, option: Data, data: Splits, decodes_images: bool, device: torch.device, memory_format: torch.memory_format
+    ) -> None:
+        self._option, self._data, self._decodes_images, self._memory_format = option, data, decodes_images, memory_format
         self.device, self.tokens = device, option.tokens is True
         self.input_files = option.input_files  # endings of the files that the data option reads itself: tables, texts
         self.shape = data.shape if data.example is None else None  # None: inputs are several tensors
@@ -73,7 +75,7 @@ class Transforms:
         """Return the sample that an image file holds. Raises DataError."""
         limit = getattr(self._option, "max_pixels", MAX_PIXELS)
         content = read_image_file(path, limit)
-        if self._option.decodes_images():
+        if self._decodes_images:
             return decoding.decode(content, str(path), self.image_shape()[-1], limit)
         return self._of_exact_size(content, path)
 

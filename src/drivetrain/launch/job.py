@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,6 +51,7 @@ class Job:
     run_dir: Path | None = None  # of a run that is resumed
     checkpoint: Path | None = None
     notices: list[str] = field(default_factory=list)  # what the user should know when the job starts
+    told: bool = False  # a run with another seed has said what the user should know
     shared: Recipe | None = None  # the recipe that was named, whose hash is checked when the job starts
     hydra: HydraSettings = field(default_factory=HydraSettings)
     attach: Callable[[Trainer], None] | None = None  # called with each rank's finished trainer, before it fits
@@ -63,6 +64,8 @@ class Job:
 
     def log_notices(self) -> None:
         """Log what composing found, also under `--quiet`. Composing itself is silent: sweeps and measuring compose many jobs."""
+        if self.told:
+            return
         for line in [*self.notices, *drift.notices(self.shared, self.composed.config_dirs, self.run.values["trust"])]:
             logger.warning("%s", line)
 
@@ -154,9 +157,12 @@ def _given_twice(words: Sequence[str]) -> list[str]:
     return [f"{key} is given {len(set(given))} times: {given[-1]} holds" for key, given in values.items() if len(set(given)) > 1]
 
 
-def checked(composed: Composed, own: bool = False) -> Job:
-    """Validate a composed config as a job. Raises UserError. With `own` its recipe is a run's, with machine-local choices."""
-    run = check.validate(composed, own)
+def checked(composed: Composed, own: bool = False, used: Collection[str] | None = None) -> Job:
+    """Validate a composed config as a job. Raises UserError. With `own` its recipe is a run's, with machine-local choices.
+
+    `used` names the groups whose rules are asked; None: all.
+    """
+    run = check.validate(composed, own, used)
     local = check.machine_local_keys(run)
     notices = list(dict.fromkeys(composed.notices + [line for of in _all_runs(run) for line in advice_of(of)]))
     config_hash = identity.config_hash(composed, local - check.identifying_keys(run))
@@ -212,13 +218,22 @@ def _recorded_config(run_dir: Path) -> dict[str, Any]:
         raise UserError(f"resume={run_dir}: its config.yaml is damaged ({why})") from None
 
 
-def of_run(run_dir: Path, words: Sequence[str], config_dirs: Sequence[str], settings: Mapping[str, Any]) -> Job:
-    """The job of a run's own recipe and these of its machine-local settings, changed by overrides. Raises UserError."""
+def of_run(
+    run_dir: Path,
+    words: Sequence[str],
+    config_dirs: Sequence[str],
+    settings: Mapping[str, Any],
+    used: Collection[str] | None = None,
+) -> Job:
+    """The job of a run's own recipe and these of its machine-local settings, changed by overrides. Raises UserError.
+
+    `used` is as in `checked`.
+    """
     own = [f"{k}={format_value(v)}" for k, v in settings.items()]
     bundles.find_in(run_dir, [*own, *words])
     base = None if any(key_of(w) == "recipe" for w in words) else recipes.read_of_run(run_dir)
     add_import_paths(config_dirs)
-    job = checked(composing.compose([*own, *words], config_dirs, base=base), own=base is not None)
+    job = checked(composing.compose([*own, *words], config_dirs, base=base), own=base is not None, used=used)
     job.composed.overrides = list(words)
     return job
 

@@ -17,7 +17,7 @@ from drivetrain.config import validate as check
 from drivetrain.config.composed_elsewhere import overrides_of
 from drivetrain.core import process
 from drivetrain.core.errors import BAD_CONFIG, UserError
-from drivetrain.core.overrides import format_value
+from drivetrain.core.overrides import format_value, words_of
 from drivetrain.core.paths import add_import_paths
 from drivetrain.core.signals import StopFlag
 from drivetrain.core.world import World
@@ -48,17 +48,16 @@ class Ended:
     code: int
 
 
-def train(config: Sequence[str] | Mapping[str, Any], config_dirs: Sequence[str] = ()) -> Result:
+def train(
+    config: Sequence[str] | Mapping[str, Any], config_dirs: Sequence[str] = (), keywords: Mapping[str, Any] | None = None
+) -> Result:
     """`drivetrain.train`: train in this process where the run has one rank, else in a new one that starts the ranks."""
     process.restart_clock()
-    if isinstance(config, str):
-        raise UserError(f"drivetrain.train({config!r}): give a list of overrides, as [{config!r}], or a config")
     if config_dirs:
         add_import_paths(config_dirs)
     if isinstance(config, Mapping):
-        overrides = [*overrides_of(config, config_dirs), *_into_hydras_directory(config)]
-    else:
-        overrides = list(config)
+        config = [*overrides_of(config, config_dirs), *_into_hydras_directory(config)]
+    overrides = words_of("drivetrain.train", config, keywords or {})
     cache.on_fetch[:] = [fetched.show]
     job = prepare_run(overrides, config_dirs)
     if not job.run.parallel.distributed or launched() is not None:

@@ -84,6 +84,10 @@ class Loss(Option):
         """
         return None
 
+    def output_problem(self, output: tuple[int, ...], classes: int) -> str | None:
+        """What is wrong with the output's shape for two samples, such as "5 outputs for the 10 classes"; None: nothing."""
+        return None
+
     def sums(self, output: torch.Tensor, target: Any) -> torch.Tensor:
         """Sums over a batch, of `sum_dtype`, (metrics + 1,): one for each of `metrics`, then what they are divided by in the end.
 
@@ -124,6 +128,11 @@ def same_shape(output: torch.Tensor, target: torch.Tensor, name: str) -> tuple[t
             f"targets have {shape_of(target)}: give the model as many outputs as a sample has targets"
         )
     return output, target.to(output.dtype)
+
+
+def too_few(outputs: int, classes: int, of: str = "classes") -> str | None:
+    """The problem of a model with fewer outputs than the data has classes; None where it has enough."""
+    return f"{outputs} outputs for the {classes} {of}" if outputs < classes else None
 
 
 def shape_of(tensor: torch.Tensor) -> str:

@@ -9,7 +9,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import NonNegative, RunSpec, Share
 from drivetrain.core.targets import TargetKind
-from drivetrain.loss.base import SMALLEST, Loss, same_shape, shape_of, wide
+from drivetrain.loss.base import SMALLEST, Loss, same_shape, shape_of, too_few, wide
 from drivetrain.loss.class_weights import ClassWeights, positive_weights_for, weights_for
 
 if TYPE_CHECKING:
@@ -64,10 +64,13 @@ class OverClasses(Loss):
         if low < 0 or high >= classes:
             return (
                 f"are class numbers from {low} to {high}, but the model has {classes} outputs, for "
-                f"classes 0 to {classes - 1}: number the classes from 0, or set {self.target_key}.ignore_index to one that is to "
-                "be left out"
+                f"classes 0 to {classes - 1}: number the classes from 0, say how many there are (data.classes), or set "
+                f"{self.target_key}.ignore_index to one that is to be left out"
             )
         return None
+
+    def output_problem(self, output: tuple[int, ...], classes: int) -> str | None:
+        return too_few(output[1] if len(output) > 1 else 1, classes)
 
     def sums(self, output: torch.Tensor, target: Any) -> torch.Tensor:
         """Sums of the loss, without smoothing and class weights, and of what is right; the number of samples or pixels (3,)."""

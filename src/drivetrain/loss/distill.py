@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.option import Positive, RunSpec, Share
-from drivetrain.loss.base import wide
+from drivetrain.loss.base import too_few, wide
 from drivetrain.loss.classification import CrossEntropy
 from drivetrain.loss.parted import PartedLoss, Shared
 
@@ -65,6 +65,9 @@ class Distill(PartedLoss):
         random = checkpoint_io.random_state()
         self._teacher = teacher.load(path, key, context).to(context.device)
         checkpoint_io.restore_random_state([random])  # the student starts from the same weights as without a teacher
+
+    def output_problem(self, output: tuple[int, ...], classes: int) -> str | None:
+        return too_few(output[1] if len(output) > 1 else 1, classes)
 
     def training_target(self, batch: MicroBatch) -> Any:
         with torch.no_grad(), self._autocast():

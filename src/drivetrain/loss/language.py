@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from drivetrain.core.device import sum_dtype
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec
-from drivetrain.loss.base import Loss, shape_of
+from drivetrain.loss.base import Loss, shape_of, too_few
 from drivetrain.loss.classification import lowest_and_highest
 
 if TYPE_CHECKING:
@@ -63,6 +63,9 @@ class NextToken(Loss):
         if low < 0 or high >= classes:
             return f"are tokens from {low} to {high}, but the model has {classes} outputs"
         return None
+
+    def output_problem(self, output: tuple[int, ...], classes: int) -> str | None:
+        return too_few(output[-1], classes, "tokens")
 
     def _in_chunks(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         from torch.utils.checkpoint import checkpoint

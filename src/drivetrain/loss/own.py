@@ -14,6 +14,7 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.option import RunSpec
 from drivetrain.core.targets import DESCRIPTIONS
+from drivetrain.loss.base import Loss
 from drivetrain.loss.parted import PartedLoss, Shared
 
 if TYPE_CHECKING:
@@ -53,6 +54,11 @@ class Own(PartedLoss):
     def advise(self, run: RunSpec) -> Iterator[str]:
         if not run.parallel.own_forward:
             yield f"the parts of loss=own are not logged with {run.named('parallel')}: only the ranks of its last stage know them"
+        if run.data.targets in ("class", "labels", "mask") and not run.metrics and self.target_key == Loss.target_key:
+            yield (
+                "loss=own reports the loss alone, and models are ranked by it: metrics=[accuracy] reports the share of right "
+                "answers too, and select=accuracy ranks by it"
+            )
 
     def setup(self, context: BuildContext) -> None:
         self.running, self.function = {}, self._made(context.device)

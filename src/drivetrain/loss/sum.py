@@ -92,6 +92,9 @@ class Sum(PartedLoss):
     def problem(self, target: Any, classes: int) -> str | None:
         return next((p for loss in self.losses.values() if (p := loss.problem(target, classes)) is not None), None)
 
+    def output_problem(self, output: tuple[int, ...], classes: int) -> str | None:
+        return next((p for loss in self.losses.values() if (p := loss.output_problem(output, classes)) is not None), None)
+
     def count(self, target: Any) -> torch.Tensor:
         return torch.stack([loss.count(target) for loss in self.losses.values()])
 

@@ -23,6 +23,9 @@ DEVICE = re.compile(r"auto|cpu|mps|(cuda|xpu)(:\d+)?")
 ATTENTION = {"flash": "flash", "efficient": "mem_efficient", "cudnn": "cudnn", "math": "math"}  # kernel → as torch's flags say
 CHOSEN_BY_AUTO = ("cuda", "xpu")  # not mps, which has no float64: it is used where it is named
 
+OWN_LAUNCH = "drivetrain"  # TORCHELASTIC_RUN_ID of ranks that drivetrain has started itself
+OPENMP = re.compile(r"\s*0*([1-9]\d*)\s*(,.*)?")  # a number of threads, perhaps followed by those of nested regions
+
 logger = logging.getLogger(__name__)
 
 
@@ -65,6 +68,11 @@ class Runtime(Option):
                 f"runtime.device={self.device.partition(':')[0]}, or parallel=single"
             )
         yield from too_many("threads", f"runtime.threads={self.threads}", self.threads or 0)
+        if self.threads is None and (given := asked_of_openmp()):
+            if OPENMP.fullmatch(given):
+                yield from too_many("threads", f"OMP_NUM_THREADS={given}", self.thread_count(1))
+            else:
+                yield f"OMP_NUM_THREADS={given} in the environment is no number of threads: set it to one, or unset it"
         if self.deterministic and self.cudnn_benchmark:
             yield (
                 "runtime.deterministic=true and runtime.cudnn_benchmark=true exclude each other "
@@ -116,7 +124,7 @@ class Runtime(Option):
     def set_up_process(self, world: World) -> torch.device:
         """Set up the process and return its device."""
         device = self._device(world)
-        torch.set_num_threads(self.threads or usable_cores(world.local_size))
+        torch.set_num_threads(self.thread_count(world.local_size))
         if self.keep_memory and device.type == "cpu":
             keep_freed_memory()
         torch.backends.cudnn.benchmark = self.cudnn_benchmark
@@ -128,6 +136,11 @@ class Runtime(Option):
             torch.use_deterministic_algorithms(self.deterministic)
         torch.manual_seed(rng.mix(self.seed, 3))  # the model starts the same on every rank
         return device
+
+    def thread_count(self, ranks: int) -> int:
+        """Return the CPU threads of each of the machine's `ranks`: as set, as OMP_NUM_THREADS says, or its share of the cores."""
+        given = OPENMP.fullmatch(asked_of_openmp())
+        return self.threads or (int(given[1]) if given else usable_cores(ranks))
 
     def seed_rank(self, world: World) -> None:
         """Seed each rank differently from here on, for dropout."""
@@ -141,3 +154,12 @@ class Runtime(Option):
         else:
             for p in parameters:
                 p.grad = None
+
+
+def asked_of_openmp() -> str:
+    """Return OMP_NUM_THREADS; "" where nobody set it.
+
+    torchrun sets it to 1 for several ranks, which would leave cores unused: its 1 is not taken.
+    """
+    given, launch = os.environ.get("OMP_NUM_THREADS", ""), os.environ.get("TORCHELASTIC_RUN_ID", OWN_LAUNCH)
+    return given if given != "1" or launch == OWN_LAUNCH else ""

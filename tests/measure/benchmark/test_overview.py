@@ -44,6 +44,24 @@ def test_where_quality_was_asked_for_only_a_pass_is_an_answer():
     assert answer == "fast <b> is 1.41 × as fast as naive (1.30 to 1.50), and its result is no worse."
 
 
+def test_a_result_that_is_certainly_better_is_in_the_answer():
+    slow, base = Row("slow", [], None, ratio=Interval(0.8, 0.7, 0.9)), judged(BASE, FIRST)
+    by, more = {"accuracy": Interval(-0.02, -0.03, -0.01)}, {"accuracy": Interval(-0.04, -0.05, -0.03)}
+    unclear = judged(UNSURE, "PASS", degradation={"accuracy": Interval(-0.2, -0.5, 0.1)})
+    better = judged(slow, "INCONCLUSIVE", degradation=by)
+    assert headline(comparison(base, better, unclear, quality=True)) == (
+        "slow has a better accuracy than naive, by 0.02 (0.01 to 0.03), but no arm is certainly faster with a result known to "
+        "be as good."
+    )
+    fast = "fast <b> is 1.41 × as fast as naive (1.30 to 1.50)"
+    answer = headline(comparison(base, better, judged(FAST, "PASS"), quality=True))
+    assert answer == f"{fast}, and its result is no worse; slow has a better accuracy than naive, by 0.02 (0.01 to 0.03)."
+    answer = headline(comparison(base, better, judged(FAST, "PASS", degradation=more), quality=True))
+    assert answer == f"{fast}, and has a better accuracy than naive, by 0.04 (0.03 to 0.05)."
+    failed = judged(slow, "FAIL", degradation=by)  # of the same mathematics another loss
+    assert headline(comparison(base, failed, quality=True)).startswith("No arm is certainly faster")
+
+
 def test_the_table_draws_intervals_and_says_what_differs():
     worse = judged(FAST, "FAIL", degradation={"accuracy": Interval(0.02, 0.01, 0.03)})
     better = judged(UNSURE, "PASS", degradation={"accuracy": Interval(-0.02, -0.03, -0.01)})

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from drivetrain import sweep
+from drivetrain import sweeps
 from drivetrain.config.catalog import option_keys
 from drivetrain.config.compose import compose as compose_config
 from drivetrain.core.errors import UserError
@@ -15,7 +15,7 @@ from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure.overrides import groups_of
 from drivetrain.recipe.reader import Recipe
-from drivetrain.sweep import SweepJob
+from drivetrain.sweeps import SweepJob
 
 NO_SAVING = ("saving=none",)  # of every arm whose overrides do not name saving: it leaves no checkpoints behind
 
@@ -66,7 +66,7 @@ def swept(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> tuple[li
 
     A word such as optimizer.momentum=0.9 goes to the arms whose option has that key; the others run without it.
     """
-    jobs = sweep.prepare(without_saving(overrides), config_dirs)
+    jobs = sweeps.prepare(without_saving(overrides), config_dirs)
     homes = {word: arms for word in _of_options(jobs) if 0 < len(arms := _with_key(word, jobs, config_dirs)) < len(jobs)}
     found: list[SweepJob] = []
     notes = []
@@ -74,7 +74,7 @@ def swept(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> tuple[li
         foreign = [word for word in job.overrides if number not in homes.get(word, [number])]
         if foreign:
             words = [word for word in job.overrides[: len(job.overrides) - len(job.cell)] if word not in foreign]
-            job = sweep.prepare_one([w for w in job.label.split() if w in words], words, job.cell, config_dirs)
+            job = sweeps.prepare_one([w for w in job.label.split() if w in words], words, job.cell, config_dirs)
             if any(job.overrides == other.overrides for other in found):
                 continue
             notes.append(f"{' '.join(foreign)} is not for the arm {job.label}, whose option has no such key: it runs without")

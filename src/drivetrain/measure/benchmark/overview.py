@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from drivetrain.measure.benchmark.comparison import Comparison, Row
-from drivetrain.measure.benchmark.noninferiority import FIRST, PASS, Verdict, in_words
+from drivetrain.measure.benchmark.noninferiority import FAIL, FIRST, PASS, Verdict, in_words
 from drivetrain.ui.pages.blocks import escape, rich_table
 
 WIDTH, MARGIN = 160, 12  # of the drawing of an interval, in pixels
@@ -43,17 +43,50 @@ def winner(comparison: Comparison) -> int | None:
 
 
 def headline(comparison: Comparison) -> str:
-    """Return the answer in one sentence: the fastest arm whose result is known to be as good, or that there is none."""
-    called, best = names(comparison), winner(comparison)
-    base, judged = f"the run {called[0]}" if called[0] in AS_IT else called[0], comparison.settings.quality
+    """Return the answer in one sentence: the fastest arm whose result is known to be as good, and which result is better."""
+    base, best, judged = _base(comparison), winner(comparison), comparison.settings.quality
+    better = max(filter(_improvement, comparison.rows[1:]), key=_improvement, default=None)
     if best is None:
         known = " with a result known to be as good" if judged else ""
-        return f"No arm is certainly faster than {base}{known}."
-    ratio = comparison.rows[best].ratio
+        if better is None:
+            return f"No arm is certainly faster than {base}{known}."
+        return f"{_subject(comparison, better)} has {_better(comparison, better)}, but no arm is certainly faster{known}."
+    fastest = comparison.rows[best]
+    ratio = fastest.ratio
     assert ratio is not None
-    subject = comparison.subject.format(called[best].removeprefix("+ ").removeprefix("− "))
-    speed = f"{subject} is {ratio.middle:.2f} × as fast as {base} ({ratio.low:.2f} to {ratio.high:.2f})"
-    return f"{speed}, and its result is no worse." if judged else f"{speed}."
+    speed = f"{_subject(comparison, fastest)} is {ratio.middle:.2f} × as fast as {base} ({ratio.low:.2f} to {ratio.high:.2f})"
+    if not judged:
+        return f"{speed}."
+    if better is None:
+        return f"{speed}, and its result is no worse."
+    if _improvement(fastest):
+        return f"{speed}, and has {_better(comparison, fastest)}."
+    return f"{speed}, and its result is no worse; {_subject(comparison, better)} has {_better(comparison, better)}."
+
+
+def _base(comparison: Comparison) -> str:
+    """What a sentence calls the first arm."""
+    called = names(comparison)[0]
+    return f"the run {called}" if called in AS_IT else called
+
+
+def _subject(comparison: Comparison, row: Row) -> str:
+    """What a sentence calls another arm."""
+    called = names(comparison)[next(n for n, each in enumerate(comparison.rows) if each is row)]
+    return comparison.subject.format(called.removeprefix("+ ").removeprefix("− "))
+
+
+def _improvement(row: Row) -> float:
+    """By how much an arm's metric is better than the first arm's, where that is certain; else 0."""
+    found = row.verdict and row.verdict.degradation.get(row.verdict.metric)
+    certain = found and found.high is not None and found.high < 0 and row.verdict and row.verdict.outcome != FAIL
+    return -found.middle if found and certain else 0.0
+
+
+def _better(comparison: Comparison, row: Row) -> str:
+    """Which figure of an arm is better than the first arm's, and by how much, in words."""
+    assert row.verdict is not None
+    return f"a better {row.verdict.metric} than {_base(comparison)}, by {_difference(row.verdict).removeprefix('better by ')}"
 
 
 def overview(comparison: Comparison) -> str:

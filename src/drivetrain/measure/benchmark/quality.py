@@ -24,7 +24,7 @@ from drivetrain.measure.benchmark.noninferiority import TRAINING_LOSS, TrainedRu
 from drivetrain.run import directory
 from drivetrain.run.reader import RunFiles, read
 from drivetrain.run.result import Result
-from drivetrain.sweep import SignalForwarder, SweepJob, run_one
+from drivetrain.sweeps import SignalForwarder, SweepJob, run_one
 
 # Trains an arm with the seed of this number, counted from 0.
 Train = Callable[[int, int], TrainedRun]
@@ -138,16 +138,25 @@ def seconds_to(reach: Reach) -> str:
 def _train(spec: ArmSpec, first: Job, number: int, folder: Path, signals: SignalForwarder, reach: Reach | None) -> TrainedRun:
     """Train the arm to its end with the seed of this number, counted from that of the first arm's own job."""
     seed = first.run.runtime.seed + number
-    trained = trained_run(run_seed(spec, first, seed, folder, signals, reach), seed, reach)
+    trained = trained_run(run_seed(spec, first, seed, folder, signals, reach, told=number > 0), seed, reach)
     if trained.facts is not None and trained.facts.kind == "cpu":
         trained.facts.peak_mib = None  # a forked process shares memory with this one: it is not that of a run by itself
     return trained
 
 
 def run_seed(
-    spec: ArmSpec, first: Job, seed: int, folder: Path, signals: SignalForwarder, reach: Reach | None = None
+    spec: ArmSpec,
+    first: Job,
+    seed: int,
+    folder: Path,
+    signals: SignalForwarder,
+    reach: Reach | None = None,
+    told: bool = False,
 ) -> RunFiles:
-    """Train an arm to its end with a seed, with the recipe of the first arm's job; its files, which lie in `folder`."""
+    """Train an arm to its end with a seed, with the recipe of the first arm's job; its files, which lie in `folder`.
+
+    `told`: its advice has been given with another seed.
+    """
     overrides = seeded(spec, seed, folder)
     if reach is not None:
         overrides = [*(word for word in overrides if key_of(word) != "target"), f"target={format_value(str(reach))}"]
@@ -155,6 +164,7 @@ def run_seed(
         job = prepare_job(overrides, first.composed.config_dirs, first.composed.recipe)
     except UserError as error:
         raise UserError([f"{spec.label}: {problem}" for problem in error.problems]) from None
+    job.told = told
     _, result = run_one(SweepJob(spec.label, overrides, job, []), folder, signals, quiet=True)
     return replace(read(folder), result=result, status=result.status)
 

@@ -25,7 +25,7 @@ from drivetrain.measure.bisect.sides import Side
 from drivetrain.measure.intervals import EQUIVALENCE, Interval, deviation, mean, ratio
 from drivetrain.run import directory
 from drivetrain.run.reader import read
-from drivetrain.sweep import SignalForwarder, SweepJob, run_one
+from drivetrain.sweeps import SignalForwarder, SweepJob, run_one
 from drivetrain.ui.progress import Steps
 
 LEAST_ROUNDS, LEAST_SEEDS = 6, 4  # before an interval is trusted

@@ -21,7 +21,7 @@ from drivetrain.recipe.claim import Claim
 from drivetrain.run import directory, reader
 from drivetrain.run.reader import RunFiles
 from drivetrain.run.result import Result
-from drivetrain.sweep import SignalForwarder
+from drivetrain.sweeps import SignalForwarder
 from drivetrain.ui.progress import Steps
 
 
@@ -36,14 +36,18 @@ def train(spec: ArmSpec, claim: Claim, count: int, asked: Sequence[OfRuns], seed
     reach = Reach.parse(claim.target.reach) if claim.target is not None else None
     first = max(claim.seeds or (job.run.runtime.seed,)) + 1 if seed is None else seed
     on_cpu = job.run.runtime.device_type() == "cpu"
-    folder, runs = directory.create(Path(job.run.values["output_dir"]), "verify"), list[Facts]()
+    folder, runs, told = directory.create(Path(job.run.values["output_dir"]), "verify"), list[Facts](), False
     try:
         with Steps() as steps, SignalForwarder() as signals:
             for number, each in enumerate(range(first, first + count)):
                 steps(f"training {number + 1} of {count}: seed {each}")
                 by_itself = on_cpu and claim.memory is not None and not number
-                run = _run_by_itself if by_itself else quality.run_seed
-                found = Facts.of(run(spec, job, each, folder / str(number), signals), each, reach)
+                where = folder / str(number)
+                if by_itself:
+                    files = _run_by_itself(spec, job, each, where, signals)
+                else:
+                    files, told = quality.run_seed(spec, job, each, where, signals, told=told), True
+                found = Facts.of(files, each, reach)
                 if signals.raised:
                     raise Interrupted("stopped by a signal while the recipe was trained")
                 if on_cpu and not by_itself:

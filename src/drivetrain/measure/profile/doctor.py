@@ -10,7 +10,6 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from drivetrain.core.cpus import usable_cores
 from drivetrain.core.errors import DONE, UserError
 from drivetrain.core.option import Count, Positive
 from drivetrain.launch.job import Job
@@ -129,7 +128,7 @@ def _profile_step(trainer: Any, profile_s: float) -> StepProfile:
 
 def _one_rank(job: Job, ranks: int) -> list[str]:
     """The overrides that turn a distributed run into one of its ranks by itself, with its samples and its threads."""
-    threads = job.run.runtime.threads or max(1, usable_cores() // ranks)
+    threads = job.run.runtime.thread_count(ranks)
     samples = job.run.batch.size(0) // job.run.parallel.data_ranks()
     return ["parallel=single", f"batch.global_batch={samples}", f"runtime.threads={threads}"]
 

@@ -14,7 +14,7 @@ from drivetrain.core.option import RunSpec
 from drivetrain.core.selection import selected
 from drivetrain.run import environment
 from drivetrain.run.result import Result
-from drivetrain.sweep.store import FINAL, Entry, Sweep
+from drivetrain.sweeps.store import FINAL, Entry, Sweep
 from drivetrain.ui import terminal
 from drivetrain.ui.output import echo
 

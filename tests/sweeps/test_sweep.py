@@ -16,18 +16,18 @@ from drivetrain.core.accelerators import Accelerator
 from drivetrain.core.errors import UserError
 from drivetrain.run import directory
 from drivetrain.run.result import Result
-from drivetrain.sweep import prepare
-from drivetrain.sweep.driver import Grid
-from drivetrain.sweep.forked import own_device
-from drivetrain.sweep.grid import SweepJob
-from drivetrain.sweep.objective import Objective, common, write
-from drivetrain.sweep.options import Basic, Joblib, Optuna, SubmititLocal, SubmititSlurm, split
-from drivetrain.sweep.optuna import Search, SearchSpace
-from drivetrain.sweep.progress_table import LiveTable, ProgressLines, progress, row
-from drivetrain.sweep.search_space import Axis
-from drivetrain.sweep.search_space import read as read_space
-from drivetrain.sweep.store import LENGTH, Entry, Sweep, merge_overrides, one_job, read, unfinished
-from drivetrain.sweep.submitit import _parameters
+from drivetrain.sweeps import prepare
+from drivetrain.sweeps.driver import Grid
+from drivetrain.sweeps.forked import own_device
+from drivetrain.sweeps.grid import SweepJob
+from drivetrain.sweeps.objective import Objective, common, write
+from drivetrain.sweeps.options import Basic, Joblib, Optuna, SubmititLocal, SubmititSlurm, split
+from drivetrain.sweeps.optuna import Search, SearchSpace
+from drivetrain.sweeps.progress_table import LiveTable, ProgressLines, progress, row
+from drivetrain.sweeps.search_space import Axis
+from drivetrain.sweeps.search_space import read as read_space
+from drivetrain.sweeps.store import LENGTH, Entry, Sweep, merge_overrides, one_job, read, unfinished
+from drivetrain.sweeps.submitit import _parameters
 from drivetrain.ui import terminal
 
 OPTUNA = "hydra/sweeper=optuna"

@@ -19,14 +19,14 @@ from drivetrain.core.overrides import key_of
 from drivetrain.core.paths import add_import_paths
 from drivetrain.launch.job import Job
 from drivetrain.run import directory
-from drivetrain.sweep import objective, store
-from drivetrain.sweep.forked import Forked, Launcher, SignalForwarder
-from drivetrain.sweep.grid import SweepJob, prepare
-from drivetrain.sweep.options import Joblib, Optuna, Settings, SubmititLocal, SubmititSlurm, split
-from drivetrain.sweep.optuna import Search, SearchSpace
-from drivetrain.sweep.progress_table import LiveTable, ProgressLines
-from drivetrain.sweep.store import Entry, Sweep
-from drivetrain.sweep.submitit import Submitit
+from drivetrain.sweeps import objective, store
+from drivetrain.sweeps.forked import Forked, Launcher, SignalForwarder
+from drivetrain.sweeps.grid import SweepJob, prepare
+from drivetrain.sweeps.options import Joblib, Optuna, Settings, SubmititLocal, SubmititSlurm, split
+from drivetrain.sweeps.optuna import Search, SearchSpace
+from drivetrain.sweeps.progress_table import LiveTable, ProgressLines
+from drivetrain.sweeps.store import Entry, Sweep
+from drivetrain.sweeps.submitit import Submitit
 from drivetrain.ui import terminal
 from drivetrain.ui.output import echo
 

@@ -3,7 +3,7 @@
 import pytest
 
 from drivetrain.core.errors import UserError
-from drivetrain.sweep import grid, search_space
+from drivetrain.sweeps import grid, search_space
 
 
 @pytest.mark.parametrize("word", ["optimizer.lr=range(0,1e9)", "epochs=range(0,1000000000)", "epochs=range(0,1e999)"])

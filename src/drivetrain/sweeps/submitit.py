@@ -14,9 +14,9 @@ from typing import Any
 from drivetrain.core import cpus, files, process
 from drivetrain.core.errors import UserError
 from drivetrain.core.paths import add_import_paths
-from drivetrain.sweep.forked import Launcher, run_job
-from drivetrain.sweep.options import SubmititLocal, SubmititSlurm
-from drivetrain.sweep.store import Entry, one_job, read
+from drivetrain.sweeps.forked import Launcher, run_job
+from drivetrain.sweeps.options import SubmititLocal, SubmititSlurm
+from drivetrain.sweeps.store import Entry, one_job, read
 
 SUBMITTED = ".submitted"  # file in a job's folder: its submitit id
 POLL_S = 0.5

@@ -11,12 +11,12 @@ from typing import Any
 
 from drivetrain.core.errors import UserError
 from drivetrain.launch.job import Job
-from drivetrain.sweep import search_space
-from drivetrain.sweep.grid import SweepJob, is_sweep_recipe, prepare_one
-from drivetrain.sweep.objective import Objective
-from drivetrain.sweep.options import Optuna
-from drivetrain.sweep.search_space import Axis
-from drivetrain.sweep.store import FINAL, Entry, Sweep
+from drivetrain.sweeps import search_space
+from drivetrain.sweeps.grid import SweepJob, is_sweep_recipe, prepare_one
+from drivetrain.sweeps.objective import Objective
+from drivetrain.sweeps.options import Optuna
+from drivetrain.sweeps.search_space import Axis
+from drivetrain.sweeps.store import FINAL, Entry, Sweep
 
 MAX_GRID = 10_000  # combinations with sampler=grid
 

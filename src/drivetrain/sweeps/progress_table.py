@@ -15,7 +15,7 @@ from typing import Any
 
 from drivetrain.core import files
 from drivetrain.run import records
-from drivetrain.sweep.store import LENGTH, Entry
+from drivetrain.sweeps.store import LENGTH, Entry
 from drivetrain.ui import output, terminal
 from drivetrain.ui.output import echo
 from drivetrain.ui.terminal import duration

@@ -22,8 +22,8 @@ from drivetrain.recipe.safe_yaml import printable
 from drivetrain.run import directory
 from drivetrain.run.result import Result
 from drivetrain.saving import manifest
-from drivetrain.sweep.grid import SweepJob, prepare_one
-from drivetrain.sweep.options import is_launch_setting, split
+from drivetrain.sweeps.grid import SweepJob, prepare_one
+from drivetrain.sweeps.options import is_launch_setting, split
 
 logger = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ from drivetrain.core.forking import ForkedProcess
 from drivetrain.launch import launcher
 from drivetrain.run import directory
 from drivetrain.run.result import Result
-from drivetrain.sweep.grid import SweepJob
-from drivetrain.sweep.store import LENGTH, Entry
+from drivetrain.sweeps.grid import SweepJob
+from drivetrain.sweeps.store import LENGTH, Entry
 
 logger = logging.getLogger(__name__)
 
