@@ -12,6 +12,7 @@ and measured in processes of its own, one after the other, so that both see the 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import statistics
@@ -32,8 +33,8 @@ TEXT = ["task=language_modelling", "data=stdlib", "data.test_samples=100", "mode
 NETWORKS = {
     "calibration": ["resnet10t", "mobilenetv3_small_075", "convnext_femto", "vit_tiny_patch16_224", "efficientnet_lite0"],
     "test": [
-        "resnet18", "resnet26", "mobilenetv3_small_100", "convnext_atto", "deit_tiny_patch16_224", "efficientnet_b0", "regnetx_002",
-        "mobilenetv2_100", "densenet121",
+        "resnet18", "resnet26", "mobilenetv3_small_100", "convnext_atto", "deit_tiny_patch16_224", "efficientnet_b0",
+        "regnetx_002", "mobilenetv2_100", "densenet121",
     ],
 }  # fmt: skip
 
@@ -228,10 +229,15 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         found[figure] = {
             "inside": sum(row[figure]["held"] for row in rows) / len(rows),
             "median_error": statistics.median(errors),
-            "p90_error": errors[int(0.9 * (len(errors) - 1))],
-            "measured_by_forecast": {"p5": ratios[int(0.05 * len(rows))], "median": statistics.median(ratios), "p95": ratios[int(0.95 * (len(rows) - 1))]},
+            "p90_error": at(errors, 0.9),
+            "measured_by_forecast": {"p5": at(ratios, 0.05), "median": statistics.median(ratios), "p95": at(ratios, 0.95)},
         }
     return found
+
+
+def at(ordered: list[float], share: float) -> float:
+    """The value below which this share of them lies."""
+    return ordered[round(share * (len(ordered) - 1))]
 
 
 def warm() -> None:
@@ -245,7 +251,9 @@ def warm() -> None:
 
     torch.set_num_threads(1)
     with Fakes():
-        network = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Flatten(), torch.nn.Linear(144, 4))
+        network = torch.nn.Sequential(
+            torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Flatten(), torch.nn.Linear(144, 4)
+        )
         optimizer = torch.optim.AdamW(network.parameters())
         network(torch.zeros(2, 3, 8, 8))
         for parameter in network.parameters():
@@ -260,12 +268,19 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=2026)
     parser.add_argument("--pool", choices=list(NETWORKS), default="test")
     parser.add_argument("--out", type=Path, default=RESULTS / "forecast-cpu.json")
+    parser.add_argument("--part", default="1/1", help="such as 1/2: every second configuration, for two processes")
+    parser.add_argument("--join", nargs="*", type=Path, default=[], help="result files of parts, to be one")
     given = parser.parse_args()
+    if given.join:
+        parts = [json.loads(path.read_text(encoding="utf-8")) for path in given.join]
+        finish(given, [row for part in parts for row in part["rows"]], [row for part in parts for row in part["failed"]])
+        return
+    part, of = map(int, given.part.split("/"))
     os.environ.update(OMP_NUM_THREADS="1")
     warm()
     rows: list[dict[str, Any]] = []
     failed: list[dict[str, Any]] = []
-    for overrides in configurations(given.pool, given.seed, given.count):
+    for overrides in configurations(given.pool, given.seed, given.count)[part - 1 :: of]:
         row: dict[str, Any] = {"overrides": overrides}
         try:
             row["forecast"], row["measured"] = in_process(predict, overrides), in_process(measure, overrides)
@@ -280,11 +295,15 @@ def main() -> None:
             f"{row['ms']['held']} {row['measured']['ms']:.1f} ms", " ".join(overrides), file=sys.stderr, flush=True,
         )  # fmt: skip
         write_quietly(given.out, given, rows, failed)
+    finish(given, rows, failed)
+
+
+def finish(given: argparse.Namespace, rows: list[dict[str, Any]], failed: list[dict[str, Any]]) -> None:
+    """Show and write the result."""
     found = summary(rows)
-    table(
-        "measured inside the forecast's interval", ("", "inside", "median error"),
-        [(name, f"{100 * found[key]['inside']:.0f} %", f"{100 * found[key]['median_error']:.1f} %") for name, key in (("peak memory", "peak_bytes"), ("step time", "ms"))],
-    )  # fmt: skip
+    shown = [("peak memory", found["peak_bytes"]), ("step time", found["ms"])]
+    cells = [(name, f"{100 * f['inside']:.0f} %", f"{100 * f['median_error']:.1f} %") for name, f in shown]
+    table("measured inside the forecast's interval", ("", "inside", "median error"), cells)
     write(given.out, content(given, rows, failed))
 
 
@@ -304,8 +323,6 @@ def content(given: argparse.Namespace, rows: list[dict[str, Any]], failed: list[
 
 def write_quietly(path: Path, given: argparse.Namespace, rows: list[dict[str, Any]], failed: list[dict[str, Any]]) -> None:
     """Write what there is so far: an interrupted campaign keeps its rows."""
-    import json
-
     path.write_text(json.dumps(content(given, rows, failed), indent=2) + "\n", encoding="utf-8")
 
 

@@ -10,6 +10,17 @@ from drivetrain.core.peak_flops import from_table
 from drivetrain.measure.forecast.figure import Figure
 
 GIB, GB, TB = 2**30, 1e9, 1e12
+# Eager kernels reach about 60 % of the peak in large matrix products, and less in convolutions and attention. Of the bandwidth
+# they reach less than a copy does: kernels of normalisations read their inputs more than once.
+EFFICIENCY = {
+    "product": Figure(0.60, 0.40, 0.80),
+    "convolution": Figure(0.40, 0.20, 0.65),
+    "attention": Figure(0.40, 0.20, 0.65),
+    "bandwidth": Figure(0.60, 0.40, 0.85),
+}
+KERNEL_S, HOST_S, VIEW_S = Figure(3e-6, 2e-6, 5e-6), Figure(7e-6, 4e-6, 12e-6), Figure(2e-6, 1e-6, 4e-6)
+RESERVED, FRAGMENTATION = Figure(0.8 * GIB, 0.5 * GIB, 1.2 * GIB), Figure(1.05, 1.0, 1.12)
+AS_FORECAST = Figure(1.0, 1.0, 1.0)
 HERE = "here"
 FORECAST_ONLY = "forecast, never measured here"
 
@@ -25,22 +36,13 @@ class Device:
     link: float  # bytes a second that one device sends to others of its machine
     source: str
     asynchronous: bool = True  # the host queues work, and does not wait for it
-    # Eager kernels reach about 60 % of the peak in large matrix products, and less in convolutions and attention. Of the bandwidth
-    # they reach less than a copy does: kernels of normalisations read their inputs more than once.
-    efficiency: Mapping[str, Figure] = field(
-        default_factory=lambda: {
-            "product": Figure(0.60, 0.40, 0.80),
-            "convolution": Figure(0.40, 0.20, 0.65),
-            "attention": Figure(0.40, 0.20, 0.65),
-            "bandwidth": Figure(0.60, 0.40, 0.85),
-        }
-    )
-    kernel_s: Figure = Figure(3e-6, 2e-6, 5e-6)  # the shortest time of a kernel
-    host_s: Figure = Figure(7e-6, 4e-6, 12e-6)  # for one operation on the host: Python, the dispatcher and the launch
-    view_s: Figure = Figure(2e-6, 1e-6, 4e-6)  # for an operation that moves nothing
-    reserved: Figure = Figure(0.8 * GIB, 0.5 * GIB, 1.2 * GIB)  # the driver's context, and libraries' workspaces
-    fragmentation: Figure = Figure(1.05, 1.0, 1.12)  # what the caching allocator holds, as a factor of what is in use
-    correction: Figure = Figure(1.0, 1.0, 1.0)  # of the time: what was measured, divided by what was forecast
+    efficiency: Mapping[str, Figure] = field(default_factory=lambda: EFFICIENCY)
+    kernel_s: Figure = KERNEL_S  # the shortest time of a kernel
+    host_s: Figure = HOST_S  # for one operation on the host: Python, the dispatcher and the launch
+    view_s: Figure = VIEW_S  # for an operation that moves nothing
+    reserved: Figure = RESERVED  # the driver's context, and libraries' workspaces
+    fragmentation: Figure = FRAGMENTATION  # what the caching allocator holds, as a factor of what is in use
+    correction: Figure = AS_FORECAST  # of the time: what was measured, divided by what was forecast
 
 
 # Memory and bandwidth are those of the makers' data sheets; FLOP/s are in core/peak_flops.py. A link is one direction's.

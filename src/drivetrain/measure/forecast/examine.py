@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from drivetrain.core import trees
 from drivetrain.core.context import BuildContext
 from drivetrain.core.errors import UserError
@@ -100,8 +98,8 @@ class Subject:
         except UNREADABLE as error:
             why = str(error).strip().splitlines() or [""]
             raise UserError(
-                f"the step cannot be recorded without values ({type(error).__name__}: {why[0][:200]}): a model or a loss reads its "
-                "tensors on the host, or makes shapes of their values; `drivetrain doctor` measures such a run"
+                f"the step cannot be recorded without values ({type(error).__name__}: {why[0][:200]}): a model or a loss reads "
+                "its tensors on the host, or makes shapes of their values; `drivetrain doctor` measures such a run"
             ) from None
 
     def memory(self, record: fake_step.StepRecord, at_most: float, measured: bool) -> Memory:
@@ -131,7 +129,7 @@ def examine(subject: Subject, budget_s: float) -> tuple[Forecast, fake_step.Step
     forward = took.forward_s / (size * micro_batches) * evaluated
     found = Forecast(
         plan.device, subject.device.source, ranks.count, size, micro_batches, memory, _limit(subject),
-        sum(row.flops * row.count for row in rows), sum(row.nbytes * row.count for row in rows), sum(row.count for row in rows),
+        sum(row.flops * row.times for row in rows), sum(row.nbytes * row.times for row in rows), sum(row.times for row in rows),
         took.seconds, waits, network, shares, trainer.max_updates, Figure.within(forward, 0.6, 1.6), plan.run.batch.size(0),
         trees.nbytes(sample.x) / trees.length(sample.x),
     )  # fmt: skip

@@ -43,7 +43,7 @@ class Rehearsal:
         The peak is that of both. Of an update's micro-batches two are made: the first sets gradients, any other adds to them.
         """
         self.trainer.model.train()
-        with self.fakes:
+        with self.fakes, self.fakes.with_addresses():
             recorder = Recorder(self.fakes)
             self._note_resident(recorder)
             for times in [[0]] * (not self.has_state) + [[1, micro_batches - 1] if micro_batches > 1 else [1]]:
@@ -82,19 +82,19 @@ def resident(trainer: Any) -> dict[str, list[torch.Tensor]]:
     """What stays in memory between updates, by kind. A tensor of several kinds is of the last one."""
     held = [vars(part) for part in (trainer.optimizer, trainer.precision, trainer.ema)]
     model = trainer.model
-    return {STATE: list(_tensors(held)), PARAMETERS: [*model.parameters(), *model.buffers()]}
+    return {STATE: list(_tensors(held, set())), PARAMETERS: [*model.parameters(), *model.buffers()]}
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in lists, tuples and values of dicts, however deep."""
+def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    """The tensors in lists, tuples, values of dicts and parts of an optimizer, however deep."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _tensors(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)
+    elif id(value) not in seen:
+        seen.add(id(value))
+        if type(value).__module__.startswith("drivetrain.optimizer."):
+            value = vars(value)
+        for each in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ():
+            yield from _tensors(each, seen)
 
 
 def _enlarged(sample: MicroBatch, size: int, weight: float, last: bool) -> MicroBatch:

@@ -24,7 +24,7 @@ LAYERS, WIDTH, TIMES = 32, 16, 15  # of the network whose operations are too sma
 COPIED = 2**27  # bytes, more than every cache
 # What a step took on this kind of device, divided by its forecast: median and range of the calibration's configurations
 # (`python -m bench.forecast --pool calibration`), which are not those that the forecast is tested on.
-CORRECTION = {"cpu": Figure(1.0, 0.75, 1.35)}
+CORRECTION = {"cpu": Figure(1.08, 0.66, 1.62)}
 
 
 def state_file() -> Path:
@@ -34,7 +34,8 @@ def state_file() -> Path:
 
 def this_device(device: torch.device, formats: tuple[str, ...]) -> Device:
     """Return this machine's device, as it was measured now or before with the same software and threads."""
-    key = f"{VERSION} {environment.device_name(device)} {platform.node()} torch {torch.__version__} {torch.get_num_threads()} threads"
+    software = f"torch {torch.__version__}, {torch.get_num_threads()} threads"
+    key = f"{VERSION} {environment.device_name(device)} {platform.node()} {software}"
     known = _read()
     found: dict[str, float] = known.get(key, {})
     missing = {name: measure for name, measure in _measurements(device, formats).items() if name not in found}
@@ -71,7 +72,7 @@ def _described(device: torch.device, found: dict[str, float]) -> Device:
         link=1e9 if on_cpu else 32e9, source=f"{environment.device_name(device)}, measured", asynchronous=not on_cpu,
         efficiency=efficiency, kernel_s=Figure(0.2 * host, 0.1 * host, 0.4 * host), host_s=Figure.within(host, 0.6, 1.5),
         view_s=Figure.within(0.3 * host, 0.5, 1.7), correction=CORRECTION.get(device.type, Figure(1.0, 0.6, 1.6)),
-        reserved=Figure.exactly(0.0) if on_cpu else Device.reserved, fragmentation=Figure.exactly(1.0) if on_cpu else Device.fragmentation,
+        **({"reserved": Figure.exactly(0.0), "fragmentation": Figure.exactly(1.0)} if on_cpu else {}),
     )  # fmt: skip
 
 

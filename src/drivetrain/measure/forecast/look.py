@@ -21,7 +21,7 @@ class Row(NamedTuple):
     kind: str
     dtype: str
     phase: str
-    count: int
+    times: int
     flops: int
     nbytes: int
     seconds: float | None  # of one, measured here
@@ -45,9 +45,7 @@ def _row(operation: Operation, count: int, timed: replay.Timed | None, now: int)
     name = operation.call[0]._overloadpacket.__name__
     dtype = str(operation.dtype).removeprefix("torch.")
     seconds, workspace = timed or (None, 0)
-    return Row(
-        name, operation.kind, dtype, operation.phase, count, operation.flops, operation.nbytes, seconds, now + workspace
-    )
+    return Row(name, operation.kind, dtype, operation.phase, count, operation.flops, operation.nbytes, seconds, now + workspace)
 
 
 def reading_seconds(trainer: Any, device: torch.device) -> float:

@@ -41,7 +41,9 @@ class Operation:
     nbytes: int = field(compare=False)  # read and written
     result_bytes: int = field(compare=False)  # newly allocated
     dtype: torch.dtype = field(compare=False)  # of what it computes with
-    call: tuple[Any, Any, Any] = field(compare=False, repr=False)  # the function, and its arguments with specs in place of tensors
+    call: tuple[Any, Any, Any] = field(
+        compare=False, repr=False
+    )  # the function, and its arguments with specs in place of tensors
 
 
 def describe(func: Any, args: Any, kwargs: Any, out: Any, phase: str = "forward") -> Operation | None:

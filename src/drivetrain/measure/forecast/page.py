@@ -73,8 +73,8 @@ def _time(found: Any) -> Iterator[str]:
     step = found.step
     yield f"an update     {_figure(step, seconds)}; {found.samples / step.value:,.0f} samples a second"
     yield (
-        f"  {found.flops / 1e9:,.4g} GFLOP, {found.moved_bytes / 1e9:,.3g} GB moved, {found.operations:,} operations on each rank; "
-        f"{found.flops / step.value / 1e12:.3g} TFLOP/s"
+        f"  {found.flops / 1e9:,.4g} GFLOP, {found.moved_bytes / 1e9:,.3g} GB moved, {found.operations:,} operations on each "
+        f"rank; {found.flops / step.value / 1e12:.3g} TFLOP/s"
     )
     shares = sorted(found.shares.items(), key=lambda item: -item[1])
     yield f"  limited by {found.limit}: {', '.join(f'{name} {100 * share:.0f} %' for name, share in shares if share > 0.005)}"

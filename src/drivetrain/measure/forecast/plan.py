@@ -75,7 +75,8 @@ class Plan:
             return Ranks()
         if not parallel.own_forward or parallel.data_ranks() != count:
             raise UserError(
-                f"{self.run.named('parallel')} splits the model in a way that is not forecast: forecast it with parallel=ddp or fsdp"
+                f"{self.run.named('parallel')} splits the model in a way that is not forecast: forecast it with "
+                "parallel=ddp or fsdp"
             )
         shards = parallel.weight_shards()
         blocks = repeated_blocks(model, getattr(parallel, "block", None)) or [model]

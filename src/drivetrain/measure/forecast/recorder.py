@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +25,7 @@ class Fakes(FakeTensorMode):
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)  # type: ignore[no-untyped-call]
         self._standing: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id → the real tensor, which is kept, and its fake
+        self._addresses: dict[int, int] = {}  # of the real tensors' memory, by the fakes' storages
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -36,7 +39,23 @@ class Fakes(FakeTensorMode):
             with _disable_current_modes():
                 plain = tensor.detach().requires_grad_(False)  # torch has no fakes of views of what was changed in place
             self._standing[id(tensor)] = tensor, self.from_tensor(plain)
+            self._addresses[self._standing[id(tensor)][1].untyped_storage()._cdata] = plain.untyped_storage().data_ptr()
         return self._standing[id(tensor)][1]
+
+    @contextmanager
+    def with_addresses(self) -> Iterator[None]:
+        """Within the context a fake tensor has the address of the memory that it stands for, by which optimizers know views."""
+
+        def data_ptr(tensor: FakeTensor) -> int:
+            storage = tensor.untyped_storage()._cdata
+            return self._addresses.get(storage, storage) + tensor.storage_offset() * tensor.element_size()
+
+        own = FakeTensor.data_ptr
+        FakeTensor.data_ptr = data_ptr  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            FakeTensor.data_ptr = own  # type: ignore[method-assign]
 
 
 @dataclass(slots=True)

@@ -81,7 +81,7 @@ def _workspaces(operations: Sequence[Operation], device: torch.device, until: fl
     """Call each operation once, which also prepares its kernel; the bytes that it allocates beside its results."""
     if device.type != "cpu":
         return {o.signature: _on_device(o, device) for o in operations if time.perf_counter() < until}
-    called = []
+    called: list[Operation] = []
     silence_profiler()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         for operation in operations:

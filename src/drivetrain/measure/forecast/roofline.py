@@ -52,10 +52,14 @@ def step_time(rows: Sequence[Row], device: Device, tf32: bool = False, compiled:
         whole = [work + queued for work, queued in zip(sums, host, strict=True)]
         shares[LAUNCH] += host[0]  # type: ignore[assignment]
     scale = whole[0] / sums[0] if sums[0] else 1.0
-    by_phase = {p: scale * sum(s for (s, _), row in zip(likely, rows, strict=True) if row.phase == p) for p in ("forward", "backward")}
-    seconds = Figure(*(each * factor for each, factor in zip(whole, device.correction, strict=True)))
+    by_phase = {"forward": 0.0, "backward": 0.0, "update": 0.0}
+    for (one, _), row in zip(likely, rows, strict=True):
+        by_phase[row.phase] += scale * one
+    update_s = Figure(*(each * factor for each, factor in zip(whole, device.correction, strict=True)))
     every = sum(shares.values()) or 1.0
-    return StepTime(seconds, {limit: share / every for limit, share in shares.items()}, by_phase["forward"], by_phase["backward"])
+    return StepTime(
+        update_s, {limit: share / every for limit, share in shares.items()}, by_phase["forward"], by_phase["backward"]
+    )
 
 
 def _seconds(row: Row, device: Device, tf32: bool, compiled: Compiled, which: int) -> tuple[float, str]:
@@ -70,9 +74,9 @@ def _seconds(row: Row, device: Device, tf32: bool, compiled: Compiled, which: in
     computing = 0.0 if pointwise else row.flops / (peak * device.efficiency[row.kind][worst])
     limit = COMPUTE if computing > moving else BANDWIDTH
     if row.seconds is not None:  # measured here
-        return row.count * row.seconds, limit
+        return row.times * row.seconds, limit
     seconds = max(computing, moving)
-    return row.count * max(seconds, device.kernel_s[which]), LAUNCH if device.kernel_s[which] > seconds else limit
+    return row.times * max(seconds, device.kernel_s[which]), LAUNCH if device.kernel_s[which] > seconds else limit
 
 
 def number_format(dtype: str, tf32: bool) -> str:
@@ -85,7 +89,7 @@ def _host(rows: Iterable[Row], device: Device, compiled: Compiled, which: int) -
     seconds = 0.0
     for row in rows:
         one = device.view_s[which] if row.kind == "view" else device.host_s[which]
-        seconds += row.count * one * (compiled.host[which] if row.phase != "update" else 1.0)
+        seconds += row.times * one * (compiled.host[which] if row.phase != "update" else 1.0)
     return seconds
 
 
