@@ -15,7 +15,7 @@ drivetrain forecast [device=NAME] [group=option] [key=value] …      peak memor
   drivetrain forecast model=resnet9 parallel=fsdp parallel.nproc=8 device=a100 what_if=false
 
   device=here           this machine, of which a short look is taken; or h100, h200, a100, 4090, … (TAB names them)
-  seconds=25            about how long it may take once the run is built
+  seconds=20            about how long it may take once the run is built
   what_if=true          which further override would help most: precision, recomputation, compiling, ranks
   --json                the figures as JSON: each with its interval, as [value, low, high]
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml

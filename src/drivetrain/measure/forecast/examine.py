@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -79,16 +81,19 @@ class Subject:
     device: Device
     rehearsal: fake_step.Rehearsal
     here: bool
+    on_exit: ExitStack = field(default_factory=ExitStack)  # undoes what building changed for the whole process
 
     @classmethod
     def build(cls, plan: Plan, trainer: Any = None) -> Subject:
         """Build the plan's run in this process, unless it is given. Raises UserError."""
+        on_exit = ExitStack()
         if trainer is None:
-            trainer = build.build(BuildContext(plan.look().run, World(), Path("/nowhere")), [])
+            context = BuildContext(plan.look().run, World(), Path(os.devnull), on_exit=on_exit)
+            trainer = build.build(context, [])
         here = plan.device == HERE
         dtype = plan.run.precision.dtype
         device = this_device(trainer.device, (dtype,) if dtype else ()) if here else known(plan.device)
-        return cls(plan, trainer, device, fake_step.Rehearsal(trainer, fake_step.one_sample(trainer)), here)
+        return cls(plan, trainer, device, fake_step.Rehearsal(trainer, fake_step.one_sample(trainer)), here, on_exit)
 
     def record(self, size: int, micro_batches: int) -> fake_step.StepRecord:
         """Record updates of micro-batches of this size. Raises UserError where the step needs values."""
@@ -111,7 +116,10 @@ def examine(subject: Subject, budget_s: float) -> tuple[Forecast, fake_step.Step
     """Forecast a plan; also return the record, and the bytes that kernels take beside, for other sizes of the micro-batch."""
     plan, trainer, sample = subject.plan, subject.trainer, subject.rehearsal.sample
     size, micro_batches = plan.micro_batch(), plan.micro_batches()
-    reading = look.reading_seconds(trainer, trainer.device) * size / max(1, trees.length(sample.x)) if subject.here else 0.0
+    reading = 0.0
+    if subject.here:
+        read = trainer.batch.micro_batch(trainer.parallel.data_world)  # samples, in one process: ranks take less each
+        reading = look.reading_seconds(trainer, trainer.device) * size / read
     record = subject.record(size, micro_batches)
     rows = look.rows(record, trainer.device, budget_s if subject.here else 0.0)
     at_most = max((row.at_most for row in rows), default=0)

@@ -26,7 +26,7 @@ class Settings:
     """The settings of `drivetrain forecast`."""
 
     device: Literal[NAMES] = "here"  # type: ignore[valid-type]
-    seconds: Positive = 25.0  # that it may take, approximately, from when the run is built
+    seconds: Positive = 20.0  # that it may take, approximately, from when the run is built
     what_if: bool = True
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +10,7 @@ from drivetrain.measure.forecast import replay
 from drivetrain.measure.forecast.fake_step import StepRecord
 from drivetrain.measure.forecast.operation import Operation
 
+READS = 4  # micro-batches that are read, for the time of one
 ASSUMED_FLOPS, ASSUMED_BANDWIDTH = 3e10, 5e9  # to put operations in order: those first that may take longest
 
 
@@ -49,14 +49,13 @@ def _row(operation: Operation, count: int, timed: replay.Timed | None, now: int)
 
 
 def reading_seconds(trainer: Any, device: torch.device) -> float:
-    """The time in which this process reads and delivers one micro-batch: the shortest of some, as the first one prepares."""
+    """The time in which this process reads and delivers one micro-batch: the shortest of some after the first, which prepares."""
     now, times = replay.clock(device), []
     stream = trainer.loader.stream(trainer.train_data, trainer.requests(), trainer.device, trainer.memory_format)
-    until = time.perf_counter() + 0.5
-    for _ in range(4):
+    for _ in range(READS):
         began = now()
-        if next(stream, None) is None or time.perf_counter() > until:
+        if next(stream, None) is None:
             break
         times.append(now() - began)
     stream.close()
-    return min(times, default=0.0)
+    return min(times[1:] or times, default=0.0)

@@ -16,7 +16,7 @@ from drivetrain.measure.benchmark import arms
 from drivetrain.measure.forecast.devices import HERE
 from drivetrain.measure.forecast.figure import Figure
 from drivetrain.measure.forecast.memory import Ranks
-from drivetrain.measure.forecast.roofline import COMPILED_HOST, EAGER, FUSED_BYTES, RECORDED_HOST, Compiled
+from drivetrain.measure.forecast.roofline import ASKED_HOST, COMPILED_HOST, EAGER, FUSED_BYTES, RECORDED_HOST, Compiled
 from drivetrain.measure.overrides import apply
 
 ALONE = ("parallel=single", "compile=none", "debug=none", "logger=[files]")  # as it is built to be looked at
@@ -59,10 +59,10 @@ class Plan:
         return replace(job, run=replace(job.run, parts={**job.run.parts, "precision": precision}))
 
     def compiled(self) -> Compiled:
-        """What compiling is assumed to save."""
+        """What compiling is assumed to save, and a policy that is asked for each operation to cost."""
         option = self.run.compile
         if not option.active or option.torchscript:
-            return EAGER
+            return Compiled(host=ASKED_HOST) if self.run.checkpointing.asks_for_each_operation else EAGER
         recorded = option.captures_step or option.cuda_graphs
         host = RECORDED_HOST if recorded else COMPILED_HOST
         return Compiled(FUSED_BYTES if option.partitions_activations or option.captures_step else Figure.exactly(1.0), host)

@@ -102,8 +102,6 @@ class Recorder(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if self.fakes is not None and not all(isinstance(tensor, FakeTensor) for tensor in tensors):
             args, kwargs = tree_map_only(torch.Tensor, self.fakes.standing_for, (args, kwargs))
-        for tensor in tensors:
-            self._check_size(tensor)
         out = None if name in NO_FAKE_FORM else func(*args, **kwargs)
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
@@ -125,19 +123,6 @@ class Recorder(TorchDispatchMode):
         self.storages.append(made)
         self._living[key] = made, weakref.ref(storage, lambda _, key=key: self._freed(key))  # type: ignore[misc]
         self._add(made.nbytes)
-
-    def _check_size(self, tensor: torch.Tensor) -> None:
-        """FSDP gives the storages of gathered weights back, and takes them again, by their size."""
-        storage = tensor.untyped_storage()
-        known = self._living.get(storage._cdata)
-        if known is not None and known[0].nbytes != storage.nbytes():
-            old, reference = known
-            old.dead = self.time
-            self._add(-old.nbytes)
-            made = Storage(storage.nbytes(), self.time, old.kind)
-            self.storages.append(made)
-            self._living[storage._cdata] = made, reference
-            self._add(made.nbytes)
 
     def _freed(self, key: int) -> None:
         storage, _ = self._living.pop(key)

@@ -14,6 +14,8 @@ COMPUTE, BANDWIDTH, LAUNCH = "compute", "memory bandwidth", "launch"
 FUSED_BYTES = Figure(0.5, 0.3, 0.7)  # of pointwise operations' traffic that a compiler's fused kernels keep
 COMPILED_HOST = Figure(0.3, 0.15, 0.5)  # of the host's time for an operation, in a compiled forward and backward
 RECORDED_HOST = Figure(0.03, 0.01, 0.1)  # where the step is replayed as one graph
+# Where selective recomputation asks a policy for each operation, in Python (from the calibration's runs on a CPU).
+ASKED_HOST = Figure(4.0, 2.5, 6.0)
 
 
 class Compiled(NamedTuple):

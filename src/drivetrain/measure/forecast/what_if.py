@@ -12,6 +12,7 @@ from drivetrain.measure.forecast.examine import Forecast, Subject, examine
 from drivetrain.measure.forecast.plan import Plan, plan
 from drivetrain.measure.overrides import apply
 
+GAIN = 1.1  # that counts as help: timings of the same operations differ by some per cent
 ROW_S = 1.0  # of timing operations that are new in a row
 RANKS = (2, 8)
 
@@ -59,7 +60,9 @@ def _row(override: str, base: Forecast, subject: Subject, until: float) -> Row:
     own = subject.plan
     try:
         changed = plan(apply(own.overrides, override.split(), own.config_dirs), own.config_dirs, own.device)
-        found = examine(Subject.build(changed), ROW_S)[0]
+        built = Subject.build(changed)
+        with built.on_exit:
+            found = examine(built, ROW_S)[0]
     except UserError as error:
         return Row(override, why_not=error.problems[0])
     step, peak = found.step.value, found.memory.peak.value
@@ -72,6 +75,6 @@ def best(rows: list[Row]) -> tuple[Row | None, Row | None]:
     faster = max(told, key=lambda row: row.speed or 0, default=None)
     smaller = min(told, key=lambda row: row.memory or 1, default=None)
     return (
-        faster if faster is not None and (faster.speed or 0) > 1.02 else None,
-        smaller if smaller is not None and (smaller.memory or 1) < 0.98 else None,
+        faster if faster is not None and (faster.speed or 0) > GAIN else None,
+        smaller if smaller is not None and (smaller.memory or 1) < 1 / GAIN else None,
     )
