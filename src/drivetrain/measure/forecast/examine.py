@@ -21,6 +21,7 @@ from drivetrain.measure.forecast.figure import Figure
 from drivetrain.measure.forecast.here import this_device
 from drivetrain.measure.forecast.memory import Memory, peak_memory, sent_bytes
 from drivetrain.measure.forecast.plan import Plan
+from drivetrain.measure.forecast.replay import Timed
 
 FILLED = 0.97  # of a device's memory that a run may fill
 DATA, NETWORK = "data", "network"
@@ -49,6 +50,7 @@ class Forecast:
     evaluation: Figure  # seconds of all evaluations
     samples: int  # of an update, over all ranks
     sample_bytes: float
+    timed_share: float  # of the operations' work, that was timed here; the rest is the roofline's
     largest: Figure | None = None  # micro-batch that fits
 
     @property
@@ -81,6 +83,7 @@ class Subject:
     device: Device
     rehearsal: fake_step.Rehearsal
     here: bool
+    timed: dict[str, Timed] = field(default_factory=dict)  # operations by signature, where it is this machine
     on_exit: ExitStack = field(default_factory=ExitStack)  # undoes what building changed for the whole process
 
     @classmethod
@@ -93,7 +96,7 @@ class Subject:
         here = plan.device == HERE
         dtype = plan.run.precision.dtype
         device = this_device(trainer.device, (dtype,) if dtype else ()) if here else known(plan.device)
-        return cls(plan, trainer, device, fake_step.Rehearsal(trainer, fake_step.one_sample(trainer)), here, on_exit)
+        return cls(plan, trainer, device, fake_step.Rehearsal(trainer, fake_step.one_sample(trainer)), here, on_exit=on_exit)
 
     def record(self, size: int, micro_batches: int) -> fake_step.StepRecord:
         """Record updates of micro-batches of this size. Raises UserError where the step needs values."""
@@ -121,7 +124,7 @@ def examine(subject: Subject, budget_s: float) -> tuple[Forecast, fake_step.Step
         read = trainer.batch.micro_batch(trainer.parallel.data_world)  # samples, in one process: ranks take less each
         reading = look.reading_seconds(trainer, trainer.device) * size / read
     record = subject.record(size, micro_batches)
-    rows = look.rows(record, trainer.device, budget_s if subject.here else 0.0)
+    rows = look.rows(record, trainer.device, budget_s if subject.here else 0.0, subject.timed)
     at_most = max((row.at_most for row in rows), default=0)
     ranks = plan.ranks(trainer.model)
     memory = subject.memory(record, at_most, subject.here)
@@ -139,7 +142,7 @@ def examine(subject: Subject, budget_s: float) -> tuple[Forecast, fake_step.Step
         plan.device, subject.device.source, ranks.count, size, micro_batches, memory, _limit(subject),
         sum(row.flops * row.times for row in rows), sum(row.nbytes * row.times for row in rows), sum(row.times for row in rows),
         took.seconds, waits, network, shares, trainer.max_updates, Figure.within(forward, 0.6, 1.6), plan.run.batch.size(0),
-        trees.nbytes(sample.x) / trees.length(sample.x),
+        trees.nbytes(sample.x) / trees.length(sample.x), roofline.timed_share(rows, subject.device),
     )  # fmt: skip
     return found, record, at_most
 

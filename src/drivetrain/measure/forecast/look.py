@@ -28,12 +28,14 @@ class Row(NamedTuple):
     at_most: int  # bytes allocated while it runs, its kernel's own among them where that was measured
 
 
-def rows(record: StepRecord, device: torch.device, budget_s: float) -> list[Row]:
-    """Return the operations of an update. Those that may take longest are timed here first, until the budget is spent."""
-    timed: dict[str, replay.Timed] = {}
+def rows(record: StepRecord, device: torch.device, budget_s: float, timed: dict[str, replay.Timed]) -> list[Row]:
+    """Return the operations of an update. Those that may take longest are timed here first, until the budget is spent.
+
+    `timed` are those that were timed before; it gets the new ones.
+    """
     if budget_s:
         real = {o.signature: o for o in sorted(record.operations, key=lambda o: -_rough(o) * record.operations[o])}
-        timed = replay.measure([o for o in real.values() if o.kind != "view"], device, budget_s)
+        timed |= replay.measure([o for o in real.values() if o.kind != "view" and o.signature not in timed], device, budget_s)
     return [_row(o, n, timed.get(o.signature), record.most_during.get(o.signature, 0)) for o, n in record.operations.items()]
 
 

@@ -35,6 +35,7 @@ def as_dict(answer: Any) -> dict[str, Any]:
         "data_wait_s": found.reading,
         "network_s": found.network,
         "shares": found.shares,
+        "timed_share": found.timed_share,
         "limit": found.limit,
         "updates": found.updates,
         "run_s": found.whole,
@@ -78,6 +79,8 @@ def _time(found: Any) -> Iterator[str]:
     )
     shares = sorted(found.shares.items(), key=lambda item: -item[1])
     yield f"  limited by {found.limit}: {', '.join(f'{name} {100 * share:.0f} %' for name, share in shares if share > 0.005)}"
+    if found.timed_share:
+        yield f"  {100 * found.timed_share:.0f} % of it was timed here, operation by operation; the rest is a roofline"
     pace = found.samples / step.value
     yield f"data needed   {pace:,.0f} samples a second, {size(found.sample_bytes * pace)}/s as the model gets them"
     yield f"whole run     {_figure(found.whole, duration)} for {found.updates:,} updates and the evaluations"

@@ -64,6 +64,12 @@ def step_time(rows: Sequence[Row], device: Device, tf32: bool = False, compiled:
     )
 
 
+def timed_share(rows: Sequence[Row], device: Device) -> float:
+    """The share of the operations' time that was measured."""
+    likely = [(row.seconds is not None, _seconds(row, device, False, EAGER, 0)[0]) for row in rows]
+    return sum(seconds for timed, seconds in likely if timed) / (sum(seconds for _, seconds in likely) or 1.0)
+
+
 def _seconds(row: Row, device: Device, tf32: bool, compiled: Compiled, which: int) -> tuple[float, str]:
     """The seconds of all calls of one operation, and what limits them; `which`: 0 likely, 1 at the least, 2 at the most."""
     if row.kind == "view":

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from drivetrain.core.errors import UserError
 from drivetrain.measure.forecast.devices import HERE
 from drivetrain.measure.forecast.examine import Forecast, Subject, examine
 from drivetrain.measure.forecast.plan import Plan, plan
-from drivetrain.measure.overrides import apply
+from drivetrain.measure.overrides import apply, groups_of
 
 GAIN = 1.1  # that counts as help: timings of the same operations differ by some per cent
 ROW_S = 1.0  # of timing operations that are new in a row
 RANKS = (2, 8)
+SAME_MODEL = {"compile", "parallel", "batch"}  # groups that change nothing of the trainer as it is built to be looked at
 
 
 @dataclass
@@ -33,13 +34,6 @@ class Row:
 def candidates(run_plan: Plan) -> Iterator[str]:
     """Overrides that change speed or memory, and not what is trained, as far as the run does not have them."""
     run = run_plan.run
-    if run.precision.full_float32:
-        yield "precision=bf16"
-    if not run.checkpointing.active:
-        yield "checkpointing=blocks"
-        yield "checkpointing=selective"
-    else:
-        yield "checkpointing=none"
     if run.batch.fixed_micro_batches and run.batch.size(0) % (2 * run_plan.micro_batches()) == 0:
         yield f"batch=accumulate batch.accumulation_steps={2 * run_plan.micro_batches()}"
     if not run.compile.active:
@@ -47,6 +41,13 @@ def candidates(run_plan: Plan) -> Iterator[str]:
     if run.parallel.one_process and run_plan.device != HERE:
         for ranks in RANKS:
             yield f"parallel=fsdp parallel.nproc={ranks}"
+    if run.precision.full_float32:
+        yield "precision=bf16"
+    if not run.checkpointing.active:
+        yield "checkpointing=blocks"
+        yield "checkpointing=selective"
+    else:
+        yield "checkpointing=none"
 
 
 def table(base: Forecast, subject: Subject, until: float) -> list[Row]:
@@ -60,9 +61,12 @@ def _row(override: str, base: Forecast, subject: Subject, until: float) -> Row:
     own = subject.plan
     try:
         changed = plan(apply(own.overrides, override.split(), own.config_dirs), own.config_dirs, own.device)
-        built = Subject.build(changed)
-        with built.on_exit:
-            found = examine(built, ROW_S)[0]
+        if groups_of(override.split()) <= SAME_MODEL:
+            found = examine(replace(subject, plan=changed), ROW_S)[0]
+        else:
+            built = replace(Subject.build(changed), timed=subject.timed)
+            with built.on_exit:
+                found = examine(built, ROW_S)[0]
     except UserError as error:
         return Row(override, why_not=error.problems[0])
     step, peak = found.step.value, found.memory.peak.value
