@@ -19,7 +19,8 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -39,10 +40,11 @@ NETWORKS = {
 }  # fmt: skip
 
 
-def configurations(pool: str, seed: int, count: int) -> list[list[str]]:
-    """Random configurations: model × precision × recomputation × optimizer × batch × accumulation."""
+def configurations(pool: str, seed: int) -> Iterator[list[str]]:
+    """Random configurations without end: model × precision × recomputation × optimizer × batch × accumulation."""
     draw = random.Random(f"{pool} {seed}")
-    return [_configuration(draw, NETWORKS[pool]) for _ in range(count)]
+    while True:
+        yield _configuration(draw, NETWORKS[pool])
 
 
 def _configuration(draw: random.Random, networks: list[str]) -> list[str]:
@@ -291,7 +293,10 @@ def main() -> None:
     warm()
     rows: list[dict[str, Any]] = []
     failed: list[dict[str, Any]] = []
-    for overrides in configurations(given.pool, given.seed, given.count)[part - 1 :: of]:
+    wanted = len(range(part - 1, given.count, of))
+    for overrides in islice(configurations(given.pool, given.seed), part - 1, None, of):
+        if len(rows) == wanted or len(failed) > wanted:  # the next one comes in place of one that a rule refuses
+            break
         row: dict[str, Any] = {"overrides": overrides}
         try:
             row["forecast"], row["measured"] = in_process(predict, overrides), in_process(measure, overrides)

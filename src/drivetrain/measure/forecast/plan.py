@@ -107,4 +107,7 @@ def plan(overrides: Sequence[str], config_dirs: Sequence[str], device: str) -> P
             f"{job.run.named('compile')}: what it saves is assumed, not recorded (pointwise traffic × "
             f"{FUSED_BYTES.low:g}…{FUSED_BYTES.high:g}, the host's time × {RECORDED_HOST.low:g}…{COMPILED_HOST.high:g})"
         )
+    recipe = job.composed.recipe
+    if recipe is not None and recipe.claim is not None:
+        notes.append(f"the recipe's own claim: {recipe.claim}")
     return Plan(tuple(overrides), tuple(config_dirs), job, device, tuple(notes))
