@@ -121,6 +121,13 @@ def test_ranks_divide_the_batch_and_fsdp_the_state():
 def test_an_unknown_device_is_told():
     with pytest.raises(UserError, match="device=h1000"):
         command(["device=h1000"])
+    with pytest.raises(UserError, match="device=1000"):
+        command(["device=1000"])
+
+
+def test_a_device_may_be_named_by_a_number():
+    with pytest.raises(UserError, match="no_such_model"):  # the device is accepted
+        command(["device=4090", "model=no_such_model"])
 
 
 def test_a_strategy_whose_memory_is_not_forecast_is_told():

@@ -41,7 +41,7 @@ class Answer:
 
 def command(argv: Sequence[str], config_dirs: Sequence[str] = (), as_json: bool = False) -> int:
     """Run `drivetrain forecast`; return its exit code: 1 where the run does not fit the device's memory."""
-    settings, overrides = arguments.split(argv, Settings)
+    settings, overrides = arguments.split([_quoted(word) for word in argv], Settings)
     arms.refuse_resume("forecast", overrides)
     with Steps() as progress:
         progress("building the run, and recording its step on fake tensors")
@@ -50,6 +50,12 @@ def command(argv: Sequence[str], config_dirs: Sequence[str] = (), as_json: bool 
 
     echo(json.dumps(page.as_dict(answer), indent=2) if as_json else page.text(answer))
     return DONE if answer.forecast.fits else FAILED
+
+
+def _quoted(word: str) -> str:
+    """A device whose name is a number, such as 4090, as a text."""
+    key, _, value = word.partition("=")
+    return f"device='{value}'" if key == "device" and value.isdecimal() else word
 
 
 def forecast(overrides: Sequence[str], config_dirs: Sequence[str] = (), settings: Settings | None = None) -> Answer:
