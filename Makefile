@@ -14,10 +14,10 @@ train: $(VENV)/.installed          ## train the default recipe on real data
 	$(BIN)/python -m src.train $(ARGS)
 
 test: $(VENV)/.tested check        ## lint, types and the test suite
-	$(BIN)/python -m pytest -n 2 -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -n 2 -m "not slow" -rs $(ARGS)
 
 test-slow: $(VENV)/.tested         ## the long campaigns
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/python -m pytest -m slow -rs $(ARGS)
 
 check: $(VENV)/.tested
 	$(BIN)/ruff check src tests bench examples docs/site
@@ -40,7 +40,7 @@ wheel: $(VENV)/.installed          ## the wheel and its bill of materials (Cyclo
 
 lock: $(VENV)/.installed           ## lock everything that is installed, with hashes: after a change of pyproject.toml or constraints.txt
 	$(BIN)/$(LOCK) pyproject.toml --extra test -o requirements/test.txt
-	$(BIN)/$(LOCK) pyproject.toml -c requirements/test.txt -o requirements/run.txt
+	$(BIN)/$(LOCK) pyproject.toml --extra timm -c requirements/test.txt -o requirements/run.txt
 	$(BIN)/$(LOCK) requirements/tools.in -c requirements/test.txt -o requirements/tools.txt
 	$(BIN)/$(LOCK) requirements/wheel.in -c requirements/test.txt -o requirements/wheel.txt
 

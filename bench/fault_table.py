@@ -41,6 +41,7 @@ class Fault(NamedTuple):
     before: Prepare | None = None  # done to the place before the run
     after: Prepare | None = None  # done to a finished run, after which it is gone on with: that is what is judged
     disk: str = ""  # outputs/ is a disk of its own of this size
+    beside: tuple[str, ...] = ()  # the words beside `resume=` then
     whole: tuple[str, ...] | None = WORDS  # the words of a command; None: see `how`
     wrap: tuple[str, ...] = ()  # a program that starts the command
     env: tuple[tuple[str, str], ...] = ()
@@ -152,7 +153,11 @@ FAULTS = (
     Fault("config.yaml is spoilt", "exit 2", 2, "config.yaml", after=spoil("config.yaml"), resumes=False),
     Fault("environment.json is spoilt", "exit 2", 2, "environment.json", after=spoil("environment.json"), resumes=False),
     Fault("another process has the run", "exit 2, changes nothing", 2, "in use by another process", after=hold, resumes=False),
+    Fault("a resume has another config", "exit 2, shows the difference", 2, r"optimizer\.lr", after=lambda place: None,
+          beside=("optimizer.lr=0.5",)),
     Fault("a signal asks the run to end", "finishes the update, saves, exit 75", 75, "go on with resume=", "told_to_end"),
+    Fault("a signal while a loader's worker is stuck", "saves within a second, exit 75", 75, r"stopped by a signal.*resume=",
+          "told_to_end_while_waiting", (*WORKERS, "loader.prefetch_factor=1")),
     Fault("the process is killed", "nothing is said; resumable", -9, "", "killed"),
     Fault("code of the model ends the process", "nothing is said; resumable", 9, "", "ends_at_once"),
     Fault("code of the model calls sys.exit(0)", "exit 1", 1, "SystemExit", "exits"),
@@ -160,6 +165,10 @@ FAULTS = (
     Fault("the loss is NaN", "exit 3", 3, "the loss is nan", "not_a_number", resumes=False),
     Fault("memory runs out", "goes on with half as many samples at once", 0, "out of memory: training goes on", "out_of_memory",
           resumes=False),
+    Fault("a logger fails", "named once and left out; the run goes on", 0, "logger=csv.*the server is gone", "logger_fails",
+          ("logger=[csv]",)),
+    Fault("a job of a sweep fails", "exit 1, names the job; the others run", 1, "1 of 2", "raises",
+          ("-m", "optimizer.lr=0.01,0.02"), resumes=False),
     Fault("the clock is set back a day", "no effect", 0, "", "clock_set_back"),
     Fault("no descriptors are left", "exit 1, says what to raise", 1, r"may not open more files.*ulimit -n", "no_descriptors",
           half_written=True),

@@ -64,7 +64,7 @@ def plant(fault: Fault, folder: Path, whole: Callable[[tuple[str, ...]], Path]) 
         if fault.after is not None:
             assert command.train(*words, cwd=place).code == 0
             fault.after(place)
-            words = [f"resume={command.only_run(place / 'outputs').relative_to(place)}"]
+            words = [f"resume={command.only_run(place / 'outputs').relative_to(place)}", *fault.beside]
         done = _run(fault, words, place)
         _undo(place)
         return _judged(fault, done, place, whole)

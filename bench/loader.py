@@ -181,7 +181,7 @@ def jpeg_arms(folder: Path, quick: bool) -> dict[str, tuple[Callable[..., None],
     files = ("data=imagefolder", f"data.root={images}", "data.holdout=0.05", "data.verify=0")
     base = (f"batch.global_batch={BATCH}", "model=mlp", *JPEG_WORDS)
     tar = ("data=webdataset", f"data.train={shard}", f"data.test={shard}", f"data.cache={folder}/cache")
-    return {
+    arms: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
         "DataLoader, 2 workers": (usual, (images, 2)),
         "DataLoader, in the loop": (usual, (images, 0)),
         "timm, 2 workers": (timms, (images, 2)),
@@ -206,6 +206,16 @@ def jpeg_arms(folder: Path, quick: bool) -> dict[str, tuple[Callable[..., None],
             ),
         ),
     }
+    return without_missing(arms)
+
+
+def without_missing(arms: dict[str, Any]) -> dict[str, Any]:
+    """Leave out the rows of packages that are not installed, and say so."""
+    from drivetrain.core.option import needs_extra
+
+    if missing := list(needs_extra("nvidia.dali", "dali", "ours, dali")):
+        print(f"left out: {missing[0]}")
+    return {name: arm for name, arm in arms.items() if not (missing and name == "ours, dali")}
 
 
 def memory_arms(folder: Path, quick: bool) -> dict[str, tuple[Callable[..., None], tuple[Any, ...]]]:

@@ -133,3 +133,12 @@ def test_the_short_form_runs(bench: str, tmp_path: Path) -> None:
     assert content["machine"]["cores"] >= 1
     assert content["device"] == "cpu"
     assert content.get("rows") or content["lists"]
+
+
+def test_the_loaders_bench_leaves_out_what_is_not_installed(monkeypatch, capsys):
+    from bench import loader
+
+    arms = {"ours, sync": 1, "ours, dali": 2}
+    monkeypatch.setitem(sys.modules, "nvidia.dali", None)
+    assert loader.without_missing(arms) == {"ours, sync": 1}
+    assert "left out: ours, dali needs the package 'nvidia.dali'" in capsys.readouterr().out

@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import json
+import os
 import pkgutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -48,6 +49,8 @@ PIXELS = ["data=own", "data.target=outside.Masks", "model=own", "model.target=ou
 NUMBERS = ["data=own", "data.target=outside.Numbers", "loss=mse", "trust=[outside]"]
 BESIDE = {
     "surgery": RESNET,
+    ("surgery", "fused_norm"): ["model=own", "model.target=outside.Normed", "trust=[outside]"],
+    ("checkpointing", "budget"): ["compile=inductor"],
     "loader": ["data=digits"],
     "augment": ["model=resnet9", "model.width=4"],
     ("model", "resnet9"): ["model.width=8"],
@@ -103,14 +106,16 @@ BESIDE = {
     ("logger", "images"): ["data.shape=[3,8,8]"],
     ("augment", "color_jitter"): PHOTOGRAPHS,
 }
-# Options that this machine may lack something for. They must say what; any other refusal is a failure.
-LACKING = ("which is not installed", "needs a CUDA device", "has no effect on this model", "set compile=inductor")
+# Options that this machine may lack a package or a device for. They must say which; any other refusal is a failure.
+LACKING = ("which is not installed", "needs a CUDA device")
+STRICT = "DRIVETRAIN_TEST_STRICT"  # set to 1 on a machine that should have everything: what is lacking then fails
 # They compile, start processes or write for seconds. Their own tests train them, save and go on.
 SLOW = {
     *(("compile", name) for name in ("inductor", "regional", "step")),
     *(("parallel", name) for name in ("ddp", "fsdp", "tensor", "pipeline")),
     *(("logger", name) for name in ("wandb", "mlflow")),
     ("batch", "auto"),
+    ("checkpointing", "budget"),
 }
 # Groups whose options keep something from update to update, or give what a checkpoint holds another form: they are resumed.
 WITH_STATE = {
@@ -128,6 +133,24 @@ class Net(torch.nn.Module):
 
     def forward(self, x):
         return self.only(x.flatten(1))
+
+class LayerNorm(torch.nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.weight, self.bias = torch.nn.Parameter(torch.ones(size)), torch.nn.Parameter(torch.zeros(size))
+        self.eps = 1e-5
+
+    def forward(self, x):
+        x = x - x.mean(-1, keepdim=True)
+        return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight + self.bias
+
+class Normed(Net):
+    def __init__(self, shape, classes):
+        super().__init__(shape, classes)
+        self.norm = LayerNorm(torch.Size(shape).numel())
+
+    def forward(self, x):
+        return self.only(self.norm(x.flatten(1)))
 
 def errors(output, target):
     return (output.argmax(1) != target).sum()
@@ -212,8 +235,11 @@ def write_teacher(folder: Path) -> None:
 
 
 def words_of(option: Option) -> list[str]:
-    """An option, and what it wants beside it."""
-    return [*BESIDE.get(option[0], []), word(*option), *BESIDE.get(option, [])]
+    """An option, and what it wants beside it: its own words take the place of its group's."""
+    own = BESIDE.get(option, [])
+    chosen = {w.partition("=")[0] for w in own}
+    of_group = [w for w in BESIDE.get(option[0], []) if w.partition("=")[0].partition(".")[0] not in chosen]
+    return [*of_group, word(*option), *own]
 
 
 def groups_of(option: Option) -> set[str]:
@@ -260,7 +286,7 @@ def train_save_and_go_on(words: list[str], saves: bool, resumes: bool) -> None:
 
 
 def assert_it_works(tiny, option: Option, resumes: bool) -> str | None:
-    """One option by itself: it does all it owes, or says what this machine lacks for it, which is returned."""
+    """One option by itself: it does all it owes, or says which package or device is lacking, which is returned."""
     try:
         train_save_and_go_on(tiny(*words_of(option)), option != ("saving", "none"), resumes)
     except UserError as error:
@@ -270,6 +296,12 @@ def assert_it_works(tiny, option: Option, resumes: bool) -> str | None:
     assert all("{}={}".format(*option) in problem for problem in problems), problems
     assert all(any(lack in problem for lack in LACKING) for problem in problems), problems
     return problems[0]
+
+
+def skip_or_fail(lacking: Iterable[str | None]) -> None:
+    """Skip the test where something is lacking, with the reasons; in strict mode it fails."""
+    if reasons := "; ".join(filter(None, lacking)):
+        (pytest.fail if os.environ.get(STRICT) == "1" else pytest.skip)(reasons)
 
 
 ROWS = in_rows(option for option in OPTIONS if option not in SLOW)
@@ -283,17 +315,31 @@ def test_options_compose_build_train_save_and_go_on(tiny, outside, row):
     try:
         train_save_and_go_on(tiny(*words), ("saving", "none") not in row, resumes)
     except UserError:
-        lacking = [lack for option in row if (lack := assert_it_works(tiny, option, option[0] in WITH_STATE)) is not None]
-        if lacking:
-            pytest.skip("; ".join(lacking))
+        skip_or_fail([assert_it_works(tiny, option, option[0] in WITH_STATE) for option in row])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("option", OPTIONS, ids=ids(OPTIONS))
 def test_an_option_by_itself(tiny, outside, option):
     """As above, and every option is resumed."""
-    if (lacking := assert_it_works(tiny, option, resumes=True)) is not None:
-        pytest.skip(lacking)
+    skip_or_fail([assert_it_works(tiny, option, resumes=True)])
+
+
+def test_what_is_lacking_is_named_and_fails_where_nothing_may_be(monkeypatch):
+    monkeypatch.delenv(STRICT, raising=False)
+    skip_or_fail([None, None])
+    with pytest.raises(pytest.skip.Exception, match=r"optimizer=x needs the package 'y', which is not installed; .*CUDA"):
+        skip_or_fail(["optimizer=x needs the package 'y', which is not installed", None, "debug=z needs a CUDA device"])
+    monkeypatch.setenv(STRICT, "1")
+    skip_or_fail([None])
+    with pytest.raises(pytest.fail.Exception, match="needs a CUDA device"):
+        skip_or_fail(["debug=z needs a CUDA device"])
+
+
+def test_a_refusal_for_another_reason_is_no_lack(tiny, outside, monkeypatch):
+    monkeypatch.delitem(BESIDE, ("surgery", "fused_norm"))  # its words: the model beside it then has no such norm
+    with pytest.raises(AssertionError, match="has no effect on this model"):
+        assert_it_works(tiny, ("surgery", "fused_norm"), resumes=False)
 
 
 def test_every_option_is_in_a_row():

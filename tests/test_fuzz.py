@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from bench.fuzz import damage
+from bench.fuzz import damage, datasets
 from bench.fuzz.isolated import KINDS, run
 from bench.fuzz.judged import ACCEPTED, DEFECT, REFUSED, Example, judged
 
@@ -65,6 +65,14 @@ def test_what_computes_for_ever_is_stopped() -> None:
             pass
 
     assert "TooLong" in judged(Example("by hand", spin, seconds=0.05)).said
+
+
+def test_a_link_in_a_data_folder_may_be_followed_and_no_other_file_is_read(tmp_path: Path) -> None:
+    (tmp_path / "table.csv").symlink_to("/etc/hostname")
+    (tmp_path / "itself").symlink_to("itself")
+    readable = (tmp_path, *datasets.linked(tmp_path))
+    assert judged(Example("by hand", (tmp_path / "table.csv").read_bytes, readable)).outcome == ACCEPTED
+    assert "effect: reads" in judged(Example("by hand", Path("/etc/passwd").read_bytes, readable)).said
 
 
 @pytest.mark.parametrize("how", damage.IN_PLACE)

@@ -1,6 +1,8 @@
 """The documentation as a site: a card for every option, and a build without a warning."""
 
 import importlib.util
+import itertools
+import re
 import shutil
 import subprocess
 import sys
@@ -17,7 +19,8 @@ def cards(monkeypatch):
     import cards
 
     yield cards
-    del sys.modules["cards"]
+    for name in ("cards", "matrix"):
+        del sys.modules[name]
 
 
 def test_every_option_has_a_card_with_what_it_does_its_effect_and_its_keys(cards):
@@ -41,6 +44,35 @@ def test_the_reference_has_each_command_key_and_function(cards):
     assert all(f"## {verb}\n" in pages["commands"] for verb in ("train", "compare", "doctor", "recipe"))
     assert "| `epochs` | `15` |" in pages["keys"]
     assert "drivetrain.train(config:" in pages["python"]
+
+
+def test_a_card_says_what_an_option_goes_with(cards):
+    record = sys.modules["matrix"].read(ROOT)
+    card = "\n".join(cards._pairs(record, "compile=jit"))
+    refused = re.search(r"Refused with (\d+) other options", card)
+    together = re.search(r"\*\*Combines with:\*\* (\d+) options of other groups", card)
+    others = sum(len(words) for group, words in record.tried.items() if group != "compile")
+    alone = sum(not word.startswith("compile=") for word in record.alone)
+    assert int(refused[1]) + int(together[1]) + alone == others
+    assert "`checkpointing=blocks`" in card
+
+
+def test_the_page_of_pairs_agrees_with_its_record(cards):
+    """Each pair of options that was tried is a number, a mark or a reason; what came later is named."""
+    import matrix
+
+    record, page = matrix.read(ROOT), matrix.page(ROOT, cards.overrides())
+    sizes = [len(words) for words in record.tried.values()]
+    pairs = sum(a * b for a, b in itertools.combinations(sizes, 2))
+    assert record.head.startswith(f"{pairs} pairs of options: ")
+    assert f"{len(record.refused)} refused" in record.head
+    assert sum(int(number) for number in re.findall(r"\[(\d+)\]\(#", page)) == len(record.refused)
+    assert page.count(" and `") == len(record.refused)
+    assert sum(line.count("✗ |") for line in page.splitlines()) == len(record.refused)
+    tried = {word for words in record.tried.values() for word in words}
+    assert all(
+        f"`{word}`" in page for words in cards.overrides().values() for word in words if len(words) > 1 and word not in tried
+    )
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from drivetrain.core.errors import DONE
 from drivetrain.core.paths import recipes_dir
 from drivetrain.core.selection import evaluated
 from drivetrain.core.signals import StopFlag
+from drivetrain.core.target import Reach
 from drivetrain.core.world import World
 from drivetrain.launch.job import checked, prepare
 from drivetrain.launch.worker import run_rank
@@ -24,7 +25,7 @@ from drivetrain.measure.claims.kinds import HOLDS, REFUTED, Differences, Seen
 from drivetrain.measure.claims.verify import verify
 from drivetrain.recipe import places
 from drivetrain.recipe import reader as recipes
-from drivetrain.recipe.claim import Claim, Device, Quality, Reach
+from drivetrain.recipe.claim import Claim, Device, Quality
 from drivetrain.run.reader import read
 
 NAMES = sorted(file.stem for file in recipes_dir().glob("*.yaml"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import random
 import shutil
 import tarfile
@@ -41,8 +42,14 @@ def examples(place: Path, count: int, seed: int) -> Iterator[Example]:
             read(form, folder)
             files = [p.relative_to(folder) for p in (folder / "cache").iterdir()]
         told = [f"{file} {change(draw, folder / file)}" for file in draw.sample(files, min(len(files), draw.choice([1, 1, 2])))]
-        yield Example(f"{form}: {'; '.join(told)}", functools.partial(read, form, folder), (folder,), (folder,))
+        readable = (folder, *linked(folder))
+        yield Example(f"{form}: {'; '.join(told)}", functools.partial(read, form, folder), readable, (folder,))
         damage.remove(folder)
+
+
+def linked(folder: Path) -> list[Path]:
+    """What the links in a data folder lead to. They are the user's own, and are followed."""
+    return [folder / os.readlink(path) for path in folder.rglob("*") if path.is_symlink()]
 
 
 def change(draw: random.Random, file: Path) -> str:

@@ -137,7 +137,7 @@ MODULES = {  # distribution → module, of what the campaign cannot do without
     "annotated-types": "annotated_types", "torch": "torch", "timm": "timm", "numpy": "numpy", "pillow": "PIL", "rich": "rich",
     "safetensors": "safetensors", "scipy": "scipy", "scikit-learn": "sklearn", "torchvision": "torchvision",
 }  # fmt: skip
-OF_USE = {"plotly": "plotly", "plotext": "plotext", "simplejpeg": "simplejpeg"}
+OF_USE = {"plotext": "plotext", "simplejpeg": "simplejpeg"}
 
 
 def missing(modules: dict[str, str]) -> list[str]:

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "src")]
 
 import cards  # noqa: E402
+import matrix  # noqa: E402
 import reference  # noqa: E402
 
 HOME = {"index.md": "README.md", "changes.md": "CHANGELOG.md"}  # page → the file that it is
@@ -35,6 +36,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages = {page: (ROOT / file).read_text(encoding="utf-8") for page, file in HOME.items()}
     pages |= {f"techniques/{name}.md": text for name, text in cards.pages(ROOT).items()}
     pages |= {f"reference/{name}.md": text for name, text in reference.pages().items()}
+    pages["pairwise.md"] = matrix.page(ROOT, cards.overrides())
+    if (record := files.get_file_from_path("pairwise.md")) is not None:
+        files.remove(record)  # the page is made from it
     for path, content in pages.items():
         files.append(File.generated(config, path, content=content))
     for path in sorted({path for file in files.documentation_pages() for path in _outside(file)}):
@@ -44,6 +48,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Have links lead to where the site has what they name. A folder outside docs is named only."""
+    if page.file.src_uri == "words.md":
+        markdown += reference.words()
 
     def link(found: re.Match[str]) -> str:
         image, text, target, anchor = found.groups()

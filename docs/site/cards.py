@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 import json
-import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import matrix
 from omegaconf import OmegaConf
 
 from drivetrain.config import catalog, recipe_checks, recipe_schema
@@ -17,13 +17,11 @@ from drivetrain.core.option import Option
 from drivetrain.core.user_code import import_name
 
 MEASURED = ("ablate-cpu.json", "ablate-text-cpu.json", "gpu-speed-h200.json")  # comparisons of one override with a baseline
-PAIR = re.compile(r"^\| (\S+) · (\S+) \| (.*) \|$", re.MULTILINE)
 EFFECTS = {
     "exact": "exact, the same numbers as without it",
     "close": "close, the same mathematics",
     "changes": "another training",
 }
-Refusals = dict[str, dict[str, str]]  # override → another one → why not both
 
 
 def titles() -> dict[str, str]:
@@ -33,7 +31,7 @@ def titles() -> dict[str, str]:
 
 def pages(root: Path) -> dict[str, str]:
     """Group → its page, in Markdown."""
-    refused, measured = _refused(root), _measured(root)
+    record, measured = matrix.read(root), _measured(root)
     found = {}
     for group, files in catalog.option_files().items():
         rows = [f"| [`{group}={name}`](#{group}-{name}) | {catalog.summary(file)} |" for name, file in files.items()]
@@ -42,7 +40,7 @@ def pages(root: Path) -> dict[str, str]:
             override = f"{group}=[{name}]" if group in catalog.LISTS else f"{group}={name}"
             found[group] += "\n".join(["", f"## {group}={name} {{#{group}-{name}}}", "", *_card(group, file, override)])
             found[group] += "\n".join(
-                ["", *(f"**Measured:** {said}\n" for said in measured[override]), *_pairs(refused[override])]
+                ["", *(f"**Measured:** {said}\n" for said in measured[override]), *_pairs(record, override)]
             )
     return found
 
@@ -93,20 +91,27 @@ def cell(text: str) -> str:
     return text.replace("|", r"\|").replace("<", "&lt;").replace("\n", " ")
 
 
-def _pairs(others: dict[str, str]) -> Iterator[str]:
-    """What refuses to go with an option, and why."""
-    if others:
-        yield f'??? note "Refused with {len(others)} other option{"s" if len(others) > 1 else ""}"\n'
-        yield from (f"    - `{other}`: {cell(reason)}" for other, reason in others.items())
-        yield ""
-
-
-def _refused(root: Path) -> Refusals:
-    """Option → other option → why they are refused together, from docs/pairwise.md."""
-    found: Refusals = defaultdict(dict)
-    for one, other, reason in PAIR.findall((root / "docs" / "pairwise.md").read_text(encoding="utf-8")):
-        found[one][other] = found[other][one] = reason
+def overrides() -> dict[str, list[str]]:
+    """Group → its options as overrides; a list group is off or has one of its options."""
+    found = {}
+    for group, names in catalog.options().items():
+        listed = [f"{group}=[]", *(f"{group}=[{name}]" for name in names if name != "none")]
+        found[group] = listed if group in catalog.LISTS else [f"{group}={name}" for name in names]
     return found
+
+
+def _pairs(record: matrix.Record, override: str) -> Iterator[str]:
+    """What goes with an option, what refuses to, and why."""
+    if override in record.alone:
+        yield f"**Combines with:** not tried, since that machine could not run it ({cell(record.alone[override])}).\n"
+    elif others := record.others(override):
+        trained = f"{len(others)} options of other groups, each trained together with it"
+        yield f"**Combines with:** {trained} ([all pairs](../pairwise.md)).\n"
+    refused = {next(iter(pair - {override})): reason for pair, reason in record.refused.items() if override in pair}
+    if refused:
+        yield f'??? note "Refused with {len(refused)} other option{"s" if len(refused) > 1 else ""}"\n'
+        yield from (f"    - `{other}`: {cell(reason)}" for other, reason in refused.items())
+        yield ""
 
 
 def _measured(root: Path) -> dict[str, list[str]]:

@@ -4,13 +4,14 @@ import re
 
 import pytest
 
-from drivetrain.cli import train
+from drivetrain.cli import train, verbs
 from drivetrain.config import catalog
 from drivetrain.config.hydra_idioms import HONOURED
 from drivetrain.config.renamed import ELSEWHERE, NOTES, RENAMED
 from drivetrain.core.errors import UserError
 from drivetrain.core.patterns import check_patterns
 from drivetrain.launch.job import prepare
+from tests.support.command import ROOT
 
 
 @pytest.mark.parametrize(("former", "present"), RENAMED.items())
@@ -45,7 +46,7 @@ def exists(setting: str) -> bool:
     if group == "hydra":
         return knob in HONOURED
     if option:
-        return option.strip("[]") in options
+        return set(option.strip("[]").split(",")) <= set(options)
     if not options or not knob:
         return key in (catalog.options() if options else catalog.root_config())
     return any(knob in catalog.option_keys(group, option) for option in options)
@@ -55,6 +56,27 @@ def test_words_of_other_frameworks_lead_to_settings_that_exist():
     assert [word for word, present in ELSEWHERE.items() if not exists(present)] == []
     assert [word for word in ELSEWHERE if exists(word)] == []
     assert set(NOTES) <= set(ELSEWHERE)
+
+
+def rows_of_settings():
+    """(words of other tools, what docs/words.md says of them) for each row of its table of settings."""
+    for line in (ROOT / "docs/words.md").read_text().partition("## Settings")[2].splitlines():
+        *elsewhere, here = (cell.strip() for cell in line.strip("|").split("|"))
+        if len(elsewhere) == 3 and here.startswith("`"):
+            words = [word.lstrip("-").replace("-", "_") for cell in elsewhere for word in re.findall(r"`([^`]*)`", cell)]
+            # What is a key of that tool, with a value or without; the rest is code to be written.
+            keys = [re.match(r"([a-z_]+)(=[^[(]*)?$", word) for word in words]
+            yield [key[1] for key in keys if key is not None and key[1] not in ("torchrun", "amp_dtype")], here
+
+
+def test_the_page_of_words_says_what_the_command_answers():
+    """A word's answer names a setting that its row names: by the table, or because a knob of drivetrain has the same name."""
+    rows = list(rows_of_settings())
+    assert sum(len(words) for words, _ in rows) > 30
+    for words, here in rows:
+        for word in words:
+            answer = ELSEWHERE.get(word, word)
+            assert re.search(rf"(?<!\w){re.escape(answer)}", here) or word in catalog.root_config(), (word, answer, here)
 
 
 @pytest.mark.parametrize(
@@ -76,6 +98,15 @@ def test_words_of_other_frameworks_lead_to_settings_that_exist():
         ("bf16=true", "it is called precision=bf16 here"),
         ("precision=fp16", "it is called precision=amp here"),
         ("model=resnet50", "those of timm are model=timm model.name=resnet50"),
+        ("model=net.Net", "a class of your own is model=own model.target=net.Net 'trust=[net]'"),
+        ("loss=net.my_loss", "a class of your own is loss=own loss.target=net.my_loss 'trust=[net]'"),
+        ("optimizer=torch.optim.SGD", "did you mean 'sgd'"),
+        ("data=/", "data=imagefolder data.root=/; there is"),
+        ("data=text", "it is called data=jsonl here"),
+        ("trainer.max_epochs=3", "it is called epochs here"),
+        ("train.epochs=3", "did you mean 'epochs'?"),
+        ("training.lr=1", "did you mean 'optimizer.lr'?"),
+        ("resume=last", "or resume=auto for the newest unfinished run"),
         ("optimizer=adamww", "is no option of optimizer: did you mean 'adamw'"),
     ],
 )
@@ -83,6 +114,13 @@ def test_words_of_other_frameworks_are_answered(word, answer):
     with pytest.raises(UserError) as refused:
         prepare([word])
     assert answer in " ".join(refused.value.problems)
+
+
+@pytest.mark.parametrize("name", verbs.ELSEWHERE)
+def test_commands_of_other_tools_are_answered(name):
+    assert verbs.ELSEWHERE[name].split()[0] in verbs.VERBS
+    with pytest.raises(UserError, match=re.escape(f"it is drivetrain {verbs.ELSEWHERE[name]} here")):
+        verbs.find(name)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """A run asks for no more than this machine has, unless the operator says so."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -93,6 +94,39 @@ def test_gradients_and_the_optimizers_state_need_memory_too(make, monkeypatch):
         monkeypatch.setattr(base, "memory_bytes", lambda most=copies * size - 1: most)
         with pytest.raises(UserError, match=f"with {copies - 1} times as much for gradients and the optimizer's state"):
             make(optimizer)
+
+
+def test_a_device_has_room_for_them_or_the_model_is_refused_before_it_is_made(make, monkeypatch):
+    """A stand-in tells of the device's memory: the model is created in the machine's, of which there is enough."""
+    from drivetrain.model import base
+
+    size = sum(p.numel() * 4 for p in make().model.parameters())
+
+    def room(most: int) -> None:
+        monkeypatch.setattr(base, "device_bytes", lambda device: most)
+
+    room(4 * size)
+    make("optimizer=adamw")
+    room(4 * size - 1)
+    with pytest.raises(UserError, match=r"model=mlp makes .* and cpu has memory for .* with 3 times as much for gradients and"):
+        make("optimizer=adamw")
+    make("optimizer=sgd")
+    room(size)  # parts of the model or narrower copies of it train there, after all of it was moved
+    make("precision=bf16_pure", "precision.master=stochastic")
+    make("parallel=split", "parallel.devices=[cpu,cpu]", "model.hidden=[64,64]")
+    room(size - 1)
+    with pytest.raises(UserError, match=r"and cpu has memory for [\d.e-]+ GiB of them: make it smaller"):
+        make("precision=bf16_pure", "precision.master=stochastic")
+    monkeypatch.setenv("DRIVETRAIN_LIMITS", "off")
+    make("optimizer=adamw")
+
+
+def test_a_devices_memory_is_asked_of_torch(monkeypatch):
+    asked = SimpleNamespace(mem_get_info=lambda device: (3, 7))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: asked)
+    assert limits.device_bytes(torch.device("cuda", 0)) == 7
+    monkeypatch.undo()
+    assert limits.device_bytes(torch.device("cpu")) is None
 
 
 def test_a_batch_larger_than_the_memory(make, monkeypatch):

@@ -69,6 +69,7 @@ def test_a_text_has_a_class(texts, tokenizer):
     ("content", "settings", "says"),
     [
         ('{"text": "a"}\n{"text"', {}, r"t.jsonl:2: not JSON"),
+        ("Once upon a time", {}, r't.jsonl:1: not JSON: .*each line must be an object such as {"text": "…"}'),
         ('["a"]', {}, r"t.jsonl:1: list, but each line must be an object"),
         ('{"body": "a"}', {}, r"t.jsonl:1 has no 'text' \(data.text\): there is: body"),
         ('{"text": 3}', {}, r"'text' is int, not a text"),
@@ -122,9 +123,11 @@ def test_a_text_is_encoded_as_the_source_has_it(texts):
     source = LabelledTexts([torch.tensor(list(b"import os"), dtype=torch.uint8)], [0], 5, 1)
     assert option.encode("import os", None).tolist() == source.fetch(torch.tensor([0]))[0][0].tolist()
     assert option.encode("", None).tolist() == [0]
+    assert option.decode([*option.encode("impo", None).tolist(), 0], None) == "impo"
     for label in ("animal", None):
         jsonl = Jsonl(str(texts), str(texts), label=label, length=200)
         splits = jsonl.load(CPU)
         x, _ = splits.train.fetch(torch.tensor([7]))
         encoded = jsonl.encode(TEXTS[7], splits)
         assert encoded[: x.shape[1]].tolist() == x[0].tolist()
+        assert jsonl.decode([*encoded.tolist(), 0, 0] if label else encoded.tolist(), splits) == TEXTS[7]

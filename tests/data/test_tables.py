@@ -142,6 +142,12 @@ def test_a_code_is_one_category_whether_its_column_holds_numbers_or_texts(tmp_pa
     assert not torch.equal(splits.train.x[0], splits.train.x[3])
 
 
+def test_numbers_that_no_training_row_has_lead_to_regression(tmp_path):
+    train, test = written(tmp_path, "x,price", "1,10", "2,20"), written(tmp_path, "x,price", "3,31.5", name="test.csv")
+    with pytest.raises(UserError, match=r"no training row has the class 31.5 of price: if it is a number .* task=regression"):
+        asked(Tabular(train, test, target="price"), "class").load(CPU)
+
+
 def test_a_text_among_numbers_of_the_test_is_named(tmp_path):
     train = written(tmp_path, "x,y", "1,1", "2,2")
     test = written(tmp_path, "x,y", "3,1", "many,2", name="test.csv")

@@ -75,8 +75,9 @@ def test_the_order_within_an_update(make):
 
     for owner, name in ((trainer.precision, "backward"), (trainer.optimizer, "step"), (trainer.ema, "update")):
         setattr(owner, name, spied(name, getattr(owner, name)))
-    step = trainer.step
-    trainer.step = replace(step, clip=spied("clip", step.clip), clear_gradients=spied("zero_grad", step.clear_gradients))
+    step = trainer.step.inner  # within the measurement of the noise scale
+    spying = replace(step, clip=spied("clip", step.clip), clear_gradients=spied("zero_grad", step.clear_gradients))
+    trainer.step = replace(trainer.step, inner=spying)
     schedule = trainer.scheduler.step
     trainer.scheduler.step = lambda update: (events.append(f"schedule {update}"), schedule(update))
     trainer.fit()

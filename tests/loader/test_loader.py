@@ -2,11 +2,15 @@
 
 import multiprocessing
 import os
+import pickle
 import shutil
 import signal
+import sys
 import threading
 import time
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -224,19 +228,59 @@ def test_a_killed_worker_ends_the_run_to_be_gone_on_with(tiny, tmp_path, monkeyp
     assert drivetrain.train([f"resume={killed.run_dir}"]).updates == 30
 
 
-def test_a_connection_that_breaks_first_is_a_killed_worker_too(monkeypatch):
+def test_a_connection_that_breaks_first_is_a_killed_worker_too():
     """The batch that is being handed over is lost before the system has said why."""
 
-    def broken():
-        yield from ()
-        raise ConnectionResetError("Connection reset by peer")
+    worker = SimpleNamespace(pid=7, exitcode=-9, looks=iter([True, True, False]))
+    worker.is_alive = lambda: next(worker.looks)
 
-    def torch_tells(*_):
-        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
+    class Iterator:
+        _workers = (worker,)
 
-    monkeypatch.setattr("drivetrain.loader.workers.time.sleep", torch_tells)
-    with pytest.raises(Interrupted, match="pid 7"):
-        list(Workers()._deliveries(broken(), None, None))
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            raise ConnectionResetError("Connection reset by peer")
+
+    with pytest.raises(Interrupted, match=r"pid 7\) ended, exit code -9"):
+        list(Workers()._deliveries(Iterator(), None, None))
+
+
+def test_a_request_travels_as_numbers():
+    """torch's queues hand over a tensor by a connection of its own. Where its reader is killed, a thread prints a traceback."""
+    request = Request(3, torch.arange(5), 0.5, last=False, mix_with=torch.arange(5).flip(0))
+    sent = bytes(ForkingPickler.dumps(request))
+    assert b"multiprocessing.reductions" not in sent
+    got = pickle.loads(sent)
+    assert torch.equal(got.indices, request.indices)
+    assert torch.equal(got.mix_with, request.mix_with)
+    assert (got.epoch, got.weight, got.last, got.epoch_end) == (3, 0.5, False, False)
+    assert b"multiprocessing.reductions" in bytes(ForkingPickler.dumps(request.indices)), "it is what tensors are sent as"
+
+
+def test_a_killed_workers_end_is_told_where_its_batch_is_waited_for():
+    """torch's signal handler would raise it anywhere. In a destructor Python prints it as a traceback, and drops it."""
+    printed, hook = [], sys.unraisablehook
+
+    class Closing:
+        def __del__(self):
+            signal.raise_signal(signal.SIGCHLD)
+
+    before = set(multiprocessing.active_children())
+    stream = Workers(num_workers=1, prefetch_factor=1).stream(pipeline(), requests(), CPU, torch.contiguous_format)
+    next(stream)
+    (worker,) = set(multiprocessing.active_children()) - before
+    sys.unraisablehook = printed.append
+    try:
+        worker.kill()
+        worker.join()
+        Closing()
+        with pytest.raises(Interrupted, match="a loader's worker was killed"):
+            list(stream)
+    finally:
+        sys.unraisablehook = hook
+    assert printed == []
 
 
 class Decoded(Pid):

@@ -238,6 +238,6 @@ def test_tables_are_in_the_result_the_terminal_and_the_report(train, capsys):
     assert again.tables == run.tables
     assert main.main(["report", "outputs", "out=page"]) == 0
     page = (Path("page") / "report.html").read_text()
-    assert "Confusion matrix, run 0" in page
-    assert '"type": "heatmap"' in page
-    assert "Per class, run 0" in page
+    assert "Confusion matrix, test set" in page
+    assert 'class="confusion"' in page
+    assert "Per class, test set" in page

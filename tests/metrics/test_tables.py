@@ -1,11 +1,10 @@
 """Tables of an evaluation as text: whole, or what says the most of a large one."""
 
-import plotly.graph_objects
 from PIL import Image
 
 from drivetrain.core import tables
-from drivetrain.measure.report.tables import bars, heatmap
 from drivetrain.ui import table_picture
+from drivetrain.ui.pages import classes
 
 
 def test_a_small_confusion_matrix_is_shown_whole():
@@ -35,14 +34,22 @@ def test_of_many_classes_the_worst():
     assert rows == [["c19", "0.5000", "0.8100", "19"], ["c18", "0.5000", "0.8200", "18"]]
 
 
+def test_a_matrix_on_a_page():
+    table = {"rows": ["cat", "<b>"], "columns": ["cat", "<b>"], "values": [[10, 0], [5, 5]]}
+    bodies = classes.sections({"confusion_matrix": table}, "test set")
+    assert bodies[-1].count('style="--share:') == 4
+    assert '<td style="--share:0.500">5</td>' in bodies[-1]
+    assert "&lt;b&gt;" in bodies[-1]
+    names = [str(n) for n in range(50)]
+    large = {"rows": names, "columns": names, "values": [[3 if n == m else int(m == 7) for n in range(50)] for m in range(50)]}
+    assert "predicted as" in "".join(classes.sections({"confusion_matrix": large}, "test set"))
+    per_class = {"rows": ["cat", "dog"], "columns": ["f1", "samples"], "values": [[0.5, 9], [1.0, 3]]}
+    assert "--part:50%" in "".join(classes.sections({"per_class": per_class}, "test set"))
+
+
 def test_pictures(tmp_path):
-    """Plotly accepts the figures; the picture's cells are as dark as the share of the class."""
+    """The picture's cells are as dark as the share of the class."""
     table = {"rows": ["cat", "dog"], "columns": ["cat", "dog"], "values": [[10, 0], [5, 5]]}
-    figure = plotly.graph_objects.Figure(heatmap(table))
-    assert figure.data[0].z == ([1.0, 0.0], [0.5, 0.5])
-    assert plotly.graph_objects.Figure(bars({"rows": ["cat"], "columns": ["f1", "samples"], "values": [[0.5, 9]]})).data[0].y == (
-        0.5,
-    )
     for size in (1, 200):
         large = {"rows": [str(n) for n in range(2 * size)] if size > 1 else ["cat", "dog"]}
         counts = [[value for value in line for _ in range(size)] for line in table["values"] for _ in range(size)]

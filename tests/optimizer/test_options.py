@@ -14,12 +14,15 @@ import pytest
 import torch
 import yaml
 
+import drivetrain
 from drivetrain import optimizer as options
 from drivetrain.config.compose import compose
 from drivetrain.config.validate import validate, validate_device
 from drivetrain.core.errors import UserError
 from drivetrain.core.paths import conf_dir
+from drivetrain.optimizer import apex
 from drivetrain.optimizer.hyperparameters import Hyperparameters
+from tests.support import stand_ins
 
 FILES = sorted((conf_dir() / "optimizer").glob("*.yaml"))
 FORMLESS = ["rmsprop", "adafactor", "lars", "novograd", "lion", "schedulefree"]
@@ -138,12 +141,7 @@ def test_apex_is_refused_where_it_is_not(name: str) -> None:
 @pytest.mark.parametrize("name", APEX)
 def test_apex_is_built_where_it_is(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a stand-in of apex's signatures; the kernels themselves need its build and a GPU."""
-    (tmp_path / "apex").mkdir()
-    (tmp_path / "apex" / "__init__.py").write_text("")
-    (tmp_path / "apex" / "optimizers.py").write_text(STAND_IN)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for module in ("apex", "apex.optimizers"):
-        monkeypatch.delitem(sys.modules, module, raising=False)
+    stand_ins.install("apex.optimizers", tmp_path, monkeypatch)
     words = [f"optimizer={name}", "optimizer.lr=0.5"]
     assert not problems(*words)
     assert "runs on CUDA only" in problems(*words, needs_torch=True)[0]
@@ -155,31 +153,25 @@ def test_apex_is_built_where_it_is(name: str, tmp_path: Path, monkeypatch: pytes
     built = run.optimizer.create(torch.nn.Linear(3, 3))
     assert {g["lr"] for g in built.param_groups} == {0.5}
     assert {g["weight_decay"] for g in built.param_groups} == {run.optimizer.weight_decay, 0.0}
-    for module in ("apex", "apex.optimizers"):
-        sys.modules.pop(module, None)
 
 
-STAND_IN = """
-import torch
-class _Base(torch.optim.Optimizer):
-    def step(self): pass
-class FusedAdam(_Base):
-    def __init__(self, params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, adam_w_mode=True, weight_decay=0.,
-                 amsgrad=False, set_grad_none=True, capturable=False, master_weights=False):
-        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
-class FusedSGD(_Base):
-    def __init__(self, params, lr, momentum=0, dampening=0, weight_decay=0, nesterov=False, wd_after_momentum=False,
-                 materialize_master_grads=True, set_grad_none=False):
-        super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov))
-class FusedLAMB(_Base):
-    def __init__(self, params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.01, amsgrad=False,
-                 adam_w_mode=True, grad_averaging=True, set_grad_none=True, max_grad_norm=1.0, use_nvlamb=False):
-        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm))
-class FusedNovoGrad(_Base):
-    def __init__(self, params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, weight_decay=0., amsgrad=False,
-                 reg_inside_moment=False, grad_averaging=True, norm_type=2, init_zero=False, set_grad_none=True):
-        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, grad_averaging=grad_averaging))
-"""
+@pytest.mark.parametrize("name", APEX)
+def test_apex_trains_saves_and_goes_on(name, tiny, train, tmp_path, monkeypatch):
+    """A run with the stand-in, on this machine's CPU."""
+    stand_ins.install("apex.optimizers", tmp_path, monkeypatch)
+    monkeypatch.setattr(apex.Apex, "validate_device", lambda self, run: iter(()))
+    length = ["epochs=9", f"optimizer={name}", "optimizer.lr=0.01"]
+    whole, part = train(*length, "updates=4"), train(*length, "updates=2")
+    gone_on = drivetrain.train([f"resume={part.run_dir}", "updates=4"])
+    assert (whole.status, gone_on.status, gone_on.updates) == ("completed", "completed", 4), gone_on.error
+    first, end, again = (
+        (Path(run.run_dir) / f"checkpoints/{update}/model.safetensors").read_bytes()
+        for run, update in ((part, 2), (whole, 4), (gone_on, 4))
+    )
+    assert first != end == again
+    if name == "apex_adam":  # the stand-in's update is torch's
+        plain = train("epochs=9", "optimizer=adamw", "optimizer.lr=0.01", "updates=4", "optimizer.fused=false")
+        assert (Path(plain.run_dir) / "checkpoints/4/model.safetensors").read_bytes() == end
 
 
 def test_muon_without_a_hidden_matrix_is_refused() -> None:

@@ -88,6 +88,7 @@ def test_only_what_is_fast_is_in_16_bits(monkeypatch, option, convolutions, matr
     dtype = {True: precision._dtype, False: torch.float32}
     assert convolved.dtype == dtype[convolutions < 2 and matrices < 2]
     assert product_.dtype == dtype[matrices < 2]
+    assert precision.autocast_dtype() == (precision.dtype if matrices < 2 else None)  # the MFU's number format
     convolved.float().sum().backward()
     assert model.conv.weight.grad.dtype == torch.float32
 

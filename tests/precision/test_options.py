@@ -14,7 +14,7 @@ from drivetrain.core.world import World
 from drivetrain.precision import Amp, float32_products
 from drivetrain.precision.bf16_pure import Bf16Pure
 from drivetrain.saving import checkpoint_io
-from tests.support import slow
+from tests.support import slow, stand_ins
 from tests.support.context import context
 
 PURE = {"fp32 masters": "precision.master=fp32", "stochastic": "precision.master=stochastic"}
@@ -531,6 +531,25 @@ def test_fp8_products_have_float8s_few_values(make):
     expected = rounded(x.to(torch.bfloat16).float()) @ rounded(layer.weight.detach()).T + layer.bias
     torch.testing.assert_close(output.float(), expected, rtol=0.02, atol=0.02)
     assert (output.float() - (x @ layer.weight.T + layer.bias)).abs().max() > 0.02
+
+
+def test_fp8_trains_saves_and_goes_on(tiny, make, tmp_path, monkeypatch, caplog):
+    """With torchao where it is installed, else with a stand-in that rounds as it does."""
+    if not stand_ins.installed("torchao"):
+        stand_ins.install("torchao.float8", tmp_path, monkeypatch)
+    length = ["optimizer.lr=0.01", "epochs=9"]
+    trainer, reference = (make(*words, *length, "updates=3") for words in (FP8, [w for w in FP8 if "precision" not in w]))
+    trainer.fit()
+    reference.fit()
+    assert losses(trainer) == pytest.approx(losses(reference), rel=0.1)
+    assert losses(trainer) != losses(reference)
+    caplog.clear()
+    whole, part = (drivetrain.train(tiny(*FP8, *length, f"updates={updates}")) for updates in (4, 2))
+    assert any("2 of 3 Linear layers compute in float8" in line for line in caplog.messages)
+    gone_on = drivetrain.train([f"resume={part.run_dir}", "updates=4"])
+    assert (whole.status, gone_on.status, gone_on.updates) == ("completed", "completed", 4), gone_on.error
+    ends = [(Path(run.run_dir) / "checkpoints/4/model.safetensors").read_bytes() for run in (whole, gone_on)]
+    assert ends[0] == ends[1]
 
 
 @fp8

@@ -6,6 +6,7 @@ import pytest
 
 import drivetrain
 from drivetrain.core.errors import UserError
+from drivetrain.launch import launcher
 from drivetrain.run.result import Result
 from tests.support.command import ROOT
 
@@ -37,6 +38,18 @@ def test_a_run_without_records_says_so(tmp_path):
     for ask in (lambda r: r.history, lambda r: r.plot()):
         with pytest.raises(UserError, match="has no records"):
             ask(Result(run_dir=tmp_path))
+
+
+def test_a_run_of_several_ranks_prints_no_table_to_who_gets_its_result(tiny, tmp_path, monkeypatch, capsys):
+    """`drivetrain.train` starts such a run as a command, and of one process it prints no table either."""
+    from drivetrain.cli import main
+
+    assert main.main(["train", *tiny("updates=1")]) == 0
+    assert "peak memory" in capsys.readouterr().out
+    monkeypatch.setenv(launcher.RUN_DIR_FILE, str(tmp_path / "place"))
+    assert main.main(["train", *tiny("updates=1")]) == 0
+    assert "peak memory" not in capsys.readouterr().out
+    assert (tmp_path / "place").exists()
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ RESULT_KEYS = {
     "peak_memory_bytes", "time_to_first_step_s", "compile_s", "wall_s", "world_size", "device", "device_name",
     "overrides", "config_hash",
     "skipped_samples", "flops_per_sample", "mfu", "mfu_note", "selection", "stopped", "tables", "data",
-    "energy_joules", "resumed_at",
+    "energy_joules", "resumed_at", "target",
 }  # fmt: skip
 TRAIN_KEYS = {
     "event",
@@ -52,11 +52,13 @@ TRAIN_KEYS = {
     "data_wait",
     "decode_ms",
     "queue_depth",
+    "memory_bytes",
+    "noise_scale",
 }
 EVALUATE_KEYS = {"event", "update", "epoch", "set", "loss", "accuracy", "ema_loss", "ema_accuracy"}
 FILES = {
     ".lock", "checkpoints", "config.yaml", "environment.json", "log.txt", "metrics.csv", "metrics.jsonl", "recipe.yaml",
-    "result.json", ".hydra",
+    "report.html", "result.json", ".hydra",
 }  # fmt: skip
 SECRET = "sesame-open-4711"
 WORDS = (

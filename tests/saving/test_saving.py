@@ -1,10 +1,13 @@
 """When states are saved, and which are kept."""
 
+import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from drivetrain import saving
+from drivetrain.saving import checkpoint_io
 
 
 def saved(run_dir: Path) -> list[int]:
@@ -67,8 +70,8 @@ def test_best_keeps_the_best_evaluation_beside_the_newest(make, tmp_path, monkey
     trainer = make(*EPOCHS, "saving=best", "saving.keep=1")
     monkeypatch.setattr(type(trainer.evaluator), "evaluate", lambda self: {"loss": 1.0, "accuracy": next(accuracies)})
     kept = []
-    save = trainer._save
-    trainer._save = lambda: (save(), kept.append(saved(tmp_path / "run")))
+    save = trainer.save
+    trainer.save = lambda: (save(), kept.append(saved(tmp_path / "run")))
     trainer.fit()
     assert kept == [[4], [8], [8, 12], [8, 16]]
     assert trainer.progress.best == {"loss": 1.0, "accuracy": 0.75, "update": 8}
@@ -106,3 +109,14 @@ def test_each_state_is_saved_once(make, monkeypatch, option):
     make(*EPOCHS, f"saving={option}", "saving.every_updates=2").fit()
     assert writes == sorted(set(writes))
     assert len(writes) == 8
+
+
+def test_the_umask_says_who_can_read_a_checkpoint(tmp_path):
+    before = os.umask(0o027)
+    try:
+        folder = checkpoint_io.save(tmp_path, 1, {"a": torch.zeros(2)}, {})
+        checkpoint_io.write_weights({"a": torch.zeros(2)}, tmp_path / "averaged.safetensors")
+    finally:
+        os.umask(before)
+    files = [*folder.iterdir(), tmp_path / "averaged.safetensors"]
+    assert {path.name: oct(path.stat().st_mode & 0o777) for path in files} == {path.name: "0o640" for path in files}

@@ -37,23 +37,6 @@ def test_an_improvement_that_is_too_small_is_none():
     assert after([1.0, 0.95, 0.85, 0.75], min, patience=2, min_delta=0.1) is None
 
 
-@pytest.fixture
-def accuracies(monkeypatch):
-    """`accuracies(values)`: what the evaluations of the next runs give, by their epoch."""
-
-    def give(values):
-        def evaluated(self):
-            value = values[round(self.progress.updates / 4) - 1]
-            metrics = {"loss": 1.0 - value, "accuracy": value}
-            self.progress.record_evaluation(metrics, *self.selection)
-            self.stopping.evaluated(metrics)
-            self.log.write("evaluate", set="test", **metrics)
-
-        monkeypatch.setattr(Trainer, "_evaluate", evaluated)
-
-    return give
-
-
 RISES_AND_FALLS = [0.1, 0.2, 0.5, 0.4, 0.5, 0.3, 0.6, 0.7, 0.8]
 
 

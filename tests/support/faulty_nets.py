@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -83,6 +84,22 @@ class Faulty(torch.nn.Module):
     @staticmethod
     def worker_stopped(y: torch.Tensor) -> torch.Tensor:
         os.kill(multiprocessing.active_children()[0].pid, signal.SIGSTOP)
+        return y
+
+    @staticmethod
+    def told_to_end_while_waiting(y: torch.Tensor) -> torch.Tensor:
+        os.kill(multiprocessing.active_children()[0].pid, signal.SIGSTOP)
+        threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+        return y
+
+    @staticmethod
+    def logger_fails(y: torch.Tensor) -> torch.Tensor:
+        from drivetrain.logger import Csv
+
+        def log(self: Csv, record: object) -> None:
+            raise ConnectionError("the server is gone")
+
+        Csv.log = log
         return y
 
     @staticmethod

@@ -328,6 +328,8 @@ def matrix(found: Cover, outcomes: list[Outcome]) -> str:
     lines += [f"| {' · '.join(sorted(p))} | {' '.join(r.split())} |" for p, r in sorted(found.together.items(), key=str)]
     lines += ["", "## Not on this machine", "", "| option | reason |", "|---|---|"]
     lines += [f"| {w} | {' '.join(r.split())} |" for w, r in found.alone.items()]
+    lines += ["", "## Tried", "", "| group | options |", "|---|---|"]
+    lines += [f"| {group} | {' '.join(words)} |" for group, words in groups.items()]
     broken = [o for o in outcomes if o.status == "broken"]
     if broken:
         lines += ["", "## Broken", ""] + [f"- `{' '.join(o.words)}`: {' '.join(o.reason.split())}" for o in broken]

@@ -20,6 +20,14 @@ class Augment(Option):
     mixes = False  # mixes each sample with the next one in the epoch's order
     draws_on_cpu = False  # `__call__` gets its indices on the CPU, where numbers drawn can be read without waiting for the device
 
+    def validate_device(self, run: RunSpec) -> Iterator[str]:
+        if (shape := run.data.shape()) is not None:
+            yield from self.validate_shape(run, shape)
+
+    def validate_shape(self, run: RunSpec, shape: Sequence[int]) -> Iterator[str]:
+        """Yield why inputs of this shape cannot be augmented; also called where only loading the data tells their shape."""
+        yield from ()
+
     def __call__(self, x: torch.Tensor, seed: int, epoch: int, indices: torch.Tensor) -> torch.Tensor:
         """Augment a batch (n, c, h, w). Sample i draws from (seed, epoch, indices[i]) alone."""
         return x
@@ -39,11 +47,12 @@ class Augment(Option):
         return None
 
 
-def require_images(run: RunSpec, option: str, rgb: bool = False) -> Iterator[str]:
-    """Yield a problem if the run's data is not images, or, with `rgb`, not RGB images with values 0 … 255."""
-    shape, max_value = run.data.shape(), run.data.max_value
-    if shape is None:
-        return
+def require_images(run: RunSpec, shape: Sequence[int], option: str, rgb: bool = False) -> Iterator[str]:
+    """Yield a problem if inputs of this shape are not images, or, with `rgb`, not RGB images with values 0 … 255.
+
+    Data of your own does not say what its values are: it is believed.
+    """
+    max_value = run.data.max_value if run.data.shape() is not None else 255
     setting, data = f"augment=[{option}]", run.named("data")
     if len(shape) != 3:
         yield f"{setting} works on images (channels, height, width); {data} gives {list(shape)}: leave {option} out"

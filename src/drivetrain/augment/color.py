@@ -6,7 +6,7 @@ computed in float and truncated, not rounded, as there and in Pillow. Float imag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated
 
 import annotated_types
@@ -35,8 +35,8 @@ class ColorJitter(Augment):
         if not (self.brightness or self.contrast or self.saturation or self.hue):
             yield "augment=color_jitter with all its strengths 0 does nothing: set one of them or leave color_jitter out"
 
-    def validate_device(self, run: RunSpec) -> Iterator[str]:
-        yield from require_images(run, "color_jitter", rgb=True)
+    def validate_shape(self, run: RunSpec, shape: Sequence[int]) -> Iterator[str]:
+        yield from require_images(run, shape, "color_jitter", rgb=True)
 
     def __call__(self, x: torch.Tensor, seed: int, epoch: int, indices: torch.Tensor) -> torch.Tensor:
         draws = [rng.uniform(seed, epoch, indices, stream) for stream in random_streams.JITTER]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from drivetrain.augment import random_streams
@@ -45,8 +45,8 @@ class RandomErasing(Augment):
         if not self.prob:
             yield "augment.random_erasing.prob=0 does nothing: raise it or leave random_erasing out"
 
-    def validate_device(self, run: RunSpec) -> Iterator[str]:
-        yield from require_images(run, "random_erasing")
+    def validate_shape(self, run: RunSpec, shape: Sequence[int]) -> Iterator[str]:
+        yield from require_images(run, shape, "random_erasing")
         if self.fill == "noise" and run.data.max_value not in (255, None):
             yield (
                 f"augment.random_erasing.fill=noise is noise of 0 … 255; {run.named('data')} has values up to "

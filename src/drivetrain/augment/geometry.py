@@ -42,10 +42,12 @@ class FlipCrop(Augment):
                 "augment.flip_crop.flip=0 augment.flip_crop.pad=1 suits 8×8 digits"
             )
 
-    def validate_device(self, run: RunSpec) -> Iterator[str]:
-        shape = run.data.shape()
-        if shape is not None and (len(shape) != 3 or self.pad >= min(shape[1:])):
-            yield f"augment.flip_crop.pad={self.pad} needs images larger than that, not {list(shape)}: lower it"
+    def validate_shape(self, run: RunSpec, shape: Sequence[int]) -> Iterator[str]:
+        if len(shape) != 3:
+            yield from require_images(run, shape, "flip_crop")
+        elif self.pad >= min(shape[1:]):  # the border is reflected once
+            most = min(shape[1:]) - 1
+            yield f"augment.flip_crop.pad={self.pad} needs images larger than that, not {list(shape)}: set it to at most {most}"
 
     def _flips(self, seed: int, epoch: int, indices: torch.Tensor) -> torch.Tensor:
         return rng.uniform(seed, epoch, indices, random_streams.FLIP[0]) < self.flip
@@ -135,8 +137,8 @@ class RandomResizedCrop(Augment):
             right = ",".join(["random_resized_crop", *(c for c in chosen if c != "random_resized_crop")])
             yield f"{run.named('augment')}: random_resized_crop crops images while they are decoded: write it first, [{right}]"
 
-    def validate_device(self, run: RunSpec) -> Iterator[str]:
-        yield from require_images(run, "random_resized_crop")
+    def validate_shape(self, run: RunSpec, shape: Sequence[int]) -> Iterator[str]:
+        yield from require_images(run, shape, "random_resized_crop")
 
     def crop_boxes(self, seed: int, epoch: int, indices: torch.Tensor) -> Sequence[CropBox]:
         draws = torch.stack([rng.uniform(seed, epoch, indices, stream) for stream in random_streams.CROP], 1)
@@ -188,10 +190,10 @@ class RandomCropBox:
 
 
 def _largest(width: int, height: int, ratio: Sequence[float]) -> tuple[int, int]:
-    """Return width and height of the largest box in an image that has an allowed ratio."""
+    """Return width and height of the largest box in an image that has an allowed ratio: of whole pixels, and one at least."""
     if width < height * ratio[0]:
-        return width, round(width / ratio[0])
-    return min(width, round(height * ratio[1])), height
+        return width, max(1, round(width / ratio[0]))
+    return min(width, max(1, round(height * ratio[1]))), height
 
 
 def random_boxes(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import ClassVar, cast
 
@@ -49,8 +49,8 @@ class Mixing(Augment):
                 f"set loss=cross_entropy, or leave {self.name} out"
             )
 
-    def validate_device(self, run: RunSpec) -> Iterator[str]:
-        yield from require_images(run, self.name)
+    def validate_shape(self, run: RunSpec, shape: Sequence[int]) -> Iterator[str]:
+        yield from require_images(run, shape, self.name)
 
     def apply(
         self, x: torch.Tensor, y: torch.Tensor, indices: torch.Tensor, pipeline: SamplePipeline, request: Request

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any
 
 import annotated_types
@@ -37,8 +37,8 @@ class RandAugment(Augment):
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from require_still_targets(run, "randaugment")
 
-    def validate_device(self, run: RunSpec) -> Iterator[str]:
-        yield from require_images(run, "randaugment", rgb=True)
+    def validate_shape(self, run: RunSpec, shape: Sequence[int]) -> Iterator[str]:
+        yield from require_images(run, shape, "randaugment", rgb=True)
 
     def __call__(self, x: torch.Tensor, seed: int, epoch: int, indices: torch.Tensor) -> torch.Tensor:
         out = x.mul(255).round_().to(torch.uint8) if x.is_floating_point() else x

@@ -11,7 +11,7 @@ from drivetrain.config.hydra_idioms import recipe_word, translated
 from drivetrain.config.keys import as_setting
 from drivetrain.core.errors import UserError, did_you_mean
 from drivetrain.core.paths import add_import_paths
-from drivetrain.ui.output import echo
+from drivetrain.ui.output import echo, fold
 
 
 class Parser(argparse.ArgumentParser):
@@ -66,6 +66,6 @@ def parse(verb: str, argv: Sequence[str], help_text: str, *paths: str) -> argpar
         made.add_argument(option, type=Path)
     given = parse_with(made, argv)
     if given.help:
-        echo(help_text)
+        echo(fold(help_text))
         return None
     return given

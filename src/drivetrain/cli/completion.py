@@ -8,7 +8,7 @@ from drivetrain.cli import verbs
 from drivetrain.config import catalog
 from drivetrain.core.errors import DONE, UserError
 from drivetrain.recipe import places
-from drivetrain.ui.output import echo
+from drivetrain.ui.output import echo, fold
 
 HELP = """\
 drivetrain completion SHELL      the script by which TAB completes verbs, groups, options, keys and recipes
@@ -38,7 +38,7 @@ SCRIPTS = {
 def command(argv: Sequence[str]) -> int:
     """Run `drivetrain completion SHELL`: print the script for the shell to evaluate: eval "$(drivetrain completion bash)"."""
     if any(word in ("-h", "--help") for word in argv):
-        echo(HELP)
+        echo(fold(HELP))
         return DONE
     if len(argv) != 1 or argv[0] not in SCRIPTS:
         raise UserError('drivetrain completion needs bash, zsh or fish; then: eval "$(drivetrain completion bash)"')

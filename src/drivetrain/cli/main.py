@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import sys
 from collections.abc import Sequence
 
@@ -12,7 +13,7 @@ from drivetrain.core.errors import BAD_CONFIG, DONE, FAILED, INTERRUPTED, UserEr
 from drivetrain.core.paths import remove_working_directory
 from drivetrain.recipe import cache
 from drivetrain.ui import fetched, terminal
-from drivetrain.ui.output import echo, echo_traceback
+from drivetrain.ui.output import PLAIN, echo, echo_traceback, fold
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,6 +21,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:  # the program itself
         remove_working_directory()
     argv = list(sys.argv[1:] if argv is None else argv)
+    if "#" in argv:  # a comment that was pasted with its command into zsh, which takes it for words
+        del argv[argv.index("#") :]
+    if "--plain" in argv:
+        argv.remove("--plain")
+        os.environ[PLAIN] = "1"
     terminal.prepare_output()
     cache.on_fetch[:] = [fetched.show]
     try:
@@ -50,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _dispatch(argv: list[str]) -> int:
     name = argv[0] if argv else "--help"
     if name in ("-h", "--help", "help"):
-        echo(help.overview(__version__))
+        echo(fold(help.overview(__version__)))
         return DONE
     if name == "--version":
         echo(f"drivetrain {__version__}")

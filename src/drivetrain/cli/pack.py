@@ -20,7 +20,7 @@ from drivetrain.data import packing
 from drivetrain.launch.job import Job, prepare
 from drivetrain.run import directory
 from drivetrain.ui import output, terminal
-from drivetrain.ui.output import echo
+from drivetrain.ui.output import echo, fold
 
 SIZE = 256
 HELP = """\
@@ -47,7 +47,7 @@ def command(argv: Sequence[str]) -> int:
     """Run `drivetrain pack`; its exit code. Raises UserError."""
     given = _parse(argv)
     if given.help:
-        echo(HELP)
+        echo(fold(HELP))
         return DONE
     if given.verify:
         if len(given.overrides) != 1:

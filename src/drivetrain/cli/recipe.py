@@ -10,7 +10,7 @@ from drivetrain.core.errors import DONE, UserError, did_you_mean
 from drivetrain.core.overrides import key_of
 from drivetrain.launch import recipe_check
 from drivetrain.recipe import places
-from drivetrain.ui.output import echo
+from drivetrain.ui.output import echo, fold
 from drivetrain.ui.terminal import table
 
 HELP = """\
@@ -46,7 +46,7 @@ exit codes of verify: 0 something holds and nothing is refuted · 1 something do
 def command(argv: Sequence[str]) -> int:
     """Run `drivetrain recipe`; its exit code."""
     if {"-h", "--help"}.intersection(argv):
-        echo(HELP)
+        echo(fold(HELP))
         return DONE
     if not argv or argv[0] not in VERBS:
         given = f"'{argv[0]}': {did_you_mean(argv[0], VERBS)}" if argv else ""

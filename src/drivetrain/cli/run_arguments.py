@@ -12,7 +12,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.overrides import key_of
 from drivetrain.core.paths import add_import_paths
 from drivetrain.inference.finished import Choice
-from drivetrain.ui.output import echo
+from drivetrain.ui.output import echo, fold
 
 OF_CHOICE = """\
   update=N              the checkpoint of this update; best: of the best evaluation; last: the newest valid one
@@ -43,7 +43,7 @@ def parse(verb: str, made: argparse.ArgumentParser, argv: Sequence[str], help_te
     """A verb's arguments; None once its help has been printed. Raises UserError."""
     given = made.parse_intermixed_args(list(argv))
     if given.help or not argv:
-        echo(help_text)
+        echo(fold(help_text))
         return None
     settings = [word for word in given.overrides if _is_setting(word)]
     paths = [word for word in given.overrides if word not in settings]

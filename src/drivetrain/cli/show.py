@@ -17,7 +17,7 @@ from drivetrain.core.world import World
 from drivetrain.launch.job import prepare
 from drivetrain.ui import plots
 from drivetrain.ui.output import echo
-from drivetrain.ui.terminal import effect
+from drivetrain.ui.recipe_tree import effect
 
 MAX_POINTS = 20_000  # of a curve; of a longer run every n-th update is taken
 HELP = """\

@@ -8,7 +8,7 @@ from typing import Any
 
 from drivetrain.cli import arguments
 from drivetrain.core.errors import DONE, UserError, did_you_mean
-from drivetrain.ui.output import echo
+from drivetrain.ui.output import echo, fold
 
 HELP = """\
 drivetrain train [group=option] [key=value] …      (the same: python -m src.train …)
@@ -29,6 +29,7 @@ drivetrain train [group=option] [key=value] …      (the same: python -m src.tr
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
   -cn, --config-name N  the same as recipe=N, also for DIR/N.yaml
   -q, --quiet           only the result
+  --plain               without frames, colours and lines that change, as where the output is no terminal (every command has it)
   -h, --help            this
 
 exit codes: 0 done · 1 an error while training · 2 bad config or recipe · 3 diverged · 75 interrupted, saved, resumable
@@ -48,7 +49,7 @@ def command(argv: Sequence[str]) -> int:
     if given.help:
         from drivetrain.cli import list
 
-        echo(HELP)
+        echo(fold(HELP))
         list.show(config_dirs=given.config_dir)
         return DONE
     _refuse_flags_of_hydra(given)
@@ -96,7 +97,7 @@ def _train(given: argparse.Namespace) -> int:
     if given.multirun or mode == "MULTIRUN" or sweep.is_sweep_recipe(given.overrides):
         return sweep.run(given.overrides, given.config_dir, given.quiet)
     ended = launcher.launch(prepare_run(given.overrides, given.config_dir), quiet=given.quiet)
-    if ended.result.run_dir is not None:  # this is rank 0
+    if ended.result.run_dir is not None and not launcher.started_from_python():  # this is rank 0
         terminal.show_result(ended.result)
     if ended.result.error and (ended.result.run_dir is not None or launched() is None):  # else rank 0 prints it
         for line in ended.result.error.splitlines():

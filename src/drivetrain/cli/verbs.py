@@ -93,6 +93,13 @@ _ROWS = (
 )  # fmt: skip
 VERBS: Mapping[str, Verb] = {verb.name: verb for verb in _ROWS}
 
+ELSEWHERE = {  # what people type who know other tools → ours
+    "fit": "train", "run": "train", "launch": "train",
+    "sweep": "train -m key=a,b", "search": "train -m hydra/sweeper=optuna …", "resume": "train resume=RUN",
+    "test": "evaluate RUN", "validate": "evaluate RUN split=validation", "infer": "predict RUN INPUT …",
+    "benchmark": "compare", "profile": "doctor", "lr_find": "tune", "plot": "report",
+}  # fmt: skip
+
 
 def all_verbs() -> dict[str, Verb]:
     """Name → verb: drivetrain's own, then those of plugins. No module is imported."""
@@ -110,7 +117,10 @@ def find(name: str) -> Verb:
     known = all_verbs()
     if name in known:
         return known[name]
-    hint = (
-        f"drivetrain train {name} …" if "=" in name else did_you_mean(name, [verb.name for verb in known.values() if verb.help])
-    )
+    if name in ELSEWHERE:
+        hint = f"it is drivetrain {ELSEWHERE[name]} here"
+    elif "=" in name:
+        hint = f"drivetrain train {name} …"
+    else:
+        hint = did_you_mean(name, [verb.name for verb in known.values() if verb.help])
     raise UserError(f"there is no command '{name}': {hint}")

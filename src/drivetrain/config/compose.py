@@ -205,9 +205,7 @@ class _Choices:
         names = [str(name) for name in option] if isinstance(option, list) else [str(option)]
         wrong = [name for name in names if name not in known]
         for name in wrong:
-            hint = suggestion(f"{group}={name}", name, known)
-            if "timm" in known and hint == did_you_mean(name, known) and not get_close_matches(name, known, cutoff=0.85):
-                hint = f"those of timm are {group}=timm {group}.name={name}; {hint}"
+            hint = _instead_of(group, name, known, by_operator=recipe is None)
             if recipe is not None:
                 hint += " (an option of a plugin needs its package installed, one of a folder needs --config-dir FOLDER)"
             self.problems.append(f"{where}{group}={name} is no option of {group}: {hint}")
@@ -215,6 +213,21 @@ class _Choices:
             self.problems.append(f"{where}{group}={option} names an option twice")
         elif not wrong:
             self.made[group] = names if isinstance(option, list) else names[0]
+
+
+def _instead_of(group: str, name: str, known: Sequence[str], by_operator: bool) -> str:
+    """What to write instead of an option that there is not."""
+    hint, hints = suggestion(f"{group}={name}", name, known), []
+    package, _, last = name.rpartition(".")
+    if "timm" in known and hint == did_you_mean(name, known) and not get_close_matches(name, known, cutoff=0.85):
+        hints.append(f"those of timm are {group}=timm {group}.name={name}")
+    if package and "own" in known and by_operator:
+        hints.append(f"a class of your own is {group}=own {group}.target={name} 'trust=[{package.partition('.')[0]}]'")
+    elif package:  # a class, such as torch.optim.Adam
+        hint = did_you_mean(last.lower(), known)
+    if group == "data" and by_operator and Path(name).is_dir():
+        hints.append(f"a folder of images, with a folder for each class, is data=imagefolder data.root={name}")
+    return "; ".join([*hints, hint])
 
 
 def _read(name: str, chosen: dict[str, Any], choices: _Choices) -> Recipe:

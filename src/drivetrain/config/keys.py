@@ -10,7 +10,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from drivetrain.config.catalog import LISTS, SUMS, default_options, option_keys, options, root_config
-from drivetrain.config.renamed import present_name, suggestion
+from drivetrain.config.renamed import SECTIONS, present_name, suggestion
 from drivetrain.core.errors import did_you_mean
 
 # Mappings whose keys are the user's: arguments of a class, patterns of parameters' names.
@@ -74,6 +74,11 @@ class KeySetter:
             return f"{key}={value}: {option} is not among the options of {group}: {hint}"
         if parts[0] in SUMS and isinstance(self.choices[parts[0]], list):
             return self._unknown_in_sum(parts, value, depth, names)
+        if part in SECTIONS and not depth and len(parts) > 1:
+            rest = ".".join(parts[1:])
+            homes = [rest] if rest in names else [f"{group}.{rest}" for group in self._groups_with(rest)]
+            hint = f"did you mean {' or '.join(map(repr, homes))}?" if homes else suggestion(rest, rest, {*names, *known})
+            return f"the config has no '{part}' ({key}={value}): {hint}"
         given = f"{inside}.{part}" if inside else part
         present = present_name(given)
         homes = [f"{group}.{part}" for group in self._groups_with(part)] if not depth and present == given else []

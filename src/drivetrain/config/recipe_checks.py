@@ -5,19 +5,22 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 from drivetrain.config import bundles
 from drivetrain.config.compose import Composed
 from drivetrain.config.recipe_references import followed
-from drivetrain.core import allowed
+from drivetrain.core import allowed, target
 from drivetrain.core.option import Option
 from drivetrain.core.patterns import flatten
 from drivetrain.recipe.safe_yaml import OPERATOR_KEYS, printable
 
 Classes = Mapping[str, type[Option]]  # the key of an option's settings → its class
 OF_OPERATOR = frozenset(OPERATOR_KEYS)
-SELECT = allowed.Name | None  # the annotation of `select`, the one text of a recipe that belongs to no group
+# The annotations of those texts of a recipe that belong to no group.
+SELECT = allowed.Name | None
+TARGET = Annotated[str, allowed.Text(target.PATTERN, "a metric and a value, as accuracy>=0.98")] | None
+OF_NO_GROUP = {"select": SELECT, "target": TARGET}
 
 
 def problems(composed: Composed, classes: Classes) -> Iterator[str]:
@@ -88,8 +91,8 @@ def local_knobs(cls: type[Option]) -> tuple[str, ...]:
 
 def _value_problem(key: str, value: Any, classes: Classes) -> str:
     """Why no recipe may have this value; "" where it may, or where there is no such key."""
-    if key == "select":
-        return allowed.problem(SELECT, value)
+    if key in OF_NO_GROUP:
+        return allowed.problem(OF_NO_GROUP[key], value)
     for prefix, cls in classes.items():
         knob, _, entry = key.removeprefix(f"{prefix}.").partition(".")
         if key.startswith(f"{prefix}.") and knob in hints(cls):

@@ -20,7 +20,7 @@ from drivetrain.config.catalog import LISTS, SUMS, options, shipped_targets
 from drivetrain.config.compose import Composed
 from drivetrain.config.plugins import trusted_packages
 from drivetrain.config.recipe_checks import hints
-from drivetrain.core import paths, selection, user_code
+from drivetrain.core import paths, selection, target, user_code
 from drivetrain.core.errors import UserError, did_you_mean
 from drivetrain.core.files import read_yaml
 from drivetrain.core.model_call import ForwardInput
@@ -45,7 +45,7 @@ Epochs = Annotated[int, Ge(1), Le(1_000_000)]
 _KINDS: dict[str, Any] = {  # of the keys of conf/config.yaml that are no group
     "epochs": Epochs, "updates": Count | None, "log_every": Count, "evaluate_every": Count, "output_dir": str,
     "resume": str | None, "resume_changed": bool, "trust": list[str], "recipe": str | None, "forward_input": ForwardInput,
-    "callbacks": list[str], "select": recipe_checks.SELECT,
+    "callbacks": list[str], "select": recipe_checks.SELECT, "target": recipe_checks.TARGET,
 }  # fmt: skip
 
 Where = Callable[[str], str]  # key → "file:line: " of the recipe that set it, or ""
@@ -106,6 +106,7 @@ def _broken_rules(run: RunSpec, options: Sequence[Option]) -> list[str]:
             seeing.append(option)
     rules: list[Callable[[], Iterable[str]]] = [partial(option.validate, run) for option in seeing]
     rules.append(lambda: selection.problems(run, "select", run.values["select"]))
+    rules.append(lambda: target.problems(run))
     for rule in rules:
         with suppress(NotGiven):
             problems.extend(rule())

@@ -11,6 +11,7 @@ import errno
 import json
 import os
 import stat
+from collections.abc import Iterator
 from io import BufferedReader, BufferedWriter, TextIOWrapper
 from pathlib import Path
 from typing import IO, Any, Literal, overload
@@ -39,6 +40,16 @@ def descriptor(path: str | Path, flags: int) -> int:
     return handle
 
 
+@contextlib.contextmanager
+def mode_of_umask(path: Path) -> Iterator[Path]:
+    """A context in which a library writes this file: who may read it is as the umask says; safetensors lets only its owner."""
+    handle = descriptor(path, os.O_CREAT | os.O_WRONLY)
+    mode = stat.S_IMODE(os.fstat(handle).st_mode)
+    os.close(handle)
+    yield path
+    path.chmod(mode)
+
+
 @overload
 def opened(path: Path, mode: Literal["r", "w", "a", "x"] = "r", newline: str | None = None) -> TextIOWrapper: ...
 
@@ -60,8 +71,8 @@ def read_bytes(path: Path, most: int = LARGEST) -> bytes:
     """Read an ordinary file. Raises OSError, also where it is larger than `most` bytes."""
     with opened(path, "rb") as file:
         size = max(os.fstat(file.fileno()).st_size, SMALL)
-        content = file.read(min(most, size) + 1)  # as much memory is taken at once
-    if len(content) > most:
+        content = file.read(size + 1) if size <= max(most, SMALL) else None  # as much memory is taken at once
+    if content is None or len(content) > most:
         raise OSError(errno.EFBIG, f"it is larger than {most // MB} MB", str(path))
     return content
 

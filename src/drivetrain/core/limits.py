@@ -55,6 +55,16 @@ def memory_bytes() -> int:
         return installed
 
 
+def device_bytes(device: torch.device) -> int | None:
+    """The memory of an accelerator; None of a CPU, and where the device does not tell."""
+    import torch
+
+    try:
+        return int(torch.get_device_module(device).mem_get_info(device)[1])
+    except (AttributeError, RuntimeError, AssertionError):  # MPS has no such function; a torch without this kind of device
+        return None
+
+
 def numbers_in(shape: Any) -> int:
     """How many numbers a sample of this shape has: of several tensors, named or in order, those of all together."""
     if isinstance(shape, Mapping):
@@ -78,10 +88,10 @@ def check_batch(what: str, samples: int, shape: Any, bytes_each: int, ranks: int
 
 
 @contextmanager
-def model_within(most_bytes: int, what: str, beside: str = "") -> Iterator[None]:
+def model_within(most_bytes: int, what: str, beside: str = "", where: str = "this machine") -> Iterator[None]:
     """Within the context a model is created. Raises UserError once its parameters need more than `most_bytes`.
 
-    `beside` tells of what else each parameter needs memory for.
+    `beside` tells of what else each parameter needs memory for, and `where` of whose memory it is.
 
     torch fills a parameter with values after it was registered. So one that is too large is refused before it takes memory.
     """
@@ -102,7 +112,7 @@ def model_within(most_bytes: int, what: str, beside: str = "") -> Iterator[None]
         total += parameter.numel() * parameter.element_size()
         if total > most_bytes:
             raise UserError(
-                f"{what} makes a model of more than {total / 2**30:,.3g} GiB of parameters, and this machine has memory for "
+                f"{what} makes a model of more than {total / 2**30:,.3g} GiB of parameters, and {where} has memory for "
                 f"{most_bytes / 2**30:,.3g} GiB of them{beside}: make it smaller; {ALL_THE_SAME}"
             )
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.trees import Tree
@@ -29,6 +29,19 @@ class Request:
         if self.mix_with is None:
             return self.indices
         return torch.cat([self.indices, self.mix_with[~torch.isin(self.mix_with, self.indices)]])
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        """Pickle tensors as arrays. torch's queues would have the reader fetch each by a connection.
+
+        Where the reader is killed then, the thread at its other end prints a traceback.
+        """
+        values = (getattr(self, field.name) for field in fields(self))
+        return _unpickled, tuple(value.numpy() if isinstance(value, torch.Tensor) else value for value in values)
+
+
+def _unpickled(*values: Any) -> Request:
+    given: list[Any] = [torch.from_numpy(value) if type(value).__name__ == "ndarray" else value for value in values]
+    return Request(*given)
 
 
 @dataclass(slots=True)

@@ -31,13 +31,16 @@ def redact(override: str) -> str:
 def parse(text: str) -> Any:
     """Parse one override with Hydra. Raises HydraException, or ValueError for a number of more than 4,300 digits.
 
-    `~/` in front of a path becomes the user's home, as in a shell. An address of a recipe needs no quotes for its # and =.
+    `~/` in front of a path becomes the user's home, as in a shell. An address of a recipe needs no quotes for its # and =,
+    nor does a target for its comparison.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     key, equals, value = text.partition("=")
     if equals and value.startswith("~/"):
         text = f"{key}={format_value(os.path.expanduser(value))}"
+    if key == "target" and re.fullmatch(r"[^'\"\[{(]*[<>]=[^'\"\[{(]*", value):
+        text = f"{key}={','.join(format_value(word) for word in value.split(','))}"
     if key.lstrip("+") == "recipe" and "://" in value and not re.match(r"['\"\[{]|\w+\(", value):
         text = f"{key}={','.join(format_value(word) if '://' in word else word for word in value.split(','))}"
     return OverridesParser.create().parse_override(text)

@@ -160,6 +160,10 @@ class Data(Option):
         """Return the tokens of a text (length,), as the model takes them. Raises DataError."""
         raise DataError(f"{type(self).__name__.lower()} does not read text")
 
+    def decode(self, tokens: Sequence[int], data: Splits) -> str | None:
+        """Return the text that the tokens of an input stand for; None where the option cannot tell."""
+        return None
+
     def read_inputs(self, file: Path | Iterable[str], data: Splits) -> Iterator[Callable[[], Tree]]:
         """Return what reads the inputs of each sample of a file, or of its lines, for a prediction: as training encoded them.
 

@@ -91,6 +91,11 @@ class Jsonl(Data):
             return tokens[: self.length] + 1 if len(tokens) else torch.zeros(1, dtype=torch.int64)  # as LabelledTexts has them
         return torch.cat([torch.tensor([tokenizer.size]), tokens])[-self.length :]
 
+    def decode(self, tokens: Sequence[int], data: Splits) -> str:
+        """Return the text of an input's tokens, without the one before its first, and padding."""
+        tokenizer, shift = _kept(data.files["tokenizer.json"]), 0 if self.label is None else 1
+        return tokenizer.text([t - shift for t in tokens if 0 <= t - shift < tokenizer.size])
+
     def read_inputs(self, file: Path | Iterable[str], data: Splits) -> Iterator[Callable[[], torch.Tensor]]:
         assert isinstance(file, Path)  # lines are texts, not JSON
         try:
@@ -174,7 +179,10 @@ class Jsonl(Data):
         try:
             entry = json.loads(content)
         except ValueError as error:
-            raise UserError(f"{where}: not JSON: {error}") from None
+            raise UserError(
+                f'{where}: not JSON: {error}: each line must be an object such as {{"{self.text}": "…"}} '
+                "(docs/data.md shows how to make such a file of plain text)"
+            ) from None
         if not isinstance(entry, dict):
             raise UserError(f"{where}: {type(entry).__name__}, but each line must be an object with the key {self.text}")
         for knob, key in keys:

@@ -157,7 +157,10 @@ class Own(Data):
             _, y = source.fetch(torch.tensor([0]))
         if isinstance(y, torch.Tensor) and self.targets == "values":
             return y.numel()
-        problem = f"data.target={self.target} does not say how many classes it has (num_classes): set data.classes"
+        problem = (
+            f"data.target={self.target} does not say how many classes it has: set data.classes=N, or give it an attribute "
+            "`classes`, a list of their names"
+        )
         if isinstance(y, torch.Tensor) and y.is_floating_point() and self.targets in ("class", None):
             problem += f". Its targets are numbers such as {y.flatten()[0]:.4g}: if they are no classes, set task=regression"
         raise UserError(problem)

@@ -76,7 +76,8 @@ class TargetReader:
         numbers = {name: number for number, name in enumerate(self.classes)}
         cells = [as_text(value) for value in self._cells(columns, self._only_name())]
         if unknown := sorted(set(cells) - set(numbers)):
-            raise UserError(f"{self.path}: no training row has the class {', '.join(unknown[:5])} of {self.names[0]}")
+            hint = ": if it is a number to predict, set task=regression" if all(map(_is_number, unknown)) else ""
+            raise UserError(f"{self.path}: no training row has the class {', '.join(unknown[:5])} of {self.names[0]}{hint}")
         return torch.tensor([numbers[cell] for cell in cells])
 
     def _numbers(self, columns: Columns) -> torch.Tensor:
@@ -123,3 +124,11 @@ class TargetReader:
 def _sorted_classes(values: np.ndarray) -> list[str]:
     """Return the names of the classes, numbers in their order."""
     return [as_text(value) for value in sorted(set(values.tolist()))]
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

@@ -72,6 +72,11 @@ class Stdlib(Data):
             return torch.tensor([byte + 1 for byte in content[: self.length]] or [0])  # as LabelledTexts has them
         return torch.tensor([BEGIN, *content][-self.length :])
 
+    def decode(self, tokens: Sequence[int], data: Splits) -> str:
+        """Return the text of an input's bytes, without BEGIN and padding."""
+        shift = 1 if self.targets == "class" else 0
+        return bytes(t - shift for t in tokens if 0 <= t - shift < BEGIN).decode(errors="replace")
+
     def load(self, device: torch.device) -> Splits:
         root = Path(self.root or sysconfig.get_paths()["stdlib"])
         files = self._files(root)

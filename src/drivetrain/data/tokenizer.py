@@ -22,6 +22,9 @@ class Tokenizer(Protocol):
     def __call__(self, texts: Sequence[str]) -> list[torch.Tensor]:
         """Return each text's tokens, int (length,)."""
 
+    def text(self, tokens: Sequence[int]) -> str:
+        """Return the text that tokens stand for."""
+
     def to_json(self) -> str:
         """Return the tokenizer as text, to be kept with the run."""
 
@@ -38,6 +41,9 @@ class Bytes:
         encoded = [text.encode("utf-8", errors="surrogatepass") for text in texts]
         all_bytes = torch.frombuffer(bytearray(b"".join(encoded)), dtype=torch.uint8)
         return list(all_bytes.split([len(content) for content in encoded]))
+
+    def text(self, tokens: Sequence[int]) -> str:
+        return bytes(tokens).decode(errors="replace")
 
     def to_json(self) -> str:
         return '{"model": {"type": "bytes"}}\n'
@@ -63,6 +69,9 @@ class BytePairs:
             return torch.tensor([max(1, len(text.encode())) for text in texts])
         # A byte-level token is written with one character for each of its bytes.
         return torch.tensor([len(self.tokenizer.id_to_token(token)) for token in range(self.size)])
+
+    def text(self, tokens: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(tokens)))
 
     def to_json(self) -> str:
         return str(self.tokenizer.to_str())

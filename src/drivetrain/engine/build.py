@@ -33,6 +33,7 @@ from drivetrain.engine.description import describe
 from drivetrain.engine.evaluator import Evaluator
 from drivetrain.engine.global_step import GlobalStep
 from drivetrain.engine.mfu import Mfu, number_format
+from drivetrain.engine.noise_scale import NoiseScale, NoiseScaleStep
 from drivetrain.engine.step import PlainStep
 from drivetrain.engine.step_timer import StepTimer
 from drivetrain.engine.trainer import Trainer
@@ -82,12 +83,13 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter]) -> Trainer:
     parameters = [p for p in model.parameters() if p.requires_grad]
     plain = PlainStep(forward, loss, precision, optimizer, run.clip.build(context), lambda: run.runtime.zero(parameters))
     graph = compiler.wrap_step(parallel.wrap_step(plain, context), context)
+    noise, graph = _with_noise_scale(graph, batch, parameters, context)
     step = debug.wrap_step(run.model.wrap_step(_step_for_loss(graph, loss, forward, context), context))
     eval_weights = precision.eval_weights(run.optimizer, optimizer)
     meters, selection = [metric.build(context) for metric in run.metrics], selected(run)
     timer, saving = StepTimer(compiler.warmup, clock_for(context.device)), run.saving.build(context)
-    mfu = Mfu(model_flops, context.device, number_format(model, run.precision.dtype), parallel.world.size)
-    log = TrainingLog(log_writers, context.progress, parallel, timer, context.device, mfu, loss.parts)
+    mfu = Mfu(model_flops, context.device, number_format(model, precision.autocast_dtype()), parallel.world.size)
+    log = TrainingLog(log_writers, context.progress, parallel, timer, context.device, mfu, loss.parts, noise)
     context.log_image = log.image
     # Callbacks see whole updates: those of the step with everything around it.
     callbacks = Callbacks.build(context, log.figures, log.image)
@@ -122,6 +124,18 @@ def _step_for_loss(step: Step, loss: Loss, forward: Callable[..., Any], context:
     return CountedStep(step, loss, context.parallel) if loss.counted else step
 
 
+def _with_noise_scale(
+    step: Step, batch: Batch, parameters: Sequence[torch.nn.Parameter], context: BuildContext
+) -> tuple[NoiseScale | None, Step]:
+    """Measure the gradient noise scale where updates have several micro-batches whose gradients are independent estimates."""
+    parallel = context.parallel
+    several = batch.accumulation_steps > 1 or batch.grow_every is not None
+    if not several or not parallel.own_gradients or isinstance(context.loss, ComparingLoss):
+        return None, step
+    noise = NoiseScale(context.device, batch.size)
+    return noise, NoiseScaleStep(step, noise, parameters, parallel.data_world.size)
+
+
 def _joining(loss: Loss, forward: Callable[..., Any]) -> Callable[..., Any]:
     """The forward of an evaluation, which takes several views of each sample where the loss compares them."""
     return (lambda x: forward(loss.joined(x))) if isinstance(loss, ComparingLoss) else forward
@@ -136,6 +150,7 @@ def _units(context: BuildContext) -> Callable[[Any], Any]:
 def _load_data(context: BuildContext, debug: Debug) -> Batch:
     """Load the data and build the batch. Sample lengths may set the batch size, and so the number of updates of the run."""
     run, data = context.run, context.run.data.load_sets(context.device)
+    shape_as_loaded = data.shape
     # The loss may give the model one view of a sample at a time, or want several outputs for each number.
     shape = (run.data.views, *data.shape) if run.data.views > 1 else data.shape
     data = replace(data, classes=run.loss.outputs(data.classes), shape=run.loss.input_shape(shape))
@@ -148,8 +163,8 @@ def _load_data(context: BuildContext, debug: Debug) -> Batch:
     )
     context.batch, context.horizon = batch, _horizon(context, batch, known_before)
     steps = tuple(run.augment) if run.debug.augments else ()
-    if steps and (refusal := _cannot_augment(context, steps)):
-        raise UserError(refusal)
+    if refusals := _cannot_augment(context, steps, shape_as_loaded):
+        raise UserError(refusals)
     about: dict[str, Any] = {"images": data.images, "views": run.data.views, "masks": run.data.targets == "mask"}
     train = Pipeline(data.train, steps, data.normalize, context.seed, data.classes, batch.pad_to, **about)
     # Several views of a sample differ by their augmentation alone, so that an evaluation augments too.
@@ -162,16 +177,18 @@ def _load_data(context: BuildContext, debug: Debug) -> Batch:
     return batch
 
 
-def _cannot_augment(context: BuildContext, steps: Sequence[Augment]) -> str:
-    """Return why the run's inputs and targets cannot be augmented: only plain tensors, and the images of a dict can."""
+def _cannot_augment(context: BuildContext, steps: Sequence[Augment], shape: Any) -> list[str]:
+    """Return why the run's inputs, of this shape, cannot be augmented: only plain tensors, and the images of a dict can."""
     data, setting = context.data, context.run.named("augment")
-    if isinstance(data.two_samples(torch.device("meta")), torch.Tensor):
-        return ""
-    if data.images is None:
-        return f"{setting} changes images, and the inputs of a sample are several, none of them named `image`: set augment=[]"
-    if any(step.mixes for step in steps):
-        return f"{setting} mixes whole samples, and the inputs of a sample are several: leave the mixing ones out"
-    return ""
+    if not isinstance(data.two_samples(torch.device("meta")), torch.Tensor) and steps:
+        if data.images is None:
+            return [
+                f"{setting} changes images, and the inputs of a sample are several, none of them named `image`: set augment=[]"
+            ]
+        if any(step.mixes for step in steps):
+            return [f"{setting} mixes whole samples, and the inputs of a sample are several: leave the mixing ones out"]
+        shape = shape[data.images]
+    return [problem for step in steps for problem in step.validate_shape(context.run, shape)]
 
 
 def _build_model(context: BuildContext, debug: Debug) -> tuple[torch.nn.Module, flops.ModelFlops]:

@@ -20,6 +20,7 @@ from drivetrain.core.selection import Selection
 from drivetrain.core.signals import StopFlag
 from drivetrain.core.step import Step, StreamWatcher
 from drivetrain.ema.base import Ema
+from drivetrain.engine import between_updates
 from drivetrain.engine.callbacks import Callbacks
 from drivetrain.engine.evaluator import Evaluator
 from drivetrain.engine.out_of_memory import halve_micro_batch
@@ -37,7 +38,6 @@ from drivetrain.stop.base import Stop
 SAVE, STOP, FAIL = 1, 2, 3  # flags that are all-reduced after an update; the higher wins
 STATEFUL = ("scheduler", "precision", "ema", "batch", "stopping")  # restored in this order, after the optimizer
 MAX_SKIPS = 50  # updates skipped in a row before the run counts as diverged
-ENDLESS = 2**62
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class Trainer:
         self.log.restart()
         self.timer.first_samples = self.progress.samples + self.timer.warmup * self.batch.size(self.progress.epoch)
         while self.progress.updates < self.max_updates and not self.stopping.reason:
-            stream = self.loader.stream(self.train_data, self.requests(), self.device, self.memory_format)
+            stream = between_updates.stream(self)
             for watcher in self.stream_watchers:
                 stream = watcher(stream)
             self.timer.resume()
@@ -100,7 +100,7 @@ class Trainer:
                 halve_micro_batch(self, error)
         if self.progress.evaluated != self.progress.updates:
             self._evaluate()
-            self._save()
+            self.save()
         self.writer.wait()
 
     def _train(self, stream: Iterator[MicroBatch]) -> None:
@@ -133,7 +133,7 @@ class Trainer:
 
     def endless(self) -> None:
         """Remove the run's end and its evaluations, so that a benchmark decides when to stop."""
-        self.max_updates = self.epochs = self.evaluate_every = ENDLESS
+        self.max_updates = self.epochs = self.evaluate_every = 2**62
 
     def _skip(self) -> None:
         self.progress.skipped += 1
@@ -159,7 +159,7 @@ class Trainer:
             if progress.epoch % self.evaluate_every == 0 or progress.epoch == self.epochs:
                 self._evaluate()
         if epoch_end or agreed:
-            self._save()
+            self.save()
         if agreed >= STOP and not done:
             self.writer.wait()
             stopped = Interrupted(f"stopped by a signal at update {progress.updates}", saved=self.saving.active)
@@ -174,7 +174,8 @@ class Trainer:
         self.stopping.evaluated(metrics)
         self.log.write("evaluate", set=self.evaluator.set, **metrics)
 
-    def _save(self) -> None:
+    def save(self) -> None:
+        """Save the state after the last update, and that of the callbacks."""
         self.writer.save(self)
         self.saving.restart(self.progress.updates)
         self.callbacks.save()

@@ -11,10 +11,12 @@ from pathlib import Path
 import torch
 
 from drivetrain.core import process
+from drivetrain.core.device import memory_now
 from drivetrain.core.errors import Diverged
 from drivetrain.core.progress import Progress
 from drivetrain.core.protocols import LogWriter
 from drivetrain.engine.mfu import Mfu
+from drivetrain.engine.noise_scale import NoiseScale
 from drivetrain.engine.step_timer import StepTimer
 from drivetrain.parallel.base import Parallel
 
@@ -32,6 +34,7 @@ class TrainingLog:
     device: torch.device
     mfu: Mfu
     parts: Callable[[], dict[str, torch.Tensor]] = dict  # running sums of the parts of the loss, by the names of their figures
+    noise: NoiseScale | None = None  # where updates have several micro-batches
     loss_sum: torch.Tensor = field(init=False)  # 0-d: the sum of the updates' losses since the last record
 
     def __post_init__(self) -> None:
@@ -41,31 +44,41 @@ class TrainingLog:
 
     def restart(self) -> None:
         """Start a new record here and drop the losses summed so far."""
-        for total in (self.loss_sum, *self.parts().values()):
+        for total in (self.loss_sum, *self.parts().values(), *self._noise_sums()):
             total.zero_()
         progress = self.progress
         self._last = (progress.updates, progress.samples, progress.steps)
 
     def train(self, lr: float) -> None:
-        """Write the record of the updates since the last one. Raises Diverged if their loss is not finite."""
+        """Write the record of the updates since the last one, if any. Raises Diverged if their loss is not finite."""
         progress, (updates, samples, steps) = self.progress, self._last
         count = progress.steps - steps
+        if not count:
+            return
         parts = self.parts()
-        sums = self.parallel.all_reduce_sum(torch.stack([self.loss_sum, *parts.values()])).cpu()  # one copy
+        sums = self.parallel.all_reduce_sum(torch.stack([self.loss_sum, *parts.values(), *self._noise_sums()])).cpu()  # one copy
         loss, *values = (float(value) / (count * self.parallel.data_world.size) for value in sums)
         self.restart()
         seconds, figures = self.timer.since_last()
         figures |= self.parallel.rank_metrics(seconds, self.timer.wait)
+        of_noise: dict[str, float | None] = {}
+        if self.noise is not None:
+            variance, squared = values[len(parts) :]
+            of_noise["noise_scale"] = self.noise.scale(variance, squared, progress.epoch)
         skipped = count - (progress.updates - updates)
         if not math.isfinite(loss) and not skipped:
             raise Diverged(f"the loss is {loss} (updates {updates + 1} to {progress.updates}){self._how_it_diverged(lr)}")
         self._seen.append((progress.updates, loss))
         rate = (progress.samples - samples) / seconds if seconds else None
-        of_parts = {name: _finite(value) for name, value in zip(parts, values, strict=True)}
+        of_parts = {name: _finite(value) for name, value in zip(parts, values, strict=False)}
         self.write(
             "train", loss=_finite(loss), skipped=progress.skipped, samples=progress.samples, lr=lr,
-            samples_per_second=rate, mfu=self.mfu.at(rate) if self.writers else None, **of_parts, **figures,
+            samples_per_second=rate, mfu=self.mfu.at(rate) if self.writers else None,
+            memory_bytes=memory_now() if self.writers else None, **of_parts, **figures, **of_noise,
         )  # fmt: skip
+
+    def _noise_sums(self) -> Sequence[torch.Tensor]:
+        return self.noise.sums.unbind() if self.noise is not None else ()
 
     def _how_it_diverged(self, lr: float) -> str:
         """Where the loss began to grow, and what to set."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import torch
 
+from drivetrain.core import files
 from drivetrain.core.errors import UserError
 from drivetrain.inference.finished import Finished
 from drivetrain.saving import manifest
@@ -166,12 +167,9 @@ def _atomic(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".writing-{path.name}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.touch()
-        mode = temporary.stat().st_mode  # as the umask has it: safetensors writes files that only their owner can read
-        with warnings.catch_warnings(), _without_messages():
+        with files.mode_of_umask(temporary), warnings.catch_warnings(), _without_messages():
             warnings.simplefilter("ignore")
             yield temporary
-        temporary.chmod(mode)
         temporary.replace(path)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror or error}") from None

@@ -90,6 +90,10 @@ class LoadedRun:
             raise UserError("--data validation: this run has no validation set (data.validation=null): give --data test")
         return of_source(source, split)
 
+    def text_of(self, x: torch.Tensor) -> str | None:
+        """The text of an input's tokens; None where the run's data option cannot tell."""
+        return self._run.data.decode(x.flatten().tolist(), self._data)
+
     def name_target(self, target: Any) -> Any:
         """A target of the run's data as text: a class by its name, labels joined by ";", one number in its units."""
         if target is None:

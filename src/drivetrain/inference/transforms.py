@@ -31,6 +31,7 @@ class Transforms:
         self.input_files = option.input_files  # endings of the files that the data option reads itself: tables, texts
         self.shape = data.shape if data.example is None else None  # None: inputs are several tensors
         self.normalize = None if data.normalize is None else data.normalize.to(device)
+        self.max_value = option.max_value  # of an input
         self._pipeline = Pipeline(data.test, (), data.normalize, 0, images=data.images).to(device)
 
     def __call__(self, x: Any) -> Tree:

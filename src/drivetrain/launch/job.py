@@ -256,6 +256,7 @@ def recorded_environment(run_dir: Path, setting: str = "") -> dict[str, Any]:
     if not (run_dir / "recipe.yaml").is_file() or not (run_dir / "environment.json").is_file():
         raise UserError(
             f"{setting}{run_dir} is no run's directory (no recipe.yaml in it): name one such as outputs/<date>/<time>-<id>"
+            f"{', or resume=auto for the newest unfinished run of this config' if setting else ''}"
         )
     try:
         content = read_json(run_dir / "environment.json", MB)

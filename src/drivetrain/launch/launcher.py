@@ -32,7 +32,8 @@ from drivetrain.run.held import Held
 from drivetrain.run.result import Result
 from drivetrain.saving import space
 from drivetrain.saving.space import NoRoom
-from drivetrain.ui import fetched, logs, terminal
+from drivetrain.ui import fetched, logs, recipe_tree
+from drivetrain.ui.pages import run as run_page
 
 RUN_DIR_FILE = "DRIVETRAIN_RUN_DIR_FILE"  # in a child's environment: a file to which it writes its run's directory
 
@@ -155,6 +156,8 @@ def _write_end(result: Result, job: Job, held: Held) -> None:
             job.write_files(run_dir)
         _tell_parent(run_dir)
         _write_result(result, run_dir)
+        if job.work is None:
+            run_page.leave(run_dir)
     except OSError as error:
         logger.error("result.json could not be written to %s (%s)", held.path, error.strerror)
 
@@ -168,6 +171,7 @@ def _launch_on_several_machines(job: Job, run_dir: Path, quiet: bool) -> Ended:
         result.wall_s = time.monotonic() - process.started
         if result.run_dir is not None:  # rank 0 was here
             _write_result(result, run_dir)
+            run_page.leave(run_dir)
             _tell_parent(run_dir)
 
     def end_process(result: Result, code: int) -> int:
@@ -192,12 +196,17 @@ def _announce(job: Job, quiet: bool) -> None:
     """Log the job's notices and show its recipe."""
     job.log_notices()
     if not quiet:
-        terminal.show_recipe(job.composed, job.run)
+        recipe_tree.show_recipe(job.composed, job.run)
+
+
+def started_from_python() -> bool:
+    """Whether `drivetrain.train` started this process for a run of several ranks: whoever called it shows the result."""
+    return RUN_DIR_FILE in os.environ
 
 
 def _tell_parent(run_dir: Path) -> None:
     """Write the run's directory to the file that a parent process asked for."""
-    if RUN_DIR_FILE in os.environ:
+    if started_from_python():
         Path(os.environ[RUN_DIR_FILE]).write_text(str(run_dir), encoding="utf-8")
 
 

@@ -226,7 +226,7 @@ def _record_measurements(result: Result, trainer: Trainer) -> None:
     result.selection = trainer.selection.record()
     if tables := trainer.evaluator.tables or progress.tables:  # a run that was finished before is not evaluated again
         result.tables = {trainer.evaluator.set: {"final": tables}}
-    result.stopped = trainer.stopping.reason
+    result.stopped, result.target = trainer.stopping.reason, trainer.stopping.target
     result.updates = progress.updates
     result.epochs = progress.epoch
     if progress.window:

@@ -16,7 +16,7 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.limits import too_many
 from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.option import Effect, Option, RunSpec
-from drivetrain.core.signals import StopFlag
+from drivetrain.core.signals import Overdue, StopFlag
 from drivetrain.core.source import Augmentation, CropBox, CroppingSource, Normalizer, SequenceSource, Source
 from drivetrain.core.tensors import has_streams, send
 from drivetrain.core.trees import Tree
@@ -160,7 +160,11 @@ class Loader(Option):
         work = pipeline if finish else pipeline.read
         for request in requests:
             began = time.perf_counter()
-            x, y = work(request)
+            try:
+                with StopFlag.ends_reads():
+                    x, y = work(request)
+            except Overdue:
+                raise timeout_error("loader=sync", 0, pipeline, int(request.indices[0])) from None
             request.ready = time.perf_counter()
             request.seconds = request.ready - began
             yield x, y, request

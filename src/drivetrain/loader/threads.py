@@ -20,7 +20,7 @@ from drivetrain.core.tensors import has_streams
 from drivetrain.core.trees import Tree
 from drivetrain.loader.base import Ahead, Batch, Loader, Pipeline, ReadBatch, reading_advice, timeout_error
 
-LOOK_S = 1.0  # between two looks at whether the run was told to stop
+LOOK_S = 0.25  # between two looks at whether the run was told to stop
 CLOSE_TIMEOUT_S = 1.0  # for the threads' current jobs, when the pool is closed
 PIECES_PER_THREAD = 2  # of a batch: small enough that all threads finish together
 

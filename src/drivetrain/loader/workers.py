@@ -28,8 +28,8 @@ from drivetrain.loader.base import Ahead, Batch, Loader, Pipeline, ReadBatch, re
 
 FULL = 2**20  # bytes that are free of memory that processes share
 DEATH_NOTICE_S = 10.0  # from a broken connection until the worker's end is known
-GRACE_S = 2.0  # after torch's own time-out
-WATCH_S = 0.5
+GRACE_S = 2.0  # after the wait for a batch's message has ended
+WATCH_S = 0.25  # between two looks at the workers
 
 
 class Workers(Loader):
@@ -85,7 +85,7 @@ class Workers(Loader):
                 num_workers=self.num_workers,
                 pin_memory=self.pin_memory and has_streams(device),
                 prefetch_factor=self.prefetch_factor,
-                timeout=self.timeout_s,
+                timeout=WATCH_S,  # `_WaitLimit` asks again until timeout_s
                 worker_init_fn=_begin_worker,
                 generator=torch.Generator(),  # else it draws its base seed from the model's random stream
             )
@@ -101,7 +101,6 @@ class Workers(Loader):
         delivered = 0
 
         def too_late() -> Interrupted:
-            limit.forget()
             limit.kill()
             worker = f"loader worker {delivered % self.num_workers + 1} of {self.num_workers}"  # they take turns
             cause = _full_shared_memory()
@@ -118,19 +117,14 @@ class Workers(Loader):
                     yield fetched
                     delivered += 1
         except RuntimeError as error:
-            if limit.exceeded or "timed out" in str(error):
+            if limit.exceeded:
                 raise too_late() from None
             self.raise_if_worker_died(error)
             raise
         except (OSError, EOFError) as error:
             if limit.exceeded:
                 raise too_late() from None
-            try:  # the connection breaks first; torch's signal handler may raise the worker's death, wherever this process is
-                dead = limit.dead_worker()
-            except RuntimeError as death:
-                self.raise_if_worker_died(death)
-                raise
-            if dead is not None:
+            if (dead := limit.dead_worker()) is not None:  # the connection breaks first
                 self.raise_if_worker_died(RuntimeError(f"DataLoader worker (pid {dead.pid}) ended, exit code {dead.exitcode}"))
             raise error
 
@@ -143,10 +137,13 @@ class Workers(Loader):
 
 
 class _WaitLimit:
-    """Ends workers that keep the loop waiting beyond torch's own time-out.
+    """Ends waits for a batch after `timeout_s`, or where a worker has ended. A run that was told to stop does not wait for long.
 
-    torch's covers the wait for a batch's message. A worker that was stopped then hands over no memory: that wait has no limit.
-    A run that was told to stop does not wait for long either.
+    torch's iterator is asked again every WATCH_S, and says then whether a worker has ended. Its signal handler would say so
+    wherever this process is, also in a destructor: Python prints that as a traceback and goes on. So it is told of no worker.
+
+    A worker that was stopped after it announced a batch hands over no memory, and torch waits for that without a limit. A thread
+    ends the workers then.
     """
 
     def __init__(self, timeout_s: float, batches: Any) -> None:
@@ -157,29 +154,46 @@ class _WaitLimit:
         self._thread = threading.Thread(target=self._watch, daemon=True, name="loader wait limit")
 
     def each(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches, and note when each is waited for."""
+        """Yield the batches, and note since when each is waited for."""
         while True:
             self._waits_since = time.monotonic()
             try:
-                batch = next(batches)
+                batch = self._next(batches)
             except StopIteration:
                 return
             finally:
                 self._waits_since = None
             yield batch
 
+    def _next(self, batches: Iterator[Any]) -> Any:
+        while True:
+            try:
+                return next(batches)
+            except RuntimeError as error:
+                if not str(error).startswith("DataLoader timed out"):
+                    raise
+                self.exceeded = self.exceeded or self._is_over(0)
+                if self.exceeded:
+                    raise
+
+    def _is_over(self, grace: float) -> bool:
+        since, limit = self._waits_since, self.timeout_s + grace if self.timeout_s else math.inf
+        return since is not None and (time.monotonic() - since > limit or StopFlag.waited_long_enough(grace))
+
     def __enter__(self) -> _WaitLimit:
         if self._workers:
+            self.forget()
             self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._done.set()
+        if self._workers:
+            self._thread.join()  # it holds torch's iterator, which ends its workers where it is freed
 
     def _watch(self) -> None:
         while not self._done.wait(WATCH_S):
-            since, limit = self._waits_since, self.timeout_s + GRACE_S if self.timeout_s else math.inf
-            if since is not None and (time.monotonic() - since > limit or StopFlag.waited_long_enough()):
+            if self._is_over(GRACE_S):
                 self.exceeded = True
                 self.kill()
                 return
@@ -200,7 +214,7 @@ class _WaitLimit:
             worker.kill()
 
     def forget(self) -> None:
-        """Keep torch from raising the end of these workers once more: its signal handler does, wherever this process is."""
+        """Keep torch's signal handler from raising the end of these workers."""
         from torch.utils.data._utils import signal_handling
 
         while getattr(self._batches, "_worker_pids_set", False):

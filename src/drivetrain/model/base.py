@@ -12,7 +12,7 @@ from drivetrain.core import horizon as horizons
 from drivetrain.core.allowed import EPOCHS, NAME_PATTERN, Entries, NamePattern
 from drivetrain.core.errors import OperatorGives, UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.limits import memory_bytes, model_within
+from drivetrain.core.limits import device_bytes, memory_bytes, model_within
 from drivetrain.core.option import Option, RunSpec
 from drivetrain.core.patterns import flatten
 from drivetrain.core.step import Step
@@ -97,9 +97,9 @@ class Model(Option):
                 f"{context.run.named('model')} takes one tensor, and the inputs of a sample are several "
                 f"({', '.join(name for name, _ in parts)}): set model=own, with a network whose forward takes them"
             )
-        copies = self._copies(context)
+        most, where, copies = min(self._room(context))
         beside = f", with {copies - 1} times as much for gradients and the optimizer's state" if copies > 1 else ""
-        with model_within(memory_bytes() // (copies * context.world.local_size), context.run.named("model"), beside):
+        with model_within(most, context.run.named("model"), beside, where):
             model = self.create_for(context)
         # On every rank alike, and before any edit: a file has the names and shapes of the model as it is created. Edits that
         # remove biases then account for them, float32 weights become exact masters, and shards are cut from whole tensors.
@@ -112,13 +112,19 @@ class Model(Option):
                 logger.info(line)
         return model.to(context.device)
 
-    def _copies(self, context: BuildContext) -> int:
-        """Return how often this machine's memory holds the parameters at the least, counting gradients and optimizer state.
+    def _room(self, context: BuildContext) -> Iterator[tuple[int, str, int]]:
+        """Yield the bytes of parameters that each memory has room for, whose it is, and how often it holds them at the least.
 
-        Each rank of a machine creates the whole model. What is on a device takes no memory of the machine.
+        Where a model trains, that counts gradients and the optimizer's state. Each rank of a machine creates the whole model in
+        the machine's memory, and then moves it to its device.
         """
-        in_memory = context.device.type == "cpu" and context.parallel.one_process and not self.freeze
-        return 2 + context.run.optimizer.states if in_memory and context.trains else 1
+        all_train = context.trains and context.parallel.whole_model and not self.freeze and not context.precision.frees_weights
+        copies = 2 + context.run.optimizer.states if all_train else 1
+        on_device = device_bytes(context.device)
+        in_memory = copies if context.device.type == "cpu" else 1
+        yield memory_bytes() // (in_memory * context.world.local_size), "this machine", in_memory
+        if on_device is not None:
+            yield on_device // copies, str(context.device), copies
 
     def untrained(self) -> Model:
         """Return this option for a run that is finished: without the weights that training started from, nothing frozen."""

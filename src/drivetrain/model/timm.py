@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from drivetrain.core.allowed import Entries, Text, one_of
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import RunSpec
+from drivetrain.core.option import RunSpec, needs_extra
 from drivetrain.model.base import NO_START, Model
 
 # What a recipe may set of a network: the numbers of timm's architectures, not what create_model reads itself (paths, addresses,
@@ -73,6 +73,9 @@ class Timm(Model):
             yield f"model.pretrained=true and model.weights={self.weights} are two sets of weights to start from: leave one out"
 
     def validate_device(self, run: RunSpec) -> Iterator[str]:
+        if missing := list(needs_extra("timm", "timm", "model=timm")):
+            yield from missing
+            return
         import timm
 
         base = self.name.split(".")[0]

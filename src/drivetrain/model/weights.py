@@ -15,6 +15,7 @@ import safetensors.torch
 import torch
 
 from drivetrain.core.errors import UserError
+from drivetrain.core.option import needs_extra
 from drivetrain.core.patterns import check_patterns, matches
 from drivetrain.saving import checkpoint_io, manifest
 
@@ -145,6 +146,8 @@ def _adapt_first_convolution(
             continue
         if (given.shape[0], *given.shape[2:]) != (wanted.shape[0], *wanted.shape[2:]):
             continue
+        if missing := list(needs_extra("timm", "timm", f"a file with {given.shape[1]} input channels for data with {shape[0]}")):
+            raise UserError(missing)
         from timm.models import adapt_input_conv
 
         weights[name] = adapt_input_conv(shape[0], given, base_chans=given.shape[1])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from drivetrain.core.allowed import PLAIN_NAME, Entries, Name
 from drivetrain.core.errors import UserError, did_you_mean
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import NonNegative, Positive, RunSpec
+from drivetrain.core.option import NonNegative, Positive, RunSpec, needs_extra
 from drivetrain.optimizer.base import Implementation, Optimizer
 
 if TYPE_CHECKING:
@@ -28,6 +28,9 @@ class Timm(Optimizer):
     kwargs: Annotated[dict[str, Any], Entries(PLAIN_NAME)] = field(default_factory=dict)
 
     def validate_device(self, run: RunSpec) -> Iterator[str]:
+        if missing := list(needs_extra("timm", "timm", "optimizer=timm")):
+            yield from missing
+            return
         from timm.optim import list_optimizers
 
         yield from super().validate_device(run)

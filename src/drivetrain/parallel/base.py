@@ -32,7 +32,9 @@ class Parallel(Option):
     lockstep_evaluation = False  # a forward needs all ranks, also in evaluation
     distributed = False  # needs a process group, also with one rank
     one_process = True  # on one device
+    whole_model = True  # a device keeps all parameters, with their gradients and what the optimizer keeps for each
     thread_per_device = False
+    own_gradients = True  # before an update's last micro-batch, each rank holds the whole gradient of its own samples
     own_forward = True  # each rank runs the forward of the whole model
     can_unfreeze = True  # parameters may begin to train after the first update
     portable_shards = True  # other strategies can read the shards that this one saves

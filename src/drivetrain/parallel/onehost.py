@@ -64,7 +64,7 @@ class Split(Parallel):
     """
 
     effect = "exact"
-    one_process = False
+    one_process = whole_model = False
 
     devices: list[str] | None = None
     block: Name | None = None

@@ -34,6 +34,8 @@ class Sharded(ProcessGroupStrategy):
     """The base of fsdp, tensor and pipeline."""
 
     lockstep_evaluation = True
+    whole_model = False
+    own_gradients = False
     can_unfreeze = False
     _mesh: Any = field(default=None, init=False)
     _sync_last_only: bool = field(default=False, init=False)  # FSDP reduces gradients only in an update's last micro-batch

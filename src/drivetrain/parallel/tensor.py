@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -103,13 +104,11 @@ def shard_blocks(setting: str, blocks: Sequence[torch.nn.Module], mesh: Any, wor
 
 def plan_for(block: Any) -> Plan | None:
     """Return the sharding plan of a block, or None. Matches exact classes: derived ones may compute something else."""
-    from timm.layers.attention import Attention
-    from timm.layers.mlp import Mlp
-
+    timms = sys.modules.get("timm.layers.attention"), sys.modules.get("timm.layers.mlp")  # loaded where a block is of timm
     attn, mlp = getattr(block, "attn", None), getattr(block, "mlp", None)
     if (
-        type(attn) is Attention
-        and type(mlp) is Mlp
+        type(attn) is getattr(timms[0], "Attention", None)
+        and type(mlp) is getattr(timms[1], "Mlp", None)
         and _is_plain(attn, "gate", "norm", "q_norm", "k_norm")
         and _is_plain(mlp, "norm")
     ):

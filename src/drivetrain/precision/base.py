@@ -75,6 +75,10 @@ class Precision(Option):
         optimizer.step()
         return True
 
+    def autocast_dtype(self) -> str | None:
+        """Return what autocast computes products in, None without autocast. Call it after `convert`, which may switch it off."""
+        return self.dtype
+
     def update_state(self) -> list[torch.Tensor]:
         """Return the tensors that an update changes besides those of the model and the optimizer."""
         return []
@@ -159,6 +163,9 @@ class Bf16(Precision):
 
     def autocast(self) -> AbstractContextManager[Any]:
         return self._autocast
+
+    def autocast_dtype(self) -> str | None:
+        return self.dtype if self._autocast._enabled else None
 
 
 class Amp(Bf16):

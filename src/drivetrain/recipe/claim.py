@@ -7,24 +7,21 @@ everything in a claim is checked, plain, bounded and printable.
 
 from __future__ import annotations
 
-import math
-import operator
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import yaml
 
 from drivetrain.core.overrides import format_value
+from drivetrain.core.target import Reach
 from drivetrain.recipe import sections
 from drivetrain.recipe.safe_yaml import allowed_in_recipe, is_plain_key, plain_value, printable
 from drivetrain.recipe.sections import Rule, Section, SectionRule, one_of, rules_of
 
 QUALITIES = ("PASS", "FAIL", "INCONCLUSIVE")
 SETS = ("validation", "test")
-_REACH = re.compile(r"([A-Za-z][\w.@/-]{0,60})(>=|<=)([-+]?\d[\d.eE+-]{0,30})")
 
 
 class Against(dict[str, Any]):
@@ -51,31 +48,6 @@ class AgainstRule(Rule):
             if allowed_in_recipe(name, at, problems) and is_plain_key(name, at, problems):
                 found[name], found.lines[name] = plain_value(v, at, name, problems), k.start_mark.line + 1
         return found
-
-
-class Reach(NamedTuple):
-    """A value of a metric to reach, such as accuracy>=0.98."""
-
-    metric: str
-    more: bool  # higher is better
-    value: float
-
-    @classmethod
-    def parse(cls, text: str) -> Reach | None:
-        """The target that a text names; None where it names none."""
-        match = _REACH.fullmatch(text)
-        try:
-            value = float(match[3]) if match else math.nan
-        except ValueError:
-            return None
-        return cls(match[1], match[2] == ">=", value) if match and math.isfinite(value) else None
-
-    def reached(self, value: float) -> bool:
-        """Whether a value of the metric is as good."""
-        return (operator.ge if self.more else operator.le)(value, self.value)
-
-    def __str__(self) -> str:
-        return f"{self.metric}{'>=' if self.more else '<='}{self.value:g}"
 
 
 def _reach(value: Any) -> str:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 FILES = (  # what a run or a sweep writes into its directory
     "environment.json", "result.json", "jobs.json", "sweep.json", "recipe.yaml", "config.yaml", "metrics.jsonl", "metrics.csv",
-    "log.txt", "debug.txt", "checkpoints", ".reserve",
+    "log.txt", "debug.txt", "report.html", "checkpoints", ".reserve",
 )  # fmt: skip
 
 _missing: dict[Path, list[Path]] = {}  # a run's directory → the folders that did not exist before, the deepest first

@@ -52,6 +52,7 @@ class RunFiles:
     environment: dict[str, Any]
     train: Points
     evaluated: Points  # on the validation set, or on the test set where there is no other
+    changed: dict[str, Any] = field(default_factory=dict)  # what the run chose otherwise than the defaults; dotted keys
 
     @cached_property
     def metric(self) -> tuple[str, bool] | None:
@@ -132,12 +133,16 @@ def read(path: Path) -> RunFiles:
     lines = [line for found in defaults if isinstance(found, list) for line in found if isinstance(line, dict)]
     chosen = {str(k).rpartition("/")[2]: v for line in lines for k, v in line.items()}
     config = compared(_bounded(_yaml(path / "config.yaml")), chosen)
+    own = recipe.get("defaults")
+    lines = [line for line in own if isinstance(line, dict)] if isinstance(own, list) else []
+    changed = {str(k).rpartition("/")[2]: v for line in lines for k, v in line.items()}
+    changed |= {k: v for k, v in flatten(recipe).items() if k in config and k not in changed}
     spoilt = result is None and (path / "result.json").exists()
     status = result.status if result else "running" if directory.is_locked(path) else "unreadable" if spoilt else "killed"
     train, evaluated = _points(path / "metrics.jsonl")
     words = result.overrides if result else environment.get("overrides", [])
     label = " ".join(w for w in words if not w.startswith(("output_dir=", "logger="))) or "default"
-    return RunFiles(path, label, result, status, config, environment, train, evaluated)
+    return RunFiles(path, label, result, status, config, environment, train, evaluated, changed)
 
 
 def _bounded(tree: Any) -> dict[str, Any]:

@@ -23,6 +23,7 @@ class Result:
     selection: dict[str, str] | None = None  # the metric that ranks models, and which of two values is better: min or max
     tables: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)  # of the same: name → rows, columns, values
     stopped: str | None = None  # why the run ended before its last epoch
+    target: dict[str, Any] | None = None  # reach, and the update, samples, seconds and energy_joules when it was reached, or null
     updates: int = 0
     epochs: float = 0.0
     samples_per_second: float | None = None
@@ -88,6 +89,14 @@ class Result:
         return f" after epoch {epoch:.0f}" if abs(epoch - round(epoch)) < 1e-6 else f" at update {update:,}"
 
     @property
+    def arrival(self) -> str:
+        """When the run reached its target, in words; "" where it had none."""
+        found = self.target or {}
+        if (update := found.get("update")) is None:
+            return f"{found['reach']} was not reached" if "reach" in found else ""
+        return f"{found['reach']} after {update:,} updates, {found['samples']:,} samples, {found['seconds']:.1f} s"
+
+    @property
     def history(self) -> Any:
         """What was measured while the run trained, as a pandas DataFrame: a row for each record of metrics.jsonl."""
         from drivetrain.run import curves
@@ -105,11 +114,12 @@ class Result:
         rows: list[tuple[str, Any]] = [
             ("status", self.status),
             ("error", self.error),
-            ("updates", f"{self.updates:,} in {self.epochs:g} epochs"),
+            ("updates", f"{self.updates:,} in {self.epochs:g} epoch{'s' * (self.epochs != 1)}"),
         ]
         for figures in self.metrics:
             final = self.metrics[figures].get("final", {})
             rows += [(f"{figures} {name}", f"{v:.4g} {self.note_on_best(figures, name)}".rstrip()) for name, v in final.items()]
+        rows.append(("target", self.arrival))
         rows += [("samples/s", self.samples_per_second and f"{self.samples_per_second:,.0f}"), ("time", f"{self.wall_s:.1f} s")]
         rows += [("device", self.device_name), ("ranks", self.world_size), ("overrides", " ".join(self.overrides))]
         rows += [("run", self.run_dir)]
@@ -134,7 +144,17 @@ class Result:
         kinds = get_type_hints(Result)
         if not all(fits(getattr(self, field.name), kinds[field.name]) for field in fields(self)):
             return False
+        if self.target is not None and not _is_arrival(self.target):
+            return False
         for evaluations in self.tables.values():
             for name, found in evaluations.items():
                 evaluations[name] = {key: table for key, table in found.items() if is_table(table)}
         return True
+
+
+def _is_arrival(target: dict[str, Any]) -> bool:
+    """Whether it is what a run writes of its target."""
+    kind = float if target.get("update") is not None else None
+    return isinstance(target.get("reach"), str) and all(
+        value is None if kind is None else fits(value, kind) for value in map(target.get, ("update", "samples", "seconds"))
+    )

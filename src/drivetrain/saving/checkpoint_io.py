@@ -13,6 +13,7 @@ from typing import Any
 import safetensors.torch
 import torch
 
+from drivetrain.core import files
 from drivetrain.core.errors import CannotSave, UserError
 from drivetrain.saving import manifest, sharded_checkpoint, space
 from drivetrain.saving.manifest import checkpoints
@@ -32,7 +33,8 @@ def save(
     with space.writing(run_dir, update, _temporary(run_dir, update), needed):
         temporary = _begin(run_dir, update)
         space.check(run_dir, update, needed)
-        safetensors.torch.save_file(_contiguous(weights), temporary / "model.safetensors", manifest.as_metadata(about or {}))
+        with files.mode_of_umask(temporary / "model.safetensors") as file:
+            safetensors.torch.save_file(_contiguous(weights), file, manifest.as_metadata(about or {}))
         torch.save(state, temporary / "state.pt")
         return _finish(run_dir, update, about)
 
@@ -171,7 +173,8 @@ def write_weights(weights: dict[str, torch.Tensor], path: Path) -> None:
     temporary = path.with_name(f".writing-{path.name}")
     temporary.unlink(missing_ok=True)  # it may be a link
     try:
-        safetensors.torch.save_file(_contiguous(weights), temporary)
+        with files.mode_of_umask(temporary):
+            safetensors.torch.save_file(_contiguous(weights), temporary)
         temporary.replace(path)
     except Exception as error:
         temporary.unlink(missing_ok=True)

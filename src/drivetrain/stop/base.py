@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from drivetrain.core import selection
 from drivetrain.core.allowed import Name
 from drivetrain.core.horizon import run_horizon
 from drivetrain.core.option import Count, Effect, NonNegative, Option, RunSpec
+from drivetrain.core.target import Reach
+from drivetrain.stop.arrival import Arrival
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
@@ -19,24 +21,47 @@ logger = logging.getLogger(__name__)
 
 
 class Stop(Option):
-    """stop=none: the run goes to its end."""
+    """stop=none: the run goes to its end. With `at_target` it ends where an evaluation reaches the run's `target`."""
 
     effect: ClassVar[Effect] = "exact"
+    key_effects: ClassVar[Mapping[str, Effect]] = {"at_target": "changes"}
+    changes = "the length of the run"
+    _arrival: Arrival | None = None  # at the run's target
+
+    def __init__(self, at_target: bool = False) -> None:
+        self.at_target = at_target
+
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        if self.at_target and run.values["target"] is None:
+            yield "stop.at_target=true ends the run at its target, and target is null: set one, as 'target=accuracy>=0.98'"
+
+    def setup(self, context: BuildContext) -> None:
+        reach = Reach.parse(context.run.values["target"] or "")
+        self._arrival = None if reach is None else Arrival(reach, context)
 
     @property
     def reason(self) -> str | None:
         """Why the run has to end now; None: it goes on."""
-        return None
+        return f"target {self._arrival.reach} reached" if self.at_target and self._arrival and self._arrival.update else None
+
+    @property
+    def target(self) -> dict[str, Any] | None:
+        """When the run's target was reached, as result.json has it; None where the run has no target."""
+        return None if self._arrival is None else self._arrival.record()
 
     def evaluated(self, metrics: dict[str, float]) -> None:
-        """Receive the metrics of an evaluation, which are the same on every rank."""
+        """Receive the metrics of an evaluation, which are the same on every rank. Called on all of them."""
+        if self._arrival is not None:
+            self._arrival.evaluated(metrics)
 
     def state_dict(self) -> dict[str, Any]:
         """The state for a resumed run."""
-        return {}
+        return {} if self._arrival is None else {"target": self._arrival.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load `state_dict()`; it is empty where the run was saved under another option."""
+        if self._arrival is not None:
+            self._arrival.load_state_dict(state.get("target", {}))
 
 
 class Early(Stop):
@@ -44,13 +69,18 @@ class Early(Stop):
 
     effect = "changes"
     changes = "the length of the run"
+    key_effects: ClassVar[Mapping[str, Effect]] = {}
 
-    def __init__(self, patience: Count = 3, min_delta: NonNegative = 0.0, metric: Name | None = None) -> None:
+    def __init__(
+        self, patience: Count = 3, min_delta: NonNegative = 0.0, metric: Name | None = None, at_target: bool = False
+    ) -> None:
+        super().__init__(at_target)
         self.patience, self.min_delta, self.metric = patience, min_delta, metric
         self._best: float | None = None
         self._bad = 0  # evaluations without improvement, in a row
 
     def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate(run)
         yield from selection.problems(run, "stop.metric", self.metric)
         if run.values["evaluate_every"] >= run.values["epochs"]:
             yield (
@@ -74,12 +104,15 @@ class Early(Stop):
             )
 
     def setup(self, context: BuildContext) -> None:
+        super().setup(context)
         chosen = selection.selected(context.run)
         self._name = self.metric or chosen.name
         self._better = selection.evaluated(context.run)[self._name] or chosen.better
 
     @property
     def reason(self) -> str | None:
+        if (at_target := super().reason) is not None:
+            return at_target
         if self._bad < self.patience or self._best is None:
             return None
         by = f" by more than {self.min_delta:g}" if self.min_delta else ""
@@ -87,6 +120,7 @@ class Early(Stop):
         return f"stop=early: {self._name} has not improved{by} in the last {times} (best: {self._best:.6g})"
 
     def evaluated(self, metrics: dict[str, float]) -> None:
+        super().evaluated(metrics)
         value = metrics[self._name]
         change = math.inf if self._best is None else (value - self._best) * (1 if self._better(0.0, 1.0) else -1)
         if change > self.min_delta:
@@ -97,7 +131,8 @@ class Early(Stop):
             logger.info("%s", self.reason)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self._best, "bad": self._bad}
+        return {**super().state_dict(), "best": self._best, "bad": self._bad}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
         self._best, self._bad = state.get("best"), state.get("bad", 0)

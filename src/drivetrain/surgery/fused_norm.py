@@ -28,6 +28,7 @@ class FusedNorm(Edit):
 
     effect = "close"
     changes = "one kernel of a norm rounds otherwise than several"
+    needs_real_tensors = "a norm is recognised by what it computes"
 
     def apply(self, model: torch.nn.Module, example: Tree) -> str:
         fused, left = Counter[str](), 0

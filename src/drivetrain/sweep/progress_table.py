@@ -140,10 +140,14 @@ class LiveTable(ProgressLines):
         title = [f"{self._done} of {self.total} done", *(f"{n} {s}" for s, n in counts.items() if s != "completed")]
         title += [f"about {duration(seconds_left)} left"] if seconds_left else []
         table = Table(title=" · ".join(title), title_justify="left", title_style="bold")
-        for name in ("job", "overrides", "status", "updates", "loss", "samples/s", "time"):
-            table.add_column(name, overflow="ellipsis", no_wrap=True)
-        for entry in list(entries) if len(entries) <= max_rows else list(running)[:max_rows]:
-            table.add_row(*map(Text, row(entry, entry in running)))
+        header = ["job", "overrides", "status", "updates", "loss", "samples/s", "time"]
+        shown = list(entries) if len(entries) <= max_rows else list(running)[:max_rows]
+        rows = [row(entry, entry in running) for entry in shown]
+        terminal.fit(header, rows, ("samples/s", "time"))
+        for name in header:
+            table.add_column(name, overflow="ellipsis", no_wrap=name != "overrides")  # which gives way first, in one line
+        for cells in rows:
+            table.add_row(*(Text(cell, no_wrap=True, overflow="ellipsis") for cell in cells))
         return table
 
 

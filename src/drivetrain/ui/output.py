@@ -7,8 +7,11 @@ escape sequence in it could hide a line, rename the window or forge a result.
 from __future__ import annotations
 
 import functools
+import os
 import re
+import shutil
 import sys
+import textwrap
 import traceback
 import warnings
 from collections.abc import Iterable
@@ -17,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 if TYPE_CHECKING:
     from rich.console import Console
 
+PLAIN = "DRIVETRAIN_PLAIN"  # the variable of the environment that --plain sets, for the ranks too
 # Control characters but tab and newline, marks that turn the direction of text, invisible tags, halves of characters.
 _UNSEEN = re.compile(
     "\r\n|[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff\U000e0000-\U000e007f]"
@@ -26,6 +30,29 @@ _UNSEEN = re.compile(
 def plain(text: str) -> str:
     """Return a text with its control characters written out, such as \\x1b; a line's end stays one."""
     return _UNSEEN.sub(lambda found: "\n" if found[0] == "\r\n" else found[0].encode("unicode_escape").decode(), text)
+
+
+def can_redraw(stream: Any) -> bool:
+    """Whether a stream is a terminal with frames, colours and lines that change: not one of TERM=dumb, and not with `--plain`."""
+    return bool(stream.isatty()) and os.environ.get("TERM") not in ("dumb", "unknown") and PLAIN not in os.environ
+
+
+def fold(text: str) -> str:
+    """Fold the lines of a help text that a terminal has no room for, below the column where their last part begins."""
+    if not can_redraw(sys.stdout):
+        return text
+    width = shutil.get_terminal_size().columns
+    return "\n".join(part for line in text.split("\n") for part in _folded(line, width))
+
+
+def _folded(line: str, width: int) -> list[str]:
+    if len(line) <= width:
+        return [line]
+    columns = [found.end() for found in re.finditer(r"(?<=\S)  +(?=\S)|^ +", line)]
+    below = max((column for column in columns if column <= width - 24), default=0)
+    first, rest = line[:below], line[below:]
+    parts = textwrap.wrap(rest, width - below, break_long_words=False, break_on_hyphens=False)
+    return [(first if n == 0 else " " * below) + part for n, part in enumerate(parts)]
 
 
 def echo(text: object = "", end: str = "\n", file: TextIO | None = None) -> None:

@@ -15,7 +15,7 @@ class Steps:
 
     def __enter__(self) -> Steps:
         self._began = time.monotonic()
-        self._live = sys.stderr.isatty()
+        self._live = output.can_redraw(sys.stderr)
         return self
 
     def __call__(self, text: str, left: float | None = None) -> None:
@@ -40,7 +40,8 @@ class Rate:
 
         console = output.console(stderr=True)
         columns = (BarColumn(bar_width=20), TextColumn("{task.fields[text]}"), TimeRemainingColumn())
-        self._bar = Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty(), refresh_per_second=4)
+        hidden = not output.can_redraw(sys.stderr)
+        self._bar = Progress(*columns, console=console, transient=True, disable=hidden, refresh_per_second=4)
         self._task = self._bar.add_task(self._what, total=self._total, text="")
         self._bar.start()
         self._began = time.monotonic()

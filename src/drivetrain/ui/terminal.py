@@ -10,10 +10,9 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.core import tables
-from drivetrain.core.option import Effect
 from drivetrain.run.result import Result
 from drivetrain.ui import logs, output
 from drivetrain.ui.output import echo
@@ -21,18 +20,16 @@ from drivetrain.ui.output import echo
 if TYPE_CHECKING:
     import rich.progress
 
-    from drivetrain.config.compose import Composed
-    from drivetrain.core.option import RunSpec
-
 SLOW_RANK = 0.1  # the progress line names the slowest rank where the others wait for it longer than this part of the time
+BAR = 12  # characters of the bar
 LINE_EVERY_S = 10.0  # of training without an evaluation, where there is no terminal
 
 logger = logging.getLogger(__name__)
 
 
 def is_live() -> bool:
-    """Whether standard output is a terminal."""
-    return sys.stdout.isatty()
+    """Whether standard output is a terminal that can redraw a line, and `--plain` was not given."""
+    return output.can_redraw(sys.stdout)
 
 
 class PipeSafeStream(io.TextIOWrapper):
@@ -73,46 +70,6 @@ def say(line: str) -> None:
     logger.warning("%s", line)
 
 
-def show_recipe(composed: Composed, run: RunSpec) -> None:
-    """Show the composed recipe, a line for each group with its effect on training, as `drivetrain list` explains it."""
-    name = composed.recipe.name if composed.recipe else "default"
-    rows = [(group, *_knobs(composed, group)) for group in composed.choices]
-    if not is_live():
-        echo(f"recipe {name}: " + " ".join(f"{g}={_option(composed.choices[g])}" for g, _, _ in rows))
-        return
-    from rich.markup import escape
-    from rich.tree import Tree
-
-    tree = Tree(f"[bold]recipe {name}[/]")
-    for group, option, knobs in rows:
-        style = "dim" if option in ("none", "single", "constant", "") else "cyan"
-        tree.add(f"{group:<14}[{style}]{escape(option):<12}[/] [dim]{effect(run, group):<8} {escape(knobs)}[/]")
-    for key in ("epochs", "updates"):
-        if composed.plain[key] is not None:
-            tree.add(f"{key:<14}[cyan]{composed.plain[key]}[/]")
-    output.console().print(tree)
-
-
-def effect(run: RunSpec, group: str) -> str:
-    """What a group's options claim of training as they are set: exact, close or changes; the greatest of several."""
-    made = run.parts.get(group)
-    claims = [option.effect_as_set() for option in (made if isinstance(made, list) else [made] if made is not None else [])]
-    return max(claims, key=get_args(Effect).index, default="exact")
-
-
-def _option(choice: Any) -> str:
-    return f"[{','.join(choice)}]" if isinstance(choice, list) else str(choice)
-
-
-def _knobs(composed: Composed, group: str) -> tuple[str, str]:
-    choice, section = composed.choices[group], composed.plain.get(group) or {}
-    if isinstance(choice, list):
-        return ", ".join(choice) or "none", ""
-    shown = {k: v for k, v in section.items() if k != "_target_" and v not in (None, {})}
-    text = " ".join(f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in shown.items())
-    return choice, text if len(text) < 90 else text[:87] + "…"
-
-
 class Progress:
     """Shows a run's records: a live line in a terminal; elsewhere a line for each evaluation, and one at times in between."""
 
@@ -134,49 +91,65 @@ class Progress:
         if record["event"] == "train":
             self._last = record
             if self._bar is not None:
-                self._bar.update(self._task, completed=record["update"], text=self._text(record))
+                left, bar = self._left(record["update"]), self._bar
+                room = bar.console.width - BAR - len(left) - 2
+                bar.update(self._task, completed=record["update"], left=left, text=self._text(record, room))
             elif time.monotonic() - self._printed > LINE_EVERY_S:
                 self._shown = record["update"]
-                self._print(self._text(record) + self._left(record["update"]))
+                self._print(self._text(record) + self._after(record["update"]))
         elif record["event"] == "evaluate":
             self._evaluation(record)
 
     def _evaluation(self, record: Mapping[str, Any]) -> None:
         figures = {k: v for k, v in record.items() if k not in ("event", "update", "epoch", "time", "set", "weights")}
-        metrics = "  ".join(f"{record['set']} {name} {number(value)}" for name, value in figures.items())
+        metrics = [f"{record['set']} {name} {number(value)}" for name, value in figures.items()]
         if record.get("weights", "final") != "final":
             return  # the result shows it
         again = record["update"] == self._shown
         self._shown = record["update"]
-        text = f"{self._text(self._last)}  {metrics}" if self._last and not again else metrics
+        room = None if self._bar is None else self._bar.console.width - 2
+        text = self._text(self._last, room, metrics) if self._last and not again else "  ".join(metrics)
         if self._bar is not None:
             self._bar.console.print(f"  {text}", highlight=False)
         else:
-            self._print(text + ("" if again else self._left(record["update"])))
+            self._print(text + ("" if again else self._after(record["update"])))
+
+    def _after(self, update: int) -> str:
+        left = self._left(update)
+        return f"  {left}" if left else ""
 
     def _left(self, update: int) -> str:
-        """How long the run is still going to take, where a progress line does not say it already."""
+        """How long the run is still going to take; "" where that is not known."""
         made = update - self._first
         if made <= 0 or update >= self.total:
             return ""
-        return f"  about {duration((time.monotonic() - self._began) / made * (self.total - update))} left"
+        return f"about {duration((time.monotonic() - self._began) / made * (self.total - update))} left"
 
     def _print(self, line: str) -> None:
         self._printed = time.monotonic()
         echo(line)
 
-    def _text(self, r: Mapping[str, Any]) -> str:
+    def _text(self, r: Mapping[str, Any], room: int | None = None, metrics: Sequence[str] = ()) -> str:
+        """A record as a line of at most `room` characters; what matters least is left out first."""
         from drivetrain.core.device import memory_now
 
-        loss = "overflow" if r["loss"] is None else number(r["loss"])
-        rate = number(r["samples_per_second"]) if r["samples_per_second"] else "–"
         waits = r.get("rank_work_excess", 0.0)
-        mfu = f"  MFU {100 * r['mfu']:.1f} %" if r.get("mfu") is not None else ""
-        straggler = f"  {100 * waits:.0f} % waits for rank {r['slowest_rank']}" if waits > SLOW_RANK else ""
-        return (
-            f"epoch {r['epoch'] + 1}/{self.epochs}  update {r['update']}/{self.total}  loss {loss}  lr {r['lr']:.2e}"
-            f"  {rate} samples/s{mfu}  data wait {100 * r['data_wait']:.0f} %{straggler}  {memory_now() / 2**30:.2f} GiB"
-        )
+        parts = [  # (the first to be left out has the highest number, text)
+            (0, f"epoch {r['epoch'] + 1}/{self.epochs}"),
+            (1, f"update {r['update']}/{self.total}"),
+            (0, f"loss {'overflow' if r['loss'] is None else number(r['loss'])}"),
+            (4, f"lr {r['lr']:.2e}"),
+            (2, f"{number(r['samples_per_second']) if r['samples_per_second'] else '–'} samples/s"),
+            (6, f"MFU {100 * r['mfu']:.1f} %" if r.get("mfu") is not None else ""),
+            (5, f"data wait {100 * r['data_wait']:.0f} %"),
+            (3, f"{100 * waits:.0f} % waits for rank {r['slowest_rank']}" if waits > SLOW_RANK else ""),
+            (7, f"{memory_now() / 2**30:.2f} GiB"),
+            *((0, metric) for metric in metrics),
+        ]
+        parts = [part for part in parts if part[1]]
+        while room is not None and sum(len(text) + 2 for _, text in parts) - 2 > room and max(parts)[0]:
+            parts.remove(max(parts))
+        return "  ".join(text for _, text in parts)
 
     def log_image(self, name: str, update: int, path: Path) -> None:
         """Show nothing: a terminal has no pictures."""
@@ -188,12 +161,12 @@ class Progress:
 
 def _bar(total: int) -> tuple[rich.progress.Progress, rich.progress.TaskID]:
     """A live line, not yet drawn, and its one task."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, Progress, TextColumn
 
-    columns = BarColumn(bar_width=20), TextColumn("{task.fields[text]}"), TimeRemainingColumn()
+    columns = BarColumn(bar_width=BAR), TextColumn("{task.fields[left]}"), TextColumn("{task.fields[text]}")
     # Not rich's console for the whole process: it still knows whether its first output was a terminal, not whether this one is.
     bar = Progress(*columns, console=output.console(), refresh_per_second=4)
-    return bar, bar.add_task("train", total=total, text="starting")
+    return bar, bar.add_task("train", total=total, text="starting", left="")
 
 
 def duration(seconds: float) -> str:
@@ -216,8 +189,10 @@ def show_result(result: Result) -> None:
     for figures, by_weights in result.metrics.items():
         for name, value in by_weights.get("final", {}).items():
             rows.append((f"{figures} {name}", f"{number(value):<9}{result.note_on_best(figures, name, number)}".rstrip()))
+    if result.arrival:
+        rows.append(("target", result.arrival))
     rows += [
-        ("updates", f"{result.updates:,} in {result.epochs:.4g} epochs, {result.wall_s:.1f} s"),
+        ("updates", f"{result.updates:,} in {result.epochs:.4g} epoch{'s' * (result.epochs != 1)}, {result.wall_s:.1f} s"),
         ("samples/s", number(result.samples_per_second) if result.samples_per_second else "–"),
         ("MFU", f"{100 * result.mfu:.1f} % {result.mfu_note}" if result.mfu is not None else result.mfu_note or "–"),
         (
@@ -235,6 +210,9 @@ def show_result(result: Result) -> None:
             rows.insert(-1, (f"{figures}, averaged", _figures(by_weights["averaged"])))
     if result.skipped_samples:
         rows.insert(-1, ("skipped", f"{result.skipped_samples:,} samples that could not be read"))
+    if result.run_dir is not None:
+        page = result.run_dir / "report.html"
+        rows.append(("page", str(page) if page.exists() else f"drivetrain report {result.run_dir} writes it"))
     table(("", "result"), rows)
     of_what, found = tables.of_result(result.tables)
     for name, values in found.items():
@@ -264,20 +242,38 @@ def show_jobs(results: Sequence[tuple[int, str, Result]], ranked_by: str | None 
         ]
         rate = number(r.samples_per_second) if r.samples_per_second else "–"
         star = f"{job} *" if job == winner else str(job)
-        rows.append((star, label, r.status, *metrics, rate, f"{r.wall_s:.1f} s", (r.error or "").split("\n")[0]))
-    bests = (f"best {of} {ranked_by}" for of in ranks)
-    table(("job", "overrides", "status", *map(" ".join, names), *bests, "samples/s", "time", "error"), rows)
+        rows.append([star, label, r.status, *metrics, rate, f"{r.wall_s:.1f} s", (r.error or "").split("\n")[0]])
+    bests = [f"best {of} {ranked_by}" for of in ranks]
+    figures_of = [" ".join(name) for name in names]
+    header = ["job", "overrides", "status", *figures_of, *bests, "samples/s", "time", "error"]
+    spare = ["samples/s", "time", *(name for name in figures_of if f"best {name}" in bests), *reversed(figures_of)]
+    if not any(row[-1] for row in rows):
+        del header[-1]
+        rows = [row[:-1] for row in rows]
+    table_that_fits(header, rows, spare)
 
 
-def fit(header: list[str], rows: list[list[str]], spare: Sequence[str]) -> list[str]:
-    """Drop the columns named by `spare`, one after the other, until the table fits the terminal; the dropped names."""
+def table_that_fits(header: list[str], rows: list[list[str]], spare: Sequence[str], width: int | None = None) -> None:
+    """Print a table without the columns that there is no room for, and say which they are."""
+    left_out = fit(header, rows, spare, width)
+    table(header, rows)
+    if left_out:
+        echo(f"not shown here: {', '.join(left_out)}")
+
+
+def fit(header: list[str], rows: list[list[str]], spare: Sequence[str], width: int | None = None) -> list[str]:
+    """Drop the columns named by `spare`, one after the other, until the table fits; return the dropped names.
+
+    It fits the terminal, and where there is none `width`.
+    """
     dropped: list[str] = []
+    room = output.console().width if is_live() else width
 
-    def width() -> int:
+    def needed() -> int:
         return sum(3 + max(len(cell) for cell in column) for column in zip(header, *rows, strict=True))
 
-    for name in spare if is_live() else ():
-        if width() < output.console().width or name not in header:
+    for name in spare:
+        if room is None or needed() < room or name not in header:
             continue
         at = header.index(name)
         for cells in (header, *rows):

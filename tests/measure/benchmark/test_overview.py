@@ -1,5 +1,7 @@
 """The answer of a comparison in one sentence, and its table."""
 
+import math
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -7,13 +9,13 @@ import pytest
 
 from drivetrain.measure.benchmark.comparison import Comparison, Row
 from drivetrain.measure.benchmark.noninferiority import FIRST, Verdict, in_words
-from drivetrain.measure.benchmark.overview import headline, overview
+from drivetrain.measure.benchmark.overview import headline, names, overview
 from drivetrain.measure.intervals import Interval
 
 BASE = Row("naive", [], None, ratio=Interval(1.0, 1.0, 1.0))
 FAST = Row("fast <b>", [], None, ratio=Interval(1.41, 1.3, 1.5))
 UNSURE = Row("unsure", [], None, ratio=Interval(1.6, 0.9, 2.0))
-FEW = Row("few", [], None, ratio=Interval(1.8, None, None))
+FEW = Row("few", [], None, ratio=Interval(1.8, 0.0, math.inf))  # as too few rounds give it
 FAILED = Row("failed", [], "out of memory")
 
 
@@ -48,13 +50,34 @@ def test_the_table_draws_intervals_and_says_what_differs():
     same = judged(FEW, "PASS", degradation={"accuracy": Interval(0.0, 0.0, 0.0)})
     text = overview(comparison(judged(BASE, FIRST), worse, better, same, FAILED, quality=True))
     for expected in (
-        "fast &lt;b&gt;", 'class="faster"', 'class="FAIL"', "<td>worse by 0.02 (0.01 to 0.03)", "<td>the same</td>",
+        "fast &lt;b&gt;", 'class="faster"', 'class="FAIL"', ">worse by 0.02 (0.01 to 0.03)", ">the same</td>",
         "accuracy of the validation set",
-        "<td>better by 0.02 (0.01 to 0.03)", "<td>0.9 ± 0.01", "out of memory", "95 % interval 1.300 to 1.500",
+        ">better by 0.02 (0.01 to 0.03)", ">0.9 ± 0.01", "out of memory", "95 % interval 1.300 to 1.500",
     ):  # fmt: skip
         assert expected in text
     assert "<b>" not in text
     assert text.count("<tr>") == 6
+    assert not re.search(r'="[^"]*(inf|nan)', text)  # an arm without an interval does not spoil the others' scale
+
+
+def test_the_winner_is_marked_and_columns_come_in_one_order():
+    text = overview(comparison(judged(BASE, FIRST), judged(FAST, "PASS"), judged(UNSURE, "PASS"), quality=True))
+    assert re.findall(r"<tr class=winner>.*?</code>", text) == ['<tr class=winner><th scope="row"><code>fast &lt;b&gt;</code>']
+    heads = re.findall(r'<button type="button">(.*?)</button>', text)
+    assert heads[:3] == ["arm", "accuracy of the validation set", "speed"]
+
+
+@pytest.mark.parametrize(
+    ("labels", "called"),
+    [
+        (["precision=fp32 surgery=[]", "precision=bf16 surgery=[]"], ["precision=fp32", "precision=bf16"]),
+        (["a=1 b=1", "a=1 b=2", "a=2 b=2"], ["a=1 b=1", "b=2", "a=2 b=2"]),
+        (["lr=1", "lr=1"], ["lr=1", "lr=1"]),
+        (["naive", "+ precision=bf16", "+ compile=step"], ["naive", "+ precision=bf16", "+ compile=step"]),
+    ],
+)
+def test_arms_are_named_by_what_differs(labels, called):
+    assert names(comparison(*(replace(BASE, label=label) for label in labels))) == called
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import pytest
 
 from drivetrain.cli import main
 from drivetrain.measure.cells import spreadsheet
-from drivetrain.measure.html import page
-from drivetrain.measure.report.report import common_target, summarize_seeds
+from drivetrain.measure.report.report import common_target, named, summarize_seeds, verdict
 from drivetrain.run.reader import differing, find
+from tests.support import pages
 
 
 @pytest.fixture
@@ -34,16 +34,28 @@ def test_a_table_a_csv_and_a_page(two, capsys):
     assert {row["status"] for row in rows} == {"completed"}
     for row, run_dir in zip(rows, two, strict=True):
         result = json.loads((run_dir / "result.json").read_text())
-        assert float(row["accuracy"]) == pytest.approx(result["metrics"]["validation"]["final"]["accuracy"], abs=1e-4)
+        assert float(row["accuracy at the end"]) == pytest.approx(result["metrics"]["validation"]["final"]["accuracy"], abs=1e-4)
         assert row["folder"] in str(run_dir)
-        assert row["to 0.1"].endswith(" s")
+        assert row["time to 0.1"].endswith(" s")
     assert "adamw" in said
     page = (Path("page") / "report.html").read_text()
-    assert not re.search(r"<(script|link|img)[^>]+(src|href)=", page)  # all of it lies in the file
-    figures = json.loads(re.search(r'id="figures">(.*?)</script>', page, re.S)[1].replace("<\\/", "</"))
-    assert {"loss", "metric", "speed", "memory", "target"} <= figures.keys()
-    assert [len(line["y"]) for line in figures["metric"]["data"]] == [2, 2]
-    assert len(figures["metric"]["layout"]["updatemenus"][0]["buttons"]) == 3
+    assert "Of 2 runs, optimizer=" in said
+    pages.check(page)
+    assert re.findall(r'<button type="button">(.*?)</button>', page)[:4] == ["run", "best accuracy", "samples/s", "optimizer"]
+    assert "The same for all: status completed" in page
+    assert page.count("<tr class=winner>") == 1
+    assert [page.count(f'<figure class="over{n}">') for n in range(3)] == [2, 2, 2]
+    assert "samples and some others" in (two[0] / "report.html").read_text()  # as the run's end left it
+
+    assert main.main(["report", str(two[0]), "samples=3"]) == 0  # one run: its own page, in its own folder, with samples
+    said = capsys.readouterr().out
+    assert said.startswith("mlp on digits reached accuracy")
+    page = (two[0] / "report.html").read_text()
+    pages.check(page)
+    assert page.count("<img alt=") == 6
+    worst = [float(share) for share in re.findall(r'class="(?:right|wrong)">. \d+ \((\d+)%\)', page)]
+    assert len(worst) == 6
+    assert "of 359 of the test set" in page
 
 
 def test_only_what_differs_is_a_column(two):
@@ -186,19 +198,20 @@ def a_run(folder: Path, seed: int, **files: str) -> Path:
     return folder
 
 
-def test_one_bad_run_does_not_spoil_the_report(monkeypatch):
+def test_one_bad_run_does_not_spoil_the_report():
     """Each spoilt file in a run of its own, beside two good runs: all are listed, and the good ones with their figures."""
-    monkeypatch.setattr("plotly.offline.get_plotlyjs", lambda: "")
     spoilt = [(name, text) for name, texts in BAD_FILES.items() for text in texts]
     for n, (name, text) in enumerate(spoilt):
         a_run(Path(f"outputs/bad{n}"), 2 + n, **{name: text})
         assert main.main(["report", f"outputs/bad{n}", f"out=page{n}"]) == 0, (name, text[:80])
+        pages.check((Path(f"page{n}") / "report.html").read_text())
     a_run(Path("outputs/good0"), 0), a_run(Path("outputs/good1"), 1)
     assert main.main(["report", "outputs", "out=page"]) == 0
+    pages.check((Path("page") / "report.html").read_text())
     rows = rows_of(Path("page"))
     assert len(rows) == len(spoilt) + 2
     assert sum(row["status"] == "unreadable" for row in rows) > 10
-    assert [row["wall"] for row in rows if "good" in row["folder"]] == ["0.0 s"] * 2
+    assert [row["run time"] for row in rows if "good" in row["folder"]] == ["0.0 s"] * 2
     with (Path("page") / "report.csv").open() as file:
         header = next(csv.reader(file))
     assert len(header) == len(set(header)), header
@@ -225,10 +238,26 @@ def test_the_cells_of_a_report_are_no_formulas():
     assert not [cell for cell in cells if cell.startswith(("=", "@"))]
 
 
-def test_text_in_a_figure_does_not_end_its_script(monkeypatch):
-    monkeypatch.setattr("plotly.offline.get_plotlyjs", lambda: "")
-    name = "<!--<script></script>]]>\u2028&amp;"
-    text = page("x", [], {"a": {"name": name, "y": [float("nan"), 1.0]}})
-    data = re.search(r'id="figures">(.*?)</script>', text, re.S)[1]
-    assert "<" not in data
-    assert json.loads(data) == {"a": {"name": name, "y": [None, 1.0]}}
+def test_runs_are_named_by_what_differs():
+    for n, words in enumerate((["a=1", "b=1"], ["b=1", "a=2"], ["a=2", "b=1"], ["b=1"])):
+        a_run(Path(f"outputs/{n}"), n, **{"result.json": json.dumps({**GOOD, "overrides": words})})
+    assert named(find([Path("outputs")])) == ["a=1", "a=2 (run 1)", "a=2 (run 2)", "the default"]
+
+
+def test_the_answer_names_the_best_run():
+    for n, loss in enumerate((0.3, 0.1, 0.2, float("nan"))):
+        record = {"event": "evaluate", "update": 3, "set": "validation", "loss": loss, "time": 4.0}
+        result = {**GOOD, "selection": {"metric": "loss", "better": "min"}, "overrides": [f"lr={n}"]}
+        a_run(Path(f"outputs/{n}"), n, **{"metrics.jsonl": json.dumps(record) + "\n", "result.json": json.dumps(result)})
+    runs = find([Path("outputs")])
+    said = "Of 4 runs, lr=1 is the best: it reached loss 0.1000 on the validation set, and the worst 0.3000"
+    assert verdict(runs, named(runs)) == said
+
+
+def test_a_knob_over_decades_has_a_logarithmic_axis():
+    for n, lr in enumerate((1e-4, 1e-3, 1e-2)):
+        a_run(Path(f"outputs/{n}"), n, **{"config.yaml": f"optimizer: {{lr: {lr}, momentum: 0.{n + 1}}}\n"})
+    assert main.main(["report", "outputs", "out=page"]) == 0
+    page = (Path("page") / "report.html").read_text()
+    assert "Best loss over optimizer.lr (logarithmic axis)" in page
+    assert "<figcaption>Best loss over optimizer.momentum</figcaption>" in page

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import warnings
 from pathlib import Path
 
 import pytest
@@ -229,3 +230,10 @@ def test_a_worse_result_is_taken_back():
     tuning._drop_suspect("loss worse")
     assert tuning.accepted == {"how data is read": "loader=threads"}
     assert "is dropped" in tuning.notes[0]
+
+
+def test_warnings_of_what_is_tried_are_not_printed(monkeypatch, tiny, recwarn):
+    monkeypatch.setattr(tune, "_range_test", lambda *given: warnings.warn("torch's own", UserWarning, stacklevel=1))
+    monkeypatch.setattr(tune, "_report", lambda *given: None)
+    assert tune.command(tiny("what=lr")) == 0
+    assert not recwarn.list

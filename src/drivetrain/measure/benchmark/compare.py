@@ -65,7 +65,7 @@ def save(comparison: Comparison, job: Job, argv: Sequence[str], verb: str = "com
 def show(comparison: Comparison) -> None:
     """Print the table, in a narrow terminal without the columns that matter least, and the notes."""
     header, rows = comparison.table()
-    left_out = terminal.fit(header, rows, ("p95", "data wait", "step p50", "memory", "samples/s"))
+    left_out = terminal.fit(header, rows, ("95th percentile", "waiting for data", "update, median", "memory", "samples/s"))
     terminal.table(header, rows)
     if left_out:
         echo(f"not shown here, but in the page: {', '.join(left_out)}")

@@ -129,10 +129,13 @@ class Comparison:
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Header and rows of the table, without the columns that no arm has a figure for."""
-        header = ["arm", "samples/s", "ratio", "95 % interval", "step p50", "p95", "data wait", "memory", "compile", "pays after"]
+        header = [
+            "arm", "samples/s", "speed", "95 % interval", "update, median", "95th percentile", "waiting for data", "memory",
+            "compiling", "pays after",
+        ]  # fmt: skip
         rows = [[row.label, *row.cells(first=not n)] for n, row in enumerate(self.rows)]
         if self.settings.quality:
-            header += ["effect", "seeds", "quality", "because"]
+            header += ["claims to be", "seeds", "no worse?", "because"]
             for cells, row in zip(rows, self.rows, strict=True):
                 cells += _quality(row.verdict)
         if self.failed:
@@ -216,9 +219,12 @@ def _together(rows: Sequence[Row]) -> list[str]:
 def _unequal_work(arms: Sequence[Arm]) -> list[str]:
     """A note for each amount of work that is not the same for all arms."""
     notes = []
-    for fact, meaning in (("global_batch", "samples make an update"), ("samples", "samples to train on")):
-        found = {arm.facts[fact] for arm in arms if fact in arm.facts}
+    for fact, meaning in (("global_batch", "samples in an update"), ("samples", "samples to train on")):
+        found: dict[int, list[str]] = {}
+        for arm in arms:
+            if fact in arm.facts:
+                found.setdefault(arm.facts[fact], []).append(arm.label)
         if len(found) > 1:
-            each = ", ".join(f"{arm.label}: {arm.facts[fact]:,}" for arm in arms if fact in arm.facts)
-            notes.append(f"the arms do not do the same work: {meaning}, {each}")
+            each = "; ".join(f"{number:,} ({', '.join(labels)})" for number, labels in found.items())
+            notes.append(f"the arms do not do the same work. {meaning.capitalize()}: {each}")
     return notes

@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from drivetrain.recipe.claim import SETS, Reach
+from drivetrain.core.target import Reach
+from drivetrain.recipe.claim import SETS
 from drivetrain.recipe.safe_yaml import printable
 from drivetrain.recipe.sections import MAX_CHARACTERS
 from drivetrain.run.reader import RunFiles

@@ -89,11 +89,15 @@ class Arm:
         self._signal(signal.SIGSTOP)
         return block
 
+    def kill(self) -> None:
+        """Kill the process, whatever it is doing, and do not wait for its end."""
+        if self._process is not None and self._process.is_alive():
+            self._signal(signal.SIGKILL)
+
     def stop(self) -> None:
-        """Kill the process, whatever it is doing."""
+        """Kill the process, and wait for its end."""
+        self.kill()
         if self._process is not None:
-            if self._process.is_alive():
-                self._signal(signal.SIGKILL)
             self._process.join()
             self._process = None
 
@@ -190,6 +194,8 @@ def _run_round(arms: Sequence[Arm], number: int, block_s: float) -> None:
             if not waiting:
                 break
     finally:
+        for arm in arms:  # all of them, before any is waited for: a second Ctrl-C would leave the others stopped for ever
+            arm.kill()
         for arm in arms:
             arm.stop()
     for arm in arms:

@@ -9,9 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from drivetrain.core.errors import Interrupted, UserError
-from drivetrain.core.option import Count, Positive
+from drivetrain.core.option import Count, Positive, RunSpec
 from drivetrain.core.overrides import format_value, key_of
 from drivetrain.core.selection import Selection, evaluated, problems, selected
+from drivetrain.core.target import Reach
+from drivetrain.core.target import problems_of as target_problems
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure import effects
@@ -19,7 +21,6 @@ from drivetrain.measure.benchmark import noninferiority
 from drivetrain.measure.benchmark.arms import ArmSpec, baseline_job
 from drivetrain.measure.benchmark.facts import Facts, final_figures
 from drivetrain.measure.benchmark.noninferiority import TRAINING_LOSS, TrainedRun, Trial, Verdict
-from drivetrain.recipe.claim import Reach
 from drivetrain.run import directory
 from drivetrain.run.reader import RunFiles, read
 from drivetrain.run.result import Result
@@ -37,7 +38,8 @@ class Plan:
     max_seeds: Count = 20  # while an arm is INCONCLUSIVE
     quality_s: Positive | None = None  # no further seeds after so many seconds of training; null: as many as it takes
     judge: list[str] | None = None  # evaluated figures that decide; null: the metric that ranks models, and the loss
-    target: float | None = None  # of the metric: the seconds until it is reached are judged too
+    # A value of the metric, or accuracy>=0.98: the seconds until it is reached are judged too. null: the run's own target
+    target: float | str | None = None
 
     def looks(self) -> Iterator[int]:
         """The numbers of seeds after which the runs are judged."""
@@ -60,7 +62,8 @@ def judge(
     claims = {n: effects.between(first, spec.job) for n, spec in enumerate(specs) if n and spec.job is not None}
     named = [Selection(name, better) for name in plan.judge or [] if (better := evaluated(first.run)[name]) is not None]
     metric = selected(first.run)
-    target = f"seconds to {metric.name}={plan.target:g}" if plan.target is not None else None
+    reach = reach_of(plan, first.run)
+    target = seconds_to(reach) if reach is not None else None
     figures = {n: noninferiority.figures_for(effect, metric, named, target) for n, (effect, _) in claims.items()}
     trial = Trial.of(metric.name, claims, figures)
     folder = directory.create(root, "compare", "quality")
@@ -74,7 +77,7 @@ def judge(
                 key = (_config(spec), number)
                 if key not in known:
                     progress(f"quality of {spec.label or 'the first arm'}: seed {number + 1}")
-                    known[key] = _train(spec, first, number, folder / str(arm) / str(number), signals, plan.target)
+                    known[key] = _train(spec, first, number, folder / str(arm) / str(number), signals, reach)
                 return known[key]
 
             base = sequentially(trial, plan, train)
@@ -110,22 +113,44 @@ def check(plan: Plan, job: Job, quality: bool) -> None:
     given = [f"{key}={value}" for key in ("judge", "target", "quality_s") if (value := getattr(plan, key)) is not None]
     if given and not quality:
         raise UserError(f"{' '.join(given)} is for verdicts on quality, which need quality=true")
+    if quality:
+        reach_of(plan, job.run)
     if wrong := [problem for name in plan.judge or [] for problem in problems(job.run, "judge", name)]:
         raise UserError(wrong)
 
 
-def _train(spec: ArmSpec, first: Job, number: int, folder: Path, signals: SignalForwarder, target: float | None) -> TrainedRun:
+def reach_of(plan: Plan, run: RunSpec) -> Reach | None:
+    """The target whose time is judged: the plan's, or the run's own. Raises UserError where it is none."""
+    given: float | str | None = run.values["target"] if plan.target is None else plan.target
+    metric = selected(run)
+    if isinstance(given, float | int):
+        return Reach(metric.name, metric.maximize, given)
+    if wrong := list(target_problems(run, given)):
+        raise UserError(wrong)
+    return Reach.parse(given) if given is not None else None
+
+
+def seconds_to(reach: Reach) -> str:
+    """The name of the figure that says how long a run took to its target."""
+    return f"seconds to {reach}"
+
+
+def _train(spec: ArmSpec, first: Job, number: int, folder: Path, signals: SignalForwarder, reach: Reach | None) -> TrainedRun:
     """Train the arm to its end with the seed of this number, counted from that of the first arm's own job."""
     seed = first.run.runtime.seed + number
-    trained = trained_run(run_seed(spec, first, seed, folder, signals), seed, target)
+    trained = trained_run(run_seed(spec, first, seed, folder, signals, reach), seed, reach)
     if trained.facts is not None and trained.facts.kind == "cpu":
         trained.facts.peak_mib = None  # a forked process shares memory with this one: it is not that of a run by itself
     return trained
 
 
-def run_seed(spec: ArmSpec, first: Job, seed: int, folder: Path, signals: SignalForwarder) -> RunFiles:
+def run_seed(
+    spec: ArmSpec, first: Job, seed: int, folder: Path, signals: SignalForwarder, reach: Reach | None = None
+) -> RunFiles:
     """Train an arm to its end with a seed, with the recipe of the first arm's job; its files, which lie in `folder`."""
     overrides = seeded(spec, seed, folder)
+    if reach is not None:
+        overrides = [*(word for word in overrides if key_of(word) != "target"), f"target={format_value(str(reach))}"]
     try:
         job = prepare_job(overrides, first.composed.config_dirs, first.composed.recipe)
     except UserError as error:
@@ -140,10 +165,9 @@ def seeded(spec: ArmSpec, seed: int, folder: Path) -> list[str]:
     return [*given, f"runtime.seed={seed}", f"output_dir={format_value(str(folder.parent))}"]
 
 
-def trained_run(run: RunFiles, seed: int, target: float | None = None) -> TrainedRun:
+def trained_run(run: RunFiles, seed: int, reach: Reach | None = None) -> TrainedRun:
     """The figures of a run's files that are judged."""
     samples = run.train.samples[-1] if run.train.samples else 0
-    reach = Reach(run.metric[0], run.metric[1], target) if target is not None and run.metric is not None else None
     facts = Facts.of(run, seed, reach)
     if run.result is None or facts.error is not None:
         return TrainedRun(seed, samples, error=facts.error, facts=facts)
@@ -153,11 +177,10 @@ def trained_run(run: RunFiles, seed: int, target: float | None = None) -> Traine
     losses = [(now - before, loss) for now, before, loss in points if loss is not None]
     total = sum(count for count, _ in losses)
     trained.figures[TRAINING_LOSS] = sum(count * loss for count, loss in losses) / total if total else math.nan
-    if reach is not None:
-        name = f"seconds to {reach.metric}={reach.value:g}"
-        reached = run.to_target(reach.value)
-        trained.figures[name] = reached[0] if reached is not None else run.evaluated.seconds[-1]
-        trained.censored = [] if reached is not None else [name]
+    if reach is not None:  # the whole run's seconds, with start-up and compiling
+        arrived = (run.result.target or {}).get("seconds")
+        trained.figures[seconds_to(reach)] = run.result.wall_s if arrived is None else arrived
+        trained.censored = [] if arrived is not None else [seconds_to(reach)]
     return trained
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -11,7 +10,6 @@ from typing import Any
 
 from drivetrain.core.files import write_json
 from drivetrain.launch.job import Job
-from drivetrain.measure import html as pages
 from drivetrain.measure.bisect.changes import Change
 from drivetrain.measure.bisect.measurers import Fails, Quality, Settings, Speed, Subsets
 from drivetrain.measure.bisect.search import NONE, Answer, Cause, Measured, Search
@@ -20,6 +18,7 @@ from drivetrain.recipe.safe_yaml import printable
 from drivetrain.run import directory, environment
 from drivetrain.ui import terminal
 from drivetrain.ui.output import echo
+from drivetrain.ui.pages import blocks as pages
 
 
 @dataclass
@@ -145,14 +144,14 @@ def save(report: Report, bad: Job, settings: Settings, argv: Sequence[str]) -> N
 def _page(report: Report, argv: Sequence[str]) -> str:
     """The answer, what was tried, and the changes by their numbers."""
     rows = [(str(number), c.key, c.good, c.bad) for number, c in enumerate(report.subsets.numbered, 1)]
+    answer, *more = report.conclusion()
     body = [
-        *pages.paragraphs(report.conclusion(), bold=True),
-        *pages.paragraphs(report.notes),
-        "<h2>What was tried</h2>",
-        pages.table(*report.table(), text=("because",)),
-        "<h2>The changes</h2>",
-        pages.table(("", "change", "GOOD", "BAD"), rows),
-        "<h2>To run it again</h2>",
-        f"<pre>drivetrain bisect {html.escape(shlex.join(argv))}</pre>",
+        *pages.paragraphs([*more, *report.notes]),
+        pages.heading("What was tried"),
+        pages.table(*report.table(), text=("because",), sortable=True, name="What was tried"),
+        pages.heading("The changes"),
+        pages.table(("number", "change", "GOOD", "BAD"), rows, ("change", "GOOD", "BAD"), name="The changes"),
+        pages.heading("How to reproduce it"),
+        pages.command(f"drivetrain bisect {shlex.join(argv)}"),
     ]
-    return pages.page(f"Which change makes {report.bad} differ from {report.good}?", body, {})
+    return pages.page(f"What makes {report.bad} differ from {report.good} – drivetrain bisect", answer, body)

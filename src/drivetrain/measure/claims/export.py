@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import DONE, UserError, did_you_mean
+from drivetrain.core.target import Reach
 from drivetrain.measure import arguments
 from drivetrain.measure.benchmark import facts
 from drivetrain.measure.benchmark.facts import Facts
@@ -18,7 +19,7 @@ from drivetrain.measure.claims.write import SOFTWARE, assembled, check_file
 from drivetrain.recipe import reader as recipes
 from drivetrain.recipe import sections
 from drivetrain.recipe import write as recipe_text
-from drivetrain.recipe.claim import SETS, Claim, Device, Reach
+from drivetrain.recipe.claim import SETS, Claim, Device
 from drivetrain.recipe.safe_yaml import printable
 from drivetrain.run import reader
 from drivetrain.run.reader import RunFiles, differing
@@ -56,12 +57,8 @@ def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
 
 
 def _settings(argv: list[str]) -> tuple[Settings, list[str]]:
-    """The command's settings and its other words. A target such as accuracy>=0.98 is no value of Hydra's grammar."""
-    target = [word.partition("=")[2].strip("'\"") for word in argv if word.startswith("target=")]
-    settings, words = arguments.split([word for word in argv if not word.startswith("target=")], Settings)
-    if len(target) > 1:
-        raise UserError(f"target= is given {len(target)} times: give one")
-    settings.target = target[0] if target else None
+    """The command's settings and its other words."""
+    settings, words = arguments.split(argv, Settings)
     if settings.set is not None and settings.set not in SETS:
         raise UserError(f"set={settings.set}: {did_you_mean(settings.set, SETS)}")
     return settings, words

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 
 from drivetrain.core.errors import DONE, FAILED
 from drivetrain.core.selection import Better
+from drivetrain.core.target import Reach
 from drivetrain.measure.benchmark.facts import Facts
 from drivetrain.measure.intervals import deviation, mean
-from drivetrain.recipe.claim import Claim, Data, Energy, Kind, Memory, Quality, Reach, Target
+from drivetrain.recipe.claim import Claim, Data, Energy, Kind, Memory, Quality, Target
 from drivetrain.recipe.safe_yaml import printable
 from drivetrain.run import environment
 

@@ -24,8 +24,8 @@ def recommend(
     folder: Path,
     notes: Sequence[str] = (),
     file: Path | None = None,
-) -> None:
-    """Print the commands, and write the recipe to `file`, or else to folder/recipe.yaml.
+) -> list[str]:
+    """Print the commands, and write the recipe to `file`, or else to folder/recipe.yaml. Return the commands.
 
     `row` measured the run with `changes`, `base` the run without. The user's own code and paths, which no recipe may hold,
     stay overrides in the printed commands.
@@ -34,7 +34,8 @@ def recommend(
     gain = f"{row.ratio.middle:.2f} × the samples a second ({row.ratio.low:.2f} to {row.ratio.high:.2f})"
     dirs = [argument for folder_ in config_dirs for argument in ("-cd", str(folder_))]
     changed = apply(overrides, changes, config_dirs)
-    echo(f"\n{gain}:\n  drivetrain train {shlex.join([*dirs, *changed])}")
+    command = f"drivetrain train {shlex.join([*dirs, *changed])}"
+    echo(f"\n{gain}:\n  {command}")
     if base.global_batch != row.global_batch:
         echo(
             f"  an update is the mean over {row.global_batch} samples now, not {base.global_batch}: check the learning rate "
@@ -46,5 +47,7 @@ def recommend(
     recipe.write_text(write.recipe_text(job, write.against(job, before), row, base, [evidence, *notes]), encoding="utf-8")
     local = write.own_groups(job) | job.machine_local_keys - {"recipe"}
     kept = [o for o in overrides if key_of(o).split(".")[0] in local or key_of(o) in local]
-    echo(f"  drivetrain train {shlex.join([*dirs, f'recipe={recipe}', *kept])}")
-    echo(f"to check it on another machine:\n  drivetrain recipe verify {shlex.join([*dirs, str(recipe), *kept])}")
+    by_recipe = f"drivetrain train {shlex.join([*dirs, f'recipe={recipe}', *kept])}"
+    verify = f"drivetrain recipe verify {shlex.join([*dirs, str(recipe), *kept])}"
+    echo(f"  {by_recipe}\nto check it on another machine:\n  {verify}")
+    return [command, by_recipe, f"{verify}  # checks it on another machine"]

@@ -11,12 +11,13 @@ from pathlib import Path
 from drivetrain.core import accelerators, process
 from drivetrain.core.errors import Interrupted, UserError
 from drivetrain.core.overrides import format_value
+from drivetrain.core.target import Reach
 from drivetrain.launch.job import Job
 from drivetrain.measure.benchmark import arms, quality
 from drivetrain.measure.benchmark.arms import ArmSpec
 from drivetrain.measure.benchmark.facts import Facts
 from drivetrain.measure.claims.kinds import Differences, OfRuns
-from drivetrain.recipe.claim import Claim, Reach
+from drivetrain.recipe.claim import Claim
 from drivetrain.run import directory, reader
 from drivetrain.run.reader import RunFiles
 from drivetrain.run.result import Result

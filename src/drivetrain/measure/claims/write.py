@@ -10,12 +10,13 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from drivetrain.core.errors import UserError
+from drivetrain.core.target import Reach
 from drivetrain.launch.job import Job
 from drivetrain.measure.benchmark.comparison import Row
 from drivetrain.measure.benchmark.facts import Facts
 from drivetrain.measure.claims import kinds
 from drivetrain.measure.claims.kinds import Wanted
-from drivetrain.recipe.claim import Against, Claim, Data, Device, Reach, Speed
+from drivetrain.recipe.claim import Against, Claim, Data, Device, Speed
 from drivetrain.recipe.safe_yaml import printable
 from drivetrain.run import environment, recipe_file
 from drivetrain.run.identity import flatten

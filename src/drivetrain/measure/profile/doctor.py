@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from html import escape
 from pathlib import Path
@@ -18,14 +18,16 @@ from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure import arguments
 from drivetrain.measure.benchmark import arms, compare, comparison
 from drivetrain.measure.benchmark.arms import ArmSpec
-from drivetrain.measure.benchmark.comparison import Row
+from drivetrain.measure.benchmark.comparison import Comparison, Row
 from drivetrain.measure.benchmark.stopping import no_gain
 from drivetrain.measure.claims.recommend import recommend
 from drivetrain.measure.claims.write import check_file
 from drivetrain.measure.overrides import apply, groups_of
+from drivetrain.measure.profile import tables
 from drivetrain.measure.profile.diagnose import Problem, diagnose, roofline_text
 from drivetrain.measure.profile.isolated import run_isolated
-from drivetrain.run import directory
+from drivetrain.measure.profile.page import doctor_page
+from drivetrain.run import directory, environment
 from drivetrain.ui import terminal
 from drivetrain.ui.output import echo
 from drivetrain.ui.progress import Steps
@@ -35,7 +37,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MIN_SHOWN = 0.02  # the least share of a line in the table
 COMMUNICATION_ROUNDS = 3  # of the comparison of all ranks with one by itself
 
 
@@ -64,6 +65,8 @@ class Diagnosis:
     profile: StepProfile
     problems: list[Problem]
     gains: list[Gain]
+    notes: list[str] = field(default_factory=list)
+    comparisons: dict[str, Comparison] = field(default_factory=dict)  # by title: what was measured to find the gains
 
     def _repr_html_(self) -> str:
         """The verdict, the phases of an update and the gains, for notebooks."""
@@ -105,11 +108,17 @@ def examine(argv: Sequence[str], config_dirs: Sequence[str] = (), recipe: Path |
         profile.phases["communication"] = _communication_ms(overrides, one_rank, config_dirs, settings)
     problems = sorted(diagnose(profile, profiled, ranks), key=lambda p: -p.share)
     note = f"of one of {ranks} ranks by itself: a batch of {profiled.run.batch.size(0)}, the whole model"
-    _show(profile, problems, [note] if ranks > 1 else [])
-    gains = prove(problems, overrides, config_dirs, settings) if settings.prove else []
+    found = Diagnosis(profile, problems, [], [note] if ranks > 1 else [])
+    _show(found)
+    folder = directory.create(Path(job.run.values["output_dir"]), "doctor")
+    commands: list[str] = []
     if settings.prove:
-        _recommend_best(gains, overrides, Path(job.run.values["output_dir"]), config_dirs, recipe)
-    return Diagnosis(profile, problems, gains)
+        found.gains = prove(found, overrides, config_dirs, settings)
+        commands = _recommend_best(found.gains, overrides, folder, config_dirs, recipe)
+    facts = environment.describe(list(overrides), job.config_hash, {})
+    (folder / "doctor.html").write_text(doctor_page(found, commands, facts, argv), encoding="utf-8")
+    echo(f"written to {folder}/doctor.html")
+    return found
 
 
 def _profile_step(trainer: Any, profile_s: float) -> StepProfile:
@@ -138,43 +147,25 @@ def _communication_ms(overrides: Sequence[str], one_rank: Sequence[str], config_
     return max(0.0, together.step_ms_p50 - alone.step_ms_p50)
 
 
-def _show(profile: StepProfile, problems: list[Problem], notes: list[str]) -> None:
-    """Print the table of phases, the verdict on the largest problem, and the other problems."""
-    total = sum(profile.phases.values())
-    rows = [(name, f"{ms:.2f} ms", f"{ms / total:.0%}") for name, ms in profile.phases.items()]
-    rows += [(name, f"{share * profile.step_ms:.2f} ms", f"{share:.0%}") for name, share in profile.utilization.items()]
-    rows.append(("an update, not profiled", f"{profile.step_ms:.2f} ms", ""))
-    rows.append(("an evaluation", f"{profile.evaluation_s:.2f} s", ""))
-    if profile.saving_s is not None:
-        rows.append(("a checkpoint", f"{1e3 * profile.saving_s:.0f} ms", ""))
-    terminal.table(("phase", "time", "of the update"), rows)
-    terminal.table(("your line, forward and backward", "of the update", "the layers it calls"), _lines(profile))
-    for line in [*notes, roofline_text(profile)]:
+def _show(found: Diagnosis) -> None:
+    """Print the tables of phases and lines, the verdict on the largest problem, and the other problems."""
+    for header, rows in tables.of(found.profile):
+        terminal.table(header, rows)
+    for line in [*found.notes, roofline_text(found.profile)]:
         echo(line)
-    echo(f"\nverdict: {problems[0].verdict}\n  {problems[0].evidence}")
-    for problem in problems[1:]:
+    first, *others = found.problems
+    echo(f"\nverdict: {first.verdict}\n  {first.evidence}")
+    for problem in others:
         if problem.name != "compute":
             echo(f"also: {problem.verdict}\n  {problem.evidence}")
 
 
-def _lines(profile: StepProfile) -> list[tuple[str, str, str]]:
-    """The table of the lines that an update's time goes to; its shares add up to 100 %."""
-    shares = [(f"{line.place}: {line.text}", line.share, line.layers) for line in profile.lines]
-    shares += [(name, share, 0.0) for name, share in profile.rest.items()]
-    shown = sorted((row for row in shares if row[1] + row[2] >= MIN_SHOWN), key=lambda row: -row[1] - row[2])
-    rest = 1.0 - sum(own + layers for _, own, layers in shown)
-    return [
-        (name, f"{own:.0%}" if own else "", f"{layers:.0%}" if layers else "")
-        for name, own, layers in [*shown, ("all else", rest, 0.0)]
-    ]
-
-
-def prove(problems: list[Problem], overrides: list[str], config_dirs: Sequence[str], settings: Settings) -> list[Gain]:
+def prove(found: Diagnosis, overrides: list[str], config_dirs: Sequence[str], settings: Settings) -> list[Gain]:
     """Measure each problem's overrides against the run as it is, then those that are faster all together.
 
-    Returns those that are faster beyond doubt, the fastest first.
+    Returns those that are faster beyond doubt, the fastest first; the comparisons go into `found`.
     """
-    candidates = list(dict.fromkeys(c for problem in problems for c in problem.overrides))
+    candidates = list(dict.fromkeys(c for problem in found.problems for c in problem.overrides))
 
     def arm(label: str, changes: str) -> ArmSpec:  # with the run's own saving, which may be the problem
         return arms.compose(label, apply(overrides, changes.split(), config_dirs), config_dirs, own_saving=True)
@@ -187,7 +178,9 @@ def prove(problems: list[Problem], overrides: list[str], config_dirs: Sequence[s
     logger.info("measuring %d overrides", len(specs))
     echo()
     benchmark = comparison.Settings(rounds=settings.rounds, block_s=settings.block_s)
-    done = comparison.measure([base, *specs], benchmark, overrides, no_gain)
+    done = found.comparisons["What could help, each by itself"] = comparison.measure(
+        [base, *specs], benchmark, overrides, no_gain
+    )
     compare.show(done)
     faster = [row for row in done.rows[1:] if row.ratio is not None and row.ratio.low > 1]
     faster.sort(key=lambda row: -row.ratio.middle if row.ratio else 0.0)
@@ -197,7 +190,7 @@ def prove(problems: list[Problem], overrides: list[str], config_dirs: Sequence[s
     if gains and combined not in [gain.overrides for gain in gains] and spec.job is not None:
         echo("\ntogether")
         best = gains[0].overrides
-        done = comparison.measure([base, arm(best, best), spec], benchmark, overrides)
+        done = found.comparisons["Together"] = comparison.measure([base, arm(best, best), spec], benchmark, overrides)
         compare.show(done)
         alone, together = done.rows[1].ratio, done.rows[2].ratio
         if together is not None and alone is not None and together.low > 1 and together.middle > alone.middle:
@@ -217,10 +210,12 @@ def _combine(candidates: Sequence[str]) -> str:
     return " ".join(chosen)
 
 
-def _recommend_best(gains: list[Gain], overrides: list[str], root: Path, config_dirs: Sequence[str], recipe: Path | None) -> None:
-    """Print the best gain as a command, and write it as a recipe."""
+def _recommend_best(
+    gains: list[Gain], overrides: list[str], folder: Path, config_dirs: Sequence[str], recipe: Path | None
+) -> list[str]:
+    """Print the best gain as a command, and write it as a recipe; return the commands."""
     if not gains:
         echo("\nno candidate is faster beyond doubt: the run stays as it is" + (f"; {recipe} is not written" if recipe else ""))
-        return
+        return []
     changes, row, base = gains[0]
-    recommend("doctor", overrides, changes.split(), config_dirs, base, row, directory.create(root, "doctor"), file=recipe)
+    return recommend("doctor", overrides, changes.split(), config_dirs, base, row, folder, file=recipe)

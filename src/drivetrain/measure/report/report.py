@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import csv
+import math
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from drivetrain.core.errors import DONE, UserError
+from drivetrain.core.option import CountOrZero
 from drivetrain.core.selection import Selection
 from drivetrain.core.typed import fits
 from drivetrain.measure import arguments
@@ -19,9 +23,19 @@ from drivetrain.run import directory
 from drivetrain.run.reader import RunFiles, differing, find
 from drivetrain.ui import terminal
 from drivetrain.ui.output import echo
+from drivetrain.ui.pages import run as run_page
+from drivetrain.ui.pages.blocks import differing_columns, sentence
 
 ENDED = ("completed", "failed", "diverged")  # the statuses of runs that ended by themselves
-MAX_ROWS = 40  # in the terminal
+MAX_ROWS, WIDTH = 40, 100  # rows in the terminal, and characters where there is none
+# Columns that a narrow table leaves out, in order.
+SPARE = (
+    "waiting for data",
+    "peak memory",
+    "update, median",
+    "run time",
+    "samples/s",
+)
 UNREADABLE = "its result.json is none that drivetrain writes"
 
 
@@ -30,33 +44,72 @@ class Settings:
     """The settings of `drivetrain report`."""
 
     target: float | None = None  # of the metric; None: the worst of the completed runs' best values
-    out: str | None = None  # a folder; None: a new one under outputs/report
+    samples: CountOrZero = 12  # of the page of one run: the worst ones, and as many others
+    out: str | None = None  # a folder; None: the folder of the one run, or a new one under outputs/report
 
 
 def command(argv: Sequence[str]) -> int:
     """Run `drivetrain report`; return its exit code."""
     settings, rest = arguments.split(argv, Settings)
     if wrong := [argument for argument in rest if "=" in argument and not Path(argument).exists()]:
-        raise UserError([f"'{argument}' is no setting of report, which has target= and out=, nor a folder" for argument in wrong])
+        known = "which has target=, samples= and out="
+        raise UserError([f"'{argument}' is no setting of report, {known}, nor a folder" for argument in wrong])
     runs = find([Path(argument).expanduser() for argument in rest or ["outputs"]])
     target = settings.target if settings.target is not None else common_target(runs)
-    header, rows = table(runs, target)
-    terminal.table(*_for_terminal(header, rows))
-    if len(rows) > MAX_ROWS:
-        echo(f"… and {len(rows) - MAX_ROWS} more, all in the page and the CSV")
+    found = table(runs, target)
+    return _of_one(runs[0], found, settings) if len(runs) == 1 else _of_several(runs, found, target, settings)
+
+
+def _of_one(run: RunFiles, found: Table, settings: Settings) -> int:
+    """Write the page of a run into its own folder, or into `out` with the CSV."""
+    echo(sentence(run_page.verdict(run)))
+    shown: list[str] = []
+    if settings.samples and (run.path / "checkpoints").is_dir():
+        from drivetrain.measure.report import samples
+
+        shown = samples.section(run.path, settings.samples)
+    page = run_page.run_page(run, shown)
+    if settings.out is None:
+        try:
+            echo(f"written to {run_page.write(page, run.path / run_page.FILE)}")
+            return DONE
+        except OSError as error:
+            echo(f"{run.path} takes no page ({error.strerror})")
+    folder = _folder(settings)
+    run_page.write(page, folder / run_page.FILE)
+    _write_csv(folder, found)
+    echo(f"written to {folder}/{run_page.FILE} and report.csv")
+    return DONE
+
+
+def _of_several(runs: Sequence[RunFiles], found: Table, target: float | None, settings: Settings) -> int:
+    """Show the table, and write the page and the CSV."""
+    shown, cells = _for_terminal(found)
+    spare = [*SPARE, *(name for name in shown if name.startswith("time to ") or name.endswith(" at the end"))]
+    terminal.table_that_fits(shown, cells, spare, WIDTH)
+    if len(runs) > MAX_ROWS:
+        echo(f"… and {len(runs) - MAX_ROWS} more, all in the page and the CSV")
     seeds = summarize_seeds(runs)
-    for line in seeds:
+    for line in [*seeds, sentence(verdict(runs, found.names))]:
         echo(line)
     from drivetrain.measure.report.page import report_page
 
+    folder = _folder(settings)
+    _write_csv(folder, found)
+    run_page.write(report_page(runs, found, verdict(runs, found.names), target, seeds), folder / run_page.FILE)
+    echo(f"written to {folder}/{run_page.FILE} and report.csv")
+    return DONE
+
+
+def _folder(settings: Settings) -> Path:
     folder = Path(settings.out).expanduser() if settings.out else directory.create(Path("outputs"), "report")
     folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _write_csv(folder: Path, found: Table) -> None:
     with (folder / "report.csv").open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:
-        csv.writer(file).writerows([spreadsheet(cell) for cell in row] for row in [header, *rows])
-    page = report_page(runs, header, rows, target, seeds)
-    (folder / "report.html").write_text(page, encoding="utf-8", errors="backslashreplace")
-    echo(f"written to {folder}/report.html and report.csv")
-    return DONE
+        csv.writer(file).writerows([spreadsheet(cell) for cell in row] for row in [found.header, *found.rows])
 
 
 def common_target(runs: Sequence[RunFiles]) -> float | None:
@@ -66,23 +119,67 @@ def common_target(runs: Sequence[RunFiles]) -> float | None:
     return ((min if found[0][1][1] else max)(values)) if values and len({metric for _, metric in found}) == 1 else None
 
 
-def table(runs: Sequence[RunFiles], target: float | None) -> tuple[list[str], list[list[str]]]:
-    """Header and rows as text, without the columns that no run has a value for."""
-    keys = differing(runs)
-    names = {run.metric[0] for run in runs if run.metric}
-    metric = names.pop() if len(names) == 1 else "metric"
+def named(runs: Sequence[RunFiles]) -> list[str]:
+    """A name for each run: the overrides that not all runs have, and a number where several have the same."""
+    words = [run.label.split() for run in runs]
+    common = set(words[0]).intersection(*words[1:]) if len(words) > 1 else set()
+    names = [" ".join(word for word in each if word not in common) or "the default" for each in words]
+    seen: Counter[str] = Counter()
+    for n, name in enumerate(names):
+        seen[name] += 1
+        names[n] = f"{name} (run {seen[name]})" if names.count(name) + seen[name] > 2 else name
+    return names
+
+
+def verdict(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
+    """Which run is the best, in one sentence."""
+    completed = sum(run.status == "completed" for run in runs)
+    of = f"Of {len(runs)} runs" + (f", {completed} of which completed," if completed < len(runs) else ",")
+    metrics = {run.metric for run in runs if run.metric}
+    values = [(value, n) for n, run in enumerate(runs) if (value := run.best()) is not None and math.isfinite(value)]
+    if not values:
+        return f"{of} none has been evaluated"
+    if len(metrics) > 1:
+        return f"{of} none is the best: they are judged by {', '.join(sorted(metric[0] for metric in metrics))}"
+    (metric, more) = metrics.pop()
+    ranked = sorted(values, reverse=more)
+    (best, n), (worst, _) = ranked[0], ranked[-1]
+    ties = sum(value == best for value, _ in values)
+    of_set = runs[n].evaluated.set
+    if ties == len(values) > 1:
+        return f"{of} all reached the same: {metric} {best:.4f} on the {of_set} set"
+    also = f" (as have {ties - 1} others)" if ties > 1 else ""
+    against = f", and the worst {worst:.4f}" if len(values) > 1 else ""
+    return f"{of} {names[n]} is the best{also}: it reached {metric} {best:.4f} on the {of_set} set{against}"
+
+
+class Table(NamedTuple):
+    """The table of several runs, its cells as text."""
+
+    names: list[str]
+    header: list[str]
+    rows: list[list[str]]
+
+
+def table(runs: Sequence[RunFiles], target: float | None) -> Table:
+    """The table: name, metric, speed, then the keys that differ and the other figures; no column that is empty in all rows."""
+    keys, names = sorted(differing(runs), key=lambda key: "." in key), named(runs)  # options before their knobs
+    metrics = {run.metric[0] for run in runs if run.metric}
+    metric = metrics.pop() if len(metrics) == 1 else "metric"
     header = [
-        "run", "status", *keys, metric, f"best {metric}", "samples/s", "p10–p90", "step p50", "step p95", "data wait",
-        "memory", "compile", f"to {target:.4g}" if target is not None else "to target", "wall", "updates made", "folder", "error",
+        "run", f"best {metric}", "samples/s", "status", *keys, f"{metric} at the end",
+        f"time to {target:.4g}" if target is not None else "time to target", "run time", "update, median",
+        "update, 95th percentile", "waiting for data", "peak memory", "compiling", "samples/s, middle 80 %", "updates made",
+        "folder", "error",
     ]  # fmt: skip
     # A key of the config may have a figure's name.
     header = [name if name not in header[:n] else f"{name} ({n})" for n, name in enumerate(header)]
-    rows = [
-        [str(n), run.status, *(setting(run.config.get(k)) for k in keys), *_figures(run, target, metric == "metric")]
-        for n, run in enumerate(runs)
-    ]
-    used = [n for n in range(len(header)) if n < 2 or any(row[n] not in ("–", "") for row in rows)]
-    return [header[n] for n in used], [[row[n] for n in used] for row in rows]
+    rows = []
+    for name, run in zip(names, runs, strict=True):
+        best, speed, *rest = _figures(run, target, metric == "metric")
+        rows.append([name, best, speed, run.status, *(setting(run.config.get(k)) for k in keys), *rest])
+    used = [n for n in range(len(header)) if n < 4 or any(row[n] not in ("–", "") for row in rows)]
+    return Table(names, [header[n] for n in used], [[row[n] for n in used] for row in rows])
 
 
 def _figures(run: RunFiles, target: float | None, named: bool) -> list[str]:
@@ -91,26 +188,27 @@ def _figures(run: RunFiles, target: float | None, named: bool) -> list[str]:
     form = f"{run.metric[0]} {{:.4f}}" if named and run.metric else "{:.4f}"
     reached = run.to_target(target) if target is not None else None
     return [
-        figure(run.final(), form),
         figure(run.best(), form),
         figure(r.samples_per_second if r else statistics.median(rates) if rates else None, "{:,.0f}"),
-        f"{rates[len(rates) // 10]:,.0f}–{rates[len(rates) * 9 // 10]:,.0f}" if rates else "–",
+        figure(run.final(), form),
+        f"{reached[0]:.1f} s" if reached else "–",
+        figure(r.wall_s if r else run.train.seconds[-1] if run.train.seconds else None, "{:.1f} s"),
         figure(r.step_ms_p50 if r else None, "{:.2f} ms"),
         figure(r.step_ms_p95 if r else None, "{:.2f} ms"),
         figure(100 * r.data_wait_fraction if r and r.data_wait_fraction is not None else None, "{:.1f} %"),
         figure(r.peak_memory_bytes / 2**30 if r and r.peak_memory_bytes else None, "{:.2f} GiB"),
         figure(r.compile_s if r else None, "{:.1f} s"),
-        f"{reached[0]:.1f} s" if reached else "–",
-        figure(r.wall_s if r else run.train.seconds[-1] if run.train.seconds else None, "{:.1f} s"),
+        f"{rates[len(rates) // 10]:,.0f}–{rates[len(rates) * 9 // 10]:,.0f}" if rates else "–",
         str(r.updates if r else run.train.updates[-1] if run.train.updates else 0),
         str(run.path),
         ((r.error or "") if r else UNREADABLE if run.status == "unreadable" else "").split("\n")[0],
     ]
 
 
-def _for_terminal(header: list[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]]]:
-    """The first rows, without the columns that matter least."""
-    left_out = ("folder", "p10–p90", "step p95", "updates made")
+def _for_terminal(found: Table) -> tuple[list[str], list[list[str]]]:
+    """The first rows, without the columns that matter least, and those that say the same of all."""
+    left_out = {"folder", "samples/s, middle 80 %", "update, 95th percentile", "updates made", "compiling"}
+    header, rows, _ = differing_columns(found.header, found.rows, always=3)
     kept = [n for n, name in enumerate(header) if name not in left_out]
     return [header[n] for n in kept], [[row[n] for n in kept] for row in rows[:MAX_ROWS]]
 

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from drivetrain.measure.benchmark.comparison import Comparison
 from drivetrain.measure.benchmark.page import footer, sections
-from drivetrain.measure.html import page, paragraphs, plot
 from drivetrain.measure.tune import range_test
 from drivetrain.measure.tune.range_test import RangeTest
+from drivetrain.ui.pages import blocks, charts
 
 
-def tuning_page(comparisons: dict[str, Comparison], tested: RangeTest | None, notes: Sequence[str], argv: Sequence[str]) -> str:
-    """The notes, the range test if there was one, and every comparison under its title."""
-    body = paragraphs(notes, bold=True)
-    figures: dict[str, Any] = {}
+def tuning_page(
+    found: str, commands: Sequence[str], comparisons: dict[str, Comparison], tested: RangeTest | None, notes: Sequence[str],
+    argv: Sequence[str],
+) -> str:  # fmt: skip
+    """What was found with its commands and notes, the comparisons, the proof first, and the range test if there was one."""
+    body = [blocks.command(*commands)] if commands else []
+    body += blocks.paragraphs(notes)
+    ordered = dict(reversed(comparisons.items()))  # the last one is the proof
+    body += sections(ordered)
     if tested is not None:
-        body += ["<h1>Learning rate range test</h1>", *paragraphs(range_test.advice(tested)), plot("range")]
-        figures["range"] = range_test.figure(tested)
-    compared, drawn = sections(comparisons)
-    end = footer("tune", next(reversed(comparisons.values())), argv) if comparisons else []
-    return page("What makes this run faster here", [*body, *compared, *end], figures | drawn)
+        body += [blocks.heading("Learning rate range test"), *blocks.paragraphs(range_test.advice(tested))]
+        body.append(charts.grid([range_test.chart(tested)]))
+    if ordered:
+        body += footer("tune", next(iter(ordered.values())), argv)
+    return blocks.page("What makes this run faster here – drivetrain tune", found, body)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from drivetrain.measure.profile.lines import TrackedStream
+from drivetrain.ui.pages import charts
+from drivetrain.ui.pages.charts import Curve
 
 LOW, HIGH = 1e-6, 10.0  # the usual rates of any optimizer lie between
 SMOOTHING = 4  # losses to each side that are averaged; a centred mean does not shift the curve, as a running mean would
@@ -90,28 +91,14 @@ def _set_lr(group: dict[str, Any], rate: float) -> None:
         group["lr"] = rate
 
 
-def figure(tested: RangeTest) -> dict[str, Any]:
-    """The loss against the rate, as a Plotly figure."""
-    marks: Sequence[tuple[str, float | None, str]] = (
-        ("steepest", tested.steepest, "#18794e"),
-        ("lowest / 10", tested.bound, "#ad5700"),
-        ("configured", tested.configured, "#8b8d98"),
+def chart(tested: RangeTest) -> str:
+    """The loss against the rate."""
+    marks = [("steepest", tested.steepest), ("lowest / 10", tested.bound), ("configured", tested.configured)]
+    curve = Curve("loss", list(zip(tested.rates, tested.smoothed, strict=True)))
+    named = [(name, rate) for name, rate in marks if rate is not None]
+    return charts.curves(
+        "Loss, smoothed, over the learning rate", [curve], "learning rate (logarithmic)", log_x=True, marks=named
     )
-    span = [min(tested.smoothed), max(tested.smoothed)]
-    lines: list[dict[str, Any]] = [
-        {"x": tested.rates, "y": tested.smoothed, "line": {"color": "#3e63dd"}, "name": "loss"},
-        *(
-            {"x": [rate, rate], "y": span, "line": {"color": colour, "dash": "dot"}, "name": name}
-            for name, rate, colour in marks
-            if rate is not None
-        ),
-    ]
-    layout = {
-        "margin": {"t": 10, "r": 10}, "legend": {"orientation": "h", "y": -0.25},
-        "xaxis": {"type": "log", "exponentformat": "power", "title": {"text": "learning rate"}},
-        "yaxis": {"title": {"text": "loss, smoothed"}},
-    }  # fmt: skip
-    return {"data": [{"type": "scatter", "mode": "lines", **line} for line in lines], "layout": layout}
 
 
 def advice(tested: RangeTest) -> list[str]:

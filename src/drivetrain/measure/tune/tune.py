@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,6 +30,7 @@ from drivetrain.measure.tune import candidates, range_test
 from drivetrain.measure.tune.page import tuning_page
 from drivetrain.run import directory
 from drivetrain.ui.output import echo
+from drivetrain.ui.pages.blocks import sentence
 from drivetrain.ui.progress import Steps
 
 logger = logging.getLogger(__name__)
@@ -83,12 +85,14 @@ def command(argv: list[str], config_dirs: Sequence[str] = (), recipe: Path | Non
     arms.refuse_resume("tune", overrides)
     job = prepare_job(overrides, config_dirs)
     tuning = Tuning(settings, overrides, config_dirs)
-    for stage in STAGES[settings.what]:
-        tuning.run(stage)
-    if settings.what == "all" and tuning.data_wait > MAX_DATA_WAIT:
-        tuning.run(LOADERS)
-    proof = tuning.prove() if tuning.accepted else None
-    tested = _range_test(overrides, config_dirs, settings) if settings.what in ("all", "lr") else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of settings that are only tried, would stand between the lines
+        for stage in STAGES[settings.what]:
+            tuning.run(stage)
+        if settings.what == "all" and tuning.data_wait > MAX_DATA_WAIT:
+            tuning.run(LOADERS)
+        proof = tuning.prove() if tuning.accepted else None
+        tested = _range_test(overrides, config_dirs, settings) if settings.what in ("all", "lr") else None
     _report(tuning, proof, tested, job, argv, recipe)
     return DONE
 
@@ -262,12 +266,13 @@ def _report(
     echo()
     for note in tuning.notes:
         echo(note)
+    commands: list[str] = []
     if proof is not None:
         base = tuning.comparisons[PROOF].rows[0]
         changes = [override for candidate in tuning.accepted.values() for override in candidate.split()]
-        recommend("tune", tuning.overrides, changes, tuning.config_dirs, base, proof, folder, tuning.notes, recipe)
+        commands = recommend("tune", tuning.overrides, changes, tuning.config_dirs, base, proof, folder, tuning.notes, recipe)
     elif tuning.comparisons:
-        echo("no candidate is faster beyond doubt: the run stays as it is" + (f"; {recipe} is not written" if recipe else ""))
+        echo(f"{recipe} is not written" if recipe else "no candidate is kept")
     content: dict[str, Any] = {title: done.as_dict() for title, done in tuning.comparisons.items()}
     if tested is not None:
         content["range test"] = {
@@ -277,5 +282,25 @@ def _report(
             "bound": tested.bound,
         }
     write_json(folder / "tune.json", content)
-    (folder / "tune.html").write_text(tuning_page(tuning.comparisons, tested, tuning.notes, argv), encoding="utf-8")
+    found = conclusion(tuning, proof, tested)
+    (folder / "tune.html").write_text(
+        tuning_page(found, commands, tuning.comparisons, tested, tuning.notes, argv), encoding="utf-8"
+    )
+    echo(sentence(found))
     echo(f"written to {folder}/tune.json and tune.html")
+
+
+def conclusion(tuning: Tuning, proof: Row | None, tested: range_test.RangeTest | None) -> str:
+    """What was found, in one sentence."""
+    if proof is not None and proof.ratio is not None:
+        speed = f"{proof.ratio.middle:.2f} × as fast as it was ({proof.ratio.low:.2f} to {proof.ratio.high:.2f})"
+        outcome = proof.verdict.outcome if proof.verdict is not None else ""
+        quality = {
+            noninferiority.PASS: ", and its result is no worse",
+            noninferiority.INCONCLUSIVE: "; a few seeds do not tell whether its result is as good",
+        }.get(outcome, "; whether its result is as good was not measured")
+        return f"With {' '.join(tuning.accepted.values())} the run is {speed}{quality}"
+    if tuning.comparisons:
+        tried = sum(len(done.rows) - 1 for title, done in tuning.comparisons.items() if title != PROOF)
+        return f"Of {tried} candidates none is faster beyond doubt: the run stays as it is"
+    return range_test.advice(tested)[0] if tested is not None else "Nothing was searched"

@@ -1,0 +1,75 @@
+"""The gradient noise scale (McCandlish et al. 2018): the batch size beyond which larger batches save few updates.
+
+It is the variance of one sample's gradient, summed over all parameters, divided by the squared length of the true gradient.
+Both are estimated without bias from two gradients that an update with several micro-batches has anyway: that of its first
+micro-batch, and that of the whole batch (their appendix A.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from drivetrain.core.microbatch import MicroBatch
+from drivetrain.core.step import WrappingStep
+
+KEPT = 0.9  # of the sums before, at each record: single records are noisy
+
+
+@dataclass
+class NoiseScale:
+    """Sums the two estimates on the device, and gives their ratio for each record of the log."""
+
+    device: torch.device
+    size: Callable[[int], int]  # the samples of an update in an epoch
+    sums: torch.Tensor = field(init=False)  # (2,): the variance divided by the batch size, and the squared length
+
+    def __post_init__(self) -> None:
+        self.sums = torch.zeros(2, device=self.device)
+        self._before = (0.0, 0.0)
+
+    def add(self, first: torch.Tensor, whole: torch.Tensor, share: torch.Tensor) -> None:
+        """Add an update: squared norms of its first micro-batch's and of its gradient, and that micro-batch's share; all 0-d."""
+        variance = (first - whole) / (1 / share - 1)  # of one sample, divided by the samples of the update
+        squared = (whole - share * first) / (1 - share)
+        both = torch.stack([variance, squared])
+        self.sums += torch.where(both.isfinite().all(), both, 0.0)  # an overflow, or a share of 0 that only fills up
+
+    def scale(self, variance: float, squared: float, epoch: int) -> float | None:
+        """Return the noise scale in samples, from the sums since the last record and what was kept of those before.
+
+        None where the noise hides the gradient. A resumed run begins anew.
+        """
+        self._before = variance, squared = KEPT * self._before[0] + variance, KEPT * self._before[1] + squared
+        return self.size(epoch) * variance / squared if squared > 0 and variance > 0 else None
+
+
+@dataclass(eq=False)
+class NoiseScaleStep(WrappingStep):
+    """Measures the gradient after the first micro-batch of an update, and after the last. It changes nothing."""
+
+    noise: NoiseScale
+    parameters: Sequence[torch.nn.Parameter]
+    ranks: int
+    _first: torch.Tensor | None = field(default=None, init=False)
+
+    def micro_batch(self, batch: MicroBatch, loss_sum: torch.Tensor) -> None:
+        self.inner.micro_batch(batch, loss_sum)
+        if self._first is None and not batch.last:
+            self._share = batch.weight / self.ranks
+            self._first = self._squared_norm() / batch.weight**2
+
+    def update(self) -> bool:
+        if self._first is not None:
+            self.noise.add(self._first, self._squared_norm(), self._share)
+        return self.inner.update()
+
+    def zero_grad(self) -> None:
+        self._first = None
+        self.inner.zero_grad()
+
+    def _squared_norm(self) -> torch.Tensor:
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        return torch.nn.utils.get_total_norm(gradients).float().square()

@@ -1,0 +1,1 @@
+"""HTML pages: one file each, without a network, in one visual language (docs/design-pages.md)."""

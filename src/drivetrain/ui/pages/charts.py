@@ -1,0 +1,183 @@
+"""Charts as SVG: curves, dots and marks on linear or logarithmic axes, each with its text for who cannot see it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from drivetrain.ui.pages.blocks import escape
+
+WIDTH, HEIGHT = 340, 190  # of a chart in its own units, near the pixels that it is shown in
+LEFT, RIGHT, TOP, BOTTOM = 46, 8, 8, 34  # of what is around the curves
+MAX_POINTS = 160  # of a curve
+COLOURS, DASHES = 8, 4
+NAMED = 16  # curves that the key below a chart names
+WHOLE = ("updates", "samples", "round")  # what is counted: no axis of it has half a number
+SMALLEST, LARGEST = 1e-100, 1e100  # values that are shown; smaller ones count as 0
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A line of a chart: its name, and (x, y) in ascending order of x."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A range of values, and where it lies in a chart."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool = False
+
+    def at(self, value: float) -> float:
+        """Where a value lies."""
+        if self.log:
+            share = math.log(value / self.low) / math.log(self.high / self.low)
+        else:
+            share = (value - self.low) / (self.high - self.low)
+        return self.start + (self.end - self.start) * share
+
+    def data(self) -> str:
+        """What the page's script reads a place's value from."""
+        return escape(json.dumps([self.low, self.high, self.start, self.end, int(self.log)]))
+
+
+def curves(
+    title: str, given: Sequence[Curve], x: str = "updates", log: bool = False, log_x: bool = False, kind: str = "",
+    dots: bool = False, zero: bool = False, marks: Sequence[tuple[str, float]] = (),
+) -> str:  # fmt: skip
+    """A chart of curves over `x`, or of dots; "" where there is no point. `log` axes leave out what is not above 0.
+
+    `zero` begins the vertical axis at 0. `marks` are named vertical lines. `kind` is a class of the figure.
+    """
+    shown = [(n, curve.name, _thinned(_drawable(curve.points, log, log_x))) for n, curve in enumerate(given)]
+    shown = [(n, name, points) for n, name, points in shown if points]
+    if not shown:
+        return ""
+    xs = [p[0] for _, _, points in shown for p in points] + [value for _, value in marks if value > 0 or not log_x]
+    ys = [p[1] for _, _, points in shown for p in points] + ([0.0] if zero and not log else [])
+    along, up = _axis(xs, LEFT, WIDTH - RIGHT, log_x), _axis(ys, HEIGHT - BOTTOM, TOP, log, room=0.04)
+    drawn = [_grid(along, up, x)]
+    for number, (_, value) in enumerate(marks, len(given)):
+        at, style = along.at(value), _style(number)
+        drawn.append(f'<line class="{style} d2" stroke-width="2" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>')
+    for number, _, points in shown:
+        places = [(along.at(a), up.at(b)) for a, b in points]
+        if not dots:
+            path = " ".join(f"{a:.1f},{b:.1f}" for a, b in places)
+            drawn.append(f'<polyline class="curve {_style(number)}" points="{path}"/>')
+        if dots or len(places) == 1:
+            drawn += [f'<circle class="dot {_style(number)}" cx="{a:.1f}" cy="{b:.1f}" r="3.5"/>' for a, b in places]
+    said = escape(f"{title} over {x}: " + "; ".join(_in_words(name, points) for _, name, points in shown[:NAMED]))
+    numbered = [(n, name) for n, name, _ in shown] + list(enumerate((name for name, _ in marks), len(given)))
+    key = _key(numbered) if 1 < len(numbered) <= NAMED else ""
+    return (
+        f'<figure class="{kind}"><figcaption>{escape(title)}</figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+        f'aria-label="{said}" data-x="{along.data()}" data-y="{up.data()}">{"".join(drawn)}</svg>{key}</figure>'
+    )
+
+
+def grid(charts: Sequence[str]) -> str:
+    """Charts side by side, as many as fit; "" where there is none."""
+    found = [chart for chart in charts if chart]
+    return f'<div class="charts">{"".join(found)}</div>' if found else ""
+
+
+def spans_decades(values: Sequence[float], least: float = 10.0) -> bool:
+    """Whether values want a logarithmic axis: all are above 0, and the largest is `least` times the smallest."""
+    return bool(values) and min(values) > 0 and max(values) >= least * min(values)
+
+
+def short(value: float) -> str:
+    """A number on an axis, in few characters."""
+    if value and not 1e-3 <= abs(value) < 1e6:
+        mantissa, _, exponent = f"{value:.3g}".partition("e") if "e" in f"{value:.3g}" else f"{value:.2e}".partition("e")
+        return f"{float(mantissa):g}e{int(exponent or 0)}"
+    return f"{value / 1000:g}k" if abs(value) >= 10_000 else f"{value:.4g}"
+
+
+def _style(number: int) -> str:
+    dash = number // COLOURS % DASHES
+    return f"s{number % COLOURS}" + (f" d{dash}" if dash else "")
+
+
+def _drawable(points: Sequence[tuple[float, float]], log: bool, log_x: bool) -> list[tuple[float, float]]:
+    """The points that the axes can show: what a spoilt file says may have no place on any."""
+    rounded = [tuple(0.0 if abs(v) < SMALLEST else v for v in point) for point in points if all(abs(v) < LARGEST for v in point)]
+    return [(x, y) for x, y in rounded if (y > 0 or not log) and (x > 0 or not log_x)]
+
+
+def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    every = -(-len(points) // MAX_POINTS)
+    return points if every <= 1 else [*points[::every], points[-1]]
+
+
+def _axis(values: Sequence[float], start: float, end: float, log: bool, room: float = 0.0) -> Axis:
+    """An axis for these values, with some `room` at its ends."""
+    low, high = min(values), max(values)
+    if high - low <= 1e-12 * max(abs(low), abs(high)):
+        low, high = (low / 2, high * 2) if log else (low - (abs(low) / 2 or 1), high + (abs(high) / 2 or 1))
+    if log:
+        more = (high / low) ** room
+        return Axis(low / more, high * more, start, end, True)
+    more = (high - low) * room
+    return Axis(low - more if low else low, high + more, start, end)
+
+
+def ticks(axis: Axis, most: int = 5) -> list[float]:
+    """Round values on an axis, at most about `most`."""
+    if axis.log:
+        first, last = math.floor(math.log10(axis.low)), math.ceil(math.log10(axis.high))
+        factors = (1, 2, 5) if last - first <= 3 else (1,)
+        every = max(1, -(-(last - first) // most))
+        found = [f * 10.0**n for n in range(first, last + 1, every) for f in factors]
+        inside = [value for value in found if axis.low <= value <= axis.high]
+        if len(inside) > 1:
+            return inside if len(inside) <= most + 2 else inside[:: -(-len(inside) // most)]
+    span = axis.high - axis.low
+    step = 10.0 ** math.floor(math.log10(span / most))
+    step *= next(f for f in (1, 2, 5, 10, 20) if span / (step * f) <= most)
+    first_tick = math.ceil(axis.low / step - 1e-9)
+    found = [(first_tick + n) * step for n in range(most + 2)]
+    return [value for value in found if value <= axis.high + 1e-9 * span]
+
+
+def _grid(along: Axis, up: Axis, x: str) -> str:
+    """The lines behind the curves with their numbers, and the name of the horizontal axis."""
+    floor, drawn = HEIGHT - BOTTOM, []
+    for value in ticks(up):
+        y = up.at(value)
+        drawn.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        drawn.append(f'<text x="{LEFT - 5}" y="{y + 4:.1f}" text-anchor="end">{short(value)}</text>')
+    for value in (tick for tick in ticks(along) if x not in WHOLE or abs(tick - round(tick)) < 1e-9):
+        at = along.at(value)
+        drawn.append(f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="{floor}" y2="{floor + 4}"/>')
+        drawn.append(f'<text x="{at:.1f}" y="{floor + 16}" text-anchor="middle">{short(value)}</text>')
+    name = f'<text x="{(LEFT + WIDTH - RIGHT) / 2:.0f}" y="{HEIGHT - 4}" text-anchor="middle">{escape(x)}</text>'
+    return "".join([*drawn, name])
+
+
+def _in_words(name: str, points: Sequence[tuple[float, float]]) -> str:
+    (first_x, first), (last_x, last) = points[0], points[-1]
+    values = [y for _, y in points]
+    return (
+        f"{name} from {short(first)} at {short(first_x)} to {short(last)} at {short(last_x)}, "
+        f"between {short(min(values))} and {short(max(values))}"
+    )
+
+
+def _key(numbered: Sequence[tuple[int, str]]) -> str:
+    """The names of the curves with their colours."""
+    lines = "".join(
+        f'<li><svg viewBox="0 0 22 10" aria-hidden="true"><path class="{_style(n)}" stroke-width="3" d="M0 5H22"/></svg>'
+        f"{escape(name)}</li>"
+        for n, name in numbered
+    )
+    return f'<ul class="key">{lines}</ul>'

@@ -1,0 +1,51 @@
+"""Confusion matrices and tables of classes on a page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from drivetrain.core import tables
+from drivetrain.ui.pages.blocks import escape, heading, paragraphs, rich_table, table
+
+MOST_CLASSES = 30  # of a matrix that is shown whole; of a larger one, what is confused the most
+ROWS = 40  # of a table of classes
+SHARES = ("precision", "recall", "f1", "iou")  # columns that get a bar
+
+
+def sections(found: Mapping[str, Mapping[str, Any]], of: str, level: int = 2) -> list[str]:
+    """A section for each table of an evaluation; `of` says what it is of."""
+    body: list[str] = []
+    for name, values in found.items():
+        title = f"{name.replace('_', ' ').capitalize()}, {of}"
+        body.append(heading(title, level))
+        if tables.is_confusion(values) and len(values["rows"]) <= MOST_CLASSES:
+            body += [
+                *paragraphs(["A row is a class, a column what it was predicted as. The darker, the larger the share."], True)
+            ]
+            body.append(matrix(values, title))
+        else:
+            shown = tables.shown(name, values, MOST_CLASSES if tables.is_confusion(values) else ROWS)
+            if shown.title.replace("_", " ") != name.replace("_", " "):
+                body += paragraphs([shown.title], soft=True)
+            body.append(table(["class", *shown.header[1:]], shown.rows, sortable=True, bars=_bars(shown), name=title))
+    return body
+
+
+def matrix(values: Mapping[str, Any], title: str) -> str:
+    """A confusion matrix; a cell's ground is as dark as its share of the class."""
+    names = [str(name) for name in values["rows"]]
+    rows = []
+    for name, counts in zip(names, values["values"], strict=True):
+        whole = max(sum(counts), 1)
+        rows.append([escape(name), *(f'<span style="--share:{count / whole:.3f}">{count or ""}</span>' for count in counts)])
+    text = rich_table(["class", *names], rows, name=f"{title}: how many")
+    # The ground belongs to the whole cell.
+    text = text.replace('<td><span style="', '<td style="').replace("</span></td>", "</td>")
+    return f'<div class="confusion">{text}</div>'
+
+
+def _bars(shown: tables.Shown) -> dict[str, list[float | None]]:
+    """The values of the columns that are shares."""
+    columns = {n: name for n, name in enumerate(shown.header) if name in SHARES}
+    return {name: [float(row[n]) for row in shown.rows] for n, name in columns.items()}

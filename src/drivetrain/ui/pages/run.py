@@ -1,0 +1,279 @@
+"""The page of one run: what came of it, how it went, and how to make it again."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from drivetrain.core import files, tables
+from drivetrain.core.overrides import key_of
+from drivetrain.core.paths import conf_dir
+from drivetrain.core.typed import is_number
+from drivetrain.run.identity import flatten, reads_environment
+from drivetrain.run.reader import Points, RunFiles, read
+from drivetrain.run.result import Result
+from drivetrain.ui.pages import blocks, charts, classes
+from drivetrain.ui.pages.charts import Curve
+from drivetrain.ui.terminal import duration, number
+
+FILE = "report.html"  # in the run's directory
+MOST_AT_END = 4 * files.MB  # bytes of a metrics.jsonl that the end of a run draws: about a quarter of a second
+OVER = ("updates", "seconds")  # what curves can be drawn over
+OF_TRAINING: dict[str, tuple[str, float, bool]] = {  # figure of a record → title, factor, whether its axis is logarithmic
+    "lr": ("Learning rate", 1.0, False),
+    "samples_per_second": ("Speed, samples a second", 1.0, False),
+    "data_wait": ("Waiting for data, % of the time", 100.0, False),
+    "memory_bytes": ("Memory in use, GiB", 2.0**-30, False),
+    "noise_scale": ("Gradient noise scale, samples", 1.0, True),
+}
+
+
+def leave(run_dir: Path) -> Path | None:
+    """Write the page at the run's end, where its records are few enough to cost no time; return its path if it was written."""
+    with contextlib.suppress(OSError):  # a full disk loses the page, not the run
+        records = run_dir / "metrics.jsonl"
+        if not records.exists() or records.stat().st_size <= MOST_AT_END:
+            return write(run_page(read(run_dir)), run_dir / FILE)
+    return None
+
+
+def write(page: str, path: Path) -> Path:
+    """Write a page. Raises OSError."""
+    files.write_bytes(path, page.encode("utf-8", errors="backslashreplace"))
+    return path
+
+
+def run_page(run: RunFiles, samples: Sequence[str] = ()) -> str:
+    """The page of a run, from its files; `samples` is the section that shows some, as HTML."""
+    began = float(run.environment.get("time") or 0)
+    started = [time.strftime("started %Y-%m-%d %H:%M", time.localtime(began))] if 0 < began < 1e11 else []
+    body = blocks.paragraphs([" · ".join([*place_of(run), *started])], soft=True)
+    result = run.result
+    if result is not None and result.error:
+        body += [blocks.heading("What ended it"), blocks.command(result.error)]
+    if result is not None:
+        body += [*_results(result, run), *_speed(result)]
+    body += _curves(run)
+    if result is not None and result.tables:
+        of_what, found = tables.of_result(result.tables)
+        body += classes.sections(found, of_what)
+    body += samples or [
+        blocks.heading("Samples with predictions"),
+        *blocks.paragraphs(["This command adds the worst samples and some others, where the run has kept its weights:"]),
+        blocks.command(f"drivetrain report {shlex.quote(place_of(run)[0])}"),
+    ]
+    body += [*_changes(run), *_again(run), blocks.heading("Where it ran"), environment(run)]
+    return blocks.page(f"{run.label} – drivetrain run", verdict(run), body)
+
+
+def verdict(run: RunFiles) -> str:
+    """What was trained, how long, with which result, and how it ended, in one sentence."""
+    what = " on ".join(str(run.config[key]) for key in ("model", "data") if key in run.config) or "This run"
+    if run.config.get("model") == "timm" and "model.name" in run.config:
+        what = what.replace("timm", str(run.config["model.name"]), 1)
+    result, updates = run.result, run.train.updates[-1] if run.train.updates else 0
+    figures = _figures(run)
+    if result is None:
+        latest = f", with {figures}" if figures else ""
+        ended = {"running": f"is still training, and at update {updates:,}", "killed": f"was killed after update {updates:,}"}
+        return f"{what} {ended.get(run.status, f'left a result.json that cannot be read, after update {updates:,}')}{latest}"
+    epochs = f"{result.epochs:.4g} epoch{'s' * (result.epochs != 1)} ({result.updates:,} update{'s' * (result.updates != 1)})"
+    length = f"{epochs} in {duration(result.wall_s)}"
+    on = f" on {result.world_size} × {result.device}" if result.device and result.world_size > 1 else ""
+    if run.status == "completed":
+        early = f"the run stopped early: {result.stopped}" if result.stopped else "the run completed"
+        return f"{what} reached {figures or 'no figures'} after {length}{on}; {early}"
+    reason = f": {result.error.splitlines()[0]}" if result.error else ""
+    return f"{what} {_ended(run.status)} after {length}{on}" + (f", with {figures}" if figures else "") + reason
+
+
+def _ended(status: str) -> str:
+    return {"diverged": "diverged", "interrupted": "was interrupted", "failed": "failed"}.get(status, f"ended as {status}")
+
+
+def _figures(run: RunFiles) -> str:
+    """The metric that ranks the run's models, on each set: of the best checkpoint where the run kept it, else at the end."""
+    name = run.metric[0] if run.metric else ((run.result.selection or {}).get("metric", "") if run.result else "")
+    if run.result is None:
+        value = run.best()
+        return f"{name} {number(value)} at best on the {run.evaluated.set} set" if value is not None else ""
+    found = []
+    for of_set, evaluations in sorted(run.result.metrics.items(), key=lambda item: item[0] != "test"):
+        when = next((when for when in ("best", "final") if is_number(evaluations.get(when, {}).get(name))), None)
+        if when is not None:
+            found.append((f"{number(evaluations[when][name])} on the {of_set} set", when))
+    which = " (best checkpoint)" if {when for _, when in found} == {"best"} else ""
+    return f"{name} {' and '.join(said for said, _ in found)}{which}" if found else ""
+
+
+def _results(result: Result, run: RunFiles) -> list[str]:
+    """A row for each set and weights, with the metric that ranks models first."""
+    ranks = (result.selection or {}).get("metric")
+    found = {
+        (of_set, when): figures
+        for of_set in sorted(result.metrics, key=lambda of: of != "test")
+        for when, figures in result.metrics[of_set].items()
+        if figures
+    }
+    names = list(dict.fromkeys(name for figures in found.values() for name in figures if name != "update"))
+    names.sort(key=lambda name: name != ranks)
+    words = {"final": "at the end", "best": "best checkpoint", "averaged": "averaged weights"}
+    rows: list[list[str]] = []
+    best = None
+    for (of_set, when), figures in found.items():
+        if when == "final" and found.get((of_set, "best"), {}).get("update") == result.updates:
+            continue  # it is the best
+        best = len(rows) if best is None and when == "best" else best
+        cells = [number(figures[name]) if is_number(figures.get(name)) else "–" for name in names]
+        update = figures.get("update", result.updates if when == "final" else None)
+        ended = ", at the end" if when == "best" and update == result.updates else ""
+        rows.append([f"{of_set} set, {words.get(when, when)}{ended}", *cells, f"{update:,}" if isinstance(update, int) else "–"])
+    if not rows:
+        return []
+    return [blocks.heading("Result"), blocks.table(["set and weights", *names, "update"], rows, winner=best, name="Result")]
+
+
+def _speed(result: Result) -> list[str]:
+    """What the run took."""
+    form: list[tuple[str, Any, Callable[[Any], str]]] = [
+        ("samples a second", result.samples_per_second, number),
+        ("an update, median", result.step_ms_p50, "{:.2f} ms".format),
+        ("an update, 95th percentile", result.step_ms_p95, "{:.2f} ms".format),
+        ("waiting for data", result.data_wait_fraction, lambda share: f"{100 * share:.1f} % of the time"),
+        ("share of the peak speed (MFU)", result.mfu, lambda share: f"{100 * share:.1f} % {result.mfu_note or ''}"),
+        ("peak memory", result.peak_memory_bytes, lambda count: f"{count / 2**30:.2f} GiB"),
+        ("compiling", result.compile_s, "{:.1f} s".format),
+        ("energy of the GPUs", result.energy_joules, "{:,.0f} J".format),
+        ("the whole run", result.wall_s, duration),
+        ("target", result.arrival or None, str),
+        ("device", result.device_name or result.device, str),
+        ("processes", result.world_size if result.world_size > 1 else None, str),
+        ("samples that could not be read", result.skipped_samples or None, "{:,}".format),
+    ]
+    rows = [(name, said(value)) for name, value, said in form if value is not None]
+    return [blocks.heading("What it took"), blocks.facts(rows, "Speed, memory and time")] if rows else []
+
+
+def _curves(run: RunFiles) -> list[str]:
+    """The curves, over updates and over seconds; the reader chooses."""
+    drawn = [chart for n, over in enumerate(OVER) for chart in _over(run, over, f"over{n}")]
+    return [blocks.heading("How it went"), switched(OVER, drawn)] if any(drawn) else []
+
+
+def switched(over: Sequence[str], drawn: Sequence[str]) -> str:
+    """Charts of which the reader chooses over what they are drawn: those of class over0, over1, …"""
+    buttons = "".join(
+        f'<input type="radio" name="over" id="over{n}" value="{n}"{" checked" if not n else ""}>'
+        f'<label for="over{n}">{name}</label>'
+        for n, name in enumerate(over)
+    )
+    return f'<div class="over">Over {buttons}{charts.grid(drawn)}</div>'
+
+
+def _over(run: RunFiles, over: str, kind: str) -> Iterator[str]:
+    evaluated, metric = f"{run.evaluated.set} set", run.metric[0] if run.metric else None
+    losses = [Curve("training", points(run.train, over, "loss")), Curve(evaluated, points(run.evaluated, over, "loss"))]
+    log = charts.spans_decades([y for curve in losses for _, y in curve.points])
+    yield charts.curves("Loss" + (" (logarithmic axis)" if log else ""), losses, over, log, kind=kind)
+    if metric and metric != "loss":
+        named = f"{metric.replace('_', ' ').capitalize()}, {evaluated}"
+        yield charts.curves(named, [Curve(evaluated, points(run.evaluated, over, metric))], over, kind=kind)
+    for name, (title, factor, log) in OF_TRAINING.items():
+        shown = [(x, y * factor) for x, y in points(run.train, over, name)]
+        if name == "samples_per_second":
+            shown = shown[1:] or shown  # the first one includes the start
+        yield charts.curves(title, [Curve("training", shown)], over, log, kind=kind, zero=True)
+
+
+def points(found: Points, over: str, name: str) -> list[tuple[float, float]]:
+    """The values of a figure over updates or seconds, where it has a number."""
+    return [(x, y) for x, y in zip(getattr(found, over), found.curve(name), strict=True) if y is not None]
+
+
+def _changes(run: RunFiles) -> list[str]:
+    """What the run chose otherwise than the default recipe."""
+    title = blocks.heading("What differs from the default recipe")
+    if not run.changed:
+        return [title, *blocks.paragraphs(["Nothing." if run.config else "Its recipe.yaml cannot be read."])]
+    defaults = _Defaults(run.config)
+    rows = [(key, _written(value), _written(defaults.of(key))) for key, value in run.changed.items()]
+    return [title, blocks.table(("key", "this run", "default"), rows, ("this run", "default"), name="Keys that the run set")]
+
+
+class _Defaults:
+    """The values that drivetrain's own files of options give, as they are written there."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._config, self._read = config, {"": _yaml(conf_dir() / "config.yaml")}
+
+    def of(self, key: str) -> Any:
+        """The default of a key; "–" where these files do not say it."""
+        for line in self._read[""].get("defaults", []):
+            if isinstance(line, dict) and key in line:
+                return line[key]
+        group, _, knob = key.partition(".")
+        if knob and group not in self._read:
+            option = str(self._config.get(group))
+            known = {path.stem: path for path in (conf_dir() / group).glob("*.yaml")}
+            self._read[group] = _yaml(known[option]) if option in known else {}
+        return flatten(self._read[group if knob else ""]).get(knob or key, "–")
+
+
+def _yaml(path: Path) -> dict[str, Any]:
+    found = files.read_yaml(path)
+    return found if isinstance(found, dict) else {}
+
+
+def _written(value: Any) -> str:
+    """A value as an override would have it."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_written, value))}]"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def place_of(run: RunFiles) -> tuple[str, ...]:
+    """The run's folder, as commands name it, and a remark.
+
+    It is called RUN where its path comes from the environment, whose values are written nowhere: they may be secrets.
+    """
+    local = run.environment.get("machine_local")
+    words = [str(local.get("output_dir"))] if isinstance(local, dict) else []
+    words += [word for word in overrides_of(run) if key_of(word).startswith(("output_dir", "hydra."))]
+    return ("RUN", "the folder that this page is in") if any(map(reads_environment, words)) else (str(run.path),)
+
+
+def overrides_of(run: RunFiles) -> list[str]:
+    """The overrides that the run was started with."""
+    found = run.result.overrides if run.result else run.environment.get("overrides", [])
+    return [str(word) for word in found]
+
+
+def _again(run: RunFiles) -> list[str]:
+    """The commands that make the run again, go on with it, and use it."""
+    place, words = shlex.quote(place_of(run)[0]), overrides_of(run)
+    local = run.environment.get("machine_local")
+    own = [word for word in words if isinstance(local, dict) and key_of(word) in local and key_of(word) != "output_dir"]
+    recipe = shlex.join([f"recipe={place_of(run)[0]}/recipe.yaml", *own])
+    body = [blocks.heading("How to reproduce it"), *blocks.paragraphs(["The same command again:"])]
+    body.append(blocks.command(f"drivetrain train {shlex.join(words)}".strip()))
+    if run.config:
+        body += [*blocks.paragraphs(["Every setting as it was then, also where defaults have changed since:"])]
+        body.append(blocks.command(f"drivetrain train {recipe}"))
+    body += [
+        *blocks.paragraphs(["To go on with it where it ended, evaluate it again, or use it:"]),
+        blocks.command(f"drivetrain train resume={place}", f"drivetrain evaluate {place}", f"drivetrain predict {place} FILE"),
+    ]
+    return body
+
+
+def environment(run: RunFiles) -> str:
+    """The table of where a run ran."""
+    about = run.environment
+    rows = [(k, str(about[k])) for k in ("drivetrain", "python", "platform", "processor", "git_commit") if about.get(k)]
+    versions = about.get("versions")
+    rows += [(k, str(v)) for k, v in (versions if isinstance(versions, dict) else {}).items() if v]
+    return blocks.facts(rows, "Versions and machine") if rows else "<p>It left no record of that.</p>"

@@ -1,0 +1,83 @@
+"""The composed recipe of a run, in the terminal: a line for each group, with what was set marked."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+
+from drivetrain.core.option import Effect
+from drivetrain.ui import output
+from drivetrain.ui.terminal import is_live
+
+if TYPE_CHECKING:
+    from drivetrain.config.compose import Composed
+    from drivetrain.core.option import RunSpec
+
+OFF = ("none", "single", "constant", "")
+
+
+class Line(NamedTuple):
+    """What is shown of a group. `set` says what was set by an override or by the recipe, and not by default."""
+
+    group: str
+    option: str
+    option_set: bool
+    knobs: list[tuple[str, bool]]  # ("lr=0.01", set); those that were set come first
+
+
+def show_recipe(composed: Composed, run: RunSpec) -> None:
+    """Show the composed recipe, a line for each group with its effect on training, as `drivetrain list` explains it."""
+    name = composed.recipe.name if composed.recipe else "default"
+    found = lines(composed)
+    if not is_live():
+        output.echo(f"recipe {name}: " + " ".join(f"{line.group}={_option(composed.choices[line.group])}" for line in found))
+        return
+    from rich.text import Text
+    from rich.tree import Tree
+
+    console, tree = output.console(), Tree(Text(f"recipe {name}", "bold"))
+    for line in found:
+        text = Text(f"{line.group:<14}", no_wrap=True, overflow="ellipsis")
+        style = "yellow" if line.option_set else "dim" if line.option in OFF else "cyan"
+        text.append(f"{line.option + '*' * line.option_set:<13} ", style)
+        text.append(f"{effect(run, line.group):<8}", "dim")
+        for knob, was_set in line.knobs:
+            text.append(f" {knob}{'*' * was_set}", "yellow" if was_set else "dim")
+        tree.add(text)
+    for key in ("epochs", "updates"):
+        if composed.plain[key] is not None:
+            was_set = composed.plain[key] != composed.option_defaults.get(key)
+            tree.add(Text(f"{key:<14}").append(f"{composed.plain[key]}{'*' * was_set}", "yellow" if was_set else "cyan"))
+    console.print(tree)
+    if any(line.option_set or (line.knobs and line.knobs[0][1]) for line in found):
+        console.print(Text("* set by an override or the recipe, and not by default", "dim"))
+
+
+def lines(composed: Composed) -> list[Line]:
+    """What is shown of each group."""
+    plain = composed.plain
+    return [_line(composed, group, plain.get(group) or {}) for group in composed.choices]
+
+
+def _line(composed: Composed, group: str, section: dict[str, Any]) -> Line:
+    choice = composed.choices[group]
+    option_set = choice != composed.default_choices.get(group)
+    if isinstance(choice, list):
+        return Line(group, ", ".join(choice) or "none", option_set, [])
+    default = composed.option_defaults.get(group) or {}
+    knobs = [
+        (f"{key}={str(value).lower() if isinstance(value, bool) else value}", value != default.get(key))
+        for key, value in section.items()
+        if key != "_target_" and (value not in (None, {}) or value != default.get(key))
+    ]
+    return Line(group, choice, option_set, sorted(knobs, key=lambda knob: not knob[1]))
+
+
+def effect(run: RunSpec, group: str) -> str:
+    """What a group's options claim of training as they are set: exact, close or changes; the greatest of several."""
+    made = run.parts.get(group)
+    claims = [option.effect_as_set() for option in (made if isinstance(made, list) else [made] if made is not None else [])]
+    return max(claims, key=get_args(Effect).index, default="exact")
+
+
+def _option(choice: Any) -> str:
+    return f"[{','.join(choice)}]" if isinstance(choice, list) else str(choice)

@@ -1,0 +1,88 @@
+"""The gradient noise scale: without bias against per-sample gradients, in the log where updates have several micro-batches."""
+
+import json
+
+import pytest
+import torch
+
+from drivetrain.core.microbatch import MicroBatch
+from drivetrain.engine.noise_scale import NoiseScale, NoiseScaleStep
+
+GENERATOR = torch.Generator().manual_seed(0)
+SAMPLES = torch.randn(4000, 6, generator=GENERATOR, dtype=torch.float64) * 2 + torch.tensor([1.0, 0, 0, 0, 0, 0.5])
+
+
+class Gradients:
+    """A step whose samples are their own gradients. Losses are scaled by 8, as with fp16."""
+
+    def __init__(self, parameter):
+        self.parameter = parameter
+
+    def micro_batch(self, batch, loss_sum):
+        added = 8 * batch.weight * batch.x.mean(0)
+        self.parameter.grad = added if self.parameter.grad is None else self.parameter.grad + added
+
+    def update(self):
+        return True
+
+    def zero_grad(self):
+        self.parameter.grad = None
+
+
+def run(sizes, updates, spoilt=()):
+    """The estimate after so many updates of micro-batches of these sizes."""
+    parameter = torch.nn.Parameter(torch.zeros(6, dtype=torch.float64))
+    noise = NoiseScale(torch.device("cpu"), lambda epoch: sum(sizes))
+    noise.sums = noise.sums.double()
+    step = NoiseScaleStep(Gradients(parameter), noise, [parameter], ranks=1)
+    for n in range(updates):
+        drawn = SAMPLES[torch.randperm(len(SAMPLES), generator=GENERATOR)[: sum(sizes)]].split(sizes)
+        for m, x in enumerate(drawn):
+            x = x * float("inf") if n in spoilt else x
+            weight = torch.tensor(len(x) / sum(sizes), dtype=torch.float64)
+            step.micro_batch(MicroBatch(x, None, weight, m == len(sizes) - 1, False), torch.zeros(()))
+        assert step.update()
+        step.zero_grad()
+    return noise.scale(*noise.sums.tolist(), 0)
+
+
+@pytest.mark.parametrize("sizes", [(8, 8), (4, 4, 4, 4), (3, 9)])
+def test_it_is_the_variance_of_a_sample_over_the_squared_gradient(sizes):
+    true = SAMPLES.var(0).sum() / SAMPLES.mean(0).square().sum()
+    assert run(sizes, 1500) == pytest.approx(float(true), rel=0.15)
+
+
+def test_an_overflow_is_left_out():
+    assert run((8, 8), 400, spoilt=(3, 77)) == pytest.approx(run((8, 8), 400), rel=0.3)
+
+
+def test_one_micro_batch_tells_nothing():
+    assert run((16,), 5) is None
+
+
+def test_it_is_in_the_log_where_updates_have_several_micro_batches(train):
+    words = ("updates=12", "log_every=4")
+    logged = {}
+    for batch in ("fixed", "accumulate"):
+        lines = (train(*words, f"batch={batch}").run_dir / "metrics.jsonl").read_text().splitlines()
+        logged[batch] = [record for record in map(json.loads, lines) if record["event"] == "train"]
+    assert not any("noise_scale" in record for record in logged["fixed"])
+    found = [record["noise_scale"] for record in logged["accumulate"]]
+    assert len(found) == 3
+    assert all(value is None or value > 0 for value in found)
+    assert any(found)
+    assert [r["loss"] for r in logged["fixed"]] == pytest.approx([r["loss"] for r in logged["accumulate"]], rel=1e-4)
+
+
+def test_it_changes_nothing(make, monkeypatch):
+    """With the measurement taken away the weights are the same, bit for bit."""
+    words = ("batch=accumulate", "updates=3")
+    with_it, without = make(*words), make(*words)
+    assert isinstance(with_it.log.noise, NoiseScale)
+    found = []
+    for trainer in (with_it, without):
+        if trainer is without:
+            monkeypatch.setattr(NoiseScaleStep, "_squared_norm", lambda self: torch.ones(()))
+        trainer.fit()
+        found.append([p.detach().clone() for p in trainer.model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

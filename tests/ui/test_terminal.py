@@ -1,0 +1,127 @@
+"""What a run shows in a terminal: within its width, without what it cannot draw, and with what was set marked."""
+
+import os
+import re
+import sys
+
+import pytest
+
+from drivetrain.cli import main
+from drivetrain.launch.job import prepare
+from drivetrain.measure.report import report
+from drivetrain.ui import output, recipe_tree, terminal
+
+RECORD = {
+    "epoch": 3, "update": 1200, "loss": 0.123456, "lr": 3e-4, "samples_per_second": 12345.6, "mfu": 0.41, "data_wait": 0.02,
+    "rank_work_excess": 0.3, "slowest_rank": 5,
+}  # fmt: skip
+
+
+@pytest.fixture
+def at_a_terminal(monkeypatch, capsys):
+    """A terminal of 80 columns, whose powers nothing in the environment denies. Gives what was printed since the last call."""
+    for name in ("NO_COLOR", output.PLAIN, "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(type(sys.stdout), "isatty", lambda stream: True)  # capsys makes another object for the test itself
+    return lambda: capsys.readouterr().out
+
+
+def shown(at_a_terminal, words=("model=mlp", "optimizer.lr=0.01")):
+    job = prepare(words)
+    recipe_tree.show_recipe(job.composed, job.run)
+    return at_a_terminal()
+
+
+def test_a_terminal_has_colours_and_no_color_takes_them_away(at_a_terminal, monkeypatch):
+    assert "\x1b[36m" in shown(at_a_terminal)
+    monkeypatch.setenv("NO_COLOR", "1")
+    plain = shown(at_a_terminal)
+    assert not any(f"\x1b[{code}m" in plain for code in (*range(30, 38), *range(90, 98)))
+    assert "├── optimizer     adamw" in plain
+
+
+@pytest.mark.parametrize(("name", "value"), [("TERM", "dumb"), (output.PLAIN, "1")])
+def test_a_dumb_terminal_and_plain_get_lines_as_a_file_does(name, value, at_a_terminal, monkeypatch):
+    assert terminal.is_live()
+    monkeypatch.setenv(name, value)
+    assert not terminal.is_live()
+    assert output.fold("a " * 90) == "a " * 90
+    terminal.table(("a", "b"), [("1", "2")])
+    said = at_a_terminal()
+    assert "┃" not in said
+    assert "\x1b" not in said + shown(at_a_terminal)
+    assert shown(at_a_terminal).startswith("recipe default: task=classification data=digits")
+
+
+def test_plain_is_a_flag_of_every_command(monkeypatch, capsys):
+    monkeypatch.setenv(output.PLAIN, "")
+    del os.environ[output.PLAIN]
+    assert main.main(["recipe", "list", "--plain"]) == 0
+    assert os.environ[output.PLAIN] == "1"
+    assert "digits_fast" in capsys.readouterr().out
+
+
+def test_the_tree_marks_what_was_set(at_a_terminal):
+    tree = {line.group: line for line in recipe_tree.lines(prepare(["recipe=fast", "optimizer.lr=0.02"]).composed)}
+    assert tree["optimizer"].option_set  # by the recipe
+    assert [knob for knob, was_set in tree["optimizer"].knobs if was_set] == ["lr=0.02", "fused=true"]
+    assert not tree["data"].option_set
+    assert not any(was_set for _, was_set in tree["data"].knobs)
+    lines = shown(at_a_terminal).splitlines()
+    assert any("optimizer" in line and "lr=0.01*" in line for line in lines)
+    assert any("mlp*" in line for line in lines)
+    assert lines[-1].endswith("* set by an override or the recipe, and not by default\x1b[0m")
+    assert len(lines) < 30  # one for each group: what is too long is cut
+
+
+@pytest.mark.parametrize("room", [40, 60, 80, 100, None])
+def test_a_record_fits_the_room_and_keeps_what_matters(room, monkeypatch):
+    monkeypatch.setattr("drivetrain.core.device.memory_now", lambda: 2**30)
+    line = terminal.Progress(5000, 10)._text(RECORD, room)
+    assert "epoch 4/10" in line
+    assert "loss 0.1235" in line
+    assert ("lr 3.00e-04" in line) == (room is None or room >= 100)
+    assert room is None or len(line) <= room
+
+
+def test_a_live_line_says_how_long_the_run_still_takes(at_a_terminal, monkeypatch):
+    clock = iter([100.0, 110.0, 110.0])
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: next(clock, 110.0))
+    line = terminal.Progress(5000, 10, done=1000)  # a resumed run: its pace is that of 200 updates in 10 s
+    assert line._left(1200) == "about 3 min left"
+    assert line._left(5000) == ""
+    line.close()
+
+
+def test_a_table_leaves_out_what_matters_least(at_a_terminal):
+    header, cells = ["run", "status", "memory", "samples/s"], ["0", "completed", "m" * 40, "r" * 40]
+    terminal.table_that_fits(header, [cells], ("memory", "samples/s"))
+    said = at_a_terminal()
+    assert "not shown here: memory" in said
+    assert "r" * 40 in said
+    assert max(len(re.sub("\x1b\\[[0-9;]*m", "", line)) for line in said.splitlines()) <= 80
+
+
+def test_a_report_fits_100_columns_without_a_terminal(capsys, monkeypatch):
+    header = [
+        "run", "status", "optimizer.lr", "accuracy", "best accuracy", "samples/s", "p10–p90", "step p50", "step p95", "data wait",
+        "memory", "compile", "to 0.9201", "wall", "updates made", "folder",
+    ]  # fmt: skip
+    monkeypatch.setattr(report, "find", lambda folders: [])
+    monkeypatch.setattr(report, "table", lambda runs, target: (header, [[name.upper() for name in header]]))
+    monkeypatch.setattr("drivetrain.measure.report.page.report_page", lambda *given: "")
+    assert report.command(["out=page"]) == 0
+    shown, _, left_out = capsys.readouterr().out.partition("not shown here: ")
+    assert max(len(line.rstrip()) for line in shown.splitlines()) <= 100
+    assert "optimizer.lr" in shown
+    assert left_out.startswith("compile, data wait, memory")
+
+
+def test_a_help_text_is_folded_below_its_last_column(at_a_terminal):
+    folded = output.fold("  -q, --quiet           " + "word " * 20 + "\nshort")
+    assert folded.splitlines()[-1] == "short"
+    assert all(len(line) <= 80 for line in folded.splitlines())
+    assert folded.splitlines()[1].startswith(" " * 24 + "word")
+    assert output.fold("x" * 200) == "x" * 200  # a path stays whole
