@@ -228,8 +228,9 @@ def test_weights_that_the_last_update_ruined_are_diverged_too(train):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_a_signal_is_answered_at_the_next_update_with_a_saved_state(make, tmp_path, number):
-    trainer = make("updates=9", "epochs=9")
+@pytest.mark.parametrize("saving", ["saving.every_updates=null", "saving.every_updates=1"])
+def test_a_signal_is_answered_at_the_next_update_with_a_saved_state(make, tmp_path, number, saving):
+    trainer = make("updates=9", "epochs=9", saving)
     step = trainer.optimizer.step
     trainer.optimizer.step = lambda: (step(), signal.raise_signal(number) if trainer.progress.updates == 2 else None)
     before = signal.getsignal(number)
