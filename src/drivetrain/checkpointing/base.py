@@ -24,6 +24,7 @@ class Checkpointing(Option):
     effect: ClassVar[Effect] = "exact"
     active = False
     chosen_by_compiler = False
+    asks_for_each_operation = False  # in Python, whether to keep its result
     budget = 1.0  # share of the activations that the compiler keeps
 
     def apply(self, model: torch.nn.Module) -> None:
@@ -98,6 +99,7 @@ class Selective(Blocks):
 
     effect = "exact"
     name = "selective"
+    asks_for_each_operation = True
 
     def __init__(
         self,

@@ -77,6 +77,7 @@ _ROWS = (
         "what makes a run faster on this machine: found by measuring, kept where it is proven",
         takes_overrides=True,
     ),
+    Verb("forecast", "drivetrain.cli.forecast:command", "peak memory, time and limits of a run, before it is started"),
     Verb("report", "drivetrain.cli.report:command", "any runs in one table, one CSV and one page with plots"),
     Verb("show", "drivetrain.cli.show:command", "draw the learning rate over a run, before it is trained", takes_overrides=True),
     Verb("recipe", "drivetrain.cli.recipe:command", "list, show, check, export, verify or compare recipes"),

@@ -58,6 +58,10 @@ class Parallel(Option):
         """Return the number of data-parallel ranks, which split the samples of an update."""
         return self.ranks()
 
+    def weight_shards(self) -> int:
+        """Return over how many ranks weights, gradients and optimizer state are divided."""
+        return 1
+
     def rng_rank(self) -> int:
         """Return the rank whose saved random state this one restores: its own, unless ranks compute the same activations."""
         return self.world.rank

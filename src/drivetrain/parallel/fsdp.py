@@ -47,6 +47,9 @@ class Fsdp(Sharded):
         if self.offload and run.runtime.device_type() == "cpu":
             yield "parallel.offload=true moves shards from the device to the CPU, and the device is a CPU: set it to false"
 
+    def weight_shards(self) -> int:
+        return self.ranks() // self.replicate
+
     def _shard_model(self, model: torch.nn.Module, dtype: str | None, example: Tree) -> list[str]:
         shards = self.world.size // self.replicate
         mesh = self.device_mesh(**({"replicate": self.replicate} if self.replicate > 1 else {}), shard=shards)

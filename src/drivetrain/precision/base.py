@@ -127,6 +127,7 @@ class Bf16(Precision):
     changes = "rounds products and activations to bfloat16"
     dtype = "bfloat16"
     full_float32 = False
+    looks_for_slow_layers = True  # on a CPU; not where a run is only forecast, for another device
 
     def roundoff(self) -> float:
         return 2.0**-8
@@ -141,7 +142,7 @@ class Bf16(Precision):
         return getattr(torch, self.dtype or "bfloat16")  # type: ignore[no-any-return]
 
     def convert(self, model: torch.nn.Module, example: Tree) -> torch.nn.Module:
-        if self._device.type == "cpu":
+        if self._device.type == "cpu" and self.looks_for_slow_layers:
             self._keep_slow_layers_in_float32(model, example)
             if self._dtype == torch.bfloat16:
                 for line in one_pixel_conv.without_strides(model, example):

@@ -1,0 +1,346 @@
+"""Does `drivetrain forecast` tell peak memory and time of a step? Random configurations, forecast and then measured.
+
+python -m bench.forecast [--count 50] [--seed 2026] [--pool test] [--out FILE]
+
+Peak memory is counted by torch's CPU allocator: its own record of every allocation and release (the profiler's memory events,
+kernels' temporary buffers included) over the first updates, above the bytes of the tensors that were there before them. The
+resident set is no measure of it: it has the interpreter, the libraries and freed memory that the process keeps. A step's time
+is the processor time of one thread (runtime.threads=1), because other programs share the cores. Each configuration is forecast
+and measured in processes of its own, one after the other, so that both see the same state of the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from itertools import islice
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from bench.harness import RESULTS, machine, table, write
+
+UPDATES, ENOUGH_S, MOST_S = 5, 1.0, 6.0  # timed updates, at least; seconds of them
+IMAGES = ["data=synthetic", "data.samples=512", "data.test_samples=64", "data.classes=10", "model=timm"]
+TEXT = ["task=language_modelling", "data=stdlib", "data.test_samples=100", "model=gpt"]
+# Networks of timm's for each pool: those by which the intervals were set are not among those that are tested.
+NETWORKS = {
+    "calibration": ["resnet10t", "mobilenetv3_small_075", "convnext_femto", "vit_tiny_patch16_224", "efficientnet_lite0"],
+    "test": [
+        "resnet18", "resnet26", "mobilenetv3_small_100", "convnext_atto", "deit_tiny_patch16_224", "efficientnet_b0",
+        "regnetx_002", "mobilenetv2_100",
+    ],
+}  # fmt: skip
+
+
+def configurations(pool: str, seed: int) -> Iterator[list[str]]:
+    """Random configurations without end: model × precision × recomputation × optimizer × batch × accumulation."""
+    draw = random.Random(f"{pool} {seed}")
+    while True:
+        yield _configuration(draw, NETWORKS[pool])
+
+
+def _configuration(draw: random.Random, networks: list[str]) -> list[str]:
+    family = draw.choice(["mlp", "resnet9", "gpt", "unet", "timm", "timm"])
+    recomputed = draw.choice(["none", "none", "blocks", "every_k", "selective"])
+    if family == "mlp":
+        model = ["model=mlp", f"model.hidden={[draw.choice([64, 256, 512, 1024])] * draw.randint(1, 6)}"]
+        batch, recomputed = draw.choice([32, 128, 512]), "none"
+    elif family == "resnet9":
+        model = [f"model.width={draw.choice([8, 16, 24])}", "data=synthetic", f"data.shape=[3,{draw.choice([16, 32])},32]"]
+        batch = draw.choice([16, 32, 64, 128])
+    elif family == "gpt":
+        width = draw.choice([64, 128, 192, 256])
+        model = [*TEXT, f"model.width={width}", f"model.depth={draw.randint(2, 6)}", f"data.length={draw.choice([64, 128, 256])}"]
+        batch = draw.choice([4, 8, 16, 32])
+    elif family == "unet":
+        model = ["task=segmentation", "data=digit_scenes", "model=unet", f"model.width={draw.choice([8, 16, 24])}"]
+        batch = draw.choice([4, 8, 16])
+    else:
+        name, size = draw.choice(networks), draw.choice([32, 64, 96])
+        model = [*IMAGES, f"data.shape=[3,{size},{size}]", f"model.name={name}"]
+        model += [f"model.kwargs.img_size={size}"] if name.startswith(("vit", "deit")) else []
+        batch = draw.choice([8, 16, 32])
+    steps = draw.choice([1, 1, 2, 4])
+    return [
+        *model,
+        f"precision={draw.choice(['fp32', 'fp32', 'bf16', 'bf16_pure'])}",
+        f"checkpointing={recomputed}",
+        f"optimizer={draw.choice(['sgd', 'adamw', 'adam', 'lion', 'lamb', 'rmsprop', 'novograd', 'lars'])}",
+        f"batch.global_batch={batch}",
+        *(["batch=accumulate", f"batch.accumulation_steps={steps}"] if steps > 1 else []),
+        *(["ema=ema"] if draw.random() < 0.2 else []),
+    ]
+
+
+def measure(overrides: list[str]) -> dict[str, Any]:
+    """Train some updates of a run, as its loop would; peak bytes of the allocator, and milliseconds of an update."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    from drivetrain.core.context import BuildContext
+    from drivetrain.core.world import World
+    from drivetrain.debug.profile import silence_profiler
+    from drivetrain.engine import build
+    from drivetrain.launch.job import prepare
+
+    silence_profiler()
+    job = prepare([*overrides, "saving=none", "runtime.device=cpu", "runtime.threads=1"])
+    context, before = BuildContext(job.run, World(), Path(os.devnull)), _storages()
+    trainer = build.build(context, [])
+    trainer.endless()
+    trainer.model.train()
+    loss_sum = torch.zeros(())
+    stream = trainer.loader.stream(trainer.train_data, trainer.requests(), trainer.device, trainer.memory_format)
+
+    def update() -> float:
+        began = time.thread_time()
+        for micro in stream:
+            trainer.step.micro_batch(micro, loss_sum)
+            if micro.last:
+                break
+        trainer.step.update()
+        trainer.ema.update()
+        trainer.step.zero_grad()
+        return time.thread_time() - began
+
+    there = _there(trainer, before)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        for _ in range(2):
+            update()
+    events: Any = profiler.profiler
+    now = most = 0
+    for _, nbytes in sorted((e.start_ns(), e.nbytes()) for e in events.kineto_results.events() if e.name() == "[memory]"):
+        now += nbytes
+        most = max(most, now)
+    update()
+    taken: list[float] = []
+    while len(taken) < UPDATES or sum(taken) < ENOUGH_S:
+        taken.append(update())
+        if sum(taken) > MOST_S and len(taken) >= 3:
+            break
+    context.on_exit.close()
+    return {"peak_bytes": there + most, "ms": 1e3 * statistics.median(taken), "updates": len(taken)}
+
+
+def _storages() -> dict[int, int]:
+    """The bytes of all tensors of this process, by storage."""
+    import gc
+
+    import torch
+
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+
+
+def _there(trainer: Any, before: dict[int, int]) -> int:
+    """The bytes of all tensors that building has made, without the data set's."""
+    import gc
+
+    import torch
+
+    alive = {key: nbytes for key, nbytes in _storages().items() if key not in before}
+    data: list[Any] = [trainer.train_data, trainer.evaluator.data, trainer.evaluator.test, trainer.batch]
+    seen: set[int] = set()
+    held: set[int] = set()
+    while data:
+        each = data.pop()
+        if id(each) in seen or isinstance(each, type | type(os) | type(measure)):
+            continue
+        seen.add(id(each))
+        if isinstance(each, torch.Tensor):
+            held.add(each.untyped_storage()._cdata)
+        elif isinstance(each, tuple | list | dict) or type(each).__module__.startswith("drivetrain."):
+            data += gc.get_referents(each)
+    return sum(nbytes for key, nbytes in alive.items() if key not in held)
+
+
+def in_process(work: Callable[..., Any], *args: Any) -> Any:
+    """The result of `work` in a forked process; raises RuntimeError with its traceback."""
+    context: Any = get_context("fork")
+    ours, theirs = context.Pipe()
+
+    def run() -> None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        try:
+            theirs.send((None, work(*args)))
+        except BaseException:
+            theirs.send((traceback.format_exc(), None))
+        os._exit(0)
+
+    process = context.Process(target=run)
+    process.start()
+    theirs.close()
+    try:
+        error, value = ours.recv()
+    except EOFError:
+        error, value = "the process ended", None
+    process.join()
+    if error:
+        raise RuntimeError(error)
+    return value
+
+
+LOOK_S = 12.0  # seconds for timing operations: the share of `drivetrain forecast`'s own on a machine that is not shared
+
+
+def predict(overrides: list[str]) -> dict[str, Any]:
+    """Forecast a run on this machine, with a fresh look at it."""
+    import tempfile
+
+    import torch
+
+    from drivetrain.debug.profile import silence_profiler
+    from drivetrain.measure.forecast import examine
+    from drivetrain.measure.forecast.plan import plan
+
+    silence_profiler()
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_STATE_HOME"] = folder
+        torch.set_num_threads(1)
+        planned = plan([*overrides, "runtime.device=cpu", "runtime.threads=1"], (), "here")
+        subject = examine.Subject.build(planned)
+        with subject.on_exit:
+            found, record, _ = examine.examine(subject, LOOK_S)
+    return {
+        "peak_bytes": found.memory.peak,
+        "counted_bytes": sum(record.peak.values()),
+        "ms": found.step.times(1e3),
+        "compute_ms": found.compute.times(1e3),
+        "reading_ms": found.reading.times(1e3),
+        "host_us": 1e6 * subject.device.host_s.value,
+        "operations": found.operations,
+        "limit": found.limit,
+        "seconds": time.perf_counter() - began,
+    }
+
+
+def judge(row: dict[str, Any]) -> None:
+    """Add the errors of a row: measured / forecast, and whether the interval held."""
+    for figure in ("peak_bytes", "ms"):
+        value, low, high = row["forecast"][figure]
+        measured = row["measured"][figure]
+        row[figure] = {"ratio": measured / value, "error": abs(value / measured - 1), "held": low <= measured <= high}
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The share of measured values inside their intervals, and the errors."""
+    found: dict[str, Any] = {"configurations": len(rows)}
+    for figure in ("peak_bytes", "ms"):
+        errors = sorted(row[figure]["error"] for row in rows)
+        ratios = sorted(row[figure]["ratio"] for row in rows)
+        found[figure] = {
+            "inside": sum(row[figure]["held"] for row in rows) / len(rows),
+            "median_error": statistics.median(errors),
+            "p90_error": at(errors, 0.9),
+            "measured_by_forecast": {"p5": at(ratios, 0.05), "median": statistics.median(ratios), "p95": at(ratios, 0.95)},
+        }
+    return found
+
+
+def at(ordered: list[float], share: float) -> float:
+    """The value below which this share of them lies."""
+    return ordered[round(share * (len(ordered) - 1))]
+
+
+def warm() -> None:
+    """Import what forecasts need before processes are forked. No backward: torch cannot make one before a fork and after it."""
+    import timm  # noqa: F401
+    import torch
+
+    from drivetrain.engine import build  # noqa: F401
+    from drivetrain.measure.forecast import examine, page  # noqa: F401
+    from drivetrain.measure.forecast.recorder import Fakes
+
+    torch.set_num_threads(1)
+    with Fakes():
+        network = torch.nn.Sequential(
+            torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Flatten(), torch.nn.Linear(144, 4)
+        )
+        optimizer = torch.optim.AdamW(network.parameters())
+        network(torch.zeros(2, 3, 8, 8))
+        for parameter in network.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+
+
+def main() -> None:
+    """Forecast, measure, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=2027)
+    parser.add_argument("--pool", choices=list(NETWORKS), default="test")
+    parser.add_argument("--out", type=Path, default=RESULTS / "forecast-cpu.json")
+    parser.add_argument("--part", default="1/1", help="such as 1/2: every second configuration, for two processes")
+    parser.add_argument("--join", nargs="*", type=Path, default=[], help="result files of parts, to be one")
+    given = parser.parse_args()
+    if given.join:
+        parts = [json.loads(path.read_text(encoding="utf-8")) for path in given.join]
+        finish(given, [row for part in parts for row in part["rows"]], [row for part in parts for row in part["failed"]])
+        return
+    part, of = map(int, given.part.split("/"))
+    os.environ.update(OMP_NUM_THREADS="1")
+    warm()
+    rows: list[dict[str, Any]] = []
+    failed: list[dict[str, Any]] = []
+    wanted = len(range(part - 1, given.count, of))
+    for overrides in islice(configurations(given.pool, given.seed), part - 1, None, of):
+        if len(rows) == wanted or len(failed) > wanted:  # the next one comes in place of one that a rule refuses
+            break
+        row: dict[str, Any] = {"overrides": overrides}
+        try:
+            row["forecast"], row["measured"] = in_process(predict, overrides), in_process(measure, overrides)
+        except RuntimeError as error:
+            failed.append({**row, "error": str(error).strip().splitlines()[-1]})
+            print("failed:", failed[-1]["error"], " ".join(overrides), flush=True)
+            continue
+        judge(row)
+        rows.append(row)
+        print(
+            f"{len(rows)}: peak × {row['peak_bytes']['ratio']:.3f} {row['peak_bytes']['held']}, time × {row['ms']['ratio']:.2f} "
+            f"{row['ms']['held']} {row['measured']['ms']:.1f} ms", " ".join(overrides), file=sys.stderr, flush=True,
+        )  # fmt: skip
+        write_quietly(given.out, given, rows, failed)
+    finish(given, rows, failed)
+
+
+def finish(given: argparse.Namespace, rows: list[dict[str, Any]], failed: list[dict[str, Any]]) -> None:
+    """Show and write the result."""
+    found = summary(rows)
+    shown = [("peak memory", found["peak_bytes"]), ("step time", found["ms"])]
+    cells = [(name, f"{100 * f['inside']:.0f} %", f"{100 * f['median_error']:.1f} %") for name, f in shown]
+    table("measured inside the forecast's interval", ("", "inside", "median error"), cells)
+    write(given.out, content(given, rows, failed))
+
+
+def content(given: argparse.Namespace, rows: list[dict[str, Any]], failed: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the result file says."""
+    return {
+        "machine": machine(),
+        "pool": given.pool,
+        "seed": given.seed,
+        "clock": "processor time of one thread",
+        "memory": "bytes of torch's CPU allocator (the profiler's memory events)",
+        "summary": summary(rows),
+        "failed": failed,
+        "rows": rows,
+    }
+
+
+def write_quietly(path: Path, given: argparse.Namespace, rows: list[dict[str, Any]], failed: list[dict[str, Any]]) -> None:
+    """Write what there is so far: an interrupted campaign keeps its rows."""
+    path.write_text(json.dumps(content(given, rows, failed), indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""Forecasts a plan, in the process that may build it: memory, time, and what limits the step."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from drivetrain.core import trees
+from drivetrain.core.context import BuildContext
+from drivetrain.core.errors import UserError
+from drivetrain.core.world import World
+from drivetrain.engine import build
+from drivetrain.measure.forecast import fake_step, look, roofline
+from drivetrain.measure.forecast.autocast import autocast_of
+from drivetrain.measure.forecast.devices import HERE, Device, known
+from drivetrain.measure.forecast.figure import Figure
+from drivetrain.measure.forecast.here import this_device
+from drivetrain.measure.forecast.memory import Memory, peak_memory, sent_bytes
+from drivetrain.measure.forecast.plan import Plan
+from drivetrain.measure.forecast.replay import Timed
+
+FILLED = 0.97  # of a device's memory that a run may fill
+DATA, NETWORK = "data", "network"
+UNREADABLE = (RuntimeError, NotImplementedError, AssertionError, TypeError, ValueError)
+
+
+@dataclass
+class Forecast:
+    """What is expected of a run. Seconds and bytes are those of one rank."""
+
+    device: str
+    source: str
+    ranks: int
+    micro_batch: int
+    micro_batches: int
+    memory: Memory
+    memory_limit: float
+    flops: float  # of an update
+    moved_bytes: float  # read and written by an update's operations
+    operations: int  # of an update
+    compute: Figure  # seconds of an update's operations
+    reading: Figure  # seconds that an update waits for data
+    network: Figure  # seconds that it waits for other ranks
+    shares: dict[str, float]  # of the time of an update, by what limits it
+    updates: int
+    evaluation: Figure  # seconds of all evaluations
+    samples: int  # of an update, over all ranks
+    sample_bytes: float
+    timed_share: float  # of the operations' work, that was timed here; the rest is the roofline's
+    largest: Figure | None = None  # micro-batch that fits
+
+    @property
+    def step(self) -> Figure:
+        """Seconds of an update."""
+        return self.compute + self.reading + self.network
+
+    @property
+    def whole(self) -> Figure:
+        """Seconds of the whole run, without start, compiling and saving."""
+        return self.step.times(self.updates) + self.evaluation
+
+    @property
+    def limit(self) -> str:
+        """What takes most of an update's time."""
+        return max(self.shares, key=lambda name: self.shares[name])
+
+    @property
+    def fits(self) -> bool:
+        """Whether the likely peak fits."""
+        return self.memory.peak.value <= FILLED * self.memory_limit
+
+
+@dataclass
+class Subject:
+    """A plan's trainer as it was built here, with what is known of the device."""
+
+    plan: Plan
+    trainer: Any
+    device: Device
+    rehearsal: fake_step.Rehearsal
+    here: bool
+    timed: dict[str, Timed] = field(default_factory=dict)  # operations by signature, where it is this machine
+    on_exit: ExitStack = field(default_factory=ExitStack)  # undoes what building changed for the whole process
+
+    @classmethod
+    def build(cls, plan: Plan, trainer: Any = None) -> Subject:
+        """Build the plan's run in this process, unless it is given. Raises UserError."""
+        on_exit = ExitStack()
+        if trainer is None:
+            context = BuildContext(plan.look().run, World(), Path(os.devnull), on_exit=on_exit)
+            trainer = build.build(context, [])
+        here = plan.device == HERE
+        dtype = plan.run.precision.dtype
+        device = this_device(trainer.device, (dtype,) if dtype else ()) if here else known(plan.device)
+        return cls(plan, trainer, device, fake_step.Rehearsal(trainer, fake_step.one_sample(trainer)), here, on_exit=on_exit)
+
+    def record(self, size: int, micro_batches: int) -> fake_step.StepRecord:
+        """Record updates of micro-batches of this size. Raises UserError where the step needs values."""
+        try:
+            with autocast_of("cpu" if self.here else "cuda"):
+                return self.rehearsal.record(size, micro_batches)
+        except UNREADABLE as error:
+            why = str(error).strip().splitlines() or [""]
+            raise UserError(
+                f"the step cannot be recorded without values ({type(error).__name__}: {why[0][:200]}): a model or a loss reads "
+                "its tensors on the host, or makes shapes of their values; `drivetrain doctor` measures such a run"
+            ) from None
+
+    def memory(self, record: fake_step.StepRecord, at_most: float, measured: bool) -> Memory:
+        """The peak of a record."""
+        return peak_memory(record.peak, at_most, measured, self.plan.ranks(self.trainer.model), self.device)
+
+
+def examine(subject: Subject, budget_s: float) -> tuple[Forecast, fake_step.StepRecord, float]:
+    """Forecast a plan; also return the record, and the bytes that kernels take beside, for other sizes of the micro-batch."""
+    plan, trainer, sample = subject.plan, subject.trainer, subject.rehearsal.sample
+    size, micro_batches = plan.micro_batch(), plan.micro_batches()
+    reading = 0.0
+    if subject.here:
+        read = trainer.batch.micro_batch(trainer.parallel.data_world)  # samples, in one process: ranks take less each
+        reading = look.reading_seconds(trainer, trainer.device) * size / read
+    record = subject.record(size, micro_batches)
+    rows = look.rows(record, trainer.device, budget_s if subject.here else 0.0, subject.timed)
+    at_most = max((row.at_most for row in rows), default=0)
+    ranks = plan.ranks(trainer.model)
+    memory = subject.memory(record, at_most, subject.here)
+    took = roofline.step_time(rows, subject.device, bool(getattr(plan.run.precision, "matmul", "")), plan.compiled())
+    weights = float(record.peak.get(fake_step.PARAMETERS, 0))
+    nbytes = sent_bytes(weights, ranks, micro_batches)
+    network = roofline.network_seconds(nbytes, subject.device, took.backward_s) if nbytes else Figure.exactly(0.0)
+    waits = Figure.within(reading * micro_batches, 0.7, 1.5)
+    step = took.seconds + waits + network
+    shares = {limit: share * took.seconds.value / step.value for limit, share in took.shares.items()}
+    shares |= {DATA: waits.value / step.value, NETWORK: network.value / step.value}
+    evaluated = len(trainer.evaluator.data.source) * (trainer.epochs // trainer.evaluate_every or 1)
+    forward = took.forward_s / (size * micro_batches) * evaluated
+    found = Forecast(
+        plan.device, subject.device.source, ranks.count, size, micro_batches, memory, _limit(subject),
+        sum(row.flops * row.times for row in rows), sum(row.nbytes * row.times for row in rows), sum(row.times for row in rows),
+        took.seconds, waits, network, shares, trainer.max_updates, Figure.within(forward, 0.6, 1.6), plan.run.batch.size(0),
+        trees.nbytes(sample.x) / trees.length(sample.x), roofline.timed_share(rows, subject.device),
+    )  # fmt: skip
+    return found, record, at_most
+
+
+def _limit(subject: Subject) -> float:
+    """The memory that a rank may use."""
+    given = getattr(subject.plan.run.batch, "memory_gb", None)
+    return given * 2**30 if given else subject.device.memory
+
+
+def largest(subject: Subject, record: fake_step.StepRecord, at_most: float, until: float) -> Figure | None:
+    """The largest micro-batch whose peak fits, by the likely, the highest and the lowest forecast; None if none fits.
+
+    Memory grows with the micro-batch by a line, which two sizes give; a third record corrects it.
+    """
+    first = record.micro_batch
+    beside = max(0.0, at_most - sum(record.peak.values())) / first  # kernels' own buffers grow with the micro-batch
+
+    def peaks(size: int) -> Figure:
+        made = subject.record(size, subject.plan.micro_batches())
+        return subject.memory(made, sum(made.peak.values()) + beside * size, subject.here).peak
+
+    limit = FILLED * _limit(subject)
+    low = (first, subject.memory(record, at_most, subject.here).peak)
+    other = max(2, first // 2) if first > 3 else 2 * first
+    at = [low, (other, peaks(other))]
+    for _ in range(2):
+        sizes = Figure(*(_crossing(at, which, limit) for which in (0, 2, 1)))
+        middle = min(int(sizes.value), 2**24)
+        if time.perf_counter() > until or middle < 2 or middle in (size for size, _ in at):
+            break
+        at = [at[-1], (middle, peaks(middle))]
+    return sizes if sizes.value >= 1 else None
+
+
+def _crossing(at: list[tuple[int, Figure]], which: int, limit: float) -> float:
+    """The size at which a line through two peaks meets the limit."""
+    (n1, p1), (n2, p2) = at[-2:]
+    slope = (p2[which] - p1[which]) / (n2 - n1)
+    return float(int(n1 + (limit - p1[which]) / slope)) if slope > 0 else 2.0**24

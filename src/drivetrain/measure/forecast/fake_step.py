@@ -1,0 +1,116 @@
+"""Runs a built trainer's own updates on fake tensors, and records them. The trainer's values do not change."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from drivetrain.core import trees
+from drivetrain.core.microbatch import MicroBatch, Request
+from drivetrain.measure.forecast.operation import Operation
+from drivetrain.measure.forecast.recorder import Fakes, Recorder
+
+PARAMETERS, GRADIENTS, STATE, BATCH = "parameters", "gradients", "optimizer state", "batch"
+
+
+@dataclass
+class StepRecord:
+    """What an update takes: bytes by kind at the peak, and its operations with their numbers."""
+
+    peak: Counter[str]
+    most_during: dict[str, int]  # by an operation's signature: the bytes allocated when it has made its results
+    operations: Counter[Operation]
+    micro_batch: int  # samples
+    micro_batches: int  # of an update
+
+
+@dataclass
+class Rehearsal:
+    """A trainer whose step is made on fake tensors. Afterwards it cannot train: its optimizer's state has no values."""
+
+    trainer: Any
+    sample: MicroBatch  # real, for the shapes of micro-batches
+    fakes: Fakes = field(default_factory=Fakes)
+    has_state: bool = False  # an update was made, so that the optimizer has its state
+
+    def record(self, size: int, micro_batches: int) -> StepRecord:
+        """Record updates of micro-batches of `size`, the second of them with its operations: then there is optimizer state.
+
+        The peak is that of both. Of an update's micro-batches two are made: the first sets gradients, any other adds to them.
+        """
+        self.trainer.model.train()
+        with self.fakes, self.fakes.with_addresses():
+            recorder = Recorder(self.fakes)
+            self._note_resident(recorder)
+            for times in [[0]] * (not self.has_state) + [[1, micro_batches - 1] if micro_batches > 1 else [1]]:
+                with recorder:
+                    self._update(recorder, size, times, 1 / micro_batches)
+                self.has_state = True
+        return StepRecord(recorder.at_peak(), recorder.most_during, recorder.operations, size, micro_batches)
+
+    def _update(self, recorder: Recorder, size: int, times: list[int], weight: float) -> None:
+        """Make an update; `times` says for each micro-batch how often its operations count."""
+        trainer, loss_sum = self.trainer, torch.zeros((), device=self.trainer.device)
+        recorder.phase = "forward"
+        for number, recorder.times in enumerate(times, 1):
+            batch = _enlarged(self.sample, size, weight, number == len(times))
+            for leaf in (*trees.leaves(batch.x), *trees.leaves(batch.y)):
+                recorder.note(leaf, BATCH)
+            trainer.step.micro_batch(batch, loss_sum)
+            del batch, leaf
+        recorder.phase, recorder.times = "update", times[0]
+        for parameter in trainer.model.parameters():
+            if parameter.grad is not None:
+                recorder.note(parameter.grad, GRADIENTS)
+        trainer.step.update()
+        trainer.ema.update()
+        self._note_resident(recorder)
+        trainer.step.zero_grad()
+
+    def _note_resident(self, recorder: Recorder) -> None:
+        """Count what stays in memory between updates."""
+        for kind, tensors in resident(self.trainer).items():
+            for tensor in tensors:
+                recorder.note(self.fakes.standing_for(tensor), kind)
+
+
+def resident(trainer: Any) -> dict[str, list[torch.Tensor]]:
+    """What stays in memory between updates, by kind. A tensor of several kinds is of the last one."""
+    held = [vars(part) for part in (trainer.optimizer, trainer.precision, trainer.ema)]
+    model = trainer.model
+    return {STATE: list(_tensors(held, set())), PARAMETERS: [*model.parameters(), *model.buffers()]}
+
+
+def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    """The tensors in lists, tuples, values of dicts and parts of an optimizer, however deep."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif id(value) not in seen:
+        seen.add(id(value))
+        if type(value).__module__.startswith("drivetrain.optimizer."):
+            value = vars(value)
+        for each in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ():
+            yield from _tensors(each, seen)
+
+
+def _enlarged(sample: MicroBatch, size: int, weight: float, last: bool) -> MicroBatch:
+    """A fake micro-batch of `size` samples shaped like the given ones."""
+
+    def enlarge(tensor: torch.Tensor) -> torch.Tensor:
+        dense = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
+        memory_format = torch.channels_last if dense else torch.contiguous_format
+        return torch.empty((size, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device, memory_format=memory_format)
+
+    x, y = trees.map_tensors(enlarge, sample.x), trees.map_tensors(enlarge, sample.y)
+    return MicroBatch(x, y, torch.full_like(sample.weight, weight), last, last)
+
+
+def one_sample(trainer: Any) -> MicroBatch:
+    """A real micro-batch of two samples, the longest where they differ in length, for its shapes."""
+    indices = trainer.batch.largest(len(trainer.train_data.source), 2)
+    stream = trainer.loader.stream(trainer.train_data, [Request(0, indices, 1.0)], trainer.device, trainer.memory_format)
+    return next(iter(stream))

@@ -1,0 +1,80 @@
+"""`drivetrain forecast`: peak memory, time and limits of a run, before it is started."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from drivetrain.core.errors import DONE, FAILED
+from drivetrain.core.option import Positive
+from drivetrain.measure import arguments
+from drivetrain.measure.benchmark import arms
+from drivetrain.measure.forecast.devices import NAMES, known
+from drivetrain.measure.forecast.plan import Plan, plan
+from drivetrain.measure.profile.isolated import run_isolated
+from drivetrain.ui.output import echo
+from drivetrain.ui.progress import Steps
+
+LOOK_SHARE = 0.25  # of the time, for timing operations of the run itself
+
+
+@dataclass
+class Settings:
+    """The settings of `drivetrain forecast`."""
+
+    device: Literal[NAMES] = "here"  # type: ignore[valid-type]
+    seconds: Positive = 20.0  # that it may take, approximately, from when the run is built
+    what_if: bool = True
+
+
+@dataclass
+class Answer:
+    """What the process that built the run found; plain values, since they travel."""
+
+    forecast: Any  # examine.Forecast
+    rows: list[Any]  # of what_if
+    notes: list[str]
+
+
+def command(argv: Sequence[str], config_dirs: Sequence[str] = (), as_json: bool = False) -> int:
+    """Run `drivetrain forecast`; return its exit code: 1 where the run does not fit the device's memory."""
+    settings, overrides = arguments.split([_quoted(word) for word in argv], Settings)
+    arms.refuse_resume("forecast", overrides)
+    with Steps() as progress:
+        progress("building the run, and recording its step on fake tensors")
+        answer = forecast(overrides, config_dirs, settings)
+    from drivetrain.measure.forecast import page
+
+    echo(json.dumps(page.as_dict(answer), indent=2) if as_json else page.text(answer))
+    return DONE if answer.forecast.fits else FAILED
+
+
+def _quoted(word: str) -> str:
+    """A device whose name is a number, such as 4090, as a text."""
+    key, _, value = word.partition("=")
+    return f"device='{value}'" if key == "device" and value.isdecimal() else word
+
+
+def forecast(overrides: Sequence[str], config_dirs: Sequence[str] = (), settings: Settings | None = None) -> Answer:
+    """Forecast a run. Raises UserError."""
+    settings = settings or Settings()
+    if settings.device != "here":
+        known(settings.device)
+    planned = plan(overrides, config_dirs, settings.device)
+    return run_isolated(lambda trainer: answer(planned, trainer, settings), planned.look())
+
+
+def answer(planned: Plan, trainer: Any, settings: Settings) -> Answer:
+    """Forecast a plan whose trainer is built, in this process."""
+    from drivetrain.measure.forecast import examine, what_if
+
+    until = time.perf_counter() + settings.seconds
+    subject = examine.Subject.build(planned, trainer)
+    found, record, at_most = examine.examine(subject, LOOK_SHARE * settings.seconds)
+    if planned.run.batch.fixed_micro_batches or hasattr(planned.run.batch, "memory_gb"):
+        found.largest = examine.largest(subject, record, at_most, until)
+    rows = what_if.table(found, subject, until) if settings.what_if else []
+    return Answer(found, rows, [*planned.notes])

@@ -1,0 +1,113 @@
+"""What is forecast: a run as it is planned, and the same run as this process can build it, uncompiled and in one process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from drivetrain.core.blocks import repeated_blocks
+from drivetrain.core.errors import UserError
+from drivetrain.core.option import RunSpec
+from drivetrain.launch.job import Job
+from drivetrain.launch.job import prepare as prepare_job
+from drivetrain.measure.benchmark import arms
+from drivetrain.measure.forecast.devices import HERE
+from drivetrain.measure.forecast.figure import Figure
+from drivetrain.measure.forecast.memory import Ranks
+from drivetrain.measure.forecast.roofline import ASKED_HOST, COMPILED_HOST, EAGER, FUSED_BYTES, RECORDED_HOST, Compiled
+from drivetrain.measure.overrides import apply
+
+ALONE = ("parallel=single", "compile=none", "debug=none", "logger=[files]")  # as it is built to be looked at
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run that is planned for a device."""
+
+    overrides: tuple[str, ...]
+    config_dirs: tuple[str, ...]
+    job: Job  # as it is planned
+    device: str
+    notes: tuple[str, ...] = ()
+
+    @property
+    def run(self) -> RunSpec:
+        """The options as they are planned."""
+        return self.job.run
+
+    def micro_batches(self) -> int:
+        """Micro-batches of an update on one rank."""
+        return int(self.run.batch.accumulation_steps)
+
+    def micro_batch(self) -> int:
+        """Samples of one rank's forward."""
+        return math.ceil(self.run.batch.size(0) / (self.micro_batches() * self.run.parallel.data_ranks()))
+
+    def look(self) -> Job:
+        """The run that is built here. On another device no layer is timed for this CPU's sake."""
+        changes = [*ALONE, *(["runtime.device=cpu"] if self.device != HERE else [])]
+        if self.run.checkpointing.chosen_by_compiler:
+            changes.append("checkpointing=none")
+        if not self.run.batch.fixed_micro_batches and not self.run.batch.buckets_lengths:  # batch=auto finds its own
+            changes.append("batch=fixed")
+        job = prepare_job(apply(arms.without_saving(self.overrides), changes, self.config_dirs), self.config_dirs)
+        if self.device == HERE:
+            return job
+        precision: Any = replace_setting(job.run.precision, looks_for_slow_layers=False)
+        return replace(job, run=replace(job.run, parts={**job.run.parts, "precision": precision}))
+
+    def compiled(self) -> Compiled:
+        """What compiling is assumed to save, and a policy that is asked for each operation to cost."""
+        option = self.run.compile
+        if not option.active or option.torchscript:
+            return Compiled(host=ASKED_HOST) if self.run.checkpointing.asks_for_each_operation else EAGER
+        recorded = option.captures_step or option.cuda_graphs
+        host = RECORDED_HOST if recorded else COMPILED_HOST
+        return Compiled(FUSED_BYTES if option.partitions_activations or option.captures_step else Figure.exactly(1.0), host)
+
+    def ranks(self, model: Any) -> Ranks:
+        """How the run is spread over ranks. Raises UserError for a strategy whose memory is not forecast."""
+        parallel = self.run.parallel
+        count = parallel.ranks()
+        if parallel.one_process:
+            return Ranks()
+        if not parallel.own_forward or parallel.data_ranks() != count:
+            raise UserError(
+                f"{self.run.named('parallel')} splits the model in a way that is not forecast: forecast it with "
+                "parallel=ddp or fsdp"
+            )
+        shards = parallel.weight_shards()
+        blocks = repeated_blocks(model, getattr(parallel, "block", None)) or [model]
+        largest = max(sum(p.nbytes for p in block.parameters()) for block in blocks)
+        return Ranks(
+            count, shards, keeps_gathered=not getattr(parallel, "reshard_after_forward", True), largest_block=largest,
+            whole_gradients=self.micro_batches() > 1 and not getattr(parallel, "sync_each_micro", False),
+        )  # fmt: skip
+
+
+def replace_setting(option: Any, **values: Any) -> Any:
+    """A copy of an option with other values of these attributes."""
+    import copy
+
+    changed = copy.copy(option)
+    vars(changed).update(values)
+    return changed
+
+
+def plan(overrides: Sequence[str], config_dirs: Sequence[str], device: str) -> Plan:
+    """Validate a run that is planned. Raises UserError."""
+    job = prepare_job(arms.without_saving(list(overrides)), config_dirs)
+    notes = []
+    if job.run.checkpointing.chosen_by_compiler:
+        notes.append("checkpointing=budget is the compiler's to choose: the peak is forecast with every activation kept")
+    if job.run.compile.active:
+        notes.append(
+            f"{job.run.named('compile')}: what it saves is assumed, not recorded (pointwise traffic × "
+            f"{FUSED_BYTES.low:g}…{FUSED_BYTES.high:g}, the host's time × {RECORDED_HOST.low:g}…{COMPILED_HOST.high:g})"
+        )
+    recipe = job.composed.recipe
+    if recipe is not None and recipe.claim is not None:
+        notes.append(f"the recipe's own claim: {recipe.claim}")
+    return Plan(tuple(overrides), tuple(config_dirs), job, device, tuple(notes))

@@ -1,0 +1,84 @@
+"""What if: the same run with one technique more, forecast in the same way."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from drivetrain.core.errors import UserError
+from drivetrain.measure.forecast.devices import HERE
+from drivetrain.measure.forecast.examine import Forecast, Subject, examine
+from drivetrain.measure.forecast.plan import Plan, plan
+from drivetrain.measure.overrides import apply, groups_of
+
+GAIN = 1.1  # that counts as help: timings of the same operations differ by some per cent
+ROW_S = 1.0  # of timing operations that are new in a row
+RANKS = (2, 8)
+SAME_MODEL = {"compile", "parallel", "batch"}  # groups that change nothing of the trainer as it is built to be looked at
+
+
+@dataclass
+class Row:
+    """One override, and what it changes: the ratios of samples a second and of peak memory to the run's."""
+
+    override: str
+    speed: float | None = None
+    memory: float | None = None
+    step_s: float | None = None
+    peak_bytes: float | None = None
+    fits: bool | None = None
+    why_not: str = ""  # it is not forecast
+
+
+def candidates(run_plan: Plan) -> Iterator[str]:
+    """Overrides that change speed or memory, and not what is trained, as far as the run does not have them."""
+    run = run_plan.run
+    if run.batch.fixed_micro_batches and run.batch.size(0) % (2 * run_plan.micro_batches()) == 0:
+        yield f"batch=accumulate batch.accumulation_steps={2 * run_plan.micro_batches()}"
+    if not run.compile.active:
+        yield "compile=inductor"
+    if run.parallel.one_process and run_plan.device != HERE:
+        for ranks in RANKS:
+            yield f"parallel=fsdp parallel.nproc={ranks}"
+    if run.precision.full_float32:
+        yield "precision=bf16"
+    if not run.checkpointing.active:
+        yield "checkpointing=blocks"
+        yield "checkpointing=selective"
+    else:
+        yield "checkpointing=none"
+
+
+def table(base: Forecast, subject: Subject, until: float) -> list[Row]:
+    """Forecast each candidate until the time is over; the others say so."""
+    return [_row(override, base, subject, until) for override in candidates(subject.plan)]
+
+
+def _row(override: str, base: Forecast, subject: Subject, until: float) -> Row:
+    if time.perf_counter() > until:
+        return Row(override, why_not="not forecast: the time was up (seconds=60 gives it more)")
+    own = subject.plan
+    try:
+        changed = plan(apply(own.overrides, override.split(), own.config_dirs), own.config_dirs, own.device)
+        if groups_of(override.split()) <= SAME_MODEL:
+            found = examine(replace(subject, plan=changed), ROW_S)[0]
+        else:
+            built = replace(Subject.build(changed), timed=subject.timed)
+            with built.on_exit:
+                found = examine(built, ROW_S)[0]
+    except UserError as error:
+        return Row(override, why_not=error.problems[0])
+    step, peak = found.step.value, found.memory.peak.value
+    return Row(override, base.step.value / step, peak / base.memory.peak.value, step, peak, found.fits)
+
+
+def best(rows: list[Row]) -> tuple[Row | None, Row | None]:
+    """The rows that help most in time and in memory; None where no row helps."""
+    told = [row for row in rows if row.speed is not None and row.memory is not None]
+    faster = max(told, key=lambda row: row.speed or 0, default=None)
+    smaller = min(told, key=lambda row: row.memory or 1, default=None)
+    return (
+        faster if faster is not None and (faster.speed or 0) > GAIN else None,
+        smaller if smaller is not None and (smaller.memory or 1) < 1 / GAIN else None,
+    )

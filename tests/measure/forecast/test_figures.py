@@ -1,0 +1,132 @@
+"""Memory over ranks, the roofline and devices, on made-up figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from drivetrain.core.errors import UserError
+from drivetrain.measure.forecast import memory, roofline
+from drivetrain.measure.forecast.devices import _TABLE, FORECAST_ONLY, Device, known
+from drivetrain.measure.forecast.fake_step import GRADIENTS, PARAMETERS, STATE
+from drivetrain.measure.forecast.figure import Figure, total
+from drivetrain.measure.forecast.look import Row
+from drivetrain.measure.forecast.memory import Ranks
+from drivetrain.measure.forecast.recorder import OTHER
+
+EXACT, NO_TIME = Figure.exactly(1.0), Figure.exactly(0.0)
+KINDS = ("product", "convolution", "attention", "bandwidth")
+# A device of 1 TFLOP/s and 1 GB/s, whose host takes no time.
+DEVICE = Device(
+    "made up", 1e9, {"float32": 1e12}, 1e9, 1e9, "a test", efficiency=dict.fromkeys(KINDS, EXACT),
+    kernel_s=NO_TIME, host_s=NO_TIME, view_s=NO_TIME,
+)  # fmt: skip
+PARTS = {PARAMETERS: 800, GRADIENTS: 800, STATE: 1600, OTHER: 1000, "batch": 100}
+
+
+def row(kind: str = "product", flops: int = 0, nbytes: int = 0, times: int = 1, **rest: object) -> Row:
+    values = {"name": "mm", "dtype": "float32", "phase": "forward", "seconds": None, "at_most": 0, **rest}
+    return Row(kind=kind, flops=flops, nbytes=nbytes, times=times, **values)  # type: ignore[arg-type]
+
+
+def seconds(rows: Sequence[Row], device: Device = DEVICE) -> float:
+    return roofline.step_time(rows, device).seconds.value
+
+
+def test_an_operation_takes_as_long_as_its_arithmetic_or_its_traffic():
+    assert seconds([row(flops=2 * 10**12)]) == 2.0
+    assert seconds([row(flops=10**12, nbytes=3 * 10**9)]) == 3.0
+    assert seconds([row(flops=10**12, times=4), row("view", nbytes=10**12)]) == 4.0
+    assert roofline.step_time([row(flops=10**12), row("pointwise", nbytes=3 * 10**9)], DEVICE).shares == {
+        "compute": 0.25, "memory bandwidth": 0.75,
+    }  # fmt: skip
+
+
+def test_what_was_measured_here_counts_in_place_of_the_roofline():
+    assert seconds([row(flops=10**15, seconds=0.5, times=2)]) == 1.0
+
+
+def test_a_step_of_small_operations_is_limited_by_the_launch():
+    slow_host = replace(DEVICE, host_s=Figure(0.1, 0.05, 0.2))
+    found = roofline.step_time([row(flops=10**9, times=10)], slow_host)
+    assert found.seconds == pytest.approx((1.0, 0.5, 2.0))
+    assert found.shares == {"launch": 1.0}
+    waiting = roofline.step_time([row(flops=10**12)], replace(slow_host, asynchronous=False))
+    assert waiting.seconds.value == pytest.approx(1.1)  # on a CPU nothing is queued: both take their time
+
+
+def test_compiling_saves_traffic_of_pointwise_operations_alone():
+    half = roofline.Compiled(Figure.exactly(0.5), EXACT)
+    rows = [row("pointwise", nbytes=10**9), row("product", nbytes=10**9), row("pointwise", nbytes=10**9, phase="update")]
+    assert roofline.step_time(rows, DEVICE, compiled=half).seconds.value == 2.5
+
+
+def test_tensor_cores_compute_float32_where_tf32_is_on():
+    device = replace(DEVICE, flops={"float32": 1e12, "tf32": 1e13})
+    rows = [row(flops=10**13)]
+    assert roofline.step_time(rows, device).seconds.value == 10.0
+    assert roofline.step_time(rows, device, tf32=True).seconds.value == 1.0
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_fsdp_divides_what_the_ranks_share(ranks: int):
+    found = memory.sharded(PARTS, Ranks(ranks, ranks, largest_block=0.0))
+    assert found == {PARAMETERS: 800 / ranks, GRADIENTS: 800 / ranks, STATE: 1600 / ranks, OTHER: 1000, "batch": 100}
+
+
+def test_fsdp_gathers_two_blocks_or_keeps_all():
+    assert memory.sharded(PARTS, Ranks(4, 4, largest_block=100.0))[PARAMETERS] == 200 + 2 * 100
+    assert memory.sharded(PARTS, Ranks(4, 4, keeps_gathered=True, largest_block=100.0))[PARAMETERS] == 200 + 800
+    assert memory.sharded(PARTS, Ranks(4, 4, whole_gradients=True))[GRADIENTS] == 800
+    assert memory.sharded(PARTS, Ranks(4)) == PARTS  # ddp
+
+
+def test_bytes_that_ranks_send():
+    assert memory.sent_bytes(800.0, Ranks(), 1) == 0
+    assert memory.sent_bytes(800.0, Ranks(4), 3) == 2 * 0.75 * 800  # one all-reduce, whatever the micro-batches
+    assert memory.sent_bytes(800.0, Ranks(4, 4), 1) == 3 * 0.75 * 800  # gathered twice, reduced once
+    assert memory.sent_bytes(800.0, Ranks(4, 4, keeps_gathered=True), 1) == 2 * 0.75 * 800
+
+
+def test_the_peak_has_kernels_own_buffers_where_they_were_measured_else_an_allowance():
+    counted = dict.fromkeys(PARTS, 1000)
+    device = replace(DEVICE, reserved=Figure.exactly(0.0), fragmentation=EXACT)
+    measured = memory.peak_memory(counted, 6000, True, Ranks(), device)
+    assert measured.parts["workspace"] == 1000
+    assert measured.peak.value == 6000
+    assert measured.peak.holds(6000)
+    allowed = memory.peak_memory(counted, 6000, False, Ranks(), device)
+    assert allowed.parts["workspace"] == 0.05 * 1000
+    assert allowed.peak.low < measured.peak.low
+    assert allowed.peak.high - allowed.peak.low > measured.peak.high - measured.peak.low
+
+
+def test_network_time_hides_behind_the_backward():
+    nothing_hidden = roofline.network_seconds(0.7e9, DEVICE, 0.0)
+    assert nothing_hidden.value == nothing_hidden.high == pytest.approx(1.0)
+    hidden = roofline.network_seconds(0.7e9, DEVICE, 10.0)
+    assert hidden.value == hidden.low == 0.0
+    assert hidden.high == pytest.approx(1.0)
+
+
+def test_figures_add_with_their_intervals():
+    assert total([Figure(1, 0, 2), Figure(2, 2, 3)]) == (3, 2, 5)
+    assert Figure.within(10, 0.5, 2) == (10, 5, 20)
+    assert Figure(1, 0, 2).times(3) == (3, 0, 6)
+
+
+@pytest.mark.parametrize("name", list(_TABLE))
+def test_every_device_of_the_table_says_that_it_was_not_measured(name: str):
+    device = known(name)
+    assert FORECAST_ONLY in device.source
+    assert device.flops["float32"] > 1e12
+    assert device.memory >= 16e9
+    assert device.bandwidth < 1e13
+    assert device.link <= device.bandwidth
+
+
+def test_an_unknown_device_is_told_with_a_near_one():
+    with pytest.raises(UserError, match=r"device=h10 is not known.*h100"):
+        known("h10")

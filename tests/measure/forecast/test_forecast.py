@@ -1,0 +1,159 @@
+"""Forecasts of small runs, in process: what techniques change in them, and the measured peak."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from bench import forecast as bench
+
+from drivetrain.cli import forecast as verb
+from drivetrain.core.errors import UserError
+from drivetrain.measure.forecast import examine, page
+from drivetrain.measure.forecast.fake_step import GRADIENTS, PARAMETERS, STATE, StepRecord
+from drivetrain.measure.forecast.forecast import Answer, Settings, answer, command
+from drivetrain.measure.forecast.plan import plan
+from drivetrain.measure.forecast.recorder import OTHER
+
+built: list[examine.Subject] = []
+SMALL = [
+    "data=synthetic",
+    "data.samples=64",
+    "data.shape=[1,8,8]",
+    "batch.global_batch=8",
+    "runtime.device=cpu",
+    "runtime.threads=1",
+]
+TEXT = [
+    "task=language_modelling",
+    "data.tokens=true",
+    "data.shape=[16]",
+    "model=gpt",
+    "model.width=16",
+    "model.heads=2",
+    "model.depth=2",
+]
+
+
+@pytest.fixture(autouse=True)
+def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A state directory of the test's own; what building changed for the whole process is put back."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    while built:
+        built.pop().on_exit.close()
+
+
+def subject(*overrides: str, device: str = "h100") -> examine.Subject:
+    """Built for a device of the table, so that nothing is timed here."""
+    built.append(examine.Subject.build(plan([*SMALL, *overrides], (), device)))
+    return built[-1]
+
+
+def recorded(*overrides: str, size: int = 8, micro_batches: int = 1) -> StepRecord:
+    return subject(*overrides).record(size, micro_batches)
+
+
+def test_adam_keeps_two_tensors_for_each_parameter_and_sgd_one():
+    adam, sgd = recorded("model=mlp", "optimizer=adamw").peak, recorded("model=mlp", "optimizer=sgd").peak
+    steps = 6 * 4  # Adam's count of updates, for each of the parameters
+    assert adam[STATE] == 2 * adam[PARAMETERS] + steps
+    assert sgd[STATE] == sgd[PARAMETERS]
+    assert adam[GRADIENTS] == adam[PARAMETERS]
+
+
+def test_accumulation_does_not_raise_activations_and_repeats_operations():
+    made = subject("model=mlp")
+    once, four = made.record(8, 1), made.record(8, 4)
+    assert four.peak[OTHER] <= once.peak[OTHER] + once.peak[GRADIENTS]
+    products = [sum(n for o, n in r.operations.items() if o.kind == "product") for r in (once, four)]
+    assert products[1] == 4 * products[0]
+
+
+def test_memory_of_a_second_record_is_that_of_the_first():
+    made = subject("model=mlp", "optimizer=lamb")  # it keeps its state in vectors of its own
+    assert sum(made.record(8, 1).peak.values()) == pytest.approx(sum(made.record(8, 1).peak.values()), rel=0.02)
+
+
+def test_the_largest_micro_batch_fits_and_one_tenth_more_does_not():
+    made = subject("model=mlp", "batch.global_batch=64")
+    _, record, at_most = examine.examine(made, 0.0)
+    size = examine.largest(made, record, at_most, until=float("inf"))
+    assert size is not None
+    assert size.low < size.value < size.high
+    limit = examine.FILLED * made.device.memory
+    at, more = (made.memory(made.record(int(n), 1), 0, False).peak.value for n in (size.value, 1.1 * size.value))
+    assert at <= 1.01 * limit < 1.08 * limit < more
+
+
+def test_an_answer_as_text_and_as_json():
+    planned = plan([*SMALL, "model=mlp"], (), "a100")
+    built.append(examine.Subject.build(planned))
+    found = answer(planned, built[-1].trainer, Settings(device="a100", seconds=5))
+    shown, values = page.text(found), json.loads(json.dumps(page.as_dict(found)))
+    for words in ("peak memory", "largest micro-batch", "limited by launch", "what if", "parallel=fsdp", "never measured here"):
+        assert words in shown
+    assert values["fits"]
+    assert values["peak_bytes"][1] < values["peak_bytes"][0] < values["peak_bytes"][2]
+    assert {row["override"] for row in values["what_if"]} >= {
+        "precision=bf16",
+        "compile=inductor",
+        "parallel=fsdp parallel.nproc=8",
+    }
+    assert isinstance(found, Answer)
+    assert sum(values["shares"].values()) == pytest.approx(1.0)
+
+
+def test_ranks_divide_the_batch_and_fsdp_the_state():
+    alone = examine.examine(subject("model=mlp"), 0.0)[0]
+    ranks = examine.examine(subject("model=mlp", "parallel=fsdp", "parallel.nproc=8"), 0.0)[0]
+    assert (alone.micro_batch, ranks.micro_batch, ranks.ranks) == (8, 1, 8)
+    assert ranks.memory.parts[STATE] == pytest.approx(alone.memory.parts[STATE] / 8)
+    assert ranks.network.high > 0
+    assert alone.network.high == 0
+
+
+def test_an_unknown_device_is_told():
+    with pytest.raises(UserError, match="device=h1000"):
+        command(["device=h1000"])
+    with pytest.raises(UserError, match="device=1000"):
+        command(["device=1000"])
+
+
+def test_a_device_may_be_named_by_a_number():
+    with pytest.raises(UserError, match="no_such_model"):  # the device is accepted
+        command(["device=4090", "model=no_such_model"])
+
+
+def test_a_strategy_whose_memory_is_not_forecast_is_told():
+    planned = plan([*SMALL, *TEXT, "parallel=tensor", "parallel.nproc=2"], (), "h100")
+    with pytest.raises(UserError, match="not forecast"):
+        planned.ranks(None)
+
+
+def test_tab_offers_devices_and_overrides():
+    assert "device=h100" in verb.complete([], "device=")
+    assert "precision=" in verb.complete([], "prec")
+
+
+def test_the_measured_peak_lies_in_the_forecasts_interval(monkeypatch: pytest.MonkeyPatch):
+    """The short form of `python -m bench.forecast`: memory alone, since a time is no test."""
+    monkeypatch.setattr(bench, "ENOUGH_S", 0.0)
+    words = [*SMALL, "model=resnet9", "model.width=4"]
+    found = {"forecast": bench.predict(words), "measured": bench.measure(words)}
+    bench.judge(found)
+    assert found["peak_bytes"]["held"]
+    assert found["peak_bytes"]["error"] < 0.05
+    assert found["forecast"]["ms"][0] > 0
+    assert found["measured"]["ms"] > 0
+
+
+def test_the_benchmarks_configurations_are_seeded_and_apart():
+    first, again, other = (next(bench.configurations("test", seed)) for seed in (1, 1, 2))
+    assert first == again != other
+    assert not set(bench.NETWORKS["test"]) & set(bench.NETWORKS["calibration"])
