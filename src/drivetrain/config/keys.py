@@ -78,6 +78,7 @@ class KeySetter:
             rest = ".".join(parts[1:])
             homes = [rest] if rest in names else [f"{group}.{rest}" for group in self._groups_with(rest)]
             hint = f"did you mean {' or '.join(map(repr, homes))}?" if homes else suggestion(rest, rest, {*names, *known})
+            hint = hint if present_name(key) == key else suggestion(key, part, names)
             return f"the config has no '{part}' ({key}={value}): {hint}"
         given = f"{inside}.{part}" if inside else part
         present = present_name(given)
