@@ -14,6 +14,7 @@ from drivetrain.compile import kernel_cache
 from drivetrain.compile.base import Compiled, dynamo_seconds
 from drivetrain.core.allowed import Name
 from drivetrain.core.blocks import blocks_for, describe_blocks
+from drivetrain.core.forking import start_autograd_engine
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
 from drivetrain.core.paths import user_cache
@@ -49,6 +50,7 @@ class Dynamo(Compiled):
 
     def prepare(self, budget: float) -> None:
         """Reset the compiler: it does not recompile on its own for another run's settings. Sets cache and memory budget."""
+        start_autograd_engine()
         import torch._dynamo
         import torch._functorch.config
 

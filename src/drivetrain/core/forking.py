@@ -7,6 +7,8 @@ import ctypes
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 
+from drivetrain.core.lazy import torch
+
 HARD = 2  # OpenMP's omp_pause_hard
 
 
@@ -17,6 +19,14 @@ class ForkedProcess(ForkProcess):
         """Fork."""
         end_openmp_threads()
         super().start()
+
+
+def start_autograd_engine() -> None:
+    """Run a backward, if this process has not: torch starts a thread for each device then, and a forked process cannot go on.
+
+    Importing torch's compiler makes torch count a device that is not there. So this comes before it.
+    """
+    torch.autograd.backward(torch.ones((), device="cpu", requires_grad=True))
 
 
 def end_openmp_threads() -> None:
