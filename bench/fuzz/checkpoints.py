@@ -32,28 +32,31 @@ def examples(place: Path, count: int, seed: int, trained: Path | None = None) ->
     """Yield checkpoints of a run of `bench.flips`, each damaged, with the way that `resume=` restores them."""
     from drivetrain.core.context import BuildContext
     from drivetrain.core.world import World
-    from drivetrain.engine import build
+    from drivetrain.engine.stages import StagedRun
     from drivetrain.launch import launcher
 
     whole = trained or flips.train(place / "trained")
     draw = random.Random(seed)
-    logging.getLogger("drivetrain").setLevel(logging.ERROR)  # each passed over is a warning
     context = BuildContext(launcher.prepare([*flips.RUN, "logger=[]"]).run, World(), place / "run")
-    trainer = build.build(context, [])
-    restore(whole, trainer)
-    for number in range(count):
-        folder = place / f"case{number}"
-        shutil.copytree(whole / "checkpoints", folder / "checkpoints")
-        told = [change(draw, folder / "checkpoints" / "4")]
-        if draw.random() < 0.3:
-            told.append("and the one before: " + change(draw, folder / "checkpoints" / "2"))
-        yield Example("; ".join(told), functools.partial(restore, folder, trainer), (place, whole), (folder / "checkpoints",))
-        damage.remove(folder)
-    context.on_exit.close()
-    logging.getLogger("drivetrain").setLevel(logging.NOTSET)
+    logging.getLogger("drivetrain").setLevel(logging.ERROR)  # each passed over is a warning
+    try:
+        staged = StagedRun(context, [])
+        staged.build()
+        restore(whole, staged)
+        for number in range(count):
+            folder = place / f"case{number}"
+            shutil.copytree(whole / "checkpoints", folder / "checkpoints")
+            told = [change(draw, folder / "checkpoints" / "4")]
+            if draw.random() < 0.3:
+                told.append("and the one before: " + change(draw, folder / "checkpoints" / "2"))
+            yield Example("; ".join(told), functools.partial(restore, folder, staged), (place, whole), (folder / "checkpoints",))
+            damage.remove(folder)
+    finally:
+        context.on_exit.close()
+        logging.getLogger("drivetrain").setLevel(logging.NOTSET)
 
 
-def restore(folder: Path, trainer: Any) -> None:
+def restore(folder: Path, staged: Any) -> None:
     """Choose the newest valid checkpoint, and restore it, as a resumed run does. Raises UserError where there is none."""
     from drivetrain.core.errors import UserError
     from drivetrain.launch import kept
@@ -62,7 +65,7 @@ def restore(folder: Path, trainer: Any) -> None:
     found, problems = manifest.newest_valid(folder)
     if found is None:
         raise UserError(problems or "no checkpoint")
-    kept.restore(trainer, found)
+    kept.restore(staged, found)
 
 
 def change(draw: random.Random, checkpoint: Path) -> str:

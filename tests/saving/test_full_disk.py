@@ -32,11 +32,11 @@ MB = 2**20
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 3 MB."""
+    """A disk of 4 MB."""
     place = tmp_path / "disk"
     place.mkdir()
     mounted = os.geteuid() == 0 and shutil.which("mount") is not None
-    if not mounted or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "none", place], check=False).returncode:
+    if not mounted or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", place], check=False).returncode:
         pytest.skip("only root may mount a small disk")
     yield place
     subprocess.run(["umount", "-l", place], check=True)
