@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from drivetrain.config.catalog import LISTS
 from drivetrain.core import nvidia_driver
 from drivetrain.core.errors import UserError
+from drivetrain.core.paths import recipes_dir
 from drivetrain.launch import recipe_check
 from drivetrain.launch.job import prepare
 from drivetrain.recipe import reader as recipes
@@ -42,7 +43,8 @@ def outcome(file: Path, text: str) -> str:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nvidia_driver, "installed", lambda: False)  # parallel=dp asks the machine for its devices, by a process
-        prepare([])  # what the first config imports and reads is no effect of a recipe
+        prepare([])  # what the first config imports and reads is no effect of a recipe, and none of its time
+        recipe_check.check(recipes.read(recipes_dir() / "articles_ladder.yaml"))
         yield tmp_path_factory.mktemp("fuzz")
 
 
