@@ -21,13 +21,15 @@ from tests.support.recipe_mutants import FILES, alike, mutants, written
 
 # --- what is asked of them ---
 
+SECONDS = 10.0  # of processor time: a recipe with a sweep stands for dozens of configs
+
 
 def outcome(file: Path, text: str) -> str:
     """Check a recipe as `drivetrain recipe check` does: "valid", or "refused". Anything else fails."""
     file.write_bytes(text.encode("utf-8", "surrogatepass"))
     problems: list[str] = []
     try:
-        with limited(), watched(file, Path("recipes")) as effects:
+        with limited(SECONDS), watched(file, Path("recipes")) as effects:
             try:
                 recipe_check.check(recipes.read(file))
             except UserError as error:
