@@ -30,7 +30,7 @@ from tests.support.command import (
     train,
     with_own_nets,
 )
-from tests.sweep.test_command import OWN, SMALL, assert_whole, jobs, table
+from tests.sweeps.test_command import OWN, SMALL, assert_whole, jobs, table
 
 GATED = ("-q", "-m", *OWN, "model.target=my_nets.Gated", "epochs=2", "saving.keep=9")
 

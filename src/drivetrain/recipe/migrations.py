@@ -66,8 +66,8 @@ def _rename_key(recipe: Recipe, former: str, present: str, problems: list[str]) 
                 recipe.unchanged = recipe.unchanged - {key} | {new}
             _tell(recipe, key, key, new)
     stages = recipe.values.get("stages")
-    for stage in stages if isinstance(stages, list) else ():
-        for key in [key for key in stage if isinstance(stage, dict) and (key == former or key.startswith(f"{former}."))]:
+    for stage in [stage for stage in stages if isinstance(stage, dict)] if isinstance(stages, list) else ():
+        for key in [key for key in stage if key == former or key.startswith(f"{former}.")]:
             stage[present + key.removeprefix(former)] = stage.pop(key)
             _tell(recipe, "stages", key, present)
 
