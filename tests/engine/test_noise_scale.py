@@ -34,7 +34,7 @@ def run(sizes, updates, spoilt=()):
     parameter = torch.nn.Parameter(torch.zeros(6, dtype=torch.float64))
     noise = NoiseScale(torch.device("cpu"), lambda epoch: sum(sizes))
     noise.sums = noise.sums.double()
-    step = NoiseScaleStep(Gradients(parameter), noise, [parameter], ranks=1)
+    step = NoiseScaleStep(Gradients(parameter), noise, [parameter], ranks=1, every=1)
     for n in range(updates):
         drawn = SAMPLES[torch.randperm(len(SAMPLES), generator=GENERATOR)[: sum(sizes)]].split(sizes)
         for m, x in enumerate(drawn):
@@ -54,6 +54,14 @@ def test_it_is_the_variance_of_a_sample_over_the_squared_gradient(sizes):
 
 def test_an_overflow_is_left_out():
     assert run((8, 8), 400, spoilt=(3, 77)) == pytest.approx(run((8, 8), 400), rel=0.3)
+
+
+def test_one_update_in_eight_is_measured(make, monkeypatch):
+    measured = []
+    trainer = make("batch=accumulate", "updates=17", "epochs=9")
+    monkeypatch.setattr(NoiseScaleStep, "_squared_norm", lambda self: measured.append(trainer.progress.updates) or torch.ones(()))
+    trainer.fit()
+    assert measured == [0, 0, 8, 8, 16, 16]
 
 
 def test_one_micro_batch_tells_nothing():

@@ -25,6 +25,8 @@ def test_a_target_is_read_and_compared():
     ("words", "said"),
     [
         (["target=good"], "target=good: give a metric and a value"),
+        (["target=accuracy>0.9"], "target=accuracy>0.9: give a metric and a value"),
+        (["target=accuracy"], "in quotes, as a shell takes < and > for redirections"),
         (["target=acuracy>=0.9"], "did you mean 'accuracy'"),
         (["target=accuracy<=0.9"], "higher accuracy is better: set 'target=accuracy>=0.9'"),
         (["target=0.9"], "target=0.9: must be a text"),
@@ -40,7 +42,7 @@ def test_the_result_says_when_it_was_reached(train, accuracies):
     result = train(*RUN, "target=accuracy>=0.65")
     assert (result.target["update"], result.target["samples"], result.updates) == (8, 96, 24)
     assert 0 < result.target["seconds"] <= result.wall_s
-    assert result.arrival.startswith("accuracy>=0.65 after 8 updates, 96 samples, ")
+    assert result.time_to_target.startswith("accuracy>=0.65 after 8 updates, 96 samples, ")
     assert "accuracy&gt;=0.65 after" in result._repr_html_()
     assert Result.read(result.run_dir).target == result.target
 
@@ -48,7 +50,7 @@ def test_the_result_says_when_it_was_reached(train, accuracies):
 def test_a_target_that_is_not_reached_is_told(train, accuracies):
     accuracies([0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
     result = train(*RUN, "target=accuracy>=0.65", "stop.at_target=true")
-    assert (result.target["update"], result.updates, result.arrival) == (None, 24, "accuracy>=0.65 was not reached")
+    assert (result.target["update"], result.updates, result.time_to_target) == (None, 24, "accuracy>=0.65 was not reached")
 
 
 @pytest.mark.parametrize("stop", ["none", "early"])

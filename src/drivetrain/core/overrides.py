@@ -41,7 +41,7 @@ def parse(text: str) -> Any:
     key, equals, value = text.partition("=")
     if equals and value.startswith("~/"):
         text = f"{key}={format_value(os.path.expanduser(value))}"
-    if key == "target" and re.fullmatch(r"[^'\"\[{(]*[<>]=[^'\"\[{(]*", value):
+    if key == "target" and re.fullmatch(r"[^'\"\[{(]*[<>][^'\"\[{(]*", value):
         text = f"{key}={','.join(format_value(word) for word in value.split(','))}"
     if key.lstrip("+") == "recipe" and "://" in value and not re.match(r"['\"\[{]|\w+\(", value):
         text = f"{key}={','.join(format_value(word) if '://' in word else word for word in value.split(','))}"

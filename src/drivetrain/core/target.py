@@ -54,7 +54,10 @@ def problems_of(run: RunSpec, given: str | None) -> Iterator[str]:
         return
     reach = Reach.parse(given)
     if reach is None:
-        yield f"target={given}: give a metric and a value, as 'target=accuracy>=0.98' or 'target=loss<=0.1'"
+        yield (
+            f"target={given}: give a metric and a value, as 'target=accuracy>=0.98' or 'target=loss<=0.1', in quotes, as a shell "
+            "takes < and > for redirections"
+        )
         return
     yield from selection.problems(run, "target", reach.metric)
     better = selection.evaluated(run).get(reach.metric)

@@ -53,15 +53,15 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class Before:
-    """What goes on from one stage of a run into the next: the ranks that have met, the data, and the callbacks."""
+class PreviousStage:
+    """What a stage of a run takes from the one before: the ranks that have met, the data, and the callbacks."""
 
     parallel: Any
     data: Splits | None  # None: the next stage reads its data anew
     callbacks: Callbacks
 
 
-def build(context: BuildContext, log_writers: Sequence[LogWriter], before: Before | None = None) -> Trainer:
+def build(context: BuildContext, log_writers: Sequence[LogWriter], before: PreviousStage | None = None) -> Trainer:
     """Build one rank's trainer, ready to fit or to be restored. Raises UserError where model or data do not fit the run.
 
     `before` is of the run's stage before this one.

@@ -15,6 +15,7 @@ import torch
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.step import WrappingStep
 
+EVERY = 8  # updates, of which one is measured: on small models the two norms take as long as a micro-batch
 KEPT = 0.9  # of the sums before, at each record: single records are noisy
 
 
@@ -48,22 +49,25 @@ class NoiseScale:
 
 @dataclass(eq=False)
 class NoiseScaleStep(WrappingStep):
-    """Measures the gradient after the first micro-batch of an update, and after the last. It changes nothing."""
+    """Measures some updates: their gradient after the first micro-batch, and after the last. It changes nothing."""
 
     noise: NoiseScale
     parameters: Sequence[torch.nn.Parameter]
     ranks: int
+    every: int = EVERY
+    _updates: int = field(default=0, init=False)
     _first: torch.Tensor | None = field(default=None, init=False)
 
     def micro_batch(self, batch: MicroBatch, loss_sum: torch.Tensor) -> None:
         self.inner.micro_batch(batch, loss_sum)
-        if self._first is None and not batch.last:
+        if self._first is None and not batch.last and self._updates % self.every == 0:
             self._share = batch.weight / self.ranks
             self._first = self._squared_norm() / batch.weight**2
 
     def update(self) -> bool:
         if self._first is not None:
             self.noise.add(self._first, self._squared_norm(), self._share)
+        self._updates += 1
         return self.inner.update()
 
     def zero_grad(self) -> None:

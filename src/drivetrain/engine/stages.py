@@ -109,8 +109,7 @@ class StagedRun:
         progress.samples = trainer.batch.consumed(
             len(trainer.train_data.source), progress.epoch, progress.window, trainer.drop_last
         )
-        if trainer.log.pending:
-            trainer.log.train(trainer.optimizer.param_groups[0]["lr"])
+        trainer.log.train(trainer.optimizer.param_groups[0]["lr"])
         trainer.writer.wait()
         state = trainer.state()  # gathers from all ranks, as does full_state_dict
         with trainer.evaluator.eval_weights():
@@ -126,7 +125,7 @@ class StagedRun:
         data = context.loaded if vars(before.data) == vars(context.run.data) else None
         timer, compiled = trainer.timer, trainer.compile_seconds()
         self._free()
-        built = build.build(context, self.writers, build.Before(trainer.parallel, data, trainer.callbacks))
+        built = build.build(context, self.writers, build.PreviousStage(trainer.parallel, data, trainer.callbacks))
         built.timer.go_on_from(timer, context.progress.samples)
         built.compile_seconds = _sum(built.compile_seconds, compiled)
         vars(trainer).update(vars(built))

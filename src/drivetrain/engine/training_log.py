@@ -49,11 +49,6 @@ class TrainingLog:
         progress = self.progress
         self._last = (progress.updates, progress.samples, progress.steps)
 
-    @property
-    def pending(self) -> bool:
-        """Whether updates were made since the last record."""
-        return self.progress.steps > self._last[2]
-
     def train(self, lr: float) -> None:
         """Write the record of the updates since the last one, if any. Raises Diverged if their loss is not finite."""
         progress, (updates, samples, steps) = self.progress, self._last

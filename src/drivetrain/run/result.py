@@ -89,7 +89,7 @@ class Result:
         return f" after epoch {epoch:.0f}" if abs(epoch - round(epoch)) < 1e-6 else f" at update {update:,}"
 
     @property
-    def arrival(self) -> str:
+    def time_to_target(self) -> str:
         """When the run reached its target, in words; "" where it had none."""
         found = self.target or {}
         if (update := found.get("update")) is None:
@@ -119,7 +119,7 @@ class Result:
         for figures in self.metrics:
             final = self.metrics[figures].get("final", {})
             rows += [(f"{figures} {name}", f"{v:.4g} {self.note_on_best(figures, name)}".rstrip()) for name, v in final.items()]
-        rows.append(("target", self.arrival))
+        rows.append(("target", self.time_to_target))
         rows += [("samples/s", self.samples_per_second and f"{self.samples_per_second:,.0f}"), ("time", f"{self.wall_s:.1f} s")]
         rows += [("device", self.device_name), ("ranks", self.world_size), ("overrides", " ".join(self.overrides))]
         rows += [("run", self.run_dir)]
@@ -144,7 +144,7 @@ class Result:
         kinds = get_type_hints(Result)
         if not all(fits(getattr(self, field.name), kinds[field.name]) for field in fields(self)):
             return False
-        if self.target is not None and not _is_arrival(self.target):
+        if self.target is not None and not _is_time_to_target(self.target):
             return False
         for evaluations in self.tables.values():
             for name, found in evaluations.items():
@@ -152,7 +152,7 @@ class Result:
         return True
 
 
-def _is_arrival(target: dict[str, Any]) -> bool:
+def _is_time_to_target(target: dict[str, Any]) -> bool:
     """Whether it is what a run writes of its target."""
     kind = float if target.get("update") is not None else None
     return isinstance(target.get("reach"), str) and all(

@@ -12,7 +12,7 @@ from drivetrain.core.allowed import Name
 from drivetrain.core.horizon import run_horizon
 from drivetrain.core.option import Count, Effect, NonNegative, Option, RunSpec
 from drivetrain.core.target import Reach
-from drivetrain.stop.arrival import Arrival
+from drivetrain.stop.time_to_target import TimeToTarget
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
@@ -27,7 +27,7 @@ class Stop(Option):
     effect: ClassVar[Effect] = "exact"
     key_effects: ClassVar[Mapping[str, Effect]] = {"at_target": "changes"}
     changes = "the length of the run"
-    _arrival: Arrival | None = None  # at the run's target
+    _to_target: TimeToTarget | None = None  # at the run's target
 
     def __init__(self, at_target: bool = False) -> None:
         self.at_target = at_target
@@ -38,31 +38,33 @@ class Stop(Option):
 
     def setup(self, context: BuildContext) -> None:
         reach = Reach.parse(context.run.values["target"] or "")
-        self._arrival = None if reach is None else Arrival(reach, context)
+        self._to_target = None if reach is None else TimeToTarget(reach, context)
 
     @property
     def reason(self) -> str | None:
         """Why the run has to end now; None: it goes on."""
-        return f"target {self._arrival.reach} reached" if self.at_target and self._arrival and self._arrival.update else None
+        if not (self.at_target and self._to_target and self._to_target.update):
+            return None
+        return f"target {self._to_target.reach} reached"
 
     @property
     def target(self) -> dict[str, Any] | None:
         """When the run's target was reached, as result.json has it; None where the run has no target."""
-        return None if self._arrival is None else self._arrival.record()
+        return None if self._to_target is None else self._to_target.record()
 
     def evaluated(self, metrics: dict[str, float]) -> None:
         """Receive the metrics of an evaluation, which are the same on every rank. Called on all of them."""
-        if self._arrival is not None:
-            self._arrival.evaluated(metrics)
+        if self._to_target is not None:
+            self._to_target.evaluated(metrics)
 
     def state_dict(self) -> dict[str, Any]:
         """The state for a resumed run."""
-        return {} if self._arrival is None else {"target": self._arrival.state_dict()}
+        return {} if self._to_target is None else {"target": self._to_target.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load `state_dict()`; it is empty where the run was saved under another option."""
-        if self._arrival is not None:
-            self._arrival.load_state_dict(state.get("target", {}))
+        if self._to_target is not None:
+            self._to_target.load_state_dict(state.get("target", {}))
 
 
 class Early(Stop):

@@ -189,8 +189,8 @@ def show_result(result: Result) -> None:
     for figures, by_weights in result.metrics.items():
         for name, value in by_weights.get("final", {}).items():
             rows.append((f"{figures} {name}", f"{number(value):<9}{result.note_on_best(figures, name, number)}".rstrip()))
-    if result.arrival:
-        rows.append(("target", result.arrival))
+    if result.time_to_target:
+        rows.append(("target", result.time_to_target))
     rows += [
         ("updates", f"{result.updates:,} in {result.epochs:.4g} epoch{'s' * (result.epochs != 1)}, {result.wall_s:.1f} s"),
         ("samples/s", number(result.samples_per_second) if result.samples_per_second else "–"),

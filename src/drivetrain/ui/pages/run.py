@@ -149,7 +149,7 @@ def _speed(result: Result) -> list[str]:
         ("compiling", result.compile_s, "{:.1f} s".format),
         ("energy of the GPUs", result.energy_joules, "{:,.0f} J".format),
         ("the whole run", result.wall_s, duration),
-        ("target", result.arrival or None, str),
+        ("target", result.time_to_target or None, str),
         ("device", result.device_name or result.device, str),
         ("processes", result.world_size if result.world_size > 1 else None, str),
         ("samples that could not be read", result.skipped_samples or None, "{:,}".format),

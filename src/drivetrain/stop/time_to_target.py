@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Arrival:
+class TimeToTarget:
     """Notes the first evaluation whose figure is as good as the target.
 
     Seconds count from the start of the process, with start-up, compiling and evaluations, as AlgoPerf's rules want it (Dahl et
