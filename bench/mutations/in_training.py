@@ -117,11 +117,15 @@ FAULTS = (
     Fault("clip: agc scales small gradients up", "clip/base.py", "            torch._foreach_clamp_max_(scale, 1.0)  # infinite for a zero gradient, which stays zero\n", "", "tests/clip/test_value_and_agc.py"),
     Fault("clip: agc takes the norm of a column", "clip/base.py", "dim=tuple(range(1, x.ndim))", "dim=tuple(range(x.ndim - 1))", "tests/clip/test_value_and_agc.py"),
     # average
-    Fault("ema: decay and the rest exchanged", "ema/base.py", "live, 1.0 - decay)", "live, decay)", "tests/ema/test_ema.py"),
+    Fault("ema: decay and the rest exchanged", "ema/base.py", "self._mean, 1.0 - decay)", "self._mean, decay)", "tests/ema/test_ema.py"),
     Fault("ema: the warm-up begins one update late", "ema/base.py", "decay = min(self.decay, (1 + n) / (10 + n))", "decay = min(self.decay, n / (9 + n))", "tests/ema/test_ema.py"),
     Fault("ema: weights do not come back", "ema/base.py", "            torch._foreach_copy_(live, held)\n", "            pass\n", "tests/ema/test_ema.py"),
     Fault("ema: the count of updates is not restored", "ema/base.py", '        self._updates = state["updates"]\n', "", "tests/ema/test_ema.py"),
     Fault("ema: buffers that are copied go stale", "ema/base.py", "            torch._foreach_copy_(self._copied, self._live_copied)\n", "            pass\n", "tests/ema/test_ema.py"),
+    Fault("swa: averaging begins one update early", "ema/swa.py", "at <= self._start", "at < self._start", "tests/ema/test_swa.py", "torchs_averaged"),
+    Fault("swa: the mean has one weight more", "ema/swa.py", "1 / self._updates", "1 / (self._updates + 1)", "tests/ema/test_swa.py", "torchs_averaged"),
+    Fault("swa: dropout of an estimate moves the training's random numbers", "ema/norm_statistics.py", "            checkpoint_io.restore_random_state([random])  # dropout has drawn some\n", "", "tests/ema/test_swa.py", "does_not_change"),
+    Fault("swa: statistics are those of the average before", "ema/swa.py", "        self._stale = True\n", "", "tests/ema/test_swa.py", "update_bn"),
     # schedules
     Fault("schedule: the warm-up makes an update with rate 0", "scheduler/base.py", "* (update + 1) / (self._warmup + 1)", "* update / self._warmup", CURVES),
     Fault("schedule: the warm-up does not begin at its start", "scheduler/base.py", "return self.warmup_start + (peak - self.warmup_start)", "return (peak - self.warmup_start)", CURVES),

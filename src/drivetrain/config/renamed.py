@@ -93,6 +93,7 @@ ELSEWHERE = {  # names of other frameworks → drivetrain's: Lightning's, Huggin
     "image_size": "data.size",
     "img_size": "data.size",
     "model_ema": "ema=ema",
+    "swa": "ema=swa",
     "fsdp": "parallel=fsdp",
     "mixup": "augment=[mixup]",
     "cutmix": "augment=[cutmix]",

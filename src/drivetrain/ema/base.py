@@ -20,6 +20,7 @@ class Ema(Option):
     stage_keys: ClassVar[tuple[str, ...]] = ("*",)
     effect: ClassVar[Effect] = "exact"
     active = False
+    started = True  # whether there is an average yet: until then it is the weights themselves
 
     def update(self) -> None:
         """Add the current weights to the average, after an update that was not skipped."""
@@ -37,20 +38,17 @@ class Ema(Option):
         """Load `state_dict()`."""
 
 
-class Average(Ema):
-    """Exponential moving average: average ← decay · average + (1 - decay) · weights, after each update that was not skipped.
+class Kept(Ema):
+    """The base of what keeps one average. A subclass says in `update` when it moves, and by how much.
 
-    Floating-point buffers (BatchNorm's statistics) are averaged too, or copied; other buffers are copied. With `warmup` the
-    decay after n updates is min(decay, (1 + n) / (10 + n)), as in TensorFlow's ExponentialMovingAverage, so that early
-    weights are soon forgotten. The average of 16-bit weights is float32, since in 16 bits small changes would be rounded away.
+    Floating-point buffers (BatchNorm's statistics) are averaged too, or copied; other buffers are copied. The average of 16-bit
+    weights is float32, since in 16 bits small changes would be rounded away.
     """
 
     effect = "changes"
     changes = "an average of the weights is evaluated too; the weights train as before"
     active = True
-
-    def __init__(self, decay: Share = 0.999, warmup: bool = True, buffers: Literal["average", "copy"] = "average") -> None:
-        self.decay, self.warmup, self.buffers = decay, warmup, buffers
+    buffers = "average"
 
     def setup(self, context: BuildContext) -> None:
         """Start the average from the model's weights."""
@@ -70,12 +68,16 @@ class Average(Ema):
 
     def update(self) -> None:
         self._updates += 1
-        n = self._updates
-        decay = min(self.decay, (1 + n) / (10 + n)) if self.warmup else self.decay
+
+    def _move(self, mean: list[torch.Tensor], share: float) -> None:
+        """Move an average towards the weights: by this share of the way."""
         live = self._live  # detached, so that no graph is kept
         if self._widened:
-            live = [t.to(mean.dtype) for t, mean in zip(live, self._mean, strict=True)]
-        torch._foreach_lerp_(self._mean, live, 1.0 - decay)
+            live = [t.to(m.dtype) for t, m in zip(live, mean, strict=True)]
+        torch._foreach_lerp_(mean, live, share)
+
+    def _copy_buffers(self) -> None:
+        """Copy the buffers that are not averaged."""
         if self._copied:
             torch._foreach_copy_(self._copied, self._live_copied)
 
@@ -100,3 +102,23 @@ class Average(Ema):
         self._updates = state["updates"]
         for name, tensor in zip(self._names, self._mean + self._copied, strict=True):
             tensor.copy_(state["tensors"][name])
+
+
+class Average(Kept):
+    """Exponential moving average: average ← decay · average + (1 - decay) · weights, after each update that was not skipped.
+
+    With `warmup` the decay after n updates is min(decay, (1 + n) / (10 + n)), as in TensorFlow's ExponentialMovingAverage, so
+    that early weights are soon forgotten.
+    """
+
+    effect = "changes"
+
+    def __init__(self, decay: Share = 0.999, warmup: bool = True, buffers: Literal["average", "copy"] = "average") -> None:
+        self.decay, self.warmup, self.buffers = decay, warmup, buffers
+
+    def update(self) -> None:
+        super().update()
+        n = self._updates
+        decay = min(self.decay, (1 + n) / (10 + n)) if self.warmup else self.decay
+        self._move(self._mean, 1.0 - decay)
+        self._copy_buffers()

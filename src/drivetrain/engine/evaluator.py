@@ -64,7 +64,10 @@ class Evaluator:
         self.tables = {}
         with self.eval_weights():
             metrics = self.metrics()
-        if self.ema.active:
+        if self.ema.active and not self.ema.started:  # the average is the weights still
+            self.tables |= {f"ema_{name}": table for name, table in self.tables.items()}
+            metrics |= {f"ema_{name}": value for name, value in metrics.items()}
+        elif self.ema.active:
             with self.ema.swapped():
                 self.parallel.broadcast_buffers(self.model)  # each rank averaged its own buffers
                 metrics |= self.metrics("ema_")
