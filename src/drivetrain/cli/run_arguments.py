@@ -17,7 +17,8 @@ from drivetrain.ui.output import echo, fold
 OF_CHOICE = """\
   update=N              the checkpoint of this update; best: of the best evaluation; last: the newest valid one
                         (default: best where the run kept it, as saving=best does, else last)
-  average=true          the averaged weights (ema=ema) instead of the trained ones
+  average=true          the averaged weights (ema=ema) instead of the trained ones; average=0.08: those of this relative width,
+                        of a run with ema=post_hoc
   'trust=[my_pkg]'      for a run with code of your own: a run's files are not trusted to name code
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml"""
 
@@ -67,17 +68,28 @@ def _choice(settings: Sequence[str]) -> tuple[Choice, list[str]]:
             choice.update = value
         elif key == "average" and value in ("true", "false"):
             choice.average = value == "true"
+        elif key == "average" and (width := _width(value)) is not None:
+            choice.average = width
         elif key == "split" and value in ("test", "validation"):
             choice.split = value
         elif key == "split":
             wrong.append(f"{word}: say split=test or split=validation")
         elif key in ("update", "average"):
-            wrong.append(f"{word}: say update=N, update=best, update=last or average=true")
+            wrong.append(f"{word}: say update=N, update=best, update=last, average=true, or average=0.08 for a width below 0.28")
         else:
             rest.append(word)
     if wrong:
         raise UserError(wrong)
     return choice, rest
+
+
+def _width(value: str) -> float | None:
+    """The relative width of an average; None where the text is none."""
+    try:
+        width = float(value)
+    except ValueError:
+        return None
+    return width if 0 < width < 0.28 else None
 
 
 def complete(words: Sequence[str], last: str, *options: str) -> list[str]:

@@ -28,7 +28,7 @@ class Evaluation:
 
     run: str
     update: int
-    average: bool  # whether these are the averaged weights
+    average: bool | float  # whether these are the averaged weights; a number: those of this width
     split: str  # the set: test or validation
     metrics: dict[str, float]
     overrides: list[str]  # what differs from the run's own config

@@ -36,7 +36,7 @@ class Choice:
     """Which weights of a run to use."""
 
     update: str | None = None  # a number, "best" or "last"; None: the best where the run kept it, else the last
-    average: bool = False  # the averaged weights, instead of the trained ones
+    average: bool | float = False  # the averaged weights, instead of the trained ones; a number: the average of this width
     split: str = "test"  # the set to evaluate on: test or validation
 
 
@@ -48,7 +48,7 @@ class Finished:
     job: Job  # its config, without what only training needs
     used: Collection[str] | None  # the groups of options that will be used; None: all
     checkpoint: Path
-    average: bool
+    average: bool | float
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Read the chosen weights, under the model's own names. Raises UserError."""
@@ -156,14 +156,22 @@ def _best_update(run_dir: Path) -> int:
 
 
 def chosen_weights(
-    checkpoint: Path, weights: dict[str, torch.Tensor], state: dict[str, Any], average: bool
+    checkpoint: Path, weights: dict[str, torch.Tensor], state: dict[str, Any], average: bool | float
 ) -> dict[str, torch.Tensor]:
-    """A checkpoint's weights, or with `average` the averaged ones, where it has them. Raises UserError."""
+    """A checkpoint's weights, or with `average` the averaged ones, where it has them: those of a width, or the run's own.
+
+    Raises UserError.
+    """
     if not average:
         return weights
     if not state["ema"]:
         raise UserError(f"{checkpoint} has no averaged weights: the run had ema=none")
-    return {**weights, **{n: t.to(weights[n].dtype) for n, t in state["ema"]["tensors"].items()}}
+    tensors = state["ema"]["tensors"]
+    if average is not True:
+        from drivetrain.ema import profiles
+
+        tensors = profiles.synthesised(checkpoint.parent.parent, state["ema"], average)
+    return {**weights, **{n: t.to(weights[n].dtype) for n, t in tensors.items()}}
 
 
 def load_weights(model: torch.nn.Module, weights: dict[str, Any]) -> None:

@@ -1,0 +1,79 @@
+"""ema=post_hoc: averages whose width is chosen when the run is over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+from annotated_types import Gt, Lt
+
+from drivetrain.core.lazy import torch
+from drivetrain.core.option import Count, RunSpec
+from drivetrain.ema.base import Kept
+
+if TYPE_CHECKING:
+    from drivetrain.core.context import BuildContext
+
+Width = Annotated[float, Gt(0), Lt(0.28)]  # 1 / √12 = 0.289 is the width of the plain mean of a whole run
+
+
+class PostHoc(Kept):
+    """Two power-function averages (Karras et al. 2024, section 3): average ← β · average + (1 - β) · weights, with
+
+        β = (1 - 1 / t)^(γ + 1)   at update t
+
+    Each weights all updates so far in proportion to t^γ, so its width is a share of the run, however long that is. Both are
+    stored `snapshots` times in RUN/averages. From these, `drivetrain.ema.profiles` makes an average of another width.
+    """
+
+    effect = "changes"
+
+    def __init__(self, width: Width = 0.05, wider: Width = 0.1, snapshots: Count = 16) -> None:
+        self.width, self.wider, self.snapshots = width, wider, snapshots
+
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        name = run.named("ema")
+        if self.wider <= self.width:
+            yield f"ema.wider={self.wider:g} is not above ema.width={self.width:g}: set ema.width=0.05 ema.wider=0.1"
+        if not run.parallel.whole_model:
+            yield (
+                f"{name} stores averages of the whole model, and with {run.named('parallel')} each device has a part of it: "
+                "set parallel=ddp, or ema=ema"
+            )
+        if not run.saving.active:
+            yield f"{name} stores averages to be used with a checkpoint, and {run.named('saving')} writes none: set saving=last"
+        elif run.saving.sharded:
+            yield f"{name} and saving.sharded=true exclude each other (averages are stored whole): set saving.sharded=false"
+
+    def setup(self, context: BuildContext) -> None:
+        from drivetrain.ema import profiles
+
+        super().setup(context)
+        self._powers = [profiles.power(width) for width in (self.width, self.wider)]
+        self._second = [mean.clone() for mean in self._mean]
+        self._folder = context.run_dir / profiles.FOLDER if context.world.rank == 0 else None
+        self._end = context.horizon.updates
+
+    def update(self) -> None:
+        super().update()
+        t = self._updates
+        for mean, power in zip((self._mean, self._second), self._powers, strict=True):
+            self._move(mean, 1 - (1 - 1 / t) ** (power + 1))
+        self._copy_buffers()
+        if self._folder is not None and t * self.snapshots // self._end > (t - 1) * self.snapshots // self._end:
+            from drivetrain.ema import profiles
+
+            profiles.store(self._folder, self.state_dict())
+
+    def state_dict(self) -> dict[str, Any]:
+        second = dict(zip(self._names, self._second, strict=False))  # buffers that are copied come last
+        return {**super().state_dict(), "widths": [self.width, self.wider], "wider": second}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        if "wider" in state:
+            for name, mean in zip(self._names, self._second, strict=False):
+                mean.copy_(state["wider"][name])
+        else:  # of another average, or of none: it begins again
+            self._updates = 0
+            torch._foreach_copy_(self._second, self._mean)
