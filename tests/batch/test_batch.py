@@ -10,6 +10,7 @@ from drivetrain.batch import Accumulate, Batch
 from drivetrain.core import rng
 from drivetrain.core.microbatch import Request
 from drivetrain.core.world import World
+from drivetrain.launch import launcher
 
 WORLDS = (1, 2, 3)
 
@@ -134,8 +135,43 @@ def test_the_learning_rate_follows_the_batch(make, rule, factor):
         assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * factor)
 
 
+@pytest.mark.parametrize("rule", ["none", "linear", "sqrt"])
+@pytest.mark.parametrize("size", [3, 12, 24, 48])
+def test_the_timescale_of_weight_decay_stays_as_many_epochs(make, size, rule):
+    """Wang & Aitchison 2024: 1 / (lr × decay) updates of a batch are as many samples at any batch."""
+    words = [
+        "optimizer=adamw",
+        "optimizer.weight_decay=0.1",
+        "optimizer.lr=0.01",
+        f"batch.lr_scaling={rule}",
+        "batch.base_batch=3",
+    ]
+    trainer = make(*words, f"batch.global_batch={size}", "batch.decay_scaling=timescale")
+    decaying, exempt = trainer.optimizer.param_groups
+    assert size / (decaying["lr"] * decaying["weight_decay"]) == pytest.approx(3 / (0.01 * 0.1))
+    assert exempt["weight_decay"] == 0.0
+    assert make(*words).optimizer.param_groups[0]["weight_decay"] == 0.1
+
+
+def test_a_decay_that_lr_does_not_scale_is_advised_against(tiny):
+    def advice(*words: str) -> list[str]:
+        run = launcher.prepare(tiny(*words)).run
+        return list(run.batch.advise(run))
+
+    says = "batch.decay_scaling=timescale is for decay of lr × decay × weight: optimizer=adam has another"
+    assert advice("optimizer=adam", "batch.decay_scaling=timescale") == [says]
+    assert advice("optimizer=adamw", "batch.decay_scaling=timescale") == advice("optimizer=adam") == []
+
+
 @pytest.mark.parametrize(
-    "word", ["batch.global_batch=0", "batch.global_batch=1.5", "batch.lr_scaling=cubic", "batch.accumulation_steps=0"]
+    "word",
+    [
+        "batch.decay_scaling=linear",
+        "batch.global_batch=0",
+        "batch.global_batch=1.5",
+        "batch.lr_scaling=cubic",
+        "batch.accumulation_steps=0",
+    ],
 )
 def test_the_batch_words_are_counts_and_choices(problems, word):
     assert any(p.startswith(word) for p in problems("batch=accumulate", word))

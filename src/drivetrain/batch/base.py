@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Scaling = Literal["none", "linear", "sqrt"]
+DecayScaling = Literal["none", "timescale"]
 Factor = Annotated[int, Ge(2)]
 LARGEST = 1 << 40  # samples of an update: it grows no further, however long the run
 SEARCH_FACTOR = 1.1  # batch=auto finds the largest micro-batch to within this factor
@@ -44,14 +45,9 @@ class Batch(Option):
     stage_option: ClassVar[bool] = True
     stage_keys: ClassVar[tuple[str, ...]] = ("*",)
     effect: ClassVar[Effect] = "exact"
-    key_effects: ClassVar[Mapping[str, Effect]] = {
-        "global_batch": "changes",
-        "lr_scaling": "changes",
-        "base_batch": "changes",
-        "grow_every": "changes",
-        "grow_by": "changes",
-        "grow_until": "changes",
-    }
+    key_effects: ClassVar[Mapping[str, Effect]] = dict.fromkeys(
+        ("global_batch", "lr_scaling", "decay_scaling", "base_batch", "grow_every", "grow_by", "grow_until"), "changes"
+    )
     accumulation_steps = 1  # micro-batches of one update, before any growth
     pad_to = 1  # lengths of training sequences are padded to multiples of this
     buckets_lengths: ClassVar[bool] = False  # sequences are grouped into micro-batches of a few lengths
@@ -60,6 +56,7 @@ class Batch(Option):
 
     global_batch: Count = 128
     lr_scaling: Scaling = "none"
+    decay_scaling: DecayScaling = "none"
     base_batch: Count = 256
     grow_every: Count | None = None
     grow_by: Factor = 2
@@ -98,6 +95,8 @@ class Batch(Option):
                 f"{run.named('batch')} pads {run.named('data')} to other lengths in every batch, and {run.named('compile')} "
                 "compiles for each anew, or for any: batch=bucketed keeps to a few"
             )
+        if self.decay_scaling != "none" and not run.optimizer.decays_by_lr:
+            yield f"batch.decay_scaling={self.decay_scaling} is for a decay of lr × weight_decay, and {run.named('optimizer')} has another"
 
     def autotune(self, fitting: Callable[[Sequence[int], Any], int], ranks: int) -> Batch:
         """Return this option with the values that trial runs have found, before any rank starts.
@@ -122,6 +121,10 @@ class Batch(Option):
         """Return the factor of the learning rate (linear: Goyal et al. 2017; sqrt: Krizhevsky 2014)."""
         ratio = self.global_batch / self.base_batch
         return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[self.lr_scaling]
+
+    def decay_factor(self) -> float:
+        """Return the factor of the weight decay: 1 / (lr × decay) stays as many samples (Wang & Aitchison 2024)."""
+        return self.global_batch / self.base_batch / self.lr_factor() if self.decay_scaling == "timescale" else 1.0
 
     def sizes(self) -> tuple[Any, ...]:
         """Return the settings that say how many samples are in which update."""

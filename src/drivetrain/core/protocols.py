@@ -93,6 +93,9 @@ class Batch(Protocol):
     def lr_factor(self) -> float:
         """Return the factor by which the batch size scales the learning rate."""
 
+    def decay_factor(self) -> float:
+        """Return the factor by which the batch size scales the weight decay."""
+
     def micro_batch(self, world: World) -> int:
         """Return the maximum number of samples in one rank's forward."""
 

@@ -58,6 +58,7 @@ class Apex(Optimizer):
 class ApexAdam(Apex):
     """apex.optimizers.FusedAdam. With `adam_w_mode` the weight decay is decoupled from the gradient, as AdamW's is."""
 
+    decays_by_lr = True
     apex_name, alternative = "FusedAdam", "adamw"
     lr: Positive = 0.003
     weight_decay: NonNegative = 0.01
@@ -71,6 +72,7 @@ class ApexAdam(Apex):
 class ApexSgd(Apex):
     """apex.optimizers.FusedSGD."""
 
+    decays_by_lr = True
     apex_name, alternative = "FusedSGD", "sgd"
     lr: Positive = 0.1
     weight_decay: NonNegative = 5e-4

@@ -39,6 +39,7 @@ class Optimizer(Hyperparameters):
     has_foreach: ClassVar[bool] = True
     states: ClassVar[int] = 0  # tensors that it keeps for each parameter, of its size, at the least
     elementwise: ClassVar[bool] = False  # whether an element's update needs only that element's gradient, so that shards do
+    decays_by_lr: ClassVar[bool] = False  # whether an update takes lr × weight_decay of each weight away, but for a constant
     in_chunks: ClassVar[bool] = False  # whether its foreach implementation works on chunks that fit a CPU's cache
 
     def validate(self, run: RunSpec) -> Iterator[str]:
@@ -76,12 +77,14 @@ class Optimizer(Hyperparameters):
             yield f"optimizer.fused=true: {name} has no fused implementation on {kind}: set optimizer.fused=null"
 
     def build(self, context: BuildContext) -> torch.optim.Optimizer:
-        """The optimizer over the run's model, with the learning rate for its batch."""
-        return self.create(context.model, context.batch.lr_factor())
+        """The optimizer over the run's model, with the learning rate and the weight decay for its batch."""
+        return self.create(context.model, context.batch.lr_factor(), context.batch.decay_factor())
 
-    def create(self, model: torch.nn.Module, lr_factor: float = 1.0) -> torch.optim.Optimizer:
-        """The optimizer over the model's trainable parameters, with learning rate `lr` × `lr_factor`."""
+    def create(self, model: torch.nn.Module, lr_factor: float = 1.0, decay_factor: float = 1.0) -> torch.optim.Optimizer:
+        """The optimizer over the model's trainable parameters, with `lr` × `lr_factor` and `weight_decay` × `decay_factor`."""
         groups = parameter_groups(model, self, self.lr * lr_factor, self.group_settings(model))
+        for group in groups:
+            group["weight_decay"] *= decay_factor
         parameters = [p for g in groups for p in g["params"]]
         avoid_compiler_import()
         implementation = self.implementation(parameters[0].device.type, sum(p.numel() for p in parameters))

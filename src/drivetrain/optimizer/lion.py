@@ -14,6 +14,7 @@ from drivetrain.optimizer.base import Implementation, Optimizer
 class Lion(Optimizer):
     """Evolved sign momentum (Chen et al. 2023): drivetrain.optimizer.algorithms.lion has the formulas."""
 
+    decays_by_lr = True
     elementwise = True
     in_chunks = True
     lr: Positive = 0.001

@@ -24,6 +24,7 @@ class Muon(Optimizer):
     updates all matrices of one shape at once.
     """
 
+    decays_by_lr = True
     fused_on = ("cpu", "cuda")
     lr: Positive = 0.02
     weight_decay: NonNegative = 0.01

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 class Timm(Optimizer):
     """Any optimizer of timm.optim by name, with any of its arguments in `kwargs`. The parameter groups are drivetrain's."""
 
+    decays_by_lr = True
     fused_on = ("cpu", "cuda")  # where the optimizer is torch's: `validate_device` asks the optimizer itself
     lr: Positive = 0.003
     weight_decay: NonNegative = 0.01

@@ -32,6 +32,7 @@ class TorchOptimizer(Optimizer):
 class Sgd(TorchOptimizer):
     """Stochastic gradient descent with momentum (torch.optim.SGD)."""
 
+    decays_by_lr = True
     elementwise = True
     torch_name = "SGD"
     fused_on = ("cpu", "cuda", "xpu", "mps")
@@ -75,6 +76,7 @@ class Adam(TorchOptimizer):
 class AdamW(TorchOptimizer):
     """Adam with decoupled weight decay (Loshchilov & Hutter 2019; torch.optim.AdamW)."""
 
+    decays_by_lr = True
     elementwise = True
     torch_name = "AdamW"
     states = 2
@@ -125,6 +127,7 @@ class Adafactor(TorchOptimizer):
     width, which saves little. On a GPU, torch's implementation waits for the device once for each parameter and step.
     """
 
+    decays_by_lr = True
     torch_name = "Adafactor"
     step_waits = "torch's implementation reads the root mean square of each parameter"
     lr: Positive = 0.03
