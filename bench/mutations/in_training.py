@@ -126,7 +126,7 @@ FAULTS = (
     Fault("swa: the mean has one weight more", "ema/swa.py", "1 / self._updates", "1 / (self._updates + 1)", "tests/ema/test_swa.py", "torchs_averaged"),
     Fault("swa: dropout of an estimate moves the training's random numbers", "ema/norm_statistics.py", "            checkpoint_io.restore_random_state([random])  # dropout has drawn some\n", "", "tests/ema/test_swa.py", "does_not_change"),
     Fault("swa: statistics are those of the average before", "ema/swa.py", "        self._stale = True\n", "", "tests/ema/test_swa.py", "update_bn"),
-    Fault("post hoc: the power is that of the next update", "ema/post_hoc.py", "(1 - 1 / t)", "(1 - 1 / (t + 1))", "tests/ema/test_post_hoc.py", "hand_computation"),
+    Fault("post hoc: the power is that of the next update", "ema/post_hoc.py", "1 - (1 - 1 / t)", "1 - (1 - 1 / (t + 1))", "tests/ema/test_post_hoc.py", "hand_computation"),
     Fault("post hoc: the second average is not restored", "ema/post_hoc.py", '                mean.copy_(state["wider"][name])\n', "                pass\n", "tests/ema/test_post_hoc.py", "goes_on"),
     # schedules
     Fault("schedule: the warm-up makes an update with rate 0", "scheduler/base.py", "* (update + 1) / (self._warmup + 1)", "* update / self._warmup", CURVES),

@@ -158,7 +158,7 @@ def test_a_decay_that_lr_does_not_scale_is_advised_against(tiny):
         run = launcher.prepare(tiny(*words)).run
         return list(run.batch.advise(run))
 
-    says = "batch.decay_scaling=timescale is for decay of lr × decay × weight: optimizer=adam has another"
+    says = "batch.decay_scaling is for a decay of lr × weight_decay, and optimizer=adam has another"
     assert advice("optimizer=adam", "batch.decay_scaling=timescale") == [says]
     assert advice("optimizer=adamw", "batch.decay_scaling=timescale") == advice("optimizer=adam") == []
 

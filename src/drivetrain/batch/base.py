@@ -96,7 +96,7 @@ class Batch(Option):
                 "compiles for each anew, or for any: batch=bucketed keeps to a few"
             )
         if self.decay_scaling != "none" and not run.optimizer.decays_by_lr:
-            yield f"batch.decay_scaling={self.decay_scaling} is for a decay of lr × weight_decay, and {run.named('optimizer')} has another"
+            yield f"batch.decay_scaling is for a decay of lr × weight_decay, and {run.named('optimizer')} has another"
 
     def autotune(self, fitting: Callable[[Sequence[int], Any], int], ranks: int) -> Batch:
         """Return this option with the values that trial runs have found, before any rank starts.
