@@ -228,6 +228,46 @@ def test_equals_the_paper(case: str, form: str, dtype: torch.dtype) -> None:
         assert all(torch.equal(p, trained[n]) for n, p in model.named_parameters())
 
 
+def eigenbases(products: list[Any]) -> list[Any]:
+    return [np.linalg.eigh(product)[1][:, ::-1] for product in products]
+
+
+def turned(g: Any, bases: list[Any], back: bool = False) -> Any:
+    left, right = bases
+    return left @ g @ right.T if back else left.T @ g @ right
+
+
+@pytest.mark.parametrize(("frequency", "tolerance"), [(100, 1e-12), (3, 2e-6)])
+def test_soap_equals_the_paper(frequency: int, tolerance: float) -> None:
+    """A matrix by algorithm 3 of Vyas et al. 2024, with its power iteration; a vector by Adam. The library's QR is in float32."""
+    torch.manual_seed(3)
+    model = torch.nn.Linear(5, 4).double()
+    knobs = options.Soap(lr=0.01, weight_decay=0.1, precondition_frequency=frequency)
+    optimizer = knobs.create(model)
+    w, bias = (p.detach().numpy().copy() for p in model.parameters())
+    beta, products, bases = 0.95, [np.zeros((4, 4)), np.zeros((5, 5))], []
+    m, v, vector = 0 * w, 0 * w, {"m": 0 * bias, "v": 0 * bias}
+    for t in range(12):
+        g, g_bias = gradient("w", w.shape, t), gradient("b", bias.shape, t)
+        model.weight.grad, model.bias.grad = torch.tensor(g), torch.tensor(g_bias)
+        optimizer.step()
+        if t > 0:
+            m, v = beta * m + (1 - beta) * g, beta * v + (1 - beta) * turned(g, bases) ** 2
+            rate = 0.01 * math.sqrt(1 - beta**t) / (1 - beta**t)
+            w = (w - rate * turned(turned(m, bases) / (np.sqrt(v) + 1e-8), bases, back=True)) * (1 - 0.01 * 0.1)
+            vector = {"m": beta * vector["m"] + (1 - beta) * g_bias, "v": beta * vector["v"] + (1 - beta) * g_bias**2}
+            bias = bias - rate * vector["m"] / (np.sqrt(vector["v"]) + 1e-8)
+        products = [beta * p + (1 - beta) * part for p, part in zip(products, (g @ g.T, g.T @ g), strict=True)]
+        bases = bases or eigenbases(products)
+        if t > 0 and t % frequency == 0:
+            for axis, (product, basis) in enumerate(zip(products, bases, strict=True)):
+                order = np.argsort(-(basis * (product @ basis)).sum(0))
+                v = np.take(v, order, axis)
+                bases[axis] = np.linalg.qr((product @ basis)[:, order])[0]
+    np.testing.assert_allclose(model.weight.detach().numpy(), w, rtol=0, atol=tolerance)
+    np.testing.assert_allclose(model.bias.detach().numpy(), bias, rtol=0, atol=1e-12)
+
+
 def test_the_forms_are_taken() -> None:
     """A knob that is not in effect would make all forms equal."""
     sgd = {f: options.Sgd(**FORMS[f]).create(net()).param_groups[0] for f in FORMS}

@@ -16,6 +16,7 @@ OURS = [options.Lars, options.Lamb, options.NvLamb, options.NovoGrad, options.Li
 TORCHS = [options.Sgd, options.Adam, options.AdamW, options.RmsProp, options.Adagrad, options.Adafactor]
 TIMMS = ["nadamw", "lookahead_lamb"]
 ALL = [
+    pytest.param(options.Soap, {"precondition_frequency": 2}, "plain", id="Soap"),
     *(pytest.param(o, {}, "plain", id=o.__name__) for o in (*TORCHS, *OURS)),
     *(pytest.param(options.Timm, {"name": n}, "plain", id=n) for n in TIMMS),
     *(
