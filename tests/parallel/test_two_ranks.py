@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import socket
 import traceback
@@ -222,3 +223,40 @@ def test_stages_on_two_ranks_equal_those_in_one_process(ranks, tiny, tmp_path, s
     assert number == two[1] == 2
     for name, weight in one.items():
         torch.testing.assert_close(torch.tensor(two[0][name]), torch.tensor(weight), atol=1e-10, rtol=0)
+
+
+def test_schedule_free_averages_are_those_of_one_process_on_each_rank_also_where_a_run_goes_on(ranks, make, float64):
+    """The weights that are evaluated and saved, what the evaluation says of them, and those that train on."""
+    words = ["optimizer=schedulefree", "optimizer.lr=0.05", "updates=6", "model.hidden=[16]", "saving=none", "runtime.threads=1"]
+
+    def weights(trainer: Any) -> dict[str, Any]:
+        return {name: t.tolist() for name, t in trainer.model.state_dict().items()}
+
+    def ended(trainer: Any) -> list[Any]:
+        """The average, its loss, and the weights that are trained, which an evaluation puts back bit for bit."""
+        trainer.max_updates = 6
+        trainer.fit()
+        trained, loss = weights(trainer), trainer.log.writers[0][-1]["loss"]
+        with trainer.evaluator.eval_weights():
+            average = weights(trainer)
+        assert weights(trainer) == trained != average
+        return [average, trained, loss]
+
+    def stops_and_goes_on(world: World) -> Any:
+        trainer = make(*words, "parallel=ddp", "parallel.nproc=2", "runtime.device=cpu", world=world)
+        trainer.max_updates = 3
+        trainer.fit()
+        with trainer.evaluator.eval_weights():
+            saved = copy.deepcopy((dict(trainer.model.state_dict()), trainer.state()))
+        found = ended(trainer)
+        trainer.restore(*saved)
+        assert ended(trainer) == found
+        return found
+
+    one = ended(make(*words))
+    first, second = ranks(stops_and_goes_on)
+    assert first == second
+    for ours, theirs in zip(one[:2], first[:2], strict=True):
+        for name, value in ours.items():
+            torch.testing.assert_close(torch.tensor(theirs[name]), torch.tensor(value), rtol=1e-10, atol=1e-12)
+    assert first[2] == pytest.approx(one[2], rel=1e-10)
