@@ -11,8 +11,8 @@ perhaps killed again up to three times more, and gone on with to its end. A kill
 - to all processes at once, to the one that the user started, or to one of the others: a rank or a loader's worker.
 
 There are six outcomes: same bits, divergent, does not resume, untyped error (a traceback, or an end without a message), hangs,
-and, of a combination whose unbroken run fails, does not train. All but the first are faults. The draws are fixed by the seed; a moment is a share of the unbroken run's time, so where
-exactly it falls is not.
+and, of a combination whose unbroken run fails, does not train. All but the first are faults. The draws are fixed by the seed;
+a moment is a share of the unbroken run's time, so where exactly it falls is not.
 """
 
 from __future__ import annotations
