@@ -101,7 +101,7 @@ FAULTS = (
     Fault("amp: an overflow of one shard stays there", "precision/base.py", "float(self._parallel.all_reduce_max(inf))", "float(inf)", "tests/parallel/test_two_ranks.py", "overflow"),
     Fault("amp: an update that failed is not unscaled again", "precision/base.py", "            self.scaler._per_optimizer_states.clear()\n", "            pass\n", "tests/precision/test_precision.py", "repeated"),
     Fault("amp: the growth interval of the checkpoint wins", "precision/base.py", '{**state, "growth_interval": self.growth_interval}', "state", "tests/precision/test_precision.py", "scale_grows"),
-    Fault("amp: the scale is not in the state", "precision/base.py", "        return self.scaler.state_dict()\n", "        return {}\n", "tests/precision/test_precision.py", "grows"),
+    Fault("amp: the scale is not in the state", "precision/base.py", "        return {**super().state_dict(), **self.scaler.state_dict()}\n", "        return super().state_dict()\n", "tests/precision/test_precision.py", "grows"),
     Fault("backward: the weight is left out under loss scaling", "precision/base.py", "backpropagate(self.scaler.scale(loss), weight)", "backpropagate(self.scaler.scale(loss), torch.ones_like(weight))", "tests/precision/test_precision.py", "weight or scaling"),
     Fault("cpu half: the fastest rank decides", "precision/base.py", "[max(times) for times in zip(*ranks, strict=True)]", "[min(times) for times in zip(*ranks, strict=True)]", "tests/precision/test_cpu_half.py"),
     Fault("bf16_pure: rounding is not random", "precision/bf16_pure.py", "bits.add_(noise).bitwise_and_(-1 << 16)", "bits.bitwise_and_(-1 << 16)", "tests/precision/test_options.py", "stochastic_rounding_goes"),
