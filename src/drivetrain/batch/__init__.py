@@ -2,5 +2,6 @@
 
 from drivetrain.batch.base import Accumulate, Auto, Batch
 from drivetrain.batch.bucketed import Bucketed
+from drivetrain.batch.critical import Critical
 
-__all__ = ["Accumulate", "Auto", "Batch", "Bucketed"]
+__all__ = ["Accumulate", "Auto", "Batch", "Bucketed", "Critical"]

@@ -56,7 +56,8 @@ class Batch(Option):
     pad_to = 1  # lengths of training sequences are padded to multiples of this
     buckets_lengths: ClassVar[bool] = False  # sequences are grouped into micro-batches of a few lengths
     fixed_micro_batches: ClassVar[bool] = True  # all updates have the same number and size of micro-batches
-    is_tried: ClassVar[bool] = False  # its micro-batch is found by trials before the run
+    chooses_size: ClassVar[bool] = False  # a measurement before the ranks start chooses the global batch
+    is_tried: ClassVar[bool] = False  # its micro-batch or its size is found before the run starts
 
     global_batch: Count = 128
     lr_scaling: Scaling = "none"
@@ -68,6 +69,7 @@ class Batch(Option):
 
     def __post_init__(self) -> None:
         self._configured = self.accumulation_steps
+        self.found: dict[str, Any] | None = None  # what the size was chosen by, where it was measured
         self.pairs = False  # each sample gets a partner to be mixed with (mixup, CutMix)
         self.together = 1  # samples that an evaluation keeps in one batch, as losses do that compare samples
         self.lengths: torch.Tensor | None = None  # (n,) tokens of each training sample, where samples are sequences
@@ -103,6 +105,14 @@ class Batch(Option):
         """Return this option with the values that trial runs have found, before any rank starts.
 
         `fitting(sizes, limit_gb)` returns how many of these ascending micro-batch sizes fit in memory.
+        """
+        return self
+
+    def choose(self, measure: Callable[[int, int], dict[str, Any]], ranks: int, recorded: Any = None) -> Batch:
+        """Return this option with the global batch that a measurement gives, before any rank starts.
+
+        `measure(steps, updates)` trains for some updates in a process of its own, each split into micro-batches, and returns
+        noise_scale (None: not to be told), updates, and the samples of the training set. `recorded` is what a resumed run found.
         """
         return self
 

@@ -17,7 +17,7 @@ import torch
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.step import WrappingStep
 
-EVERY = 8  # updates, of which one is measured: on small models the two norms take as long as a micro-batch
+EVERY = 8  # on small models the two norms take as long as a micro-batch
 KEPT = 0.9  # of the sums before, at each record: single records are noisy
 
 
@@ -27,6 +27,7 @@ class NoiseScale:
 
     device: torch.device
     size: Callable[[int], int]  # the samples of an update in an epoch
+    every: int = EVERY  # updates, of which one is measured
     sums: torch.Tensor = field(init=False)  # (2,): the variance divided by the batch size, and the squared length
 
     def __post_init__(self) -> None:
@@ -56,12 +57,11 @@ class NoiseScaleStep(WrappingStep):
     noise: NoiseScale
     parameters: Sequence[torch.nn.Parameter]
     ranks: int
-    every: int = EVERY
     _updates: int = field(default=0, init=False)
     _first: torch.Tensor | None = field(default=None, init=False)
 
     def micro_batch(self, batch: MicroBatch, loss_sum: torch.Tensor) -> None:
-        if self._first is not None or self._updates % self.every:
+        if self._first is not None or self._updates % self.noise.every:
             self.inner.micro_batch(batch, loss_sum)
         elif not batch.last:
             self.inner.micro_batch(batch, loss_sum)
