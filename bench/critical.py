@@ -198,8 +198,8 @@ def show(name: str, found: dict[str, Any]) -> None:
     ]
     table(name, ("batch", "reached", "updates", "predicted", "CPU"), rows)
     print(
-        f"noise scale {found['noise_scale']:.0f}, best fit {found['fitted_critical_batch']:.0f}; predictions are off by a factor of "
-        f"{found['error_of_prediction']:.2f}; the chosen batch takes {found['chosen_over_best_in_time']} × the time of the best"
+        f"noise scale {found['noise_scale']:.0f}, best fit {found['fitted_critical_batch']:.0f}; predictions are off by a "
+        f"factor of {found['error_of_prediction']:.2f}; the chosen batch takes {found['chosen_over_best_in_time']} × the time of the best"
     )
 
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,10 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from annotated_types import Ge
 
 from drivetrain.core import rng
-from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
-from drivetrain.core.option import Count, Effect, Option, Positive, RunSpec
+from drivetrain.core.option import Count, Effect, Option, RunSpec
 from drivetrain.core.source import Source
 from drivetrain.core.world import World
 
@@ -30,7 +28,6 @@ logger = logging.getLogger(__name__)
 Scaling = Literal["none", "linear", "sqrt"]
 Factor = Annotated[int, Ge(2)]
 LARGEST = 1 << 40  # samples of an update: it grows no further, however long the run
-SEARCH_FACTOR = 1.1  # batch=auto finds the largest micro-batch to within this factor
 
 
 @dataclass(eq=False)
@@ -287,51 +284,3 @@ class Accumulate(Batch):
     effect = "close"
     changes = "gradients are summed by micro-batches, of which BatchNorm takes its statistics"
     accumulation_steps: Count = 4
-
-
-@dataclass(eq=False)
-class Auto(Batch):
-    """Finds the largest micro-batch that fits by trial before the run; gradient accumulation keeps the global batch.
-
-    Each trial is a process of its own, which may run out of memory. A CPU has no memory limit: set `memory_gb`.
-    """
-
-    effect = "close"
-    changes = "gradients are summed by micro-batches, of which BatchNorm takes its statistics"
-    fixed_micro_batches: ClassVar[bool] = False
-    is_tried: ClassVar[bool] = True
-
-    memory_gb: Positive | None = None
-
-    def validate_device(self, run: RunSpec) -> Iterator[str]:
-        if run.runtime.device_type() == "cpu" and self.memory_gb is None:
-            yield "batch=auto on a CPU needs a limit: set batch.memory_gb to what a rank may use, or batch=fixed"
-
-    def autotune(self, fitting: Callable[[Sequence[int], Any], int], ranks: int) -> Batch:
-        largest = self.global_batch // ranks
-        # From 2: BatchNorm cannot train on a single sample.
-        sizes = sorted({*(2**k for k in range(1, largest.bit_length())), largest})
-        fit_count = fitting(sizes, self.memory_gb)
-        limit = sizes[fit_count - 1] if fit_count else 0
-        if limit and fit_count < len(sizes):
-            between = _sizes_between(limit, sizes[fit_count])
-            limit = [limit, *between][fitting(between, self.memory_gb)] if between else limit
-        if not limit:
-            raise UserError(
-                f"batch=auto: not even {sizes[0]} samples fit: raise batch.memory_gb, or save memory "
-                "(precision=bf16, checkpointing=blocks, a smaller model)"
-            )
-        tuned = copy.deepcopy(self)
-        tuned.accumulation_steps = math.ceil(largest / limit)
-        fits = f"{limit} samples fit" if limit < largest else f"all {largest} samples fit"
-        micro = math.ceil(largest / tuned.accumulation_steps)
-        logger.info(f"batch=auto: {fits} at once: {tuned.accumulation_steps} steps of {micro} samples on each rank")
-        return tuned
-
-
-def _sizes_between(low: int, high: int) -> list[int]:
-    """Return sizes between low and high, each at most SEARCH_FACTOR times the one before."""
-    sizes, size = [], low
-    while (size := max(size + 1, int(size * SEARCH_FACTOR))) < high:
-        sizes.append(size)
-    return sizes

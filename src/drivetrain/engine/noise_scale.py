@@ -95,7 +95,7 @@ class NoiseScaleStep(WrappingStep):
         def add(gradient: torch.Tensor) -> None:
             norms.append(torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32))
 
-        hooks = [p.register_hook(add) for p in self.parameters]
+        hooks = [p.register_hook(add) for p in self.parameters]  # type: ignore[no-untyped-call]
         try:
             yield norms
         finally:
