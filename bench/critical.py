@@ -47,7 +47,7 @@ COMMON = (
     "scheduler=constant", "batch.lr_scaling=sqrt", "batch.base_batch=64", "stop.at_target=true", "log_every=1000",
     "saving=none", "logger=[]", "runtime.device=cpu", "runtime.threads=1",
 )  # fmt: skip
-SMALLEST, LARGEST = 16, 1150  # of the look
+SMALLEST, LARGEST = 32, 1150  # of the look
 
 
 class Watch(Callback):
@@ -199,7 +199,7 @@ def show(name: str, found: dict[str, Any]) -> None:
     table(name, ("batch", "reached", "updates", "predicted", "CPU"), rows)
     print(
         f"noise scale {found['noise_scale']:.0f}, best fit {found['fitted_critical_batch']:.0f}; predictions are off by a "
-        f"factor of {found['error_of_prediction']:.2f}; the chosen batch takes {found['chosen_over_best_in_time']} × the time of the best"
+        f"factor {found['error_of_prediction']:.2f}; the chosen one takes {found['chosen_over_best_in_time']} × the best's time"
     )
 
 

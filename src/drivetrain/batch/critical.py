@@ -25,8 +25,7 @@ class Critical(Batch):
 
     At this size, the critical batch, a run takes about twice the fewest possible updates and twice the fewest possible samples.
     Before the ranks start, a process of its own trains for `look_updates` updates of `global_batch` samples and measures the
-    noise scale. `global_batch` is then doubled, by more accumulation steps, as often as brings it next to the noise scale, to
-    `max` at most. The batch stays for the whole run, whose length and schedule are known at its start as those of any other.
+    noise scale. As long as that is above the batch, the batch is then doubled by more accumulation steps, to `max` at most. The batch stays for the whole run, whose length and schedule are known at its start as those of any other.
     A resumed run goes on with the batch that was found, which is in environment.json and result.json.
     """
 
@@ -84,9 +83,9 @@ class Critical(Batch):
         return chosen
 
     def _growth(self, noise_scale: float | None, samples: int) -> int:
-        """The power of two by which the smallest batch comes next to the noise scale, within the limits and the data."""
+        """The power of two by which the smallest batch comes up to the noise scale, within the limits and the data."""
         most = math.floor(math.log2(max(1.0, min(self.max, samples) / self.global_batch)))
-        wanted = round(math.log2(noise_scale / self.global_batch)) if noise_scale else 0
+        wanted = math.ceil(math.log2(noise_scale / self.global_batch)) if noise_scale else 0
         return int(2 ** min(max(0, wanted), most))
 
     def setup(self, context: BuildContext) -> None:

@@ -140,6 +140,7 @@ class Tuning:
         self.comparisons[f"{stage.title.capitalize()}{', again' if stage.title in self.accepted else ''}"] = done
         if done.rows[0].error is not None:
             raise UserError(f"the run as it is does not run: {done.rows[0].error}")
+        self.notes += [f"not taken: {row.pays_too_late}" for row in done.rows[1:] if row.pays_too_late]
         best = _best(done.rows)
         self.data_wait = (best or done.rows[0]).data_wait or 0.0
         if best is None:
@@ -187,6 +188,9 @@ class Tuning:
                 title = titles[done.rows.index(better) - 2]
                 self.notes.append(f"{self.accepted.pop(title)} is dropped: the others are faster without it")
                 continue
+            if row.pays_too_late:
+                self.notes.append(f"together they are not worth it, nothing is kept: {row.pays_too_late}")
+                return None
             if row.ratio is None or row.ratio.low <= 1:
                 self.notes.append("together they are not faster beyond doubt: nothing is kept")
                 return None
@@ -230,9 +234,10 @@ class Tuning:
 
 
 def _best(rows: Sequence[Row]) -> Row | None:
-    """The fastest of the rows that are likely to be faster than the first."""
+    """The fastest of the rows that are likely to be faster than the first, if the run is long enough for them to pay."""
     base = rows[0].rates
-    ratios = {n: ratio(row.rates, base[: len(row.rates)], CONFIDENCE) for n, row in enumerate(rows) if n and row.rates}
+    tried = {n: row for n, row in enumerate(rows) if n and row.rates and not row.pays_too_late}
+    ratios = {n: ratio(row.rates, base[: len(row.rates)], CONFIDENCE) for n, row in tried.items()}
     faster = [n for n, found in ratios.items() if found.low > 1]
     return rows[max(faster, key=lambda n: ratios[n].middle)] if faster else None
 
