@@ -25,7 +25,8 @@ class Critical(Batch):
 
     At this size, the critical batch, a run takes about twice the fewest possible updates and twice the fewest possible samples.
     Before the ranks start, a process of its own trains for `look_updates` updates of `global_batch` samples and measures the
-    noise scale. As long as that is above the batch, the batch is then doubled by more accumulation steps, to `max` at most. The batch stays for the whole run, whose length and schedule are known at its start as those of any other.
+    noise scale. As long as that is above the batch, the batch is then doubled by more accumulation steps, to `max` at most. It
+    stays for the whole run, whose length and schedule are known at its start as those of any other.
     A resumed run goes on with the batch that was found, which is in environment.json and result.json.
     """
 
