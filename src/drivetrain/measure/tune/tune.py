@@ -76,6 +76,7 @@ class Settings:
     quality: bool = True  # train the winner and the original run to their ends, if the budget is enough for it
     seeds: Count = 5
     lr_updates: Count = 150  # of the range test
+    target: str | None = None  # such as accuracy>=0.98: search the global batch that reaches it soonest, in place of speed
 
 
 def command(argv: list[str], config_dirs: Sequence[str] = (), recipe: Path | None = None) -> int:
@@ -84,6 +85,12 @@ def command(argv: list[str], config_dirs: Sequence[str] = (), recipe: Path | Non
     check_file(recipe)
     arms.refuse_resume("tune", overrides)
     job = prepare_job(overrides, config_dirs)
+    if settings.target is not None:
+        from drivetrain.measure.tune import by_target
+
+        if settings.what not in ("all", "batch") or recipe is not None:
+            raise UserError(f"target={settings.target} searches the batch, and prints a command: leave out what= and --recipe")
+        return by_target.command(settings.target, settings.seeds, settings.budget_s, overrides, config_dirs, job)
     tuning = Tuning(settings, overrides, config_dirs)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, of settings that are only tried, would stand between the lines
