@@ -56,6 +56,7 @@ class Plan:
 PLANS = {
     "default": Plan("accuracy>=0.98", 5),
     "digits_best": Plan("accuracy>=0.98"),
+    "digits_critical": Plan("accuracy>=0.97", 5),
     "digits_fast": Plan("accuracy>=0.98", 5),
     "digits_robust": Plan("accuracy>=0.95"),
     "digits_small": Plan("accuracy>=0.98", 5),

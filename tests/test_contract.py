@@ -116,6 +116,7 @@ SLOW = {
     *(("parallel", name) for name in ("ddp", "fsdp", "tensor", "pipeline")),
     *(("logger", name) for name in ("wandb", "mlflow")),
     ("batch", "auto"),
+    ("batch", "critical"),
     ("checkpointing", "budget"),
 }
 # Groups whose options keep something from update to update, or give what a checkpoint holds another form: they are resumed.

@@ -1,4 +1,7 @@
-"""The gradient noise scale: without bias against per-sample gradients, in the log where updates have several micro-batches."""
+"""The gradient noise scale: without bias against per-sample gradients, in the log where updates have several micro-batches.
+
+That ranks without accumulation measure the same is in tests/parallel/test_two_ranks.py.
+"""
 
 import json
 
@@ -32,9 +35,9 @@ class Gradients:
 def run(sizes, updates, spoilt=()):
     """The estimate after so many updates of micro-batches of these sizes."""
     parameter = torch.nn.Parameter(torch.zeros(6, dtype=torch.float64))
-    noise = NoiseScale(torch.device("cpu"), lambda epoch: sum(sizes))
+    noise = NoiseScale(torch.device("cpu"), lambda epoch: sum(sizes), every=1)
     noise.sums = noise.sums.double()
-    step = NoiseScaleStep(Gradients(parameter), noise, [parameter], ranks=1, every=1)
+    step = NoiseScaleStep(Gradients(parameter), noise, [parameter], ranks=1)
     for n in range(updates):
         drawn = SAMPLES[torch.randperm(len(SAMPLES), generator=GENERATOR)[: sum(sizes)]].split(sizes)
         for m, x in enumerate(drawn):
@@ -62,6 +65,28 @@ def test_one_update_in_eight_is_measured(make, monkeypatch):
     monkeypatch.setattr(NoiseScaleStep, "_squared_norm", lambda self: measured.append(trainer.progress.updates) or torch.ones(()))
     trainer.fit()
     assert measured == [0, 0, 8, 8, 16, 16]
+
+
+def test_a_rank_measures_its_own_gradient_before_it_is_averaged_and_leaves_no_hook():
+    parameter, other = torch.nn.Parameter(torch.ones(6)), torch.nn.Parameter(torch.ones(2))
+    noise = NoiseScale(torch.device("cpu"), lambda epoch: 2, every=2)
+
+    class Averaging(Gradients):
+        def micro_batch(self, batch, loss_sum):
+            ((parameter * batch.x).sum() + (2 * other).sum()).mul(batch.weight).backward()
+            parameter.grad /= 2  # with a rank whose gradients are 0
+            other.grad /= 2
+
+    step = NoiseScaleStep(Averaging(parameter), noise, [parameter, other], ranks=2)
+    for _ in range(2):
+        parameter.grad = other.grad = None
+        step.micro_batch(MicroBatch(torch.arange(6.0), None, torch.tensor(1.0), True, False), torch.zeros(()))
+        step.update()
+        step.zero_grad()
+    own = 55.0 + 8
+    assert noise.sums.tolist() == pytest.approx([own - own / 4, 2 * (own / 4 - own / 2)])
+    assert not parameter._backward_hooks
+    assert not other._backward_hooks
 
 
 def test_one_micro_batch_tells_nothing():

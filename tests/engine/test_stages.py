@@ -237,6 +237,7 @@ def test_a_model_that_would_have_other_shapes_is_refused_before_the_start(staged
         ("[{until: true}]", ["stages[0].until=True: give a share"]),
         ("[{until: 5eps}]", ["stages[0].until=5eps is no length"]),
         ("[{until: 1ep, batch: auto}]", ["stages and batch=auto exclude each other"]),
+        ("[{until: 1ep, batch: critical}]", ["stages and batch=critical exclude each other"]),
         ("[3]", ["stages=[3]: must be a mapping"]),
         ("[{until: 1ep, stages: []}]", ["a stage has no stages of its own"]),
     ],

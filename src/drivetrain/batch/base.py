@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,10 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from annotated_types import Ge
 
 from drivetrain.core import rng
-from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
-from drivetrain.core.option import Count, Effect, Option, Positive, RunSpec
+from drivetrain.core.option import Count, Effect, Option, RunSpec
 from drivetrain.core.source import Source
 from drivetrain.core.world import World
 
@@ -31,7 +29,6 @@ Scaling = Literal["none", "linear", "sqrt"]
 DecayScaling = Literal["none", "timescale"]
 Factor = Annotated[int, Ge(2)]
 LARGEST = 1 << 40  # samples of an update: it grows no further, however long the run
-SEARCH_FACTOR = 1.1  # batch=auto finds the largest micro-batch to within this factor
 
 
 @dataclass(eq=False)
@@ -52,7 +49,8 @@ class Batch(Option):
     pad_to = 1  # lengths of training sequences are padded to multiples of this
     buckets_lengths: ClassVar[bool] = False  # sequences are grouped into micro-batches of a few lengths
     fixed_micro_batches: ClassVar[bool] = True  # all updates have the same number and size of micro-batches
-    is_tried: ClassVar[bool] = False  # its micro-batch is found by trials before the run
+    chooses_size: ClassVar[bool] = False  # a measurement before the ranks start chooses the global batch
+    is_tried: ClassVar[bool] = False  # its micro-batch or its size is found before the run starts
 
     global_batch: Count = 128
     lr_scaling: Scaling = "none"
@@ -65,6 +63,7 @@ class Batch(Option):
 
     def __post_init__(self) -> None:
         self._configured = self.accumulation_steps
+        self.found: dict[str, Any] | None = None  # what the size was chosen by, where it was measured
         self.pairs = False  # each sample gets a partner to be mixed with (mixup, CutMix)
         self.together = 1  # samples that an evaluation keeps in one batch, as losses do that compare samples
         self.lengths: torch.Tensor | None = None  # (n,) tokens of each training sample, where samples are sequences
@@ -102,6 +101,14 @@ class Batch(Option):
         """Return this option with the values that trial runs have found, before any rank starts.
 
         `fitting(sizes, limit_gb)` returns how many of these ascending micro-batch sizes fit in memory.
+        """
+        return self
+
+    def choose(self, measure: Callable[[int, int], dict[str, Any]], ranks: int, recorded: Any = None) -> Batch:
+        """Return this option with the global batch that a measurement gives, before any rank starts.
+
+        `measure(steps, updates)` trains for some updates in a process of its own, each split into micro-batches, and returns
+        noise_scale (None: not to be told), updates, and the samples of the training set. `recorded` is what a resumed run found.
         """
         return self
 
@@ -280,51 +287,3 @@ class Accumulate(Batch):
     effect = "close"
     changes = "gradients are summed by micro-batches, of which BatchNorm takes its statistics"
     accumulation_steps: Count = 4
-
-
-@dataclass(eq=False)
-class Auto(Batch):
-    """Finds the largest micro-batch that fits by trial before the run; gradient accumulation keeps the global batch.
-
-    Each trial is a process of its own, which may run out of memory. A CPU has no memory limit: set `memory_gb`.
-    """
-
-    effect = "close"
-    changes = "gradients are summed by micro-batches, of which BatchNorm takes its statistics"
-    fixed_micro_batches: ClassVar[bool] = False
-    is_tried: ClassVar[bool] = True
-
-    memory_gb: Positive | None = None
-
-    def validate_device(self, run: RunSpec) -> Iterator[str]:
-        if run.runtime.device_type() == "cpu" and self.memory_gb is None:
-            yield "batch=auto on a CPU needs a limit: set batch.memory_gb to what a rank may use, or batch=fixed"
-
-    def autotune(self, fitting: Callable[[Sequence[int], Any], int], ranks: int) -> Batch:
-        largest = self.global_batch // ranks
-        # From 2: BatchNorm cannot train on a single sample.
-        sizes = sorted({*(2**k for k in range(1, largest.bit_length())), largest})
-        fit_count = fitting(sizes, self.memory_gb)
-        limit = sizes[fit_count - 1] if fit_count else 0
-        if limit and fit_count < len(sizes):
-            between = _sizes_between(limit, sizes[fit_count])
-            limit = [limit, *between][fitting(between, self.memory_gb)] if between else limit
-        if not limit:
-            raise UserError(
-                f"batch=auto: not even {sizes[0]} samples fit: raise batch.memory_gb, or save memory "
-                "(precision=bf16, checkpointing=blocks, a smaller model)"
-            )
-        tuned = copy.deepcopy(self)
-        tuned.accumulation_steps = math.ceil(largest / limit)
-        fits = f"{limit} samples fit" if limit < largest else f"all {largest} samples fit"
-        micro = math.ceil(largest / tuned.accumulation_steps)
-        logger.info(f"batch=auto: {fits} at once: {tuned.accumulation_steps} steps of {micro} samples on each rank")
-        return tuned
-
-
-def _sizes_between(low: int, high: int) -> list[int]:
-    """Return sizes between low and high, each at most SEARCH_FACTOR times the one before."""
-    sizes, size = [], low
-    while (size := max(size + 1, int(size * SEARCH_FACTOR))) < high:
-        sizes.append(size)
-    return sizes

@@ -15,7 +15,7 @@ drivetrain report [RUN | DIR …]      one run on a page; or runs and sweeps, fi
   drivetrain report outputs/multirun/2026-11-21/…      one sweep
   drivetrain report runs/a runs/b target=0.97 out=page
 
-  target=VALUE          the metric that times are taken to; default: what all completed runs reached
+  target=VALUE          the metric that times are taken to, or 'target=accuracy>=0.98'; default: what all completed runs reached
   samples=12            on the page of one run: the worst samples, and as many others; 0 loads no model
   out=DIR               where report.html and report.csv go; else the folder of the one run, or a new one under outputs/report
 """

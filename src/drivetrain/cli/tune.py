@@ -19,6 +19,7 @@ drivetrain tune [what=all] [group=option] [key=value] …      what makes this r
   rounds=8, block_s=0.3  of each comparison; candidates that fall behind stop early
   quality=true          is the result still right? seeds=5 trainings of each, as far as the budget goes
   lr_updates=150        updates of the range test
+  'target=accuracy>=0.98'  in place of speed: which global batch near the gradient noise scale gets there soonest, over seeds=5
   --recipe FILE         where to write the recipe with its claim, in place of a file below outputs/tune
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
 

@@ -122,7 +122,11 @@ def set_batches(runs: Sequence[RunSpec]) -> Iterator[str]:
 def problems(run: RunSpec) -> Iterator[str]:
     """Why a run cannot have these stages, as far as that is known before the data is read."""
     if any(stage.run.batch.is_tried for stage in run.stages):
-        yield "stages and batch=auto exclude each other (it tries one micro-batch for the whole run): set batch=accumulate"
+        tried = next(stage.run for stage in run.stages if stage.run.batch.is_tried)
+        yield (
+            f"stages and {tried.named('batch')} exclude each other (it finds one batch for the whole run before the start): set "
+            "batch=accumulate"
+        )
     if run.stages and run.debug.updates is None and (horizon := run_horizon(run)) is not None:
         yield from boundary_problems(run, horizon)
 

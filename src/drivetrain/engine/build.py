@@ -147,7 +147,8 @@ def _with_noise_scale(
 ) -> tuple[NoiseScale | None, Step]:
     """Measure the gradient noise scale where updates have several micro-batches whose gradients are independent estimates."""
     parallel = context.parallel
-    several = batch.accumulation_steps > 1 or batch.grow_every is not None
+    of_ranks = parallel.data_world.size > 1 and not context.run.compile.captures_step  # a graph calls no hooks
+    several = batch.accumulation_steps > 1 or batch.grow_every is not None or of_ranks
     if not several or not parallel.own_gradients or isinstance(context.loss, ComparingLoss):
         return None, step
     noise = NoiseScale(context.device, batch.size)

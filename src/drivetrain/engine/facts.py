@@ -82,7 +82,7 @@ def advice(trainer: Trainer) -> Iterator[str]:
     first = trainer.batch.updates(samples, 0, trainer.drop_last)
     left_out = 1 - trainer.batch.consumed(samples, 0, first, trainer.drop_last) / samples
     better = smaller_batch(samples, trainer.batch.accumulation_steps * trainer.parallel.data_world.size)
-    if an_epoch < FEW_UPDATES and better < trainer.batch.global_batch:
+    if an_epoch < FEW_UPDATES and trainer.batch.found is None and better < trainer.batch.global_batch:
         few = f"an epoch of {samples:,} samples has {an_epoch} update{'s' * (an_epoch != 1)} of {trainer.batch.global_batch}"
         dropped = f", and leaves out {100 * left_out:.0f} % of them (data.drop_last)" if left_out > MUCH else ""
         yield f"{few}{dropped}: set batch.global_batch={better} for more updates"

@@ -1,13 +1,15 @@
 """The gradient noise scale (McCandlish et al. 2018): the batch size beyond which larger batches save few updates.
 
 It is the variance of one sample's gradient, summed over all parameters, divided by the squared length of the true gradient.
-Both are estimated without bias from two gradients that an update with several micro-batches has anyway: that of its first
-micro-batch, and that of the whole batch (their appendix A.1).
+Both are estimated without bias from two gradients that an update with several micro-batches, or on several ranks, has anyway:
+that of one micro-batch, and that of the whole batch (their appendix A.1). The micro-batch is a rank's first one. Where it is the
+rank's only one, its gradient is measured in the backward, before the ranks average theirs; the log takes the mean over ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +17,7 @@ import torch
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.step import WrappingStep
 
-EVERY = 8  # updates, of which one is measured: on small models the two norms take as long as a micro-batch
+EVERY = 8  # on small models the two norms take as long as a micro-batch
 KEPT = 0.9  # of the sums before, at each record: single records are noisy
 
 
@@ -25,6 +27,7 @@ class NoiseScale:
 
     device: torch.device
     size: Callable[[int], int]  # the samples of an update in an epoch
+    every: int = EVERY  # updates, of which one is measured
     sums: torch.Tensor = field(init=False)  # (2,): the variance divided by the batch size, and the squared length
 
     def __post_init__(self) -> None:
@@ -49,20 +52,26 @@ class NoiseScale:
 
 @dataclass(eq=False)
 class NoiseScaleStep(WrappingStep):
-    """Measures some updates: their gradient after the first micro-batch, and after the last. It changes nothing."""
+    """Measures some updates: the gradient of this rank's first micro-batch, and that of the update. It changes nothing."""
 
     noise: NoiseScale
     parameters: Sequence[torch.nn.Parameter]
     ranks: int
-    every: int = EVERY
     _updates: int = field(default=0, init=False)
     _first: torch.Tensor | None = field(default=None, init=False)
 
     def micro_batch(self, batch: MicroBatch, loss_sum: torch.Tensor) -> None:
-        self.inner.micro_batch(batch, loss_sum)
-        if self._first is None and not batch.last and self._updates % self.every == 0:
-            self._share = batch.weight / self.ranks
-            self._first = self._squared_norm() / batch.weight**2
+        if self._first is not None or self._updates % self.noise.every:
+            self.inner.micro_batch(batch, loss_sum)
+        elif not batch.last:
+            self.inner.micro_batch(batch, loss_sum)
+            self._measured(batch, self._squared_norm())
+        elif self.ranks == 1:  # the update's only micro-batch is the whole batch
+            self.inner.micro_batch(batch, loss_sum)
+        else:
+            with self._own_gradients() as norms:
+                self.inner.micro_batch(batch, loss_sum)
+            self._measured(batch, torch.stack(norms).square().sum())
 
     def update(self) -> bool:
         if self._first is not None:
@@ -73,6 +82,25 @@ class NoiseScaleStep(WrappingStep):
     def zero_grad(self) -> None:
         self._first = None
         self.inner.zero_grad()
+
+    def _measured(self, batch: MicroBatch, squared: torch.Tensor) -> None:
+        self._share = batch.weight / self.ranks
+        self._first = squared / batch.weight**2
+
+    @contextmanager
+    def _own_gradients(self) -> Iterator[list[torch.Tensor]]:
+        """Collect the norm of each parameter's gradient in a backward, before the ranks average it."""
+        norms: list[torch.Tensor] = []
+
+        def add(gradient: torch.Tensor) -> None:
+            norms.append(torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32))
+
+        hooks = [p.register_hook(add) for p in self.parameters]  # type: ignore[no-untyped-call]
+        try:
+            yield norms
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _squared_norm(self) -> torch.Tensor:
         gradients = [p.grad for p in self.parameters if p.grad is not None]

@@ -12,11 +12,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.core import process
 from drivetrain.core.errors import FAILED, UserError
+
+if TYPE_CHECKING:
+    from drivetrain.launch.job import Job
 
 OUT_OF_MEMORY = 3  # the child's exit code
 FITS = "fits"  # the child's line for one size that fits
@@ -26,19 +30,36 @@ MEMORY_FRACTION = 0.95  # of a device; the rest is for fragmentation and the ran
 def count_fitting(overrides: Sequence[str], config_dirs: Sequence[str], sizes: Sequence[int], limit_gb: float | None) -> int:
     """The number of these ascending micro-batch sizes that fit, from the first; `limit_gb` limits the process's memory."""
     task = {"overrides": list(overrides), "config_dirs": list(config_dirs), "sizes": list(sizes), "limit_gb": limit_gb}
+    done = run_child("drivetrain.launch.batch_probe", task)
+    if done.returncode == FAILED:
+        raise UserError(f"batch=auto: a trial step failed: {last_line(done)}")
+    return sum(line == FITS for line in done.stdout.splitlines())
+
+
+def run_child(module: str, task: Mapping[str, Any]) -> subprocess.CompletedProcess[str]:
+    """Run a module in a process of its own, with a task on its standard input."""
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     env["PYTHONPATH"] = process.import_path()
-    done = subprocess.run(
-        process.command("drivetrain.launch.batch_probe"),
-        input=json.dumps(task),
-        env=env,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode == FAILED:
-        raise UserError(f"batch=auto: a trial step failed: {done.stderr.strip().splitlines()[-1]}")
-    return sum(line == FITS for line in done.stdout.splitlines())
+    return subprocess.run(process.command(module), input=json.dumps(task), env=env, capture_output=True, text=True, check=False)
+
+
+def last_line(done: subprocess.CompletedProcess[str]) -> str:
+    """What a process that failed said at its end."""
+    return (done.stderr.strip().splitlines() or [f"code {done.returncode}"])[-1]
+
+
+def trial_job(task: Mapping[str, Any], more: Sequence[str] = ()) -> Job:
+    """The job of a task's overrides as one process that keeps nothing, with `more` overrides."""
+    from drivetrain.core.overrides import key_of
+    from drivetrain.launch.job import prepare
+
+    # Not compiled: a graph for each size would take minutes and memory of its own.
+    off = ["parallel=single", "compile=none", "saving=none", "debug=none", *more]
+    if "checkpointing=budget" in task["overrides"]:  # it needs the compiler; without it all activations are kept
+        off.append("checkpointing=none")
+    groups = {override.partition("=")[0] for override in off}
+    overrides = [override for override in task["overrides"] if key_of(override).split(".")[0] not in groups]
+    return prepare([*overrides, *off], task["config_dirs"])
 
 
 def main() -> None:
@@ -48,18 +69,10 @@ def main() -> None:
         threading.Thread(target=_exit_above, args=(task["limit_gb"] * 2**30,), daemon=True).start()
     from drivetrain.core.context import BuildContext
     from drivetrain.core.device import is_out_of_memory
-    from drivetrain.core.overrides import key_of
     from drivetrain.core.world import World
     from drivetrain.engine import build, dry_run
-    from drivetrain.launch.job import prepare
 
-    # Not compiled: a graph for each size would take minutes and memory of its own.
-    off = ["parallel=single", "compile=none", "saving=none", "debug=none"]
-    if "checkpointing=budget" in task["overrides"]:  # it needs the compiler; without it all activations are kept
-        off.append("checkpointing=none")
-    groups = {override.partition("=")[0] for override in off}
-    overrides = [override for override in task["overrides"] if key_of(override).split(".")[0] not in groups]
-    job = prepare([*overrides, *off], task["config_dirs"])
+    job = trial_job(task)
     trainer = build.build(BuildContext(job.run, World(), Path(os.devnull)), [])
     if trainer.device.type != "cpu":
         import torch

@@ -88,6 +88,7 @@ class Job:
         about["config_dirs"] = [str(Path(folder).resolve()) for folder in self.composed.config_dirs]
         about["recipe"] = self._origin(run_dir)
         about["selection"] = selected(self.run).record()
+        about["batch"] = self.run.batch.found
         about["signature"] = signature.sign(_of_this_machine(about))
         recipe = recipe_file.to_recipe(self.composed, self.machine_local_keys, check.identifying_keys(self.run))
         write_text(run_dir / "recipe.yaml", recipe)

@@ -21,8 +21,8 @@ from drivetrain.core.overrides import format_value, words_of
 from drivetrain.core.paths import add_import_paths
 from drivetrain.core.signals import StopFlag
 from drivetrain.core.world import World
-from drivetrain.launch import batch_probe, elastic
-from drivetrain.launch.job import Job, prepare_run
+from drivetrain.launch import batch_look, batch_probe, elastic
+from drivetrain.launch.job import Job, prepare_run, recorded_environment
 from drivetrain.launch.job import prepare as prepare
 from drivetrain.launch.worker import run_rank
 from drivetrain.parallel import launched, world_of_environment
@@ -94,10 +94,15 @@ def launch(job: Job, run_dir: Path | None = None, quiet: bool = False) -> Ended:
     check.validate_device(job.run)
     for stage in job.run.stages:
         check.validate_device(stage.run)
+    if world.size > 1 and job.run.batch.chooses_size:
+        raise UserError(
+            f"{job.run.named('batch')} measures before the ranks start, and another launcher has started them: let drivetrain "
+            "start them (parallel=ddp alone), or set batch=accumulate and the batch.global_batch that a run by itself finds"
+        )
     if world.rank != 0:  # another launcher started it beside rank 0, which has the run's directory
         with StopFlag() as stop:
             return Ended(*run_rank(job, world, Path(os.devnull), stop, quiet=True))
-    _choose_micro_batch(job, world)
+    _choose_batch(job, world)
     run_dir = job.run_dir or run_dir
     if job.run.parallel.nnodes > 1 and launched() is None:
         return _launch_on_several_machines(job, run_dir or job.new_run_dir(), quiet)
@@ -116,13 +121,22 @@ def launch(job: Job, run_dir: Path | None = None, quiet: bool = False) -> Ended:
     return ended
 
 
-def _choose_micro_batch(job: Job, world: World) -> None:
-    """Let batch=auto find the micro-batch that fits this device; a checkpoint has it already, and `work` reads one."""
-    if job.checkpoint is not None or job.work is not None or world.size > 1:
+def _choose_batch(job: Job, world: World) -> None:
+    """Let batch=auto find the micro-batch that fits this device, and batch=critical the global batch; `work` needs neither.
+
+    A checkpoint has the micro-batch already, and the run's directory the global batch.
+    """
+    if job.work is not None or world.size > 1:
         return
-    overrides, config_dirs = job.composed.overrides, job.composed.config_dirs
-    job.run.parts["batch"] = job.run.batch.autotune(
-        lambda sizes, limit: batch_probe.count_fitting(overrides, config_dirs, sizes, limit), job.run.parallel.ranks()
+    overrides, config_dirs, parallel = job.composed.overrides, job.composed.config_dirs, job.run.parallel
+    if job.checkpoint is None:
+        job.run.parts["batch"] = job.run.batch.autotune(
+            lambda sizes, limit: batch_probe.count_fitting(overrides, config_dirs, sizes, limit), parallel.ranks()
+        )
+    job.run.parts["batch"] = job.run.batch.choose(
+        lambda steps, updates: batch_look.measure(overrides, config_dirs, steps, updates),
+        parallel.data_ranks(),
+        recorded_environment(job.run_dir).get("batch") if job.run_dir is not None else None,
     )
 
 

@@ -232,7 +232,7 @@ def _record_measurements(result: Result, trainer: Trainer) -> None:
     if tables := trainer.evaluator.tables or progress.tables:  # a run that was finished before is not evaluated again
         result.tables = {trainer.evaluator.set: {"final": tables}}
     result.stopped, result.target = trainer.stopping.reason, trainer.stopping.target
-    result.updates = progress.updates
+    result.batch, result.updates = trainer.batch.found, progress.updates
     result.epochs = progress.epoch
     if progress.window:
         result.epochs += progress.window / trainer.batch.updates(

@@ -10,6 +10,7 @@ from typing import Any
 
 from drivetrain.core import files
 from drivetrain.core.errors import UserError
+from drivetrain.core.target import Reach
 from drivetrain.core.typed import fits, is_number
 from drivetrain.run import directory, records
 from drivetrain.run.identity import flatten
@@ -77,8 +78,10 @@ class RunFiles:
         """Samples per second between logged updates, sorted."""
         return sorted(r for r in self.train.curve("samples_per_second")[1:] if r)  # the first one includes the warm-up
 
-    def to_target(self, target: float) -> tuple[float, int] | None:
-        """Seconds and updates until the metric reached `target`; None if it never did."""
+    def to_target(self, target: float | Reach) -> tuple[float, int] | None:
+        """Seconds and updates until the metric reached `target`; None if it never did. A number is of the run's own metric."""
+        if isinstance(target, Reach):
+            return self.first_reaching(target.metric, target.reached)
         if self.metric is None:
             return None
         name, more = self.metric

@@ -24,6 +24,7 @@ class Result:
     tables: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)  # of the same: name → rows, columns, values
     stopped: str | None = None  # why the run ended before its last epoch
     target: dict[str, Any] | None = None  # reach, and the update, samples, seconds and energy_joules when it was reached, or null
+    batch: dict[str, Any] | None = None  # what batch=critical chose the global batch by
     updates: int = 0
     epochs: float = 0.0
     samples_per_second: float | None = None

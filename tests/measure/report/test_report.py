@@ -134,6 +134,36 @@ def test_the_target_is_what_all_reached(two):
     assert all(run.to_target(common_target(runs)) for run in runs)
 
 
+def test_a_target_in_words_ranks_configs_by_the_time_to_it(capsys):
+    """Seeds that do not reach it count as endlessly long, and stay in the table."""
+    made = {("sgd", 0): (0.5, 0.9), ("sgd", 1): (0.4, 0.6), ("adamw", 0): (0.9, 0.95), ("adamw", 1): (0.2, 0.85)}
+    for (optimizer, seed), values in made.items():
+        folder = Path("outputs") / f"{optimizer}{seed}"
+        folder.mkdir(parents=True)
+        final = {"accuracy": values[-1], "loss": 1.0}
+        metrics = {"validation": {"final": final, "best": {**final, "update": 2}}, "test": {}}
+        selection = {"metric": "accuracy", "better": "max"}
+        result = {"status": "completed", "metrics": metrics, "updates": 2, "selection": selection}
+        (folder / "result.json").write_text(json.dumps(result))
+        (folder / "config.yaml").write_text(f"epochs: {len(optimizer)}\nruntime:\n  seed: {seed}\n")
+        records = [
+            {"event": "evaluate", "set": "validation", "update": n, "epoch": n, "time": 10.0 * n, "accuracy": value, "loss": 1.0}
+            for n, value in enumerate(values, 1)
+        ]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert main.main(["report", "outputs", "out=page", "target=accuracy>=0.8"]) == 0
+    said = capsys.readouterr().out
+    times = {row["folder"].split("/")[-1]: row["time to accuracy>=0.8"] for row in rows_of(Path("page"))}
+    assert {name: value.endswith(" s") for name, value in times.items()} == {
+        "sgd0": True, "sgd1": False, "adamw0": True, "adamw1": True,
+    }  # fmt: skip
+    assert "accuracy>=0.8 reached by 2 of 2 seeds, after " in said
+    assert said.index("reached by 2 of 2") < said.index("reached by 1 of 2 seeds\n")
+    assert "time to accuracy" in (Path("page") / "report.html").read_text()
+    assert main.main(["report", "outputs", "target=f1>=0.8"]) == 2
+    assert "no run has evaluated f1" in capsys.readouterr().err
+
+
 def test_a_run_without_anything_but_a_result(tmp_path):
     (tmp_path / "outputs/job").mkdir(parents=True)
     (tmp_path / "outputs/job/result.json").write_text(json.dumps({"status": "failed", "error": "bad words"}))

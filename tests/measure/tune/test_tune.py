@@ -225,6 +225,16 @@ def test_what_is_likely_faster_is_taken_on():
     assert tune._best(rows(base, [200.0] * 3)) is None
 
 
+@pytest.mark.parametrize(("updates", "taken"), [(165, None), (422, None), (423, "1"), (None, "1")])
+def test_what_pays_after_the_run_has_ended_is_not_taken(updates, taken):
+    """At d5732e5 compile=step was prescribed, which paid after 422 updates, for a run of 165."""
+    base, compiled, slower = rows([100.0] * 8, [200.0] * 8, [101.0, 99.0] * 4)
+    compiled.pays_after, compiled.run_updates = 422, updates
+    best = tune._best([base, compiled, slower])
+    assert (best and best.label) == taken
+    assert bool(compiled.pays_too_late) is (taken is None)
+
+
 def test_a_worse_result_is_taken_back():
     tuning = tune.Tuning(tune.Settings(), [], ())
     tuning.accepted = {"how data is read": "loader=threads", "precision and memory layout": "precision=bf16"}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core import accelerators
+from drivetrain.core.horizon import run_horizon
 from drivetrain.core.option import Count, Positive
 from drivetrain.core.signals import ended_by_signals
 from drivetrain.measure.benchmark import noninferiority, quality, stopping
@@ -45,6 +46,7 @@ class Row:
     peak_memory_bytes: int | None = None
     compile_s: float | None = None
     pays_after: int | None = None  # updates until the time to compile has been saved
+    run_updates: int | None = None  # of the whole run; null where that is not known
     global_batch: int | None = None
     samples: int | None = None  # in the training set
     device: str | None = None
@@ -78,6 +80,13 @@ class Row:
                 extra_s = row.compile_s - (base.facts.get("compile_s") or 0.0)
                 row.pays_after = max(0, round(extra_s / saved_s / arm.facts["global_batch"])) if saved_s > 0 else None
         return row
+
+    @property
+    def pays_too_late(self) -> str:
+        """Why the arm makes the run no shorter although its updates are faster; "" where nothing tells that."""
+        if self.pays_after is None or self.run_updates is None or self.pays_after < self.run_updates:
+            return ""
+        return f"{self.label}: compiling pays after {self.pays_after:,} updates, and this run has {self.run_updates:,}"
 
     def cells(self, first: bool) -> list[str]:
         """The figures as text; `first`: this is the first arm, which has no interval."""
@@ -176,11 +185,20 @@ def measure(
         finally:
             directory.remove(folder)
         rows = [Row.of(spec, arm, runnable[0]) for spec, arm in zip(specs, arms, strict=True)]
+        for row, spec in zip(rows, specs, strict=True):
+            row.run_updates = _updates_of(spec, row)
         if settings.quality:
             add_verdicts(rows, specs, settings, root, progress, trained)
     facts = environment.describe(list(overrides), first.config_hash, {})
-    notes = [*_unequal_work(runnable), *_together(rows)]
+    late = [f"{row.pays_too_late}: it does not shorten the run" for row in rows[1:] if row.pays_too_late]
+    notes = [*_unequal_work(runnable), *late, *_together(rows)]
     return Comparison(rows, notes, list(overrides), settings, facts, time.perf_counter() - began)
+
+
+def _updates_of(spec: ArmSpec, row: Row) -> int | None:
+    """The updates of an arm's whole run over the data that it was measured with; None where they are not known."""
+    over = run_horizon(spec.job.run, row.samples) if spec.job is not None else None
+    return over.updates if over is not None else None
 
 
 def arm_of(spec: ArmSpec, folder: Path) -> Arm | None:

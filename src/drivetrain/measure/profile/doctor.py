@@ -181,7 +181,7 @@ def prove(found: Diagnosis, overrides: list[str], config_dirs: Sequence[str], se
         [base, *specs], benchmark, overrides, no_gain
     )
     compare.show(done)
-    faster = [row for row in done.rows[1:] if row.ratio is not None and row.ratio.low > 1]
+    faster = [row for row in done.rows[1:] if row.ratio is not None and row.ratio.low > 1 and not row.pays_too_late]
     faster.sort(key=lambda row: -row.ratio.middle if row.ratio else 0.0)
     gains = [Gain(row.label, row, done.rows[0]) for row in faster]
     combined = _combine([gain.overrides for gain in gains])
@@ -192,7 +192,8 @@ def prove(found: Diagnosis, overrides: list[str], config_dirs: Sequence[str], se
         done = found.comparisons["Together"] = comparison.measure([base, arm(best, best), spec], benchmark, overrides)
         compare.show(done)
         alone, together = done.rows[1].ratio, done.rows[2].ratio
-        if together is not None and alone is not None and together.low > 1 and together.middle > alone.middle:
+        late = done.rows[2].pays_too_late
+        if together is not None and alone is not None and not late and together.low > 1 and together.middle > alone.middle:
             gains.insert(0, Gain(combined, done.rows[2], done.rows[0]))
     return gains
 

@@ -13,7 +13,7 @@ from drivetrain.ui.pages import blocks, charts, classes, run
 from drivetrain.ui.pages.charts import Curve
 
 if TYPE_CHECKING:
-    from drivetrain.measure.report.report import Table
+    from drivetrain.measure.report.report import Table, Target
 
 MAX_CURVES = 60  # runs with curves
 MOST_TABLES = 6  # runs whose confusion matrices are shown; those of more are in their result.json
@@ -21,7 +21,7 @@ MOST_KNOBS = 12  # knobs that are drawn
 OVER = ("updates", "samples", "seconds")
 
 
-def report_page(runs: Sequence[RunFiles], found: Table, verdict: str, target: float | None, seeds: Sequence[str]) -> str:
+def report_page(runs: Sequence[RunFiles], found: Table, verdict: str, target: Target, seeds: Sequence[str]) -> str:
     """One file: the answer, the table, the metric over each knob, and curves."""
     drawn = _best(runs, MAX_CURVES)
     shown = [f"Curves are those of the best {MAX_CURVES}."] if len(runs) > MAX_CURVES else []
@@ -48,7 +48,7 @@ def report_page(runs: Sequence[RunFiles], found: Table, verdict: str, target: fl
     return blocks.page("Runs compared – drivetrain report", verdict, body)
 
 
-def _table(runs: Sequence[RunFiles], header: Sequence[str], rows: Sequence[Sequence[str]], target: float | None) -> str:
+def _table(runs: Sequence[RunFiles], header: Sequence[str], rows: Sequence[Sequence[str]], target: Target) -> str:
     """The table, with the best run highlighted, and bars of speed and memory."""
     best = _best(runs, 1)[0]
     winner = runs.index(best) if best.best() is not None and len({r.metric for r in runs if r.metric}) == 1 else None
@@ -58,7 +58,7 @@ def _table(runs: Sequence[RunFiles], header: Sequence[str], rows: Sequence[Seque
         "run time": lambda r: r.result.wall_s if r.result else None,
     }
     if target is not None:
-        of[f"time to {target:.4g}"] = lambda r: (r.to_target(target) or (None,))[0]
+        of[next((name for name in header if name.startswith("time to ")), "")] = lambda r: (r.to_target(target) or (None,))[0]
     bars = {name: [_finite(value(r)) for r in runs] for name, value in of.items() if name in header}
     return blocks.table(header, rows, ("error", "folder"), True, winner, bars, "The runs")
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from drivetrain.core.errors import DONE, UserError
 from drivetrain.core.option import CountOrZero
 from drivetrain.core.selection import Selection
+from drivetrain.core.target import Reach
 from drivetrain.core.typed import fits
 from drivetrain.measure import arguments
 from drivetrain.measure.benchmark import noninferiority, quality
@@ -36,6 +37,7 @@ SPARE = (
     "run time",
     "samples/s",
 )
+Target = float | Reach | None  # a number is of the runs' own metric
 UNREADABLE = "its result.json is none that drivetrain writes"
 
 
@@ -43,7 +45,8 @@ UNREADABLE = "its result.json is none that drivetrain writes"
 class Settings:
     """The settings of `drivetrain report`."""
 
-    target: float | None = None  # of the metric; None: the worst of the completed runs' best values
+    # A value of the metric, or accuracy>=0.98. None: the worst of the completed runs' best values
+    target: float | str | None = None
     samples: CountOrZero = 12  # of the page of one run: the worst ones, and as many others
     out: str | None = None  # a folder; None: the folder of the one run, or a new one under outputs/report
 
@@ -54,8 +57,11 @@ def command(argv: Sequence[str]) -> int:
     if wrong := [argument for argument in rest if "=" in argument and not Path(argument).exists()]:
         known = "which has target=, samples= and out="
         raise UserError([f"'{argument}' is no setting of report, {known}, nor a folder" for argument in wrong])
+    target = read_target(settings.target)
     runs = find([Path(argument).expanduser() for argument in rest or ["outputs"]])
-    target = settings.target if settings.target is not None else common_target(runs)
+    if isinstance(target, Reach) and not any(target.metric in values for run in runs for values in run.evaluated.values):
+        raise UserError(f"target={target}: no run has evaluated {target.metric}")
+    target = common_target(runs) if target is None else target
     found = table(runs, target)
     return _of_one(runs[0], found, settings) if len(runs) == 1 else _of_several(runs, found, target, settings)
 
@@ -82,14 +88,14 @@ def _of_one(run: RunFiles, found: Table, settings: Settings) -> int:
     return DONE
 
 
-def _of_several(runs: Sequence[RunFiles], found: Table, target: float | None, settings: Settings) -> int:
+def _of_several(runs: Sequence[RunFiles], found: Table, target: Target, settings: Settings) -> int:
     """Show the table, and write the page and the CSV."""
     shown, cells = _for_terminal(found)
     spare = [*SPARE, *(name for name in shown if name.startswith("time to ") or name.endswith(" at the end"))]
     terminal.table_that_fits(shown, cells, spare, WIDTH)
     if len(runs) > MAX_ROWS:
         echo(f"… and {len(runs) - MAX_ROWS} more, all in the page and the CSV")
-    seeds = summarize_seeds(runs)
+    seeds = summarize_seeds(runs, target if settings.target is not None else None)
     for line in [*seeds, sentence(verdict(runs, found.names))]:
         echo(line)
     from drivetrain.measure.report.page import report_page
@@ -110,6 +116,19 @@ def _folder(settings: Settings) -> Path:
 def _write_csv(folder: Path, found: Table) -> None:
     with (folder / "report.csv").open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:
         csv.writer(file).writerows([spreadsheet(cell) for cell in row] for row in [found.header, *found.rows])
+
+
+def read_target(given: float | str | None) -> Target:
+    """The target of a report as it was given. Raises UserError where a text names none."""
+    found = Reach.parse(given) if isinstance(given, str) else given
+    if found is None and given is not None:
+        raise UserError(f"target={given}: give a number of the runs' own metric, or a metric's value as 'target=accuracy>=0.98'")
+    return found
+
+
+def time_to(target: Target) -> str:
+    """The name of the column of seconds to a target."""
+    return f"time to {target if isinstance(target, Reach) else 'target' if target is None else f'{target:.4g}'}"
 
 
 def common_target(runs: Sequence[RunFiles]) -> float | None:
@@ -161,14 +180,14 @@ class Table(NamedTuple):
     rows: list[list[str]]
 
 
-def table(runs: Sequence[RunFiles], target: float | None) -> Table:
+def table(runs: Sequence[RunFiles], target: Target) -> Table:
     """The table: name, metric, speed, then the keys that differ and the other figures; no column that is empty in all rows."""
     keys, names = sorted(differing(runs), key=lambda key: "." in key), named(runs)  # options before their knobs
     metrics = {run.metric[0] for run in runs if run.metric}
     metric = metrics.pop() if len(metrics) == 1 else "metric"
     header = [
         "run", f"best {metric}", "samples/s", "status", *keys, f"{metric} at the end",
-        f"time to {target:.4g}" if target is not None else "time to target", "run time", "update, median",
+        time_to(target), "run time", "update, median",
         "update, 95th percentile", "waiting for data", "peak memory", "compiling", "samples/s, middle 80 %", "updates made",
         "folder", "error",
     ]  # fmt: skip
@@ -182,7 +201,7 @@ def table(runs: Sequence[RunFiles], target: float | None) -> Table:
     return Table(names, [header[n] for n in used], [[row[n] for n in used] for row in rows])
 
 
-def _figures(run: RunFiles, target: float | None, named: bool) -> list[str]:
+def _figures(run: RunFiles, target: Target, named: bool) -> list[str]:
     """A run's figures as text, from its result, or from its records so far; `named`: its metric with the name."""
     r, rates = run.result, run.rates()
     form = f"{run.metric[0]} {{:.4f}}" if named and run.metric else "{:.4f}"
@@ -213,11 +232,11 @@ def _for_terminal(found: Table) -> tuple[list[str], list[list[str]]]:
     return [header[n] for n in kept], [[row[n] for n in kept] for row in rows[:MAX_ROWS]]
 
 
-def summarize_seeds(runs: Sequence[RunFiles]) -> list[str]:
+def summarize_seeds(runs: Sequence[RunFiles], target: Target = None) -> list[str]:
     """A line for each config that was run with several seeds: its metric's mean and spread, and the verdict on its quality.
 
     The verdict is against the first such config on the same data and loss, the oldest, seed by seed. Runs that were stopped
-    are left out.
+    are left out. With a `target` each line says how many seeds reached it, and the fastest comes first.
     """
     groups: dict[str, dict[int, RunFiles]] = {}
     for run in runs:
@@ -235,7 +254,25 @@ def summarize_seeds(runs: Sequence[RunFiles]) -> list[str]:
         seeds = sorted(by_seed.keys() & first.keys())
         if first is not by_seed and len(seeds) > 1 and first[seeds[0]].metric is not None:
             lines[n] += f"; {_verdict([by_seed[s] for s in seeds], [first[s] for s in seeds], seeds)}"
-    return lines
+    if target is None:
+        return lines
+    medians = [_median_to(list(by_seed.values()), target) for by_seed in configs]
+    lines = [f"{line}; {_arrivals(by_seed, target)}" for line, by_seed in zip(lines, configs, strict=True)]
+    return [line for _, line in sorted(zip(medians, lines, strict=True), key=lambda found: found[0])]
+
+
+def _median_to(runs: Sequence[RunFiles], target: float | Reach) -> float:
+    """The median of the seconds to a target, to which a run that did not reach it counts as endlessly many."""
+    return statistics.median(reached[0] if (reached := run.to_target(target)) else math.inf for run in runs)
+
+
+def _arrivals(by_seed: dict[int, RunFiles], target: float | Reach) -> str:
+    """How many seeds reached a target, and when the middle one did."""
+    runs = list(by_seed.values())
+    reached = sum(run.to_target(target) is not None for run in runs)
+    median = _median_to(runs, target)
+    when = f", after {median:.1f} s (median)" if math.isfinite(median) else ""
+    return f"{target if isinstance(target, Reach) else f'{target:.4g}'} reached by {reached} of {len(runs)} seeds{when}"
 
 
 def _task(by_seed: dict[int, RunFiles]) -> str:

@@ -76,6 +76,7 @@ class Settings:
     quality: bool = True  # train the winner and the original run to their ends, if the budget is enough for it
     seeds: Count = 5
     lr_updates: Count = 150  # of the range test
+    target: str | None = None  # such as accuracy>=0.98: search the global batch that reaches it soonest, in place of speed
 
 
 def command(argv: list[str], config_dirs: Sequence[str] = (), recipe: Path | None = None) -> int:
@@ -84,6 +85,12 @@ def command(argv: list[str], config_dirs: Sequence[str] = (), recipe: Path | Non
     check_file(recipe)
     arms.refuse_resume("tune", overrides)
     job = prepare_job(overrides, config_dirs)
+    if settings.target is not None:
+        from drivetrain.measure.tune import by_target
+
+        if settings.what not in ("all", "batch") or recipe is not None:
+            raise UserError(f"target={settings.target} searches the batch, and prints a command: leave out what= and --recipe")
+        return by_target.command(settings.target, settings.seeds, settings.budget_s, overrides, config_dirs, job)
     tuning = Tuning(settings, overrides, config_dirs)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, of settings that are only tried, would stand between the lines
@@ -140,6 +147,7 @@ class Tuning:
         self.comparisons[f"{stage.title.capitalize()}{', again' if stage.title in self.accepted else ''}"] = done
         if done.rows[0].error is not None:
             raise UserError(f"the run as it is does not run: {done.rows[0].error}")
+        self.notes += [f"not taken: {row.pays_too_late}" for row in done.rows[1:] if row.pays_too_late]
         best = _best(done.rows)
         self.data_wait = (best or done.rows[0]).data_wait or 0.0
         if best is None:
@@ -187,6 +195,9 @@ class Tuning:
                 title = titles[done.rows.index(better) - 2]
                 self.notes.append(f"{self.accepted.pop(title)} is dropped: the others are faster without it")
                 continue
+            if row.pays_too_late:
+                self.notes.append(f"together they are not worth it, nothing is kept: {row.pays_too_late}")
+                return None
             if row.ratio is None or row.ratio.low <= 1:
                 self.notes.append("together they are not faster beyond doubt: nothing is kept")
                 return None
@@ -230,9 +241,10 @@ class Tuning:
 
 
 def _best(rows: Sequence[Row]) -> Row | None:
-    """The fastest of the rows that are likely to be faster than the first."""
+    """The fastest of the rows that are likely to be faster than the first, if the run is long enough for them to pay."""
     base = rows[0].rates
-    ratios = {n: ratio(row.rates, base[: len(row.rates)], CONFIDENCE) for n, row in enumerate(rows) if n and row.rates}
+    tried = {n: row for n, row in enumerate(rows) if n and row.rates and not row.pays_too_late}
+    ratios = {n: ratio(row.rates, base[: len(row.rates)], CONFIDENCE) for n, row in tried.items()}
     faster = [n for n, found in ratios.items() if found.low > 1]
     return rows[max(faster, key=lambda n: ratios[n].middle)] if faster else None
 

@@ -1,0 +1,207 @@
+"""Does the noise scale predict how many updates a batch needs? `python -m bench.critical` trains digits with eight batches.
+
+McCandlish et al. (2018) predict updates(B) = U (1 + C / B) to a target, with the critical batch C. C is measured here by the look
+of batch=critical, U (updates of an endlessly large batch) by the runs themselves: the least squares of the logarithms. Each
+batch trains with every seed until the target is reached, at a constant learning rate that grows with the square root of the
+batch. The seconds are this process's CPU seconds from the start of training to the evaluation that reached the target, with
+all evaluations before it. A run that does not reach the target counts as not reached, and its batch gets no median where that
+is so of half of the seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.harness import RESULTS, machine, table, write
+from drivetrain.core.callback import Callback, Event
+from drivetrain.core.signals import StopFlag
+from drivetrain.core.world import World
+from drivetrain.launch.job import prepare
+from drivetrain.launch.worker import run_rank
+
+TASKS: dict[str, dict[str, Any]] = {
+    "digits, a residual network": {
+        "words": (
+            "data=digits", "model=resnet9", "model.width=8", "optimizer=adamw", "optimizer.lr=0.003", "epochs=40",
+            "target=accuracy>=0.97",
+        ),
+        "batches": (16, 32, 64, 128, 256, 384, 575, 1150),
+    },
+    "digits, an MLP": {
+        "words": (
+            "data=digits", "model=mlp", "model.hidden=[512]", "optimizer=adamw", "optimizer.lr=0.002", "epochs=100",
+            "target=accuracy>=0.97",
+        ),
+        "batches": (4, 8, 16, 32, 64, 128, 256, 575),
+    },
+}  # fmt: skip
+COMMON = (
+    "scheduler=constant", "batch.lr_scaling=sqrt", "batch.base_batch=64", "stop.at_target=true", "log_every=1000",
+    "saving=none", "logger=[]", "runtime.device=cpu", "runtime.threads=1",
+)  # fmt: skip
+SMALLEST, LARGEST = 32, 1150  # of the look
+
+
+class Watch(Callback):
+    """Notes the CPU seconds until each evaluation."""
+
+    def start(self, event: Event) -> None:
+        self._began, self.cpu_s = time.process_time(), 0.0
+
+    def evaluation(self, event: Event) -> None:
+        self.cpu_s = time.process_time() - self._began
+
+
+def trained(words: Sequence[str], batch: int, seed: int) -> dict[str, Any]:
+    """Train with a batch and a seed: the updates, samples and CPU seconds to the target; None where it was not reached."""
+    job = prepare([*COMMON, *words, f"batch.global_batch={batch}", f"runtime.seed={seed}"])
+    watch = Watch()
+    job.attach = lambda trainer: trainer.callbacks.named.update(watch=watch)
+    job.told = True
+    with tempfile.TemporaryDirectory() as folder, StopFlag() as stop:
+        result, _ = run_rank(job, World(), Path(folder), stop, quiet=True)
+    if result.status != "completed":
+        raise RuntimeError(result.error)
+    assert result.target is not None
+    reached = result.target["update"] is not None
+    found = {"updates": result.target["update"], "samples": result.target["samples"]}
+    return {**found, "cpu_s": watch.cpu_s if reached else None, "whole_cpu_s": watch.cpu_s}
+
+
+def looked(words: Sequence[str], seed: int) -> dict[str, Any]:
+    """What batch=critical finds with a seed: the noise scale and the batch. The look is that of the run, in this process."""
+    from drivetrain.core.context import BuildContext
+    from drivetrain.engine import build
+    from drivetrain.launch import batch_look
+
+    given = [*COMMON, *words, "batch=critical", f"batch.global_batch={SMALLEST}", f"batch.max={LARGEST}", f"runtime.seed={seed}"]
+
+    def measure(steps: int, updates: int) -> dict[str, Any]:
+        job = prepare(given)
+        job.run.batch.accumulation_steps = steps
+        with tempfile.TemporaryDirectory() as folder:
+            return batch_look.look(build.build(BuildContext(job.run, World(), Path(folder)), []), updates)
+
+    chosen = prepare(given).run.batch.choose(measure, 1)
+    found: dict[str, Any] = chosen.found
+    return found
+
+
+def median(runs: Sequence[dict[str, Any]], figure: str) -> float | None:
+    """The median over the seeds, those that did not reach the target above all others; None where the middle one did not."""
+    values = sorted(math.inf if run[figure] is None else run[figure] for run in runs)
+    middle = statistics.median(values) if values else math.inf
+    return middle if math.isfinite(middle) else None
+
+
+def predicted(medians: dict[int, float | None], critical: float) -> dict[int, float]:
+    """The updates of each batch for this critical batch; the one free factor fits the medians by least squares of logarithms."""
+    shape = {batch: 1 + critical / batch for batch in medians}
+    logs = [math.log(updates / shape[batch]) for batch, updates in medians.items() if updates]
+    least = math.exp(statistics.fmean(logs)) if logs else math.nan
+    return {batch: least * factor for batch, factor in shape.items()}
+
+
+def error(medians: dict[int, float | None], critical: float) -> float:
+    """The root mean square of the logarithm of measured over predicted updates."""
+    line = predicted(medians, critical)
+    return math.sqrt(statistics.fmean(math.log(u / line[b]) ** 2 for b, u in medians.items() if u))
+
+
+def fitted(medians: dict[int, float | None]) -> float:
+    """The critical batch that fits the measured updates best."""
+    return min((2 ** (n / 8) for n in range(8, 100)), key=lambda critical: error(medians, critical))
+
+
+def judged(runs: dict[int, list[dict[str, Any]]], looks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What the runs and the looks of a task tell together."""
+    updates = {batch: median(of_batch, "updates") for batch, of_batch in runs.items()}
+    seconds = {batch: median(of_batch, "cpu_s") for batch, of_batch in runs.items()}
+    scales = [look["noise_scale"] for look in looks if look["noise_scale"]]
+    critical = statistics.median(scales)
+    chosen = int(statistics.median_low(look["global_batch"] for look in looks))
+    best, at_best = min((s, b) for b, s in seconds.items() if s is not None)
+    at_chosen = seconds.get(chosen)
+    line = predicted(updates, critical)
+    return {
+        "noise_scale": critical,
+        "noise_scale_by_seed": [look["noise_scale"] for look in looks],
+        "chosen_by_seed": [look["global_batch"] for look in looks],
+        "chosen": chosen,
+        "fitted_critical_batch": fitted(updates),
+        "error_of_prediction": math.exp(error(updates, critical)),  # a factor, the typical one
+        "error_of_best_fit": math.exp(error(updates, fitted(updates))),
+        "best_batch_in_time": at_best,
+        "chosen_over_best_in_time": None if at_chosen is None else at_chosen / best,
+        "batches": [
+            {
+                "batch": batch,
+                "updates": updates[batch],
+                "predicted_updates": round(line[batch], 1),
+                "cpu_s": seconds[batch],
+                "reached": sum(run["updates"] is not None for run in of_batch),
+                "seeds": len(of_batch),
+                "runs": of_batch,
+            }
+            for batch, of_batch in runs.items()
+        ],
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train, print the tables and write the file. A call with more seeds trains only what the file does not have."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="the file keeps what it has of the others")
+    parser.add_argument("--out", type=Path, default=RESULTS / "critical-cpu.json")
+    given = parser.parse_args(argv)
+    found: dict[str, Any] = json.loads(given.out.read_text())["tasks"] if given.out.exists() else {}
+    for name in given.tasks:
+        task, before = TASKS[name], found.get(name, {})
+        runs = {batch: _runs(before, batch) for batch in task["batches"]}
+        looks = [looked(task["words"], seed) for seed in range(given.seeds)]
+        for seed in range(given.seeds):
+            for batch, of_batch in runs.items():
+                if seed == len(of_batch):
+                    of_batch.append(trained(task["words"], batch, seed))
+                    print(name, batch, seed, of_batch[-1], flush=True)
+            found[name] = {"overrides": [*COMMON, *task["words"]], **judged(runs, looks)}
+            write(given.out, {"environment": machine(), "tasks": found})
+        show(name, found[name])
+    return 0
+
+
+def _runs(before: dict[str, Any], batch: int) -> list[dict[str, Any]]:
+    """The runs that the file holds of a batch."""
+    return next((list(row["runs"]) for row in before.get("batches", []) if row["batch"] == batch), [])
+
+
+def show(name: str, found: dict[str, Any]) -> None:
+    """Print the table of a task."""
+    rows = [
+        (
+            f"{row['batch']}{' (chosen)' if row['batch'] == found['chosen'] else ''}",
+            f"{row['reached']} of {row['seeds']}",
+            "–" if row["updates"] is None else f"{row['updates']:.0f}",
+            f"{row['predicted_updates']:.0f}",
+            "–" if row["cpu_s"] is None else f"{row['cpu_s']:.2f} s",
+        )
+        for row in found["batches"]
+    ]
+    table(name, ("batch", "reached", "updates", "predicted", "CPU"), rows)
+    print(
+        f"noise scale {found['noise_scale']:.0f}, best fit {found['fitted_critical_batch']:.0f}; predictions are off by a "
+        f"factor {found['error_of_prediction']:.2f}; the chosen one takes {found['chosen_over_best_in_time']} × the best's time"
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

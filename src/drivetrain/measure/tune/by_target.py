@@ -1,0 +1,69 @@
+"""Trains what `drivetrain tune target=…` tries, shows it, and writes it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from drivetrain.core.errors import DONE, Interrupted, UserError
+from drivetrain.core.files import write_json
+from drivetrain.core.overrides import format_value
+from drivetrain.launch import batch_look
+from drivetrain.launch.job import Job
+from drivetrain.measure.benchmark import arms, quality
+from drivetrain.measure.overrides import apply
+from drivetrain.measure.tune import to_target
+from drivetrain.measure.tune.to_target import Arrivals
+from drivetrain.run import directory
+from drivetrain.sweeps import SignalForwarder
+from drivetrain.ui import terminal
+from drivetrain.ui.output import echo
+from drivetrain.ui.progress import Steps
+
+LOOK_UPDATES = 50
+
+
+def command(target: str, seeds: int, budget_s: float, overrides: list[str], config_dirs: Sequence[str], job: Job) -> int:
+    """Measure the noise scale, train the batches near it to the target, rank them, and say what is sooner beyond doubt."""
+    reach = quality.reach_of(quality.Plan(target=target), job.run)
+    if job.run.batch.chooses_size or not job.run.batch.fixed_micro_batches or reach is None:
+        raise UserError(f"tune target={target} tries values of batch.global_batch: set batch=fixed or batch=accumulate")
+    steps = max(2, job.run.batch.accumulation_steps * job.run.parallel.data_ranks())
+    look = batch_look.measure(job.composed.overrides, config_dirs, steps, LOOK_UPDATES)
+    scale = look["noise_scale"]
+    echo(f"gradient noise scale: {f'{scale:,.0f} samples' if scale else 'hidden by the noise'}, over {look['updates']} updates")
+    words = ["", *to_target.candidates(job.run, scale, look["samples"])]
+    ends = ["stop.at_target=true", f"target={format_value(str(reach))}"]
+    tried = [arms.compose(w or "as it is", [*apply(overrides, w.split(), config_dirs), *ends], config_dirs) for w in words]
+    specs = [spec for spec in tried if spec.job is not None]
+    found = [Arrivals(spec.label) for spec in specs]
+    folder = directory.create(Path(job.run.values["output_dir"]), "tune")
+    try:
+        with SignalForwarder() as signals, Steps() as progress:
+
+            def train(arm: int, number: int) -> tuple[float, int] | None:
+                if signals.raised:
+                    raise Interrupted("stopped by a signal while the candidates were trained")
+                progress(f"{found[arm].label}: seed {number + 1}")
+                place = folder / "runs" / str(arm) / str(number)
+                seed = job.run.runtime.seed + number
+                run = quality.run_seed(specs[arm], job, seed, place, signals, reach, told=True)
+                when = (run.result.target or {}) if run.result is not None else {}
+                return (when["seconds"], when["update"]) if when.get("update") is not None else None
+
+            to_target.train_all(found, train, seeds, budget_s)
+    finally:
+        directory.remove(folder / "runs")
+    terminal.table(to_target.HEADER, [arm.cells(found[0]) for arm in to_target.ranked(found)])
+    best = to_target.proven(found)
+    if best is None:
+        echo(f"none reaches {reach} sooner beyond doubt: the run stays as it is")
+    else:
+        changed = apply(overrides, best.label.split(), config_dirs)
+        echo(f"sooner at {reach}:\n  drivetrain train {shlex.join(changed)}")
+    content = {"target": str(reach), "look": look, "arms": [asdict(arm) for arm in found], "kept": best and best.label}
+    write_json(folder / "tune.json", content)
+    echo(f"written to {folder}/tune.json")
+    return DONE
