@@ -39,6 +39,7 @@ class Optimizer(Hyperparameters):
     has_foreach: ClassVar[bool] = True
     states: ClassVar[int] = 0  # tensors that it keeps for each parameter, of its size, at the least
     elementwise: ClassVar[bool] = False  # whether an element's update needs only that element's gradient, so that shards do
+    by_norms: ClassVar[bool] = False  # whether all else that it needs are norms of whole parameters (LayerwiseOptimizer)
     in_chunks: ClassVar[bool] = False  # whether its foreach implementation works on chunks that fit a CPU's cache
 
     def validate(self, run: RunSpec) -> Iterator[str]:
@@ -77,7 +78,12 @@ class Optimizer(Hyperparameters):
 
     def build(self, context: BuildContext) -> torch.optim.Optimizer:
         """The optimizer over the run's model, with the learning rate for its batch."""
-        return self.create(context.model, context.batch.lr_factor())
+        optimizer = self.create(context.model, context.batch.lr_factor())
+        if self.by_norms:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            if (sums := context.parallel.layer_sums(parameters)) is not None or not context.parallel.own_forward:
+                optimizer.set_shards(sums or list, context.parallel.norm)  # type: ignore[attr-defined]
+        return optimizer
 
     def create(self, model: torch.nn.Module, lr_factor: float = 1.0) -> torch.optim.Optimizer:
         """The optimizer over the model's trainable parameters, with learning rate `lr` × `lr_factor`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _NULL = nullcontext()
 Weights = dict[str, Any]  # under plain names
 State = dict[str, Any]
+Sums = Callable[[Sequence[Any]], list[Any]]
 
 
 class Parallel(Option):
@@ -94,6 +95,21 @@ class Parallel(Option):
     def norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
         """Return the norm of the whole model's gradients, 0-d; `parameters` are the optimizer's."""
         return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
+
+    def layer_sums(self, parameters: Sequence[torch.Tensor]) -> Sums | None:
+        """Return a function that adds up numbers of these parameters over the ranks that hold their parts.
+
+        It takes and returns a list with a tensor for each parameter. None: no other rank holds a part of one.
+        """
+        return None
+
+    def last_matrix(self, optimizer: Any) -> int:
+        """Return how many of this rank's parameters come before the last one of the run that has two or more dimensions."""
+        raise NotImplementedError
+
+    def row_sums(self, parameters: Sequence[torch.Tensor]) -> Sums | None:
+        """Return `layer_sums` for numbers of each row (a vector is one row)."""
+        return None
 
     def evaluation_context(self) -> AbstractContextManager[Any]:
         """Return the context for evaluation: no gradients."""

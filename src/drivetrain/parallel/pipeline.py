@@ -23,6 +23,7 @@ from drivetrain.core.trees import Tree
 from drivetrain.parallel import balance
 from drivetrain.parallel.base import State, Weights
 from drivetrain.parallel.fsdp import fully_shard_block
+from drivetrain.parallel.shard_sums import Layout
 from drivetrain.parallel.sharded import Sharded
 from drivetrain.parallel.tensor import shard_blocks, tensor_parallel_problems
 from drivetrain.saving.sharded_checkpoint import merge_optimizer_states
@@ -173,8 +174,29 @@ class Pipeline(Sharded):
         pipelines = f", {self.data_world.size} pipelines" if self.data_world.size > 1 else ""
         return [f"{count} stages of {balance.describe_split(boundaries, costs)}{tensor}{pipelines}"]
 
-    def _shard_dims(self, name: str) -> tuple[str, ...]:
-        return () if name in self.common_names else ("pipe", *super()._shard_dims(name))
+    def _layout(self, name: str) -> Layout:
+        layout = super()._layout(name)
+        return layout if name in self.common_names else layout._replace(run=("pipe", *layout.run))
+
+    def last_matrix(self, optimizer: Any) -> int:
+        import torch.distributed as dist
+
+        own = [
+            ({k: v for k, v in group.items() if k not in ("params", "param_names")}, [p.ndim for p in group["params"]])
+            for group in optimizer.param_groups
+        ]
+        names = [group["param_names"] for group in optimizer.param_groups]
+        ranks: list[Any] = [None] * self.world.size
+        dist.all_gather_object(ranks, (own, names), group=self._control)
+        # The groups of the whole model in their order: that of a rank which has the most of them.
+        groups = [settings for settings, _ in max(ranks, key=lambda rank: len(rank[0]))[0]]
+        place = {name: i for i, (name, _) in enumerate(self._root.named_parameters())}
+        places = [
+            [((groups.index(of[0]), place[name]), ndim) for of, of_names in zip(*rank, strict=True)
+             for name, ndim in zip(of_names, of[1], strict=True)] for rank in ranks
+        ]  # fmt: skip
+        last = max((at for rank in places for at, ndim in rank if ndim > 1), default=(len(groups), 0))
+        return sum(at < last for at, _ in places[self.world.rank])
 
     def rng_rank(self) -> int:
         return self.world.rank - self._tensor_rank

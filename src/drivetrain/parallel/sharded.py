@@ -21,6 +21,7 @@ from drivetrain.core.step import Step, WrappingStep
 from drivetrain.core.trees import Tree
 from drivetrain.parallel.base import State, Weights
 from drivetrain.parallel.process_group import ProcessGroupStrategy
+from drivetrain.parallel.shard_sums import Layout, ShardSums, layout_of
 from drivetrain.saving.sharded_checkpoint import parameter_names
 
 if TYPE_CHECKING:
@@ -43,15 +44,10 @@ class Sharded(ProcessGroupStrategy):
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)
         name = run.named("parallel")
-        if not run.optimizer.elementwise:
+        if not (run.optimizer.elementwise or run.optimizer.by_norms):
             yield (
                 f"{run.named('optimizer')} needs whole tensors, and {name} leaves each rank a part of them: "
                 "set parallel=ddp, or an optimizer that works element by element (adamw, sgd, lion)"
-            )
-        if run.clip.needs_whole_rows:
-            yield (
-                f"{run.named('clip')} looks at whole rows, and {name} leaves each rank a part of them: set clip=norm, "
-                "or parallel=ddp"
             )
         if run.precision.owns_weights:
             yield (f"{run.named('precision')} and {name} exclude each other (both keep weights of their own): set precision=bf16")
@@ -73,8 +69,8 @@ class Sharded(ProcessGroupStrategy):
             if is_sharded(p) and id(p) not in self._shards:
                 plain = _flatten_parts(shard_of(p), len(self._plain_shapes[name]))
                 self._shards[id(p)] = torch.nn.Parameter(plain, requires_grad=p.requires_grad)
-        self._dims_by_id = {id(self._shards.get(id(p), p)): self._shard_dims(name) for name, p in self._sharded.items()}
-        self._all_dims = self._gather_all_dims({self._shard_dims(name) for name, p in self._sharded.items() if p.requires_grad})
+        self._layouts = {id(self._shards.get(id(p), p)): self._layout(name) for name, p in self._sharded.items()}
+        self._all_dims = self._gather_all_dims({self._layout(name).run for name, p in self._sharded.items() if p.requires_grad})
 
     def leave_model(self) -> None:
         self._root, self._sharded, self._shards = None, {}, {}
@@ -134,7 +130,7 @@ class Sharded(ProcessGroupStrategy):
         gradients: dict[Any, list[torch.Tensor]] = defaultdict(list)
         for p in parameters:
             if p.grad is not None:
-                gradients[self._dims_by_id[id(p)]].append(p.grad)
+                gradients[self._layouts[id(p)].run].append(p.grad)
         total = torch.zeros((), device=self._device, dtype=torch.float64)
         for dimensions in self._all_dims:
             power = torch.zeros((), device=self._device, dtype=torch.float64)  # a rank may have no weights with these dimensions
@@ -146,10 +142,19 @@ class Sharded(ProcessGroupStrategy):
         dtypes = [torch.float32, *(g.dtype for group in gradients.values() for g in group[:1])]
         return (total ** (1.0 / norm_type)).to(functools.reduce(torch.promote_types, dtypes))
 
-    def _shard_dims(self, name: str) -> tuple[str, ...]:
-        """Return the mesh dimensions over which a weight is sharded."""
+    def layer_sums(self, parameters: Sequence[torch.Tensor]) -> ShardSums | None:
+        return self._sums([self._layouts[id(p)].layer for p in parameters])
+
+    def row_sums(self, parameters: Sequence[torch.Tensor]) -> ShardSums | None:
+        return self._sums([self._layouts[id(p)].row for p in parameters])
+
+    def _sums(self, layouts: Sequence[tuple[str, ...]]) -> ShardSums | None:
+        return ShardSums(layouts, self._mesh) if any(layouts) else None
+
+    def _layout(self, name: str) -> Layout:
+        """Return over which mesh dimensions a weight is divided."""
         p = self._sharded[name]
-        return _dimensions(p) if is_sharded(p) else ()
+        return layout_of(p, len(self._plain_shapes[name]), is_sharded(p))
 
     def _pairs(self) -> list[tuple[Any, torch.nn.Parameter]]:
         """Return each sharded weight once, with its shard as the optimizer has it."""
@@ -272,9 +277,3 @@ def _as_dtensor(shard: torch.Tensor, p: Any) -> Any:
 
     local = shard.reshape(p.to_local().shape)
     return DTensor.from_local(local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
-
-
-def _dimensions(p: Any) -> tuple[str, ...]:
-    """Return the names of the mesh dimensions over which a DTensor is sharded."""
-    names = p.device_mesh.mesh_dim_names
-    return tuple(n for n, placement in zip(names, p.placements, strict=True) if not placement.is_replicate())

@@ -1,0 +1,94 @@
+"""What needs whole layers equals one process where each rank holds a part of them, and goes on exactly from a checkpoint."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from drivetrain.core.world import World
+
+VIT = [
+    "model=timm", "model.name=vit_tiny_patch16_224", "data.shape=[3,8,8]",
+    "model.kwargs={img_size: 8, patch_size: 4, depth: 2, embed_dim: 12, num_heads: 2}",
+]  # fmt: skip
+MLP = ["model=mlp", "model.hidden=[15,15,15]", "data.classes=3"]  # nothing of it divides into two equal parts
+STRATEGIES = {
+    "fsdp": [*MLP, "parallel=fsdp"],
+    "tensor": [*VIT, "parallel=tensor"],
+    "pipeline": [*MLP, "parallel=pipeline"],
+}
+COMMON = ["runtime.device=cpu", "runtime.threads=1", "saving=none", "updates=3"]
+NORMS = {
+    "lars": ["optimizer=lars", "optimizer.momentum=0.5"],
+    "lamb": ["optimizer=lamb"],
+    "nvlamb": ["optimizer=nvlamb", "optimizer.max_grad_norm=0.05"],
+    "novograd": ["optimizer=novograd"],
+    "agc": ["optimizer=adamw", "clip=agc", "clip.clip_factor=0.001"],
+}
+
+
+def trained(make: Any, words: list[str], world: World | None = None, resume: bool = False) -> dict[str, Any]:
+    """Weights and optimizer state by name after three updates, on rank 0; with `resume` broken off after two."""
+    trainer = make(*words, world=world)
+    stay_together()
+    if resume:
+        trainer.max_updates = 2
+        trainer.fit()
+        full = trainer.parallel.broadcast_object(trainer.parallel.full_state_dict(trainer.model, trainer.state()))
+        trainer.parallel.finish_collectives()
+        trainer = make(*words, world=world)
+        trainer.restore(*full)
+    trainer.fit()
+    weights, state = trainer.parallel.full_state_dict(trainer.model, trainer.state())
+    trainer.parallel.finish_collectives()
+    return {**weights, **by_name(state["optimizer"])} if trainer.parallel.world.rank == 0 else {}
+
+
+def stay_together() -> None:
+    """The ranks that have met serve every further run of this process."""
+    if dist.is_initialized():
+        dist.rendezvous = lambda *_, **__: iter([(dist.HashStore(), 0, 0)])
+        dist.init_process_group = lambda *_, **__: None
+
+
+def by_name(optimizer: dict[str, Any]) -> dict[str, Any]:
+    found = {}
+    for member in optimizer.get("members", [optimizer]):
+        names = {i: n for g in member["param_groups"] for i, n in zip(g["params"], g["param_names"], strict=True)}
+        found |= {f"{names[i]} {key}": value for i, state in member["state"].items() for key, value in state.items()}
+    return {key: torch.as_tensor(value) for key, value in found.items()}
+
+
+def told(of: str, what: str) -> str:
+    return f"{of}: {what}"
+
+
+def equal_on_two_ranks(ranks: Any, make: Any, strategy: str, cases: dict[str, list[str]], to: float) -> None:
+    split = (
+        ["parallel.nproc=2"] if strategy != "pipeline" else ["parallel.nproc=2", "batch=accumulate", "batch.accumulation_steps=2"]
+    )
+    on_ranks = {name: [*COMMON, *STRATEGIES[strategy], *split, *words] for name, words in cases.items()}
+
+    def work(world: World) -> Any:
+        found = [{name: trained(make, words, world, resume) for name, words in on_ranks.items()} for resume in (False, True)]
+        return [{name: {k: v.tolist() for k, v in of.items()} for name, of in run.items()} for run in found]
+
+    (whole, resumed), _ = ranks(work)
+    for name, words in cases.items():
+        alone = [w for w in STRATEGIES[strategy] if not w.startswith("parallel")]
+        one = trained(make, [*COMMON, *alone, *words])
+        assert whole[name].keys() == one.keys()
+        for key, value in one.items():
+            torch.testing.assert_close(
+                torch.tensor(whole[name][key]), value.to(torch.float64), rtol=to, atol=to, msg=partial(told, f"{name}: {key}")
+            )
+        assert resumed[name] == whole[name]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_norms_of_layers(ranks, make, float64, strategy):
+    equal_on_two_ranks(ranks, make, strategy, NORMS, 1e-10)
