@@ -125,6 +125,7 @@ class Adafactor(TorchOptimizer):
     width, which saves little. On a GPU, torch's implementation waits for the device once for each parameter and step.
     """
 
+    by_parameter = True
     torch_name = "Adafactor"
     step_waits = "torch's implementation reads the root mean square of each parameter"
     lr: Positive = 0.03

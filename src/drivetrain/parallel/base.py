@@ -81,6 +81,10 @@ class Parallel(Option):
         """A context in which the model's parameters are plain tensors: this rank's shards, for optimizer and EMA."""
         return _NULL
 
+    def whole_parameters(self, model: torch.nn.Module) -> AbstractContextManager[None]:
+        """A context, within that of `plain_parameters`, in which they are whole, for an optimizer that needs that."""
+        return _NULL
+
     def wrap_model(self, model: Any) -> Any:
         """Return the callable that training calls, such as DistributedDataParallel around the model."""
         return model

@@ -26,7 +26,6 @@ from drivetrain.parallel.fsdp import fully_shard_block
 from drivetrain.parallel.shard_sums import Layout
 from drivetrain.parallel.sharded import Sharded
 from drivetrain.parallel.tensor import shard_blocks, tensor_parallel_problems
-from drivetrain.saving.sharded_checkpoint import merge_optimizer_states
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
@@ -266,22 +265,19 @@ class Pipeline(Sharded):
     # --- saving ---
 
     def full_state_dict(self, model: torch.nn.Module, state: State) -> tuple[Weights, State]:
-        from torch.utils._pytree import tree_map_only
-
         own = {n: self._gather_full(n, t).cpu() for n, t in model.state_dict().items() if not t.is_meta}
         state = self._map_state(state, self._gather_full)
         tensors = state["ema"].get("tensors", {})
         average = {n: t.cpu() for n, t in tensors.items() if not t.is_meta}
-        # On the CPU: what is sent as an object would be on the sender's device again, by its number, which rank 0 may not have.
-        optimizer = tree_map_only(torch.Tensor, torch.Tensor.cpu, state["optimizer"])
-        parts = self.gather_object((own, optimizer, average) if self.data_world.rank == self._tensor_rank == 0 else None)
+        is_first = self.data_world.rank == self._tensor_rank == 0
+        parts = self.gather_object((own, average) if is_first else None)
         parts = [part for part in parts if part is not None]
+        state = self._with_states_of_all(state, is_first or self._whole is not None)
         if self.world.rank != 0:
             return {}, {}
-        weights = {n: next(w[n] for w, _, _ in parts if n in w) for n in model.state_dict()}
-        state = {**state, "optimizer": merge_optimizer_states([optimizer for _, optimizer, _ in parts])}
+        weights = {n: next(w[n] for w, _ in parts if n in w) for n in model.state_dict()}
         if state["ema"]:
-            state["ema"] = {**state["ema"], "tensors": {n: next(a[n] for _, _, a in parts if n in a) for n in tensors}}
+            state["ema"] = {**state["ema"], "tensors": {n: next(a[n] for _, a in parts if n in a) for n in tensors}}
         return weights, state
 
     def shard_state_dict(self, weights: Weights, state: State) -> tuple[Weights, State]:

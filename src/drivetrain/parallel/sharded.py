@@ -22,7 +22,8 @@ from drivetrain.core.trees import Tree
 from drivetrain.parallel.base import State, Weights
 from drivetrain.parallel.process_group import ProcessGroupStrategy
 from drivetrain.parallel.shard_sums import Layout, ShardSums, layout_of
-from drivetrain.saving.sharded_checkpoint import parameter_names
+from drivetrain.parallel.whole_weights import WholeWeights
+from drivetrain.saving.sharded_checkpoint import merge_optimizer_states, parameter_names
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
@@ -39,15 +40,16 @@ class Sharded(ProcessGroupStrategy):
     own_gradients = False
     can_unfreeze = False
     _mesh: Any = field(default=None, init=False)
+    _whole: WholeWeights | None = field(default=None, init=False)
     _sync_last_only: bool = field(default=False, init=False)  # FSDP reduces gradients only in an update's last micro-batch
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)
         name = run.named("parallel")
-        if not (run.optimizer.elementwise or run.optimizer.by_norms):
+        if not (run.optimizer.elementwise or run.optimizer.by_norms or run.optimizer.by_parameter):
             yield (
-                f"{run.named('optimizer')} needs whole tensors, and {name} leaves each rank a part of them: "
-                "set parallel=ddp, or an optimizer that works element by element (adamw, sgd, lion)"
+                f"{run.named('optimizer')} does not say that it updates each parameter by itself, and {name} leaves each rank a "
+                "part of them: set parallel=ddp, or another optimizer (adamw, lamb, muon)"
             )
         if run.precision.owns_weights:
             yield (f"{run.named('precision')} and {name} exclude each other (both keep weights of their own): set precision=bf16")
@@ -73,7 +75,7 @@ class Sharded(ProcessGroupStrategy):
         self._all_dims = self._gather_all_dims({self._layout(name).run for name, p in self._sharded.items() if p.requires_grad})
 
     def leave_model(self) -> None:
-        self._root, self._sharded, self._shards = None, {}, {}
+        self._root, self._sharded, self._shards, self._whole = None, {}, {}, None
 
     def _gather_all_dims(self, own: set[tuple[str, ...]]) -> list[tuple[str, ...]]:
         """Return all sets of mesh dimensions over which any rank's weights are sharded, in the same order on all ranks."""
@@ -95,6 +97,23 @@ class Sharded(ProcessGroupStrategy):
         finally:
             self._replace_parameters(model, {id(shard): p for p, shard in self._pairs()})
 
+    @contextmanager
+    def whole_parameters(self, model: torch.nn.Module) -> Iterator[None]:
+        divided = [
+            (name, self._shards[id(p)], self._plain_shapes[name], self._layout(name).layer)
+            for name, p in {id(p): (name, p) for name, p in reversed(self._sharded.items())}.values()
+            if id(p) in self._shards and p.requires_grad
+        ]
+        self._whole = WholeWeights(divided, self._mesh, self._gather_full, self._local_shard)
+        for name, shard, _, _ in divided:
+            self._layouts[id(self._whole.by_shard[id(shard)])] = Layout(self._layout(name).run, (), ())
+        self._replace_parameters(model, self._whole.by_shard)
+        try:
+            yield
+        finally:
+            shards = {id(self._whole.by_shard[id(shard)]): shard for _, shard, _, _ in divided}
+            self._replace_parameters(model, shards)
+
     @staticmethod
     def _replace_parameters(model: torch.nn.Module, replacements: dict[int, Any]) -> None:
         for module in model.modules():
@@ -115,7 +134,7 @@ class Sharded(ProcessGroupStrategy):
 
     def wrap_step(self, step: Step, context: BuildContext) -> Step:
         pairs = [(p, shard) for p, shard in self._pairs() if p.requires_grad]
-        return ShardedStep(step, pairs, self._root if self._sync_last_only else None)
+        return ShardedStep(step, pairs, self._root if self._sync_last_only else None, self._whole)
 
     def all_reduce_max(self, found: torch.Tensor) -> torch.Tensor:
         import torch.distributed as dist
@@ -170,7 +189,18 @@ class Sharded(ProcessGroupStrategy):
             return full.cpu() if is_first else None
 
         weights = {name: gather(name, t) for name, t in model.state_dict().items()}
-        return weights, self._map_state(state, gather)
+        return weights, self._with_states_of_all(self._map_state(state, gather), True)
+
+    def _with_states_of_all(self, state: State, sends: bool) -> State:
+        """Return, on rank 0, the state with the optimizer's of all ranks that send theirs, where a rank has not all of it."""
+        from torch.utils._pytree import tree_map_only
+
+        if self._whole is None and self.own_forward:
+            return state
+        # On the CPU: what is sent as an object would be on the sender's device again, by its number, which rank 0 may not have.
+        optimizer = tree_map_only(torch.Tensor, torch.Tensor.cpu, state["optimizer"]) if sends else None
+        parts = [part for part in self.gather_object(optimizer) if part is not None]
+        return {**state, "optimizer": merge_optimizer_states(parts)} if parts else state
 
     def as_distributed(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         p = self._sharded.get(name)
@@ -183,6 +213,8 @@ class Sharded(ProcessGroupStrategy):
         return _as_dtensor(torch.empty(p.to_local().shape, dtype=dtype, device=p.device), p)
 
     def shard_state_dict(self, weights: Weights, state: State) -> tuple[Weights, State]:
+        if self._whole is not None:
+            self._whole.stale = True
         shards = {name: self._local_shard(name, t) for name, t in weights.items()}
         for name, p in self._sharded.items():
             if name in shards and is_sharded(p):
@@ -193,9 +225,14 @@ class Sharded(ProcessGroupStrategy):
         """Return the state with each tensor that belongs to a weight replaced by `change(name of the weight, tensor)`."""
         optimizer, ema = state["optimizer"], state["ema"]
         names = parameter_names(optimizer)
+        owned = self._whole.owned if self._whole is not None else {}
         changed = {
-            i: {k: change(names[i], v) if self._is_elementwise_state(names[i], v) else v for k, v in parameter_state.items()}
+            i: {
+                k: change(names[i], v) if names[i] not in owned and self._is_elementwise_state(names[i], v) else v
+                for k, v in parameter_state.items()
+            }
             for i, parameter_state in optimizer["state"].items()
+            if owned.get(names[i], True)
         }
         state = {**state, "optimizer": {**optimizer, "state": changed}}
         if ema:
@@ -237,6 +274,7 @@ class ShardedStep(WrappingStep):
 
     shards: Sequence[tuple[Any, torch.nn.Parameter]]  # each sharded weight, and its shard as the optimizer has it
     root: Any  # the model, if FSDP reduces gradients once an update; None: after every micro-batch
+    whole: WholeWeights | None  # that the optimizer updates in place of the shards
 
     def micro_batch(self, batch: MicroBatch, loss_sum: torch.Tensor) -> None:
         if self.root is not None:
@@ -246,11 +284,18 @@ class ShardedStep(WrappingStep):
     def update(self) -> bool:
         for p, shard in self.shards:
             shard.grad = None if p.grad is None else shard_of(p.grad).view(shard.shape)
-        return self.inner.update()
+        if self.whole is None:
+            return self.inner.update()
+        self.whole.gather()
+        if made := self.inner.update():
+            self.whole.spread()
+        return made
 
     def zero_grad(self) -> None:
         for _, shard in self.shards:
             shard.grad = None
+        if self.whole is not None:
+            self.whole.clear()
         self.inner.zero_grad()
 
 
