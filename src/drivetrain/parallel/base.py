@@ -85,6 +85,13 @@ class Parallel(Option):
         """A context, within that of `plain_parameters`, in which they are whole, for an optimizer that needs that."""
         return _NULL
 
+    def own_part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a whole tensor that belongs to a weight."""
+        return tensor
+
+    def stands_for(self, copy: torch.Tensor, parameter: torch.Tensor) -> None:
+        """Note that the optimizer has a copy of a parameter in its place."""
+
     def wrap_model(self, model: Any) -> Any:
         """Return the callable that training calls, such as DistributedDataParallel around the model."""
         return model

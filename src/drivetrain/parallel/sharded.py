@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.lazy import torch
-from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.option import RunSpec
-from drivetrain.core.step import Step, WrappingStep
+from drivetrain.core.step import Step
 from drivetrain.core.trees import Tree
 from drivetrain.parallel.base import State, Weights
 from drivetrain.parallel.process_group import ProcessGroupStrategy
 from drivetrain.parallel.shard_sums import Layout, ShardSums, layout_of
+from drivetrain.parallel.sharded_step import ShardedStep, is_sharded, shard_of
 from drivetrain.parallel.whole_weights import WholeWeights
 from drivetrain.saving.sharded_checkpoint import merge_optimizer_states, parameter_names
 
@@ -51,8 +51,13 @@ class Sharded(ProcessGroupStrategy):
                 f"{run.named('optimizer')} does not say that it updates each parameter by itself, and {name} leaves each rank a "
                 "part of them: set parallel=ddp, or another optimizer (adamw, lamb, muon)"
             )
-        if run.precision.owns_weights:
-            yield (f"{run.named('precision')} and {name} exclude each other (both keep weights of their own): set precision=bf16")
+        if run.precision.owns_weights and not (run.precision.divides_weights and self.own_forward):
+            yield f"{run.named('precision')} and {name} exclude each other (both keep weights of their own): set precision=bf16"
+        elif run.precision.owns_weights and run.optimizer.by_parameter:
+            yield (
+                f"{run.named('optimizer')} updates whole weights, and {run.named('precision')} with {name} has copies of parts: "
+                "set precision=bf16, or another optimizer (adamw, lamb)"
+            )
         if run.runtime.zero_grad == "memset":
             yield f"runtime.zero_grad=memset and {name} exclude each other (shards get new gradients every step): set it to none"
         if run.compile.torchscript:
@@ -96,6 +101,12 @@ class Sharded(ProcessGroupStrategy):
             yield
         finally:
             self._replace_parameters(model, {id(shard): p for p, shard in self._pairs()})
+
+    def own_part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return self._local_shard(name, tensor)
+
+    def stands_for(self, copy: torch.Tensor, parameter: torch.Tensor) -> None:
+        self._layouts[id(copy)] = self._layouts[id(parameter)]
 
     @contextmanager
     def whole_parameters(self, model: torch.nn.Module) -> Iterator[None]:
@@ -237,6 +248,8 @@ class Sharded(ProcessGroupStrategy):
         state = {**state, "optimizer": {**optimizer, "state": changed}}
         if ema:
             state["ema"] = {**ema, "tensors": {name: change(name, t) for name, t in ema["tensors"].items()}}
+        if masters := state.get("precision", {}).get("masters"):
+            state["precision"] = {**state["precision"], "masters": {name: change(name, t) for name, t in masters.items()}}
         return state
 
     def _is_elementwise_state(self, name: str, value: Any) -> bool:
@@ -266,49 +279,6 @@ class Sharded(ProcessGroupStrategy):
             return shard_of(tensor)
         full = tensor.to(p.device, copy=True).reshape(p.shape)
         return _flatten_parts(shard_of(distribute_tensor(full, p.device_mesh, p.placements, src_data_rank=None)), tensor.ndim)
-
-
-@dataclass(eq=False)
-class ShardedStep(WrappingStep):
-    """Gives the optimizer the gradients of this rank's shards, as plain tensors."""
-
-    shards: Sequence[tuple[Any, torch.nn.Parameter]]  # each sharded weight, and its shard as the optimizer has it
-    root: Any  # the model, if FSDP reduces gradients once an update; None: after every micro-batch
-    whole: WholeWeights | None  # that the optimizer updates in place of the shards
-
-    def micro_batch(self, batch: MicroBatch, loss_sum: torch.Tensor) -> None:
-        if self.root is not None:
-            self.root.set_requires_gradient_sync(batch.last)
-        self.inner.micro_batch(batch, loss_sum)
-
-    def update(self) -> bool:
-        for p, shard in self.shards:
-            shard.grad = None if p.grad is None else shard_of(p.grad).view(shard.shape)
-        if self.whole is None:
-            return self.inner.update()
-        self.whole.gather()
-        if made := self.inner.update():
-            self.whole.spread()
-        return made
-
-    def zero_grad(self) -> None:
-        for _, shard in self.shards:
-            shard.grad = None
-        if self.whole is not None:
-            self.whole.clear()
-        self.inner.zero_grad()
-
-
-def is_sharded(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a DTensor."""
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(tensor, DTensor)
-
-
-def shard_of(tensor: Any) -> torch.Tensor:
-    """Return this rank's shard of a DTensor, or a plain tensor itself, sharing its memory."""
-    return tensor.detach().to_local() if is_sharded(tensor) else tensor.detach()
 
 
 def _flatten_parts(shard: torch.Tensor, ndim: int) -> torch.Tensor:
