@@ -101,13 +101,20 @@ def equal_on_two_ranks(ranks: Any, make: Any, strategy: str, cases: dict[str, li
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.slow
 def test_norms_of_layers(ranks, make, float64, strategy):
     equal_on_two_ranks(ranks, make, strategy, NORMS, 1e-10)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.slow
 def test_whole_weights_of_one_owner(ranks, make, float64, strategy):
     equal_on_two_ranks(ranks, make, strategy, WHOLE, 1e-10)
+
+
+def test_norms_of_layers_and_whole_weights(ranks, make, float64):
+    """The short form: norms that are summed over the ranks, a norm of all gradients, rows of vectors, owners of weights."""
+    equal_on_two_ranks(ranks, make, "fsdp", {"nvlamb": NORMS["nvlamb"], "muon": [*WHOLE["muon"][:1], "clip=agc"]}, 1e-10)
 
 
 BF16 = {
@@ -118,6 +125,42 @@ BF16 = {
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "tensor"])
+@pytest.mark.slow
 def test_weights_in_bfloat16(ranks, make, strategy):
     """Close, because gradients are rounded before they are summed, and random numbers round other weights; resuming is exact."""
     equal_on_two_ranks(ranks, make, strategy, BF16, 1e-2)
+
+
+def test_what_has_no_place_in_a_checkpoint_of_parts_is_refused(problems):
+    for words in (["optimizer=muon"], ["precision=bf16_pure"]):
+        (told,) = problems(
+            "parallel=fsdp", "parallel.nproc=2", "runtime.device=cpu", "saving=last", "saving.sharded=true", *words
+        )
+        assert words[0] in told
+        assert "saving.sharded=false" in told
+
+
+def test_an_optimizer_that_takes_a_norm_of_all_weights_has_no_owners(problems):
+    words = ["parallel=fsdp", "parallel.nproc=2", "runtime.device=cpu", "optimizer=timm"]
+    assert "max_grad_norm" in problems(*words, "optimizer.name=lamb")[0]
+    assert "random numbers" in problems(*words, "optimizer.name=kron")[0]
+    assert "precision=bf16_pure" in problems(*words, "precision=bf16_pure")[0]
+
+
+def test_owners_share_out_the_largest_weights_first():
+    from drivetrain.parallel.whole_weights import WholeWeights
+
+    class Mesh:
+        mesh_dim_names = ("data", "tensor")
+
+        def __getitem__(self, name):
+            return type("Dimension", (), {"size": lambda self: 2})()
+
+        def get_local_rank(self, name):
+            return {"data": 1, "tensor": 0}[name]
+
+    sizes = {"a": 10, "b": 7, "c": 5, "d": 4, "e": 1}
+    weights = [(name, torch.nn.Parameter(torch.zeros(1)), (size,), ("data",)) for name, size in sizes.items()]
+    whole = WholeWeights(weights, Mesh(), lambda *_: None, lambda *_: None)
+    assert [name for name, own in whole.owned.items() if own] == ["b", "c", "e"]  # 13 of 27
+    assert {p.device.type for p in whole.by_shard.values()} == {"cpu", "meta"}

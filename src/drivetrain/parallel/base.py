@@ -38,6 +38,7 @@ class Parallel(Option):
     thread_per_device = False
     own_gradients = True  # before an update's last micro-batch, each rank holds the whole gradient of its own samples
     own_forward = True  # each rank runs the forward of the whole model
+    whole_updates = False  # ranks divide the weights, and each updates some of them whole
     can_unfreeze = True  # parameters may begin to train after the first update
     portable_shards = True  # other strategies can read the shards that this one saves
 

@@ -102,6 +102,10 @@ class Sharded(ProcessGroupStrategy):
         finally:
             self._replace_parameters(model, {id(shard): p for p, shard in self._pairs()})
 
+    @property
+    def whole_updates(self) -> bool:  # type: ignore[override]
+        return self._whole is not None
+
     def own_part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         return self._local_shard(name, tensor)
 
