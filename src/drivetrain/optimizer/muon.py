@@ -55,7 +55,12 @@ class Muon(Optimizer):
         matrices, others = ([_without(g, "matrix") for g in groups if g["matrix"] == matrix] for matrix in (True, False))
         optimizers: list[torch.optim.Optimizer] = []
         if matrices:  # a stage of a pipeline may have none
-            settings = {"momentum": self.momentum, "nesterov": self.nesterov, "scale": self.scale, "ns_steps": self.ns_steps}
+            settings: dict[str, Any] = {
+                "momentum": self.momentum,
+                "nesterov": self.nesterov,
+                "scale": self.scale,
+                "ns_steps": self.ns_steps,
+            }
             optimizers.append(muon.Muon(matrices, lr=self.lr, weight_decay=self.weight_decay, **settings))
         if others:
             others = [{**g, "lr": g["lr"] * self.adamw_lr / self.lr} for g in others]

@@ -77,7 +77,7 @@ def fully_shard_blocks(model: Any, blocks: Sequence[torch.nn.Module], mesh: Any,
     has_norms = _has_batch_norm(model)
     mixed = len({p.dtype for p in model.parameters()}) > 1
     norms = [m for m in model.modules() if mixed and _is_batch_norm(m) and m.weight is not None]
-    for module in (*norms, *blocks, model):
+    for module in dict.fromkeys((*norms, *blocks, model)):
         fully_shard_block(module, mesh, None if has_norms else dtype, **options)
 
 

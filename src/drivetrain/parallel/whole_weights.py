@@ -45,7 +45,7 @@ class WholeWeights:
         self.stale = True  # the owners' weights are to be read from the parts, which another one has set
         for weight in self._weights:
             weight.own = weight.owner == tuple(self._at[name] for name in weight.ranks)
-            like = {"dtype": weight.shard.dtype, "device": weight.shard.device if weight.own else "meta"}
+            like: dict[str, Any] = {"dtype": weight.shard.dtype, "device": weight.shard.device if weight.own else "meta"}
             weight.whole = torch.nn.Parameter(torch.empty(weight.shape, **like))
         self.by_shard = {id(weight.shard): weight.whole for weight in self._weights}
         self.owned = {weight.name: weight.own for weight in self._weights}

@@ -41,6 +41,7 @@ class Chunk:
         self.step = torch.zeros((), device=like.device)
         self.vectors: dict[str, Tensor] = {}  # (size,)
         self.numbers: dict[str, Tensor] = {}  # state that is (n,), a number for each parameter, or 0-d, one for all
+        self.places: Tensor | None = None  # (n,) of the parameters among all, where norms of all are kept in one tensor
         self._pieces: dict[str, list[Tensor]] = {}
 
     def share_buffers(self, work: Tensor, weights: Tensor, grads: Tensor) -> None:

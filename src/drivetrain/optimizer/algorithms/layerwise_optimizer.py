@@ -50,10 +50,11 @@ class LayerwiseOptimizer(FlatOptimizer):
         for chunk, group in work:
             chunk.step += 1
             norms = self.measure(chunk, group)
-            at = torch.tensor([place[id(p)] for p in chunk.params], device=device)
+            if chunk.places is None:
+                chunk.places = torch.tensor([place[id(p)] for p in chunk.params], device=device)
             if norms:
-                squares[at] = torch.stack(norms, dim=1).to(squares.dtype).square()
-            measured.append((chunk, group, bool(norms), at))
+                squares[chunk.places] = torch.stack(norms, dim=1).to(squares.dtype).square()
+            measured.append((chunk, group, bool(norms)))
         norms_of_all = torch.stack(self._sums(squares.unbind())).sqrt()
-        for chunk, group, needed, at in measured:
-            self.move(chunk, group, *(norms_of_all[at].to(chunk.dtype).unbind(1) if needed else ()))
+        for chunk, group, needed in measured:
+            self.move(chunk, group, *(norms_of_all[chunk.places].to(chunk.dtype).unbind(1) if needed else ()))
