@@ -34,7 +34,7 @@ def test_every_option_has_a_card_with_what_it_does_its_effect_and_its_keys(cards
                 assert f"| `{group}.{key}` |" in card, (group, name, key)
     assert "| `precision.init_scale` | `65536.0` | number > 0 |" in pages["precision"]
     assert "on AMD EPYC" in pages["surgery"]
-    assert "`parallel=fsdp`: precision=bf16_pure and parallel=fsdp exclude each other" in pages["precision"]
+    assert "`parallel=pipeline`: precision=bf16_pure and parallel=pipeline exclude each other" in pages["precision"]
 
 
 def test_the_reference_has_each_command_key_and_function(cards):

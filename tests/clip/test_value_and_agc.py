@@ -86,7 +86,7 @@ def test_agc_leaves_the_classifier_of_timms_networks_alone(name):
         model = timm.create_model(name, num_classes=5)
     bounded: list[torch.Tensor] = []
     agc = Agc()
-    agc._clip = lambda weights, _: bounded.extend(weights)
+    agc._clip = lambda weights, *_: bounded.extend(weights)
     for p in model.parameters():
         p.grad = torch.empty_like(p)
     agc.create(list(model.parameters()), total_norm)()

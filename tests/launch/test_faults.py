@@ -216,8 +216,11 @@ def test_what_another_launcher_does_is_not_ours(tmp_path: Path) -> None:
         (["parallel=pipeline", "batch.preallocate=true"], "batch.preallocate=true and parallel=pipeline exclude each other"),
         (["parallel=dp", "checkpointing=blocks"], "checkpointing=blocks and parallel=dp exclude each other"),
         (["parallel=pipeline", "parallel.schedule=interleaved"], "wants micro-batches in multiples of the 2 stages"),
-        (["parallel=fsdp", "optimizer=muon"], "optimizer=muon needs whole tensors"),
-        (["parallel=fsdp", "clip=agc"], "clip=agc looks at whole rows"),
+        (
+            ["parallel=fsdp", "optimizer=schedulefree", "scheduler=constant"],
+            "does not say that it updates each parameter by itself",
+        ),
+        (["parallel=pipeline", "precision=bf16_pure"], "both keep weights of their own"),
         (["parallel=fsdp", "batch.global_batch=7"], "batch.global_batch=7 does not divide into 1 steps × 2 ranks"),
         (["parallel=split"], "parallel=split needs two devices"),
         (["parallel=split", "parallel.devices=[cpu]"], "splitting takes two devices at least"),

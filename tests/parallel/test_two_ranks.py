@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import socket
-import traceback
-from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,50 +11,13 @@ import pytest
 import torch
 
 from drivetrain.core.errors import UserError
-from drivetrain.core.forking import ForkedProcess
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.world import World
 from drivetrain.parallel.pipeline_step import PipelineStep
 from drivetrain.precision import cpu_half
 from drivetrain.precision.base import Precision
 
-SECONDS = 60  # that two ranks may take
 SHARDS = ["parallel=fsdp", "parallel.nproc=2", "model.hidden=[16]", "runtime.device=cpu", "runtime.threads=1"]
-
-
-@pytest.fixture
-def ranks():
-    """`ranks(work)`: what `work(world)` returns on each of two ranks."""
-
-    def run(work: Any) -> list[Any]:
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
-
-        def rank(number: int, answer: Any) -> None:
-            given = {"RANK": number, "WORLD_SIZE": 2, "LOCAL_RANK": number, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
-            os.environ.update({"MASTER_ADDR": "127.0.0.1", **{key: str(value) for key, value in given.items()}})
-            try:
-                answer.send(("done", work(World(number, 2, number, 2))))
-            except BaseException:
-                answer.send(("failed", traceback.format_exc()))
-            os._exit(0)
-
-        pipes = [Pipe(duplex=False) for _ in range(2)]
-        processes = [ForkedProcess(target=rank, args=(n, theirs)) for n, (_, theirs) in enumerate(pipes)]
-        try:
-            for process in processes:
-                process.start()
-            answers = [ours.recv() if ours.poll(SECONDS) else ("failed", "no answer") for ours, _ in pipes]
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
-        for outcome, value in answers:
-            assert outcome == "done", value
-        return [value for _, value in answers]
-
-    return run
 
 
 def sharded_weights(model: torch.nn.Module) -> bool:

@@ -18,6 +18,11 @@ def _nothing() -> None:
     pass
 
 
+def updated_parameters(context: BuildContext) -> list[torch.nn.Parameter]:
+    """The parameters that the run's optimizer updates, in its order."""
+    return [p for group in context.optimizer.param_groups for p in group["params"]]
+
+
 class Clip(Option):
     """clip=none: gradients are not clipped."""
 
@@ -25,12 +30,10 @@ class Clip(Option):
     stage_keys: ClassVar[tuple[str, ...]] = ("*",)
     effect: ClassVar[Effect] = "exact"
     active = False
-    needs_whole_rows = False  # of weights, where ranks may hold parts of them
 
     def build(self, context: BuildContext) -> Callable[[], None]:
         """A function that clips the gradients of the parameters that the run's optimizer updates."""
-        parameters = [p for group in context.optimizer.param_groups for p in group["params"]]
-        return self.create(parameters, context.parallel.norm)
+        return self.create(updated_parameters(context), context.parallel.norm)
 
     def create(self, parameters: list[torch.nn.Parameter], norm: GlobalNorm) -> Callable[[], None]:
         """A function that bounds the (unscaled) gradients of a model's parameters, given in their order, in place.
@@ -86,31 +89,53 @@ class Agc(Clip):
     effect = "changes"
     changes = "large gradients of a unit are scaled down"
     active = True
-    needs_whole_rows = True
 
     def __init__(self, clip_factor: Positive = 0.01, eps: Positive = 1e-3) -> None:
         self.clip_factor, self.eps = clip_factor, eps
 
+    def build(self, context: BuildContext) -> Callable[[], None]:
+        parameters, parallel = updated_parameters(context), context.parallel
+        final = parallel.last_matrix(context.optimizer) if not parallel.own_forward else _last_matrix(parameters)
+        return self._clipping(parameters[:final], parallel.row_sums)
+
     def create(self, parameters: list[torch.nn.Parameter], norm: GlobalNorm) -> Callable[[], None]:
-        final = max((i for i, p in enumerate(parameters) if p.ndim > 1), default=len(parameters))
-        clipped = parameters[:final]
+        return self._clipping(parameters[: _last_matrix(parameters)], lambda _: None)
+
+    def _clipping(self, clipped: list[torch.nn.Parameter], row_sums: Callable[[Any], Any]) -> Callable[[], None]:
+        sums: dict[tuple[bool, ...], Any] = {}  # by which parameters have a gradient
 
         def clip() -> None:
+            has_grad = tuple(p.grad is not None for p in clipped)
             given = [p for p in clipped if p.grad is not None]
+            if has_grad not in sums:
+                sums[has_grad] = row_sums(given)
             if given:
-                self._clip([p.detach() for p in given], [p.grad for p in given if p.grad is not None])
+                self._clip([p.detach() for p in given], [p.grad for p in given if p.grad is not None], sums[has_grad])
 
         return clip
 
-    def _clip(self, weights: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
+    def _clip(self, weights: list[torch.Tensor], gradients: list[torch.Tensor], sums: Any = None) -> None:
         with torch.no_grad():
             scale = [_unit_norms(w) for w in weights]
             norms = [_unit_norms(g) for g in gradients]
+            if sums is not None:
+                scale, norms = _norms_of_all_parts(sums, scale, norms)
             torch._foreach_clamp_min_(scale, self.eps)
             torch._foreach_mul_(scale, self.clip_factor)
             torch._foreach_div_(scale, norms)
             torch._foreach_clamp_max_(scale, 1.0)  # infinite for a zero gradient, which stays zero
             torch._foreach_mul_(gradients, scale)
+
+
+def _last_matrix(parameters: list[torch.nn.Parameter]) -> int:
+    return max((i for i, p in enumerate(parameters) if p.ndim > 1), default=len(parameters))
+
+
+def _norms_of_all_parts(sums: Any, *of_parts: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Norms of whole units from those of this rank's parts, all by one sum over the ranks."""
+    squares = [torch.stack([norm.square() for norm in of_weight]) for of_weight in zip(*of_parts, strict=True)]
+    whole = [square.sqrt_().unbind() for square in sums(squares)]
+    return [list(norms) for norms in zip(*whole, strict=True)]
 
 
 def _unit_norms(x: torch.Tensor) -> torch.Tensor:

@@ -46,7 +46,7 @@ class StepGraph(Dynamo):
         if not run.parallel.one_process:
             yield (
                 f"compile=step and {run.named('parallel')} exclude each other (gradients are reduced in hooks, which a graph of "
-                "the whole step does not call): set compile=inductor or parallel=single"
+                "the whole step does not call, and it has no reduction of its own): set compile=inductor or parallel=single"
             )
         if run.precision.frees_weights:
             yield (

@@ -89,6 +89,8 @@ class Timm(Model):
     def create(self, shape: tuple[int, ...], classes: int) -> torch.nn.Module:
         import timm
 
+        if len(shape) == 1:
+            raise UserError(f"model=timm wants images, but the data gives {list(shape)}: set model=mlp")
         kwargs = {"in_chans": shape[0], "num_classes": classes, **self.kwargs}
         try:
             return timm.create_model(self.name, pretrained=self.pretrained, **kwargs)

@@ -40,6 +40,8 @@ class Optimizer(Hyperparameters):
     states: ClassVar[int] = 0  # tensors that it keeps for each parameter, of its size, at the least
     elementwise: ClassVar[bool] = False  # whether an element's update needs only that element's gradient, so that shards do
     decays_by_lr: ClassVar[bool] = False  # whether an update takes lr × weight_decay of each weight away, but for a constant
+    by_norms: ClassVar[bool] = False  # whether all else that it needs are norms of whole parameters (LayerwiseOptimizer)
+    by_parameter: ClassVar[bool] = False  # whether a parameter's update needs only that parameter's gradient, but all of it
     in_chunks: ClassVar[bool] = False  # whether its foreach implementation works on chunks that fit a CPU's cache
 
     def validate(self, run: RunSpec) -> Iterator[str]:
@@ -78,7 +80,13 @@ class Optimizer(Hyperparameters):
 
     def build(self, context: BuildContext) -> torch.optim.Optimizer:
         """The optimizer over the run's model, with the learning rate and the weight decay for its batch."""
-        return self.create(context.model, context.batch.lr_factor(), context.batch.decay_factor())
+        with context.parallel.whole_parameters(context.model) if self.by_parameter else nullcontext():
+            optimizer = self.create(context.model, context.batch.lr_factor(), context.batch.decay_factor())
+        if self.by_norms:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            if (sums := context.parallel.layer_sums(parameters)) is not None or not context.parallel.own_forward:
+                optimizer.set_shards(sums or list, context.parallel.norm)  # type: ignore[attr-defined]
+        return optimizer
 
     def create(self, model: torch.nn.Module, lr_factor: float = 1.0, decay_factor: float = 1.0) -> torch.optim.Optimizer:
         """The optimizer over the model's trainable parameters, with `lr` × `lr_factor` and `weight_decay` × `decay_factor`."""
@@ -87,7 +95,8 @@ class Optimizer(Hyperparameters):
             group["weight_decay"] *= decay_factor
         parameters = [p for g in groups for p in g["params"]]
         avoid_compiler_import()
-        implementation = self.implementation(parameters[0].device.type, sum(p.numel() for p in parameters))
+        here = next((p for p in parameters if not p.is_meta), parameters[0])  # another rank updates those without memory
+        implementation = self.implementation(here.device.type, sum(p.numel() for p in parameters))
         optimizer = self.make(groups, implementation)
         names = {id(p): name for name, p in model.named_parameters()}
         for group in optimizer.param_groups:  # saved with the state, so that it can be matched to parameters

@@ -16,6 +16,7 @@ from drivetrain.optimizer.groups import GroupSettings
 class Layerwise(Optimizer):
     """Applies trust ratios to the parameters that would decay, even if `weight_decay` is 0: not to norms and biases."""
 
+    by_norms = True
     in_chunks = True
 
     def group_settings(self, model: torch.nn.Module) -> GroupSettings:
@@ -75,6 +76,7 @@ class NvLamb(Lamb):
 class NovoGrad(Optimizer):
     """Layer-wise second moments (Ginsburg et al. 2019): drivetrain.optimizer.algorithms.novograd has the formulas."""
 
+    by_norms = True
     in_chunks = True
     lr: Positive = 0.02
     weight_decay: NonNegative = 1e-3

@@ -25,6 +25,7 @@ class Muon(Optimizer):
     """
 
     decays_by_lr = True
+    by_parameter = True
     fused_on = ("cpu", "cuda")
     lr: Positive = 0.02
     weight_decay: NonNegative = 0.01
@@ -39,7 +40,7 @@ class Muon(Optimizer):
     adamw: list[NamePattern] = field(default_factory=list)
 
     def group_settings(self, model: torch.nn.Module) -> GroupSettings:
-        names = {name for name, p in model.named_parameters() if p.requires_grad}
+        names = {name for name, p in model.named_parameters() if p.requires_grad or p.is_meta}  # other ranks train the latter
         check_patterns(names, {"optimizer.adamw": self.adamw})
         hidden = {n for n in hidden_matrices(model) & names if not any(matches(n, pattern) for pattern in self.adamw)}
         if not hidden:
@@ -53,12 +54,15 @@ class Muon(Optimizer):
         from drivetrain.optimizer.algorithms import muon
 
         matrices, others = ([_without(g, "matrix") for g in groups if g["matrix"] == matrix] for matrix in (True, False))
-        optimizers: list[torch.optim.Optimizer] = [
-            muon.Muon(
-                matrices, lr=self.lr, weight_decay=self.weight_decay, momentum=self.momentum, nesterov=self.nesterov,
-                scale=self.scale, ns_steps=self.ns_steps,
-            )
-        ]  # fmt: skip
+        optimizers: list[torch.optim.Optimizer] = []
+        if matrices:  # a stage of a pipeline may have none
+            settings: dict[str, Any] = {
+                "momentum": self.momentum,
+                "nesterov": self.nesterov,
+                "scale": self.scale,
+                "ns_steps": self.ns_steps,
+            }
+            optimizers.append(muon.Muon(matrices, lr=self.lr, weight_decay=self.weight_decay, **settings))
         if others:
             others = [{**g, "lr": g["lr"] * self.adamw_lr / self.lr} for g in others]
             betas = (self.beta1, self.beta2)

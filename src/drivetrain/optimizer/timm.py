@@ -22,6 +22,7 @@ class Timm(Optimizer):
     """Any optimizer of timm.optim by name, with any of its arguments in `kwargs`. The parameter groups are drivetrain's."""
 
     decays_by_lr = True
+    by_parameter = True
     fused_on = ("cpu", "cuda")  # where the optimizer is torch's: `validate_device` asks the optimizer itself
     lr: Positive = 0.003
     weight_decay: NonNegative = 0.01
@@ -47,9 +48,24 @@ class Timm(Optimizer):
             )
         for key in self.kwargs.keys() - parameters:
             yield f"optimizer.kwargs.{key}: {self.name} takes no such argument: {did_you_mean(key, parameters)}"
+        if not run.parallel.whole_model:
+            yield from self._coupling_problems(run, parameters)
         for key in ("fused", "foreach"):
             if getattr(self, key) and key not in parameters:
                 yield f"optimizer.{key}=true, but timm's {self.name} has no such implementation: set optimizer.{key}=null"
+
+    def _coupling_problems(self, run: RunSpec, parameters: set[str]) -> Iterator[str]:
+        """What of the optimizer needs all parameters at once, of which each rank updates some."""
+        if "max_grad_norm" in parameters and self.kwargs.get("max_grad_norm", 1.0) is not None:
+            yield (
+                f"optimizer.name={self.name} takes the norm of all gradients, and {run.named('parallel')} has each rank update "
+                "some of the weights: set optimizer.kwargs={max_grad_norm: null} clip=norm, or optimizer=nvlamb"
+            )
+        if self.name.removeprefix("lookahead_").startswith("kron"):
+            yield (
+                f"optimizer.name={self.name} draws random numbers weight after weight, and {run.named('parallel')} has each rank "
+                "update some of them: set parallel=ddp"
+            )
 
     def _alternative(self, known: list[str]) -> str:
         """What to set instead of the name."""

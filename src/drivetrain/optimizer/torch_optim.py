@@ -128,6 +128,7 @@ class Adafactor(TorchOptimizer):
     """
 
     decays_by_lr = True
+    by_parameter = True
     torch_name = "Adafactor"
     step_waits = "torch's implementation reads the root mean square of each parameter"
     lr: Positive = 0.03

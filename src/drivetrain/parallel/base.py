@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _NULL = nullcontext()
 Weights = dict[str, Any]  # under plain names
 State = dict[str, Any]
+Sums = Callable[[Sequence[Any]], list[Any]]
 
 
 class Parallel(Option):
@@ -37,6 +38,7 @@ class Parallel(Option):
     thread_per_device = False
     own_gradients = True  # before an update's last micro-batch, each rank holds the whole gradient of its own samples
     own_forward = True  # each rank runs the forward of the whole model
+    whole_updates = False  # ranks divide the weights, and each updates some of them whole
     can_unfreeze = True  # parameters may begin to train after the first update
     portable_shards = True  # other strategies can read the shards that this one saves
 
@@ -80,6 +82,17 @@ class Parallel(Option):
         """A context in which the model's parameters are plain tensors: this rank's shards, for optimizer and EMA."""
         return _NULL
 
+    def whole_parameters(self, model: torch.nn.Module) -> AbstractContextManager[None]:
+        """A context, within that of `plain_parameters`, in which they are whole, for an optimizer that needs that."""
+        return _NULL
+
+    def own_part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a whole tensor that belongs to a weight."""
+        return tensor
+
+    def stands_for(self, copy: torch.Tensor, parameter: torch.Tensor) -> None:
+        """Note that the optimizer has a copy of a parameter in its place."""
+
     def wrap_model(self, model: Any) -> Any:
         """Return the callable that training calls, such as DistributedDataParallel around the model."""
         return model
@@ -94,6 +107,21 @@ class Parallel(Option):
     def norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
         """Return the norm of the whole model's gradients, 0-d; `parameters` are the optimizer's."""
         return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
+
+    def layer_sums(self, parameters: Sequence[torch.Tensor]) -> Sums | None:
+        """Return a function that adds up numbers of these parameters over the ranks that hold their parts.
+
+        It takes and returns a list with a tensor for each parameter. None: no other rank holds a part of one.
+        """
+        return None
+
+    def last_matrix(self, optimizer: Any) -> int:
+        """Return how many of this rank's parameters come before the last one of the run that has two or more dimensions."""
+        raise NotImplementedError
+
+    def row_sums(self, parameters: Sequence[torch.Tensor]) -> Sums | None:
+        """Return `layer_sums` for numbers of each row (a vector is one row)."""
+        return None
 
     def evaluation_context(self) -> AbstractContextManager[Any]:
         """Return the context for evaluation: no gradients."""

@@ -11,7 +11,8 @@ from drivetrain.core.blocks import describe_blocks, repeated_blocks
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec
 from drivetrain.core.trees import Tree
-from drivetrain.parallel.sharded import Sharded, is_sharded
+from drivetrain.parallel.sharded import Sharded
+from drivetrain.parallel.sharded_step import is_sharded
 
 
 @dataclass(kw_only=True, eq=False)
@@ -69,9 +70,14 @@ class Fsdp(Sharded):
 
 
 def fully_shard_blocks(model: Any, blocks: Sequence[torch.nn.Module], mesh: Any, dtype: str | None, **options: Any) -> None:
-    """Apply `fully_shard` to the model's blocks and to the rest of the model."""
+    """Apply `fully_shard` to the model's blocks and to the rest of the model.
+
+    A BatchNorm whose weights have another dtype than the rest is sharded by itself: FSDP gathers weights of one dtype at once.
+    """
     has_norms = _has_batch_norm(model)
-    for module in (*blocks, model):
+    mixed = len({p.dtype for p in model.parameters()}) > 1
+    norms = [m for m in model.modules() if mixed and _is_batch_norm(m) and m.weight is not None]
+    for module in dict.fromkeys((*norms, *blocks, model)):
         fully_shard_block(module, mesh, None if has_norms else dtype, **options)
 
 
@@ -82,6 +88,8 @@ def fully_shard_block(block: Any, mesh: Any, dtype: str | None, cast_inputs: boo
     policy = MixedPrecisionPolicy()
     if dtype == "bfloat16" and not _has_batch_norm(block):  # BatchNorm has float32 statistics, and needs float32 weights
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=cast_inputs)
+    elif any(p.dtype == torch.bfloat16 for p in block.parameters()):
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)  # weights that are bfloat16 themselves
     for p in block.parameters():  # FSDP shards along dimension 0 of contiguous memory, so not channels_last
         if not is_sharded(p):
             p.data = p.data.contiguous()
@@ -91,4 +99,8 @@ def fully_shard_block(block: Any, mesh: Any, dtype: str | None, cast_inputs: boo
 
 
 def _has_batch_norm(model: torch.nn.Module) -> bool:
-    return any(isinstance(m, torch.nn.modules.batchnorm._NormBase) for m in model.modules())
+    return any(_is_batch_norm(m) for m in model.modules())
+
+
+def _is_batch_norm(module: Any) -> bool:
+    return isinstance(module, torch.nn.modules.batchnorm._NormBase)

@@ -23,9 +23,9 @@ from drivetrain.core.trees import Tree
 from drivetrain.parallel import balance
 from drivetrain.parallel.base import State, Weights
 from drivetrain.parallel.fsdp import fully_shard_block
+from drivetrain.parallel.shard_sums import Layout
 from drivetrain.parallel.sharded import Sharded
 from drivetrain.parallel.tensor import shard_blocks, tensor_parallel_problems
-from drivetrain.saving.sharded_checkpoint import merge_optimizer_states
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
@@ -173,8 +173,29 @@ class Pipeline(Sharded):
         pipelines = f", {self.data_world.size} pipelines" if self.data_world.size > 1 else ""
         return [f"{count} stages of {balance.describe_split(boundaries, costs)}{tensor}{pipelines}"]
 
-    def _shard_dims(self, name: str) -> tuple[str, ...]:
-        return () if name in self.common_names else ("pipe", *super()._shard_dims(name))
+    def _layout(self, name: str) -> Layout:
+        layout = super()._layout(name)
+        return layout if name in self.common_names else layout._replace(run=("pipe", *layout.run))
+
+    def last_matrix(self, optimizer: Any) -> int:
+        import torch.distributed as dist
+
+        own = [
+            ({k: v for k, v in group.items() if k not in ("params", "param_names")}, [p.ndim for p in group["params"]])
+            for group in optimizer.param_groups
+        ]
+        names = [group["param_names"] for group in optimizer.param_groups]
+        ranks: list[Any] = [None] * self.world.size
+        dist.all_gather_object(ranks, (own, names), group=self._control)
+        # The groups of the whole model in their order: that of a rank which has the most of them.
+        groups = [settings for settings, _ in max(ranks, key=lambda rank: len(rank[0]))[0]]
+        place = {name: i for i, (name, _) in enumerate(self._root.named_parameters())}
+        places = [
+            [((groups.index(of[0]), place[name]), ndim) for of, of_names in zip(*rank, strict=True)
+             for name, ndim in zip(of_names, of[1], strict=True)] for rank in ranks
+        ]  # fmt: skip
+        last = max((at for rank in places for at, ndim in rank if ndim > 1), default=(len(groups), 0))
+        return sum(at < last for at, _ in places[self.world.rank])
 
     def rng_rank(self) -> int:
         return self.world.rank - self._tensor_rank
@@ -244,22 +265,19 @@ class Pipeline(Sharded):
     # --- saving ---
 
     def full_state_dict(self, model: torch.nn.Module, state: State) -> tuple[Weights, State]:
-        from torch.utils._pytree import tree_map_only
-
         own = {n: self._gather_full(n, t).cpu() for n, t in model.state_dict().items() if not t.is_meta}
         state = self._map_state(state, self._gather_full)
         tensors = state["ema"].get("tensors", {})
         average = {n: t.cpu() for n, t in tensors.items() if not t.is_meta}
-        # On the CPU: what is sent as an object would be on the sender's device again, by its number, which rank 0 may not have.
-        optimizer = tree_map_only(torch.Tensor, torch.Tensor.cpu, state["optimizer"])
-        parts = self.gather_object((own, optimizer, average) if self.data_world.rank == self._tensor_rank == 0 else None)
+        is_first = self.data_world.rank == self._tensor_rank == 0
+        parts = self.gather_object((own, average) if is_first else None)
         parts = [part for part in parts if part is not None]
+        state = self._with_states_of_all(state, is_first or self._whole is not None)
         if self.world.rank != 0:
             return {}, {}
-        weights = {n: next(w[n] for w, _, _ in parts if n in w) for n in model.state_dict()}
-        state = {**state, "optimizer": merge_optimizer_states([optimizer for _, optimizer, _ in parts])}
+        weights = {n: next(w[n] for w, _ in parts if n in w) for n in model.state_dict()}
         if state["ema"]:
-            state["ema"] = {**state["ema"], "tensors": {n: next(a[n] for _, _, a in parts if n in a) for n in tensors}}
+            state["ema"] = {**state["ema"], "tensors": {n: next(a[n] for _, a in parts if n in a) for n in tensors}}
         return weights, state
 
     def shard_state_dict(self, weights: Weights, state: State) -> tuple[Weights, State]:

@@ -13,7 +13,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.step import Step, WrappingStep
-from drivetrain.parallel.sharded import is_sharded, shard_of
+from drivetrain.parallel.sharded_step import is_sharded, shard_of
 from drivetrain.parallel.stages import Stage, schedule
 
 if TYPE_CHECKING:

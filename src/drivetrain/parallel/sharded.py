@@ -15,13 +15,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.lazy import torch
-from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.option import RunSpec
-from drivetrain.core.step import Step, WrappingStep
+from drivetrain.core.step import Step
 from drivetrain.core.trees import Tree
 from drivetrain.parallel.base import State, Weights
 from drivetrain.parallel.process_group import ProcessGroupStrategy
-from drivetrain.saving.sharded_checkpoint import parameter_names
+from drivetrain.parallel.shard_sums import Layout, ShardSums, layout_of
+from drivetrain.parallel.sharded_step import ShardedStep, is_sharded, shard_of
+from drivetrain.parallel.whole_weights import WholeWeights
+from drivetrain.saving.sharded_checkpoint import merge_optimizer_states, parameter_names
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
@@ -38,23 +40,24 @@ class Sharded(ProcessGroupStrategy):
     own_gradients = False
     can_unfreeze = False
     _mesh: Any = field(default=None, init=False)
+    _whole: WholeWeights | None = field(default=None, init=False)
     _sync_last_only: bool = field(default=False, init=False)  # FSDP reduces gradients only in an update's last micro-batch
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)
         name = run.named("parallel")
-        if not run.optimizer.elementwise:
+        if not (run.optimizer.elementwise or run.optimizer.by_norms or run.optimizer.by_parameter):
             yield (
-                f"{run.named('optimizer')} needs whole tensors, and {name} leaves each rank a part of them: "
-                "set parallel=ddp, or an optimizer that works element by element (adamw, sgd, lion)"
+                f"{run.named('optimizer')} does not say that it updates each parameter by itself, and {name} leaves each rank a "
+                "part of them: set parallel=ddp, or another optimizer (adamw, lamb, muon)"
             )
-        if run.clip.needs_whole_rows:
+        if run.precision.owns_weights and not (run.precision.divides_weights and self.own_forward):
+            yield f"{run.named('precision')} and {name} exclude each other (both keep weights of their own): set precision=bf16"
+        elif run.precision.owns_weights and run.optimizer.by_parameter:
             yield (
-                f"{run.named('clip')} looks at whole rows, and {name} leaves each rank a part of them: set clip=norm, "
-                "or parallel=ddp"
+                f"{run.named('optimizer')} updates whole weights, and {run.named('precision')} with {name} has copies of parts: "
+                "set precision=bf16, or another optimizer (adamw, lamb)"
             )
-        if run.precision.owns_weights:
-            yield (f"{run.named('precision')} and {name} exclude each other (both keep weights of their own): set precision=bf16")
         if run.runtime.zero_grad == "memset":
             yield f"runtime.zero_grad=memset and {name} exclude each other (shards get new gradients every step): set it to none"
         if run.compile.torchscript:
@@ -73,11 +76,11 @@ class Sharded(ProcessGroupStrategy):
             if is_sharded(p) and id(p) not in self._shards:
                 plain = _flatten_parts(shard_of(p), len(self._plain_shapes[name]))
                 self._shards[id(p)] = torch.nn.Parameter(plain, requires_grad=p.requires_grad)
-        self._dims_by_id = {id(self._shards.get(id(p), p)): self._shard_dims(name) for name, p in self._sharded.items()}
-        self._all_dims = self._gather_all_dims({self._shard_dims(name) for name, p in self._sharded.items() if p.requires_grad})
+        self._layouts = {id(self._shards.get(id(p), p)): self._layout(name) for name, p in self._sharded.items()}
+        self._all_dims = self._gather_all_dims({self._layout(name).run for name, p in self._sharded.items() if p.requires_grad})
 
     def leave_model(self) -> None:
-        self._root, self._sharded, self._shards = None, {}, {}
+        self._root, self._sharded, self._shards, self._whole = None, {}, {}, None
 
     def _gather_all_dims(self, own: set[tuple[str, ...]]) -> list[tuple[str, ...]]:
         """Return all sets of mesh dimensions over which any rank's weights are sharded, in the same order on all ranks."""
@@ -99,6 +102,33 @@ class Sharded(ProcessGroupStrategy):
         finally:
             self._replace_parameters(model, {id(shard): p for p, shard in self._pairs()})
 
+    @property
+    def whole_updates(self) -> bool:  # type: ignore[override]
+        return self._whole is not None
+
+    def own_part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return self._local_shard(name, tensor)
+
+    def stands_for(self, copy: torch.Tensor, parameter: torch.Tensor) -> None:
+        self._layouts[id(copy)] = self._layouts[id(parameter)]
+
+    @contextmanager
+    def whole_parameters(self, model: torch.nn.Module) -> Iterator[None]:
+        divided = [
+            (name, self._shards[id(p)], self._plain_shapes[name], self._layout(name).layer)
+            for name, p in {id(p): (name, p) for name, p in reversed(self._sharded.items())}.values()
+            if id(p) in self._shards and p.requires_grad
+        ]
+        self._whole = WholeWeights(divided, self._mesh, self._gather_full, self._local_shard)
+        for name, shard, _, _ in divided:
+            self._layouts[id(self._whole.by_shard[id(shard)])] = Layout(self._layout(name).run, (), ())
+        self._replace_parameters(model, self._whole.by_shard)
+        try:
+            yield
+        finally:
+            shards = {id(self._whole.by_shard[id(shard)]): shard for _, shard, _, _ in divided}
+            self._replace_parameters(model, shards)
+
     @staticmethod
     def _replace_parameters(model: torch.nn.Module, replacements: dict[int, Any]) -> None:
         for module in model.modules():
@@ -119,7 +149,7 @@ class Sharded(ProcessGroupStrategy):
 
     def wrap_step(self, step: Step, context: BuildContext) -> Step:
         pairs = [(p, shard) for p, shard in self._pairs() if p.requires_grad]
-        return ShardedStep(step, pairs, self._root if self._sync_last_only else None)
+        return ShardedStep(step, pairs, self._root if self._sync_last_only else None, self._whole)
 
     def all_reduce_max(self, found: torch.Tensor) -> torch.Tensor:
         import torch.distributed as dist
@@ -134,7 +164,7 @@ class Sharded(ProcessGroupStrategy):
         gradients: dict[Any, list[torch.Tensor]] = defaultdict(list)
         for p in parameters:
             if p.grad is not None:
-                gradients[self._dims_by_id[id(p)]].append(p.grad)
+                gradients[self._layouts[id(p)].run].append(p.grad)
         total = torch.zeros((), device=self._device, dtype=torch.float64)
         for dimensions in self._all_dims:
             power = torch.zeros((), device=self._device, dtype=torch.float64)  # a rank may have no weights with these dimensions
@@ -146,10 +176,19 @@ class Sharded(ProcessGroupStrategy):
         dtypes = [torch.float32, *(g.dtype for group in gradients.values() for g in group[:1])]
         return (total ** (1.0 / norm_type)).to(functools.reduce(torch.promote_types, dtypes))
 
-    def _shard_dims(self, name: str) -> tuple[str, ...]:
-        """Return the mesh dimensions over which a weight is sharded."""
+    def layer_sums(self, parameters: Sequence[torch.Tensor]) -> ShardSums | None:
+        return self._sums([self._layouts[id(p)].layer for p in parameters])
+
+    def row_sums(self, parameters: Sequence[torch.Tensor]) -> ShardSums | None:
+        return self._sums([self._layouts[id(p)].row for p in parameters])
+
+    def _sums(self, layouts: Sequence[tuple[str, ...]]) -> ShardSums | None:
+        return ShardSums(layouts, self._mesh) if any(layouts) else None
+
+    def _layout(self, name: str) -> Layout:
+        """Return over which mesh dimensions a weight is divided."""
         p = self._sharded[name]
-        return _dimensions(p) if is_sharded(p) else ()
+        return layout_of(p, len(self._plain_shapes[name]), is_sharded(p))
 
     def _pairs(self) -> list[tuple[Any, torch.nn.Parameter]]:
         """Return each sharded weight once, with its shard as the optimizer has it."""
@@ -165,7 +204,18 @@ class Sharded(ProcessGroupStrategy):
             return full.cpu() if is_first else None
 
         weights = {name: gather(name, t) for name, t in model.state_dict().items()}
-        return weights, self._map_state(state, gather)
+        return weights, self._with_states_of_all(self._map_state(state, gather), True)
+
+    def _with_states_of_all(self, state: State, sends: bool) -> State:
+        """Return, on rank 0, the state with the optimizer's of all ranks that send theirs, where a rank has not all of it."""
+        from torch.utils._pytree import tree_map_only
+
+        if self._whole is None and self.own_forward:
+            return state
+        # On the CPU: what is sent as an object would be on the sender's device again, by its number, which rank 0 may not have.
+        optimizer = tree_map_only(torch.Tensor, torch.Tensor.cpu, state["optimizer"]) if sends else None
+        parts = [part for part in self.gather_object(optimizer) if part is not None]
+        return {**state, "optimizer": merge_optimizer_states(parts)} if parts else state
 
     def as_distributed(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         p = self._sharded.get(name)
@@ -178,6 +228,8 @@ class Sharded(ProcessGroupStrategy):
         return _as_dtensor(torch.empty(p.to_local().shape, dtype=dtype, device=p.device), p)
 
     def shard_state_dict(self, weights: Weights, state: State) -> tuple[Weights, State]:
+        if self._whole is not None:
+            self._whole.stale = True
         shards = {name: self._local_shard(name, t) for name, t in weights.items()}
         for name, p in self._sharded.items():
             if name in shards and is_sharded(p):
@@ -188,13 +240,20 @@ class Sharded(ProcessGroupStrategy):
         """Return the state with each tensor that belongs to a weight replaced by `change(name of the weight, tensor)`."""
         optimizer, ema = state["optimizer"], state["ema"]
         names = parameter_names(optimizer)
+        owned = self._whole.owned if self._whole is not None else {}
         changed = {
-            i: {k: change(names[i], v) if self._is_elementwise_state(names[i], v) else v for k, v in parameter_state.items()}
+            i: {
+                k: change(names[i], v) if names[i] not in owned and self._is_elementwise_state(names[i], v) else v
+                for k, v in parameter_state.items()
+            }
             for i, parameter_state in optimizer["state"].items()
+            if owned.get(names[i], True)
         }
         state = {**state, "optimizer": {**optimizer, "state": changed}}
         if ema:
             state["ema"] = {**ema, "tensors": {name: change(name, t) for name, t in ema["tensors"].items()}}
+        if masters := state.get("precision", {}).get("masters"):
+            state["precision"] = {**state["precision"], "masters": {name: change(name, t) for name, t in masters.items()}}
         return state
 
     def _is_elementwise_state(self, name: str, value: Any) -> bool:
@@ -226,41 +285,6 @@ class Sharded(ProcessGroupStrategy):
         return _flatten_parts(shard_of(distribute_tensor(full, p.device_mesh, p.placements, src_data_rank=None)), tensor.ndim)
 
 
-@dataclass(eq=False)
-class ShardedStep(WrappingStep):
-    """Gives the optimizer the gradients of this rank's shards, as plain tensors."""
-
-    shards: Sequence[tuple[Any, torch.nn.Parameter]]  # each sharded weight, and its shard as the optimizer has it
-    root: Any  # the model, if FSDP reduces gradients once an update; None: after every micro-batch
-
-    def micro_batch(self, batch: MicroBatch, loss_sum: torch.Tensor) -> None:
-        if self.root is not None:
-            self.root.set_requires_gradient_sync(batch.last)
-        self.inner.micro_batch(batch, loss_sum)
-
-    def update(self) -> bool:
-        for p, shard in self.shards:
-            shard.grad = None if p.grad is None else shard_of(p.grad).view(shard.shape)
-        return self.inner.update()
-
-    def zero_grad(self) -> None:
-        for _, shard in self.shards:
-            shard.grad = None
-        self.inner.zero_grad()
-
-
-def is_sharded(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a DTensor."""
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(tensor, DTensor)
-
-
-def shard_of(tensor: Any) -> torch.Tensor:
-    """Return this rank's shard of a DTensor, or a plain tensor itself, sharing its memory."""
-    return tensor.detach().to_local() if is_sharded(tensor) else tensor.detach()
-
-
 def _flatten_parts(shard: torch.Tensor, ndim: int) -> torch.Tensor:
     """Reshape a shard to as many dimensions as the weight has: fused projections (tensor.py) have one more, for their parts."""
     return shard.flatten(0, 1) if shard.ndim > ndim else shard
@@ -272,9 +296,3 @@ def _as_dtensor(shard: torch.Tensor, p: Any) -> Any:
 
     local = shard.reshape(p.to_local().shape)
     return DTensor.from_local(local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
-
-
-def _dimensions(p: Any) -> tuple[str, ...]:
-    """Return the names of the mesh dimensions over which a DTensor is sharded."""
-    names = p.device_mesh.mesh_dim_names
-    return tuple(n for n, placement in zip(names, p.placements, strict=True) if not placement.is_replicate())

@@ -33,6 +33,7 @@ class Bf16Pure(Precision):
     changes = "rounds weights, activations and gradients to bfloat16"
     full_float32 = False
     owns_weights = True
+    divides_weights = True
 
     def __init__(self, master: Literal["fp32", "stochastic"] = "fp32") -> None:
         self.master = master
@@ -50,6 +51,7 @@ class Bf16Pure(Precision):
 
     def setup(self, context: BuildContext) -> None:
         super().setup(context)
+        self._parallel = context.parallel
         self._generator = torch.Generator(self._device).manual_seed(torch.initial_seed())  # the same rounding on every rank
 
     def convert(self, model: torch.nn.Module, example: Tree) -> torch.nn.Module:
@@ -60,8 +62,12 @@ class Bf16Pure(Precision):
         in_float32 = {id(p) for m in norms for p in m.parameters(recurse=False)}
         converted = {n: p for n, p in model.named_parameters() if p.is_floating_point() and id(p) not in in_float32}
         trained = {n: p for n, p in converted.items() if p.requires_grad}
-        self._names, self._parameters = list(trained), list(trained.values())
-        self._flat, self._masters = _flat_copies(self._parameters)  # before the weights lose their lower bits
+        # Before the weights lose their lower bits. Where ranks divide the weights, the masters are made of their parts later.
+        self._exact = (
+            {} if self._parallel.whole_model or self.frees_weights else {n: p.detach().clone() for n, p in trained.items()}
+        )
+        if self._parallel.whole_model:
+            self._keep_masters_of(trained)
         for module in model.modules():
             if module not in norms:
                 module._apply(_to_bfloat16, recurse=False)
@@ -71,9 +77,27 @@ class Bf16Pure(Precision):
         logger.info(f"{len(converted)} of {sum(1 for _ in model.parameters())} parameters in bfloat16, with {masters}")
         return model
 
+    def _keep_masters_of(self, trained: dict[str, torch.nn.Parameter]) -> None:
+        self._names, self._parameters = list(trained), list(trained.values())
+        self._flat, self._masters = _flat_copies(self._parameters)
+        self._draws = len(self._flat)
+
+    def _keep_masters_of_parts(self, model: torch.nn.Module) -> None:
+        """Keep masters of this rank's parts of the weights, which the model has while the optimizer is built."""
+        parallel = self._parallel
+        self._keep_masters_of({n: p for n, p in model.named_parameters() if p.dtype == torch.bfloat16 and p.requires_grad})
+        for name, master, part in zip(self._names, self._masters, self._parameters, strict=True):
+            parallel.stands_for(master, part)
+            if name in self._exact:
+                master.detach().copy_(parallel.own_part(name, self._exact.pop(name)))
+        # All ranks draw as many random numbers, so that their generators have one state, which is saved once.
+        self._draws = int(parallel.all_reduce_max(torch.tensor(self._draws, device=self._device)))
+
     def build_optimizer(self, option: Any, context: BuildContext) -> torch.optim.Optimizer:
         """Build an optimizer over the masters: they replace the model's parameters while the optimizer is built."""
         model = context.model
+        if not self._parallel.whole_model:
+            self._keep_masters_of_parts(model)
         self._replace_parameters(model, dict(zip(self._parameters, self._masters, strict=True)))
         try:
             optimizer = option.build(context)
@@ -141,8 +165,8 @@ class Bf16Pure(Precision):
     def _round_masters_to_weights(self) -> None:
         if self.master == "stochastic":
             bits = self._flat.view(torch.int32)  # bfloat16 is float32's upper half: a random lower half carries into it
-            noise = torch.randint(1 << 16, bits.shape, dtype=torch.int32, generator=self._generator, device=bits.device)
-            bits.add_(noise).bitwise_and_(-1 << 16)
+            noise = torch.randint(1 << 16, (self._draws,), dtype=torch.int32, generator=self._generator, device=bits.device)
+            bits.add_(noise[: len(bits)]).bitwise_and_(-1 << 16)
         torch._foreach_copy_(self._weights, self._views)
         self._release()
 

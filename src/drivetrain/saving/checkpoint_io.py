@@ -194,9 +194,7 @@ def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
 
 def with_new_parameters(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
     """Return a saved state that also names those of this optimizer's parameters which did not train: they have no state yet."""
-    if "members" in state:
-        pairs = zip(optimizer.members, state["members"], strict=True)
-        return {**state, "members": [with_new_parameters(member, member_state) for member, member_state in pairs]}
+    state = _as_one(state)
     known = {name: group for group in state["param_groups"] for name in group["param_names"]}
     groups = list(state["param_groups"])
     unused = itertools.count(1 + max((index for group in groups for index in group["params"]), default=-1))
@@ -209,9 +207,7 @@ def with_new_parameters(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]
 
 def _state_for(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
     """Return the saved state rearranged into this optimizer's groups: it may hold other parameters, in another order."""
-    if "members" in state:
-        pairs = zip(optimizer.members, state["members"], strict=True)
-        return {"members": [_state_for(member, member_state) for member, member_state in pairs]}
+    state = _as_one(state)
     saved_index = {name: i for i, name in sharded_checkpoint.parameter_names(state).items()}
     settings = {name: group for group in state["param_groups"] for name in group["param_names"]}
     if new := [name for group in optimizer.param_groups for name in group["param_names"] if name not in settings]:
@@ -228,6 +224,11 @@ def _state_for(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
         saved = {i: saved_index[name] for i, name in zip(indices, names, strict=True)}
         states |= {i: state["state"][old] for i, old in saved.items() if old in state["state"]}
     return {**state, "state": states, "param_groups": groups}
+
+
+def _as_one(state: dict[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state as that of one, also where a former version kept those of several beside each other."""
+    return sharded_checkpoint.join_optimizer_states(state["members"]) if "members" in state else state
 
 
 def _parameter_indices(optimizer: torch.optim.Optimizer) -> list[list[int]]:

@@ -28,17 +28,17 @@ def parameter_names(optimizer: State) -> dict[int, str]:
 def flatten_state(weights: State, state: State, as_distributed: Callable[[str, Any], Any]) -> tuple[State, State]:
     """Return all tensors of a weight's size by name ("optimizer/<weight>/<key>"), and the state without them.
 
-    What an optimizer keeps outside of torch's own "state" is not flattened.
+    What an optimizer keeps outside of torch's own "state" stays there.
     """
     tensors = {f"model/{name}": t for name, t in weights.items()}
     optimizer, ema = state["optimizer"], state["ema"]
-    names = parameter_names(optimizer) if "state" in optimizer else {}
+    names = parameter_names(optimizer)
     small: dict[int, State] = {}
-    for i, parameter_state in optimizer.get("state", {}).items():
+    for i, parameter_state in optimizer["state"].items():
         large = {k for k, v in parameter_state.items() if isinstance(v, torch.Tensor) and v.ndim}
         tensors |= {f"optimizer/{names[i]}/{k}": as_distributed(names[i], parameter_state[k]) for k in large}
         small[i] = {k: v for k, v in parameter_state.items() if k not in large}
-    rest = {**state, "optimizer": {**optimizer, "state": small} if names else optimizer}
+    rest = {**state, "optimizer": {**optimizer, "state": small}}
     if ema:
         tensors |= {f"ema/{name}": as_distributed(name, t) for name, t in ema["tensors"].items()}
         rest["ema"] = {**ema, "tensors": {}}
@@ -61,26 +61,41 @@ def unflatten_state(tensors: State, state: State) -> tuple[State, State]:
 
 
 def merge_optimizer_states(states: Sequence[State]) -> State:
-    """Merge the optimizer states of parts of a model into that of one optimizer over all its parameters."""
+    """Merge the optimizer states of ranks, which have a state of some parameters, into that of one optimizer over all of them."""
     groups: list[State] = []
     state: dict[int, Any] = {}
     indices: dict[str, int] = {}
     for part in states:
         for group in part["param_groups"]:
-            settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-            merged = next((g for g in groups if {k: g[k] for k in settings} == settings), None)
+            settings = _settings(group)
+            merged = next((g for g in groups if _settings(g) == settings), None)
             if merged is None:
                 merged = {**settings, "params": [], "param_names": []}
                 groups.append(merged)
             for i, name in zip(group["params"], group["param_names"], strict=True):
-                if name in indices:
-                    continue
-                indices[name] = len(indices)
-                merged["params"].append(indices[name])
-                merged["param_names"].append(name)
+                if name not in indices:
+                    indices[name] = len(indices)
+                    merged["params"].append(indices[name])
+                    merged["param_names"].append(name)
                 if i in part["state"]:
-                    state[indices[name]] = part["state"][i]
+                    state.setdefault(indices[name], part["state"][i])
     return {**states[0], "param_groups": groups, "state": state}
+
+
+def _settings(group: State) -> State:
+    return {k: v for k, v in group.items() if k not in ("params", "param_names")}
+
+
+def join_optimizer_states(members: Sequence[State]) -> State:
+    """Return the state dicts of several optimizers as that of one, whose parameters are numbered on."""
+    state: dict[int, Any] = {}
+    groups: list[State] = []
+    first = 0
+    for member in members:
+        state |= {first + i: of_parameter for i, of_parameter in member["state"].items()}
+        groups += [{**group, "params": [first + i for i in group["params"]]} for group in member["param_groups"]]
+        first += sum(len(group["params"]) for group in member["param_groups"])
+    return {"state": state, "param_groups": groups}
 
 
 def write(folder: Path, tensors: State, group: Any) -> None:

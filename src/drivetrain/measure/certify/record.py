@@ -194,7 +194,13 @@ class Recorder:
         optimizer.step = step
 
     def before_optimizer(self) -> None:
-        """Keep the gradients as the optimizer gets them: unscaled and clipped."""
+        """Keep the gradients as the optimizer gets them: unscaled and clipped.
+
+        Not where ranks divide the weights, and the optimizer has others in their place: it has copies of this rank's parts, or
+        those that this rank updates for all.
+        """
+        if self._sharded() and (self.trainer.precision.owns_weights or self.trainer.parallel.whole_updates):
+            return
         if self.trainer.precision.owns_weights:
             own = {n: p for g in self.trainer.optimizer.param_groups for n, p in zip(g["param_names"], g["params"], strict=True)}
         else:

@@ -41,6 +41,7 @@ class Chunk:
         self.step = torch.zeros((), device=like.device)
         self.vectors: dict[str, Tensor] = {}  # (size,)
         self.numbers: dict[str, Tensor] = {}  # state that is (n,), a number for each parameter, or 0-d, one for all
+        self.places: Tensor | None = None  # (n,) of the parameters among all, where norms of all are kept in one tensor
         self._pieces: dict[str, list[Tensor]] = {}
 
     def share_buffers(self, work: Tensor, weights: Tensor, grads: Tensor) -> None:
@@ -124,6 +125,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     state_vectors: tuple[str, ...] = ()  # names of state with a value for each element
     state_numbers: tuple[str, ...] = ()  # with one number for each parameter
     state_chunk_numbers: tuple[str, ...] = ()  # with one number for all parameters of a chunk, in float64 where there is that
+    own_work = False  # each chunk keeps its "work" until the step ends
 
     def __init__(self, params: Any, defaults: dict[str, Any], loop: bool = False) -> None:
         self.loop = loop  # every parameter is a chunk of its own
@@ -149,16 +151,21 @@ class FlatOptimizer(torch.optim.Optimizer):
                 loss = closure()
         work = [(chunk, group) for n, group in enumerate(self.param_groups) for chunk in self._chunks_of(n, group["params"])]
         self.before_updates([chunk for chunk, _ in work])
+        self.update_all(work)
+        return loss
+
+    def update_all(self, work: list[tuple[Chunk, dict[str, Any]]]) -> None:
+        """Update all chunks, each with its group."""
         for chunk, group in work:
             chunk.step += 1
             self.update(chunk, group)
-        return loss
 
     def _chunks_of(self, index: int, params: list[Tensor]) -> list[Chunk]:
         """The chunks of a group's parameters that have a gradient; made anew when those or their storage have changed."""
         has_grad = [p.grad is not None for p in params]
         cached = self._chunks.get(index)
         if cached is None or cached[0] != has_grad or any(chunk.storage_changed() for chunk in cached[1]):
+            self._init_empty(params)
             chunks = self._make_chunks([p for p in params if p.grad is not None and p.numel()])
             cached = self._chunks[index] = (has_grad, chunks)
         return cached[1]
@@ -184,8 +191,17 @@ class FlatOptimizer(torch.optim.Optimizer):
             concatenated = max((chunk.size for chunk in alike if not chunk.single), default=0)
             buffers = [torch.empty(n, device=device, dtype=dtype) for n in (largest, concatenated, concatenated)]
             for chunk in alike:
-                chunk.share_buffers(*buffers)
+                work = torch.empty(chunk.size, device=device, dtype=dtype) if self.own_work else buffers[0]
+                chunk.share_buffers(work, *buffers[1:])
         return chunks
+
+    def _init_empty(self, params: list[Tensor]) -> None:
+        """Give parameters without elements a state: a rank's part of a short vector may have none, and its state is saved."""
+        numbers = ("step", *self.state_numbers, *self.state_chunk_numbers)
+        for p in params:
+            if p.grad is not None and not p.numel() and not self.state.get(p):
+                self.state[p] = {name: torch.zeros_like(p) for name in self.state_vectors}
+                self.state[p] |= {name: torch.zeros((), device=p.device) for name in numbers}
 
     def _make_chunk(self, params: list[Tensor]) -> Chunk:
         """A chunk that continues from the state of its parameters. That state becomes a view of the chunk's."""

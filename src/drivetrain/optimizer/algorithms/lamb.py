@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from drivetrain.core.device import sum_dtype
-from drivetrain.optimizer.algorithms.flat_optimizer import Chunk, FlatOptimizer
+from drivetrain.optimizer.algorithms.flat_optimizer import Chunk
+from drivetrain.optimizer.algorithms.layerwise_optimizer import LayerwiseOptimizer
 
 
-class Lamb(FlatOptimizer):
+class Lamb(LayerwiseOptimizer):
     """Layer-wise adaptive moments (You et al. 2020, algorithm 2, φ the identity), for each parameter w with gradient g:
 
         m ← β1 · m + (1 - β1) · g               m̂ = m / (1 - β1^t)
@@ -28,6 +29,7 @@ class Lamb(FlatOptimizer):
     """
 
     state_vectors = ("exp_avg", "exp_avg_sq")
+    measures = 2
 
     def __init__(
         self,
@@ -50,12 +52,17 @@ class Lamb(FlatOptimizer):
 
     def before_updates(self, chunks: list[Chunk]) -> None:
         self._divisor = None
-        if self.max_grad_norm is not None and chunks:
-            device = chunks[0].step.device  # a model may lie on several
-            norms = [torch.linalg.vector_norm(chunk.grads()).to(device) for chunk in chunks]
-            self._divisor = (torch.linalg.vector_norm(torch.stack(norms)) / self.max_grad_norm).clamp_(min=1.0)
+        if self.max_grad_norm is not None and (chunks or self.own_work):
+            self._divisor = (self._norm_of_all(chunks) / self.max_grad_norm).clamp_(min=1.0)
 
-    def update(self, chunk: Chunk, group: dict[str, Any]) -> None:
+    def _norm_of_all(self, chunks: list[Chunk]) -> Tensor:
+        if self.own_work:
+            return self._norm([p for group in self.param_groups for p in group["params"]], 2.0)
+        device = chunks[0].step.device  # a model may lie on several
+        norms = [torch.linalg.vector_norm(chunk.grads()).to(device) for chunk in chunks]
+        return torch.linalg.vector_norm(torch.stack(norms))
+
+    def measure(self, chunk: Chunk, group: dict[str, Any]) -> tuple[Tensor, ...]:
         w, g = chunk.weights(), chunk.grads()
         if self._divisor is not None:
             g = g / self._divisor.to(g.device)
@@ -63,9 +70,12 @@ class Lamb(FlatOptimizer):
         m, v, u = (chunk.vectors[name] for name in ("exp_avg", "exp_avg_sq", "work"))
         self._moments(g, m, v, step, *group["betas"], group["eps"], u)
         u.add_(w, alpha=group["weight_decay"])
-        if group["adapt"]:
-            w_norm, u_norm = chunk.norms(w), chunk.norms(u)
-            chunk.scaled(u, torch.where((w_norm > 0) & (u_norm > 0), w_norm / u_norm, 1.0))
+        return (chunk.norms(w), chunk.norms(u)) if group["adapt"] else ()
+
+    def move(self, chunk: Chunk, group: dict[str, Any], *norms: Tensor) -> None:
+        if norms:
+            w_norm, u_norm = norms
+            chunk.scaled(chunk.vectors["work"], torch.where((w_norm > 0) & (u_norm > 0), w_norm / u_norm, 1.0))
         chunk.subtract("work", group["lr"])
 
 

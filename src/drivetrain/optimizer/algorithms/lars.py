@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from drivetrain.optimizer.algorithms.flat_optimizer import Chunk, FlatOptimizer
+from drivetrain.optimizer.algorithms.flat_optimizer import Chunk
+from drivetrain.optimizer.algorithms.layerwise_optimizer import LayerwiseOptimizer
 
 
-class Lars(FlatOptimizer):
+class Lars(LayerwiseOptimizer):
     """Layer-wise adaptive rate scaling (You, Gitman & Ginsburg 2017, algorithm 1), for each parameter w with gradient g:
 
         λ = trust · ‖w‖ / (‖g‖ + decay · ‖w‖)
@@ -22,6 +24,7 @@ class Lars(FlatOptimizer):
     """
 
     state_vectors = ("momentum_buffer",)
+    measures = 2
 
     def __init__(
         self,
@@ -38,13 +41,16 @@ class Lars(FlatOptimizer):
         defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov, "trust": trust}
         super().__init__(params, {**defaults, "adapt": adapt}, loop)
 
-    def update(self, chunk: Chunk, group: dict[str, Any]) -> None:
-        w, g, v = chunk.weights(), chunk.grads(), chunk.vectors["momentum_buffer"]
-        lr, decay, momentum = group["lr"], group["weight_decay"], group["momentum"]
-        step = torch.add(g, w, alpha=decay, out=chunk.vectors["work"])
-        if group["adapt"]:
-            w_norm, g_norm = chunk.norms(w), chunk.norms(g)
-            ratio = group["trust"] * w_norm / (g_norm + decay * w_norm)
+    def measure(self, chunk: Chunk, group: dict[str, Any]) -> tuple[Tensor, ...]:
+        w, g = chunk.weights(), chunk.grads()
+        torch.add(g, w, alpha=group["weight_decay"], out=chunk.vectors["work"])
+        return (chunk.norms(w), chunk.norms(g)) if group["adapt"] else ()
+
+    def move(self, chunk: Chunk, group: dict[str, Any], *norms: Tensor) -> None:
+        step, v, lr, momentum = chunk.vectors["work"], chunk.vectors["momentum_buffer"], group["lr"], group["momentum"]
+        if norms:
+            w_norm, g_norm = norms
+            ratio = group["trust"] * w_norm / (g_norm + group["weight_decay"] * w_norm)
             chunk.scaled(step, lr * torch.where((w_norm > 0) & (g_norm > 0), ratio, 1.0))
         else:
             step.mul_(lr)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from drivetrain.optimizer.algorithms.flat_optimizer import Chunk, FlatOptimizer
+from drivetrain.optimizer.algorithms.flat_optimizer import Chunk
+from drivetrain.optimizer.algorithms.layerwise_optimizer import LayerwiseOptimizer
 
 
-class NovoGrad(FlatOptimizer):
+class NovoGrad(LayerwiseOptimizer):
     """Layer-wise second moments (Ginsburg et al. 2019, algorithm 1), for each parameter w with gradient g:
 
         v₁ = ‖g₁‖²,  then  v ← β2 · v + (1 - β2) · ‖g‖²        (one number)
@@ -23,6 +25,7 @@ class NovoGrad(FlatOptimizer):
 
     state_vectors = ("exp_avg",)
     state_numbers = ("exp_avg_sq",)
+    measures = 1
 
     def __init__(
         self,
@@ -39,9 +42,19 @@ class NovoGrad(FlatOptimizer):
         super().__init__(params, defaults, loop)
 
     def update(self, chunk: Chunk, group: dict[str, Any]) -> None:
-        g, m, v = chunk.grads(), chunk.vectors["exp_avg"], chunk.numbers["exp_avg_sq"]
+        g = chunk.grads()
+        self._move(chunk, group, g, chunk.norms(g))
+
+    def measure(self, chunk: Chunk, group: dict[str, Any]) -> tuple[Tensor, ...]:
+        return (chunk.norms(chunk.grads()),)
+
+    def move(self, chunk: Chunk, group: dict[str, Any], *norms: Tensor) -> None:
+        self._move(chunk, group, chunk.grads(), *norms)
+
+    def _move(self, chunk: Chunk, group: dict[str, Any], g: Tensor, norms: Tensor) -> None:
+        m, v = chunk.vectors["exp_avg"], chunk.numbers["exp_avg_sq"]
         beta1, beta2 = group["betas"]
-        squared = chunk.norms(g).square_()
+        squared = norms.square()
         v.copy_(torch.where(v == 0, squared, torch.lerp(v, squared, 1 - beta2)))
         update = chunk.scaled(g, 1 / (v.sqrt() + group["eps"]))
         if group["weight_decay"]:

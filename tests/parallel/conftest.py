@@ -1,0 +1,50 @@
+"""Two real ranks: forked processes that meet over gloo."""
+
+from __future__ import annotations
+
+import os
+import socket
+import traceback
+from multiprocessing import Pipe
+from typing import Any
+
+import pytest
+
+from drivetrain.core.forking import ForkedProcess
+from drivetrain.core.world import World
+
+SECONDS = 60  # that two ranks may take
+
+
+@pytest.fixture
+def ranks():
+    """`ranks(work)`: what `work(world)` returns on each of two ranks."""
+
+    def run(work: Any) -> list[Any]:
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+
+        def rank(number: int, answer: Any) -> None:
+            given = {"RANK": number, "WORLD_SIZE": 2, "LOCAL_RANK": number, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+            os.environ.update({"MASTER_ADDR": "127.0.0.1", **{key: str(value) for key, value in given.items()}})
+            try:
+                answer.send(("done", work(World(number, 2, number, 2))))
+            except BaseException:
+                answer.send(("failed", traceback.format_exc()))
+            os._exit(0)
+
+        pipes = [Pipe(duplex=False) for _ in range(2)]
+        processes = [ForkedProcess(target=rank, args=(n, theirs)) for n, (_, theirs) in enumerate(pipes)]
+        try:
+            for process in processes:
+                process.start()
+            answers = [ours.recv() if ours.poll(SECONDS) else ("failed", "no answer") for ours, _ in pipes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+        assert all(outcome == "done" for outcome, _ in answers), "\n".join(str(v) for o, v in answers if o != "done")
+        return [value for _, value in answers]
+
+    return run

@@ -1,0 +1,166 @@
+"""What needs whole layers equals one process where each rank holds a part of them, and goes on exactly from a checkpoint."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from drivetrain.core.world import World
+
+VIT = [
+    "model=timm", "model.name=vit_tiny_patch16_224", "data.shape=[3,8,8]",
+    "model.kwargs={img_size: 8, patch_size: 4, depth: 2, embed_dim: 12, num_heads: 2}",
+]  # fmt: skip
+MLP = ["model=mlp", "model.hidden=[15,15,15]", "data.classes=3"]  # nothing of it divides into two equal parts
+STRATEGIES = {
+    "fsdp": [*MLP, "parallel=fsdp"],
+    "tensor": [*VIT, "parallel=tensor"],
+    "pipeline": [*MLP, "parallel=pipeline"],
+}
+COMMON = ["runtime.device=cpu", "runtime.threads=1", "saving=none", "updates=3"]
+NORMS = {
+    "lars": ["optimizer=lars", "optimizer.momentum=0.5"],
+    "lamb": ["optimizer=lamb"],
+    "nvlamb": ["optimizer=nvlamb", "optimizer.max_grad_norm=0.05"],
+    "novograd": ["optimizer=novograd"],
+    "agc": ["optimizer=adamw", "clip=agc", "clip.clip_factor=0.001"],
+}
+
+
+WHOLE = {
+    "muon": ["optimizer=muon", "clip=norm", "clip.max_norm=0.1"],
+    # A key has no gradient, whose rounding Adafactor would scale up.
+    "adafactor": ["optimizer=adafactor", "optimizer.eps1=1e-6"],
+    "timm": ["optimizer=timm", "optimizer.name=adan", "clip=agc", "clip.clip_factor=0.001"],
+}
+
+
+def trained(make: Any, words: list[str], world: World | None = None, resume: bool = False) -> dict[str, Any]:
+    """Weights and optimizer state by name after three updates, on rank 0; with `resume` broken off after two."""
+    trainer = make(*words, world=world)
+    stay_together()
+    if resume:
+        trainer.max_updates = 2
+        trainer.fit()
+        full = trainer.parallel.broadcast_object(trainer.parallel.full_state_dict(trainer.model, trainer.state()))
+        trainer.parallel.finish_collectives()
+        trainer = make(*words, world=world)
+        trainer.restore(*full)
+    trainer.fit()
+    weights, state = trainer.parallel.full_state_dict(trainer.model, trainer.state())
+    trainer.parallel.finish_collectives()
+    return {**weights, **by_name(state["optimizer"])} if trainer.parallel.world.rank == 0 else {}
+
+
+def stay_together() -> None:
+    """The ranks that have met serve every further run of this process."""
+    if dist.is_initialized():
+        dist.rendezvous = lambda *_, **__: iter([(dist.HashStore(), 0, 0)])
+        dist.init_process_group = lambda *_, **__: None
+
+
+def by_name(optimizer: dict[str, Any]) -> dict[str, Any]:
+    found = {}
+    names = {i: n for g in optimizer["param_groups"] for i, n in zip(g["params"], g["param_names"], strict=True)}
+    found |= {f"{names[i]} {key}": value for i, state in optimizer["state"].items() for key, value in state.items()}
+    return {key: torch.as_tensor(value) for key, value in found.items()}
+
+
+def told(of: str, what: str) -> str:
+    return f"{of}: {what}"
+
+
+def equal_on_two_ranks(ranks: Any, make: Any, strategy: str, cases: dict[str, list[str]], to: float) -> None:
+    split = (
+        ["parallel.nproc=2"] if strategy != "pipeline" else ["parallel.nproc=2", "batch=accumulate", "batch.accumulation_steps=2"]
+    )
+    on_ranks = {name: [*COMMON, *STRATEGIES[strategy], *split, *words] for name, words in cases.items()}
+
+    def work(world: World) -> Any:
+        found = [{name: trained(make, words, world, resume) for name, words in on_ranks.items()} for resume in (False, True)]
+        return [{name: {k: v.tolist() for k, v in of.items()} for name, of in run.items()} for run in found]
+
+    (whole, resumed), _ = ranks(work)
+    for name, words in cases.items():
+        alone = [w for w in STRATEGIES[strategy] if not w.startswith("parallel")]
+        one = trained(make, [*COMMON, *alone, *words])
+        assert whole[name].keys() == one.keys()
+        for key, value in one.items():
+            torch.testing.assert_close(
+                torch.tensor(whole[name][key], dtype=torch.float64),
+                value.double(),
+                rtol=to,
+                atol=to,
+                msg=partial(told, f"{name}: {key}"),
+            )
+        assert resumed[name] == whole[name]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.slow
+def test_norms_of_layers(ranks, make, float64, strategy):
+    equal_on_two_ranks(ranks, make, strategy, NORMS, 1e-10)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.slow
+def test_whole_weights_of_one_owner(ranks, make, float64, strategy):
+    equal_on_two_ranks(ranks, make, strategy, WHOLE, 1e-10)
+
+
+def test_norms_of_layers_and_whole_weights(ranks, make, float64):
+    """The short form: norms that are summed over the ranks, a norm of all gradients, rows of vectors, owners of weights."""
+    equal_on_two_ranks(ranks, make, "fsdp", {"nvlamb": NORMS["nvlamb"], "muon": [*WHOLE["muon"][:1], "clip=agc"]}, 1e-10)
+
+
+BF16 = {
+    "masters": ["precision=bf16_pure", "optimizer=sgd", "optimizer.lr=0.5", "clip=norm", "clip.max_norm=0.5"],
+    "masters, by norms": ["precision=bf16_pure", "optimizer=lars", "optimizer.lr=1", "optimizer.trust=0.02"],
+    "stochastic": ["precision=bf16_pure", "precision.master=stochastic", "optimizer=sgd", "optimizer.lr=0.5"],
+}
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "tensor"])
+@pytest.mark.slow
+def test_weights_in_bfloat16(ranks, make, strategy):
+    """Close, because gradients are rounded before they are summed, and random numbers round other weights; resuming is exact."""
+    equal_on_two_ranks(ranks, make, strategy, BF16, 1e-2)
+
+
+def test_what_has_no_place_in_a_checkpoint_of_parts_is_refused(problems):
+    for words in (["optimizer=muon"], ["precision=bf16_pure"]):
+        (told,) = problems(
+            "parallel=fsdp", "parallel.nproc=2", "runtime.device=cpu", "saving=last", "saving.sharded=true", *words
+        )
+        assert words[0] in told
+        assert "saving.sharded=false" in told
+
+
+def test_an_optimizer_that_takes_a_norm_of_all_weights_has_no_owners(problems):
+    words = ["parallel=fsdp", "parallel.nproc=2", "runtime.device=cpu", "optimizer=timm"]
+    assert "max_grad_norm" in problems(*words, "optimizer.name=lamb")[0]
+    assert "random numbers" in problems(*words, "optimizer.name=kron")[0]
+    assert "precision=bf16_pure" in problems(*words, "precision=bf16_pure")[0]
+
+
+def test_owners_share_out_the_largest_weights_first():
+    from drivetrain.parallel.whole_weights import WholeWeights
+
+    class Mesh:
+        mesh_dim_names = ("data", "tensor")
+
+        def __getitem__(self, name):
+            return type("Dimension", (), {"size": lambda self: 2})()
+
+        def get_local_rank(self, name):
+            return {"data": 1, "tensor": 0}[name]
+
+    sizes = {"a": 10, "b": 7, "c": 5, "d": 4, "e": 1}
+    weights = [(name, torch.nn.Parameter(torch.zeros(1)), (size,), ("data",)) for name, size in sizes.items()]
+    whole = WholeWeights(weights, Mesh(), lambda *_: None, lambda *_: None)
+    assert [name for name, own in whole.owned.items() if own] == ["b", "c", "e"]  # 13 of 27
+    assert {p.device.type for p in whole.by_shard.values()} == {"cpu", "meta"}
