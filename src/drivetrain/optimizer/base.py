@@ -39,6 +39,7 @@ class Optimizer(Hyperparameters):
     has_foreach: ClassVar[bool] = True
     states: ClassVar[int] = 0  # tensors that it keeps for each parameter, of its size, at the least
     elementwise: ClassVar[bool] = False  # whether an element's update needs only that element's gradient, so that shards do
+    for_whole_weights: ClassVar[bool] = False  # whether its updates are made for whole weights, not for thin factors of them
     in_chunks: ClassVar[bool] = False  # whether its foreach implementation works on chunks that fit a CPU's cache
 
     def validate(self, run: RunSpec) -> Iterator[str]:

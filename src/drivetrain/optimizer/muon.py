@@ -25,6 +25,7 @@ class Muon(Optimizer):
     """
 
     fused_on = ("cpu", "cuda")
+    for_whole_weights = True
     lr: Positive = 0.02
     weight_decay: NonNegative = 0.01
     momentum: Momentum = 0.95

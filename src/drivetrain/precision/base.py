@@ -39,6 +39,7 @@ class Precision(Option):
     full_float32 = True  # every tensor is float32
     scales_loss = False  # an overflow skips the update
     owns_weights = False  # keeps its own copies of the weights
+    replaces_linears = False  # puts layers of its own in the place of Linear layers
     frees_weights = False  # frees these copies between updates
 
     def setup(self, context: BuildContext) -> None:
