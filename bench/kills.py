@@ -10,9 +10,9 @@ perhaps killed again up to three times more, and gone on with to its end. A kill
 - as SIGKILL or SIGTERM;
 - to all processes at once, to the one that the user started, or to one of the others: a rank or a loader's worker.
 
-There are five outcomes: same bits, divergent, does not resume, untyped error (a traceback, or an end without a message), and
-hangs. All but the first are faults. The draws are fixed by the seed; a moment is a share of the unbroken run's time, so where
-exactly it falls is not.
+There are six outcomes: same bits, divergent, does not resume, untyped error (a traceback, or an end without a message), hangs,
+and, of a combination whose unbroken run fails, does not train. All but the first are faults. The draws are fixed by the seed;
+a moment is a share of the unbroken run's time, so where exactly it falls is not.
 """
 
 from __future__ import annotations
@@ -62,6 +62,8 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
 SAVES = "saving.every_updates=2"
 KILLS, PER_COMBINATION, MORE_KILLS = 1_000, 6, 3
 SAME, DIVERGENT, STUCK, UNTYPED, HANGS = "same bits", "divergent", "does not resume", "untyped error", "hangs"
+UNTRAINED = "does not train"
+OUTCOMES = SAME, DIVERGENT, STUCK, UNTYPED, HANGS, UNTRAINED
 EXPECTED = (0, 1, 75, -signal.SIGKILL, -signal.SIGTERM)  # exit codes of a run that was killed
 Names = tuple[str, ...]
 
@@ -159,14 +161,14 @@ def _wrong(ended: Ended) -> tuple[str, str] | None:
     return None
 
 
-def unbroken(names: Names, folder: Path) -> Reference:
-    """Train a combination without a break."""
+def unbroken(names: Names, folder: Path) -> Reference | Case:
+    """Train a combination without a break. Return the run, or what came of it where it failed."""
     place = Path(tempfile.mkdtemp(dir=folder))
     shutil.copy(command.HERE / "traced.py", place)
     began = time.perf_counter()
     ended, calls = run(words_of(names), place, None, None)
     if ended.code != 0:
-        raise RuntimeError(f"{names} does not train: {ended.err}")
+        return Case(names, [], UNTRAINED, f"exit {ended.code}: {ended.err.strip()[-600:]}")
     return Reference(command.only_run(place / "outputs"), time.perf_counter() - began, calls)
 
 
@@ -187,11 +189,15 @@ def campaign(kills: int, seed: int, jobs: int, limit_s: float = float("inf")) ->
 
     def of_combination(number: int, count: int, names: Names) -> None:
         reference, draw = unbroken(names, folder), random.Random(f"{seed} {number}")
+        if isinstance(reference, Case):
+            return note(reference)
         for _ in range(count):
-            case = judge(names, reference, draw, folder)
-            with lock:
-                cases.append(case)
-                print(f"{len(cases)} {case.outcome}: {', '.join(names)}: {' | '.join(case.kills)} {case.said}", flush=True)
+            note(judge(names, reference, draw, folder))
+
+    def note(case: Case) -> None:
+        with lock:
+            cases.append(case)
+            print(f"{len(cases)} {case.outcome}: {', '.join(case.combination)}: {' | '.join(case.kills)} {case.said}", flush=True)
 
     try:
         with ThreadPoolExecutor(jobs) as pool:
@@ -225,9 +231,9 @@ def main() -> None:
     machine = harness.machine()
     cases = campaign(given.kills, given.seed, given.jobs, 60 * given.minutes)
     table = summary(cases)
-    rows = [[f"{axis}={option}", *(str(counts.get(outcome, 0)) for outcome in (SAME, DIVERGENT, STUCK, UNTYPED, HANGS))]
+    rows = [[f"{axis}={option}", *(str(counts.get(outcome, 0)) for outcome in OUTCOMES)]
             for axis, options in table.items() for option, counts in options.items()]  # fmt: skip
-    harness.table(f"{len(cases)} runs", ["option", SAME, DIVERGENT, STUCK, UNTYPED, HANGS], rows)
+    harness.table(f"{len(cases)} runs", ["option", *OUTCOMES], rows)
     struck = [kill for case in cases for kill in case.kills]
     wrong = [case._asdict() for case in cases if case.outcome != SAME]
     harness.write(given.out, {

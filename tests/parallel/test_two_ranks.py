@@ -17,6 +17,7 @@ from drivetrain.core.forking import ForkedProcess
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.world import World
 from drivetrain.parallel.pipeline_step import PipelineStep
+from drivetrain.precision import cpu_half
 from drivetrain.precision.base import Precision
 
 SECONDS = 60  # that two ranks may take
@@ -159,6 +160,19 @@ def test_fsdp_reduces_gradients_once_an_update(ranks, make, each):
     assert count == other == (6 if each else 2)
     for name, weight in alone.model.state_dict().items():
         torch.testing.assert_close(torch.tensor(weights[name]), weight, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(("convolutions", "matrices"), [(1.0, 9.0), (9.0, 1.0)])
+def test_shards_are_gathered_in_float32_where_layers_stay_in_it(ranks, make, monkeypatch, convolutions, matrices):
+    """On a CPU that is slow in bfloat16: weights in bfloat16 do not fit activations in float32."""
+    monkeypatch.setattr(cpu_half, "measure", lambda *_: cpu_half.Slowness(convolutions, matrices))
+
+    def work(world: World) -> Any:
+        trainer = make(*SHARDS, "precision=bf16", "updates=1", world=world)
+        trainer.fit()
+        return trainer.model._get_fsdp_state()._mp_policy.param_dtype
+
+    assert ranks(work) == [None] * 2
 
 
 def test_an_overflow_in_one_shard_skips_the_update_on_all_ranks(ranks, make):

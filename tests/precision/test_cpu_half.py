@@ -89,6 +89,7 @@ def test_only_what_is_fast_is_in_16_bits(monkeypatch, option, convolutions, matr
     assert convolved.dtype == dtype[convolutions < 2 and matrices < 2]
     assert product_.dtype == dtype[matrices < 2]
     assert precision.autocast_dtype() == (precision.dtype if matrices < 2 else None)  # the MFU's number format
+    assert precision.gathered_dtype() == (precision.dtype if convolutions < 2 and matrices < 2 else None)
     convolved.float().sum().backward()
     assert model.conv.weight.grad.dtype == torch.float32
 
@@ -116,3 +117,19 @@ def test_a_run_says_what_stays_in_float32(monkeypatch, make, caplog):
     assert any("everything stays in float32: on this CPU float16 takes 14 times as long" in line for line in caplog.messages)
     make("precision=bf16")
     assert any("everything stays in float32: on this CPU bfloat16 takes 14 times as long" in line for line in caplog.messages)
+
+
+@pytest.mark.parametrize("option", [Amp, Bf16])
+def test_a_run_that_goes_on_says_that_other_layers_are_in_16_bits_now(monkeypatch, caplog, option):
+    def precision(matrices):
+        monkeypatch.setattr(cpu_half, "measure", lambda model, example, dtype: Slowness(1.0, matrices))
+        made = option()
+        made.setup(context())
+        made.convert(Net(), torch.randn(2, 3, 8, 8))
+        return made
+
+    state = precision(1.0).state_dict()
+    precision(1.2).load_state_dict(state)
+    assert not caplog.messages
+    precision(9.0).load_state_dict(state)
+    assert "computes everything in float32, and the one that wrote the checkpoint nothing" in caplog.messages[-1]

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = Path(drivetrain.__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").rglob("README.md"))]
 PROGRAMS = "drivetrain|python|make|pip|find|srun|torchrun|sbatch"
-COMMAND = re.compile(rf"^    (?:\$ )?((?:{PROGRAMS}) .*)$", re.M)
+COMMAND = re.compile(rf"^    (?:\$ )?((?:{PROGRAMS}) .*)$(\n    error: )?", re.M)
 # Each program prints its words, one in a line, and an empty line after them.
 ECHOED = "".join(f"{name}() {{ printf '%s\\n' {name} \"$@\" ''; }}\n" for name in PROGRAMS.split("|"))
 
@@ -33,6 +34,7 @@ class Printed(NamedTuple):
     page: str
     text: str
     comment: str
+    fails: bool  # it is printed with its error
 
     @property
     def words(self) -> list[str]:
@@ -42,9 +44,9 @@ class Printed(NamedTuple):
 def commands() -> Iterator[Printed]:
     """Every command that a page prints as a line of code, in its order."""
     for page in PAGES:
-        for text in COMMAND.findall(re.sub(r"\\\n *", "", page.read_text(encoding="utf-8"))):
+        for text, error in COMMAND.findall(re.sub(r"\\\n *", "", page.read_text(encoding="utf-8"))):
             command, _, comment = text.partition(" # ")
-            yield Printed(page.relative_to(ROOT).as_posix(), command.rstrip(), comment)
+            yield Printed(page.relative_to(ROOT).as_posix(), command.rstrip(), comment, bool(error))
 
 
 def words_by(shell: str, lines: list[str], folder: Path) -> tuple[list[list[str]], str]:
@@ -62,7 +64,7 @@ SMALL = {  # verb → settings in place of those that are printed, and beside th
     "train": ["updates=2", "runtime.threads=1", "parallel.nproc=2", "hydra.sweeper.n_trials=2"],
     "compare": ["rounds=2", "block_s=0.05", "seeds=2", "max_seeds=2", "runtime.threads=1"],
     "ablate": ["rounds=2", "block_s=0.05", "seeds=2", "max_seeds=2", "epochs=1", "tables=[steps]", "runtime.threads=1"],
-    "bisect": ["rounds=2", "block_s=0.05", "seeds=2", "max_seeds=2", "runtime.threads=1"],
+    "bisect": ["rounds=6", "block_s=0.05", "seeds=4", "max_seeds=4", "runtime.threads=1"],  # fewer have no interval
     "certify": ["runtime.threads=1"],
     "doctor": ["profile_s=0.2", "rounds=2", "block_s=0.05", "prove=false", "runtime.threads=1"],
     "tune": ["what=lr", "lr_updates=20", "budget_s=20", "rounds=2", "block_s=0.05", "quality=false", "runtime.threads=1"],
@@ -75,10 +77,12 @@ IMPOSSIBLE = {  # what a command has → why it is not run
     "make ": "installs a virtual environment", "pip ": "installs a package", "drivetrain parameters": "needs what pip installs",
     "optimizer=sign_sgd precision=fp64": "needs what pip installs", "recipe fetch": "needs a network", "bench.gpu": "needs CUDA",
     "RUN1": "its runs are of three seeds", "parallel=tensor": "needs two devices", "parallel=fsdp": "needs two devices",
-    "outputs/doctor/": "the reader puts something in the place of <…>", "resume=RUN resume_changed": "needs two devices",
+    "=PATH": "the reader puts a path in the place of PATH", "outputs/doctor/": "the reader puts something in the place of <…>",
+    "resume=RUN resume_changed": "needs two devices",
 }  # fmt: skip
 NETS = """
 import torch
+import torchmetrics
 from sklearn.datasets import load_digits
 
 def Net(shape, classes):
@@ -87,16 +91,16 @@ def Net(shape, classes):
 def my_loss(output, y):
     return torch.nn.functional.cross_entropy(output, y)
 
-class Cost(torch.nn.Module):
-    def forward(self, output, target):
-        return (output.argmax(-1) != target).float().mean()
+class Cost(torchmetrics.MeanMetric):
+    def update(self, output, target):
+        super().update((output.argmax(-1) != target).float())
 
 class Pictures(torch.utils.data.Dataset):
     classes = ("a", "b")
     def __init__(self, split):
-        self.noise = torch.rand(64, 3, 32, 32)
+        self.noise = torch.rand(160, 3, 32, 32)
     def __len__(self):
-        return 64
+        return 160
     def __getitem__(self, index):
         return self.noise[index], index % 2
 """
@@ -125,6 +129,8 @@ def smaller(words: list[str]) -> list[str]:
         given.append("batch.global_batch=8")
     flags = next((at for at, word in enumerate(given) if word == "against"), len(given))
     more = [word for key, word in small.items() if key in ALWAYS and key not in keys]
+    if "resume" in keys:  # it goes on to the end that it had
+        more.remove("updates=2")
     return [*given[:flags], *more, *given[flags:]]
 
 
@@ -173,12 +179,14 @@ def world(folder: Path, page: str) -> Path:
     text = (ROOT / page).read_text(encoding="utf-8")
     for where in re.findall(r"\bRUN\b|outputs/2026-\S{5}/\S+|outputs/multirun/2026-\S+", text):
         if not (work / where).exists():
-            run_in(work, folder, ["train", "-q", *_run_at(where)])
+            run_in(work, folder, ["train", "-q", *_run_at(where, page)])
     return work
 
 
-def _run_at(where: str) -> list[str]:
+def _run_at(where: str, page: str) -> list[str]:
     """What to train for a run that a page names."""
+    if page == "docs/finetuning.md":  # its weights go into a network of the default model
+        return ["updates=2", f"hydra.run.dir={where}"]
     if "multirun" in where:
         return ["-m", "model=mlp", "updates=2", "optimizer=sgd,adamw", f"hydra.sweep.dir={where}"]
     photos = ["data=imagefolder", "data.root=photos", "data.size=32", "batch.global_batch=8"] if where == "RUN" else []
@@ -206,6 +214,26 @@ def run(shell: str, command: Printed, work: Path, folder: Path) -> subprocess.Co
                           capture_output=True, check=False, env=environment(folder), timeout=900)  # fmt: skip
 
 
+def written_by(words: list[str]) -> Path | None:
+    """The recipe that a command writes, if it says where: it is not written over one that is there."""
+    if "--recipe" in words:
+        return Path(words[words.index("--recipe") + 1])
+    return Path(words[3]) if words[:2] == ["recipe", "export"] and words[3:] else None
+
+
+@contextmanager
+def aside(file: Path | None) -> Iterator[None]:
+    """Within the context a file is not in its place. It comes back unless a new one was written."""
+    before = file.read_bytes() if file is not None and file.exists() else None
+    if file is not None and before is not None:
+        file.unlink()
+    try:
+        yield
+    finally:
+        if file is not None and before is not None and not file.exists():
+            file.write_bytes(before)
+
+
 if __name__ == "__main__":
     from drivetrain.core.paths import remove_working_directory
 
@@ -213,4 +241,5 @@ if __name__ == "__main__":
     from drivetrain.cli.main import main
 
     given = sys.argv[2:] if sys.argv[1] == "drivetrain" else ["train", *sys.argv[4:]]
-    sys.exit(main(smaller(given)))
+    with aside(written_by(given)):
+        sys.exit(main(smaller(given)))

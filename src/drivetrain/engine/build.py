@@ -241,7 +241,7 @@ def _build_model(context: BuildContext, debug: Debug) -> tuple[torch.nn.Module, 
     # Activation checkpointing patches forwards in place, inside what compile traces and DDP wraps; parameter names stay plain.
     run.checkpointing.apply(model)
     # Sharding is in place too; compile traces the sharded modules.
-    context.parallel.shard(model, run.precision.dtype, example)
+    context.parallel.shard(model, context.precision.gathered_dtype(), example)
     _log(surgery.partial_statistics(model, context.batch.micro_batch(world), context.batch.size(0), world.size))
     context.model = model
     return model, model_flops

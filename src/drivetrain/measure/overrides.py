@@ -35,6 +35,6 @@ def unchanged(overrides: Sequence[str], changes: Sequence[str], config_dirs: Seq
 
 
 def with_channels_last(run: RunSpec) -> list[str]:
-    """The override that adds channels_last to the run's edits of the model; none where it is among them."""
+    """The override that adds channels_last to the run's edits of the model; none where it is among them or has no effect."""
     edits = run.names("surgery")
-    return [] if "channels_last" in edits else [f"surgery=[{','.join([*edits, 'channels_last'])}]"]
+    return [] if "channels_last" in edits or not run.model.may_convolve else [f"surgery=[{','.join([*edits, 'channels_last'])}]"]

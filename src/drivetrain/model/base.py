@@ -44,6 +44,7 @@ class Model(Option):
     tokens: ClassVar[bool | None] = False  # whether it reads sequences of tokens; None: not known
     pixels: ClassVar[bool | None] = False  # whether it gives an output for each pixel of an image; None: not known
     may_be_transformer: ClassVar[bool] = False
+    may_convolve: ClassVar[bool] = True  # whether it may have convolutions, whose memory layout matters
     takes_trees: ClassVar[bool] = False  # whether a forward may take several inputs
     machine_local_keys: ClassVar[tuple[str, ...]] = ("weights",)
     identifying_keys: ClassVar[tuple[str, ...]] = ("weights",)

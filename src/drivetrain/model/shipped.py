@@ -42,6 +42,8 @@ class Mlp(Model):
     hidden: Sequence[Count] = (256, 256)
     dropout: Momentum = 0.0
 
+    may_convolve = False
+
     def create(self, shape: tuple[int, ...], classes: int) -> torch.nn.Module:
         from drivetrain.model import mlp
 
@@ -87,6 +89,7 @@ class Gpt(Model):
 
     tokens = True
     may_be_transformer = True
+    may_convolve = False
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)

@@ -82,6 +82,10 @@ class Precision(Option):
         """Return what autocast computes products in, None without autocast. Call it after `convert`, which may switch it off."""
         return self.dtype
 
+    def gathered_dtype(self) -> str | None:
+        """Return what sharded weights may be gathered in, None for their own. Call it after `convert`."""
+        return self.dtype
+
     def update_state(self) -> list[torch.Tensor]:
         """Return the tensors that an update changes besides those of the model and the optimizer."""
         return []
@@ -129,6 +133,7 @@ class Bf16(Precision):
     dtype = "bfloat16"
     full_float32 = False
     looks_for_slow_layers = True  # on a CPU; not where a run is only forecast, for another device
+    _in_float32: str = ""  # which layers stay in float32 here
 
     def roundoff(self) -> float:
         return 2.0**-8
@@ -157,9 +162,11 @@ class Bf16(Precision):
         says = f"in float32: on this CPU {self.dtype} takes %.0f times as long"
         if slowest.matrices > cpu_half.LIMIT:
             logger.info(f"everything stays {says}", slowest.matrices)
+            self._in_float32 = "everything"
             self._autocast = torch.autocast(self._device.type, enabled=False)
         elif slowest.convolutions > cpu_half.LIMIT:
             logger.info(f"convolutions stay {says}", slowest.convolutions)
+            self._in_float32 = "convolutions"
             for module in model.modules():
                 if isinstance(module, torch.nn.modules.conv._ConvNd):
                     _run_in_float32(module)
@@ -169,6 +176,20 @@ class Bf16(Precision):
 
     def autocast_dtype(self) -> str | None:
         return self.dtype if self._autocast._enabled else None
+
+    def gathered_dtype(self) -> str | None:
+        return None if self._in_float32 else self.dtype  # a layer in float32 needs its weights in float32
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"in_float32": self._in_float32}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        before = state.get("in_float32", self._in_float32)
+        if before != self._in_float32:
+            logger.warning(
+                "this machine computes %s in float32, and the one that wrote the checkpoint %s: the run goes on, "
+                "but not with the bits that it would have had there", self._in_float32 or "nothing", before or "nothing",
+            )  # fmt: skip
 
 
 class Amp(Bf16):
@@ -235,10 +256,11 @@ class Amp(Bf16):
         return [] if scale is None or growth is None else [scale, growth]
 
     def state_dict(self) -> dict[str, Any]:
-        return self.scaler.state_dict()
+        return {**super().state_dict(), **self.scaler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state:  # empty in a checkpoint of another precision: the scale then starts at init_scale
+        super().load_state_dict(state)
+        if "scale" in state:  # it is not in a checkpoint of another precision: the scale then starts at init_scale
             self.scaler.load_state_dict({**state, "growth_interval": self.growth_interval})  # a setting of the config, not state
 
 

@@ -13,6 +13,7 @@ from bench import forecast as bench
 from drivetrain.cli import forecast as verb
 from drivetrain.core.errors import UserError
 from drivetrain.measure.forecast import examine, page
+from drivetrain.measure.forecast import forecast as forecast_module
 from drivetrain.measure.forecast.fake_step import GRADIENTS, PARAMETERS, STATE, StepRecord
 from drivetrain.measure.forecast.forecast import Answer, Settings, answer, command
 from drivetrain.measure.forecast.plan import plan
@@ -89,6 +90,31 @@ def test_the_largest_micro_batch_fits_and_one_tenth_more_does_not():
     limit = examine.FILLED * made.device.memory
     at, more = (made.memory(made.record(int(n), 1), 0, False).peak.value for n in (size.value, 1.1 * size.value))
     assert at <= 1.01 * limit < 1.08 * limit < more
+
+
+def test_a_run_with_stages_is_forecast_stage_by_stage(monkeypatch):
+    """Each as a run that is like it; the time of the whole run is the stages' by their shares."""
+
+    def here(planned, settings):
+        built.append(examine.Subject.build(planned))
+        return answer(planned, built[-1].trainer, settings)
+
+    monkeypatch.setattr(forecast_module, "_built", here)
+    words = [*SMALL, "model=mlp", "stages=[{until: 0.25, batch.global_batch: 16}, {model.freeze: ['layers.*']}]", "epochs=4"]
+    found = forecast_module.forecast(words, (), Settings(device="h100", seconds=2))
+    first, second = (stage.answer.forecast for stage in found.stages)
+    assert [stage.title for stage in found.stages] == [
+        "until 0.25: batch.global_batch=16",
+        "to the end: model.freeze=[layers.*]",
+    ]
+    assert (first.samples, second.samples) == (16, 8)
+    assert second.memory.parts[GRADIENTS] < second.memory.parts[PARAMETERS] == first.memory.parts[GRADIENTS]
+    assert [stage.share for stage in found.stages] == pytest.approx([4 / 28, 24 / 28])
+    assert found.whole.value == pytest.approx(4 / 28 * first.whole.value + 24 / 28 * second.whole.value)
+    assert found.fits
+    shown, values = page.text(found), json.loads(json.dumps(page.as_dict(found)))
+    assert "stage 2 of 2, 86 % of the updates: to the end: model.freeze" in shown
+    assert values["stages"][0]["memory"] == first.memory.parts
 
 
 def test_an_answer_as_text_and_as_json():

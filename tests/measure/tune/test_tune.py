@@ -110,6 +110,7 @@ def test_what_the_run_has_is_not_tried():
     ]
     assert candidates.micro_batches(prepare(["data=digits", "batch=auto", "batch.memory_gb=4"])) == []
     assert candidates.arithmetic(prepare(["data=digits", "precision=bf16"])) == ["surgery=[channels_last]"]
+    assert candidates.arithmetic(prepare(["model=mlp", "precision=bf16"])) == []  # no convolution whose layout matters
 
 
 # --- the range test ---

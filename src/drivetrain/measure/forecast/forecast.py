@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from drivetrain.core.errors import DONE, FAILED
@@ -13,6 +13,7 @@ from drivetrain.core.option import Positive
 from drivetrain.measure import arguments
 from drivetrain.measure.benchmark import arms
 from drivetrain.measure.forecast.devices import NAMES, known
+from drivetrain.measure.forecast.figure import Figure, total
 from drivetrain.measure.forecast.plan import Plan, plan
 from drivetrain.measure.profile.isolated import run_isolated
 from drivetrain.ui.output import echo
@@ -38,6 +39,37 @@ class Answer:
     rows: list[Any]  # of what_if
     notes: list[str]
 
+    @property
+    def fits(self) -> bool:
+        """Whether the run fits the device's memory."""
+        return bool(self.forecast.fits)
+
+
+@dataclass
+class StageAnswer:
+    """A stage of a run, forecast as if the whole run were like it."""
+
+    title: str
+    share: float  # of the run's updates
+    answer: Answer
+
+
+@dataclass
+class StagedAnswer:
+    """What was found for a run with stages."""
+
+    stages: list[StageAnswer]
+
+    @property
+    def fits(self) -> bool:
+        """Whether each stage fits the device's memory."""
+        return all(stage.answer.fits for stage in self.stages)
+
+    @property
+    def whole(self) -> Figure:
+        """The seconds of the run: of each stage its share."""
+        return total(stage.answer.forecast.whole.times(stage.share) for stage in self.stages)
+
 
 def command(argv: Sequence[str], config_dirs: Sequence[str] = (), as_json: bool = False) -> int:
     """Run `drivetrain forecast`; return its exit code: 1 where the run does not fit the device's memory."""
@@ -49,7 +81,7 @@ def command(argv: Sequence[str], config_dirs: Sequence[str] = (), as_json: bool 
     from drivetrain.measure.forecast import page
 
     echo(json.dumps(page.as_dict(answer), indent=2) if as_json else page.text(answer))
-    return DONE if answer.forecast.fits else FAILED
+    return DONE if answer.fits else FAILED
 
 
 def _quoted(word: str) -> str:
@@ -58,12 +90,23 @@ def _quoted(word: str) -> str:
     return f"device='{value}'" if key == "device" and value.isdecimal() else word
 
 
-def forecast(overrides: Sequence[str], config_dirs: Sequence[str] = (), settings: Settings | None = None) -> Answer:
-    """Forecast a run. Raises UserError."""
+def forecast(
+    overrides: Sequence[str], config_dirs: Sequence[str] = (), settings: Settings | None = None
+) -> Answer | StagedAnswer:
+    """Forecast a run, or each of its stages. Raises UserError."""
     settings = settings or Settings()
     if settings.device != "here":
         known(settings.device)
     planned = plan(overrides, config_dirs, settings.device)
+    if not planned.run.stages:
+        return _built(planned, settings)
+    alone = planned.stages()
+    settings = replace(settings, seconds=settings.seconds / len(alone), what_if=False)  # what-if is of a run with one config
+    return StagedAnswer([StageAnswer(title, share, _built(each, settings)) for title, share, each in alone])
+
+
+def _built(planned: Plan, settings: Settings) -> Answer:
+    """The answer of a process of its own, which builds the run."""
     return run_isolated(lambda trainer: answer(planned, trainer, settings), planned.look())
 
 

@@ -16,6 +16,9 @@ MIB, GIB = 2**20, 2**30
 
 def as_dict(answer: Any) -> dict[str, Any]:
     """The forecast as plain values. A figure is [value, low, high]; seconds, bytes and samples."""
+    if hasattr(answer, "stages"):
+        stages = [{"stage": each.title, "share": each.share, **as_dict(each.answer)} for each in answer.stages]
+        return {"fits": answer.fits, "run_s": answer.whole, "stages": stages}
     found = answer.forecast
     return {
         "device": found.device,
@@ -49,8 +52,24 @@ def as_dict(answer: Any) -> dict[str, Any]:
 
 def text(answer: Any) -> str:
     """The forecast in words and two tables."""
+    if hasattr(answer, "stages"):
+        return "\n".join(_staged(answer))
     found = answer.forecast
     return "\n".join([*_title(found), "", *_memory(found), "", *_time(found), "", *_what_if(answer.rows), *_notes(answer)])
+
+
+def _staged(answer: Any) -> Iterator[str]:
+    """A run with stages: what a stage is forecast to be, the time of all, and the one that needs the most memory."""
+    for number, stage in enumerate(answer.stages):
+        found = stage.answer.forecast
+        yield f"stage {number + 1} of {len(answer.stages)}, {100 * stage.share:.0f} % of the updates: {stage.title}"
+        yield f"  peak memory   {_figure(found.memory.peak, size)}: {'fits' if found.fits else 'does NOT fit'}"
+        yield f"  an update     {_figure(found.step, seconds)}; {found.samples / found.step.value:,.0f} samples a second"
+        yield f"  limited by    {found.limit}"
+    found = max((stage.answer.forecast for stage in answer.stages), key=lambda each: each.memory.peak.high)
+    yield f"whole run     {_figure(answer.whole, duration)}"
+    yield f"peak memory   {_figure(found.memory.peak, size)} of {size(found.memory_limit)} on {found.device}"
+    yield from dict.fromkeys(note for stage in answer.stages for note in _notes(stage.answer))
 
 
 def _title(found: Any) -> Iterator[str]:

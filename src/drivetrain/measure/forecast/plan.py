@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from drivetrain.core import stages as of_run
 from drivetrain.core.blocks import repeated_blocks
 from drivetrain.core.errors import UserError
 from drivetrain.core.option import RunSpec
+from drivetrain.core.overrides import format_value
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure.benchmark import arms
@@ -57,6 +59,15 @@ class Plan:
             return job
         precision: Any = replace_setting(job.run.precision, looks_for_slow_layers=False)
         return replace(job, run=replace(job.run, parts={**job.run.parts, "precision": precision}))
+
+    def stages(self) -> list[tuple[str, float, Plan]]:
+        """Each stage: its title, its share of the run's updates, and a run that is like it from beginning to end."""
+        found = []
+        for stage, (_, share) in zip(self.run.stages, of_run.alone(self.run), strict=True):
+            words = ["stages=null", *(f"{key}={format_value(value)}" for key, value in stage.changes.items())]
+            overrides = apply(self.overrides, words, self.config_dirs)
+            found.append((stage.title, share, plan(overrides, self.config_dirs, self.device)))
+        return found
 
     def compiled(self) -> Compiled:
         """What compiling is assumed to save, and a policy that is asked for each operation to cost."""
