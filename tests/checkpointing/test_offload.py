@@ -12,7 +12,9 @@ from drivetrain.checkpointing.offload import offload_forward
 @pytest.fixture
 def net():
     torch.manual_seed(0)
-    model = timm.create_model("vit_tiny_patch16_224", img_size=16, patch_size=4, depth=2, embed_dim=24, num_heads=2, num_classes=4)
+    model = timm.create_model(
+        "vit_tiny_patch16_224", img_size=16, patch_size=4, depth=2, embed_dim=24, num_heads=2, num_classes=4
+    )
     return model.train()
 
 
