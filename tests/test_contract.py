@@ -51,6 +51,7 @@ BESIDE = {
     "surgery": RESNET,
     ("surgery", "fused_norm"): ["model=own", "model.target=outside.Normed", "trust=[outside]"],
     ("checkpointing", "budget"): ["compile=inductor"],
+    "adapter": ["model.hidden=[8,8]"],
     "loader": ["data=digits"],
     "augment": ["model=resnet9", "model.width=4"],
     ("model", "resnet9"): ["model.width=8"],

@@ -153,6 +153,8 @@ def needs(folder: Path) -> dict[str, list[str]]:
         "batch=auto": ["batch.memory_gb=16"],
         "checkpointing=budget": ["compile=inductor"],
         "surgery=[fused_norm]": ["model=own"],
+        "adapter=lora": ["model=mlp"],
+        "adapter=dora": ["model=mlp"],
         "augment=[randaugment]": ["data=imagefolder"],
         "augment=[color_jitter]": ["data=imagefolder"],
         "augment=[random_erasing]": ["augment.random_erasing.fill=mean"],

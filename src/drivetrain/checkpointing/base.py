@@ -11,7 +11,7 @@ from annotated_types import Ge
 from drivetrain.core.allowed import Name
 from drivetrain.core.blocks import blocks_for, describe_blocks
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Count, Effect, Option, RunSpec, Share
+from drivetrain.core.option import Count, CountOrZero, Effect, Option, RunSpec, Share
 
 logger = logging.getLogger(__name__)
 
@@ -152,3 +152,42 @@ class Budget(Checkpointing):
 
     def apply(self, model: torch.nn.Module) -> None:
         logger.info("the compiler keeps about %g of the activations that it would keep", self.budget)
+
+
+class Offload(Checkpointing):
+    """Moves what the backward will need to the host's memory, and back when it is needed. Nothing is computed twice.
+
+    Weights and tensors of less than `min_kb` KiB stay on the device.
+    """
+
+    effect: ClassVar[Effect] = "exact"
+    active = True
+    needs_real_tensors = "it copies values to pinned memory of the host"
+
+    def __init__(self, min_kb: CountOrZero = 64) -> None:
+        self.min_kb = min_kb
+
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        if run.compile.active:
+            yield (
+                f"checkpointing=offload and {run.named('compile')} exclude each other (a compiled graph keeps its activations "
+                "by itself): set compile=none, or checkpointing=budget with compile=inductor"
+            )
+        if not run.parallel.own_forward:
+            yield (
+                f"checkpointing=offload and {run.named('parallel')} exclude each other (it follows the forward of a whole model, "
+                "and here a rank has a part of it): set checkpointing=blocks"
+            )
+
+    def validate_device(self, run: RunSpec) -> Iterator[str]:
+        if run.runtime.device_type() in ("cpu", "mps"):
+            yield (
+                "checkpointing=offload needs a CUDA device or one like it: here activations are in the host's memory already; "
+                "set checkpointing=none"
+            )
+
+    def apply(self, model: torch.nn.Module) -> None:
+        from drivetrain.checkpointing.offload import offload_forward
+
+        offload_forward(model, self.min_kb * 1024)
+        logger.info("activations of at least %d KiB wait for the backward in the host's memory", self.min_kb)

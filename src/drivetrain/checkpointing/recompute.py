@@ -8,6 +8,7 @@ cannot: there the drawn values themselves are kept.
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -120,7 +121,7 @@ def _is_product(operation: Any, args: tuple[Any, ...], min_depth: int) -> bool:
         return args[_FACTORS[packet][0]].shape[-1] >= min_depth
     if packet in _CONVOLUTIONS:
         weight, transposed, groups = args[1], args[6], args[8]
-        per_output = weight.shape[0] // groups * weight[0, 0].numel() if transposed else weight[0].numel()
+        per_output = (weight.shape[0] // groups if transposed else weight.shape[1]) * math.prod(weight.shape[2:])
         return per_output >= min_depth
     return packet in _ATTENTION
 

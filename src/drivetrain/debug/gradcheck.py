@@ -56,6 +56,11 @@ class Gradcheck(Debug):
                 f"debug=gradcheck compares with finite differences, for which {run.named('precision')} is too coarse "
                 "(it checks a float64 copy): set precision=fp32"
             )
+        if not run.adapter.true_gradient:
+            yield (
+                f"debug=gradcheck and {run.named('adapter')} exclude each other (its backward leaves out a derivative on "
+                "purpose): set adapter=lora or debug=none"
+            )
 
     def advise(self, run: RunSpec) -> Iterator[str]:
         if run.compile.active:

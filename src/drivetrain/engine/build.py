@@ -227,6 +227,8 @@ def _build_model(context: BuildContext, debug: Debug) -> tuple[torch.nn.Module, 
     run, world = context.run, context.parallel.data_world
     model = _edited_model(context)
     example = context.example
+    # Adapters come after all edits, on the final layers.
+    _log(run.adapter.apply(model, context))
     # Parameters are frozen once they are final, and before all that asks which of them train: the count of operations,
     # master weights, sharding, DDP and the optimizer.
     _log(run.model.freeze_parameters(model, context))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.core import stages
+from drivetrain.core import low_rank, stages
 from drivetrain.core.errors import UserError
 from drivetrain.core.overrides import format_value, key_of
 from drivetrain.launch.job import Job, is_of_this_user, of_run, recorded_environment, recorded_settings
@@ -51,10 +51,10 @@ class Finished:
     average: bool | float
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Read the chosen weights, under the model's own names. Raises UserError."""
+        """Read the chosen weights, under the plain model's own names: with its adapters merged in. Raises UserError."""
         from drivetrain.saving import checkpoint_io
 
-        return chosen_weights(self.checkpoint, *checkpoint_io.load(self.checkpoint), self.average)
+        return low_rank.merged(chosen_weights(self.checkpoint, *checkpoint_io.load(self.checkpoint), self.average))
 
 
 def find(

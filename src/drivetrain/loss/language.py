@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.device import sum_dtype
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Count, RunSpec
+from drivetrain.core.option import Count, NonNegative, RunSpec
 from drivetrain.loss.base import Loss, shape_of, too_few
 from drivetrain.loss.classification import lowest_and_highest
 
@@ -21,7 +21,8 @@ class NextToken(Loss):
     """Cross entropy of the next token. An evaluation reports it in nats, and in bits per token (here a token is a byte).
 
     With `chunks` the loss is computed in that many parts, each of them again in the backward. Then the float32 logits and
-    their softmax exist for one part at a time: with a large vocabulary they are most of a model's memory.
+    their softmax exist for one part at a time: with a large vocabulary they are most of a model's memory. `z_loss` adds to
+    each token's loss so much of the square of its logits' logsumexp, in training (PaLM, Chowdhery et al. 2022).
     """
 
     metrics = ("loss", "bits_per_byte")
@@ -32,8 +33,8 @@ class NextToken(Loss):
         if not run.data.byte_tokens:
             self.metrics, self.best = ("loss", "bits_per_token"), ("bits_per_token", min)
 
-    def __init__(self, chunks: Count = 1) -> None:
-        self.chunks = chunks
+    def __init__(self, chunks: Count = 1, z_loss: NonNegative = 0.0) -> None:
+        self.chunks, self.z_loss = chunks, z_loss
 
     def setup(self, context: BuildContext) -> None:
         # Where the lengths are known, the batch weights micro-batches by their tokens already.
@@ -44,13 +45,13 @@ class NextToken(Loss):
         if self.counted:
             return super().__call__(output, target)
         return (
-            _token_loss(output, target, "mean")
+            _token_loss(output, target, "mean", self.z_loss)
             if self.chunks == 1
             else self._in_chunks(output, target) / (target != PADDING).sum()
         )
 
     def sum_and_count(self, output: torch.Tensor, target: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        total = _token_loss(output, target, "sum") if self.chunks == 1 else self._in_chunks(output, target)
+        total = _token_loss(output, target, "sum", self.z_loss) if self.chunks == 1 else self._in_chunks(output, target)
         return total, self.count(target).to(total.dtype)
 
     def count(self, target: Any) -> torch.Tensor:
@@ -71,7 +72,7 @@ class NextToken(Loss):
         from torch.utils.checkpoint import checkpoint
 
         def part(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-            arguments = (_token_loss, logits, tokens, "sum")
+            arguments = (_token_loss, logits, tokens, "sum", self.z_loss)
             return checkpoint(*arguments, use_reentrant=False, preserve_rng_state=False)  # nothing in it is random
 
         rows = zip(output.flatten(0, 1).chunk(self.chunks), target.flatten().chunk(self.chunks), strict=True)
@@ -83,6 +84,12 @@ class NextToken(Loss):
         return torch.stack([loss, loss / math.log(2), (target >= 0).sum().to(loss.dtype)])
 
 
-def _token_loss(output: torch.Tensor, target: torch.Tensor, reduction: str) -> torch.Tensor:
+def _token_loss(output: torch.Tensor, target: torch.Tensor, reduction: str, z_loss: float = 0.0) -> torch.Tensor:
     logits = output.float() if output.dtype.itemsize < 4 else output  # 16 bits are too few for a sum over tokens
-    return torch.nn.functional.cross_entropy(logits.flatten(0, -2), target.flatten(), reduction=reduction, ignore_index=PADDING)
+    logits, target = logits.flatten(0, -2), target.flatten()
+    loss = torch.nn.functional.cross_entropy(logits, target, reduction=reduction, ignore_index=PADDING)
+    if not z_loss:
+        return loss
+    counts = target != PADDING
+    squares = logits.logsumexp(1).square().masked_fill(~counts, 0).sum()
+    return loss + z_loss * (squares / counts.sum() if reduction == "mean" else squares)

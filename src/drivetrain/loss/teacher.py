@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain.config import catalog, plugins, recipe_checks
 from drivetrain.config.validate import knob_problems, read_config
-from drivetrain.core import user_code
+from drivetrain.core import low_rank, user_code
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.saving import manifest
@@ -42,7 +42,7 @@ def load(path: Path, key: str, context: BuildContext) -> torch.nn.Module:
         raise UserError(problems)
     if keys := sorted(recipe_checks.not_for_recipes({"model": section}, {"model": option})):  # anybody may have written it
         raise UserError(f"{key}={path}: its config.yaml sets {', '.join(keys)} to what no recipe may hold")
-    weights = _weights(path, key)
+    weights = low_rank.merged(_weights(path, key))
     try:
         model: Any = option(**section).create(context.data.shape, context.data.classes)
         model.load_state_dict(weights)

@@ -121,13 +121,25 @@ class Model(Option):
         Where a model trains, that counts gradients and the optimizer's state. Each rank of a machine creates the whole model in
         the machine's memory, and then moves it to its device.
         """
-        all_train = context.trains and context.parallel.whole_model and not self.freeze and not context.precision.frees_weights
+        all_train = context.trains and context.parallel.whole_model and not context.precision.frees_weights
+        all_train = all_train and not self.freeze and not context.run.adapter.active
         copies = 2 + context.run.optimizer.states if all_train else 1
         on_device = device_bytes(context.device)
         in_memory = copies if context.device.type == "cpu" else 1
         yield memory_bytes() // (in_memory * context.world.local_size), "this machine", in_memory
         if on_device is not None:
             yield on_device // copies, str(context.device), copies
+
+    @property
+    def given_weights(self) -> bool:
+        """Whether training starts from weights that are given, not from random ones."""
+        return self.weights is not None
+
+    def output_layers(self, model: torch.nn.Module) -> list[str]:
+        """The names of the model's layers that give the outputs, as far as they are known."""
+        from drivetrain.model import weights
+
+        return sorted(weights.heads(model))
 
     def untrained(self) -> Model:
         """Return this option for a run that is finished: without the weights that training started from, nothing frozen."""
@@ -143,11 +155,12 @@ class Model(Option):
 
     def freeze_parameters(self, model: torch.nn.Module, context: BuildContext) -> Iterator[str]:
         """Set requires_grad=False where a parameter never trains. Returns lines to log; raises UserError if nothing trains."""
-        if not self.freeze:
+        freeze = context.run.adapter.frozen(model, context) or self.freeze
+        if not freeze:
             return iter(())
         from drivetrain.model import freezing
 
-        return freezing.freeze(model, self._schedule(model, context))
+        return freezing.freeze(model, self._schedule(model, context, freeze))
 
     def wrap_step(self, step: Step, context: BuildContext) -> Step:
         """Return the step, or with `unfreeze` one before whose updates parameters begin to train."""
@@ -155,13 +168,13 @@ class Model(Option):
             return step
         from drivetrain.model import freezing
 
-        schedule = self._schedule(context.model, context)
+        schedule = self._schedule(context.model, context, self.freeze)
         return freezing.UnfreezingStep(step, freezing.Unfreezing(context.model, schedule), context.progress)
 
-    def _schedule(self, model: torch.nn.Module, context: BuildContext) -> Any:
+    def _schedule(self, model: torch.nn.Module, context: BuildContext, freeze: Sequence[str]) -> Any:
         from drivetrain.model import freezing
 
-        return freezing.Schedule(list(dict(model.named_parameters())), self.freeze, flatten(self.unfreeze), context.horizon)
+        return freezing.Schedule(list(dict(model.named_parameters())), freeze, flatten(self.unfreeze), context.horizon)
 
 
 # A subclass may have a constructor of its own that does not call this class's: then it has the defaults, as class attributes.

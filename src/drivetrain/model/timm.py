@@ -83,6 +83,10 @@ class Timm(Model):
             near = difflib.get_close_matches(base, timm.list_models(), n=5, cutoff=0.5)
             yield (f"model.name={self.name} is no model of timm {timm.__version__}: did you mean {', '.join(near) or 'another'}?")
 
+    @property
+    def given_weights(self) -> bool:
+        return self.pretrained or super().given_weights
+
     def untrained(self) -> Timm:
         return replace(self, **NO_START, pretrained=False)
 

@@ -14,6 +14,7 @@ from typing import Any
 import safetensors.torch
 import torch
 
+from drivetrain.core import low_rank
 from drivetrain.core.errors import UserError
 from drivetrain.core.option import needs_extra
 from drivetrain.core.patterns import check_patterns, matches
@@ -34,6 +35,7 @@ def load_into(model: torch.nn.Module, path: Path, skip: Sequence[str], shape: tu
     Names that match `skip` keep the model's own values. Raises UserError if the weights do not fit.
     """
     source, weights = read(path)
+    weights = low_rank.merged(weights)
     yield f"weights of {source}: {len(weights)} tensors"
     own = model.state_dict()
     weights = _adapted_by_timm(model, _plain_names(weights, own), own)
@@ -163,12 +165,12 @@ def _first_convolutions(model: torch.nn.Module) -> Sequence[str]:
 
 def _drop_head(model: torch.nn.Module, weights: Weights, own: Mapping[str, torch.Tensor], classes: int) -> dict[str, int]:
     """Remove the head's tensors that differ in the number of classes alone. Returns their names, and the file's number."""
-    heads, outputs = _heads(model), getattr(model, "num_classes", classes)
+    names, outputs = heads(model), getattr(model, "num_classes", classes)
     remade = {
         name: len(weights[name])
         for name, wanted in own.items()
         if name in weights
-        and any(name.startswith(f"{head}.") for head in heads)
+        and any(name.startswith(f"{head}.") for head in names)
         and weights[name].ndim == wanted.ndim > 0
         and len(weights[name]) != len(wanted) == outputs
         and weights[name].shape[1:] == wanted.shape[1:]
@@ -178,7 +180,7 @@ def _drop_head(model: torch.nn.Module, weights: Weights, own: Mapping[str, torch
     return remade
 
 
-def _heads(model: Any) -> Collection[str]:
+def heads(model: Any) -> Collection[str]:
     """The names of the modules that give the classes: timm's own, else the usual ones."""
     config = getattr(model, "pretrained_cfg", None)
     names = set(_as_names(config["classifier"])) if isinstance(config, Mapping) and config.get("classifier") else set()

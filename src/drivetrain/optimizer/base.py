@@ -42,6 +42,7 @@ class Optimizer(Hyperparameters):
     decays_by_lr: ClassVar[bool] = False  # whether an update takes lr × weight_decay of each weight away, but for a constant
     by_norms: ClassVar[bool] = False  # whether all else that it needs are norms of whole parameters (LayerwiseOptimizer)
     by_parameter: ClassVar[bool] = False  # whether a parameter's update needs only that parameter's gradient, but all of it
+    for_whole_weights: ClassVar[bool] = False  # whether its updates are made for whole weights, not for thin factors of them
     in_chunks: ClassVar[bool] = False  # whether its foreach implementation works on chunks that fit a CPU's cache
 
     def validate(self, run: RunSpec) -> Iterator[str]:

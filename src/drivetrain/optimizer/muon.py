@@ -27,6 +27,7 @@ class Muon(Optimizer):
     decays_by_lr = True
     by_parameter = True
     fused_on = ("cpu", "cuda")
+    for_whole_weights = True
     lr: Positive = 0.02
     weight_decay: NonNegative = 0.01
     momentum: Momentum = 0.95

@@ -78,6 +78,11 @@ def tensor_parallel_problems(setting: str, run: RunSpec) -> Iterator[str]:
             f"{run.named('compile')}, batch=bucketed and {setting} are not compiled for all lengths at once (torch's compiler "
             "does not finish with sharded weights): set compile.dynamic=false, which compiles for each"
         )
+    if run.adapter.active:
+        yield (
+            f"{run.named('adapter')} and {setting} exclude each other (its plans share out plain Linear layers): set "
+            "parallel=fsdp or ddp"
+        )
     if not run.model.may_be_transformer:
         yield (
             f"{setting} has plans for transformers (model=gpt, vision transformers of model=timm), none for "

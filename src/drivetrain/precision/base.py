@@ -40,6 +40,7 @@ class Precision(Option):
     scales_loss = False  # an overflow skips the update
     owns_weights = False  # keeps its own copies of the weights
     divides_weights = False  # can keep copies of a rank's parts of the weights
+    replaces_linears = False  # puts layers of its own in the place of Linear layers
     frees_weights = False  # frees these copies between updates
 
     def setup(self, context: BuildContext) -> None:

@@ -29,6 +29,7 @@ class Fp8(Bf16):
     effect = "close"
     changes = "rounds the inputs of large products to float8, and the rest to bfloat16"
     owns_weights = True
+    replaces_linears = True
 
     def __init__(
         self,

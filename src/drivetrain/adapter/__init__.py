@@ -1,0 +1,5 @@
+"""Adapters: small trained corrections of a model whose own weights are frozen."""
+
+from drivetrain.adapter.base import Adapter, Dora, Lora
+
+__all__ = ["Adapter", "Dora", "Lora"]

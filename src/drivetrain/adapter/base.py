@@ -1,0 +1,128 @@
+"""Low-rank adapters: LoRA (Hu et al. 2021) and DoRA (Liu et al. 2024)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from drivetrain.core.allowed import NamePattern
+from drivetrain.core.errors import UserError
+from drivetrain.core.lazy import torch
+from drivetrain.core.option import Count, Effect, Momentum, Option, Positive, RunSpec
+
+if TYPE_CHECKING:
+    from drivetrain.core.context import BuildContext
+
+
+class Adapter(Option):
+    """adapter=none: the model's own weights train."""
+
+    stays: ClassVar[str] = "its parameters go on into the next stage"
+    effect: ClassVar[Effect] = "exact"
+    active = False
+    true_gradient = True  # whether its backward is the derivative of its forward
+
+    def apply(self, model: torch.nn.Module, context: BuildContext) -> Iterator[str]:
+        """Add the adapters to the model, in place. Its own parameters keep their names. Yields lines to log."""
+        return iter(())
+
+    def frozen(self, model: torch.nn.Module, context: BuildContext) -> list[str]:
+        """Return the names of the parameters that do not train because of the adapters."""
+        return []
+
+
+class Lora(Adapter):
+    """Corrects the weights of linear layers by products of two thin matrices: W + alpha / rank · B A. Only A and B train.
+
+    `targets` are patterns of layers; null means every Linear that the forward calls, but the one that gives the outputs. That
+    one trains as a whole, as far as no other layer shares its weight; `train_also` names other parameters instead.
+    """
+
+    stage_keys: ClassVar[tuple[str, ...]] = ("dropout",)
+    effect = "changes"
+    changes = "low-rank corrections of the weights train in their place"
+    active = True
+    name = "lora"
+
+    def __init__(
+        self,
+        rank: Count = 8,
+        alpha: Positive = 16.0,
+        dropout: Momentum = 0.0,
+        targets: Sequence[NamePattern] | None = None,
+        train_also: Sequence[NamePattern] | None = None,
+    ) -> None:
+        self.rank, self.alpha, self.dropout = rank, alpha, dropout
+        self.targets, self.train_also = targets, train_also
+
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        name = run.named("adapter")
+        if run.model.freeze or run.model.unfreeze:
+            yield (
+                f"{name} freezes all of the model's own parameters, so that model.freeze and model.unfreeze have nothing to say: "
+                "leave them out, and name in adapter.train_also what is to train beside the adapters"
+            )
+        if run.optimizer.for_whole_weights:
+            yield (
+                f"{name} and {run.named('optimizer')} exclude each other (its updates are for whole weights of layers, and an "
+                "adapter has thin factors of them): set optimizer=adamw"
+            )
+        if run.precision.replaces_linears:
+            yield (
+                f"{name} and {run.named('precision')} exclude each other (both put a layer of their own in the place of a Linear "
+                "layer): set precision=bf16"
+            )
+
+    def advise(self, run: RunSpec) -> Iterator[str]:
+        if not run.model.given_weights:
+            yield (
+                f"{run.named('adapter')} corrects weights that stay as they are, and here they are random: set "
+                "model.weights=PATH, or model.pretrained=true of model=timm"
+            )
+
+    def apply(self, model: torch.nn.Module, context: BuildContext) -> Iterator[str]:
+        from drivetrain.adapter import layers
+
+        heads = context.run.model.output_layers(model)
+        chosen = layers.choose(model, context.example, self.targets, heads)
+        if not chosen:
+            run = context.run
+            raise UserError(
+                f"{run.named('adapter')} finds no Linear layer to correct in {run.named('model')}, beside the one that gives the "
+                "outputs: set adapter=none, or a transformer or multilayer perceptron as model"
+            )
+        for layer in chosen.values():
+            self.adapt(layer)
+        own, added = (sum(p.numel() for n, p in model.named_parameters() if layers.is_adapters(n) == of) for of in (False, True))
+        yield (
+            f"{len(chosen)} linear layers have adapters of rank {self.rank}: {added:,} parameters beside the model's own {own:,}"
+        )
+
+    def adapt(self, layer: torch.nn.Linear) -> None:
+        """Turn a Linear layer into one with an adapter, in place."""
+        from drivetrain.adapter import layers
+
+        layers.LoraLinear.take(layer, self.rank, self.alpha, self.dropout)
+
+    def frozen(self, model: torch.nn.Module, context: BuildContext) -> list[str]:
+        from drivetrain.adapter import layers
+
+        also = layers.unshared(model, context.run.model.output_layers(model)) if self.train_also is None else self.train_also
+        return layers.frozen_names(model, also)
+
+
+class Dora(Lora):
+    """As lora, of the weights' directions alone; the length of each row of a weight is a parameter of its own.
+
+    A length's derivative by the correction is left out, as the paper does it (section 4.3): it costs memory and changes little.
+    """
+
+    effect = "changes"
+    changes = "low-rank corrections of the weights' directions and their lengths train in their place"
+    name = "dora"
+    true_gradient = False
+
+    def adapt(self, layer: torch.nn.Linear) -> None:
+        from drivetrain.adapter import layers
+
+        layers.DoraLinear.take(layer, self.rank, self.alpha, self.dropout)

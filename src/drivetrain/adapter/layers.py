@@ -1,0 +1,132 @@
+"""Linear layers with low-rank adapters, and which layers of a model get one.
+
+A layer becomes one with an adapter by its class. So its own weight keeps its name: files of weights fit as before, and a
+checkpoint has the adapter's tensors beside it (core/low_rank.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import dropout, linear
+
+from drivetrain.core.errors import UserError
+from drivetrain.core.low_rank import is_adapters, row_norms
+from drivetrain.core.patterns import check_patterns, matches
+from drivetrain.core.trees import Tree, call
+
+__all__ = ["DoraLinear", "LoraLinear", "choose", "frozen_names", "is_adapters", "unshared"]
+
+
+class LoraLinear(nn.Linear):
+    """y = W x + bias + scale · B A x, with A (rank, inputs) and B (outputs, rank). B is 0 at first, so that y is the base's."""
+
+    lora_a: nn.Parameter
+    lora_b: nn.Parameter
+    lora_scale: torch.Tensor  # 0-d; a buffer, so that a file of weights can be merged without the config
+    lora_dropout: float
+
+    @classmethod
+    def take(cls, layer: Any, rank: int, alpha: float, dropout: float) -> None:
+        """Turn a Linear layer into this one, in place."""
+        weight = layer.weight
+        layer.__class__ = cls
+        layer.lora_a = nn.Parameter(weight.new_empty(rank, layer.in_features))
+        layer.lora_b = nn.Parameter(weight.new_zeros(layer.out_features, rank))
+        layer.register_buffer("lora_scale", weight.new_tensor(alpha / rank))
+        layer.lora_dropout = dropout
+        nn.init.kaiming_uniform_(layer.lora_a, a=math.sqrt(5))  # as Linear layers themselves, and the paper's own code
+
+    def correction(self, x: torch.Tensor) -> torch.Tensor:
+        """What the adapter adds."""
+        if self.lora_dropout:
+            x = dropout(x, self.lora_dropout, self.training)
+        return linear(linear(x, self.lora_a), self.lora_b) * self.lora_scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.correction(x)
+
+
+class DoraLinear(LoraLinear):
+    """y = m · V x / |V| + bias, with V = W + scale · B A and the length |V| of each of its rows. m is |W| at first."""
+
+    dora_magnitude: nn.Parameter  # (outputs,)
+
+    @classmethod
+    def take(cls, layer: Any, rank: int, alpha: float, dropout: float) -> None:
+        super().take(layer, rank, alpha, dropout)
+        layer.dora_magnitude = nn.Parameter(row_norms(layer.weight.detach()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        along = linear(x, self.weight) + self.correction(x)
+        with torch.no_grad():  # the paper's section 4.3
+            length = row_norms(self.weight + self.lora_scale * (self.lora_b @ self.lora_a))
+        y = along * (self.dora_magnitude / length).to(along.dtype)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+
+def choose(model: nn.Module, example: Tree, targets: Sequence[str] | None, heads: Collection[str]) -> dict[str, nn.Linear]:
+    """The Linear layers to adapt, by name. Raises UserError for a target that cannot be adapted."""
+    linears = {name: m for name, m in model.named_modules() if type(m) is nn.Linear}
+    called = _called(model, example, linears)
+    if targets is None:
+        found = {n: m for n, m in linears.items() if n in called and not _in_any(n, heads) and not _shares(model, m)}
+    else:
+        check_patterns(linears, {"adapter.targets": targets}, "Linear layer")
+        found = {n: m for n, m in linears.items() if _in_any(n, targets)}
+        problems = [
+            f"adapter.targets: {name} cannot have an adapter, because {why}: leave it out"
+            for name, layer in found.items()
+            if (why := _obstacle(model, name, layer, called))
+        ]
+        if problems:
+            raise UserError(problems)
+    return found
+
+
+def unshared(model: nn.Module, heads: Collection[str]) -> list[str]:
+    """Those of the layers that give the outputs whose weight no other layer shares."""
+    modules = dict(model.named_modules())
+    return [name for name in heads if name in modules and not any(_shares(model, m) for m in modules[name].modules())]
+
+
+def frozen_names(model: nn.Module, also: Sequence[str]) -> list[str]:
+    """The names of the model's own parameters, but of those that match `also`."""
+    own = [name for name, _ in model.named_parameters() if not is_adapters(name)]
+    check_patterns(own, {"adapter.train_also": also}, "parameter")
+    return [name for name in own if not _in_any(name, also)]
+
+
+def _in_any(name: str, patterns: Collection[str]) -> bool:
+    return any(matches(name, pattern) for pattern in patterns)
+
+
+def _called(model: nn.Module, example: Tree, linears: dict[str, nn.Linear]) -> set[str]:
+    """The layers whose forward is called. Others use a layer's weight by themselves, past an adapter."""
+    called: set[str] = set()
+    handles = [m.register_forward_hook(lambda *_, name=name: called.add(name)) for name, m in linears.items()]
+    training = model.training
+    try:
+        with torch.no_grad():
+            call(model.eval(), example)
+    finally:
+        model.train(training)
+        for handle in handles:
+            handle.remove()
+    return called
+
+
+def _obstacle(model: nn.Module, name: str, layer: nn.Linear, called: Collection[str]) -> str:
+    if name not in called:
+        return "the model's forward does not call it, but uses its weight by itself"
+    return "another layer shares its weight" if _shares(model, layer) else ""
+
+
+def _shares(model: nn.Module, layer: nn.Module) -> bool:
+    """Whether a parameter of the layer is another module's too."""
+    own = {id(p) for p in layer.parameters(recurse=False)}
+    return any(id(p) in own for m in model.modules() if m is not layer for p in m.parameters(recurse=False))

@@ -1,0 +1,47 @@
+"""Keeps what autograd saves for the backward in the host's memory."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+Packed = torch.Tensor | tuple[torch.device, torch.Tensor]
+
+
+def offload_forward(model: torch.nn.Module, min_bytes: int) -> None:
+    """Wrap the model's forward, in place: what it saves goes to the host as soon as it is saved, and comes back when asked for.
+
+    torch's own save_on_cpu copies the weights too, and waits for each copy. Here the copies are queued on the stream that
+    computes: the device's memory is used again only after them, and pinned memory is kept until its copies are over.
+    """
+    forward = model.forward
+
+    def pack(tensor: torch.Tensor) -> Packed:
+        if is_weight(tensor) or tensor.nbytes < min_bytes or tensor.layout != torch.strided:
+            return tensor
+        pinned = tensor.device.type == "cuda"
+        # With its strides: kernels of the backward may differ by them.
+        host = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
+        return tensor.device, host.copy_(tensor, non_blocking=pinned)
+
+    def unpack(packed: Packed) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        device, host = packed
+        return host.to(device, non_blocking=True)
+
+    @functools.wraps(forward)
+    def offloaded(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            return forward(*args, **kwargs)
+
+    model.forward = offloaded  # type: ignore[method-assign]
+
+
+def is_weight(tensor: torch.Tensor) -> bool:
+    """Whether a saved tensor is a parameter or a view of one, which stays where it is anyway."""
+    return isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter)

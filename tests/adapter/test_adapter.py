@@ -1,0 +1,206 @@
+"""Low-rank adapters: the base's function at first, only they train, and merged weights are the adapted model's."""
+
+import copy
+
+import pytest
+import safetensors.torch
+import timm
+import torch
+from torch import nn
+
+import drivetrain
+from drivetrain.adapter import Dora, Lora, layers
+from drivetrain.cli.main import main
+from drivetrain.core.errors import UserError
+from drivetrain.core.low_rank import merged
+from drivetrain.inference.evaluation import evaluate
+from drivetrain.model import gpt
+
+VIT = ["model=timm", "model.name=vit_tiny_patch16_224",
+       "model.kwargs={img_size: 8, patch_size: 4, depth: 2, embed_dim: 24, num_heads: 2}"]  # fmt: skip
+MODELS = {"mlp": ["model.hidden=[16,12]"], "vit": VIT}
+IN_BLOCKS = {
+    "mlp": {"layers.0.linear", "layers.1.linear"},
+    "vit": {f"blocks.{n}.{part}" for n in (0, 1) for part in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")},
+}  # fmt: skip
+
+
+def adapted(model: nn.Module) -> set[str]:
+    return {name for name, m in model.named_modules() if isinstance(m, layers.LoraLinear)}
+
+
+@pytest.mark.parametrize(("model", "adapter"), [("mlp", "dora"), ("vit", "lora")])
+def test_the_linear_layers_of_the_blocks_have_adapters_and_train_alone(make, model, adapter):
+    trainer = make(*MODELS[model], f"adapter={adapter}", "adapter.rank=3", "optimizer=adamw", "optimizer.weight_decay=0.1")
+    assert adapted(trainer.model) == IN_BLOCKS[model]
+    trained = {name for name, p in trainer.model.named_parameters() if p.requires_grad}
+    parts = ("lora_a", "lora_b", *(["dora_magnitude"] if adapter == "dora" else []))
+    head = {"head.weight", "head.bias"}
+    assert trained == head | {f"{layer}.{part}" for layer in IN_BLOCKS[model] for part in parts}
+    linears = [m for m in trainer.model.modules() if isinstance(m, layers.LoraLinear)]
+    each = [3 * (m.in_features + m.out_features) + (m.out_features if adapter == "dora" else 0) for m in linears]
+    own = sum(p.numel() for n, p in trainer.model.named_parameters() if n in head)
+    assert sum(p.numel() for group in trainer.optimizer.param_groups for p in group["params"]) == sum(each) + own
+    before = {name: t.clone() for name, t in trainer.model.state_dict().items()}
+    trainer.fit()
+    changed = {name for name, t in trainer.model.state_dict().items() if not torch.equal(t, before[name])}
+    assert changed == trained
+
+
+def test_a_head_that_shares_its_weight_stays_as_it_is():
+    model = gpt.Gpt(8, 30, 16, 2, 2, 0.0, 1, 1)
+    x = torch.zeros(2, 8, dtype=torch.int64)
+    chosen = layers.choose(model, x, None, ["head"])
+    parts = ("attention.qkv", "attention.out", "feed_forward.up", "feed_forward.down")
+    assert set(chosen) == {f"blocks.{n}.{part}" for n in (0, 1) for part in parts}
+    assert layers.unshared(model, ["head"]) == []
+    with pytest.raises(UserError, match="head cannot have an adapter, because another layer shares its weight"):
+        layers.choose(model, x, ["head"], ["head"])
+
+
+@pytest.mark.parametrize("adapter", [Lora(rank=2, alpha=3), Dora(rank=2, alpha=3)], ids=["lora", "dora"])
+def test_an_adapter_is_the_base_at_first_and_merges_into_it(float64, adapter):
+    model = timm.create_model("vit_tiny_patch16_224", img_size=8, patch_size=4, depth=2, embed_dim=24, num_heads=2, num_classes=5)
+    x, plain = torch.randn(3, 3, 8, 8), copy.deepcopy(model)
+    chosen = layers.choose(model, x, None, ["head"])
+    for layer in chosen.values():
+        adapter.adapt(layer)
+    torch.testing.assert_close(model(x), plain(x), rtol=1e-12, atol=1e-12)
+    with torch.no_grad():
+        for layer in chosen.values():
+            layer.lora_b.normal_()
+            if isinstance(layer, layers.DoraLinear):
+                layer.dora_magnitude.mul_(1.5)
+    assert not torch.allclose(model(x), plain(x), rtol=1e-2)
+    plain.load_state_dict(merged(model.state_dict()))
+    torch.testing.assert_close(model(x), plain(x), rtol=1e-11, atol=1e-11)
+
+
+def test_the_formulas_of_both_papers(float64):
+    """W + alpha / rank · B A (Hu et al. 2021); m · V / |V| by rows (Liu et al. 2024)."""
+    x = torch.randn(4, 6)
+    for adapter in (Lora(rank=2, alpha=3), Dora(rank=2, alpha=3)):
+        layer = nn.Linear(6, 5)
+        adapter.adapt(layer)
+        nn.init.normal_(layer.lora_b)
+        v = layer.weight + 1.5 * layer.lora_b @ layer.lora_a
+        if isinstance(layer, layers.DoraLinear):
+            nn.init.normal_(layer.dora_magnitude)
+            v = layer.dora_magnitude[:, None] * v / v.norm(dim=1, keepdim=True)
+        torch.testing.assert_close(layer(x), x @ v.T + layer.bias)
+
+
+def test_dropout_is_the_corrections_alone(float64):
+    layer = nn.Linear(6, 5)
+    Lora(rank=2, dropout=0.5).adapt(layer)
+    x, base = torch.randn(2000, 6), layer(torch.zeros(1, 6)) * 0
+    base = base + nn.functional.linear(x, layer.weight, layer.bias)
+    assert torch.equal(layer(x), base)
+    nn.init.normal_(layer.lora_b)
+    dropped, whole = layer(x) - base, layer.eval()(x) - base
+    assert not torch.allclose(dropped, whole)
+    torch.testing.assert_close(dropped.mean(0), whole.mean(0), rtol=0, atol=1.5)  # its expectation
+
+
+def test_targets_and_what_trains_also(make):
+    trainer = make(*VIT, "adapter=lora", "adapter.targets=['*.qkv']", "adapter.train_also=[norm, 'blocks.0.norm?.bias']")
+    assert adapted(trainer.model) == {"blocks.0.attn.qkv", "blocks.1.attn.qkv"}
+    own = {n for n, p in trainer.model.named_parameters() if p.requires_grad and "lora" not in n}
+    assert own == {"norm.weight", "norm.bias", "blocks.0.norm1.bias", "blocks.0.norm2.bias"}
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["adapter.targets=[qvk]"], "adapter.targets: 'qvk' matches no Linear layer"),
+        (["adapter.train_also=[hed]"], "adapter.train_also: 'hed' matches no parameter"),
+        (["data.shape=[1,8,8]", "model=resnet9", "model.width=4"], "finds no Linear layer to correct"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_adapted_is_named(make, words, says):
+    with pytest.raises(UserError) as error:
+        make("adapter=lora", *words)
+    assert says in error.value.problems[0]
+
+
+def test_a_layer_whose_weight_is_used_past_its_forward_gets_none():
+    class Past(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.used = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return nn.functional.linear(self.inner(x), self.used.weight)
+
+    assert set(layers.choose(Past(), torch.zeros(2, 4), None, [])) == {"inner"}
+    with pytest.raises(UserError, match="used cannot have an adapter, because the model's forward does not call it"):
+        layers.choose(Past(), torch.zeros(2, 4), ["used"], [])
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["model.freeze=[layers]"], "model.freeze and model.unfreeze have nothing to say"),
+        (["debug=gradcheck"], "debug=gradcheck and adapter=dora"),
+        (["optimizer=muon"], "adapter=dora and optimizer=muon exclude each other"),
+        (["precision=fp8", "precision.emulate=true"], "adapter=dora and precision=fp8 exclude each other"),
+        ([*VIT, "parallel=tensor", "parallel.nproc=2"], "adapter=dora and parallel=tensor exclude each other"),
+    ],
+)
+def test_what_it_does_not_go_with(problems, words, says):
+    assert any(says in line for line in problems("adapter=dora", *words))
+
+
+def test_random_weights_are_advised_upon(tiny):
+    from drivetrain.launch import launcher
+
+    assert any("here they are random" in line for line in launcher.prepare(tiny("adapter=lora")).notices)
+    assert not any("random" in line for line in launcher.prepare(tiny("adapter=lora", "model.weights=x.pt")).notices)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["precision=bf16_pure", "adapter.dropout=0.3"],
+        pytest.param(["precision=amp", "checkpointing=blocks", "adapter.dropout=0.3"], marks=pytest.mark.slow),
+        pytest.param(["compile=inductor"], marks=pytest.mark.slow),
+        pytest.param(["parallel=ddp", "parallel.nproc=2"], marks=pytest.mark.slow),
+        pytest.param(["parallel=fsdp", "parallel.nproc=2"], marks=pytest.mark.slow),
+    ],
+    ids=" ".join,
+)
+def test_resuming_is_exact_with_other_techniques(tiny, tmp_path, more):
+    words = tiny("model.hidden=[16,16]", "adapter=dora", "ema=ema", "optimizer=adamw", "epochs=2", *more)
+    whole = drivetrain.train([*words, "updates=6"])
+    part = drivetrain.train([*words, "updates=3"])
+    again = drivetrain.train([f"resume={part.run_dir}", "updates=6"])
+    ends = [safetensors.torch.load_file(r.run_dir / "checkpoints" / "6" / "model.safetensors") for r in (whole, again)]
+    assert any(name.endswith("dora_magnitude") for name in ends[0])
+    assert ends[0].keys() == ends[1].keys()
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+def test_fine_tuning_a_run_and_exporting_plain_weights(tiny, tmp_path, capsys):
+    """The export has the plain model's names; the model that is loaded, the file and the next run's start are one function."""
+    words = tiny("model.hidden=[16,12]")
+    base = drivetrain.train(words)
+    tuned = drivetrain.train([*words, "adapter=lora", "adapter.rank=2", "optimizer.lr=0.5", f"model.weights={base.run_dir}"])
+    file = tmp_path / "plain.safetensors"
+    assert main(["export", str(tuned.run_dir), str(file)]) == 0, capsys.readouterr().err
+    plain = safetensors.torch.load_file(file)
+    own, before = (safetensors.torch.load_file(r.run_dir / "checkpoints" / "2" / "model.safetensors") for r in (tuned, base))
+    assert plain.keys() == before.keys() < own.keys()
+    assert torch.equal(own["layers.0.linear.weight"], before["layers.0.linear.weight"])
+    assert not torch.equal(plain["layers.0.linear.weight"], before["layers.0.linear.weight"])
+    loaded = drivetrain.load(tuned.run_dir)
+    assert all(torch.equal(t, plain[name]) for name, t in loaded.model.state_dict().items())
+    x = torch.randn(5, 3, 8, 8)
+    adapted_model = copy.deepcopy(loaded.model)
+    for layer in layers.choose(adapted_model, x, None, ["head"]).values():
+        Lora(rank=2).adapt(layer)
+    adapted_model.load_state_dict(own)
+    torch.testing.assert_close(adapted_model(x), loaded.model(x))
+    assert evaluate(tuned.run_dir).metrics == tuned.judged("final")
+    third = drivetrain.train([*words, "updates=1", "optimizer.lr=1e-30", f"model.weights={tuned.run_dir}"])
+    start = safetensors.torch.load_file(third.run_dir / "checkpoints" / "1" / "model.safetensors")
+    assert all(torch.equal(t, plain[name]) for name, t in start.items())
