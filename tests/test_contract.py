@@ -52,6 +52,7 @@ BESIDE = {
     ("surgery", "fused_norm"): ["model=own", "model.target=outside.Normed", "trust=[outside]"],
     ("checkpointing", "budget"): ["compile=inductor"],
     "adapter": ["model.hidden=[8,8]"],
+    ("ema", "post_hoc"): ["saving=last"],
     "loader": ["data=digits"],
     "augment": ["model=resnet9", "model.width=4"],
     ("model", "resnet9"): ["model.width=8"],

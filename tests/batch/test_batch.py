@@ -175,3 +175,11 @@ def test_a_decay_that_lr_does_not_scale_is_advised_against(tiny):
 )
 def test_the_batch_words_are_counts_and_choices(problems, word):
     assert any(p.startswith(word) for p in problems("batch=accumulate", word))
+
+
+def test_a_split_that_was_halved_is_restored_unless_the_config_sets_another_one():
+    saved = Accumulate(accumulation_steps=2).state_dict() | {"steps": 4}  # memory ran out once
+    same, other = Accumulate(accumulation_steps=2), Accumulate(accumulation_steps=3)
+    same.load_state_dict(saved)
+    other.load_state_dict(saved)
+    assert (same.accumulation_steps, other.accumulation_steps) == (4, 3)

@@ -3,11 +3,13 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import drivetrain
 from drivetrain.config.plugins import CALLBACKS
+from drivetrain.engine.callbacks import ToldStep
 from tests.support.command import run
 
 HOOKS = '''
@@ -207,3 +209,13 @@ def test_a_plugin_registers_a_callback_by_name(train, hooks, monkeypatch):
     monkeypatch.setattr(plugins, "_installed", lambda path: (entry,))
     assert train("callbacks=[told]").status == "completed"
     assert hooks.Told.told
+
+
+def test_a_skipped_update_is_not_told():
+    made, told = [True, False, True], []
+    inner = SimpleNamespace(update=lambda: made.pop(0), zero_grad=lambda: None)
+    step = ToldStep(inner, lambda: told.append(len(made)))
+    for _ in range(3):
+        step.update()
+        step.zero_grad()
+    assert told == [2, 0]

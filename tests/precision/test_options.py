@@ -590,3 +590,10 @@ def test_stochastic_rounding_resumes_on_another_kind_of_device():
     assert torch.equal(precision.state_dict()["random"], own)
     precision.load_state_dict({"random": torch.Generator().manual_seed(5).get_state()})
     assert not torch.equal(precision.state_dict()["random"], own)
+
+
+def test_masters_hold_no_gradients_between_updates(make):
+    """They would take as much memory as the masters do."""
+    trainer = make("precision=bf16_pure", "updates=1")
+    trainer.fit()
+    assert [master.grad for master in trainer.precision._masters] == [None] * len(trainer.precision._masters)

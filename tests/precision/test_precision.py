@@ -8,7 +8,9 @@ import torch
 from drivetrain.core import accelerators
 from drivetrain.core.accelerators import Accelerator
 from drivetrain.core.errors import Diverged
+from drivetrain.precision import Amp
 from drivetrain.precision.fp8 import Fp8
+from tests.support.context import context
 
 
 def matmul_types(trainer, tmp_path) -> set[str]:
@@ -179,6 +181,15 @@ def test_the_weight_of_a_micro_batch_multiplies_its_gradients():
     for weight in (0.25, 0.5):
         precision.backward((x**2).sum(), torch.tensor(weight))
     torch.testing.assert_close(x.grad, 2 * x.detach() * 0.75)
+
+
+def test_it_does_so_with_a_scaled_loss_too():
+    x = torch.tensor([2.0, -3.0], requires_grad=True)
+    precision = Amp(init_scale=8.0)
+    precision.setup(context())
+    for weight in (0.25, 0.5):
+        precision.backward((x**2).sum(), torch.tensor(weight))
+    torch.testing.assert_close(x.grad, 8 * 2 * x.detach() * 0.75)
 
 
 @pytest.mark.parametrize("word", ["precision.init_scale=0", "precision.init_scale=big", "precision.growth_interval=0"])

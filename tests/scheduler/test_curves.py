@@ -215,6 +215,12 @@ def test_the_last_value_holds_after_the_end(scheduler: ours.Scheduler, last: flo
     assert [scheduler.lr_factor(UPDATES + n) for n in (0, 1, 1000)] == pytest.approx([last] * 3)
 
 
+def test_steps_are_counted_from_the_start_of_the_run_also_where_it_warms_up() -> None:
+    scheduler = ours.Step(every=8, gamma=0.5, warmup=6)
+    scheduler.set_horizon(OVER)
+    assert [scheduler.lr_factor(u) for u in (6, 7, 8, 15, 16, 24)] == [1.0, 1.0, 0.5, 0.5, 0.25, 0.125]
+
+
 def test_momentum_holds_after_the_end() -> None:
     scheduler = ours.OneCycle(momentum=RANGE, length=100)
     scheduler.set_horizon(OVER)

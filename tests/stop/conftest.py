@@ -9,13 +9,13 @@ from drivetrain.engine.trainer import Trainer
 def accuracies(monkeypatch):
     """`accuracies(values)`: what the evaluations of the next runs give, by their epoch."""
 
+    evaluate = Trainer._evaluate
+
     def give(values):
         def evaluated(self):
             value = values[round(self.progress.updates / 4) - 1]
-            metrics = {"loss": 1.0 - value, "accuracy": value}
-            self.progress.record_evaluation(metrics, *self.selection)
-            self.stopping.evaluated(metrics)
-            self.log.write("evaluate", set="test", **metrics)
+            self.evaluator.evaluate = lambda: {"loss": 1.0 - value, "accuracy": value}
+            evaluate(self)
 
         monkeypatch.setattr(Trainer, "_evaluate", evaluated)
 

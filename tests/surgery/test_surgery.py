@@ -100,7 +100,15 @@ REMOVED = {
     ),
 }  # fmt: skip
 
+
+def two_layers_of_one_bias():
+    net = Net(lambda m, x: m.a(m.c(x)) + m.b(m.d(2 * x)), c=conv(), d=conv(), a=nn.BatchNorm2d(4), b=nn.BatchNorm2d(4))
+    net.d.bias = net.c.bias
+    return net
+
+
 KEPT = {
+    "a bias that two layers share": two_layers_of_one_bias,
     "pre-activation": lambda: Net(
         lambda m, x: x + m.d(m.b(x + m.c(m.a(x).relu())).relu()),
         a=nn.BatchNorm2d(3), c=conv(3, 3), b=nn.BatchNorm2d(3), d=conv(3, 3),

@@ -93,7 +93,8 @@ class NoiseScaleStep(WrappingStep):
         norms: list[torch.Tensor] = []
 
         def add(gradient: torch.Tensor) -> None:
-            norms.append(torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32))
+            wide = torch.promote_types(gradient.dtype, torch.float32)
+            norms.append(torch.linalg.vector_norm(gradient.detach(), dtype=wide).float())
 
         hooks = [p.register_hook(add) for p in self.parameters]  # type: ignore[no-untyped-call]
         try:
