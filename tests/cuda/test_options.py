@@ -48,9 +48,8 @@ def train(fake_run, kind, row):
     words = [word.replace("[cpu,cpu]", f"['{kind}:0','{kind}:0']") for option in row for word in words_of(option)]
     try:
         words.append("metrics=[]")  # their figures are computed from real values, after the steps
-        trainer, device = fake_run(
-            kind, *words, *([] if any("saving" in groups_of(option) for option in row) else ["saving=none"])
-        )
+        words += [] if any("saving" in groups_of(option) for option in row) else ["saving=none"]
+        trainer, device = fake_run(kind, *words)
         assert trainer.progress.updates == trainer.max_updates
         assert {t.device.type for t in (*trainer.model.parameters(), *trainer.model.buffers())} == {kind}
         if row[0] not in WAITING:

@@ -102,7 +102,7 @@ REMOVED = {
 
 
 def two_layers_of_one_bias():
-    net = Net(lambda m, x: m.a(m.c(x)) + m.b(m.d(2 * x)), c=conv(), d=conv(), a=nn.BatchNorm2d(4), b=nn.BatchNorm2d(4))
+    net = Net(lambda m, x: m.n(m.c(x)), c=conv(), d=conv(), n=nn.BatchNorm2d(4))  # this forward calls one of them
     net.d.bias = net.c.bias
     return net
 
