@@ -11,6 +11,8 @@ from drivetrain.config.catalog import options
 from drivetrain.config.compose import compose
 from drivetrain.config.validate import validate
 from drivetrain.core.errors import UserError
+from drivetrain.core.horizon import Horizon
+from drivetrain.core.progress import Progress
 from drivetrain.parallel import Parallel
 from tests.support.context import context
 
@@ -63,10 +65,11 @@ def test_gradients_are_clipped_on_the_device_alone(name, device):
 
 @devices
 @pytest.mark.parametrize("name", sorted(options()["ema"]))
-def test_weights_are_averaged_on_the_device_alone(name, device):
+def test_weights_are_averaged_on_the_device_alone(name, device, tmp_path):
     option = validate(compose([f"ema={name}"])).ema
     with FakeTensorMode():
-        average = option.build(context(model=model_on(device)))
+        over, progress = Horizon(800, range(4, 801, 4)), Progress()
+        average = option.build(context(model=model_on(device), horizon=over, progress=progress, run_dir=tmp_path))
         average.update()
         with average.swapped():
             pass

@@ -245,7 +245,15 @@ def test_what_cannot_be_is_refused(problems, word):
 
 def test_sharded_weights_are_not_compiled_for_all_lengths_at_once(problems):
     """Beside another problem, so that there is one in any case."""
-    text = ["data=stdlib", "model=gpt", "loss=next_token", "batch=bucketed", "compile=regional", "clip=agc"]
+    text = [
+        "data=stdlib",
+        "model=gpt",
+        "loss=next_token",
+        "batch=bucketed",
+        "compile=regional",
+        "adapter=lora",
+        "model.freeze=[head]",
+    ]
 
     def told(*words):
         return any("compile.dynamic=false" in p for p in problems(*text, *words))

@@ -91,7 +91,7 @@ def test_a_copy_from_the_cpu_is_of_its_moment():
 
 
 def stub(weights, progress):
-    state = {"optimizer": {}, "ema": {}}
+    state = {"optimizer": {"state": {}, "param_groups": []}, "ema": {}}
     return SimpleNamespace(model=SimpleNamespace(state_dict=lambda: {"w": weights}), state=lambda: state, progress=progress)
 
 

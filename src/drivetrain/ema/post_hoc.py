@@ -27,6 +27,7 @@ class PostHoc(Kept):
     """
 
     effect = "changes"
+    needs_real_tensors = "it writes averages as the run goes"
 
     def __init__(self, width: Width = 0.05, wider: Width = 0.1, snapshots: Count = 16) -> None:
         self.width, self.wider, self.snapshots = width, wider, snapshots
