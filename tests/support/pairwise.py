@@ -40,17 +40,21 @@ class Net(torch.nn.Module):
         super().__init__()
         self.text = len(shape) == 1
         self.body = torch.nn.Embedding(classes, 8) if self.text else torch.nn.Sequential(Block(shape[0]), Block(shape[0]))
-        self.norm = Norm()
-        self.head = torch.nn.LazyLinear(classes)
-        self.head(torch.zeros(1, 8) if self.text else torch.zeros(1, *shape).flatten(1))
+        width = 8 if self.text else self.body(torch.zeros(1, *shape)).numel()
+        self.norm = Norm(width)
+        self.head = torch.nn.Linear(width, classes)
 
     def forward(self, x):
         return self.head(self.norm(self.body(x) if self.text else self.body(x).flatten(1)))
 
 class Norm(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.weight, self.eps = torch.nn.Parameter(torch.ones(width)), 1e-6
+
     def forward(self, x):
         mean = x.mean(-1, keepdim=True)
-        return (x - mean) / torch.sqrt((x - mean).pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * (x - mean) / torch.sqrt((x - mean).pow(2).mean(-1, keepdim=True) + self.eps)
 
 class Pictures(torch.utils.data.Dataset):
     classes = ("a", "b")

@@ -20,7 +20,14 @@ IN_REPORTS = EVIL[:-1]  # pytest-xdist cannot send half a character
 COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 PACKAGE = Path(drivetrain.__file__).parent
 # What draws and cleans by itself, and child processes that print words of their own.
-MAY_PRINT = {"ui/output.py", "ui/logs.py", "ui/progress.py", "launch/batch_probe.py", "core/nvidia_driver.py"}
+MAY_PRINT = {
+    "ui/output.py",
+    "ui/logs.py",
+    "ui/progress.py",
+    "launch/batch_probe.py",
+    "launch/batch_look.py",
+    "core/nvidia_driver.py",
+}
 
 
 def test_a_text_keeps_what_can_be_seen_and_nothing_else():

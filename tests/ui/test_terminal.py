@@ -115,7 +115,7 @@ def test_a_report_fits_100_columns_without_a_terminal(capsys, monkeypatch):
     monkeypatch.setattr(report, "common_target", lambda runs: None)
     monkeypatch.setattr(report, "table", lambda runs, target: report.Table(["a", "b"], header, rows))
     monkeypatch.setattr(report, "verdict", lambda runs, names: "a is the best")
-    monkeypatch.setattr(report, "summarize_seeds", lambda runs: [])
+    monkeypatch.setattr(report, "summarize_seeds", lambda runs, target: [])
     monkeypatch.setattr("drivetrain.measure.report.page.report_page", lambda *given: "")
     assert report.command(["out=page"]) == 0
     shown, _, left_out = capsys.readouterr().out.partition("not shown here")
