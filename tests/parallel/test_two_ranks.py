@@ -63,14 +63,14 @@ def test_ranks_of_other_configs_are_refused(ranks, make):
 
 
 def test_an_evaluation_with_a_tail_that_does_not_divide_counts_each_sample_once(ranks, make):
-    """Eleven samples in batches of six: two batches, the second of five; with more ranks than batches one only fills up."""
-    for samples in (11, 5):
+    """Batches of six: two, of which the second has five; one for two ranks; and three, so that one rank's last only fills up."""
+    for samples in (11, 5, 17):
         words = ["model.hidden=[16]", f"data.test_samples={samples}"]
-        alone = make(*words).evaluator.on("test").metrics()
+        alone = make(*words).evaluator.metrics()
 
         def work(world: World, words: list[str] = words) -> Any:
             trainer = make(*SHARDS, *words, world=world)
-            return trainer.evaluator.on("test").metrics(), sharded_weights(trainer.model)
+            return trainer.evaluator.metrics(), sharded_weights(trainer.model)
 
         for found, sharded in ranks(work):
             assert found == pytest.approx(alone, rel=1e-5)
