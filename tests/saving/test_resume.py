@@ -324,3 +324,21 @@ def test_only_a_device_that_was_started_has_a_random_state(monkeypatch, started)
 def test_the_place_of_a_run_is_no_part_of_its_config(tiny):
     hashes = [launcher.prepare(tiny(*words)).config_hash for words in (["output_dir=a"], ["output_dir=b"], ["optimizer.lr=0.5"])]
     assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_an_optimizers_state_is_matched_by_the_names_of_the_parameters():
+    """The config of the resumed run may give the parameters in another order, as other weight decay rules do."""
+
+    def adam(names):
+        weights = {"wide": torch.ones(3, requires_grad=True), "narrow": torch.ones(2, requires_grad=True)}
+        optimizer = torch.optim.Adam([{"params": [weights[name]], "param_names": [name]} for name in names])
+        return weights, optimizer
+
+    weights, saved = adam(["wide", "narrow"])
+    for name, value in (("wide", 1.0), ("narrow", 2.0)):
+        weights[name].grad = torch.full_like(weights[name], value)
+    saved.step()
+    other_weights, other = adam(["narrow", "wide"])
+    other.load_state_dict(checkpoint_io._state_for(other, saved.state_dict()))
+    for name in weights:
+        torch.testing.assert_close(other.state[other_weights[name]]["exp_avg"], saved.state[weights[name]]["exp_avg"])
