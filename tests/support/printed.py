@@ -64,7 +64,7 @@ SMALL = {  # verb → settings in place of those that are printed, and beside th
     "train": ["updates=2", "runtime.threads=1", "parallel.nproc=2", "hydra.sweeper.n_trials=2"],
     "compare": ["rounds=2", "block_s=0.05", "seeds=2", "max_seeds=2", "runtime.threads=1"],
     "ablate": ["rounds=2", "block_s=0.05", "seeds=2", "max_seeds=2", "epochs=1", "tables=[steps]", "runtime.threads=1"],
-    "bisect": ["rounds=6", "block_s=0.05", "seeds=4", "max_seeds=4", "runtime.threads=1"],  # fewer have no interval
+    "bisect": ["rounds=6", "block_s=0.05", "seeds=4", "runtime.threads=1"],  # fewer have no interval
     "certify": ["runtime.threads=1"],
     "doctor": ["profile_s=0.2", "rounds=2", "block_s=0.05", "prove=false", "runtime.threads=1"],
     "tune": ["what=lr", "lr_updates=20", "budget_s=20", "rounds=2", "block_s=0.05", "quality=false", "runtime.threads=1"],
