@@ -16,8 +16,9 @@ from torch.nn.functional import dropout, linear
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.low_rank import is_adapters, row_norms
+from drivetrain.core.one_forward import run_once
 from drivetrain.core.patterns import check_patterns, matches
-from drivetrain.core.trees import Tree, call
+from drivetrain.core.trees import Tree
 
 __all__ = ["DoraLinear", "LoraLinear", "choose", "frozen_names", "is_adapters", "unshared"]
 
@@ -108,15 +109,8 @@ def _in_any(name: str, patterns: Collection[str]) -> bool:
 def _called(model: nn.Module, example: Tree, linears: dict[str, nn.Linear]) -> set[str]:
     """The layers whose forward is called. Others use a layer's weight by themselves, past an adapter."""
     called: set[str] = set()
-    handles = [m.register_forward_hook(lambda *_, name=name: called.add(name)) for name, m in linears.items()]
-    training = model.training
-    try:
-        with torch.no_grad():
-            call(model.eval(), example)
-    finally:
-        model.train(training)
-        for handle in handles:
-            handle.remove()
+    hooks = [m.register_forward_hook(lambda *_, name=name: called.add(name)) for name, m in linears.items()]
+    run_once(model, example, hooks)
     return called
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from drivetrain.core.lazy import torch
-from drivetrain.core.trees import Tree, call
+from drivetrain.core.one_forward import run_once
+from drivetrain.core.trees import Tree
 
 
 def without_strides(model: torch.nn.Module, example: Tree) -> list[str]:
@@ -26,20 +27,8 @@ def without_strides(model: torch.nn.Module, example: Tree) -> list[str]:
             if strides != module.stride:
                 new_strides[module] = strides
 
-    _run_once(model, example, [module.register_forward_hook(inspect) for module in strided])
+    run_once(model, example, [module.register_forward_hook(inspect) for module in strided])
     for module, strides in new_strides.items():
         module.stride = strides
     names = ", ".join(strided[module] for module in new_strides)
     return [f"bfloat16 on a CPU: stride 1 for {names}, where a pixel is all there is"] if new_strides else []
-
-
-def _run_once(model: torch.nn.Module, example: Tree, hooks: list[Any]) -> None:
-    """Run one forward in evaluation mode, then remove the hooks."""
-    training = model.training
-    try:
-        with torch.no_grad():
-            call(model.eval(), example)
-    finally:
-        model.train(training)
-        for hook in hooks:
-            hook.remove()

@@ -14,8 +14,8 @@ from drivetrain.launch import batch_look
 from drivetrain.launch.job import Job
 from drivetrain.measure.benchmark import arms, quality
 from drivetrain.measure.overrides import apply
-from drivetrain.measure.tune import to_target
-from drivetrain.measure.tune.to_target import Arrivals
+from drivetrain.measure.tune import times_to_target
+from drivetrain.measure.tune.times_to_target import TimesToTarget
 from drivetrain.run import directory
 from drivetrain.sweeps import SignalForwarder
 from drivetrain.ui import terminal
@@ -34,11 +34,11 @@ def command(target: str, seeds: int, budget_s: float, overrides: list[str], conf
     look = batch_look.measure(job.composed.overrides, config_dirs, steps, LOOK_UPDATES)
     scale = look["noise_scale"]
     echo(f"gradient noise scale: {f'{scale:,.0f} samples' if scale else 'hidden by the noise'}, over {look['updates']} updates")
-    words = ["", *to_target.candidates(job.run, scale, look["samples"])]
+    words = ["", *times_to_target.candidates(job.run, scale, look["samples"])]
     ends = ["stop.at_target=true", f"target={format_value(str(reach))}"]
     tried = [arms.compose(w or "as it is", [*apply(overrides, w.split(), config_dirs), *ends], config_dirs) for w in words]
     specs = [spec for spec in tried if spec.job is not None]
-    found = [Arrivals(spec.label) for spec in specs]
+    found = [TimesToTarget(spec.label) for spec in specs]
     folder = directory.create(Path(job.run.values["output_dir"]), "tune")
     try:
         with SignalForwarder() as signals, Steps() as progress:
@@ -53,11 +53,11 @@ def command(target: str, seeds: int, budget_s: float, overrides: list[str], conf
                 when = (run.result.target or {}) if run.result is not None else {}
                 return (when["seconds"], when["update"]) if when.get("update") is not None else None
 
-            to_target.train_all(found, train, seeds, budget_s)
+            times_to_target.train_all(found, train, seeds, budget_s)
     finally:
         directory.remove(folder / "runs")
-    terminal.table(to_target.HEADER, [arm.cells(found[0]) for arm in to_target.ranked(found)])
-    best = to_target.proven(found)
+    terminal.table(times_to_target.HEADER, [arm.cells(found[0]) for arm in times_to_target.ranked(found)])
+    best = times_to_target.proven(found)
     if best is None:
         echo(f"none reaches {reach} sooner beyond doubt: the run stays as it is")
     else:

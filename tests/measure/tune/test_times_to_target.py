@@ -6,29 +6,29 @@ import pytest
 
 from drivetrain.cli import main
 from drivetrain.launch.job import prepare
-from drivetrain.measure.tune import to_target
-from drivetrain.measure.tune.to_target import Arrivals
+from drivetrain.measure.tune import times_to_target
+from drivetrain.measure.tune.times_to_target import TimesToTarget
 
 
 def arm(label, *seconds):
-    return Arrivals(label, list(seconds), [None if s is None else int(10 * s) for s in seconds])
+    return TimesToTarget(label, list(seconds), [None if s is None else int(10 * s) for s in seconds])
 
 
 def test_batches_near_the_noise_scale_are_tried_with_a_rate_that_follows():
     run = prepare(["data=digits", "model=mlp", "batch.global_batch=128"]).run
-    found = to_target.candidates(run, 60.0, 1150)
+    found = times_to_target.candidates(run, 60.0, 1150)
     assert found == [
         f"batch.global_batch={n} batch.lr_scaling=sqrt batch.base_batch=128" for n in (32, 64)
     ]  # 128 is the run's own
-    assert to_target.candidates(run, None, 1150) == []
-    assert to_target.candidates(run, 1e6, 1150) == []
+    assert times_to_target.candidates(run, None, 1150) == []
+    assert times_to_target.candidates(run, 1e6, 1150) == []
     two = prepare(["data=digits", "model=mlp", "batch=accumulate", "batch.accumulation_steps=3", "batch.global_batch=12"]).run
-    assert [int(w.split()[0].rpartition("=")[2]) % 3 for w in to_target.candidates(two, 60.0, 1150)] == [0, 0, 0]
+    assert [int(w.split()[0].rpartition("=")[2]) % 3 for w in times_to_target.candidates(two, 60.0, 1150)] == [0, 0, 0]
 
 
 def test_what_does_not_arrive_is_last_and_stays():
     never, slow, soon, half = arm("n", None, None), arm("s", 9.0, 9.1), arm("f", 3.0, 3.1), arm("h", 1.0, None)
-    assert [a.label for a in to_target.ranked([never, slow, half, soon])] == ["f", "s", "h", "n"]
+    assert [a.label for a in times_to_target.ranked([never, slow, half, soon])] == ["f", "s", "h", "n"]
     assert math.isinf(never.median)
     assert never.cells(slow)[1:4] == ["0 of 2", "not reached", "–"]
 
@@ -38,10 +38,10 @@ def test_only_what_is_sooner_beyond_doubt_is_kept():
     better = arm("b", *[s / 2 for s in base.seconds])
     doubtful = arm("d", 9.0, 11.5, 9.8, 8.1, 12.2, 9.9, 10.3, 9.0)
     losing = arm("l", *[1.0] * 7, None)
-    assert to_target.proven([base, doubtful, better]) is better
-    assert to_target.proven([base, doubtful]) is None
-    assert to_target.proven([base, losing]) is None
-    assert to_target.proven([base]) is None
+    assert times_to_target.proven([base, doubtful, better]) is better
+    assert times_to_target.proven([base, doubtful]) is None
+    assert times_to_target.proven([base, losing]) is None
+    assert times_to_target.proven([base]) is None
 
 
 @pytest.mark.parametrize(("seconds", "trained"), [(1e6, 5), (-1.0, 3)])
@@ -53,7 +53,7 @@ def test_more_than_three_seeds_are_trained_only_while_there_is_time(seconds, tra
         return (1.0 + n, 10)
 
     arms = [arm("a"), arm("b")]
-    to_target.train_all(arms, train, 5, seconds)
+    times_to_target.train_all(arms, train, 5, seconds)
     assert [len(a.seconds) for a in arms] == [trained, trained]
     assert order[:4] == [0, 1, 1, 0]
 

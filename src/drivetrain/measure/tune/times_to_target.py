@@ -17,7 +17,7 @@ MIN_SEEDS = 3  # for a verdict
 
 
 @dataclass
-class Arrivals:
+class TimesToTarget:
     """When the seeds of a candidate reached the target: seconds and updates of each, None where one did not."""
 
     label: str
@@ -35,12 +35,12 @@ class Arrivals:
         values = [math.inf if value is None else value for value in self.seconds]
         return statistics.median(values) if values else math.inf
 
-    def faster_than(self, base: Arrivals) -> Interval | None:
+    def faster_than(self, base: TimesToTarget) -> Interval | None:
         """How many times as fast as another one it is, over the seeds where both reached the target; None for too few."""
         pairs = [(b, s) for b, s in zip(base.seconds, self.seconds, strict=False) if b is not None and s is not None]
         return ratio([b for b, _ in pairs], [s for _, s in pairs]) if len(pairs) >= MIN_SEEDS else None
 
-    def cells(self, base: Arrivals) -> list[str]:
+    def cells(self, base: TimesToTarget) -> list[str]:
         """The row of the table."""
         updates = [n for n in self.updates if n is not None]
         faster = self.faster_than(base) if self is not base else None
@@ -70,12 +70,12 @@ def candidates(run: RunSpec, noise_scale: float | None, samples: int) -> list[st
     return found
 
 
-def ranked(arms: Sequence[Arrivals]) -> list[Arrivals]:
+def ranked(arms: Sequence[TimesToTarget]) -> list[TimesToTarget]:
     """The arms, the soonest first: more seeds that reached the target, then less time. None is left out."""
     return sorted(arms, key=lambda arm: (-arm.reached / max(1, len(arm.seconds)), arm.median))
 
 
-def proven(arms: Sequence[Arrivals]) -> Arrivals | None:
+def proven(arms: Sequence[TimesToTarget]) -> TimesToTarget | None:
     """The soonest arm, where it is sooner than the first one beyond doubt and no seed of it is lost; None: nothing is kept."""
     base, best = arms[0], ranked(arms)[0]
     faster = best.faster_than(base) if best is not base and best.reached >= base.reached else None
@@ -83,7 +83,7 @@ def proven(arms: Sequence[Arrivals]) -> Arrivals | None:
 
 
 def train_all(
-    arms: Sequence[Arrivals], train: Callable[[int, int], tuple[float, int] | None], seeds: int, seconds: float
+    arms: Sequence[TimesToTarget], train: Callable[[int, int], tuple[float, int] | None], seeds: int, seconds: float
 ) -> None:
     """Train each arm with each seed, in turns whose order is reversed each time; after MIN_SEEDS only while there is time.
 
