@@ -42,7 +42,7 @@ class WholeWeights:
         self._at = {name: mesh.get_local_rank(name) for name in mesh.mesh_dim_names}
         self._weights = [_Weight(name, shard, shape, ranks, ()) for name, shard, shape, ranks in divided]
         self._share_out()
-        self.stale = True  # the owners' weights are to be read from the parts, which another one has set
+        self.stale = True  # the owners have old weights: something else, such as a loaded checkpoint, has set the parts
         for weight in self._weights:
             weight.own = weight.owner == tuple(self._at[name] for name in weight.ranks)
             like: dict[str, Any] = {"dtype": weight.shard.dtype, "device": weight.shard.device if weight.own else "meta"}
@@ -60,7 +60,7 @@ class WholeWeights:
             load[weight.owner] += math.prod(weight.shape)
 
     def gather(self) -> None:
-        """Give the owners whole gradients, and whole weights if another one than `spread` has set the parts."""
+        """Give the owners whole gradients, and whole weights too where anything but `spread` has set the parts."""
         for weight in self._weights:
             if self.stale:
                 whole = self._gather(weight.name, weight.shard)
