@@ -189,7 +189,8 @@ class Bf16(Precision):
         if before != self._in_float32:
             logger.warning(
                 "this machine computes %s in float32, and the one that wrote the checkpoint %s: the run goes on, "
-                "and its results differ a little from those that it would have had there", self._in_float32 or "nothing", before or "nothing",
+                "and its results differ a little from those that it would have had there",
+                self._in_float32 or "nothing", before or "nothing",
             )  # fmt: skip
 
 
