@@ -15,10 +15,11 @@ import pytest
 import torch
 from bench import faults, kills, syscalls
 
+from drivetrain.core import forking
 from drivetrain.core.microbatch import Request
 from drivetrain.core.tensors import Tensors
 from drivetrain.engine.evaluator import Evaluator
-from drivetrain.launch import heartbeat
+from drivetrain.launch import agent_signals, heartbeat
 from drivetrain.loader import Pipeline, Workers, workers
 from drivetrain.logger.files import Files
 from drivetrain.saving import checkpoint_io
@@ -165,7 +166,7 @@ def test_a_rank_whose_launcher_is_gone_ends(tmp_path: Path, monkeypatch: pytest.
     assert sent == [(os.getpid(), signal.SIGKILL)]
 
 
-@pytest.mark.skipif(not hasattr(signal, "sigwaitinfo"), reason="there is no telling who sent a signal")
+@pytest.mark.skipif(not hasattr(signal, "sigtimedwait"), reason="there is no telling who sent a signal")
 def test_a_worker_ends_with_the_run_and_not_before() -> None:
     """SIGTERM to all processes, as Slurm and systemd send it: the run needs its next batch to finish its update."""
     source = Tensors(torch.arange(12.0).reshape(12, 1, 1, 1), torch.zeros(12, dtype=torch.int64))
@@ -192,11 +193,39 @@ def test_a_worker_ends_with_the_run_and_not_before() -> None:
     assert child.exitcode == 0
 
 
+@pytest.mark.parametrize("begin", [lambda folder: workers._begin_worker(0), lambda folder: heartbeat.start_heartbeat(folder, 0)])
+def test_a_process_ends_though_its_parent_was_killed_before_it_began(begin, tmp_path: Path, monkeypatch) -> None:
+    """A worker and a rank look for their parent. One that was killed while it forked them is not there any more."""
+    fork = multiprocessing.get_context("fork")
+    monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.1)
+    reads, writes = fork.Pipe(duplex=False)
+
+    def child() -> None:
+        parent = forking.parent_pid()
+        while os.getppid() == parent:
+            time.sleep(0.01)
+        begin(tmp_path)
+        time.sleep(60)
+
+    def parent() -> None:
+        fork.Process(target=child).start()
+        os._exit(0)
+
+    process = fork.Process(target=parent)
+    process.start()
+    process.join(20)
+    writes.close()
+    began = time.monotonic()
+    with pytest.raises(EOFError):  # all that had the other end have ended
+        reads.recv()
+    assert time.monotonic() - began < 30
+
+
 def test_a_worker_of_a_killed_run_prints_no_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    monkeypatch.delattr(signal, "sigwaitinfo", raising=False)
+    monkeypatch.setattr(workers, "_end_with_run", lambda run: None)
     threads = torch.get_num_threads()
     workers._begin_worker(0)
     torch.set_num_threads(threads)
@@ -218,6 +247,31 @@ def test_a_workers_death_is_known_wherever_it_is_raised(train, monkeypatch: pyte
     assert ended.status == "interrupted"
     assert "a loader's worker was killed" in ended.error
     assert f"resume={ended.run_dir}" in ended.error
+
+
+def test_a_signal_at_a_bad_moment_is_raised_later(capsys: pytest.CaptureFixture[str]) -> None:
+    """Python drops what a handler raises in a fork hook or a destructor, and logging what is raised while it writes a line."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    class Stops(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            try:
+                signal.raise_signal(signal.SIGTERM)
+            except Exception:
+                self.handleError(record)
+
+    class StopsAtItsEnd:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+    log = logging.Logger("stops")
+    log.addHandler(Stops())
+    for bad_moment in (lambda: log.error("a line"), StopsAtItsEnd):
+        with agent_signals.raised_as_torch_does():
+            bad_moment()
+            with pytest.raises(SignalException):
+                time.sleep(20)
+        assert capsys.readouterr().err == ""
 
 
 def test_torchs_launcher_prints_no_traceback_of_a_signal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

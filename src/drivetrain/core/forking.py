@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import multiprocessing
+import os
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 
@@ -19,6 +21,14 @@ class ForkedProcess(ForkProcess):
         """Fork."""
         end_openmp_threads()
         super().start()
+
+
+def parent_pid() -> int:
+    """Return the process that started this one, also where it has ended already and another has adopted this one."""
+    parent = multiprocessing.parent_process()
+    if parent is None or parent.pid is None or multiprocessing.get_start_method() == "forkserver":  # then a server is the parent
+        return os.getppid()
+    return parent.pid
 
 
 def start_autograd_engine() -> None:

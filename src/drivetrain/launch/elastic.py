@@ -17,8 +17,8 @@ from drivetrain.core import process
 from drivetrain.core.errors import BAD_CONFIG, EXIT_OF_STATUS, FAILED, INTERRUPTED, PEER_GONE, UserError, is_peer_failure
 from drivetrain.core.files import read_json, write_json
 from drivetrain.core.forking import end_openmp_threads
-from drivetrain.core.signals import STOP_SIGNALS, StopFlag
-from drivetrain.launch import network
+from drivetrain.core.signals import StopFlag
+from drivetrain.launch import agent_signals, network
 from drivetrain.launch.heartbeat import FailureRecorder, HeartbeatMonitor, ended_without_result, start_heartbeat
 from drivetrain.launch.job import Job
 from drivetrain.launch.rank_folder import rank_folder
@@ -77,7 +77,8 @@ def run(job: Job, run_dir: Path, quiet: bool, on_abandoned: OnAbandoned | None =
             monitor.abandoned = abandon
         with monitor, failures, _rendezvous_errors(parallel):
             try:
-                _launch_ranks(parallel, folder, job, run_dir, failures, quiet)
+                with agent_signals.raised_as_torch_does():
+                    _launch_ranks(parallel, folder, job, run_dir, failures, quiet)
             except ChildFailedError as error:  # most ranks have written why to their files
                 failed = {rank: failure.exitcode for rank, failure in error.failures.items()}
             except SignalException:
@@ -104,8 +105,7 @@ def _launch_config(parallel: ProcessGroupStrategy, folder: Path) -> LaunchConfig
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.launcher.api import LaunchConfig
 
-    signals = ",".join(s.name for s in STOP_SIGNALS)
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = signals
+    signals = os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = agent_signals.LEFT_TO_TORCH
     newer: dict[str, Any] = {"signals_to_handle": signals, "shutdown_timeout": SHUTDOWN_S, "numa_options": False}
     # Those that this torch knows. With no `numa_options` it would ask for devices, and CUDA that is started does not survive
     # the fork; what it would choose is None.

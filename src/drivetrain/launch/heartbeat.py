@@ -20,6 +20,7 @@ from typing import Any
 
 from drivetrain.core import files
 from drivetrain.core.errors import is_peer_failure
+from drivetrain.core.forking import parent_pid
 
 INTERVAL_S = 1.0
 ABANDONED_AFTER_S = 12.0
@@ -38,7 +39,7 @@ def start_heartbeat(folder: Path, rank: int) -> None:
     stack = files.opened(folder / f"{rank}.stack", "a")  # appended to: the stack of before a restart stays
     faulthandler.register(STACK_SIGNAL, stack, all_threads=True)
 
-    launcher = os.getppid()
+    launcher = parent_pid()
 
     def touch() -> None:
         while True:

@@ -18,6 +18,7 @@ from typing import Any
 
 from drivetrain.core import trees
 from drivetrain.core.errors import DataError, Interrupted
+from drivetrain.core.forking import parent_pid
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
 from drivetrain.core.option import Count, NonNegative
@@ -30,6 +31,7 @@ FULL = 2**20  # bytes that are free of memory that processes share
 DEATH_NOTICE_S = 10.0  # from a broken connection until the worker's end is known
 GRACE_S = 2.0  # after the wait for a batch's message has ended
 WATCH_S = 0.25  # between two looks at the workers
+ORPHANED_S = 1.0  # between a worker's two looks at whether the run is there
 
 
 class Workers(Loader):
@@ -281,7 +283,7 @@ def _full_shared_memory() -> str:
 @contextmanager
 def _sigterm_blocked() -> Iterator[None]:
     """Block SIGTERM in this thread, and in the processes that it forks within the context, where it stays blocked."""
-    if not hasattr(signal, "sigwaitinfo"):  # on a Mac
+    if not hasattr(signal, "sigtimedwait"):  # on a Mac
         yield
         return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -301,15 +303,20 @@ def _begin_worker(_: int) -> None:
             before(kind, error, trace)
 
     sys.excepthook = hook
-    if hasattr(signal, "sigwaitinfo"):
-        threading.Thread(target=_heed_the_run_alone, daemon=True, name="SIGTERM").start()
+    threading.Thread(target=_end_with_run, args=(parent_pid(),), daemon=True, name="end with run").start()
 
 
-def _heed_the_run_alone() -> None:
-    """End at a SIGTERM of the parent. One that was sent to all processes of a run is its first process's to answer.
+def _end_with_run(run: int) -> None:
+    """End this worker at a SIGTERM of the run's process, and soon after that process has ended.
 
-    Slurm, systemd and containers send it to all: the run still needs its next batch, to finish its update and save.
+    Slurm, systemd and containers send SIGTERM to all: the run still needs its next batch, to finish its update and save.
+
+    torch's own worker looks for its parent later, when the parent may be gone, and only between two batches.
     """
-    while True:
-        if signal.sigwaitinfo({signal.SIGTERM}).si_pid == os.getppid():
-            os._exit(0)
+    tells_sender = hasattr(signal, "sigtimedwait")  # not on a Mac
+    while os.getppid() == run:
+        if not tells_sender:
+            time.sleep(ORPHANED_S)
+        elif (came := signal.sigtimedwait({signal.SIGTERM}, ORPHANED_S)) is not None and came.si_pid == run:
+            break
+    os._exit(0)

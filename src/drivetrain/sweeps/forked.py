@@ -19,7 +19,7 @@ from typing import Any
 
 from drivetrain.core import accelerators, cpus, files, process
 from drivetrain.core.errors import BAD_CONFIG, UserError
-from drivetrain.core.forking import ForkedProcess
+from drivetrain.core.forking import ForkedProcess, parent_pid
 from drivetrain.launch import launcher
 from drivetrain.run import directory
 from drivetrain.run.result import Result
@@ -171,6 +171,8 @@ def _terminate_with_parent() -> None:
     set_death_signal = 1  # prctl(2)
     with contextlib.suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).prctl(set_death_signal, signal.SIGTERM)
+    if os.getppid() != parent_pid():  # it was killed before
+        signal.raise_signal(signal.SIGTERM)
 
 
 class SignalForwarder:
