@@ -18,6 +18,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from drivetrain.run import environment
+
 SMALL = ["updates=12", "log_every=5", "saving=last", "epochs=3", "data.validation=null"]  # on all training samples
 TEXT = ["recipe=stdlib_gpt", "data.max_files=40", "model.depth=2", "model.width=64", "data.test_samples=50"]
 CONFIGURATIONS: dict[str, list[str]] = {
@@ -59,7 +61,7 @@ def main() -> int:
     for name, overrides in CONFIGURATIONS.items():
         found[name] = hash_of(name, [override.replace("STEPS", given.steps_key) for override in overrides])
     if given.out:
-        about = {"machine": _processor(), "python": platform.python_version()}
+        about = {"machine": environment.processor(), "python": platform.python_version()}
         given.out.write_text(json.dumps({"environment": about, "hashes": found}, indent=1) + "\n")
     if given.against is None:
         return 0
@@ -91,11 +93,6 @@ def _hash(file: Path) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.contiguous().flatten().view(dtype=torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
-
-
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import os
 import platform
 import pty
 import random
-import re
 import shutil
 import statistics
 import tempfile
@@ -27,6 +26,8 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from drivetrain.run import environment
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -197,7 +198,7 @@ def against(values: Sequence[float], base: Sequence[float]) -> dict[str, dict[st
 def machine() -> dict[str, Any]:
     """CPU, load and versions: what a figure means nothing without."""
     return {
-        "cpu": _processor(),
+        "cpu": environment.processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "load": os.getloadavg()[0],
         "platform": platform.platform(),
@@ -212,15 +213,6 @@ def version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _processor() -> str:
-    try:
-        about = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return platform.processor()
-    facts = dict(re.findall(r"^(model name|cpu family|model)\s*: (.*)$", about, re.M))
-    return f"{facts.get('model name', platform.machine())} (family {facts.get('cpu family')}, model {facts.get('model')})"
 
 
 def write(path: Path, content: dict[str, Any]) -> None:

@@ -27,6 +27,7 @@ from drivetrain.measure.benchmark import arms, comparison
 from drivetrain.measure.benchmark.facts import Facts
 from drivetrain.measure.cells import figure
 from drivetrain.measure.claims import export, write
+from drivetrain.measure.claims.kinds import HOLDS, REFUTED, UNTOLD
 from drivetrain.measure.claims.verify import Settings, verify
 from drivetrain.measure.intervals import mean
 from drivetrain.recipe import places
@@ -40,6 +41,7 @@ NOT_HERE = "not verified here"  # in the description of a recipe that needs data
 COMMON = ("runtime.device=cpu", "runtime.threads=1")
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 BEGIN, END = "<!-- python -m bench.zoo writes this table -->\n", "<!-- end of the table -->\n"
+BEGIN_VERIFIED = "<!-- python -m bench.zoo --verify writes this table -->\n"
 MEBIBYTE = 2**20
 
 
@@ -240,13 +242,34 @@ def _until(target: dict[str, Any] | None, seeds: int) -> str:
     return f"{target['reach']}: {target['updates']:,.0f} updates{seconds}{some}"
 
 
+HEADER_VERIFIED = ("recipe", "verified on", "load", "holds", "does not hold", "cannot be told there")
+
+
+def line_verified(name: str, found: dict[str, Any]) -> list[str]:
+    """The table's row of a recipe whose claim was measured again."""
+    by_outcome = {outcome: [a for a in found["answers"] if a["outcome"] == outcome] for outcome in (HOLDS, REFUTED, UNTOLD)}
+    machine = found["machine"]
+    return [
+        f"`{name}`", machine["cpu"], f"{machine['load']:.1f}", ", ".join(a["kind"] for a in by_outcome[HOLDS]) or "–",
+        "; ".join(f"{a['kind']} ({a['measured']} for {a['claimed']})" for a in by_outcome[REFUTED]) or "–",
+        "; ".join(f"{a['kind']} ({a['because']})" for a in by_outcome[UNTOLD]) or "–",
+    ]  # fmt: skip
+
+
 def page(text: str, content: dict[str, Any]) -> str:
-    """A page with the table between its markers."""
-    rows = [line(name, entry["cells"]) for name, entry in sorted(content["recipes"].items())]
-    lines = [f"| {' | '.join(words)} |\n" for words in (HEADER, ["---"] * len(HEADER), *rows)]
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return before + BEGIN + "".join(lines) + END + after
+    """A page with the tables between their markers."""
+    recipes = sorted(content["recipes"].items())
+    text = _with_table(text, BEGIN, HEADER, [line(name, entry["cells"]) for name, entry in recipes if entry.get("cells")])
+    verified = [line_verified(name, entry["verified"]) for name, entry in recipes if entry.get("verified")]
+    return _with_table(text, BEGIN_VERIFIED, HEADER_VERIFIED, verified)
+
+
+def _with_table(text: str, begin: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    before, found, rest = text.partition(begin)
+    if not found:
+        return text
+    lines = [f"| {' | '.join(words)} |\n" for words in (header, ["---"] * len(header), *rows)]
+    return before + begin + "".join(lines) + END + rest.partition(END)[2]
 
 
 def measure(name: str, plan: Plan, given: argparse.Namespace) -> dict[str, Any]:
@@ -265,7 +288,9 @@ def measure(name: str, plan: Plan, given: argparse.Namespace) -> dict[str, Any]:
 def verified(name: str, seeds: int, given: Sequence[str]) -> dict[str, Any] | None:
     """What verifying the claim of a recipe comes to here; None where it claims nothing."""
     recipe = recipes.read(places.find(name))
-    return verify(recipe, [*COMMON, *given], (), Settings(seeds=seeds)).as_dict() if recipe.claim is not None else None
+    if recipe.claim is None:
+        return None
+    return {"machine": harness.machine(), **verify(recipe, [*COMMON, *given], (), Settings(seeds=seeds)).as_dict()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -282,7 +307,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--page", type=Path, default=harness.ROOT / "docs" / "zoo.md", help="the page that gets the table")
     given = parser.parse_args(argv)
     content = json.loads(given.out.read_text()) if given.out.exists() else {}
-    content = {"machine": harness.machine(), "recipes": content.get("recipes", {})}
+    content = {"recipes": content.get("recipes", {})}
     for name in given.only or names():
         plan = PLANS.get(name, Plan())
         plan = replace(plan, seeds=given.seeds or plan.seeds)
@@ -290,7 +315,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if given.verify:
             entry["verified"] = verified(name, given.seeds or 3, _weights(name, plan, given.runs))
         else:
-            entry.update(measure(name, plan, given))
+            entry.update(machine=harness.machine(), **measure(name, plan, given))
         harness.write(given.out, content)
     if given.page.exists():
         given.page.write_text(page(given.page.read_text(), content))

@@ -134,6 +134,21 @@ def test_the_table_has_a_row_for_each_recipe_and_the_best_cell_of_a_grid() -> No
     assert zoo.page(text, content) == text
 
 
+def test_the_page_says_on_which_machine_a_claim_was_verified() -> None:
+    answers = [
+        {"kind": "quality", "claimed": "0.98", "measured": "0.981", "outcome": zoo.HOLDS, "because": ""},
+        {"kind": "target", "claimed": "90", "measured": "300", "outcome": zoo.REFUTED, "because": "slower"},
+        {"kind": "memory", "claimed": "400 MiB", "measured": "–", "outcome": zoo.UNTOLD, "because": "another device"},
+    ]
+    verified = {"machine": {"cpu": "a CPU", "load": 0.52}, "answers": answers}
+    content = {"recipes": {"a": {"verified": verified}, "b": {"verified": None}, "c": {"cells": [ROW]}}}
+    lines = zoo.page(f"{zoo.BEGIN}{zoo.END}{zoo.BEGIN_VERIFIED}old\n{zoo.END}", content).splitlines()
+    row = "| `a` | a CPU | 0.5 | quality | target (300 for 90) | memory (another device) |"
+    assert lines[-2] == row
+    assert sum("`b`" in line for line in lines) == 0
+    assert lines[3].startswith("| `c` |")
+
+
 def test_a_claim_takes_the_place_of_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "r.yaml"
     file.write_text("description: a recipe\nclaim:\n  old: 1\n  older: 2\nepochs: 3\n")

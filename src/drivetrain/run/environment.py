@@ -27,7 +27,7 @@ def describe(overrides: list[str], config_hash: str, machine_local: dict[str, An
         "drivetrain": process.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "processor": _processor(),
+        "processor": processor(),
         "versions": versions,
         "git_commit": _git_commit(),
         "lock_hash": _lock_hash(),
@@ -46,12 +46,15 @@ def version(name: str) -> str | None:
         return None
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Return the processor's name. Makers give unlike kinds one name, so its family and model follow where Linux tells them."""
     try:
-        found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
+        about = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
-        found = None
-    return found[1] if found else platform.processor()
+        return platform.processor()
+    facts = dict(re.findall(r"^(model name|cpu family|model)\s*: (.*)$", about, re.M))
+    name = facts.get("model name", platform.processor())
+    return f"{name} (family {facts['cpu family']}, model {facts['model']})" if {"cpu family", "model"} <= facts.keys() else name
 
 
 def device_name(device: torch.device) -> str:
@@ -61,7 +64,7 @@ def device_name(device: torch.device) -> str:
     if device.type != "cpu":
         return str(torch.get_device_module(device).get_device_name(device))
     threads = torch.get_num_threads()
-    return f"{_processor()}, {threads} thread{'s' if threads > 1 else ''}"
+    return f"{processor()}, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def _git_commit() -> str | None:

@@ -210,7 +210,7 @@ PAUSE = {"ratio": "2", "interval": "[1.5, 2.5]", "against": "{data.kwargs.pause:
 def here() -> str:
     """This machine as a claim has it."""
     cores = usable_cores()
-    return f"{environment._processor()}, {cores} thread{'s' if cores > 1 else ''}"
+    return f"{environment.processor()}, {cores} thread{'s' if cores > 1 else ''}"
 
 
 @pytest.mark.slow
