@@ -54,6 +54,7 @@ BESIDE: dict[Any, tuple[list[str], list[str]]] = {
     ("parallel", "tensor"): (VIT, []),
     ("batch", "auto"): (MLP, ["batch.memory_gb=64"]),
     ("batch", "bucketed"): (GPT, []),
+    ("ema", "post_hoc"): ([*[w for w in MLP if not w.startswith("saving")], "saving=last"], []),
     ("checkpointing", "budget"): ([*VIT, "compile=inductor"], []),
 }
 LACKING = ("which is not installed", "needs a CUDA device")  # what this machine may not have
