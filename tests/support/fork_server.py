@@ -290,6 +290,7 @@ def preload(kind: str) -> None:
         for found in pkgutil.walk_packages(drivetrain.__path__, "drivetrain."):
             if not found.name.endswith("__main__"):
                 import_module(found.name)
+        import_module("drivetrain.data.digits").read_table()
     threads = Path("/proc/self/task")
     assert not threads.is_dir() or len(list(threads.iterdir())) == 1, "a process of several threads may not fork"
     gc.freeze()
