@@ -33,7 +33,10 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
-MODULES = ("drivetrain", "drivetrain.launch.batch_look", "drivetrain.launch.batch_probe", "src.train", "bench.gpu")
+MODULES = (
+    "drivetrain", "drivetrain.launch.batch_look", "drivetrain.launch.batch_probe", "src.train", "bench.gpu",
+    "tests.support.forks",
+)  # fmt: skip
 # What an interpreter and its libraries read once, when they start: a command with other values needs an interpreter of its own.
 READ_AT_START = ("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "LD_", "TORCH_", "TORCHINDUCTOR_", "KMP_", "CUDA_", "TZ", "LC_", "LANG")
 # What libraries set in the tests' own process when they are imported: no test means a command to have it.
@@ -145,8 +148,8 @@ class Popen(_Popen):  # type: ignore[type-arg]
         if any((p / f"{name}.py").exists() for p in places for name in ("sitecustomize", "usercustomize")):
             return False
         checkout = self.package.parents[1]
-        if args[2].partition(".")[0] != "drivetrain":  # found in the working directory alone
-            return Path(cwd) == checkout
+        if args[2].partition(".")[0] != "drivetrain":  # found in the working directory, a program of the tests also elsewhere
+            return Path(cwd) == checkout or (args[2].startswith("tests.") and checkout in places)
         found = next(
             (p / "drivetrain" for p in [*([] if safe else [Path(cwd)]), *places] if (p / "drivetrain" / "__init__.py").exists()),
             None,
