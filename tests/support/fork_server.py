@@ -280,8 +280,7 @@ def preload(kind: str) -> None:
     do_not_wait_for_the_disk()
     for name in COMMAND:
         import_module(name)
-    if kind == "torch":
-        _beside("composed").install()
+    _beside("composed").install()
     words = ["data=digits", "model=mlp", "model.hidden=[8]", "optimizer.lr=1e-3"] if kind == "torch" else []
     import_module("drivetrain.launch.job").prepare(words)  # what reads the config has then imported and parsed its grammars
     if kind == "torch":
