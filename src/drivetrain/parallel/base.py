@@ -12,6 +12,7 @@ from drivetrain.core.step import Step
 from drivetrain.core.trees import Tree
 from drivetrain.core.world import World
 from drivetrain.parallel.environment import launched
+from drivetrain.saving.divided import Divided, whole
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
@@ -40,7 +41,6 @@ class Parallel(Option):
     own_forward = True  # each rank runs the forward of the whole model
     whole_updates = False  # ranks divide the weights, and each updates some of them whole
     can_unfreeze = True  # parameters may begin to train after the first update
-    portable_shards = True  # other strategies can read the shards that this one saves
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if (launched() or 1) > 1 and not self.distributed:
@@ -164,12 +164,16 @@ class Parallel(Option):
         """Return the full, unsharded weights and training state, on rank 0."""
         return model.state_dict(), state
 
-    def as_distributed(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor that belongs to a weight as a DTensor over all ranks, if that weight is sharded."""
-        return tensor
+    def with_states_of_all(self, state: State) -> State:
+        """Return, on rank 0, the state with the optimizer's of all ranks, where ranks have the state of other weights."""
+        return state
 
-    def empty_shard(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return an empty tensor into which this rank's shard of a weight, or of its state, is read."""
+    def divided(self, kind: str, name: str, tensor: torch.Tensor) -> Divided:
+        """Return a tensor that belongs to the weight `name` as this rank's parts of it: see `Shards`, also for `kind`."""
+        return whole(tensor)
+
+    def empty_shard(self, kind: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return an empty tensor into which this rank's parts of one of this shape are read; a meta tensor, where it has none."""
         return torch.empty(shape, dtype=dtype)
 
     def saving_group(self) -> Any:
