@@ -315,7 +315,7 @@ def test_what_cannot_be_is_refused_at_once(problems):
         (["compile=step", "precision=bf16_pure", "precision.master=stochastic"], ("compile=step", "precision.master=fp32")),
         (["compile=inductor", "compile.mode=reduce-overhead", "parallel=fsdp"], ("compile=inductor", "CUDA graphs", "fsdp")),
         (["compile=inductor", "compile.mode=max-autotune", "parallel=fsdp"], ("compile=inductor", "CUDA graphs", "fsdp")),
-        (["compile=step", "parallel=ddp"], ("compile=step", "parallel=ddp")),
+        (["compile=step", "parallel=fsdp"], ("compile=step", "parallel=fsdp")),
         (["compile=step", "optimizer=adamw", "optimizer.fused=true"], ("optimizer.fused=true", "compile=step")),
         (["compile=inductor", "compile.mode=reduce-overhead", "runtime.device=cpu"], ("compile.mode=reduce-overhead", "cpu")),
         (["compile=jit", "debug=anomaly"], ("compile=jit", "debug=anomaly")),

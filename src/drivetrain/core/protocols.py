@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -53,6 +53,9 @@ class Strategy(Protocol):
 
     def broadcast_buffers(self, model: torch.nn.Module) -> None:
         """Give all ranks rank 0's buffers, such as BatchNorm's statistics."""
+
+    def broadcast_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Give all ranks rank 0's values of these tensors, in place."""
 
     def with_states_of_all(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return, on rank 0, the state with the optimizer's of all ranks, where ranks have the state of other weights."""

@@ -35,6 +35,7 @@ class Parallel(Option):
     lockstep_evaluation = False  # a forward needs all ranks, also in evaluation
     distributed = False  # needs a process group, also with one rank
     one_process = True  # on one device
+    reduces_in_graph = True  # a step that is recorded as one graph can hold all that its ranks exchange
     whole_model = True  # a device keeps all parameters, with their gradients and what the optimizer keeps for each
     thread_per_device = False
     own_gradients = True  # before an update's last micro-batch, each rank holds the whole gradient of its own samples
@@ -93,7 +94,7 @@ class Parallel(Option):
     def stands_for(self, copy: torch.Tensor, parameter: torch.Tensor) -> None:
         """Note that the optimizer has a copy of a parameter in its place."""
 
-    def wrap_model(self, model: Any) -> Any:
+    def wrap_model(self, model: Any, context: BuildContext) -> Any:
         """Return the callable that training calls, such as DistributedDataParallel around the model."""
         return model
 
@@ -151,6 +152,9 @@ class Parallel(Option):
 
     def broadcast_buffers(self, model: torch.nn.Module) -> None:
         """Broadcast rank 0's buffers, so that all ranks evaluate the model that is saved."""
+
+    def broadcast_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Give all ranks rank 0's values of these tensors, in place."""
 
     def gather_object(self, value: Any) -> list[Any]:
         """Return a list of every rank's value, on rank 0."""
