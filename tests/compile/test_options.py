@@ -103,6 +103,7 @@ def test_evaluation_is_not_compiled(make, eager_backend):
         ["precision=amp", "clip=norm", "optimizer=adamw", "batch=accumulate", "batch.accumulation_steps=3"],
         pytest.param(["checkpointing=blocks", "model.dropout=0.0"], marks=pytest.mark.slow),
         pytest.param(["optimizer=lamb", "optimizer.lr=0.01"], marks=pytest.mark.slow),
+        pytest.param(["optimizer=lars", "scheduler=linear"], marks=pytest.mark.slow),
     ],
     ids=" ".join,
 )
