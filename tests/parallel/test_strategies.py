@@ -11,6 +11,7 @@ import torch
 
 import drivetrain
 from drivetrain.cli import main
+from drivetrain.parallel import fsdp
 from tests.support import command
 
 RUN = [
@@ -318,6 +319,16 @@ def test_a_network_with_batch_norms_in_shards(done, words, to):
     """Ranks have statistics of their own, as with ddp."""
     words = [*RESNET, *STEPS, "data.drop_last=true", "updates=3", *words]
     equal(done(*words, "parallel=ddp"), done(*words, "parallel=fsdp"), to)
+
+
+@pytest.mark.parametrize(("norm", "dtype"), [(torch.nn.BatchNorm1d, None), (torch.nn.LayerNorm, "bfloat16")])
+def test_a_network_with_batch_norms_is_gathered_in_float32(monkeypatch, norm, dtype):
+    """All of its blocks are, also those without one: their statistics are of float32, and so is what they are computed of."""
+    seen = []
+    monkeypatch.setattr(fsdp, "fully_shard_block", lambda block, mesh, dtype, **_: seen.append(dtype))
+    blocks = [torch.nn.Linear(4, 4), torch.nn.Sequential(torch.nn.Linear(4, 4), norm(4))]
+    fsdp.fully_shard_blocks(torch.nn.Sequential(*blocks), blocks, None, "bfloat16")
+    assert seen == [dtype] * 3
 
 
 @pytest.mark.parametrize(
