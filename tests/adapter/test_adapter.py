@@ -48,7 +48,7 @@ def test_the_linear_layers_of_the_blocks_have_adapters_and_train_alone(make, mod
 
 
 def test_a_head_that_shares_its_weight_stays_as_it_is():
-    model = gpt.Gpt(8, 30, 16, 2, 2, 0.0, 1, 1)
+    model = gpt.Gpt(8, 30, 16, 2, 2, 0.0, 1, 1, 0.0)
     x = torch.zeros(2, 8, dtype=torch.int64)
     chosen = layers.choose(model, x, None, ["head"])
     parts = ("attention.qkv", "attention.out", "feed_forward.up", "feed_forward.down")

@@ -44,6 +44,44 @@ class Forgot(torch.autograd.Function):
         return grad * (1 - ctx.saved_tensors[0].tanh())
 
 
+class RightTwice(torch.autograd.Function):
+    """tanh, whose backward has the right derivative too."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.tanh()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * (1 - ctx.saved_tensors[0].tanh() ** 2)
+
+
+class RightOnce(RightTwice):
+    """tanh with the right backward, whose own derivative forgets the input."""
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * (1 - ctx.saved_tensors[0].detach().tanh() ** 2)
+
+
+class Tanh(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function.apply(x)
+
+
+class Attention(nn.Module):
+    """torch's attention on a CPU, whose backward has no derivative."""
+
+    def forward(self, x):
+        x = x.view(-1, 1, 4, 4)
+        return nn.functional.scaled_dot_product_attention(x, x, x).flatten(1)
+
+
 class Looks(torch.autograd.Function):
     """Itself, with a look at its gradient."""
 
@@ -110,6 +148,8 @@ class Peek(nn.Module):
 
 
 MIDDLE = {"act": Act, "scaled": Scaled, "narrow": Narrow, "float": Float, "item": Item, "mask": Mask, "peek": Peek,
+          "right_twice": lambda: Tanh(RightTwice), "right_once": lambda: Tanh(RightOnce),
+          "attention": Attention,
           "right": lambda: nn.Sequential(nn.Dropout(0.2), nn.ReLU(inplace=True), nn.LayerNorm(16))}
 
 
@@ -494,6 +534,47 @@ def test_gradcheck_finds_a_wrong_loss(make, monkeypatch, planted):
     monkeypatch.setattr("drivetrain.loss.CrossEntropy.__call__", lambda self, x, y: forgot.apply(x).square().mean())
     with pytest.raises(WrongGradient, match=r"the loss of the whole model, with respect to head\.bias: "):
         make("debug=gradcheck")
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        ["model=mlp", "model.dropout=0.3"],
+        pytest.param(["model=resnet9", "model.width=4"], marks=pytest.mark.slow),
+        "right_twice",
+        "right",
+    ],
+)
+def test_the_second_derivatives_are_right(logged, planted, model):
+    words = planted(model) if isinstance(model, str) else model
+    (line,) = [line for line in logged("debug=gradcheck", "debug.second=true", *words) if "derivatives" in line]
+    assert re.fullmatch(r"debug.second=true: the second derivatives of \d+ modules and of the loss are right", line)
+
+
+def test_a_wrong_second_derivative_behind_a_right_first_is_named(make, train, planted):
+    make("debug=gradcheck", *planted("right_once"))
+    with pytest.raises(WrongGradient) as found:
+        make("debug=gradcheck", "debug.second=true", *planted("right_once"))
+    says = "a double backward is not its backward's derivative: module middle (Tanh), with respect to its input: "
+    assert str(found.value).startswith(f"{says}0 along a direction in which differences give ")
+    assert str(found.value).count("with respect to") == 1
+    result = train("debug=gradcheck", "debug.second=true", *planted("right_once"))
+    assert (result.status, result.updates) == ("failed", 0)
+    assert says in result.error
+
+
+def test_a_wrong_first_derivative_is_named_before_the_second(make, planted):
+    with pytest.raises(WrongGradient, match=r"^a backward is not its forward's derivative: module middle \(Act\)"):
+        make("debug=gradcheck", "debug.second=true", *planted("act"))
+
+
+def test_a_backward_without_a_derivative_is_left_out(logged, planted):
+    words = ["debug=gradcheck", "debug.second=true", *planted("attention")]
+    said = [line for line in logged(*words) if line.startswith("debug")]
+    assert said[0].endswith("modules and of the loss are right")
+    assert said[1] == "debug.second=true: the second derivatives of 2 modules are right"  # the linear layers around it
+    assert said[2].startswith("debug.second=true leaves out module middle (Attention): ")
+    assert "is not implemented" in said[2]
 
 
 @pytest.mark.parametrize(("middle", "why"), [("narrow", "narrower format than float64"), ("float", "must have the same dtype")])

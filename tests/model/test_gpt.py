@@ -16,7 +16,7 @@ LENGTH = 24
 def model(request, float64) -> Gpt:
     """A model in double precision all of whose weights do something."""
     torch.manual_seed(0)
-    made = Gpt(LENGTH, 257, 32, 3, 2, dropout=0.0, ngrams=request.param, buckets=64)
+    made = Gpt(LENGTH, 257, 32, 3, 2, dropout=0.0, ngrams=request.param, buckets=64, drop_path=0.0)
     with torch.no_grad():
         for p in made.parameters():
             p.add_(torch.randn_like(p), alpha=0.1)
@@ -55,7 +55,7 @@ def test_padding_changes_neither_loss_nor_gradients(model):
 
 def test_it_begins_near_the_uniform_distribution_and_its_head_is_the_embedding():
     torch.manual_seed(0)
-    model = Gpt(64, 257, 64, 4, 4, dropout=0.0, ngrams=4, buckets=8192)
+    model = Gpt(64, 257, 64, 4, 4, dropout=0.0, ngrams=4, buckets=8192, drop_path=0.0)
     assert model.head.weight is model.embedding.weight
     assert len({id(p) for p in model.parameters()}) == len(list(model.parameters()))
     x = torch.randint(256, (8, 64))

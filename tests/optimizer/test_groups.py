@@ -99,6 +99,42 @@ def test_layer_decay_by_timms_own_layers() -> None:
     assert theirs["pos_embed"][1] == 0
 
 
+SWIN = {"img_size": 32, "window_size": 2, "embed_dim": 8, "depths": (1, 2), "num_heads": (1, 2)}
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [
+        ("test_vit", {}),
+        ("test_resnet", {}),
+        ("test_convnext", {}),
+        ("test_efficientnet", {}),
+        ("swin_tiny_patch4_window7_224", SWIN),
+    ],
+)
+def test_layer_decay_follows_the_forward_in_timms_families(name: str, kwargs: dict[str, Any]) -> None:
+    """The factors are timm's, and grow by a layer at a time from the input to the head, which has the whole rate."""
+    timm = pytest.importorskip("timm")
+    from timm.optim import param_groups_layer_decay
+
+    model = timm.create_model(name, num_classes=5, **kwargs).eval()
+    factors = layer_decay_factors(model, 0.5)
+    names = {p: n for n, p in model.named_parameters()}
+    groups = param_groups_layer_decay(model, layer_decay=0.5)
+    assert factors == {names[p]: g["lr_scale"] for g in groups for p in g["params"]}
+    layers = len(set(factors.values()))
+    assert layers > 4
+    assert set(factors.values()) == {0.5**n for n in range(layers)}
+    assert all(factors[n] == 1.0 for n in factors if n.startswith(f"{model.default_cfg['classifier']}."))
+    called: list[float] = []
+    for prefix, module in model.named_modules():
+        own = [f"{prefix}.{n}" for n, _ in module.named_parameters(recurse=False)]
+        if prefix and own:
+            module.register_forward_pre_hook(lambda *_, own=own: called.extend(factors[n] for n in own))
+    model(torch.randn(1, 3, *([32, 32] if kwargs else model.default_cfg["input_size"][1:])))
+    assert called == sorted(called)
+
+
 def test_patterns_without_effect_are_named() -> None:
     with pytest.raises(UserError) as caught:
         options.Sgd(no_weight_decay=["haed", "layers"], lr_multipliers={"layers.7": 2}).create(mlp())

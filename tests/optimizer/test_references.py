@@ -268,6 +268,37 @@ def test_soap_equals_the_paper(frequency: int, tolerance: float) -> None:
     np.testing.assert_allclose(model.bias.detach().numpy(), bias, rtol=0, atol=1e-12)
 
 
+def inverse_root(matrix: Any, p: int, ridge_epsilon: float) -> Any:
+    values, vectors = np.linalg.eigh(matrix)
+    return vectors * (values + values.max() * ridge_epsilon) ** (-1 / p) @ vectors.T
+
+
+@pytest.mark.parametrize(("exact", "tolerance"), [(True, 1e-12), (False, 1e-5)])
+def test_shampoo_equals_the_paper(monkeypatch: pytest.MonkeyPatch, exact: bool, tolerance: float) -> None:
+    """A matrix by Gupta et al. 2018 with averaged moments and SGD's length; a vector by SGD. The library iterates its roots."""
+    if exact:
+        root = lambda mat_g, p, ridge_epsilon: torch.tensor(inverse_root(mat_g.numpy(), p, ridge_epsilon))  # noqa: E731
+        monkeypatch.setattr("pytorch_optimizer.optimizer.utils.preconditioner.compute_power_schur_newton", root)
+    torch.manual_seed(3)
+    model = torch.nn.Linear(5, 4).double()
+    optimizer = options.Shampoo(lr=0.01, weight_decay=0.1, beta2=0.9, start=2, precondition_frequency=1, eps=1e-3).create(model)
+    w, bias = (p.detach().numpy().copy() for p in model.parameters())
+    left, right, m, m_sgd, m_bias = 1e-3 * np.eye(4), 1e-3 * np.eye(5), 0 * w, 0 * w, 0 * bias
+    for t in range(4):
+        g, g_bias = gradient("w", w.shape, t), gradient("b", bias.shape, t)
+        model.weight.grad, model.bias.grad = torch.tensor(g), torch.tensor(g_bias)
+        optimizer.step()
+        left, right = 0.9 * left + 0.1 * g @ g.T, 0.9 * right + 0.1 * g.T @ g
+        direction = inverse_root(left, 4, 1e-3) @ g @ inverse_root(right, 4, 1e-3)
+        direction *= np.linalg.norm(g) / np.linalg.norm(direction)
+        m, m_sgd, m_bias = 0.9 * m + direction, 0.9 * m_sgd + g, 0.9 * m_bias + g_bias
+        moved = 0.9 * m + direction if t >= 1 else 0.9 * m_sgd + g
+        w = w * (1 - 0.01 * 0.1) - 0.01 * moved
+        bias = bias - 0.01 * (0.9 * m_bias + g_bias)
+    np.testing.assert_allclose(model.weight.detach().numpy(), w, rtol=0, atol=tolerance)
+    np.testing.assert_allclose(model.bias.detach().numpy(), bias, rtol=0, atol=1e-12)
+
+
 def test_the_forms_are_taken() -> None:
     """A knob that is not in effect would make all forms equal."""
     sgd = {f: options.Sgd(**FORMS[f]).create(net()).param_groups[0] for f in FORMS}
@@ -349,6 +380,27 @@ def test_orthogonalised_has_singular_values_near_one() -> None:
         values = torch.linalg.svdvals(orthogonalised(torch.randn(shape), 5))
         assert values.min() > 0.6
         assert values.max() < 1.3
+
+
+@pytest.mark.parametrize("case", ["lars", "lars nesterov"])
+def test_lars_on_vectors_equals_lars_on_tensors(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device and in 16 bits; with a kernel whose memory is in another order."""
+    from drivetrain.optimizer.algorithms.flat_optimizer import Chunk
+
+    of_tensors, of_vectors = (net().to(memory_format=torch.channels_last) for _ in range(2))
+    option, given, _ = CASES[case]
+    optimizers = [option(lr=1.0, **given).create(model) for model in (of_tensors, of_vectors)]
+    steps(of_tensors, optimizers[0])
+    made = Chunk.__init__
+
+    def by_vectors(chunk: Chunk, params: list[torch.Tensor]) -> None:
+        made(chunk, params)
+        assert chunk.by_tensors
+        chunk.by_tensors = False
+
+    monkeypatch.setattr(Chunk, "__init__", by_vectors)
+    steps(of_vectors, optimizers[1])
+    assert largest_difference(of_vectors, {n: p.detach().numpy() for n, p in of_tensors.named_parameters()}) < 1e-12
 
 
 def test_lars_keeps_the_learning_rate_inside_the_momentum() -> None:

@@ -15,8 +15,11 @@ from drivetrain import optimizer as options
 OURS = [options.Lars, options.Lamb, options.NvLamb, options.NovoGrad, options.Lion, options.ScheduleFree, options.Muon]
 TORCHS = [options.Sgd, options.Adam, options.AdamW, options.RmsProp, options.Adagrad, options.Adafactor]
 TIMMS = ["nadamw", "lookahead_lamb"]
+ROOTS = {"precondition_frequency": 2, "start": 2}  # of Shampoo
 ALL = [
     pytest.param(options.Soap, {"precondition_frequency": 2}, "plain", id="Soap"),
+    *(pytest.param(options.Shampoo, {**ROOTS, "graft": g}, "plain", id=f"Shampoo {g}") for g in ("sgd", "rmsprop")),
+    pytest.param(options.Shampoo, {**ROOTS, "block_size": 4}, "bf16", id="Shampoo bf16"),
     *(pytest.param(o, {}, "plain", id=o.__name__) for o in (*TORCHS, *OURS)),
     *(pytest.param(options.Timm, {"name": n}, "plain", id=n) for n in TIMMS),
     *(

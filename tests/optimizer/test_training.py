@@ -15,7 +15,7 @@ from drivetrain.run.result import Result
 
 RATES: dict[str, list[str]] = {
     "sgd": [], "adam": [], "adamw": [], "rmsprop": [], "adagrad": [], "adafactor": [], "lars": [], "lamb": [], "nvlamb": [],
-    "novograd": [], "muon": [], "lion": [], "schedulefree": ["scheduler=constant"], "soap": [], "timm": [],
+    "novograd": [], "muon": [], "lion": [], "schedulefree": ["scheduler=constant"], "shampoo": [], "soap": [], "timm": [],
 }  # fmt: skip
 
 

@@ -99,7 +99,7 @@ ELSEWHERE = {  # names of other frameworks → drivetrain's: Lightning's, Huggin
     "cutmix": "augment=[cutmix]",
     "smoothing": "loss.label_smoothing",
     "label_smoothing_factor": "loss.label_smoothing",
-    "drop_path": "model.kwargs",
+    "drop_path": "model.drop_path",
     "load_best_model_at_end": "saving=best",
     "metric_for_best_model": "select",
     "full_determinism": "runtime.deterministic",
@@ -116,7 +116,7 @@ ELSEWHERE = {  # names of other frameworks → drivetrain's: Lightning's, Huggin
 }
 SECTIONS = ("trainer", "train", "training", "args", "hparams")  # other frameworks' sections, whose keys have none here
 NOTES = {  # of those that mean another amount, or need more
-    "drop_path": "with model=timm, as {drop_path_rate: 0.1}",
+    "drop_path": "with model=timm or model=gpt",
     "per_device_train_batch_size": "of all devices together",
     "per_gpu_train_batch_size": "of all devices together",
     "global_batch_size": "of all devices together",

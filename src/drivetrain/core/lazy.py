@@ -7,6 +7,7 @@ bad option is answered at once; modules that only training needs import torch as
 from __future__ import annotations
 
 import importlib
+import logging
 import types
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,17 @@ class _Lazy(types.ModuleType):
         module = importlib.import_module(self.__name__)
         self.__dict__.update(module.__dict__)  # from now on a plain attribute read
         return getattr(module, name)
+
+
+def import_torchao(module: str) -> Any:
+    """Import a module of torchao without the deprecation warnings that torch logs at it."""
+    logger = logging.getLogger("torch.utils._pytree")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        return importlib.import_module(module)
+    finally:
+        logger.setLevel(level)
 
 
 if TYPE_CHECKING:

@@ -43,18 +43,36 @@ class FeedForward(nn.Module):
         return self.down(relu(self.up(x)).square())
 
 
+class DropPath(nn.Module):
+    """Stochastic depth (Huang et al. 2016): in training, a sample's branch is left out with a chance of `rate`.
+
+    Those that stay are divided by 1 - rate. It draws what timm's class of this name draws.
+    """
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return x
+        kept = x.new_empty(x.shape[0], *[1] * (x.ndim - 1)).bernoulli_(1 - self.rate)
+        return x * kept.div_(1 - self.rate)
+
+
 class Block(nn.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x)): a pre-norm block."""
 
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
+    def __init__(self, width: int, heads: int, dropout: float, drop_path: float) -> None:
         super().__init__()
         self.norm1, self.attention = nn.LayerNorm(width), Attention(width, heads, dropout)
         self.norm2, self.feed_forward = nn.LayerNorm(width), FeedForward(width)
         self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
+        self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
 
     def forward(self, x: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
-        x = x + self.dropout(self.attention(self.norm1(x), rotary))
-        return x + self.dropout(self.feed_forward(self.norm2(x)))
+        x = x + self.drop_path(self.dropout(self.attention(self.norm1(x), rotary)))
+        return x + self.drop_path(self.dropout(self.feed_forward(self.norm2(x))))
 
     def tensor_layout(self) -> TensorLayout:
         """How parallel=tensor lays the block over ranks."""
@@ -103,11 +121,13 @@ class Gpt(nn.Module):
         dropout: float,
         ngrams: int,
         buckets: int,
+        drop_path: float,
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(classes, width)
         self.ngrams = Ngrams(ngrams, buckets, width) if ngrams > 1 else None
-        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(depth))
+        rates = (drop_path * i / max(1, depth - 1) for i in range(depth))  # less in early blocks, on which all others depend
+        self.blocks = nn.ModuleList(Block(width, heads, dropout, rate) for rate in rates)
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, classes, bias=False)
         self.register_buffer("rotary", rotary_table(length, width // heads), persistent=False)

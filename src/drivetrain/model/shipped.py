@@ -86,6 +86,7 @@ class Gpt(Model):
     dropout: Momentum = 0.0
     ngrams: Count = 1
     buckets: Count = 8192
+    drop_path: Momentum = 0.0
 
     tokens = True
     may_be_transformer = True
@@ -98,6 +99,11 @@ class Gpt(Model):
             yield (
                 f"model.width={self.width} does not divide into model.heads={self.heads} heads of an even width: "
                 f"set model.width to {' or '.join(str(n) for n in (near, near + 2 * self.heads) if n)}"
+            )
+        if self.drop_path and self.depth == 1:
+            yield (
+                f"model.drop_path={self.drop_path} has no effect with model.depth=1, as it rises from 0 in the first block: set "
+                "model.depth=2 or more, or model.drop_path=0"
             )
 
     def create_for(self, context: BuildContext) -> torch.nn.Module:
@@ -118,5 +124,5 @@ class Gpt(Model):
         return gpt.GptClassifier(shape[0], classes, vocabulary, *self._sizes)
 
     @property
-    def _sizes(self) -> tuple[int, int, int, float, int, int]:
-        return self.width, self.depth, self.heads, self.dropout, self.ngrams, self.buckets
+    def _sizes(self) -> tuple[int, int, int, float, int, int, float]:
+        return self.width, self.depth, self.heads, self.dropout, self.ngrams, self.buckets, self.drop_path

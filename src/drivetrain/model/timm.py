@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from drivetrain.core.allowed import Entries, Text, one_of
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import RunSpec, needs_extra
+from drivetrain.core.option import Momentum, RunSpec, needs_extra
 from drivetrain.model.base import NO_START, Model
 
 # What a recipe may set of a network: the numbers of timm's architectures, not what create_model reads itself (paths, addresses,
@@ -54,12 +54,14 @@ ARGUMENTS = Entries(
 class Timm(Model):
     """Any network of timm by name. `kwargs` are further arguments of timm.create_model.
 
-    The numbers of input channels and of classes come from the data, unless `kwargs` sets them.
+    The numbers of input channels and of classes come from the data, unless `kwargs` sets them. `drop_path` is the rate of
+    stochastic depth (Huang et al. 2016) by which timm drops the last residual branch of a sample; null is the network's own.
     """
 
     name: Annotated[str, Text(r"\w+(\.\w+)?", "a name of timm.list_models(), not one of a hub or a folder")] = "resnet18"
     pretrained: bool = False
     kwargs: Annotated[dict[str, Any], ARGUMENTS] = field(default_factory=dict)
+    drop_path: Momentum | None = None
 
     machine_local_keys = identifying_keys = (*Model.machine_local_keys, "pretrained")
     may_be_transformer = True
@@ -69,6 +71,11 @@ class Timm(Model):
         for key, instead in {"pretrained": "model.pretrained=true", "checkpoint_path": "model.weights=PATH"}.items():
             if key in self.kwargs:
                 yield f"model.kwargs.{key} names weights to start from, which a run has a key of its own for: set {instead}"
+        if self.drop_path is not None and "drop_path_rate" in self.kwargs:
+            yield (
+                f"model.drop_path={self.drop_path} and model.kwargs.drop_path_rate={self.kwargs['drop_path_rate']} set the same "
+                "rate: leave the second one out"
+            )
         if self.pretrained and self.weights is not None:
             yield f"model.pretrained=true and model.weights={self.weights} are two sets of weights to start from: leave one out"
 
@@ -95,8 +102,28 @@ class Timm(Model):
 
         if len(shape) == 1:
             raise UserError(f"model=timm wants images, but the data gives {list(shape)}: set model=mlp")
-        kwargs = {"in_chans": shape[0], "num_classes": classes, **self.kwargs}
-        try:
-            return timm.create_model(self.name, pretrained=self.pretrained, **kwargs)
+        kwargs = {"in_chans": shape[0], "num_classes": classes, "drop_path_rate": self.drop_path, **self.kwargs}
+        try:  # timm leaves out arguments that are None
+            model = timm.create_model(self.name, pretrained=self.pretrained, **kwargs)
         except TypeError as error:  # an argument that this network does not take
+            if self.drop_path is not None and "drop_path_rate" in str(error):
+                raise self._no_drop_path() from None
             raise UserError(f"model.name={self.name} does not take these model.kwargs {self.kwargs}: {error}") from None
+        if self.drop_path and not _drops_paths(model):
+            raise self._no_drop_path()  # it takes the argument, and makes nothing of it
+        return model
+
+    def _no_drop_path(self) -> UserError:
+        """The refusal of a network that has no stochastic depth."""
+        return UserError(
+            f"model.drop_path={self.drop_path}: model.name={self.name} drops no residual branches (timm's drop_path_rate): set "
+            "model.drop_path=null, or a network that does, such as model.name=resnet18"
+        )
+
+
+def _drops_paths(model: torch.nn.Module) -> bool:
+    """Return whether a block of a timm model may drop its residual branch. EfficientNet's blocks without one say so."""
+    from timm.layers import DropPath
+
+    blocks = (block for block in model.modules() if getattr(block, "has_skip", True))
+    return any(isinstance(child, DropPath) and child.drop_prob > 0 for block in blocks for child in block.children())

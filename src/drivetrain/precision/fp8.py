@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
 from drivetrain.core.errors import UserError
-from drivetrain.core.lazy import torch
+from drivetrain.core.lazy import import_torchao, torch
 from drivetrain.core.option import Count, RunSpec, needs_extra
 from drivetrain.core.trees import Tree
 from drivetrain.precision.base import Bf16
@@ -64,12 +64,9 @@ class Fp8(Bf16):
 
     def convert(self, model: torch.nn.Module, example: Tree) -> torch.nn.Module:
         model = super().convert(model, example)
-        pytree_logger = logging.getLogger("torch.utils._pytree")  # torchao's import logs deprecation warnings there
-        level = pytree_logger.level
-        pytree_logger.setLevel(logging.ERROR)
+        import_torchao("torchao.float8")
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-        pytree_logger.setLevel(level)
         linears = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
         convertible = [m for m in linears if self._is_convertible(m)]
         if not convertible:

@@ -1,0 +1,76 @@
+"""torchao's AdamW with 8-bit state, with a float learning rate and a state_dict of plain tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torchao.optim
+from torchao.optim.adam import single_param_adam
+from torchao.optim.subclass_8bit import OptimState8bit
+
+SCALE = "_scale"  # what the name of a moment's scales ends with
+
+
+class AdamW8bit(torchao.optim.AdamW8bit):
+    """Both moments as 8-bit codes with one float32 scale for each block of 256 elements (Dettmers et al. 2022).
+
+    Tensors of fewer than 4096 elements, or of a number that 256 does not divide, keep moments of their own precision. An
+    update computes in float32. torchao compiles it everywhere, and wants the learning rate in a tensor; here `compiled` says
+    whether, and a schedule sets a float.
+    """
+
+    def __init__(
+        self, params: Any, *, compiled: bool, lr: float, weight_decay: float, betas: tuple[float, float], eps: float
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay)
+        # Each shape has a kernel of its own, which is compiled once.
+        self._adam = torch.compile(single_param_adam, fullgraph=True, dynamic=False) if compiled else single_param_adam
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        torch.optim.Optimizer.add_param_group(self, param_group)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Update all parameters that have a gradient."""
+        for group in self.param_groups:
+            lr = torch.tensor(group["lr"], dtype=torch.float32)
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if p.grad.is_sparse:
+                    raise TypeError("AdamW8bit takes no sparse gradients: set sparse=False in the Embedding")
+                state = self.state[p]
+                if not state:
+                    state["step"] = torch.tensor(0.0)
+                    state["exp_avg"], state["exp_avg_sq"] = (self._new_buffer(p, signed) for signed in (True, False))
+                state["step"] += 1
+                moments = state["step"], state["exp_avg"], state["exp_avg_sq"], None
+                settings = *group["betas"], group["weight_decay"], group["eps"]
+                self._adam(p.detach(), p.grad, *moments, lr, *settings, IS_ADAMW=True, BF16_STOCHASTIC_ROUND=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state in plain tensors: a moment's codes (uint8) under its name, and its scales beside."""
+        found = super().state_dict()
+        return {**found, "state": {i: _unpacked(values) for i, values in found["state"].items()}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a `state_dict()`."""
+        super().load_state_dict({**state_dict, "state": {i: _packed(values) for i, values in state_dict["state"].items()}})
+
+
+def _unpacked(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    plain = {name: value.codes if isinstance(value, OptimState8bit) else value for name, value in state.items()}
+    return plain | {name + SCALE: value.scale for name, value in state.items() if isinstance(value, OptimState8bit)}
+
+
+def _packed(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The inverse of `_unpacked`, in tensors of its own."""
+    found = {name: value for name, value in state.items() if not name.endswith(SCALE)}
+    for name, codes in found.items():
+        if (scale := state.get(name + SCALE)) is not None:
+            blank = OptimState8bit.zeros(codes.shape, name == "exp_avg", codes.numel() // scale.numel(), codes.device)
+            blank.codes.copy_(codes)
+            blank.scale.copy_(scale)
+            found[name] = blank
+    return found
