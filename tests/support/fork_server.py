@@ -288,7 +288,8 @@ def preload(kind: str) -> None:
             import_module(name)
         for found in pkgutil.walk_packages(drivetrain.__path__, "drivetrain."):
             if not found.name.endswith("__main__"):
-                import_module(found.name)
+                with contextlib.suppress(ModuleNotFoundError):  # of a package that is not installed
+                    import_module(found.name)
         import_module("drivetrain.data.digits").read_table()
     threads = Path("/proc/self/task")
     assert not threads.is_dir() or len(list(threads.iterdir())) == 1, "a process of several threads may not fork"

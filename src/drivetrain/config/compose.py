@@ -7,7 +7,7 @@ from collections.abc import Container, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from functools import lru_cache, reduce
+from functools import cached_property, lru_cache, reduce
 from operator import getitem
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from drivetrain.config.catalog import problems as option_problems
 from drivetrain.config.hydra_idioms import instead, is_hydra_override
 from drivetrain.config.keys import KeySetter
 from drivetrain.config.renamed import suggestion
+from drivetrain.config.values import references
 from drivetrain.core.errors import UserError, did_you_mean
 from drivetrain.core.overrides import format_value, parse_each
 from drivetrain.core.paths import conf_dir
@@ -44,8 +45,6 @@ class Composed:
     recipe_keys: set[str] = field(default_factory=set)  # keys whose values come from the recipe
     doubtful: set[str] = field(default_factory=set)  # groups, and keys of no group, of which a word was not understood
     decoded: dict[str, Any] = field(default_factory=dict)  # dotted key → its text from the environment, as the type it must have
-    _resolved: dict[str, Any] | None = field(default=None, repr=False)  # the config's values, once all are set
-    _unresolved: dict[str, Any] | None = field(default=None, repr=False)
 
     def choice(self, group: str) -> Any:
         """The option that is chosen for a group; a list for LISTS."""
@@ -54,27 +53,27 @@ class Composed:
     @property
     def plain(self) -> dict[str, Any]:
         """The resolved config as dicts and lists, which belong to the caller."""
-        if self._resolved is None:
-            self._resolved = OmegaConf.to_container(self.config, resolve=True)  # type: ignore[assignment]
-        resolved: Any = deepcopy(self._resolved)
+        resolved = deepcopy(self._resolved)
         for key, value in self.decoded.items():
             *above, last = key.split(".")
             reduce(getitem, above, resolved)[last] = value
-        return resolved  # type: ignore[no-any-return]
+        return resolved
 
-    @property
+    @cached_property  # no key is set any more when it is asked for
+    def _resolved(self) -> dict[str, Any]:
+        return OmegaConf.to_container(self.config, resolve=True)  # type: ignore[return-value]
+
+    @cached_property
     def unresolved(self) -> dict[str, Any]:
         """The config as dicts and lists, with its references; only to be read."""
-        if self._unresolved is None:
-            self._unresolved = OmegaConf.to_container(self.config)  # type: ignore[assignment]
-        return self._unresolved  # type: ignore[return-value]
+        return OmegaConf.to_container(self.config)  # type: ignore[return-value]
 
     def from_environment(self, key: str) -> bool:
         """Whether the value of a dotted key comes from the environment."""
-        value: Any = self.unresolved
+        tree: Any = self.unresolved
         for part in key.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
-        return "${oc.env:" in str(value)
+            tree = tree.get(part) if isinstance(tree, dict) else None
+        return "${oc.env:" in str(tree)
 
     def where(self, key: str) -> str:
         """The prefix "file:line: " of a value that the recipe set, for messages; empty for any other."""
@@ -167,31 +166,18 @@ def _still_apply(
 def _unresolved(composed: Composed) -> list[str]:
     """Why values cannot be resolved, one line for each key."""
     problems = []
-    for key, text in references(composed.config).items():
+    for key, text in references(composed.unresolved).items():
         try:
             OmegaConf.select(composed.config, key, throw_on_missing=True)
         except OmegaConfBaseException as error:
             missing = re.search(r"Environment variable '(\w+)' not found", str(error))
-            name = missing[1] if missing else ""
-            hint = f"the environment has no {name}: set it, or write ${{oc.env:{name},VALUE}}" if missing else _first_line(error)
-            problems.append(f"{composed.where(key)}{key}={text}: {hint}")
+            hint = f"the environment has no {missing[1]}: set it, or write ${{oc.env:{missing[1]},VALUE}}" if missing else ""
+            problems.append(f"{composed.where(key)}{key}={text}: {hint or _first_line(error)}")
     return problems
 
 
 def _first_line(error: Exception) -> str:
     return f"it cannot be resolved: {str(error).splitlines()[0]}"
-
-
-def references(config: Any, prefix: str = "") -> dict[str, str]:
-    """Dotted key → text of every value that refers to another, to the environment, or to anything else."""
-    if isinstance(config, DictConfig):
-        config = OmegaConf.to_container(config)
-    items = config.items() if isinstance(config, dict) else enumerate(config) if isinstance(config, list) else ()
-    found: dict[str, str] = {}
-    for key, value in items:
-        name = f"{prefix}{key}" if isinstance(config, dict) else f"{prefix[:-1]}[{key}]"
-        found |= {name: value} if isinstance(value, str) and "${" in value else references(value, f"{name}.")
-    return found
 
 
 def _parse(overrides: Sequence[str], known: Container[str], problems: list[str]) -> dict[str, Any]:

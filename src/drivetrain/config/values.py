@@ -70,3 +70,13 @@ def _reason(errors: Iterable[Any]) -> str:
             reason = f"must be one of {error['ctx']['expected']}"
         reasons.append(limit or reason or error["msg"])
     return " or ".join(dict.fromkeys(reasons))
+
+
+def references(config: Any, prefix: str = "") -> dict[str, str]:
+    """Dotted key → text of every value that refers to another, to the environment, or to anything else."""
+    items = config.items() if isinstance(config, dict) else enumerate(config) if isinstance(config, list) else ()
+    found: dict[str, str] = {}
+    for key, value in items:
+        name = f"{prefix}{key}" if isinstance(config, dict) else f"{prefix[:-1]}[{key}]"
+        found |= {name: value} if isinstance(value, str) and "${" in value else references(value, f"{name}.")
+    return found
