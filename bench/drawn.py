@@ -1,7 +1,8 @@
 """Costs drawn by a seed, written into a program as a user would write it: some work × a place × a share of the step.
 
 The doctor's code knows none of these kinds. Each program has `REPEATS`, which says how often its planted line does its work
-in an update; 0 takes the line out. So what the line really costs is measured beside what the doctor says.
+in an update; 0 takes the line out. So what the line really costs is measured beside what the doctor says. `times` gives the
+line its passes; the campaign puts another in its place that measures the time within the line.
 """
 
 from __future__ import annotations
@@ -99,6 +100,10 @@ NUMBERS, ARRAY, COUNTS = VECTOR[:5000].tolist(), VECTOR[:50000].numpy(), torch.r
 LOCK.acquire()
 
 
+def times():
+    return range(REPEATS)
+
+
 def echo():
     while True:
         SOCKETS[1].send(SOCKETS[1].recv(1))
@@ -185,6 +190,7 @@ class Drawn:
     model: str
     share: float
     text: str
+    differentiated: bool  # the work has a backward, elsewhere than in the line
 
     @property
     def module(self) -> str:
@@ -218,7 +224,7 @@ def draw(seed: int) -> Drawn:
     if on_path and place != "head":
         kinds = [k for k in kinds if "self." not in ON_PATH[k]] or ["copies"]
     works = [(ON_PATH if on_path else ANYWHERE)[kind] for kind in kinds]
-    line = f"for _ in range(REPEATS): {'; '.join(works)}  # planted"
+    line = f"for _ in times(): {'; '.join(works)}  # planted"
     lines = [line] * (3 if place == "spread" else 1)
     model = random_.choice(sorted(MODELS))
     shape, _, body = MODELS[model]
@@ -228,4 +234,4 @@ def draw(seed: int) -> Drawn:
     filled[where.replace(" ", "_")] = f"\n{indent}".join(lines)
     last = {"mlp": 256, "convnet": 16, "transformer": 64}[model]
     text = PROGRAM.format(shape=shape, body=body, last=last, **filled)
-    return Drawn(seed, " + ".join(kinds), place, model, round(random_.uniform(0.18, 0.6), 2), text)
+    return Drawn(seed, " + ".join(kinds), place, model, round(random_.uniform(0.18, 0.6), 2), text, on_path)

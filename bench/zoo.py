@@ -252,8 +252,13 @@ def line_verified(name: str, found: dict[str, Any]) -> list[str]:
     return [
         f"`{name}`", machine["cpu"], f"{machine['load']:.1f}", ", ".join(a["kind"] for a in by_outcome[HOLDS]) or "–",
         "; ".join(f"{a['kind']} ({a['measured']} for {a['claimed']})" for a in by_outcome[REFUTED]) or "–",
-        "; ".join(f"{a['kind']} ({a['because']})" for a in by_outcome[UNTOLD]) or "–",
+        "; ".join(f"{a['kind']} ({_untold(a)})" for a in by_outcome[UNTOLD]) or "–",
     ]  # fmt: skip
+
+
+def _untold(answer: dict[str, Any]) -> str:
+    """Why a claim cannot be told. Of one that is another device's the figure is shown: the table names the device."""
+    return f"{answer['measured']} for {answer['claimed']}" if "claimed on" in answer["because"] else answer["because"]
 
 
 def page(text: str, content: dict[str, Any]) -> str:

@@ -17,6 +17,7 @@ from tests.support import composed, fork_server
 
 fork_server.install()
 composed.install()
+fork_server.do_not_wait_for_the_disk()
 
 OF_LAUNCHERS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TINY = [

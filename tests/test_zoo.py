@@ -138,12 +138,13 @@ def test_the_page_says_on_which_machine_a_claim_was_verified() -> None:
     answers = [
         {"kind": "quality", "claimed": "0.98", "measured": "0.981", "outcome": zoo.HOLDS, "because": ""},
         {"kind": "target", "claimed": "90", "measured": "300", "outcome": zoo.REFUTED, "because": "slower"},
-        {"kind": "memory", "claimed": "400 MiB", "measured": "–", "outcome": zoo.UNTOLD, "because": "another device"},
+        {"kind": "memory", "claimed": "400 MiB", "measured": "–", "outcome": zoo.UNTOLD, "because": "x, claimed on y"},
+        {"kind": "energy", "claimed": "9 J", "measured": "–", "outcome": zoo.UNTOLD, "because": "nothing tells it"},
     ]
     verified = {"machine": {"cpu": "a CPU", "load": 0.52}, "answers": answers}
     content = {"recipes": {"a": {"verified": verified}, "b": {"verified": None}, "c": {"cells": [ROW]}}}
     lines = zoo.page(f"{zoo.BEGIN}{zoo.END}{zoo.BEGIN_VERIFIED}old\n{zoo.END}", content).splitlines()
-    row = "| `a` | a CPU | 0.5 | quality | target (300 for 90) | memory (another device) |"
+    row = "| `a` | a CPU | 0.5 | quality | target (300 for 90) | memory (– for 400 MiB); energy (nothing tells it) |"
     assert lines[-2] == row
     assert sum("`b`" in line for line in lines) == 0
     assert lines[3].startswith("| `c` |")

@@ -94,6 +94,11 @@ def test_more_ranks_than_samples_leave_a_partner_for_everyone():
             assert torch.equal(first.mix_with, tail.mix_with)
 
 
+def test_a_partner_that_is_in_the_batch_is_read_once():
+    request = Request(0, torch.tensor([4, 7]), 1.0, mix_with=torch.tensor([7, 9]))
+    assert request.indices_to_read().tolist() == [4, 7, 9]
+
+
 def test_targets_follow_the_pixels():
     """Each class is one grey: what of it is in the image is what of it is in the target."""
     n = 400

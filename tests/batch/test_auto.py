@@ -150,6 +150,12 @@ def test_the_knobs_of_what_a_trial_goes_without_go_too():
     assert batch_probe.count_fitting([*words, "model=mlp", "saving.every_updates=3"], [], [2, 4], 16.0) == 2
 
 
+def test_a_trial_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_probe, "LIMIT_S", 0.01)
+    with pytest.raises(UserError, match=r"batch=auto: a trial step failed: it took longer than .* and was ended"):
+        batch_probe.count_fitting([*TINY, "model=mlp"], [], [2], 16.0)
+
+
 @pytest.mark.slow
 def test_the_compilers_budget_does_not_keep_a_trial_from_running():
     """Trials run without a compiler, whose the budget is; the run itself has both."""

@@ -103,6 +103,7 @@ def test_evaluation_is_not_compiled(make, eager_backend):
         ["precision=amp", "clip=norm", "optimizer=adamw", "batch=accumulate", "batch.accumulation_steps=3"],
         pytest.param(["checkpointing=blocks", "model.dropout=0.0"], marks=pytest.mark.slow),
         pytest.param(["optimizer=lamb", "optimizer.lr=0.01"], marks=pytest.mark.slow),
+        pytest.param(["optimizer=lars", "scheduler=linear"], marks=pytest.mark.slow),
     ],
     ids=" ".join,
 )
@@ -315,7 +316,7 @@ def test_what_cannot_be_is_refused_at_once(problems):
         (["compile=step", "precision=bf16_pure", "precision.master=stochastic"], ("compile=step", "precision.master=fp32")),
         (["compile=inductor", "compile.mode=reduce-overhead", "parallel=fsdp"], ("compile=inductor", "CUDA graphs", "fsdp")),
         (["compile=inductor", "compile.mode=max-autotune", "parallel=fsdp"], ("compile=inductor", "CUDA graphs", "fsdp")),
-        (["compile=step", "parallel=ddp"], ("compile=step", "parallel=ddp")),
+        (["compile=step", "parallel=fsdp"], ("compile=step", "parallel=fsdp")),
         (["compile=step", "optimizer=adamw", "optimizer.fused=true"], ("optimizer.fused=true", "compile=step")),
         (["compile=inductor", "compile.mode=reduce-overhead", "runtime.device=cpu"], ("compile.mode=reduce-overhead", "cpu")),
         (["compile=jit", "debug=anomaly"], ("compile=jit", "debug=anomaly")),

@@ -16,6 +16,7 @@ from drivetrain.batch import Accumulate
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.world import World
 from drivetrain.data import ImageFolder, Normalize, decode
+from drivetrain.data.bad_samples import SkipBadSamples
 from drivetrain.loader import Loader, Pipeline, Threads, Workers
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
@@ -99,6 +100,21 @@ def test_what_may_be_skipped_is_bounded(images):
         with pytest.raises(DataError, match=rf"{allowed + 1} of 30 samples cannot be read, data\.max_skipped allows {allowed};"):
             data.load(CPU)
     assert len(ImageFolder(root=str(root), size=8, on_error="skip", max_skipped=3).load(CPU).train.skipped()) == 3
+
+
+def test_a_broken_sample_is_tried_once():
+    """Every epoch would decode it again."""
+    tried: list[int] = []
+
+    def read(index: int) -> int:
+        tried.append(index)
+        if index == 1:
+            raise DataError("broken")
+        return index
+
+    policy = SkipBadSamples(str, 3, 1)
+    assert [policy.read(1, read), policy.read(1, read)] == [2, 2]
+    assert tried == [1, 2, 2]
 
 
 def test_nothing_but_broken_files_is_no_endless_search(images):

@@ -198,7 +198,7 @@ def test_what_another_launcher_does_is_not_ours(tmp_path: Path) -> None:
     [
         (["parallel.nnodes=2"], "need an address to connect to: set parallel.rendezvous=host:port"),
         (["parallel.nnodes=2", "parallel.rendezvous=node1"], "parallel.rendezvous=node1 is no host:port"),
-        (["parallel.nnodes=2", "parallel.rendezvous=node1:99999"], "parallel.rendezvous=node1:99999 is no host:port"),
+        (["parallel.nnodes=2", "parallel.rendezvous=node1:65536"], "parallel.rendezvous=node1:65536 is no host:port"),
         (["parallel.rendezvous=node1:29500"], "has no effect on one machine: set parallel.nnodes"),
         (["parallel.max_restarts=3", "saving=none"], "parallel.max_restarts=3 has nothing to start again from"),
         (["parallel=fsdp", "parallel.replicate=3"], "parallel.replicate=3 does not divide the 2 ranks: set it to one of 1, 2"),

@@ -382,6 +382,27 @@ def test_orthogonalised_has_singular_values_near_one() -> None:
         assert values.max() < 1.3
 
 
+@pytest.mark.parametrize("case", ["lars", "lars nesterov"])
+def test_lars_on_vectors_equals_lars_on_tensors(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device and in 16 bits; with a kernel whose memory is in another order."""
+    from drivetrain.optimizer.algorithms.flat_optimizer import Chunk
+
+    of_tensors, of_vectors = (net().to(memory_format=torch.channels_last) for _ in range(2))
+    option, given, _ = CASES[case]
+    optimizers = [option(lr=1.0, **given).create(model) for model in (of_tensors, of_vectors)]
+    steps(of_tensors, optimizers[0])
+    made = Chunk.__init__
+
+    def by_vectors(chunk: Chunk, params: list[torch.Tensor]) -> None:
+        made(chunk, params)
+        assert chunk.by_tensors
+        chunk.by_tensors = False
+
+    monkeypatch.setattr(Chunk, "__init__", by_vectors)
+    steps(of_vectors, optimizers[1])
+    assert largest_difference(of_vectors, {n: p.detach().numpy() for n, p in of_tensors.named_parameters()}) < 1e-12
+
+
 def test_lars_keeps_the_learning_rate_inside_the_momentum() -> None:
     """After lr falls to almost nothing the momentum goes on with its old size: that is the paper's, not SGD's, order."""
     model = torch.nn.Linear(8, 8, bias=False)

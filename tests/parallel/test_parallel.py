@@ -210,7 +210,7 @@ def test_single_is_one_process_and_changes_nothing(make):
     parallel, model, sums = Parallel(), torch.nn.Linear(2, 2), torch.ones(3)
     parallel.setup(context())
     assert parallel.ranks() == 1
-    assert parallel.wrap_model(model) is model
+    assert parallel.wrap_model(model, context()) is model
     assert parallel.all_reduce_sum(sums) is sums
     assert parallel.all_reduce_flag(2) == 2
     assert parallel.gather_object("mine") == ["mine"]

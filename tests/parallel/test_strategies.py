@@ -11,6 +11,7 @@ import torch
 
 import drivetrain
 from drivetrain.cli import main
+from drivetrain.parallel import fsdp
 from tests.support import command
 
 RUN = [
@@ -187,6 +188,22 @@ def test_a_run_goes_on_under_any_other_strategy(done, tmp_path, kept):
     equal(whole, Done(result), 1e-9)
 
 
+@pytest.mark.slow  # tests/parallel/test_saved_parts.py has each of them by itself
+def test_a_run_goes_on_from_the_parts_of_any_other_strategy(done, tmp_path):
+    """Six updates, each strategy from the parts of the one before, are the six of one process; so is what is exported."""
+    whole, run_dir = done(*EXACT), None
+    for updates, strategy in enumerate(("pipeline", "tensor", "fsdp", "tensor × fsdp", "pipeline × tensor"), 1):
+        first = [*(w for w in [*RUN, *EXACT] if not w.startswith("updates=")), f"output_dir={tmp_path}", "saving.sharded=true"]
+        words = first if run_dir is None else [f"resume={run_dir}", "resume_changed=true"]
+        result = drivetrain.train([*words, *STRATEGIES[strategy], f"updates={updates}"])
+        run_dir = result.run_dir
+        assert (result.status, result.updates) == ("completed", updates), (strategy, result.error)
+        assert main.main(["export", str(run_dir), str(tmp_path / "plain.safetensors")]) == 0
+        assert safetensors.torch.load_file(tmp_path / "plain.safetensors").keys() == whole.weights.keys()
+    words = [f"resume={run_dir}", "resume_changed=true", "parallel=single", "saving.sharded=false", "updates=6"]
+    equal(whole, Done(drivetrain.train(words)), 1e-9)
+
+
 def test_every_rank_writes_its_part_and_any_strategy_reads_them(done, tmp_path):
     whole = done(*EXACT)
     words = [w for w in [*RUN, *EXACT] if not w.startswith("updates=")]
@@ -302,6 +319,16 @@ def test_a_network_with_batch_norms_in_shards(done, words, to):
     """Ranks have statistics of their own, as with ddp."""
     words = [*RESNET, *STEPS, "data.drop_last=true", "updates=3", *words]
     equal(done(*words, "parallel=ddp"), done(*words, "parallel=fsdp"), to)
+
+
+@pytest.mark.parametrize(("norm", "dtype"), [(torch.nn.BatchNorm1d, None), (torch.nn.LayerNorm, "bfloat16")])
+def test_a_network_with_batch_norms_is_gathered_in_float32(monkeypatch, norm, dtype):
+    """All of its blocks are, also those without one: their statistics are of float32, and so is what they are computed of."""
+    seen = []
+    monkeypatch.setattr(fsdp, "fully_shard_block", lambda block, mesh, dtype, **_: seen.append(dtype))
+    blocks = [torch.nn.Linear(4, 4), torch.nn.Sequential(torch.nn.Linear(4, 4), norm(4))]
+    fsdp.fully_shard_blocks(torch.nn.Sequential(*blocks), blocks, None, "bfloat16")
+    assert seen == [dtype] * 3
 
 
 @pytest.mark.parametrize(

@@ -131,15 +131,6 @@ def test_weights_in_bfloat16(ranks, make, strategy):
     equal_on_two_ranks(ranks, make, strategy, BF16, 1e-2)
 
 
-def test_what_has_no_place_in_a_checkpoint_of_parts_is_refused(problems):
-    for words in (["optimizer=muon"], ["precision=bf16_pure"]):
-        (told,) = problems(
-            "parallel=fsdp", "parallel.nproc=2", "runtime.device=cpu", "saving=last", "saving.sharded=true", *words
-        )
-        assert words[0] in told
-        assert "saving.sharded=false" in told
-
-
 def test_an_optimizer_that_takes_a_norm_of_all_weights_has_no_owners(problems):
     words = ["parallel=fsdp", "parallel.nproc=2", "runtime.device=cpu", "optimizer=timm"]
     assert "max_grad_norm" in problems(*words, "optimizer.name=lamb")[0]

@@ -23,6 +23,7 @@ from drivetrain.parallel.base import Parallel
 from drivetrain.run import records
 from drivetrain.run.result import Result
 from drivetrain.saving import checkpoint_io, manifest, space
+from drivetrain.saving.divided import whole
 from drivetrain.saving.options import Last
 from drivetrain.saving.writer import Writer
 from tests.saving.test_host_copy import stub
@@ -59,7 +60,7 @@ def test_a_full_disk_keeps_the_last_checkpoint_and_no_part_of_the_next(disk, sha
 
     def save(update: int) -> None:
         if sharded:
-            checkpoint_io.save_sharded(disk, update, {f"model/{n}": t for n, t in weights.items()}, state, None)
+            checkpoint_io.save_sharded(disk, update, {f"model/{n}": whole(t) for n, t in weights.items()}, state, None)
         else:
             checkpoint_io.save(disk, update, weights, state)
 

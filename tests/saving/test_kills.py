@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
@@ -146,26 +147,6 @@ def test_what_a_killed_save_left_is_removed(tmp_path: Path) -> None:
     assert (elsewhere / "state.pt").exists()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_rank_whose_launcher_is_gone_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would wait for the launcher's store, and hold the run."""
-    sent, parents = [], iter([7, 7, 1])
-
-    def kill(*words: int) -> None:
-        sent.append(words)
-        raise SystemExit  # ends the heartbeat's thread
-
-    monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.01)
-    monkeypatch.setattr(heartbeat.faulthandler, "register", lambda *_, **__: None)
-    monkeypatch.setattr(heartbeat.os, "getppid", lambda: next(parents, 1))
-    monkeypatch.setattr(heartbeat.os, "kill", kill)
-    heartbeat.start_heartbeat(tmp_path, 0)
-    until = time.monotonic() + 30
-    while not sent and time.monotonic() < until:
-        time.sleep(0.01)
-    assert sent == [(os.getpid(), signal.SIGKILL)]
-
-
 @pytest.mark.skipif(not hasattr(signal, "sigtimedwait"), reason="there is no telling who sent a signal")
 def test_a_worker_ends_with_the_run_and_not_before() -> None:
     """SIGTERM to all processes, as Slurm and systemd send it: the run needs its next batch to finish its update."""
@@ -193,11 +174,21 @@ def test_a_worker_ends_with_the_run_and_not_before() -> None:
     assert child.exitcode == 0
 
 
-@pytest.mark.parametrize("begin", [lambda folder: workers._begin_worker(0), lambda folder: heartbeat.start_heartbeat(folder, 0)])
-def test_a_process_ends_though_its_parent_was_killed_before_it_began(begin, tmp_path: Path, monkeypatch) -> None:
-    """A worker and a rank look for their parent. One that was killed while it forked them is not there any more."""
+BEGINNINGS = {
+    "a loader's worker": lambda _: workers._begin_worker(0),
+    "a rank": lambda folder: heartbeat.start_heartbeat(folder, 0),
+    "a trial of batch=auto": lambda _: forking.end_with_parent(),
+}
+
+
+@pytest.mark.parametrize("begin", BEGINNINGS.values(), ids=BEGINNINGS)
+def test_a_process_ends_though_its_parent_was_killed_before_it_began(
+    begin: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank would wait for the launcher's store, a worker for a request. A parent killed while it forks is not there later."""
     fork = multiprocessing.get_context("fork")
-    monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.1)
+    monkeypatch.setattr(forking, "LOOK_S", 0.05)
+    monkeypatch.setattr(workers, "ORPHANED_S", 0.05)
     reads, writes = fork.Pipe(duplex=False)
 
     def child() -> None:

@@ -1,7 +1,8 @@
 """Configs put together from the options' files: Hydra takes 0.2 s to compose one, and the tests of a worker ask for hundreds.
 
 `install()` makes Hydra compose the default config once in a process. A config with other options is then the default config
-with the contents of their files. Commands that run as processes of their own have every config composed by Hydra as a whole.
+with the contents of their files; `tests/config/test_compose.py` compares the two. Commands that start python themselves
+(`own_process`) have every config composed by Hydra as a whole.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def main(names: list[str]) -> None:
         forks = reports.read_text().split() if reports.exists() else []
         found[name] = {"forks": forks, "started": [*started], "initialized": torch.cuda.is_initialized(), "ended": ended}
         started.clear()
-    print(json.dumps(found), file=out)
+    print(json.dumps(found), file=out, flush=True)
 
 
 if __name__ == "__main__":

@@ -190,7 +190,8 @@ def _run_at(where: str, page: str) -> list[str]:
     if "multirun" in where:
         return ["-m", "model=mlp", "updates=2", "optimizer=sgd,adamw", f"hydra.sweep.dir={where}"]
     photos = ["data=imagefolder", "data.root=photos", "data.size=32", "batch.global_batch=8"] if where == "RUN" else []
-    return [*photos, "model=mlp", "epochs=1", f"hydra.run.dir={where}"]
+    average = ["ema=post_hoc"] if page == "docs/averaging.md" else []
+    return [*photos, *average, "model=mlp", "epochs=1", f"hydra.run.dir={where}"]
 
 
 def run_in(work: Path, folder: Path, words: list[str]) -> None:

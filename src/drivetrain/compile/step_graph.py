@@ -36,6 +36,7 @@ class StepGraph(Dynamo):
     changes = "fused kernels round otherwise"
     captures_step = True
     crosses_devices = False
+    ranks_meet_in_forward = False  # what a recording holds of other ranks is the step's own all-reduce
     warmup = 4  # one eager, one recorded, and on CUDA a first call and the capture
 
     def __init__(self, cudagraph: bool = True, cache_dir: str | None = None) -> None:
@@ -43,10 +44,15 @@ class StepGraph(Dynamo):
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)
-        if not run.parallel.one_process:
+        if not run.parallel.reduces_in_graph:
             yield (
-                f"compile=step and {run.named('parallel')} exclude each other (gradients are reduced in hooks, which a graph of "
-                "the whole step does not call, and it has no reduction of its own): set compile=inductor or parallel=single"
+                f"compile=step and {run.named('parallel')} exclude each other (its ranks exchange weights and gradients "
+                "in hooks, which a graph of the whole step does not call): set compile=inductor, or parallel=ddp"
+            )
+        if run.loss.compares_samples and run.parallel.ranks() > 1:
+            yield (
+                f"compile=step and {run.named('loss')} exclude each other over several ranks (they exchange samples within the "
+                "loss, which is not recorded): set compile=inductor"
             )
         if run.precision.frees_weights:
             yield (
@@ -55,6 +61,14 @@ class StepGraph(Dynamo):
             )
         for key, (given, neutral) in eager_only_settings(run).items():
             yield f"{key}={given} has no effect in compile=step, which makes the update in its own way: set it to {neutral}"
+
+    def validate_device(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate_device(run)
+        if self.cudagraph and run.parallel.ranks() > 1 and run.runtime.device_type() == "cuda":
+            yield (
+                f"compile.cudagraph=true and {run.named('parallel')} exclude each other (replaying the ranks' all-reduces is not "
+                "tested): set compile.cudagraph=false"
+            )
 
     def apply(self, model: torch.nn.Module, example: Tree, budget: float) -> Any:
         self.prepare(budget)
@@ -66,7 +80,7 @@ class StepGraph(Dynamo):
         model = context.model
         self._step = WholeStep(
             step, model, context.optimizer, lambda: context.model_call.taking_batches(torch.compile(model)), self.cudagraph,
-            context.precision.update_state, context.loss.parts,
+            context.precision.update_state, context.loss.parts, context.parallel,
         )  # fmt: skip
         return self._step
 

@@ -24,6 +24,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from drivetrain.compile.captured_graph import CapturedGraph, Outputs, first_line
 from drivetrain.core import trees
 from drivetrain.core.microbatch import MicroBatch
+from drivetrain.core.protocols import Strategy
 from drivetrain.core.step import Step
 
 logger = logging.getLogger(__name__)
@@ -55,11 +56,13 @@ class WholeStep:
         cudagraph: bool,
         update_state: Callable[[], list[torch.Tensor]] = list,
         log_sums: Callable[[], dict[str, torch.Tensor]] = dict,
+        parallel: Strategy | None = None,
     ) -> None:
         self.inner, self._model, self._optimizer, self._update_state = inner, model, optimizer, update_state
-        self._fallback, self._cudagraph, self._log_sums = fallback, cudagraph, log_sums
+        self._fallback, self._cudagraph, self._log_sums, self._parallel = fallback, cudagraph, log_sums, parallel
         self.seconds = 0.0  # spent recording and compiling
         self._eager, self._started = True, False
+        self._attempted = False  # a micro-batch of this update was recorded, or could not be
         self._updated = False  # the update's last micro-batch has updated already
         self._made: list[torch.Tensor] = []  # whether it did, where the graph decides
         self._graphs: dict[tuple[Any, ...], Graph] = {}
@@ -90,6 +93,13 @@ class WholeStep:
 
     def update(self) -> bool:
         """Update the weights, unless the graph has done so."""
+        done = self._update()
+        if self._attempted:
+            self._attempted = False
+            self._keep_ranks_together()
+        return done
+
+    def _update(self) -> bool:
         if self._updated:
             self._updated = False
             return all(map(bool, self._made))  # read where loss scaling may skip an update, as an eager one does
@@ -98,6 +108,15 @@ class WholeStep:
         if done and not self._started:
             self._start_graphs(trained)
         return done
+
+    def _keep_ranks_together(self) -> None:
+        """Go on without graphs where any rank has to, from rank 0's weights: a graph rounds otherwise, and ranks would drift."""
+        parallel = self._parallel
+        if parallel is None or not any(parallel.broadcast_object(parallel.gather_object(self._eager))):
+            return
+        if not self._eager:
+            self._give_up("another rank cannot record it")
+        parallel.broadcast_tensors([p.detach() for p in self._trained] + self._optimizer_tensors())
 
     def zero_grad(self) -> None:
         """Clear the gradients. Graphs clear their own; the sums are cleared in case an update is repeated."""
@@ -144,7 +163,7 @@ class WholeStep:
 
     def _record(self, key: tuple[Any, ...], batch: MicroBatch, loss_sum: torch.Tensor) -> None:
         """Run one micro-batch and record it as a graph. If that fails, run it eagerly."""
-        start = time.perf_counter()
+        start, self._attempted = time.perf_counter(), True
         static, numbers = self._state()
         saved = [t.detach().to("cpu", copy=True) for t in static]
         self._set_gradients(self._gradient_sums or [None] * len(self._trained))

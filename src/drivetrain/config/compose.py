@@ -44,6 +44,8 @@ class Composed:
     recipe_keys: set[str] = field(default_factory=set)  # keys whose values come from the recipe
     doubtful: set[str] = field(default_factory=set)  # groups, and keys of no group, of which a word was not understood
     decoded: dict[str, Any] = field(default_factory=dict)  # dotted key → its text from the environment, as the type it must have
+    _resolved: dict[str, Any] | None = field(default=None, repr=False)  # the config's values, once all are set
+    _unresolved: dict[str, Any] | None = field(default=None, repr=False)
 
     def choice(self, group: str) -> Any:
         """The option that is chosen for a group; a list for LISTS."""
@@ -51,19 +53,28 @@ class Composed:
 
     @property
     def plain(self) -> dict[str, Any]:
-        """The resolved config as dicts and lists."""
-        resolved: Any = OmegaConf.to_container(self.config, resolve=True)
+        """The resolved config as dicts and lists, which belong to the caller."""
+        if self._resolved is None:
+            self._resolved = OmegaConf.to_container(self.config, resolve=True)  # type: ignore[assignment]
+        resolved: Any = deepcopy(self._resolved)
         for key, value in self.decoded.items():
             *above, last = key.split(".")
             reduce(getitem, above, resolved)[last] = value
         return resolved  # type: ignore[no-any-return]
 
+    @property
+    def unresolved(self) -> dict[str, Any]:
+        """The config as dicts and lists, with its references; only to be read."""
+        if self._unresolved is None:
+            self._unresolved = OmegaConf.to_container(self.config)  # type: ignore[assignment]
+        return self._unresolved  # type: ignore[return-value]
+
     def from_environment(self, key: str) -> bool:
         """Whether the value of a dotted key comes from the environment."""
-        *above, last = key.split(".")
-        section = OmegaConf.select(self.config, ".".join(above)) if above else self.config
-        plain: Any = OmegaConf.to_container(section) if isinstance(section, DictConfig) else {}
-        return "${oc.env:" in str(plain.get(last))
+        value: Any = self.unresolved
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        return "${oc.env:" in str(value)
 
     def where(self, key: str) -> str:
         """The prefix "file:line: " of a value that the recipe set, for messages; empty for any other."""

@@ -6,6 +6,8 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +60,7 @@ class HydraSettings:
         from hydra import __version__ as version
 
         number, dirs = self.number, [f"file://{Path(folder).resolve()}" for folder in composed.config_dirs]
-        node = OmegaConf.create({
+        node: dict[str, Any] = {
             "run": {"dir": "${output_dir}/${now:%Y-%m-%d}/${now:%H-%M-%S}-<id>"},
             "sweep": {"dir": "${output_dir}/multirun/${now:%Y-%m-%d}/${now:%H-%M-%S}-<id>", "subdir": "${hydra.job.num}"},
             "mode": "RUN" if number is None else "MULTIRUN",
@@ -75,11 +77,12 @@ class HydraSettings:
                 "output_dir": "???" if run_dir is None or self._is_secret(composed) else str(run_dir.absolute()),
             },
             "verbose": False,
-        })  # fmt: skip
+        }  # fmt: skip
         for key, value in self.given.items():
-            OmegaConf.update(node, key, value)
-        node.job.override_dirname = _dirname(composed.overrides, **node.job.config.override_dirname)
-        return OmegaConf.to_container(node)  # type: ignore[return-value]
+            *above, last = key.split(".")
+            reduce(getitem, above, node)[last] = value
+        node["job"]["override_dirname"] = _dirname(composed.overrides, **node["job"]["config"]["override_dirname"])
+        return node
 
     def _is_secret(self, composed: Composed) -> bool:
         """Whether the run's directory was named by the environment, of which nothing is written."""
@@ -88,8 +91,7 @@ class HydraSettings:
 
     def whole(self, composed: Composed) -> DictConfig:
         """The run's config and Hydra's node below `hydra`, as Hydra shows them."""
-        config: Any = OmegaConf.to_container(composed.config)
-        return OmegaConf.create({**config, "hydra": self.node(composed)})
+        return OmegaConf.create({**composed.unresolved, "hydra": self.node(composed)})
 
 
 def _dirname(overrides: Sequence[str], kv_sep: str, item_sep: str, exclude_keys: Sequence[str]) -> str:

@@ -6,11 +6,15 @@ import contextlib
 import ctypes
 import multiprocessing
 import os
+import signal
+import threading
+import time
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 
 from drivetrain.core.lazy import torch
 
+LOOK_S = 1.0  # between two looks at whether the parent is there
 HARD = 2  # OpenMP's omp_pause_hard
 
 
@@ -29,6 +33,18 @@ def parent_pid() -> int:
     if parent is None or parent.pid is None or multiprocessing.get_start_method() == "forkserver":  # then a server is the parent
         return os.getppid()
     return parent.pid
+
+
+def end_with_parent() -> None:
+    """End this process soon after the one that started it has ended, whatever it does then."""
+    parent = parent_pid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(LOOK_S)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="end with parent", daemon=True).start()
 
 
 def start_autograd_engine() -> None:

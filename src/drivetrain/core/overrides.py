@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
 from drivetrain.core.errors import UserError
@@ -36,8 +37,6 @@ def parse(text: str) -> Any:
     `~/` in front of a path becomes the user's home, as in a shell. An address of a recipe needs no quotes for its # and =,
     nor does a target for its comparison.
     """
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
     key, equals, value = text.partition("=")
     if equals and value.startswith("~/"):
         text = f"{key}={format_value(os.path.expanduser(value))}"
@@ -45,6 +44,13 @@ def parse(text: str) -> Any:
         text = f"{key}={','.join(format_value(word) for word in value.split(','))}"
     if key.lstrip("+") == "recipe" and "://" in value and not re.match(r"['\"\[{]|\w+\(", value):
         text = f"{key}={','.join(format_value(word) if '://' in word else word for word in value.split(','))}"
+    return _parse(text)
+
+
+@lru_cache(maxsize=1024)  # 2 ms each, and the jobs of a sweep or of a comparison have most of their overrides in common
+def _parse(text: str) -> Any:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
     return OverridesParser.create().parse_override(text)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -54,8 +54,17 @@ class Strategy(Protocol):
     def broadcast_buffers(self, model: torch.nn.Module) -> None:
         """Give all ranks rank 0's buffers, such as BatchNorm's statistics."""
 
-    def as_distributed(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor that belongs to the weight `name` as a DTensor over all ranks, if that weight is sharded."""
+    def broadcast_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Give all ranks rank 0's values of these tensors, in place."""
+
+    def with_states_of_all(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return, on rank 0, the state with the optimizer's of all ranks, where ranks have the state of other weights."""
+
+    def divided(self, kind: str, name: str, tensor: torch.Tensor) -> Any:
+        """Return a tensor that belongs to the weight `name` as this rank's parts of it (saving/divided.py)."""
+
+    def empty_shard(self, kind: str, name: str, shape: tuple[int, ...], dtype: Any) -> torch.Tensor:
+        """Return an empty tensor into which this rank's parts of one of this shape are read."""
 
     def saving_group(self) -> Any:
         """Return a process group of all ranks for the threads that save."""

@@ -6,7 +6,7 @@ import hashlib
 import os
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -115,10 +115,18 @@ class Stdlib(Data):
     def _files(self, root: Path) -> list[tuple[Path, float]]:
         """Return the names of files below `root` and their hashes in [0, 1), in the order of the hashes; no empty files."""
         unwanted = NOT_LIBRARY if self.tests else NOT_LIBRARY | TESTS
-        names = (p.relative_to(root) for p in root.rglob("*.py") if p.stat().st_size)
-        hashed = sorted((hash_fraction(name.as_posix()), name) for name in names if not unwanted.intersection(name.parts[:-1]))
+        hashed = sorted((hash_fraction(name.as_posix()), name) for name in _python_files(root, unwanted))
         step = max(1, len(hashed) // self.max_files) if self.max_files else 1  # held-out files come first: skip through all
         return [(name, value) for value, name in hashed[::step][: self.max_files]]
+
+
+def _python_files(root: Path, unwanted: Container[str]) -> Iterator[Path]:
+    """The names of files below `root` that are not empty; no folder of an unwanted name is entered, as some hold thousands."""
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name not in unwanted]
+        for path in (Path(folder, name) for name in files if name.endswith(".py")):
+            if path.stat().st_size:
+                yield path.relative_to(root)
 
 
 def _packages(files: list[tuple[Path, float]]) -> list[str]:

@@ -85,7 +85,8 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter], before: Previ
     # the compiled model at DDP's buckets (DDPOptimizer), so that all-reduces still overlap with the backward.
     compiler = run.compile.build(context)
     takes_batches = context.model_call.taking_batches  # outermost, so that it is the same for training and evaluation
-    forward = takes_batches(parallel.wrap_model(compiler.apply(model, context.example, run.checkpointing.budget)))
+    compiled = compiler.apply(model, context.example, run.checkpointing.budget)
+    forward = takes_batches(parallel.wrap_model(compiled, context))
     # The optimizer comes after every edit that may replace or move parameters; the average after the weights are final.
     with parallel.plain_parameters(model):
         optimizer = context.optimizer = precision.build_optimizer(run.optimizer, context)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,7 +56,7 @@ def look(trainer: Trainer, updates: int) -> dict[str, Any]:
 
 def main() -> None:
     """The child: read the task from standard input, and look."""
-    task = json.load(sys.stdin)
+    task = batch_probe.receive_task()
     from drivetrain.core.context import BuildContext
     from drivetrain.core.world import World
     from drivetrain.engine import build

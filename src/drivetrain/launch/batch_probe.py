@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.core import process
+from drivetrain.core import forking, process
 from drivetrain.core.errors import FAILED, UserError
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 OUT_OF_MEMORY = 3  # the child's exit code
 FITS = "fits"  # the child's line for one size that fits
+LIMIT_S = 1800.0  # of a child: a step that hangs is not waited for any longer
 MEMORY_FRACTION = 0.95  # of a device; the rest is for fragmentation and the ranks' communication
 
 
@@ -37,10 +38,23 @@ def count_fitting(overrides: Sequence[str], config_dirs: Sequence[str], sizes: S
 
 
 def run_child(module: str, task: Mapping[str, Any]) -> subprocess.CompletedProcess[str]:
-    """Run a module in a process of its own, with a task on its standard input."""
+    """Run a module in a process of its own, with a task on its standard input. One that hangs is killed, which its end tells."""
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     env["PYTHONPATH"] = process.import_path()
-    return subprocess.run(process.command(module), input=json.dumps(task), env=env, capture_output=True, text=True, check=False)
+    command = process.command(module)
+    try:
+        return subprocess.run(
+            command, input=json.dumps(task), env=env, capture_output=True, text=True, check=False, timeout=LIMIT_S
+        )
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, FAILED, "", f"it took longer than {LIMIT_S / 60:.0f} minutes and was ended")
+
+
+def receive_task() -> dict[str, Any]:
+    """In the child: the task from standard input. It ends with the process that started it."""
+    forking.end_with_parent()
+    task: dict[str, Any] = json.load(sys.stdin)
+    return task
 
 
 def last_line(done: subprocess.CompletedProcess[str]) -> str:
@@ -64,7 +78,7 @@ def trial_job(task: Mapping[str, Any], more: Sequence[str] = ()) -> Job:
 
 def main() -> None:
     """The child: read the task from standard input and try the sizes."""
-    task = json.load(sys.stdin)
+    task = receive_task()
     if task["limit_gb"]:
         threading.Thread(target=_exit_above, args=(task["limit_gb"] * 2**30,), daemon=True).start()
     from drivetrain.core.context import BuildContext

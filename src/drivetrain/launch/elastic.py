@@ -88,9 +88,12 @@ def run(job: Job, run_dir: Path, quiet: bool, on_abandoned: OnAbandoned | None =
 
 def _launch_ranks(parallel: ProcessGroupStrategy, folder: Path, *of_entry: object) -> None:
     """Start the ranks of this machine and wait for their end; `of_entry` are the arguments of `_rank_entry`."""
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
     from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
     from torch.distributed.launcher.api import elastic_launch
 
+    # Torch looks for the source of every frame to name an event that nobody records: most of a second for each start.
+    dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
     try:
         elastic_launch(_launch_config(parallel, folder), _rank_entry)(*of_entry)
     except RendezvousConnectionError:

@@ -20,7 +20,7 @@ from typing import Any
 
 from drivetrain.core import files
 from drivetrain.core.errors import is_peer_failure
-from drivetrain.core.forking import parent_pid
+from drivetrain.core.forking import end_with_parent
 
 INTERVAL_S = 1.0
 ABANDONED_AFTER_S = 12.0
@@ -39,13 +39,11 @@ def start_heartbeat(folder: Path, rank: int) -> None:
     stack = files.opened(folder / f"{rank}.stack", "a")  # appended to: the stack of before a restart stays
     faulthandler.register(STACK_SIGNAL, stack, all_threads=True)
 
-    launcher = parent_pid()
+    end_with_parent()  # without the launcher the ranks would wait for its store, and hold the run, which can be gone on with
 
     def touch() -> None:
         while True:
             time.sleep(INTERVAL_S)
-            if os.getppid() != launcher:  # the ranks would wait for its store, and hold the run; it can be gone on with
-                os.kill(os.getpid(), signal.SIGKILL)
             with contextlib.suppress(OSError):  # on a full disk the run itself fails, with a better message
                 os.utime(file, follow_symlinks=False)
 

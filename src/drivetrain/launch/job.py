@@ -92,10 +92,11 @@ class Job:
         about["signature"] = signature.sign(_of_this_machine(about))
         recipe = recipe_file.to_recipe(self.composed, self.machine_local_keys, check.identifying_keys(self.run))
         write_text(run_dir / "recipe.yaml", recipe)
-        write_text(run_dir / "config.yaml", OmegaConf.to_yaml(self.composed.config))
+        config = OmegaConf.to_yaml(self.composed.config)
+        write_text(run_dir / "config.yaml", config)
         write_json(run_dir / "environment.json", about)
         bundles.write(self.run.values["trust"], run_dir)
-        hydra_folder.write(run_dir, self.composed, self.hydra, resumed=self.run_dir is not None)
+        hydra_folder.leave(run_dir, config, self.composed, self.hydra, resumed=self.run_dir is not None)
 
     def _origin(self, run_dir: Path) -> Any:
         """Where the recipe came from, for the record; of a run that is resumed it is in the record already."""
@@ -195,7 +196,7 @@ def _resumed(run_dir: Path, words: list[str], config_dirs: Sequence[str]) -> Job
         _refuse_settings_of_strangers(run_dir, settings, recorded, composing.compose(words, config_dirs, base=base))
         settings, dirs = {}, config_dirs
     job = of_run(run_dir, words, dirs, settings)
-    unresolved: Any = OmegaConf.to_container(job.composed.config)
+    unresolved = job.composed.unresolved
     recorded_config = _recorded_config(run_dir)
     different = identity.differences(recorded_config, unresolved, job.not_compared)
     if different and not job.run.values["resume_changed"]:
@@ -264,7 +265,7 @@ def _refuse_settings_of_strangers(run_dir: Path, settings: dict[str, Any], recor
 
     Nothing of the run's package or folders has been imported yet. Raises UserError.
     """
-    defaults = identity.flatten(OmegaConf.to_container(composed.config)) | composed.choices
+    defaults = identity.flatten(composed.unresolved) | composed.choices
     wanted = [f"{k}={format_value(v)}" for k, v in settings.items() if defaults.get(k) != v]
     wanted += [f"--config-dir {folder}" for folder in recorded.get("config_dirs") or [] if not composed.config_dirs]
     if wanted:

@@ -34,7 +34,7 @@ def load(checkpoint: Path, parallel: Parallel) -> tuple[dict[str, torch.Tensor],
 
     here = parallel.gather_object(checkpoint.is_dir())
     if parallel.broadcast_object(all(here)):
-        return checkpoint_io.load(checkpoint, parallel.empty_shard)
+        return checkpoint_io.load(checkpoint, parallel)
     found: Any = None
     if parallel.world.rank == 0:
         try:

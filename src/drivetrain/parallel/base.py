@@ -12,6 +12,7 @@ from drivetrain.core.step import Step
 from drivetrain.core.trees import Tree
 from drivetrain.core.world import World
 from drivetrain.parallel.environment import launched
+from drivetrain.saving.divided import Divided, whole
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
@@ -34,13 +35,13 @@ class Parallel(Option):
     lockstep_evaluation = False  # a forward needs all ranks, also in evaluation
     distributed = False  # needs a process group, also with one rank
     one_process = True  # on one device
+    reduces_in_graph = True  # a step that is recorded as one graph can hold all that its ranks exchange
     whole_model = True  # a device keeps all parameters, with their gradients and what the optimizer keeps for each
     thread_per_device = False
     own_gradients = True  # before an update's last micro-batch, each rank holds the whole gradient of its own samples
     own_forward = True  # each rank runs the forward of the whole model
     whole_updates = False  # ranks divide the weights, and each updates some of them whole
     can_unfreeze = True  # parameters may begin to train after the first update
-    portable_shards = True  # other strategies can read the shards that this one saves
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if (launched() or 1) > 1 and not self.distributed:
@@ -93,7 +94,7 @@ class Parallel(Option):
     def stands_for(self, copy: torch.Tensor, parameter: torch.Tensor) -> None:
         """Note that the optimizer has a copy of a parameter in its place."""
 
-    def wrap_model(self, model: Any) -> Any:
+    def wrap_model(self, model: Any, context: BuildContext) -> Any:
         """Return the callable that training calls, such as DistributedDataParallel around the model."""
         return model
 
@@ -152,6 +153,9 @@ class Parallel(Option):
     def broadcast_buffers(self, model: torch.nn.Module) -> None:
         """Broadcast rank 0's buffers, so that all ranks evaluate the model that is saved."""
 
+    def broadcast_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Give all ranks rank 0's values of these tensors, in place."""
+
     def gather_object(self, value: Any) -> list[Any]:
         """Return a list of every rank's value, on rank 0."""
         return [value]
@@ -164,12 +168,16 @@ class Parallel(Option):
         """Return the full, unsharded weights and training state, on rank 0."""
         return model.state_dict(), state
 
-    def as_distributed(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor that belongs to a weight as a DTensor over all ranks, if that weight is sharded."""
-        return tensor
+    def with_states_of_all(self, state: State) -> State:
+        """Return, on rank 0, the state with the optimizer's of all ranks, where ranks have the state of other weights."""
+        return state
 
-    def empty_shard(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return an empty tensor into which this rank's shard of a weight, or of its state, is read."""
+    def divided(self, kind: str, name: str, tensor: torch.Tensor) -> Divided:
+        """Return a tensor that belongs to the weight `name` as this rank's parts of it: see `Shards`, also for `kind`."""
+        return whole(tensor)
+
+    def empty_shard(self, kind: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return an empty tensor into which this rank's parts of one of this shape are read; a meta tensor, where it has none."""
         return torch.empty(shape, dtype=dtype)
 
     def saving_group(self) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from drivetrain.core.lazy import torch
@@ -11,6 +11,7 @@ from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.option import Count, Effect, Positive, RunSpec
 from drivetrain.core.step import Step, WrappingStep
 from drivetrain.parallel.process_group import ProcessGroupStrategy
+from drivetrain.parallel.reducing_step import ReducingStep
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
@@ -25,7 +26,8 @@ class Ddp(ProcessGroupStrategy):
     `compress` sends gradients in 16 bits (fp16, bf16), or as products of two matrices of rank `powersgd_rank` (PowerSGD,
     Vogels et al. 2019) with error feedback: the error is added to the next update's gradients. Each rank keeps its own
     buffers (BatchNorm's statistics) while it trains; evaluation and saving use rank 0's. With `forward_sync_buffers` all ranks
-    also train with rank 0's, for models whose training forward reads its buffers.
+    also train with rank 0's, for models whose training forward reads its buffers. Under compile=step the all-reduces are in the
+    graph, after the backward, in buckets of the same size.
     """
 
     effect = "close"
@@ -37,7 +39,9 @@ class Ddp(ProcessGroupStrategy):
     forward_sync_buffers: bool = False
     compress: Literal["none", "fp16", "bf16", "powersgd"] = "none"
     powersgd_rank: Count = 1
+    _wrapped: Any = field(default=None, init=False)  # DistributedDataParallel; None: gradients are reduced by the step itself
 
+    reduces_in_graph = True
     needs_real_tensors = "DDP's reducer reads the memory of gradients"
 
     def roundoff(self) -> float:
@@ -62,11 +66,38 @@ class Ddp(ProcessGroupStrategy):
                 f"{SMALLEST_COMPILED_MB} or more"
             )
 
+        if run.compile.captures_step:
+            yield from self._problems_of_graphs(run)
+
+    def _problems_of_graphs(self, run: RunSpec) -> Iterator[str]:
+        """Yield what excludes a step that is one graph on each rank: the ranks record it at once, and without torch's DDP."""
+        together = (
+            f"parallel=ddp and {run.named('compile')} need micro-batches that are equal on all ranks, which record together"
+        )
+        if self.ranks() > 1 and not run.data.drop_last:
+            yield f"{together}; data.drop_last=false leaves a short one: set data.drop_last=true, or compile=inductor"
+        if self.ranks() > 1 and run.batch.buckets_lengths:
+            yield f"{together}; {run.named('batch')} has many lengths: set batch=accumulate, or compile=inductor"
+        if self.compress == "powersgd":
+            yield (
+                f"parallel.compress=powersgd and {run.named('compile')} exclude each other (it is a hook of DDP, and a graph "
+                "calls none): set parallel.compress=bf16, or compile=inductor"
+            )
+        for key in ("static_graph", "gradient_as_bucket_view", "find_unused_parameters", "forward_sync_buffers"):
+            needed = key == "gradient_as_bucket_view"
+            if (given := getattr(self, key)) != needed:
+                yield (
+                    f"parallel.{key}={str(given).lower()} has no effect in {run.named('compile')}, whose graph reduces gradients "
+                    f"without DDP: set it to {str(needed).lower()}, or compile=inductor"
+                )
+
     def effect_as_set(self) -> Effect:
         return "changes" if self.compress == "powersgd" else self.effect  # of low rank, not only rounded
 
-    def wrap_model(self, model: Any) -> Any:
+    def wrap_model(self, model: Any, context: BuildContext) -> Any:
         self._work.time_forward(model)
+        if context.run.compile.captures_step:
+            return model
         wrapped = torch.nn.parallel.DistributedDataParallel(
             model,
             bucket_cap_mb=self.bucket_mb,
@@ -81,7 +112,7 @@ class Ddp(ProcessGroupStrategy):
         return wrapped
 
     def leave_model(self) -> None:
-        del self._wrapped
+        self._wrapped = None
 
     def _hook(self) -> tuple[Any, Any]:
         """Return the communication hook's state and function."""
@@ -94,7 +125,11 @@ class Ddp(ProcessGroupStrategy):
         return None, getattr(default_hooks, f"{self.compress}_compress_hook")
 
     def wrap_step(self, step: Step, context: BuildContext) -> Step:
-        return AccumulatingStep(step, self._wrapped)
+        if self._wrapped is not None:
+            return AccumulatingStep(step, self._wrapped)
+        sent_as = None if self.compress == "none" else {"fp16": torch.float16, "bf16": torch.bfloat16}[self.compress]
+        trained = [p for p in context.model.parameters() if p.requires_grad]
+        return ReducingStep(step, trained, self.world.size, self.bucket_mb * 2**20, sent_as)
 
 
 @dataclass(eq=False)

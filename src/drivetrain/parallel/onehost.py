@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.core import accelerators, trees
 from drivetrain.core.allowed import Name
@@ -18,6 +18,9 @@ from drivetrain.core.option import RunSpec
 from drivetrain.core.trees import Tree, map_tensors
 from drivetrain.parallel import balance
 from drivetrain.parallel.base import Parallel
+
+if TYPE_CHECKING:
+    from drivetrain.core.context import BuildContext
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +55,7 @@ class Dp(Parallel):
                 "Python between all: parallel=ddp does none of that"
             )
 
-    def wrap_model(self, model: Any) -> Any:
+    def wrap_model(self, model: Any, context: BuildContext) -> Any:
         return torch.nn.DataParallel(model)
 
 

@@ -44,7 +44,6 @@ class Pipeline(Sharded):
 
     effect = "close"
     changes = "gradients are summed by micro-batches, of which BatchNorm takes its statistics"
-    portable_shards = False
     own_forward = False
 
     stages: Count | Literal["auto"] = "auto"
@@ -272,13 +271,18 @@ class Pipeline(Sharded):
         is_first = self.data_world.rank == self._tensor_rank == 0
         parts = self.gather_object((own, average) if is_first else None)
         parts = [part for part in parts if part is not None]
-        state = self._with_states_of_all(state, is_first or self._whole is not None)
+        state = self._merged(state, is_first or self._whole is not None)
         if self.world.rank != 0:
             return {}, {}
         weights = {n: next(w[n] for w, _ in parts if n in w) for n in model.state_dict()}
         if state["ema"]:
             state["ema"] = {**state["ema"], "tensors": {n: next(a[n] for _, a in parts if n in a) for n in tensors}}
         return weights, state
+
+    def empty_shard(self, kind: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if name not in self.own_names and name not in self.common_names:
+            return torch.empty(shape, dtype=dtype, device="meta")
+        return super().empty_shard(kind, name, shape, dtype)
 
     def shard_state_dict(self, weights: Weights, state: State) -> tuple[Weights, State]:
         own = self._root.state_dict()

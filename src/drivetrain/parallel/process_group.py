@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
@@ -60,6 +60,7 @@ class ProcessGroupStrategy(Parallel):
 
     distributed = True
     one_process = False
+    reduces_in_graph = False
     _work: RankWork = field(default_factory=RankWork, init=False)  # time that this rank works alone
     _reported_work: float = field(default=0.0, init=False)  # seconds of it at the last log
     data_group: Any = field(default=None, init=False)
@@ -257,10 +258,13 @@ class ProcessGroupStrategy(Parallel):
         return sums
 
     def broadcast_buffers(self, model: torch.nn.Module) -> None:
+        self.broadcast_tensors(list(model.buffers()))
+
+    def broadcast_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
         import torch.distributed as dist
 
-        for buffer in model.buffers():
-            dist.broadcast(buffer, src=0)
+        for tensor in tensors:
+            dist.broadcast(tensor, src=0)
 
     def gather_object(self, value: Any) -> list[Any]:
         import torch.distributed as dist

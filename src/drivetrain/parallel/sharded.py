@@ -20,9 +20,11 @@ from drivetrain.core.step import Step
 from drivetrain.core.trees import Tree
 from drivetrain.parallel.base import State, Weights
 from drivetrain.parallel.process_group import ProcessGroupStrategy
+from drivetrain.parallel.shard_parts import parts_of
 from drivetrain.parallel.shard_sums import Layout, ShardSums, layout_of
 from drivetrain.parallel.sharded_step import ShardedStep, is_sharded, shard_of
 from drivetrain.parallel.whole_weights import WholeWeights
+from drivetrain.saving.divided import Divided, whole
 from drivetrain.saving.sharded_checkpoint import merge_optimizer_states, parameter_names
 
 if TYPE_CHECKING:
@@ -204,9 +206,9 @@ class Sharded(ProcessGroupStrategy):
             return full.cpu() if is_first else None
 
         weights = {name: gather(name, t) for name, t in model.state_dict().items()}
-        return weights, self._with_states_of_all(self._map_state(state, gather), True)
+        return weights, self._merged(self._map_state(state, gather), True)
 
-    def _with_states_of_all(self, state: State, sends: bool) -> State:
+    def _merged(self, state: State, sends: bool) -> State:
         """Return, on rank 0, the state with the optimizer's of all ranks that send theirs, where a rank has not all of it."""
         from torch.utils._pytree import tree_map_only
 
@@ -217,15 +219,31 @@ class Sharded(ProcessGroupStrategy):
         parts = [part for part in self.gather_object(optimizer) if part is not None]
         return {**state, "optimizer": merge_optimizer_states(parts)} if parts else state
 
-    def as_distributed(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        p = self._sharded.get(name)
-        return tensor if p is None or not is_sharded(p) or is_sharded(tensor) else _as_dtensor(tensor, p)
+    def with_states_of_all(self, state: State) -> State:
+        return self._merged(state, True)
 
-    def empty_shard(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def divided(self, kind: str, name: str, tensor: torch.Tensor) -> Divided:
         p = self._sharded.get(name)
-        if p is None or not is_sharded(p) or tuple(p.shape) != shape:
-            return super().empty_shard(name, shape, dtype)
+        if p is None or not is_sharded(p) or self._owns_state(kind, name) is not None or not self._is_part(p, tensor):
+            return whole(tensor)
+        shape = self._plain_shapes[name]
+        return Divided(shape, parts_of(tensor if is_sharded(tensor) else _as_dtensor(tensor, p), shape))
+
+    def empty_shard(self, kind: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        p = self._sharded.get(name)
+        if (own := self._owns_state(kind, name)) is not None:
+            return torch.empty(shape, dtype=dtype, device=None if own else "meta")
+        if p is None or not is_sharded(p) or self._plain_shapes[name] != shape:
+            return super().empty_shard(kind, name, shape, dtype)
         return _as_dtensor(torch.empty(p.to_local().shape, dtype=dtype, device=p.device), p)
+
+    def _owns_state(self, kind: str, name: str) -> bool | None:
+        """Return whether this rank has the optimizer state of a weight, where one rank has it whole; None: no rank has."""
+        return self._whole.owned.get(name) if self._whole is not None and kind == "optimizer" else None
+
+    def _is_part(self, p: Any, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is this rank's part of one with an element for each element of the weight."""
+        return is_sharded(tensor) or tensor.shape == self._shards[id(p)].shape
 
     def shard_state_dict(self, weights: Weights, state: State) -> tuple[Weights, State]:
         if self._whole is not None:
@@ -260,6 +278,8 @@ class Sharded(ProcessGroupStrategy):
         """Return whether a value of an optimizer's state has one element per element of the weight."""
         if not isinstance(value, torch.Tensor) or name not in self._sharded:
             return False
+        if is_sharded(value):  # as it was read from a checkpoint in parts
+            return True
         shard = self._shards.get(id(self._sharded[name]))
         shapes = [self._plain_shapes[name], *([tuple(shard.shape)] if shard is not None else [])]
         return value.ndim > 0 and tuple(value.shape) in shapes
@@ -280,7 +300,7 @@ class Sharded(ProcessGroupStrategy):
         if p is None or not is_sharded(p):
             return tensor
         if is_sharded(tensor):
-            return shard_of(tensor)
+            return _flatten_parts(shard_of(tensor), len(self._plain_shapes[name]))
         full = tensor.to(p.device, copy=True).reshape(p.shape)
         return _flatten_parts(shard_of(distribute_tensor(full, p.device_mesh, p.placements, src_data_rank=None)), tensor.ndim)
 

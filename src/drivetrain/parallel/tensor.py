@@ -28,7 +28,6 @@ class Tensor(Sharded):
 
     effect = "close"
     changes = "products are summed over ranks"
-    portable_shards = False
 
     size: Count | Literal["auto"] = "auto"
 

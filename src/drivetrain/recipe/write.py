@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import yaml
@@ -64,8 +65,15 @@ def block(tree: Mapping[str, Any]) -> str:
 
 def flow(value: Any) -> str:
     """A value as YAML in one line."""
+    return _name(value) if isinstance(value, str) else _flow(value)
+
+
+def _flow(value: Any) -> str:
     dumped = yaml.dump([value], Dumper=_Dumper, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**6)
     return dumped.strip()[1:-1]
+
+
+_name = lru_cache(maxsize=1024)(_flow)  # every recipe names an option of each group
 
 
 class _Dumper(yaml.SafeDumper):

@@ -7,8 +7,6 @@ import json
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from drivetrain.config.catalog import shipped_targets
 from drivetrain.config.compose import Composed, compose
 from drivetrain.config.plugins import trusted_packages
@@ -27,7 +25,7 @@ def settable(composed: Composed, machine_local_keys: Collection[str], left_out: 
     A value that refers to another key stays as it is written: it may lead to the environment, which no hash tells of.
     """
     outside = {*OPERATOR_KEYS, *machine_local_keys, *left_out}
-    unresolved = flatten(OmegaConf.to_container(composed.config))
+    unresolved = flatten(composed.unresolved)
     every = {**flatten(composed.plain), **{k: v for k, v in unresolved.items() if "${" in str(v)}, **composed.choices}
     every = {k: v for k, v in every.items() if v != {} and not k.endswith("_target_")}
     return {k: v for k, v in every.items() if not is_machine_local(k, outside)}

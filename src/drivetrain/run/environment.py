@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ def describe(overrides: list[str], config_hash: str, machine_local: dict[str, An
     }
 
 
+@lru_cache(maxsize=64)  # 5 ms for each: its whole metadata is parsed
 def version(name: str) -> str | None:
     """The version of an installed distribution, or None."""
     try:
@@ -69,6 +71,9 @@ def device_name(device: torch.device) -> str:
 
 def _git_commit() -> str | None:
     """The git commit of the working directory, with "-dirty" where files differ from it; None outside a repository."""
+    here = Path.cwd()
+    if "GIT_DIR" not in os.environ and not any((folder / ".git").exists() for folder in (here, *here.parents)):
+        return None  # as git would find, which takes longer to start
     # The repository may be a stranger's: its config can name programs that git would start.
     off = {"core.fsmonitor": "false", "core.hooksPath": os.devnull}
     try:

@@ -11,8 +11,6 @@ import math
 from collections.abc import Collection
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from drivetrain.config.compose import Composed
 from drivetrain.core.typed import is_number
 
@@ -21,7 +19,7 @@ MAY_LENGTHEN = ("epochs", "updates")  # what a resumed run may change
 
 def machine_local_values(composed: Composed, machine_local_keys: set[str]) -> dict[str, Any]:
     """The values of the machine-local keys, and of all that refer to the environment, unresolved."""
-    given = flatten(OmegaConf.to_container(composed.config))
+    given = flatten(composed.unresolved)
     return {k: v for k, v in given.items() if is_machine_local(k, machine_local_keys) or reads_environment(v)}
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Collection
 
-from omegaconf import OmegaConf
-
 from drivetrain.config.compose import Composed
 from drivetrain.core import process
 from drivetrain.recipe import write
@@ -25,7 +23,7 @@ def to_recipe(
     hold, but the run needs. `sections` is further YAML, such as a claim.
     """
     outside = {*OPERATOR_KEYS, *machine_local_keys}
-    plain, given = flatten(composed.option_defaults), flatten(OmegaConf.to_container(composed.config))
+    plain, given = flatten(composed.option_defaults), flatten(composed.unresolved)
     values = {k: v for k, v in given.items() if not is_machine_local(k, outside) and not k.endswith("_target_")}
     values = {k: v for k, v in values.items() if k not in composed.choices}  # a list group without options has no values
     from_outside = sorted(k for k, v in values.items() if reads_environment(v))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ import torch
 from drivetrain.core import files
 from drivetrain.core.errors import CannotSave, UserError
 from drivetrain.saving import manifest, sharded_checkpoint, space
+from drivetrain.saving.divided import Divided, Shards, Undivided
 from drivetrain.saving.manifest import checkpoints
 
 logger = logging.getLogger(__name__)
@@ -42,12 +44,12 @@ def save(
 def save_sharded(
     run_dir: Path,
     update: int,
-    tensors: dict[str, torch.Tensor],
+    tensors: dict[str, Divided],
     rest: dict[str, Any],
     group: Any,
     about: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a checkpoint of which every rank writes its shards. Called on all ranks; `tensors` may hold DTensors.
+    """Write a checkpoint of which every rank writes its parts of `tensors`. Called on all ranks.
 
     `rest` is the state without these tensors; `group` is a gloo process group, None for a single process.
     Raises CannotSave on all ranks where the disk refuses one of them.
@@ -55,20 +57,32 @@ def save_sharded(
     import torch.distributed as dist
 
     is_first = group is None or dist.get_rank(group) == 0
-    folder, needed = _temporary(run_dir, update), space.size_of(tensors, rest)
+    folder, needed = _temporary(run_dir, update), _size_on_all_ranks(tensors, group) + space.size_of(rest)
 
     def begin() -> None:
         _begin(run_dir, update)
         space.check(run_dir, update, needed)
 
     def finish() -> None:
-        torch.save({**rest, "pieces": {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}}, folder / "state.pt")
+        torch.save({**rest, "pieces": shapes}, folder / "state.pt")
         _finish(run_dir, update, about)
 
     with space.writing(run_dir, update, folder if is_first else None, needed):
         _first_and_then_all(begin if is_first else None, group)
-        sharded_checkpoint.write(folder, tensors, group)
+        shapes = sharded_checkpoint.write(folder, tensors, group)
         _first_and_then_all(finish if is_first else None, group)
+
+
+def _size_on_all_ranks(tensors: dict[str, Divided], group: Any) -> int:
+    """Return how many bytes the whole tensors take, of which ranks hold parts."""
+    sizes = {name: math.prod(t.shape) * t.parts[0].tensor.element_size() for name, t in tensors.items()}
+    if group is not None:
+        import torch.distributed as dist
+
+        ranks: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(ranks, sizes, group=group)
+        sizes = {name: size for rank in ranks for name, size in rank.items()}
+    return sum(sizes.values())
 
 
 def _first_and_then_all(work: Callable[[], None] | None, group: Any) -> None:
@@ -126,20 +140,16 @@ def _finish(run_dir: Path, update: int, about: Mapping[str, Any] | None) -> Path
     return target
 
 
-def load(checkpoint: Path, allocate: sharded_checkpoint.Allocate | None = None) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def load(checkpoint: Path, shards: Shards | None = None) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Load weights and state of a verified checkpoint. The state holds plain tensors and containers, never a pickled object.
 
-    Every rank reads its shards of a sharded checkpoint, into the tensors that `allocate(name of the weight, shape, dtype)`
-    returns. Without `allocate` a single process reads all of it.
+    Every rank reads its `shards` of a sharded checkpoint. Without them a single process reads all of it.
     """
     state = torch.load(checkpoint / "state.pt", map_location="cpu", weights_only=True)
     if (checkpoint / "model.safetensors").exists():
         return safetensors.torch.load_file(checkpoint / "model.safetensors"), state
     shapes = state.pop("pieces")
-    if allocate is None:
-        tensors = sharded_checkpoint.read(checkpoint, shapes, lambda _, shape, dtype: torch.empty(shape, dtype=dtype), alone=True)
-    else:
-        tensors = sharded_checkpoint.read(checkpoint, shapes, allocate)
+    tensors = sharded_checkpoint.read(checkpoint, shapes, shards or Undivided(), alone=shards is None)
     return sharded_checkpoint.unflatten_state(tensors, state)
 
 

@@ -59,28 +59,6 @@ class Last(Saving):
         self.every_updates, self.every_minutes, self.keep = every_updates, every_minutes, keep
         self.sharded, self.asynchronous, self.average_kept = sharded, asynchronous, average_kept
 
-    def validate(self, run: RunSpec) -> Iterator[str]:
-        if self.sharded and not run.parallel.portable_shards:
-            yield (
-                f"saving.sharded=true and {run.named('parallel')}: no other strategy can read "
-                "the parts that its ranks hold: set saving.sharded=false, or parallel=fsdp"
-            )
-        elif self.sharded and not run.parallel.whole_model:
-            yield from self._undivided_problems(run)
-
-    def _undivided_problems(self, run: RunSpec) -> Iterator[str]:
-        """What ranks hold beside their parts of the weights, which no format of parts has a place for yet."""
-        if run.optimizer.by_parameter:
-            yield (
-                f"saving.sharded=true and {run.named('optimizer')} with {run.named('parallel')}: each rank has the optimizer "
-                "state of some whole weights, and not of its parts: set saving.sharded=false"
-            )
-        if run.precision.owns_weights:
-            yield (
-                f"saving.sharded=true and {run.named('precision')} with {run.named('parallel')}: the parts of its own weights "
-                "are not saved: set saving.sharded=false, or precision=bf16"
-            )
-
     def restart(self, update: int) -> None:
         self._update, self._time = update, time.monotonic()
 

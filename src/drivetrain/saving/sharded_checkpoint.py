@@ -6,17 +6,18 @@ import contextlib
 import io
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from drivetrain.core.files import opened, read_json, write_json
 from drivetrain.core.lazy import torch
 from drivetrain.saving.content import Malformed, check_state
+from drivetrain.saving.divided import Divided, Shards
 from drivetrain.saving.manifest import PIECES
 
 State = dict[str, Any]
-Allocate = Callable[[str, tuple[int, ...], Any], Any]  # (weight's name, shape, dtype) → the tensor to read into
+Shapes = dict[str, tuple[tuple[int, ...], Any]]  # shape and dtype by name
 MOST_PIECES = 2**30  # bytes of pieces.json
 
 
@@ -25,24 +26,26 @@ def parameter_names(optimizer: State) -> dict[int, str]:
     return {i: n for g in optimizer["param_groups"] for i, n in zip(g["params"], g["param_names"], strict=True)}
 
 
-def flatten_state(weights: State, state: State, as_distributed: Callable[[str, Any], Any]) -> tuple[State, State]:
-    """Return all tensors of a weight's size by name ("optimizer/<weight>/<key>"), and the state without them.
+def flatten_state(weights: State, state: State, shards: Shards) -> tuple[dict[str, Divided], State]:
+    """Return all tensors of a weight's size that this rank has parts of, by name, and the state without them.
 
-    What an optimizer keeps outside of torch's own "state" stays there.
+    Names are "<kind>/<weight>", of an optimizer's "optimizer/<weight>/<key>". What it keeps outside of torch's own "state" stays.
     """
-    tensors = {f"model/{name}": t for name, t in weights.items()}
-    optimizer, ema = state["optimizer"], state["ema"]
+    optimizer, ema, precision = state["optimizer"], state["ema"], state.get("precision", {})
+    kinds = {"model": weights, "ema": ema.get("tensors", {}), "masters": precision.get("masters", {})}
+    tensors = {f"{kind}/{name}": shards.divided(kind, name, t) for kind, of_kind in kinds.items() for name, t in of_kind.items()}
     names = parameter_names(optimizer)
     small: dict[int, State] = {}
     for i, parameter_state in optimizer["state"].items():
         large = {k for k, v in parameter_state.items() if isinstance(v, torch.Tensor) and v.ndim}
-        tensors |= {f"optimizer/{names[i]}/{k}": as_distributed(names[i], parameter_state[k]) for k in large}
+        tensors |= {f"optimizer/{names[i]}/{k}": shards.divided("optimizer", names[i], parameter_state[k]) for k in large}
         small[i] = {k: v for k, v in parameter_state.items() if k not in large}
     rest = {**state, "optimizer": {**optimizer, "state": small}}
-    if ema:
-        tensors |= {f"ema/{name}": as_distributed(name, t) for name, t in ema["tensors"].items()}
+    if kinds["ema"]:
         rest["ema"] = {**ema, "tensors": {}}
-    return tensors, rest
+    if kinds["masters"]:
+        rest["precision"] = {**precision, "masters": {}}
+    return {key: divided for key, divided in tensors.items() if divided.parts}, rest
 
 
 def unflatten_state(tensors: State, state: State) -> tuple[State, State]:
@@ -55,6 +58,8 @@ def unflatten_state(tensors: State, state: State) -> tuple[State, State]:
             weights[name] = tensor
         elif kind == "ema":
             state["ema"]["tensors"][name] = tensor
+        elif kind == "masters":
+            state["precision"]["masters"][name] = tensor
         else:
             state["optimizer"]["state"].setdefault(indices[name], {})[state_key[0]] = tensor
     return weights, state
@@ -98,31 +103,80 @@ def join_optimizer_states(members: Sequence[State]) -> State:
     return {"state": state, "param_groups": groups}
 
 
-def write(folder: Path, tensors: State, group: Any) -> None:
-    """Write every rank's shards into one folder on a shared disk. `group` is a process group, None for a single process.
+def write(folder: Path, tensors: dict[str, Divided], group: Any) -> Shapes:
+    """Write every rank's parts into one folder on a shared disk; of equal parts one. Return all ranks' shapes on the first one.
 
-    Where each shard is goes into pieces.json; torch's own .metadata is a pickle.
+    `group` is a process group, None for a single process. Where each part is goes into pieces.json; torch's own .metadata is a
+    pickle.
     """
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import metadata as of_torch
+    from torch.distributed.checkpoint import planner
+
+    held = {(name, part.offsets): part.tensor for name, divided in tensors.items() for part in divided.parts}
+    shapes: Shapes = {}
+
+    class Planner(dcp.DefaultSavePlanner):
+        def create_local_plan(self) -> Any:
+            self.plan = planner.SavePlan([self._item(name, offsets) for name, offsets in held])
+            return self.plan
+
+        def _item(self, name: str, offsets: tuple[int, ...]) -> Any:
+            tensor, at = held[name, offsets], torch.Size(offsets)
+            about = planner.TensorWriteData(
+                chunk=of_torch.ChunkStorageMetadata(at, tensor.shape),
+                properties=of_torch.TensorProperties.create_from_tensor(tensor),
+                size=torch.Size(tensors[name].shape),
+            )
+            return planner.WriteItem(of_torch.MetadataIndex(name, at), planner.WriteItemType.SHARD, tensor_data=about)
+
+        def lookup_object(self, index: Any) -> Any:
+            return held[index.fqn, tuple(index.offset)]
 
     class Writer(dcp.FileSystemWriter):
         def finish(self, metadata: Any, results: list[list[Any]]) -> None:
             stored = {result.index: result.storage_data for of_rank in results for result in of_rank}
-            write_json(folder / PIECES, _as_pieces(metadata.state_dict_metadata, stored))
+            of_all = metadata.state_dict_metadata
+            write_json(folder / PIECES, _as_pieces(of_all, stored))
+            shapes.update({name: (tuple(t.size), t.properties.dtype) for name, t in of_all.items()})
 
     with _own_errors():
-        dcp.save(tensors, storage_writer=Writer(str(folder)), process_group=group, no_dist=group is None)
+        planned = Planner(flatten_state_dict=False)
+        dcp.save({}, storage_writer=Writer(str(folder)), planner=planned, process_group=group, no_dist=group is None)
+    return shapes
 
 
-def read(folder: Path, shapes: dict[str, tuple[tuple[int, ...], Any]], allocate: Allocate, alone: bool = False) -> State:
-    """Read tensors into those that `allocate` returns. `shapes` gives shape and dtype by name.
+def read(folder: Path, shapes: Shapes, shards: Shards, alone: bool = False) -> State:
+    """Read tensors into those that `shards` has for them. All ranks read their parts, unless a single process reads `alone`.
 
-    All ranks read their shards, unless a single process reads `alone`. Raises Malformed if a file is not a checkpoint's.
+    Raises Malformed if a file is not a checkpoint's.
     """
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import metadata as of_torch
+    from torch.distributed.checkpoint import planner
+    from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
     metadata = _metadata(folder, shapes)
+    tensors: State = {}
+    parts: dict[tuple[str, tuple[int, ...]], Any] = {}
+    chunks: dict[str, list[Any]] = {}
+    for key, (shape, dtype) in shapes.items():
+        kind, name, *_ = key.split("/")
+        tensors[key] = shards.empty_shard(kind, name, shape, dtype)
+        own = shards.divided(kind, name, tensors[key]).parts
+        parts |= {(key, part.offsets): part.tensor for part in own}
+        chunks[key] = [of_torch.ChunkStorageMetadata(torch.Size(part.offsets), part.tensor.shape) for part in own]
+
+    class Planner(dcp.DefaultLoadPlanner):
+        def create_local_plan(self) -> Any:
+            stored = metadata.state_dict_metadata
+            return planner.LoadPlan(
+                [item for key, own in chunks.items() for item in create_read_items_for_chunk_list(key, stored[key], own)]
+            )
+
+        def lookup_tensor(self, index: Any) -> Any:
+            return parts[index.fqn, tuple(index.offset)]
 
     class Reader(dcp.FileSystemReader):
         """torch's reader, which takes nothing from a pickle, and opens ordinary files that hold no more than they are long."""
@@ -143,10 +197,10 @@ def read(folder: Path, shapes: dict[str, tuple[tuple[int, ...], Any]], allocate:
             done.set_result(None)
             return done
 
-    tensors = {key: allocate(key.split("/")[1], shape, dtype) for key, (shape, dtype) in shapes.items()}
     with warnings.catch_warnings(), _own_errors():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # intended where a single process reads
-        dcp.load(tensors, storage_reader=Reader(str(folder)), no_dist=alone or not dist.is_initialized())
+        no_dist = alone or not dist.is_initialized()
+        dcp.load({}, storage_reader=Reader(str(folder)), planner=Planner(), no_dist=no_dist)
     return tensors
 
 
@@ -164,7 +218,7 @@ def _own_errors() -> Iterator[None]:
 
 
 def _piece(folder: Path, stored: Any) -> torch.Tensor:
-    """Read one shard's tensor from the part of a file where it is."""
+    """Read one part of a tensor from the part of a file where it is."""
     with opened(folder / stored.relative_path, "rb") as file:
         file.seek(stored.offset)
         part = io.BytesIO(file.read(stored.length))
@@ -188,7 +242,7 @@ def _as_pieces(tensors: State, stored: dict[Any, Any]) -> State:
     return pieces
 
 
-def _metadata(folder: Path, shapes: dict[str, tuple[tuple[int, ...], Any]]) -> Any:
+def _metadata(folder: Path, shapes: Shapes) -> Any:
     """Read pieces.json as torch's metadata. Raises Malformed where it does not fit the state's shapes and the files' lengths."""
     from torch.distributed.checkpoint import metadata as of_torch
     from torch.distributed.checkpoint.filesystem import _StorageInfo

@@ -70,9 +70,8 @@ class Writer:
         state = trainer.state()  # gathers from all ranks, as does full_state_dict
         with self._eval_weights():
             if self._saving.sharded:
-                weights, state = sharded_checkpoint.flatten_state(
-                    trainer.model.state_dict(), state, self._parallel.as_distributed
-                )
+                weights, state = sharded_checkpoint.flatten_state(trainer.model.state_dict(), state, self._parallel)
+                state = self._parallel.with_states_of_all(state)
             else:
                 weights, state = self._parallel.full_state_dict(trainer.model, state)
             self.wait()

@@ -131,6 +131,12 @@ def test_the_other_side(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     assert "exit codes" in capsys.readouterr().out
 
 
+def test_the_other_side_keeps_what_ranks_the_run() -> None:
+    """A task chooses metrics and the one that ranks its models; without them the other run would be refused."""
+    assert verb.plain_changes(verb.prepare_job(["task=regression", "precision=bf16"]).run) == ["precision=fp32"]
+    assert "metrics=[]" in verb.plain_changes(verb.prepare_job(["metrics=[f1]", "precision=bf16"]).run)
+
+
 def test_completion_offers_against_once() -> None:
     assert "against" in completion.candidates(["drivetrain certify precision=bf16 ag"])
     assert completion.candidates(["drivetrain certify precision=bf16 against ag"]) == []

@@ -76,7 +76,8 @@ def plain_changes(run: RunSpec) -> list[str]:
     changes = []
     for group, default in default_options().items():
         part, choice = run.parts.get(group), run.choices.get(group)
-        if choice == default or group == "saving":  # nothing is saved in either run
+        ranks_models = group == "metrics" and run.values.get("select") is not None  # the run cannot do without what ranks it
+        if choice == default or group == "saving" or ranks_models:  # nothing is saved in either run
             continue
         if isinstance(part, list):
             names = run.names(group)

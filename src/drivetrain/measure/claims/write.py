@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from drivetrain.core.errors import UserError
 from drivetrain.core.target import Reach
 from drivetrain.launch.job import Job
@@ -27,7 +25,7 @@ _ABSENT = object()
 
 def against(job: Job, base: Job) -> dict[str, Any]:
     """The options and keys that turn the recipe of `job` into that of `base` again, as a claim holds them."""
-    ours, theirs = (flatten(OmegaConf.to_container(j.composed.config)) for j in (job, base))
+    ours, theirs = (flatten(j.composed.unresolved) for j in (job, base))
     options = base.composed.choices
     found = {group: option for group, option in options.items() if job.composed.choice(group) != option}
     removed = {key.split(".")[0] for key in ours.keys() - theirs.keys()} & options.keys()

@@ -43,6 +43,9 @@ class Chunk:
         self.numbers: dict[str, Tensor] = {}  # state that is (n,), a number for each parameter, or 0-d, one for all
         self.places: Tensor | None = None  # (n,) of the parameters among all, where norms of all are kept in one tensor
         self._pieces: dict[str, list[Tensor]] = {}
+        self._shaped: dict[str, list[Tensor]] = {}
+        # On a CPU a call for each tensor costs less than to copy all of them into one vector and back.
+        self.by_tensors = like.device.type == "cpu" and like.dtype == self.dtype
 
     def share_buffers(self, work: Tensor, weights: Tensor, grads: Tensor) -> None:
         """Use these buffers, which are at least as large as the chunk. A single parameter needs only the first."""
@@ -70,6 +73,10 @@ class Chunk:
         self.parts[::2] = self.flat_params
         return vector
 
+    def shaped_grads(self) -> list[Tensor]:
+        """The gradients themselves."""
+        return [p.grad for p in self.params if p.grad is not None]
+
     def pieces(self, name: str) -> list[Tensor]:
         """The parts of a vector that belong to the parameters, as 1-d views."""
         if name not in self._pieces:
@@ -79,14 +86,10 @@ class Chunk:
 
     def shaped(self, name: str) -> list[Tensor]:
         """The parts of a vector that belong to the parameters, as views of the parameters' shapes."""
-        shaped = []
-        for piece, p, order in zip(self.pieces(name), self.params, self.orders, strict=True):
-            if order is None:
-                shaped.append(piece.view(p.shape))
-            else:
-                back = [order.index(d) for d in range(p.ndim)]
-                shaped.append(piece.view([p.shape[d] for d in order]).permute(back))
-        return shaped
+        if name not in self._shaped:
+            pieces = zip(self.pieces(name), self.params, self.orders, strict=True)
+            self._shaped[name] = [_shape_like(piece, p, order) for piece, p, order in pieces]
+        return self._shaped[name]
 
     def norms(self, vector: Tensor) -> Tensor:
         """(n,) the Euclidean norm of each parameter's part. The order of summation is fixed, so results are reproducible."""
@@ -240,6 +243,13 @@ class FlatOptimizer(torch.optim.Optimizer):
 def _flatten(tensor: Tensor, order: list[int] | None) -> Tensor:
     """A dense tensor as a vector in memory order: a view where `order` is its own."""
     return tensor.reshape(-1) if order is None else tensor.permute(order).reshape(-1)
+
+
+def _shape_like(piece: Tensor, p: Tensor, order: list[int] | None) -> Tensor:
+    """A vector in a parameter's memory order, as a view of the parameter's shape."""
+    if order is None:
+        return piece.view(p.shape)
+    return piece.view([p.shape[d] for d in order]).permute([order.index(d) for d in range(p.ndim)])
 
 
 def memory_order(p: Tensor) -> list[int] | None:

@@ -42,19 +42,43 @@ class Lars(LayerwiseOptimizer):
         super().__init__(params, {**defaults, "adapt": adapt}, loop)
 
     def measure(self, chunk: Chunk, group: dict[str, Any]) -> tuple[Tensor, ...]:
+        if chunk.by_tensors:
+            tensors = (chunk.params, chunk.shaped_grads()) if group["adapt"] else ()
+            return tuple(torch.stack(torch._foreach_norm(of_each)) for of_each in tensors)
         w, g = chunk.weights(), chunk.grads()
         torch.add(g, w, alpha=group["weight_decay"], out=chunk.vectors["work"])
         return (chunk.norms(w), chunk.norms(g)) if group["adapt"] else ()
 
     def move(self, chunk: Chunk, group: dict[str, Any], *norms: Tensor) -> None:
-        step, v, lr, momentum = chunk.vectors["work"], chunk.vectors["momentum_buffer"], group["lr"], group["momentum"]
+        rates = group["lr"]  # lr · λ
         if norms:
             w_norm, g_norm = norms
             ratio = group["trust"] * w_norm / (g_norm + group["weight_decay"] * w_norm)
-            chunk.scaled(step, lr * torch.where((w_norm > 0) & (g_norm > 0), ratio, 1.0))
+            rates = rates * torch.where((w_norm > 0) & (g_norm > 0), ratio, 1.0)
+        if chunk.by_tensors:
+            self._move_tensors(chunk, group, torch.as_tensor(rates, dtype=chunk.dtype).expand(len(chunk.params)))
+            return
+        step, v, momentum = chunk.vectors["work"], chunk.vectors["momentum_buffer"], group["momentum"]
+        if norms:
+            chunk.scaled(step, rates)
         else:
-            step.mul_(lr)
+            step.mul_(rates)
         v.mul_(momentum).add_(step)
         if group["nesterov"]:
             step.add_(v, alpha=momentum)
         chunk.subtract("work" if group["nesterov"] else "momentum_buffer")
+
+    def _move_tensors(self, chunk: Chunk, group: dict[str, Any], rates: Tensor) -> None:
+        """Update the parameters where they are, without a vector of g + decay · w: its two terms are added one by one."""
+        weights, grads, v = chunk.params, chunk.shaped_grads(), chunk.shaped("momentum_buffer")
+        momentum, decays = group["momentum"], rates * group["weight_decay"]
+        chunk.vectors["momentum_buffer"].mul_(momentum)
+        torch._foreach_addcmul_(v, grads, rates.unbind())
+        if group["weight_decay"]:
+            torch._foreach_addcmul_(v, weights, decays.unbind())
+        if group["nesterov"]:
+            torch._foreach_mul_(weights, (1 - decays).unbind())
+            torch._foreach_addcmul_(weights, grads, rates.neg().unbind())
+            torch._foreach_add_(weights, v, alpha=-momentum)
+        else:
+            torch._foreach_sub_(weights, v)
