@@ -346,6 +346,93 @@ def test_the_page_shows_the_code_that_runs():
         assert any(block in text for text in texts), f"no file in {EXTENDING} has this:\n{block}"
 
 
+# --- examples/gan: two networks, losses and optimizers ---
+
+GAN = ROOT / "examples/gan"
+
+
+@pytest.fixture
+def gan(monkeypatch):
+    """The words of its task, for the loop of this process."""
+    monkeypatch.syspath_prepend(GAN)
+    words = ["trust=[gan]", "task=gan", "runtime.threads=1"]
+
+    def built(*given):
+        contexts.append(BuildContext(prepare([*words, *given], [str(GAN / "conf")]).run, World(), Path("gan")))
+        return build.build(contexts[-1], [])
+
+    contexts = []
+    built.train = lambda *given: drivetrain.train([*words, *given], [str(GAN / "conf")])
+    yield built
+    for context in reversed(contexts):
+        context.on_exit.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "close"),
+    [(["epochs=1"], 13), *(pytest.param([f"precision={p}"], 1, marks=pytest.mark.slow) for p in ("fp32", "amp"))],
+)
+def test_the_gan_comes_near_the_digits(gan, words, close):
+    result = gan.train(*words)
+    assert result.status == "completed", result.error
+    assert result.judged("final")["distance"] < close
+    assert (Path(result.run_dir) / "made.png").read_bytes()[1:4] == b"PNG"
+    logged = records(Path(result.run_dir), "train")[-1]
+    assert logged["loss"] == pytest.approx(logged["loss_discriminator"] + logged["loss_generator"], rel=1e-3)
+
+
+def test_each_loss_of_the_gan_reaches_its_network_alone(gan):
+    trainer = gan()
+    x = torch.randn(8, 1, 8, 8)
+    import gan as module
+
+    for network in module.NETWORKS:
+        trainer.model.zero_grad()
+        module.losses(trainer.model(x), None)[network].backward()
+        reached = {name.partition(".")[0] for name, p in trainer.model.named_parameters() if p.grad is not None}
+        assert reached == {network}
+
+
+@pytest.mark.parametrize("overflown", [(), ("generator",), ("discriminator",), ("generator", "discriminator")])
+def test_each_optimizer_of_the_gan_skips_its_own_overflow_and_the_scale_moves_once(gan, overflown):
+    plain, scaled = gan("precision=fp32"), gan("precision=amp", "precision.init_scale=1024", "precision.growth_interval=1")
+    before = {name: p.clone() for name, p in scaled.model.named_parameters()}
+    for trainer, scale in ((plain, 1.0), (scaled, 1024.0)):
+        if trainer is scaled:
+            scaled.precision.scaler.scale(torch.zeros(()))  # makes the scale
+        for name, p in trainer.model.named_parameters():
+            p.grad = torch.full_like(p, 0.01 * scale)
+            if trainer is scaled and name.startswith(overflown):
+                p.grad.view(-1)[0] = torch.inf
+        made = trainer.step.update()
+    assert made == (len(overflown) < 2)
+    assert scaled.precision.scaler.get_scale() == (512.0 if overflown else 2048.0)
+    for (name, p), other in zip(scaled.model.named_parameters(), plain.model.parameters(), strict=True):
+        assert not torch.equal(before[name], other)
+        torch.testing.assert_close(p, before[name] if name.startswith(overflown or ("none",)) else other, msg=name)
+
+
+def test_the_gan_resumes_exactly(gan):
+    words = ["precision=amp", "saving=last", "evaluate_every=1"]
+    whole = gan.train(*words, "epochs=2", "output_dir=whole")
+    half = gan.train(*words, "epochs=1", "output_dir=half")
+    rest = drivetrain.train([f"resume={half.run_dir}", "epochs=2", "trust=[gan]"], [str(GAN / "conf")])
+    assert (whole.status, rest.status) == ("completed", "completed"), (whole.error, rest.error)
+    weights = [safetensors.torch.load_file(checkpoints(Path(r.run_dir))[-1] / "model.safetensors") for r in (whole, rest)]
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+
+
+def test_the_gan_refuses_to_clip_both_networks_by_one_norm(gan):
+    with pytest.raises(UserError, match="optimizer=one_for_each and clip=norm exclude each other"):
+        gan("clip=norm")
+
+
+def test_the_docs_show_the_code_of_the_gan():
+    section = (ROOT / "docs/tasks.md").read_text().partition("## Several losses and optimizers")[2]
+    (block,) = re.findall(r"```python\n(.*?)```", section.partition("\n## ")[0], re.S)
+    assert block in (GAN / "gan.py").read_text()
+
+
 # --- the pages ---
 
 PAGES = [

@@ -95,9 +95,9 @@ FAULTS = (
     Fault("horizon: a run is one epoch short", "core/horizon.py", "range(first, first * epochs + 1, first)", "range(first, first * epochs, first)", "tests/engine/test_trainer.py", "as_long or counted"),
     Fault("horizon: epochs after the end have no length", "core/horizon.py", "return begin + (epochs - whole) * (self.ends[whole] - begin)", "return float(begin)", "tests/scheduler/test_curves.py", "epochs or lengths or past"),
     # precision
-    Fault("amp: an overflow does not skip", "precision/base.py", "            if not overflow:\n                optimizer.step()", "            optimizer.step()", "tests/precision/test_precision.py", "overflow"),
-    Fault("amp: clipping before unscaling", "precision/base.py", "        with self._unscaled(optimizer):\n            clip()\n            found", "        clip()\n        with self._unscaled(optimizer):\n            found", "tests/clip/test_clip.py", "unscaled"),
-    Fault("amp: the scale is not updated", "precision/base.py", "                optimizer.step()\n            self.scaler.update()", "                optimizer.step()", "tests/precision/test_precision.py", "overflow or grows"),
+    Fault("amp: an overflow does not skip", "precision/base.py", "        if not overflow:\n            optimizer.step()", "        optimizer.step()", "tests/precision/test_precision.py", "overflow"),
+    Fault("amp: clipping before unscaling", "precision/base.py", "        with self._unscaled(*separate):\n            clip()\n", "        clip()\n        with self._unscaled(*separate):\n", "tests/clip/test_clip.py", "unscaled"),
+    Fault("amp: the scale is not updated", "precision/base.py", "for one in separate]\n            self.scaler.update()", "for one in separate]", "tests/precision/test_precision.py", "overflow or grows"),
     Fault("amp: an overflow of one shard stays there", "precision/base.py", "float(self._parallel.all_reduce_max(inf))", "float(inf)", "tests/parallel/test_two_ranks.py", "overflow"),
     Fault("amp: an update that failed is not unscaled again", "precision/base.py", "            self.scaler._per_optimizer_states.clear()\n", "            pass\n", "tests/precision/test_precision.py", "repeated"),
     Fault("amp: the growth interval of the checkpoint wins", "precision/base.py", '{**state, "growth_interval": self.growth_interval}', "state", "tests/precision/test_precision.py", "scale_grows"),

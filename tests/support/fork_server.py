@@ -288,8 +288,7 @@ def preload(kind: str) -> None:
             import_module(name)
         for found in pkgutil.walk_packages(drivetrain.__path__, "drivetrain."):
             if not found.name.endswith("__main__"):
-                with contextlib.suppress(ModuleNotFoundError):  # of a package that is not installed
-                    import_module(found.name)
+                import_if_installed(found.name)
         import_module("drivetrain.data.digits").read_table()
     threads = Path("/proc/self/task")
     assert not threads.is_dir() or len(list(threads.iterdir())) == 1, "a process of several threads may not fork"
@@ -298,6 +297,15 @@ def preload(kind: str) -> None:
         each.atexit = False  # libraries unregister their operators one by one: a child ends without
     with contextlib.suppress(OSError):
         use_huge_pages()
+
+
+def import_if_installed(name: str) -> None:
+    """Import a module, unless it is for a package of somebody else's that is not installed, as torchao may be."""
+    try:
+        import_module(name)
+    except ModuleNotFoundError as error:
+        if str(error.name).partition(".")[0] == "drivetrain":
+            raise
 
 
 def use_huge_pages() -> None:

@@ -52,7 +52,7 @@ class Muon(Optimizer):
         return lambda name, decayed: {"matrix": name in hidden}
 
     def make(self, groups: list[dict[str, Any]], implementation: Implementation) -> torch.optim.Optimizer:
-        from drivetrain.optimizer.algorithms import muon
+        from drivetrain.optimizer.algorithms import chained, muon
 
         matrices, others = ([_without(g, "matrix") for g in groups if g["matrix"] == matrix] for matrix in (True, False))
         optimizers: list[torch.optim.Optimizer] = []
@@ -71,7 +71,7 @@ class Muon(Optimizer):
             optimizers.append(torch.optim.AdamW(others, betas=betas, eps=self.eps, **flags))
         for optimizer in optimizers:
             remove_step_wrappers(optimizer)
-        return muon.ChainedOptimizer(*optimizers)
+        return chained.ChainedOptimizer(*optimizers)
 
 
 def _without(group: dict[str, Any], key: str) -> dict[str, Any]:

@@ -223,16 +223,22 @@ class Amp(Bf16):
         """Update unless there was an overflow. Reading that waits for the backward only; clipping is queued by then.
 
         Without that read, the schedule, the EMA and the counters would have to live on the device and advance by `1 - overflow`.
+        Several optimizers that are separate skip each by itself, and the scale moves once. It is an update if one has stepped.
         """
         if torch.compiler.is_compiling():
             return self._recorded_step(optimizer, clip)  # type: ignore[return-value]
-        with self._unscaled(optimizer):
+        separate = getattr(optimizer, "members", ()) if getattr(optimizer, "separate", False) else (optimizer,)
+        with self._unscaled(*separate):
             clip()
-            found = self.scaler._found_inf_per_device(optimizer)  # `scaler.step` would read it too, but does not return it
-            overflow = any(float(self._parallel.all_reduce_max(inf)) for inf in found.values())
-            if not overflow:
-                optimizer.step()
+            made = [self._step_without_overflow(one) for one in separate]
             self.scaler.update()
+        return any(made)
+
+    def _step_without_overflow(self, optimizer: torch.optim.Optimizer) -> bool:
+        found = self.scaler._found_inf_per_device(optimizer)  # `scaler.step` would read it too, but does not return it
+        overflow = any(float(self._parallel.all_reduce_max(inf)) for inf in found.values())
+        if not overflow:
+            optimizer.step()
         return not overflow
 
     def _recorded_step(self, optimizer: torch.optim.Optimizer, clip: Callable[[], None]) -> torch.Tensor:
@@ -245,10 +251,11 @@ class Amp(Bf16):
         return torch.logical_not(overflow)
 
     @contextmanager
-    def _unscaled(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    def _unscaled(self, *optimizers: torch.optim.Optimizer) -> Iterator[None]:
         """Unscale the gradients of one update. If it fails (out of memory), the next one has gradients to unscale again."""
         try:
-            self.scaler.unscale_(optimizer)
+            for optimizer in optimizers:
+                self.scaler.unscale_(optimizer)
             yield
         finally:
             self.scaler._per_optimizer_states.clear()
