@@ -72,7 +72,7 @@ def fuzz(place: Path, examples: int) -> None:
 
 
 def test_mutants_of_recipes(place: Path) -> None:
-    fuzz(place, 200)
+    fuzz(place, 500)
 
 
 @pytest.mark.slow
