@@ -30,7 +30,7 @@ def test_what_becomes_of_a_triple(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_triples_are_the_same_ones_for_a_seed() -> None:
     def drawn(seed: int) -> list[tuple[str, ...]]:
-        return list(itertools.islice(triples.drawn(seed, lambda word: word != "parallel=dp"), 200))
+        return list(itertools.islice(triples.drawn(seed, lambda word: word != "parallel=dp"), 1000))
 
     found = drawn(1)
     assert found == drawn(1) != drawn(2)
