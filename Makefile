@@ -40,7 +40,7 @@ wheel: $(VENV)/.installed          ## the wheel and its bill of materials (Cyclo
 
 lock: $(VENV)/.installed           ## lock everything that is installed, with hashes: after a change of pyproject.toml or constraints.txt
 	$(BIN)/$(LOCK) pyproject.toml --extra test -o requirements/test.txt
-	$(BIN)/$(LOCK) pyproject.toml --extra timm -c requirements/test.txt -o requirements/run.txt
+	$(BIN)/$(LOCK) pyproject.toml --extra timm --extra metrics -c requirements/test.txt -o requirements/run.txt
 	$(BIN)/$(LOCK) requirements/tools.in -c requirements/test.txt -o requirements/tools.txt
 	$(BIN)/$(LOCK) requirements/wheel.in -c requirements/test.txt -o requirements/wheel.txt
 

@@ -288,6 +288,42 @@ def test_the_step_reads_nothing_back():
             assert not {r for r in reads(parsed(path)) if r in READS}, path
 
 
+# --- what opens files ---
+
+# Packages whose files are those of a run: they are opened by core.files, which follows no link and waits for no pipe.
+OF_RUNS = ("run", "saving", "engine", "ema", "logger", "loss", "debug", "launch", "inference", "sweeps")
+OPENERS = {"open", "read_text", "read_bytes", "write_text", "write_bytes", "load_file", "safe_open"}
+OPEN_THEMSELVES = {
+    "run.environment": "the kernel's /proc/cpuinfo",
+    "run.held": "the run's directory itself, as a directory",
+    "saving.checkpoint_io": "weights that were verified just before, and a handle to sync what was written",
+    "ema.profiles": "averages that were verified just before",
+    "logger.tensorboard": "a picture that this process has drawn just before",
+    "debug.profile": "files that this process has written just before, at places that core.files gave",
+    "launch.launcher": "a file in a temporary folder of this process",
+    "launch.network": "/dev/null",
+    "launch.heartbeat": "the kernel's /proc",
+    "inference.export": "the temporary file that core.files made",
+    "inference.tables": "the operator's own output",
+    "inference.inputs": "`read_text` is the data option's",
+}
+
+
+def opens(path: Path) -> list[str]:
+    """The calls in a file that open files, but for those of core.files."""
+    calls = [node.func for node in ast.walk(parsed(path)) if isinstance(node, ast.Call)]
+    ours = {name.rpartition(".")[2] for name in imports(path) if name.startswith("drivetrain.core.files.")}
+    plain = [f.id for f in calls if isinstance(f, ast.Name) and f.id in OPENERS - ours]
+    named = [f for f in calls if isinstance(f, ast.Attribute) and f.attr in OPENERS]
+    return plain + [f.attr for f in named if ast.unparse(f.value) not in ("files", "self")]
+
+
+def test_files_of_runs_are_opened_by_the_one_boundary():
+    found = {name for package in OF_RUNS for name in modules_of(package) if opens(MODULES[name])}
+    assert found - set(OPEN_THEMSELVES) == set(), "open files by core.files; if that cannot be, say why in OPEN_THEMSELVES"
+    assert set(OPEN_THEMSELVES) - found == set(), "these open nothing themselves any more: take them out of OPEN_THEMSELVES"
+
+
 # --- what a start costs ---
 
 

@@ -386,9 +386,6 @@ def test_its_yaml_is_its_constructors_signature(group, option):
     assert {k: list(v) if isinstance(v, tuple) else v for k, v in defaults.items()} == section
 
 
-WHAT_IS_TRAINED = {"task", "data", "model", "loss"}  # every other group is of techniques
-
-
 def test_each_says_what_it_changes_in_training():
     """`drivetrain compare` and `certify` test what it claims."""
     for (group, option), file in FILES.items():
@@ -396,7 +393,7 @@ def test_each_says_what_it_changes_in_training():
         effect = cls().effect_as_set()
         assert {effect, *cls.key_effects.values()} <= {"exact", "close", "changes"}, word(group, option)
         assert set(cls.key_effects) <= set(knobs), word(group, option)
-        assert effect == "exact" or group in WHAT_IS_TRAINED or 10 < len(cls.changes) < 100, word(group, option)
+        assert effect == "exact" or 10 < len(cls.changes) < 100, word(group, option)
 
 
 def test_what_a_class_does_not_say_it_does_not_claim():

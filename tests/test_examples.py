@@ -474,7 +474,7 @@ def test_the_commands_of_a_page_are_good(page, monkeypatch, my_pkg):
         dirs = [given.pop(i + 1) for i, word in enumerate(given) if word in ("-cd", "--config-dir")]
         for folder in dirs:  # the command finds packages beside it
             monkeypatch.syspath_prepend(Path(folder).resolve().parent)
-        words = [w for w in given if "=" in w and not re.match(r"hydra|quality=|resume=auto", w)]
+        words = [w for w in given if "=" in w and not re.match(r"hydra|quality=|resume=auto|rounds=|block_s=", w)]
         if "hydra/sweeper=optuna" in given or "recipe=speed_ladder" in given:  # other grammars than a command's own
             continue
         try:

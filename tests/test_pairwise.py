@@ -37,6 +37,16 @@ def test_every_option_is_in_the_cover() -> None:
     assert len(words) >= sum(len(names) for group, names in options().items() if group not in alone)
 
 
+@pytest.mark.parametrize(
+    "pair", [("loss=distill", "data=digits"), ("loss=distill", "data=wine"), ("optimizer=schedulefree", "ema=ema")]
+)
+def test_an_option_with_needs_trains(pair: tuple[str, str], tmp_path: Path) -> None:
+    """What it wants beside its name is in the table, so that it is not one of those that this machine cannot run."""
+    pairwise.prepare_folder(tmp_path)
+    came = pairwise.try_one(pair, str(tmp_path))
+    assert came.status == "trained", came
+
+
 def test_a_broken_combination_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The campaign can fail: a run that ends without an update, and one that raises."""
     pairwise.prepare_folder(tmp_path)

@@ -37,7 +37,7 @@ def test_what_pyproject_asks_for_is_locked_at_the_versions_of_the_constraints():
     of_test = [part for entry in extras["test"] for part in ([entry] if "[" not in entry else [])]
     chosen = re.search(r"drivetrain\[([\w,]+)\]", extras["test"][0])[1].split(",")
     run, test = locked("run"), locked("test")
-    assert {wanted(r) for r in [*project["dependencies"], *extras["timm"]]} <= set(run)
+    assert {wanted(r) for r in [*project["dependencies"], *extras["timm"], *extras["metrics"]]} <= set(run)
     assert {wanted(r) for r in [*project["dependencies"], *of_test, *(r for extra in chosen for r in extras[extra])]} <= set(test)
     for line in (ROOT / "constraints.txt").read_text().splitlines():
         if (match := re.match(r"([\w.\-]+)==([\w.+]+)", line)) and normal(match[1]) in test:
@@ -52,9 +52,9 @@ def test_the_locks_agree_with_each_other():
 
 
 def test_make_lock_resolves_what_the_files_are_locked_from():
-    """`make train` sets up what most people train: with timm, which is an extra."""
+    """`make train` sets up what most people train: with timm and the tasks' metrics, which are extras."""
     makefile = (ROOT / "Makefile").read_text()
-    assert "pyproject.toml --extra timm -c requirements/test.txt -o requirements/run.txt" in makefile
+    assert "pyproject.toml --extra timm --extra metrics -c requirements/test.txt -o requirements/run.txt" in makefile
     assert "pyproject.toml --extra test -o requirements/test.txt" in makefile
     assert {"timm", "torchvision"}.isdisjoint(
         wanted(r) for r in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]

@@ -32,7 +32,8 @@ def test_every_option_has_a_card_with_what_it_does_its_effect_and_its_keys(cards
             assert "**Effect on training:**" in card, f"{group}={name}"
             for key in catalog.option_keys(group, name) - {"preset", "_target_"}:
                 assert f"| `{group}.{key}` |" in card, (group, name, key)
-    assert "| `precision.init_scale` | `65536.0` | number > 0 |" in pages["precision"]
+    assert "| `precision.init_scale` | `65536.0` | number > 0 ≤ 1e+38 |" in pages["precision"]
+    assert "**Source:** Kingma & Ba 2015; torch.optim.Adam." in pages["optimizer"]
     assert "on AMD EPYC" in pages["surgery"]
     assert "`parallel=pipeline`: precision=bf16_pure and parallel=pipeline exclude each other" in pages["precision"]
 
@@ -85,4 +86,18 @@ def test_it_builds_without_a_warning(tmp_path):
     )  # fmt: skip
     assert built.returncode == 0, built.stderr
     assert "precision.init_scale" in (tmp_path / "site" / "techniques" / "precision.html").read_text(encoding="utf-8")
+    for page in (tmp_path / "site").rglob("*.html"):
+        scripts = re.findall(r'<(?:script|link)[^>]+(?:src|href)="([^"]+)"', page.read_text(encoding="utf-8"))
+        fetched = [script for script in scripts if "://" in script and "canonical" not in script]
+        assert not fetched, (page, fetched)
+        assert any(script.endswith("images/iframe-worker.js") for script in scripts), f"{page} cannot be searched from the disk"
+    assert (tmp_path / "site" / "images" / "iframe-worker.js").is_file()
     shutil.rmtree(tmp_path / "site")
+
+
+def test_what_the_search_needs_is_in_the_repository():
+    """The site is searched from the disk, without a network: the plugin takes its shim from another host where none is named."""
+    named = re.search(r"polyfills: \[(.*)\]", (ROOT / "mkdocs.yml").read_text())
+    assert named is not None
+    assert "iframe-worker" in named[1]
+    assert "Permission is hereby granted" in (ROOT / "docs" / named[1]).read_text()

@@ -36,12 +36,12 @@ OTHERS = sorted(set(zoo.names()) - set(QUICK))
 def test_every_recipe_is_good(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipe", "check", *NAMES]) == DONE
     lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]
-    assert lines == [f"{name}: good" for name in NAMES]
+    assert lines == [f"{name}: valid" for name in NAMES]
 
 
 def test_a_check_tells_what_is_left_to_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     main(["recipe", "check", "cifar10_fast"])
-    assert "cifar10_fast: good\n  left to the command line: data=cifar10 needs data.root" in capsys.readouterr().out
+    assert "cifar10_fast: valid\n  left to the command line: data=cifar10 needs data.root" in capsys.readouterr().out
 
 
 def test_a_missing_path_hides_no_other_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
+from scipy import stats  # noqa: F401 - takes a second, which is not to count as the first case's
+
 from bench import flips
 from bench.fuzz import damage
 from bench.fuzz.commands import run as run_command

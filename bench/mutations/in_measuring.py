@@ -32,7 +32,7 @@ FAULTS = (
     Fault("verdict: no Bonferroni", "measure/benchmark/noninferiority.py", "min(1.0, len(a) * min(a))", "min(a)", VERDICTS),
     Fault("verdict: no Holm", "measure/benchmark/noninferiority.py", "level / (len(self.verdicts) - decided)", "level", VERDICTS),
     Fault("verdict: every look has the whole level", "measure/benchmark/noninferiority.py", "level = spending(share) - self.spent", "level = spending(share)", VERDICTS),
-    Fault("verdict: a target never reached may PASS", "measure/benchmark/noninferiority.py", "for run in (*runs, *base)):", "for run in base):", VERDICTS),
+    Fault("verdict: a target never reached may PASS", "measure/benchmark/noninferiority.py", "self.censored = sum(self.reached) < len(runs) + len(base)", "self.censored = self.reached[1] < len(base)", VERDICTS),
     Fault("verdict: a failed run is left out", "measure/benchmark/noninferiority.py", "    if failed := next((run for run in runs if run.error), None):\n        return FAIL", "    if failed := next((run for run in runs if run.error and not run.figures.get('x', 1)), None):\n        return FAIL", VERDICTS),
     Fault("early stop: rounds of the baseline that the arm did not have", "measure/benchmark/comparison.py", "ratio(row.rates, base_rates[: len(row.rates)])", "ratio(row.rates, base_rates[-len(row.rates) :])", STOPPING),
     Fault("early stop: after too few rounds", "measure/benchmark/stopping.py", "if rounds >= MIN_ROUNDS:", "if rounds >= 2:", STOPPING),

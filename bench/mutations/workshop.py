@@ -118,7 +118,9 @@ class Workshop:
         log = os.open(self.root / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        sys.path[:] = [str(self.root / "src"), str(self.root), *(p for p in sys.path if not p.startswith(str(self._checkout)))]
+        # The copy's source in place of the checkout's, whose virtual environment stays.
+        others = [p for p in sys.path if p.startswith(sys.prefix) or not p.startswith(str(self._checkout))]
+        sys.path[:] = [str(self.root / "src"), str(self.root), *others]
         for name in [n for n in sys.modules if n.partition(".")[0] in ("bench", "tests", "drivetrain")]:
             del sys.modules[name]
         import pytest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,10 +50,13 @@ def _card(group: str, file: Path, override: str) -> Iterator[str]:
     """What an option's code and YAML say of it."""
     code = import_name(catalog.target(file))
     option: Option = code()
+    source = _source(inspect.getdoc(code) or "")
     effect = option.effect_as_set()
     changes = f" ({option.changes})" if option.changes and effect != "exact" else ""
     yield from (_sentence(catalog.summary(file)), "", f"    {override}", "", _text(inspect.cleandoc(code.__doc__ or "")), "")
     yield from (f"**Effect on training:** {EFFECTS[effect]}{changes}.", "")
+    if source:
+        yield from (f"**Source:** {source}.", "")
     values: Any = OmegaConf.to_container(OmegaConf.load(file))
     keys = {key: value for key, value in values.items() if key not in ("_target_", "preset")}
     if keys:
@@ -61,6 +65,12 @@ def _card(group: str, file: Path, override: str) -> Iterator[str]:
         default = json.dumps(about["default"], ensure_ascii=False)
         yield f"| `{group}.{key}` | `{default}` | {cell(kind(about))} | {cell(about.get('description', ''))} |"
     yield ""
+
+
+def _source(text: str) -> str:
+    """The paper, or the library's class, that a docstring names in brackets; "" where it names none."""
+    named = (" ".join(found.split()) for found in re.findall(r"\(([^()]+)\)", text))
+    return "; ".join(_text(each) for each in named if re.search(r"\b(19|20)\d\d\b|\b(torch|timm)\.[a-z]", each))
 
 
 def _sentence(text: str) -> str:

@@ -154,7 +154,7 @@ def test_what_it_does_not_go_with(problems, words, says):
 def test_random_weights_are_advised_upon(tiny):
     from drivetrain.launch import launcher
 
-    assert any("here they are random" in line for line in launcher.prepare(tiny("adapter=lora")).notices)
+    assert any("and these are random" in line for line in launcher.prepare(tiny("adapter=lora")).notices)
     assert not any("random" in line for line in launcher.prepare(tiny("adapter=lora", "model.weights=x.pt")).notices)
 
 

@@ -1,6 +1,7 @@
 """batch=critical: the noise scale chooses the global batch, once and for the whole run."""
 
 import json
+import math
 import subprocess
 
 import pytest
@@ -80,7 +81,9 @@ def test_what_the_run_has_recorded_is_not_measured_again():
     assert again.global_batch == 128
     other = Critical(global_batch=32, max=4096).choose(told(1e9), 1, first.found)  # the run goes on with other limits
     assert other.global_batch == 4096
-    for damaged in ({}, [], {**first.found, "noise_scale": "many"}):
+    wrong = [{"noise_scale": value} for value in ("many", -1.0, math.nan, math.inf)]
+    wrong += [{name: value} for name in ("updates", "samples") for value in ("many", 0, -5, 1.5, None)]
+    for damaged in ({}, [], *({**first.found, **each} for each in wrong)):
         assert batch.choose(told(64.0), 1, damaged).global_batch == 64
 
 

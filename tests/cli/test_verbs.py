@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from drivetrain.cli import completion
+from drivetrain.cli import completion, main
 from drivetrain.cli.verbs import VERBS, Verb
+from drivetrain.config.catalog import root_config
 from tests.support.command import (
     OWN,
     ROOT,
@@ -97,10 +98,22 @@ def test_list_one_group(group: str, tmp_path: Path) -> None:
             assert f"{group}.{knob}:" in said
 
 
+def test_list_a_key_of_no_group(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = {key: value for key, value in root_config().items() if key != "defaults"}
+    for key, value in keys.items():
+        assert main.main(["list", key]) == 0, key
+        shown = capsys.readouterr().out
+        assert shown.startswith(f"{key} is a key of the whole config, and no group: ")
+        default = shown.partition("no group: ")[2].partition(", by default; ")[0]
+        assert yaml.safe_load(default) == value
+        assert len(shown.partition("by default; ")[2]) > 10, f"what {key} does"
+
+
 @pytest.mark.parametrize(
     ("words", "names"),
     [
         (("list", "nope"), ("'nope'", "optimizer")),
+        (("list", "tarket"), ("'tarket'", "'target'")),
         (("list", "optimiser"), ("'optimiser'", "'optimizer'")),
         (("trian",), ("'trian'", "'train'")),
         (("precision=amp",), ("drivetrain train precision=amp",)),
@@ -162,12 +175,12 @@ def test_recipe_check(tmp_path: Path) -> None:
     """Several at once: good ones are said to be good, and all the problems of the bad ones are told."""
     shipped = ["cifar10_fast", "digits_fast", "speed_ladder"]  # tests/test_zoo.py checks them all
     lines = good(run("recipe", "check", *shipped, cwd=tmp_path)).splitlines()
-    assert [line for line in lines if not line.startswith(" ")] == [f"{name}: good" for name in shipped]
+    assert [line for line in lines if not line.startswith(" ")] == [f"{name}: valid" for name in shipped]
     (tmp_path / "a.yaml").write_text("optimizer:\n  lrr: 3\n")
     (tmp_path / "b.yaml").write_text("epochs: 0\n")
     done = run("recipe", "check", "a.yaml", "naive", "b.yaml", cwd=tmp_path)
     assert done.code == 2
-    assert done.out == "naive: good\n"
+    assert done.out == "naive: valid\n"
     assert "a.yaml:2" in done.err
     assert "epochs=0" in done.err
 
@@ -207,7 +220,7 @@ def test_recipe_export(finished: Path, tmp_path: Path) -> None:
     again = run("recipe", "export", str(finished), "mine.yaml", cwd=tmp_path)
     assert again.code == 2
     assert "mine.yaml is there already" in again.err
-    assert good(run("recipe", "check", "mine.yaml", cwd=tmp_path)) == "mine.yaml: good\n"
+    assert good(run("recipe", "check", "mine.yaml", cwd=tmp_path)) == "mine.yaml: valid\n"
 
 
 # The composed config.

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import random
+from typing import Literal
 
 import pytest
 from omegaconf import OmegaConf
 
 from drivetrain.config import catalog
+from drivetrain.config.values import type_problems
+from drivetrain.core.allowed import FileName
+from drivetrain.data.base import Fraction
 from tests.support import composed
 
 
@@ -37,3 +41,18 @@ def test_an_error_in_a_rule_is_not_taken_for_an_option_that_is_missing(monkeypat
     monkeypatch.setattr(Scheduler, "validate", lambda self, run: run.optimizer.no_such_setting)
     with pytest.raises(AttributeError, match="no_such_setting"):
         prepare(["scheduler=constant", "epochs=0"])
+
+
+@pytest.mark.parametrize(
+    ("hint", "value", "must"),
+    [
+        (float, "foo", "must be a number"),
+        (Fraction | None, "foo", "must be a number or null"),
+        (Literal["auto"] | Fraction | FileName | None, False, "must be 'auto', a number, a text or null"),
+        (Literal["auto", "all"] | None, 3, "must be one of 'auto' or 'all' or null"),
+        (list[int] | None, [], ""),
+    ],
+)
+def test_a_message_names_all_that_a_value_may_be(hint, value, must):
+    text = str(value).lower() if isinstance(value, bool) else value
+    assert list(type_problems("data", {"validation": (hint, value)})) == ([f"data.validation={text}: {must}"] if must else [])

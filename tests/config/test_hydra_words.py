@@ -165,12 +165,15 @@ def test_run_dir_is_resolved_as_in_hydra() -> None:
 
 def test_a_directory_that_has_a_run_or_a_file_of_its_name_is_not_taken(tmp_path: Path) -> None:
     word = f"hydra.run.dir={tmp_path}"
-    (tmp_path / "notes.txt").write_text("mine")
+    mine = (".hydra/mine.yaml", "notes.txt")
+    for name in mine:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("mine")
     job = prepare_run([word])
     assert job.make_run_dir() == tmp_path
     (tmp_path / "config.yaml").write_text("the run's")
     directory.remove(tmp_path)  # as where the run was refused
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["notes.txt"]
+    assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()) == sorted(mine)
     (tmp_path / "config.yaml").write_text("mine")
     assert "has a config.yaml already" in problems(lambda: prepare_run([word]))[0]
     (tmp_path / "result.json").write_text("{}")
@@ -246,7 +249,7 @@ def test_names_of_other_frameworks_lead_to_drivetrains(name: str) -> None:
     override = name if "=" in name else f"{name}=1"
     present = ELSEWHERE[name]
     if name != "experiment":
-        assert any(f"it is called {present} here" in line for line in problems(lambda: prepare([override])))
+        assert any(f"use {present}" in line for line in problems(lambda: prepare([override])))
 
 
 @pytest.mark.parametrize(

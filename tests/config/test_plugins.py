@@ -210,7 +210,7 @@ def test_a_recipe_may_choose_it(outside: Outside, tmp_path: Path, capsys: pytest
     assert prepare([f"recipe={recipe}", *outside.trust], outside.config_dirs).run.optimizer.lr == 0.25
     assert main(["recipe", "check", str(recipe), *outside.arguments]) == (2 if outside.trust else 0)
     said = capsys.readouterr()
-    assert "trust=[made_up]" in said.err if outside.trust else said.out == f"{recipe}: good\n"
+    assert "trust=[made_up]" in said.err if outside.trust else said.out == f"{recipe}: valid\n"
 
 
 # Without the package, and with a wrong one.

@@ -15,6 +15,6 @@ def test_the_recipe_for_a_gpu_is_fast_and_what_only_a_gpu_gains_from():
 
 def test_on_a_cpu_the_recipe_for_a_gpu_says_what_it_cannot_do_there():
     loader = prepare(["recipe=fast_gpu"]).run.loader
-    (line,) = loader.autotune(None, 1, torch.device("cpu"))
+    (line,) = loader.autotune(None, 1, 9, torch.device("cpu"))
     assert "loader=device: the device is the CPU" in line
-    assert loader.autotune(None, 1, torch.device("cuda")) == []
+    assert loader.autotune(None, 1, 9, torch.device("cuda")) == []

@@ -32,7 +32,7 @@ def test_present_names_exist_and_former_ones_do_not(name):
 
 def test_a_former_key_of_another_option():
     """The option that has the present key is named, too; a misspelt option does not hide it."""
-    with pytest.raises(UserError, match="now, and batch=accumulate"):
+    with pytest.raises(UserError, match=r"now \(with batch=accumulate"):
         prepare(["batch.steps=2"])
     with pytest.raises(UserError, match=r"it is called batch\.accumulation_steps now"):
         prepare(["batch=acumulate", "batch.steps=2"])
@@ -82,37 +82,43 @@ def test_the_page_of_words_says_what_the_command_answers():
 @pytest.mark.parametrize(
     ("word", "answer"),
     [
-        ("batch_size=32", "it is called batch.global_batch here"),
-        ("per_device_train_batch_size=8", "batch.global_batch here (of all devices together)"),
-        ("gradient_accumulation_steps=2", "it is called batch.accumulation_steps here, and batch=accumulate"),
-        ("learning_rate=0.1", "it is called optimizer.lr here"),
+        ("batch_size=32", "use batch.global_batch"),
+        ("per_device_train_batch_size=8", "use batch.global_batch (of all devices together)"),
+        ("gradient_accumulation_steps=2", "use batch.accumulation_steps (with batch=accumulate"),
+        ("learning_rate=0.1", "use optimizer.lr"),
         ("lr=0.1", "did you mean 'optimizer.lr'?"),
         ("weight_decay=0.1", "did you mean 'optimizer.weight_decay'?"),
-        ("max_epochs=3", "it is called epochs here"),
-        ("epochs_num=3", "it is called epochs here"),
-        ("gpus=2", "it is called parallel.nproc here"),
-        ("devices=2", "it is called parallel.nproc here"),
-        ("accelerator=gpu", "it is called runtime.device here"),
-        ("num_workers=4", "it is called loader.num_workers here"),
-        ("fp16=true", "it is called precision=amp here"),
-        ("bf16=true", "it is called precision=bf16 here"),
-        ("precision=fp16", "it is called precision=amp here"),
-        ("model=resnet50", "those of timm are model=timm model.name=resnet50"),
+        ("max_epochs=3", "use epochs"),
+        ("epochs_num=3", "use epochs"),
+        ("gpus=2", "use parallel.nproc"),
+        ("devices=2", "use parallel.nproc"),
+        ("accelerator=gpu", "use runtime.device"),
+        ("num_workers=4", "use loader.num_workers"),
+        ("fp16=true", "use precision=amp"),
+        ("bf16=true", "use precision=bf16"),
+        ("precision=fp16", "use precision=amp"),
+        ("model=resnet50", "for a timm model: model=timm model.name=resnet50"),
         ("model=net.Net", "a class of your own is model=own model.target=net.Net 'trust=[net]'"),
         ("loss=net.my_loss", "a class of your own is loss=own loss.target=net.my_loss 'trust=[net]'"),
         ("optimizer=torch.optim.SGD", "did you mean 'sgd'"),
         ("data=/", "data=imagefolder data.root=/; there is"),
-        ("data=txt", "it is called data=text here"),
-        ("trainer.max_epochs=3", "it is called epochs here"),
+        ("data=txt", "use data=text"),
+        ("trainer.max_epochs=3", "use epochs"),
         ("train.epochs=3", "did you mean 'epochs'?"),
         ("training.lr=1", "did you mean 'optimizer.lr'?"),
         ("resume=last", "or resume=auto for the newest unfinished run"),
+        ("gpus=2", "use parallel.nproc (with parallel=ddp, fsdp"),
+        ("warmup_epochs=5", "use scheduler.warmup (5 is five updates there, five epochs are 5ep)"),
+        ("optimizer=SGD", "is no option of optimizer: did you mean 'sgd'?"),
+        ("model=ResNet9", "is no option of model: did you mean 'resnet9'?"),
+        ("data=own data.train.n=500", "write 'data.train={n: 500}'"),
+        ("seed_everything=7", "use runtime.seed"),
         ("optimizer=adamww", "is no option of optimizer: did you mean 'adamw'"),
     ],
 )
 def test_words_of_other_frameworks_are_answered(word, answer):
     with pytest.raises(UserError) as refused:
-        prepare([word])
+        prepare(word.split())
     assert answer in " ".join(refused.value.problems)
 
 
@@ -126,16 +132,36 @@ def test_commands_of_other_tools_are_answered(name):
 @pytest.mark.parametrize(
     ("flag", "answer"),
     [
-        ("--batch-size", "--batch-size is batch.global_batch=… here"),
-        ("--lr=0.1", "--lr=0.1 is optimizer.lr=0.1 here"),
-        ("--fp16", "--fp16 is precision=amp here"),
-        ("--model", "--model is model=… here"),
+        ("--batch-size", "write settings as key=value: --batch-size is batch.global_batch=…"),
+        ("--lr=0.1", "--lr=0.1 is optimizer.lr=0.1"),
+        ("--fp16", "--fp16 is precision=amp"),
+        ("--model", "--model is model=…"),
+        ("--gpus 2", "--gpus 2 is parallel=ddp parallel.nproc=2"),
         ("--quit", "did you mean '--quiet'"),
     ],
 )
 def test_flags_of_other_frameworks_are_answered(flag, answer):
     with pytest.raises(UserError, match=re.escape(answer)):
-        train.command([flag])
+        train.command(flag.split())
+
+
+def test_the_words_among_the_ideas_are_answered():
+    """What the page says of a tool's argument, the command says too."""
+    ideas = (ROOT / "docs/words.md").read_text().partition("## Settings")[0].splitlines()
+    rows = [line.strip("|").split("|") for line in ideas if line.startswith("| ")]
+    found = [(re.findall(r"`([a-z_]+)(?:=[\w\"]*)?`", row[0]), row[1]) for row in rows if len(row) == 2]
+    words = {
+        word: here for elsewhere, here in found for word in elsewhere if word in ELSEWHERE or "_" in word or word == "profiler"
+    }
+    assert {"fast_dev_run", "overfit_batches", "detect_anomaly", "profiler", "use_dora"} <= set(words)
+    for word in words.keys() - {"swa_utils", "find_lr"}:
+        assert f"`{ELSEWHERE[word]}" in words[word], word
+
+
+def test_one_text_is_a_list_of_texts():
+    assert prepare(["model.freeze=stem"]).composed.plain["model"]["freeze"] == ["stem"]
+    with pytest.raises(UserError, match=r"model.hidden=wide: must be a list"):
+        prepare(["model=mlp", "model.hidden=wide"])
 
 
 def test_a_pattern_that_matches_nothing_names_little():

@@ -1,11 +1,15 @@
 """A process that is forked where torch has computed can compute too."""
 
 import os
+import select
+import signal
+import time
 
 import pytest
 import torch
 
 from drivetrain.core.forking import ForkedProcess
+from drivetrain.core.signals import ended_by_signals
 from drivetrain.launch import launcher
 
 
@@ -52,3 +56,70 @@ def test_ranks_compute_after_this_process_has(tiny):
     launched = launcher.launch(launcher.prepare(tiny("parallel=ddp", "parallel.nproc=2", "runtime.threads=2")), quiet=True)
     assert launched.result.status == "completed", launched.result.error
     compute()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_forked_process_ends_with_the_one_that_forked_it(number):
+    """A killed process can end nothing. That its child has ended shows at a pipe which only the child holds open."""
+    ended, held = os.pipe()
+    begun, told = os.pipe()
+
+    def child() -> None:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        os.write(told, b"x")
+        time.sleep(600)
+
+    def parent() -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which is the parent's alone
+        ForkedProcess(target=child, parents_end=number).start()
+        os.close(held)
+        time.sleep(600)
+
+    process = ForkedProcess(target=parent)
+    process.start()
+    os.close(held)
+    assert os.read(begun, 1) == b"x"
+    assert not select.select([ended], [], [], 0)[0], "it is there still"
+    process.kill()
+    process.join()
+    assert select.select([ended], [], [], 60)[0], "it was left behind"
+
+
+def test_a_signal_while_it_forks_ends_each_of_both_in_its_own_way(monkeypatch):
+    """The parent's handlers run in the parent, and the new process has none."""
+    handled = []
+    before = signal.signal(signal.SIGTERM, lambda *_: handled.append(os.getpid()))
+    process = ForkedProcess(target=time.sleep, args=(600,))
+    original = ForkedProcess._Popen
+
+    def fork(process):
+        popen = original(process)
+        os.kill(popen.pid, signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert not handled, "not before both know what to do"
+        return popen
+
+    monkeypatch.setattr(ForkedProcess, "_Popen", staticmethod(fork))
+    process.start()
+    process.join(60)
+    signal.signal(signal.SIGTERM, before)
+    assert process.exitcode == -signal.SIGTERM
+    assert handled == [os.getpid()]
+
+
+def test_a_signal_in_a_destructor_is_answered_after_it():
+    """Python drops what a handler raises there."""
+    waited = []
+
+    class Last:
+        def __del__(self):
+            signal.raise_signal(signal.SIGTERM)
+
+    def wait() -> None:
+        Last()
+        time.sleep(30)
+        waited.append(True)
+
+    with pytest.raises(KeyboardInterrupt), ended_by_signals():
+        wait()
+    assert not waited

@@ -130,12 +130,12 @@ def test_a_devices_memory_is_asked_of_torch(monkeypatch):
 
 
 def test_a_batch_larger_than_the_memory(make, monkeypatch):
-    monkeypatch.setattr(limits, "memory_bytes", lambda: 12 * 3 * 8 * 8 * 4 - 1)
-    with pytest.raises(UserError, match=r"reads 12 samples of the shape \[3, 8, 8\] at once.*batch.accumulation_steps.*=off"):
-        make()
-    make("batch=accumulate", "batch.accumulation_steps=2")
+    digits = ["data=digits", "model=mlp"]
+    monkeypatch.setattr(limits, "memory_bytes", lambda: 12 * 8 * 8 - 1)
+    with pytest.raises(UserError, match=r"reads 12 samples of the shape \[1, 8, 8\] at once.*batch.accumulation_steps.*=off"):
+        make(*digits)
     monkeypatch.setenv("DRIVETRAIN_LIMITS", "off")
-    make()
+    make(*digits)
 
 
 def test_a_run_refuses_such_a_model(train, monkeypatch):
@@ -151,3 +151,45 @@ def test_a_run_refuses_such_a_model(train, monkeypatch):
 )
 def test_the_numbers_of_a_sample(shape, numbers):
     assert limits.numbers_in(shape) == numbers
+
+
+@pytest.mark.parametrize("rank", [10**9, 10**12])
+@pytest.mark.parametrize("adapter", ["lora", "dora"])
+def test_adapters_larger_than_the_memory_are_refused(make, adapter, rank):
+    with pytest.raises(
+        UserError, match=rf"adapter.rank={rank} makes a model (of more than .* GiB|that this machine has no memory)"
+    ):
+        make(f"adapter={adapter}", f"adapter.rank={rank}", "model=mlp")
+
+
+@pytest.mark.parametrize(
+    "words", [["data.samples=1000000000"], ["data.test_samples=1000000000"], ["data.shape=[3,1000000,1000000]"]]
+)
+def test_random_samples_beyond_the_memory_are_refused(words):
+    with pytest.raises(UserError, match=r"samples of the shape .* take .* GiB, and this machine has"):
+        prepare(["data=synthetic", *words])
+    with pytest.raises(UserError, match="1,000,000,500 scenes take"):
+        prepare(["task=multilabel", "data=digit_scenes", "model=mlp", "data.samples=1000000000"])
+
+
+def test_an_output_for_each_of_too_many_classes_is_refused(make):
+    with pytest.raises(UserError, match="model=mlp makes a model"):
+        make("model=mlp", "data.classes=1000000000000")
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "clip=value clip.clip_value=1e300", "clip=agc clip.eps=1e300", "optimizer.eps=1e300", "debug=gradcheck debug.eps=1e-300",
+        "debug=gradcheck debug.eps=0.99",
+        "optimizer=muon optimizer.ns_steps=1000000000", "data=digit_scenes data.noise=1000000000",
+        "metrics=[auroc] metrics.auroc.thresholds=1000000000",
+        "metrics=[calibration_error] metrics.calibration_error.bins=1000000000",
+        "adapter=lora adapter.rank=4611686018427387904", "epochs=4611686018427387904",
+        "ema=post_hoc ema.width=1e-300",
+    ],
+)  # fmt: skip
+def test_every_number_has_bounds(word):
+    """Those that no arithmetic of a step can hold are refused by the setting's name."""
+    with pytest.raises(UserError, match=rf"{word.split()[-1].partition('=')[0]}=.*must be"):
+        prepare(word.split())

@@ -1,11 +1,13 @@
 """What overrides are written as is what Hydra reads."""
 
+import os
 from random import Random
 
 import pytest
+from hydra.errors import HydraException
 
 from drivetrain.core.horizon import length_problem
-from drivetrain.core.overrides import format_value, parse, parse_each
+from drivetrain.core.overrides import format_value, parse, parse_each, redact
 
 ODD = "\\'\" ${}[](),:=~+-.#%@|/*?!ab0 19eE\n\t\r_é∑\u2028\x1b"
 WORDS = [
@@ -47,6 +49,41 @@ def test_words_stay_text(word):
     assert parse(f"key={format_value(word)}").value() == word
 
 
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("output_dir=/tmp/jörg", "/tmp/jörg"),
+        ("recipe=ré.yaml", "ré.yaml"),
+        ("data.path=C:/Übung 2/é.csv", "C:/Übung 2/é.csv"),
+        ("data.columns=[größe, b,'ä,b']", ["größe", "b", "ä,b"]),
+        ('x="ö"', "ö"),
+        ("x='it\\'s ö'", "it's ö"),
+        ("x={a: ö, b: 1}", {"a": "ö", "b": 1}),
+        ("x={a: http://ö}", None),
+        ("+x=日本語", "日本語"),
+        ("x=~/ö", os.path.expanduser("~/ö")),
+        ("x='${a}ö'", "${a}ö"),
+    ],
+)
+def test_letters_beyond_ascii_need_no_quotes(written, value):
+    if value is None:  # a mapping's text with a colon has quotes of its own
+        with pytest.raises(HydraException):
+            parse(written)
+    else:
+        assert parse(written).value() == value
+
+
+def test_letters_beyond_ascii_in_a_sweep():
+    assert [str(getattr(v, "text", v)) for v in parse("x=ä,b,'c,ö'").sweep_iterator()] == ["ä", "b", "c,ö"]
+    assert [str(getattr(v, "text", v)) for v in parse("x=choice(ä, b)").sweep_iterator()] == ["ä", "b"]
+
+
+def test_where_quotes_are_needed_it_is_said():
+    problems: list[str] = []
+    assert list(parse_each(["x=[ä\\,b(]"], "key=value", problems)) == []
+    assert problems[0].endswith("is not of the form key=value: put texts with letters such as ä in quotes")
+
+
 @pytest.mark.parametrize("cases", [300, pytest.param(20_000, marks=pytest.mark.slow)])
 def test_every_value_is_read_as_it_was_written(cases):
     random = Random(cases)
@@ -76,3 +113,9 @@ def test_a_number_of_thousands_of_digits_is_a_problem_and_no_error():
     assert [text for text, _ in parse_each(["epochs=3", f"seed={'1' * 5000}"], "key=value", problems)] == ["epochs=3"]
     (problem,) = problems
     assert problem.startswith("seed=11111111111111111111… has a number of 5,000 characters")
+
+
+@pytest.mark.parametrize("key", ["logger.wandb.api_key", "my.Token", "password", "logger.mlflow.client_secret"])
+def test_the_value_of_a_secret_is_not_written(key):
+    assert redact(f"{key}=hunter2") == f"{key}=<redacted>"
+    assert redact("data.tokens=true") == "data.tokens=true"

@@ -314,3 +314,13 @@ def test_synthetic_tokens_have_the_next_one_as_their_target(train, make, problem
     assert (result.status, result.updates) == ("completed", 2), result.error
     assert any("data.shape to [length]" in p for p in problems("data=synthetic", "data.tokens=true", *words[4:]))
     assert any("set model=gpt" in p for p in problems("data=synthetic", "data.tokens=true", "data.shape=[24]"))
+
+
+def test_small_images_that_are_enlarged_are_told(images, caplog):
+    """One line, with the size to set; not where they are as large as what is wanted, or nearly."""
+    ImageFolder(str(images("train") / "train")).load(CPU)
+    (said,) = [message for message in caplog.messages if "enlarged" in message]
+    assert re.search(r"are \d+×16 and are enlarged to 224×224, .*: set data.size=16, unless the model wants 224", said)
+    caplog.clear()
+    ImageFolder(str(images("train") / "train"), size=24).load(CPU)
+    assert not [message for message in caplog.messages if "enlarged" in message]

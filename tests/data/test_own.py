@@ -1,10 +1,13 @@
 """A Dataset of the user's own: by name, trusted on the command line, read a batch at a time where it can be."""
 
+import re
+
 import pytest
 import torch
 
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.data import Own
+from drivetrain.launch.job import prepare
 from tests.data.test_packed import CPU
 
 THEIRS = '''
@@ -118,7 +121,7 @@ def test_a_batch_is_asked_for_at_once_where_that_can_be():
         (lambda: Own("theirs_data.Nothing"), r"data\.target=theirs_data\.Nothing cannot be imported"),
         (lambda: Own("theirs_nothing.Base"), "cannot be imported"),
         (lambda: Own("theirs_data.NO_CLASS"), "is int: name a class"),
-        (lambda: Own("theirs_data.Base"), "takes neither split nor train"),
+        (lambda: Own("theirs_data.Base"), r"takes neither split nor train: .*'data.train=\{folder: a\}'"),
         (lambda: Own("theirs_data.Split", {"depth": 3}), r"cannot be built with \['depth', 'split'\]"),
         (lambda: Own("theirs_data.Stream", train={}, test={}), "must be a map-style Dataset"),
         (lambda: Own("theirs_data.made", train={}, test={"count": 0}), "has no test samples"),
@@ -142,20 +145,25 @@ def test_code_is_named_and_trusted_by_the_operator(problems):
     assert any("belong together" in p for p in problems(*words, "data.train={split: train}"))
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "defaults:\n  - override /data: own\n",
-        "sweep:\n  data: [digits, own]\n",
-    ],
-    ids=["choice", "sweep"],
-)
-def test_a_recipe_may_not_choose_it(tmp_path, text):
-    from drivetrain.cli import recipe
+CHOICE, SWEEP = "defaults:\n  - override /data: own\n", "sweep:\n  data: [digits, own]\n"
 
+
+@pytest.mark.parametrize("text", [CHOICE, SWEEP], ids=["choice", "sweep"])
+def test_a_recipe_may_not_choose_it(tmp_path, text):
     (tmp_path / "shared.yaml").write_text(f"description: shared\n{text}")
     with pytest.raises(UserError, match="a recipe cannot choose 'data=own'"):
-        recipe.command(["check", str(tmp_path / "shared.yaml")])
+        prepare([f"recipe={tmp_path / 'shared.yaml'}"])
+
+
+def test_a_choice_of_it_is_left_to_the_command_line(tmp_path, capsys):
+    from drivetrain.cli import recipe
+
+    (tmp_path / "shared.yaml").write_text(f"description: shared\n{CHOICE}")
+    assert recipe.command(["check", str(tmp_path / "shared.yaml")]) == 0
+    left = (
+        r"left to the command line: .* a recipe cannot choose 'data=own' .*: choose it on the command line too, with its target"
+    )
+    assert re.search(left, capsys.readouterr().out)
 
 
 def test_its_own_runs_recipe_goes_on(train):

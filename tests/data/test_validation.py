@@ -21,6 +21,7 @@ from drivetrain.core.world import World
 from drivetrain.data import Digits, DigitScenes, ImageFolder, Jsonl, Masks, Own, Stdlib, Synthetic, Tabular, Wine
 from drivetrain.data.base import Splits
 from drivetrain.data.validation import chosen, count, hash_of, hold_out
+from drivetrain.launch.job import prepare
 from drivetrain.loader.base import Loader
 from drivetrain.run.result import Result
 from drivetrain.saving import checkpoint_io
@@ -184,7 +185,7 @@ def test_loaders_read_a_held_out_set_alike(place, make, name, loader):
     made: Loader = run.loader
     if loader == "loader=auto":
         made.budget_s = 0.01
-        made.autotune(pipeline, 4, CPU)
+        made.autotune(pipeline, 4, 1_000, CPU)
     batches = list(made.stream(pipeline, requests, CPU, torch.contiguous_format))
     for request, batch in zip(requests, batches, strict=True):
         x, y = source.fetch(request.indices)
@@ -323,3 +324,15 @@ def test_a_group_is_held_out_where_half_of_it_is_wanted():
     keys = np.array([0] * 4 + list(range(1, 17)), np.uint64)
     assert chosen(keys, None, 0.1).nonzero()[0].tolist() == [0, 1, 2, 3]
     assert chosen(keys, None, 0.05).nonzero()[0].tolist() == [4]
+
+
+@pytest.mark.parametrize("data", ["digits", "wine", "diabetes", "digit_scenes"])
+@pytest.mark.parametrize("holdout", ["1e-300", "0.9999999999999999"])
+def test_a_share_that_leaves_one_of_the_sets_empty(data, holdout):
+    loss = ["task=regression"] if data == "diabetes" else ["task=multilabel"] if data == "digit_scenes" else []
+
+    def load() -> None:
+        prepare([*loss, f"data={data}", "model=mlp", f"data.holdout={holdout}"]).run.data.load_sets(CPU)
+
+    with pytest.raises(UserError, match=r"data.holdout=.* holds \d+ of [\d,]+ samples out, and both sets need some"):
+        load()

@@ -1,17 +1,19 @@
 """Averages of any width afterwards: as the average of that width which is kept directly, to the error that is told."""
 
 import copy
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 
-from drivetrain.core.errors import UserError
+from drivetrain.core.errors import CannotSave, UserError
 from drivetrain.ema import profiles
 from drivetrain.ema.profiles import Stored
 from drivetrain.inference.finished import checkpoint_of, chosen_weights
-from drivetrain.saving import checkpoint_io
+from drivetrain.saving import checkpoint_io, manifest
 
 WORDS = ["ema=post_hoc", "updates=32", "ema.snapshots=8"]
 
@@ -70,13 +72,55 @@ def test_a_width_afterwards_is_the_average_that_was_kept(make, float64):
         nearest = (state["ema"]["tensors"][name] - direct).norm() / (weights[name] - direct).norm()
         assert error < 0.03 < nearest
     assert same(chosen_weights(checkpoint, weights, state, True), state["ema"]["tensors"])
-    with pytest.raises(UserError, match=r"average=0.004: the 8 pairs of averages of this run give this width to .* only"):
+    with pytest.raises(UserError, match=r"^average=0.004: the 8 pairs of averages of this run give this width to .* only"):
         chosen_weights(checkpoint, weights, state, 0.004)
-    (run_dir / "averages" / "4.safetensors").write_bytes(b"no tensors")
-    with pytest.raises(UserError, match=r"average=0.07: the averages in .* do not fit the run"):
+    file = run_dir / "averages" / "4.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 8  # one bit of one weight
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=r"do not fit the run \(the SHA-256 of 4.safetensors differs\)"):
+        chosen_weights(checkpoint, weights, state, 0.07)
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(UserError, match=r"average=0.07: .*4.safetensors cannot be read \(it is no ordinary file\)"):
+        chosen_weights(checkpoint, weights, state, 0.07)
+    file.unlink()
+    file.write_bytes(b"no tensors")
+    state["ema"]["stored"]["4"] = manifest.sha256(file)
+    with pytest.raises(UserError, match=r"do not fit the run \(4.safetensors: its header"):
         chosen_weights(checkpoint, weights, state, 0.07)
     with pytest.raises(UserError, match="the run needs ema=post_hoc"):
         chosen_weights(checkpoint, weights, {"ema": {"tensors": {}}}, 0.07)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"updates": "x"}, {"updates": 0}, {"updates": 1.5}, {"widths": []}, {"widths": [0.0, 0.1]}, {"widths": {}},
+        {"widths": [float("nan"), 0.1]}, {"wider": {"q": torch.ones(2)}}, {"wider": 5}, {"tensors": []}, {"tensors": {"x": 5}},
+        {"tensors": {"w": torch.ones(7)}}, {"stored": None}, {"stored": {"../4": "0"}}, {"stored": {"0": "0"}},
+        {"stored": {"4": 4}},
+    ],
+)  # fmt: skip
+def test_a_state_that_no_run_writes(tmp_path, wrong):
+    """Of a stranger's run: refused, and not in Python's words."""
+    good = {"updates": 8, "widths": [0.05, 0.1], "tensors": {"w": torch.ones(2)}, "wider": {"w": torch.zeros(2)}, "stored": {}}
+    checkpoint = tmp_path / "checkpoints/8"
+    assert chosen_weights(checkpoint, {"w": torch.zeros(2)}, {"ema": good}, 0.07).keys() == {"w"}
+    with pytest.raises(UserError, match="do not fit"):
+        chosen_weights(checkpoint, {"w": torch.zeros(2)}, {"ema": {**good, **wrong}}, 0.07)
+
+
+@pytest.mark.parametrize("width", [0.0, -1.0, float("nan"), float("inf"), 1e-300, 5.0, [0.1, 0.2]])
+def test_a_stored_average_of_no_width(tmp_path, width):
+    (tmp_path / "averages").mkdir()
+    stored = {"0/w": torch.ones(2), "1/w": torch.ones(2), "width/1": torch.tensor(0.1)}
+    file = tmp_path / "averages/4.safetensors"
+    safetensors.torch.save_file({**stored, "width/0": torch.tensor(width)}, file)
+    state = {"updates": 8, "widths": [0.05, 0.1], "tensors": {"w": torch.ones(2)}, "wider": {"w": torch.zeros(2)}}
+    state["stored"] = {"4": manifest.sha256(file)}
+    with pytest.raises(UserError, match=r"average=0.07: the averages in .* do not fit the run \((a width of|only one element)"):
+        chosen_weights(tmp_path / "checkpoints/8", {"w": torch.zeros(2)}, {"ema": state}, 0.07)
 
 
 def test_a_run_that_goes_on_is_the_run_that_was_not_stopped(make):
@@ -94,6 +138,20 @@ def test_a_run_that_goes_on_is_the_run_that_was_not_stopped(make):
     files = sorted(f.name for f in Path("whole/averages").iterdir())
     assert len(files) == 8
     assert all((Path("whole/averages") / f).read_bytes() == (Path("part/averages") / f).read_bytes() for f in files)
+
+
+def test_averages_are_not_written_through_a_link(make, tmp_path):
+    """A run's directory may come from a stranger: one that is resumed would write where its link leads."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    trainer = make(*WORDS, run_dir=Path("linked"))
+    Path("linked").mkdir()
+    (Path("linked") / "averages").symlink_to(elsewhere)
+    with pytest.raises(CannotSave, match="averages could not be written to linked: it is a link"):
+        trainer.fit()
+    with pytest.raises(UserError, match="averages is a link"):
+        make(*WORDS, run_dir=Path("linked"))
+    assert list(elsewhere.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,25 @@ def test_in_the_middle_of_an_update_nothing_can_be_saved(tiny, stuck, monkeypatc
     assert not (Path(stopped.run_dir) / "checkpoints").exists()
 
 
+def test_an_update_that_lasts_longer_than_any_wait_is_finished_and_saved(tiny, monkeypatch):
+    """Each read takes six seconds of ten, and the signal comes at the second one of an update of four."""
+    clock, reads = time.monotonic, []
+
+    def read(self, indices):
+        reads.append(indices)
+        if len(reads) == 6:
+            signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signals.NUDGE)
+        return fetch(self, indices)
+
+    monkeypatch.setattr(Tensors, "fetch", read)
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + len(reads) * 0.6 * signals.STOP_WAIT_S)
+    stopped = drivetrain.train(tiny(*RUN, "loader=sync", "batch=accumulate", "batch.accumulation_steps=4"))
+    assert stopped.error.startswith("stopped by a signal at update 2: go on with resume=")
+    assert [path.name for path in (Path(stopped.run_dir) / "checkpoints").iterdir()] == ["2"]
+    assert len(reads) == 8
+
+
 def test_a_process_that_was_not_told_to_stop_reads_on():
     with StopFlag() as flag:
         StopFlag.can_save_now(True)

@@ -36,7 +36,7 @@ def test_others_are_named_with_their_numbers(mean, std):
     line = input_checks.normalisation_warning(images(mean, std))
     x = images(mean, std)
     assert f"channel 0: mean {float(x[:, 0].mean()):.3g}, std {float(x[:, 0].std()):.3g}; channel 1: " in line
-    assert "set data.normalize" in line
+    assert "Set data.normalize=measured" in line
 
 
 def test_only_the_channels_that_are_off_are_named():

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import tempfile
 
 import pytest
+from PIL import Image
 
+import drivetrain
 from drivetrain.cli import main
-from drivetrain.core.errors import UserError
+from drivetrain.core.errors import INTERRUPTED, UserError
+from drivetrain.core.tensors import Tensors
 from drivetrain.inference.evaluation import evaluate
 from drivetrain.inference.finished import Choice
 from tests.support.command import run
+
+TEST_SAMPLES = 359  # of data=digits
 
 
 def test_the_figures_are_those_of_training(digits, tmp_path, capsys):
@@ -29,6 +36,51 @@ def test_it_leaves_the_run_as_it_was(digits):
     files = {path: path.stat().st_mtime_ns for path in digits.run_dir.rglob("*")}
     evaluate(digits.run_dir)
     assert {path: path.stat().st_mtime_ns for path in digits.run_dir.rglob("*")} == files
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """`told(number)`: the second read of the test set tells the run to stop, by this signal. Returns the reads."""
+    fetch = Tensors.fetch
+
+    def by(number: int) -> list[object]:
+        reads: list[object] = []
+
+        def read(self, indices):
+            if len(self) == TEST_SAMPLES:
+                reads.append(indices)
+                if len(reads) == 2:
+                    signal.raise_signal(number)
+            return fetch(self, indices)
+
+        monkeypatch.setattr(Tensors, "fetch", read)
+        return reads
+
+    return by
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_at_the_next_batch(digits, told, tmp_path, monkeypatch, capsys, number):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    reads = told(number)
+    assert main.main(["evaluate", str(digits.run_dir), "batch.global_batch=20", "loader=sync"]) == INTERRUPTED
+    assert len(reads) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == "stopped by a signal while a data set was evaluated"
+    assert not list(tmp_path.glob("drivetrain*"))
+
+
+def test_a_signal_in_the_test_at_a_runs_end_ends_it_where_it_is_saved(told):
+    """All is saved then, and resuming tests what the run has come to. A run that saves nothing is tested to its end."""
+    words = ["data=digits", "data.validation=0.1", "model=mlp", "model.hidden=[8]", "epochs=1", "loader=sync"]
+    whole = drivetrain.train(words)
+    reads = told(signal.SIGTERM)
+    stopped = drivetrain.train(words)
+    assert stopped.status == "interrupted", stopped.error
+    assert f"a data set was evaluated: go on with resume={stopped.run_dir}" in stopped.error
+    assert drivetrain.train([f"resume={stopped.run_dir}"]).metrics == whole.metrics
+    reads.clear()
+    assert drivetrain.train([*words, "saving=none"]).metrics == whole.metrics
+    assert len(reads) > 1
 
 
 def test_averaged_weights(digits):
@@ -70,6 +122,36 @@ def test_other_data(digits, finished):
     assert other.metrics != digits.tested("final")
     with pytest.raises(UserError, match=r"head\.weight is \[10, 32\], and the model wants \[4, 32\]"):
         evaluate(digits.run_dir, ["data=synthetic", "data.shape=[1,8,8]", "data.classes=4"])
+
+
+def test_a_folder_of_other_images_is_used_whole(finished, tmp_path, capsys):
+    """The set, its size and its place are printed. A share of a folder is judged only where it is the run's own, or asked for."""
+
+    def photos(name, each, shift=0):
+        for label, color in (("cat", "red"), ("dog", "blue")):
+            (folder := tmp_path / name / label).mkdir(parents=True)
+            for n in range(each):
+                Image.new("RGB", (16 + n + shift, 16), color).save(folder / f"{n}.png")
+        return tmp_path / name
+
+    own = photos("own", 15)
+    data = (f"data.root={own}", "data.size=16", "data.holdout=0.3", "batch.global_batch=4")
+    result = finished("model=mlp", "model.hidden=[8]", "epochs=1", "data=imagefolder", *data)
+
+    def judged(*words):
+        assert main.main(["evaluate", str(result.run_dir), *words, "--out", str(tmp_path / "e.json")]) == 0
+        return json.loads((tmp_path / "e.json").read_text())["samples"], capsys.readouterr().out
+
+    held_out, told = judged()
+    assert 0 < held_out < 30
+    assert f"test set: {held_out} samples of {own}, 0.3 of the files" in told
+    samples, told = judged(f"data.root={photos('others', 11, 7)}")
+    assert samples == 22
+    assert f"test set: 22 samples of {tmp_path / 'others'}, the whole folder" in told
+    assert judged(f"data.root={tmp_path / 'others'}", "data.holdout=0.3")[0] < 22
+    moved = shutil.copytree(own, tmp_path / "moved")
+    assert judged(f"data.root={moved}")[0] == held_out, "those that it was trained on are not judged"
+    assert judged(f"data.root={photos('few', 1)}")[0] == 2, "too few to be divided"
 
 
 @pytest.mark.slow

@@ -63,7 +63,7 @@ def test_convolutions(kind, form, finished, tmp_path, samples, capsys):
     expected = run.predict(samples).output
     path, words = tmp_path / f"model{export.SUFFIX[kind]}", ["--with-normalize"] * (form == WHOLE)
     assert main.main(["export", str(run.run_dir), str(path), "--format", kind, *words]) == 0
-    assert "its output is the model's to" in capsys.readouterr().out
+    assert "matches the model's output to" in capsys.readouterr().out
     model, about = read(path, kind)
     mean, std = (torch.tensor(about["normalize"][key]).view(-1, 1, 1) for key in ("mean", "std"))
     given = samples if words else (samples - mean) / std

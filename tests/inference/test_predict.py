@@ -21,6 +21,7 @@ from drivetrain.config.compose import compose
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.inference.finished import MODEL_ALONE
 from drivetrain.inference.inputs import Item, read_in_batches
+from drivetrain.inference.tables import Output
 from drivetrain.launch.job import checked
 
 
@@ -213,6 +214,17 @@ def test_what_is_refused_before_anything_begins(words, says, digits, tmp_path, i
     assert says in told.err
     assert (told.out, len(told.err.splitlines())) == ("", 1)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_cell_of_csv_is_no_formula(tmp_path):
+    """A class may have been named by a stranger. JSON lines have it as it is."""
+    row = {"input": "-[1]", "label": "=cmd|x", "p_=cmd|x": 0.5, "@p": -1.5, "error": None}
+    for name in ("a.csv", "a.jsonl"):
+        with Output(tmp_path / name) as out:
+            out.write([row])
+    (found,) = rows(tmp_path / "a.csv")
+    assert found == {"input": "-[1]", "label": "'=cmd|x", "p_=cmd|x": "0.5", "'@p": "-1.5", "error": ""}
+    assert json.loads((tmp_path / "a.jsonl").read_text()) == row
 
 
 def test_a_file_that_was_half_written_is_not_left(digits, tmp_path, images, monkeypatch):

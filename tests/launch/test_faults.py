@@ -216,10 +216,6 @@ def test_what_another_launcher_does_is_not_ours(tmp_path: Path) -> None:
         (["parallel=pipeline", "batch.preallocate=true"], "batch.preallocate=true and parallel=pipeline exclude each other"),
         (["parallel=dp", "checkpointing=blocks"], "checkpointing=blocks and parallel=dp exclude each other"),
         (["parallel=pipeline", "parallel.schedule=interleaved"], "wants micro-batches in multiples of the 2 stages"),
-        (
-            ["parallel=fsdp", "optimizer=schedulefree", "scheduler=constant"],
-            "does not say that it updates each parameter by itself",
-        ),
         (["parallel=pipeline", "precision=bf16_pure"], "both keep weights of their own"),
         (["parallel=fsdp", "batch.global_batch=7"], "batch.global_batch=7 does not divide into 1 steps × 2 ranks"),
         (["parallel=split"], "parallel=split needs two devices"),
@@ -247,6 +243,17 @@ def test_more_stages_than_blocks(tmp_path: Path) -> None:
         "(and parallel.nproc with it)"
     ]
     assert not list(tmp_path.iterdir()), "nothing written"
+
+
+def test_heads_that_do_not_divide(tmp_path: Path) -> None:
+    """More heads than ranks, but no multiple of them."""
+    text = ("data=stdlib", "data.max_files=5", "data.length=32", "loss=next_token")
+    model = ("model=gpt", "model.width=48", "model.depth=2", "model.heads=3")
+    done = train(*text, *model, "runtime.device=cpu", "parallel=tensor", cwd=tmp_path)
+    assert done.code == 2, done
+    assert done.errors == [
+        "error: a block's 3 heads do not divide into 2 ranks: shard it over 1 (parallel.size; of a pipeline parallel.tensor)"
+    ]
 
 
 def test_a_model_that_cannot_be_cut(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""A process that forks ranks, jobs or arms never starts CUDA: what is forked from it afterwards could not use the devices."""
+"""A process that forks ranks, jobs, arms or probes: what is forked can use the devices, and is not left behind.
+
+A process that has started CUDA could fork none that uses it.
+"""
 
 import json
 import os
@@ -31,11 +34,26 @@ def assert_safe(found: dict[str, dict], ways: dict[str, int]) -> None:
 
 
 def test_ranks_jobs_arms_and_probes_can_use_the_devices(tmp_path):
-    ways = {"train": 2, "sweep": 2, "compare": 2, "doctor": 1, "certify": 1, "bisect": 2}
+    ways = {"train": 2, "sweep": 2, "compare": 1, "doctor": 1, "certify": 1, "bisect": 1}  # a first arm that ends ends the others
     assert_safe(take(tmp_path, *ways), ways)
 
 
 @pytest.mark.slow
 def test_so_can_the_arms_of_a_search_and_of_an_ablation(tmp_path):
-    ways = {"tune": 3, "ablate": 3}
+    ways = {"tune": 1, "ablate": 1}
     assert_safe(take(tmp_path, *ways), ways)
+
+
+def assert_nothing_is_left(found: dict[str, dict]) -> None:
+    for name, left in found.items():
+        interrupted = "returned" if name in ("train", "sweep") else "interrupted"  # these have a result
+        assert left == {"ended": interrupted, "processes": [], "files": []}, name
+
+
+def test_a_signal_leaves_no_forked_process_and_no_folder(tmp_path):
+    assert_nothing_is_left(take(tmp_path, "stop", "train", "sweep", "compare", "doctor", "certify"))
+
+
+@pytest.mark.slow
+def test_so_it_is_on_the_longer_ways(tmp_path):
+    assert_nothing_is_left(take(tmp_path, "stop", "ablate", "tune", "bisect"))

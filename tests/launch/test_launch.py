@@ -131,7 +131,7 @@ def test_ranks_agree_on_the_run_that_goes_on(own_launcher: Path, tmp_path: Path)
     (run_dir / "result.json").unlink()  # as if it had been killed
     done = run("train", "-q", *words, "updates=11", "resume=auto", cwd=tmp_path, how=TORCHRUN, env={"PYTHONPATH": str(late)})
     assert done.code == 0, done
-    assert "going on from" in done.err
+    assert "resuming from" in done.err
     assert runs(tmp_path / "outputs") == [run_dir]
     assert result(run_dir)["updates"] == 11
 

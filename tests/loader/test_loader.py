@@ -25,6 +25,7 @@ from drivetrain.core.signals import StopFlag
 from drivetrain.core.world import World
 from drivetrain.data import Normalize, Tensors
 from drivetrain.loader import Auto, Device, Loader, Pipeline, Resident, Threads, Workers, threads, workers
+from drivetrain.loader.auto import Cost, CostPerBatch
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # more workers than cores: on purpose
 CPU = torch.device("cpu")
@@ -183,6 +184,31 @@ def test_a_run_that_is_told_to_stop_does_not_wait_for_a_stuck_read(monkeypatch, 
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(Interrupted, match=r"stopped by a signal while loader \w+ 1 of 1 delivered nothing"):
             list(stream)
+
+
+class Slow(Pid):
+    """A source that takes a while, and looks at once whether a read of the main thread's own has lasted too long."""
+
+    def fetch(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        time.sleep(0.05)
+        signal.raise_signal(signals.NUDGE)
+        return super().fetch(indices)
+
+
+ONE_AHEAD = Loader(), Threads(num_threads=1, prefetch_factor=1), Workers(num_workers=1, prefetch_factor=1)
+
+
+@pytest.mark.parametrize("loader", ONE_AHEAD, ids=lambda loader: type(loader).__name__)
+def test_a_run_that_is_told_to_stop_waits_anew_for_each_batch(monkeypatch, loader):
+    """An update of many micro-batches lasts longer than the wait for any of them, and is finished."""
+    clock, leaps = time.monotonic, []
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + len(leaps) * (signals.STOP_WAIT_S + workers.GRACE_S))
+    monkeypatch.setattr(workers, "WATCH_S", 0.01)
+    with StopFlag():
+        signal.raise_signal(signal.SIGTERM)
+        for micro in loader.stream(Pipeline(Slow(), (), None, 0), requests(1), CPU, torch.contiguous_format):
+            leaps.append(micro)
+    assert len(leaps) == 8
 
 
 def test_a_stuck_thread_is_an_error_and_holds_nothing_up():
@@ -374,19 +400,88 @@ def test_resident_that_does_not_fit_is_refused(monkeypatch):
         next(Resident().stream(Pipeline(Decoded(), (), None, 0), requests(), CPU, torch.contiguous_format))
 
 
+def measured_as(monkeypatch, costs: dict[type[Loader], tuple[float, float]]) -> list[type[Loader]]:
+    """Let a loader of each class take so long to start, and for each batch; return the classes as they are measured."""
+    measured: list[type[Loader]] = []
+    monkeypatch.setattr(
+        "drivetrain.loader.auto.CostPerBatch.measure",
+        lambda self, loader: measured.append(type(loader)) or Cost(*costs[type(loader)]),
+    )
+    return measured
+
+
 def test_auto_takes_what_measures_best_and_says_why(monkeypatch):
     work, auto = Pipeline(Decoded(), (), None, 0), Auto()
-    (line,) = auto.autotune(work, 8, CPU)
+    (line,) = auto.autotune(work, 8, 10**9, CPU)
     assert line.startswith("loader=auto took loader=")
-    assert "core-second" in line
+    assert "core-second, its start included (others, relative to it: " in line
     for costs, best in (
-        ({Loader: 1.0, Threads: 2.0, Workers: 3.0}, Loader),
-        ({Loader: 3.0, Threads: 2.0, Workers: 1.0}, Workers),
-        ({Loader: 3.0, Threads: 1.04, Workers: 1.0}, Threads),  # the simpler one of two that are as good as equal
+        ((1.0, 2.0, 3.0), Loader),
+        ((3.0, 2.0, 1.0), Workers),
+        ((3.0, 1.04, 1.0), Threads),  # the simpler one of two that are as good as equal
     ):
-        monkeypatch.setattr("drivetrain.loader.auto.CostPerBatch.measure", lambda self, loader, c=costs: c[type(loader)])
-        auto.autotune(work, 8, CPU)
+        measured_as(monkeypatch, dict(zip((Loader, Threads, Workers), ((0.0, cost) for cost in costs), strict=True)))
+        auto.autotune(work, 8, 100, CPU)
         assert type(auto._chosen) is best
+
+
+def test_auto_weighs_a_loaders_start_against_the_runs_length(monkeypatch):
+    """Workers save 0.1 s a batch and take 10 s to start: that pays from 100 batches on."""
+    work, auto = Pipeline(Decoded(), (), None, 0), Auto()
+    costs = {Loader: (0.0, 0.3), Threads: (1.0, 0.3), Workers: (10.0, 0.2)}
+    for batches, best in ((50, Loader), (90, Loader), (150, Workers), (10_000, Workers)):
+        measured_as(monkeypatch, costs)
+        (line,) = auto.autotune(work, 8, batches, CPU)
+        assert type(auto._chosen) is best, batches
+        assert f"for {batches:,} batches of 8" in line
+
+
+def test_auto_measures_no_longer_than_it_can_save(monkeypatch):
+    """A run whose whole reading takes less than measuring the others is read by the loop itself."""
+    work, auto = Pipeline(Decoded(), (), None, 0), Auto()
+    measured = measured_as(monkeypatch, {Loader: (0.0, 1e-9), Threads: (0.0, 1e-12), Workers: (0.0, 1e-12)})
+    (line,) = auto.autotune(work, 8, 3, CPU)
+    assert measured == [Loader]
+    assert "so measuring the others would not pay" in line
+    auto.autotune(work, 8, 10**12, CPU)
+    assert set(measured) == {Loader, Threads, Workers}
+
+
+def test_a_loaders_start_is_told_apart_from_its_batches(monkeypatch):
+    clock = [0.0]
+
+    class Slow(Loader):
+        def stream(self, pipeline, requests, device, memory_format):
+            clock[0] += 20
+            for request in requests:
+                clock[0] += 5
+                yield request
+
+    monkeypatch.setattr(CostPerBatch, "_clock", lambda self: clock[0])
+    cost = CostPerBatch(Pipeline(Decoded(), (), None, 0), 4, CPU).measure(Slow())
+    assert cost == Cost(start=20, batch=5)
+    assert cost.of(100) == 520
+
+
+def test_auto_goes_on_with_the_loader_whose_samples_the_run_had(monkeypatch):
+    """What is augmented on the device rounds otherwise than what is augmented on the CPU."""
+    monkeypatch.setattr(
+        Auto, "candidates", lambda *_: {"loader=sync": Loader(), "loader=threads": Threads(1), "loader=device": Device()}
+    )
+    monkeypatch.setattr(
+        "drivetrain.loader.auto.CostPerBatch.measure", lambda self, loader: Cost(0.0, best.get(type(loader), 9.0))
+    )
+    work, began, later = Pipeline(Decoded(), (), None, 0), Auto(), Auto()
+    for first, then, taken in ((Device, Threads, Device), (Threads, Device, Threads), (Loader, Threads, Threads)):
+        best = {first: 1.0}
+        began.autotune(work, 8, 10**9, CPU)
+        best = {then: 1.0}
+        later.autotune(work, 8, 10**9, CPU)
+        later.load_state_dict(began.state_dict())
+        assert type(later._chosen) is taken
+    later.load_state_dict({})  # a checkpoint of another loader, or of a former version
+    later.load_state_dict({"chosen": ["?"]})
+    assert type(later._chosen) is Threads
 
 
 def test_auto_decides_before_training(make, caplog):

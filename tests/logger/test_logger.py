@@ -2,12 +2,15 @@
 
 import csv
 import json
+import os
 
 import pytest
 
 import drivetrain
-from drivetrain.logger import Files
+from drivetrain.core.errors import UserError
+from drivetrain.logger import Files, TensorBoard, Wandb
 from drivetrain.logger.files import as_rows
+from drivetrain.logger.tracker import TrackedRun, known_ids
 
 
 def records(run_dir) -> list[dict]:
@@ -85,6 +88,43 @@ def test_tensorboard_shows_a_resumed_update_once(train):
     events = EventAccumulator(str(run_dir / "tensorboard"))
     events.Reload()
     assert [e.step for e in events.Scalars("train/loss")] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("folder", "start"),
+    [
+        ("tensorboard", lambda run_dir: TensorBoard().start(run_dir, 0)),
+        ("wandb", lambda run_dir: Wandb().open(TrackedRun(run_dir, run_dir, "name", {}, None))),
+    ],
+)
+def test_a_library_does_not_write_through_a_linked_folder(folder, start, tmp_path):
+    """A run's directory may come from a stranger: one that is resumed would write where its link leads."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / folder).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="it is a link"):
+        start(tmp_path / "run")
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "content", ["5", "[]", "[" * 100_000, "{", '{"mlflow": 5}', '{"mlflow": "../other"}', '{"mlflow": "/etc"}', b"\xff", None]
+)
+def test_ids_of_trackers_that_no_run_writes(content, tmp_path):
+    file = tmp_path / "trackers.json"
+    if content is None:
+        os.mkfifo(file)
+    else:
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError, match=r"trackers.json .*: remove it, and trackers begin a run of their own"):
+        known_ids(file)
+
+
+def test_ids_of_trackers(tmp_path):
+    file = tmp_path / "trackers.json"
+    assert known_ids(file) == {}
+    file.write_text('{"mlflow": "0a1b", "trackio": "a name"}')
+    assert known_ids(file) == {"mlflow": "0a1b", "trackio": "a name"}
 
 
 def test_a_resumed_run_keeps_each_update_once(tmp_path):

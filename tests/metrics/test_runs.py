@@ -166,7 +166,8 @@ def test_the_package_of_an_extra_is_named(problems, monkeypatch):
 
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "torchmetrics" else find(name, *rest))
-    (problem,) = problems("metrics=[f1]")
+    (problem,) = problems("metrics=[f1,top5]")  # said once
+    assert problem.startswith("metrics=[f1,top5] needs the package 'torchmetrics'")
     assert "pip install 'drivetrain[metrics]'" in problem
 
 
@@ -241,3 +242,11 @@ def test_tables_are_in_the_result_the_terminal_and_the_report(train, capsys):
     assert "Confusion matrix, test set" in page
     assert 'class="confusion"' in page
     assert "Per class, test set" in page
+
+
+@pytest.mark.parametrize("name", ["mae", "rmse", "r2"])
+def test_quantiles_are_no_values(name):
+    """task=regression names these metrics, and they would compare three outputs with one value."""
+    with pytest.raises(UserError, match=rf"metrics=\[{name}\] compares each value with one output, and loss=quantile gives 3"):
+        launcher.prepare(["task=regression", "data=diabetes", "loss=quantile", f"metrics=[{name}]", "model=mlp"])
+    launcher.prepare(["task=regression", "data=diabetes", "loss=quantile", "metrics=[]", "select=loss", "model=mlp"])

@@ -43,6 +43,13 @@ def prefixed(weights: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.T
 
 # --- files ---
 
+
+def within_itself() -> dict[str, object]:
+    found: dict[str, object] = {}
+    found["state_dict"] = found
+    return found
+
+
 FILES = {
     "safetensors": ("w.safetensors", lambda w: w),
     "torch": ("w.pt", lambda w: w),
@@ -71,6 +78,7 @@ def test_files_that_others_write(tmp_path, kind):
         (mlp(), "is not a file of weights alone (Weights only load failed"),
         ({"epoch": 3, "best": 0.5}, "holds no tensors by name (its keys are epoch, best)"),
         ([torch.zeros(2)], "holds no tensors by name (it holds a list)"),
+        (within_itself(), "holds itself, or 8 keys in one another"),
         (b"nothing of torch's", "is not a file of weights alone"),
     ],
 )

@@ -192,7 +192,7 @@ def test_patterns_come_back_from_the_runs_own_recipe(tmp_path: Path) -> None:
         ("optimizer.lr_multipliers={head: 2, head.bias: 3}", "head contains head.bias"),
         ("optimizer.layer_decay=1.5", "must be ≤ 1"),
         ("optimizer.layer_decay=0", "must be > 0"),
-        ("optimizer.no_weight_decay=head", "must be a list"),
+        ("optimizer.no_weight_decay=[1]", "must be a text"),
         ("optimizer.lr=-1", "must be > 0"),
     ],
 )

@@ -11,6 +11,10 @@ import pytest
 import torch
 
 from drivetrain import optimizer as options
+from drivetrain.core.errors import UserError
+from drivetrain.core.option import RunSpec
+from drivetrain.model import Mlp
+from tests.support.context import context
 
 STEPS = 12
 State = dict[str, Any]
@@ -370,6 +374,57 @@ def test_muon_on_kernels_and_adamw_for_the_rest(channels_last: bool) -> None:
             assert apart < 0.03 * float(p.detach().norm()), n  # the iteration is in bfloat16
         else:
             assert apart < 1e-10, n
+
+
+class Reader(torch.nn.Module):
+    """A head, a table, a norm, and three matrices, of which the middle one is hidden."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(9, 8)
+        self.body = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)), torch.nn.LayerNorm(8))
+        self.places = torch.nn.Parameter(torch.randn(4, 8))
+        self.head = torch.nn.Linear(8, 9)
+
+
+def built(knobs: options.Muon, model: torch.nn.Module) -> Any:
+    batch = type("Batch", (), {"lr_factor": lambda self: 2.0, "decay_factor": lambda self: 1.0})()
+    return knobs.build(context(run=RunSpec({}, {}, {"model": Mlp()}), model=model, batch=batch))
+
+
+def test_muons_adamw_has_a_rate_for_each_kind() -> None:
+    """As nanochat sets them: embeddings, the head, vectors and the rest. The batch's factor applies to all of them."""
+    torch.manual_seed(0)
+    model = Reader().double()
+    rates = {"embedding_lr": 0.2, "head_lr": 0.004, "scalar_lr": 0.5}
+    knobs = options.Muon(adamw_lr=0.01, weight_decay=0.1, **rates)
+    of = {"table.weight": 0.2, "head.weight": 0.004, "head.bias": 0.004, "places": 0.01, "body.0.weight": 0.01}
+    of |= {n: 0.5 for n, p in model.named_parameters() if p.ndim == 1 and n != "head.bias"}
+    hidden = {"body.1.weight", "body.2.weight"}
+    assert of.keys() | hidden == dict(model.named_parameters()).keys()
+    weights = {n: p.detach().numpy().copy() for n, p in model.named_parameters()}
+    states: dict[str, State] = {n: {} for n in weights}
+    optimizer = built(knobs, model)
+    for step in range(1, 6):
+        for n, p in model.named_parameters():
+            g = gradient(n, p.shape, step)
+            p.grad = torch.as_tensor(g)
+            if n in of:
+                weights[n] = adamw(states[n], weights[n], g, step, 2 * of[n], 0.1 if p.ndim > 1 else 0.0, knobs)
+        optimizer.step()
+    for n in of:
+        np.testing.assert_allclose(dict(model.named_parameters())[n].detach().numpy(), weights[n], rtol=1e-10, atol=1e-10)
+    plain = built(options.Muon(adamw_lr=0.01), Reader())
+    assert [g["lr"] for member in plain.members for g in member.param_groups] == [0.04, 0.02, 0.02]
+
+
+def test_a_rate_for_what_a_model_has_not_is_refused() -> None:
+    with pytest.raises(UserError, match=r"optimizer\.embedding_lr=0\.2: the model has no trainable embedding"):
+        options.Muon(embedding_lr=0.2).create(torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(4))))
+    tied = Reader()
+    tied.head.weight, tied.head.bias = tied.table.weight, None
+    with pytest.raises(UserError, match=r"optimizer\.head_lr=0\.1: the model has no trainable weight of an output layer"):
+        built(options.Muon(head_lr=0.1), tied)
 
 
 def test_orthogonalised_has_singular_values_near_one() -> None:

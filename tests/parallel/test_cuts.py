@@ -10,7 +10,7 @@ import torch
 
 from drivetrain.core.blocks import sequential_blocks
 from drivetrain.core.errors import UserError
-from drivetrain.parallel import balance
+from drivetrain.parallel import balance, stages
 from drivetrain.parallel.stage_checks import check_stages, stages_match_model
 from drivetrain.parallel.stages import StagedForward
 
@@ -218,3 +218,14 @@ def test_no_other_cut_has_a_cheaper_dearest_part(costs, parts):
 
     every = [(0, *inner, len(costs)) for inner in itertools.combinations(range(1, len(costs)), parts - 1)]
     assert dearest(balance.balanced_boundaries(costs, parts)) == min(map(dearest, every))
+
+
+def test_a_schedule_of_as_many_micro_batches_as_stages(monkeypatch):
+    """1F1B can run from there on; with fewer micro-batches all forwards come first."""
+    for name in ("Schedule1F1B", "ScheduleGPipe"):
+        monkeypatch.setattr(f"torch.distributed.pipelining.{name}", lambda *_, name=name, **__: name)
+    made = {(name, n): stages.schedule(name, [None], 4, n, torch.nn.MSELoss()) for name in ("1f1b", "gpipe") for n in (3, 4, 5)}
+    assert made == {
+        ("1f1b", 3): "ScheduleGPipe", ("1f1b", 4): "Schedule1F1B", ("1f1b", 5): "Schedule1F1B",
+        ("gpipe", 3): "ScheduleGPipe", ("gpipe", 4): "ScheduleGPipe", ("gpipe", 5): "ScheduleGPipe",
+    }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -29,7 +30,7 @@ NORMS = {
     "novograd": ["optimizer=novograd"],
     "agc": ["optimizer=adamw", "clip=agc", "clip.clip_factor=0.001"],
 }
-
+ELEMENTS = {"schedulefree": ["optimizer=schedulefree", "optimizer.lr=0.05"]}  # has other weights to save than to train
 
 WHOLE = {
     "muon": ["optimizer=muon", "clip=norm", "clip.max_norm=0.1"],
@@ -46,14 +47,21 @@ def trained(make: Any, words: list[str], world: World | None = None, resume: boo
     if resume:
         trainer.max_updates = 2
         trainer.fit()
-        full = trainer.parallel.broadcast_object(trainer.parallel.full_state_dict(trainer.model, trainer.state()))
+        full = trainer.parallel.broadcast_object(saved(trainer))
         trainer.parallel.finish_collectives()
         trainer = make(*words, world=world)
         trainer.restore(*full)
     trainer.fit()
-    weights, state = trainer.parallel.full_state_dict(trainer.model, trainer.state())
+    weights, state = saved(trainer)
     trainer.parallel.finish_collectives()
     return {**weights, **by_name(state["optimizer"])} if trainer.parallel.world.rank == 0 else {}
+
+
+def saved(trainer: Any) -> Any:
+    """Weights and state as a checkpoint has them, on rank 0."""
+    state = trainer.state()
+    with trainer.evaluator.eval_weights():
+        return copy.deepcopy(trainer.parallel.full_state_dict(trainer.model, state))
 
 
 def stay_together() -> None:
@@ -102,8 +110,8 @@ def equal_on_two_ranks(ranks: Any, make: Any, strategy: str, cases: dict[str, li
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.slow
-def test_norms_of_layers(ranks, make, float64, strategy):
-    equal_on_two_ranks(ranks, make, strategy, NORMS, 1e-10)
+def test_norms_of_layers_and_elements(ranks, make, float64, strategy):
+    equal_on_two_ranks(ranks, make, strategy, NORMS | ELEMENTS, 1e-10)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -113,8 +121,12 @@ def test_whole_weights_of_one_owner(ranks, make, float64, strategy):
 
 
 def test_norms_of_layers_and_whole_weights(ranks, make, float64):
-    """The short form: norms that are summed over the ranks, a norm of all gradients, rows of vectors, owners of weights."""
-    equal_on_two_ranks(ranks, make, "fsdp", {"nvlamb": NORMS["nvlamb"], "muon": [*WHOLE["muon"][:1], "clip=agc"]}, 1e-10)
+    """The short form: norms that are summed over the ranks, a norm of all gradients, rows of vectors, owners of weights.
+
+    And an optimizer that saves other weights than it trains.
+    """
+    cases = {"nvlamb": NORMS["nvlamb"], "muon": [*WHOLE["muon"][:1], "clip=agc"], **ELEMENTS}
+    equal_on_two_ranks(ranks, make, "fsdp", cases, 1e-10)
 
 
 BF16 = {

@@ -374,12 +374,13 @@ def test_weights_to_evaluate_stand_in_the_model_and_those_to_train_come_back(mak
     trainer = make("precision=bf16_pure", master, "optimizer=schedulefree", "optimizer.lr=0.1", "updates=3")
     trainer.fit()
     trained = [p.detach().clone() for p in trainer.model.parameters()]
-    y = [t.clone() for t in trainer.optimizer.state_dict()["y"]]
+    y = [state["y"].clone() for state in trainer.optimizer.state_dict()["state"].values()]
     with trainer.evaluator.eval_weights():
         averaged = [p.detach().clone() for p in trainer.model.parameters()]
     assert any(not torch.equal(a, b) for a, b in zip(trained, averaged, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(trained, trainer.model.parameters(), strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(y, trainer.optimizer.state_dict()["y"], strict=True))
+    again = [state["y"] for state in trainer.optimizer.state_dict()["state"].values()]
+    assert all(torch.equal(a, b) for a, b in zip(y, again, strict=True))
     order = {id(m): p for m, p in zip(trainer.precision._masters, trainer.precision._parameters, strict=True)}
     updated = [p for group in trainer.optimizer.param_groups for p in group["params"]]
     assert all(torch.equal(order[id(m)], kept.bfloat16()) for m, kept in zip(updated, y, strict=True))

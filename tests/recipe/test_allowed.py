@@ -97,7 +97,6 @@ HOSTILE: dict[str, tuple[str, int, str]] = {  # what it is: the recipe, the line
     "devices": (choose("parallel", "split", "devices: [cpu, cpu]"), 4, "parallel.devices"),
     "a device": ("runtime:\n  device: cuda\n", 2, "runtime.device"),
     "own model": (choose("model", "own", "target: posix.system"), 4, "model.target"),
-    "own model, chosen only": ("defaults:\n  - override /model: own\n", 2, "model=own"),
     "own data": (choose("data", "own", "target: posix.system\ncollate: posix.system"), 5, "data.collate"),
     "own loss": (choose("loss", "own", "target: posix.system"), 4, "loss.target"),
     "own loss among others": ("defaults:\n  - override /loss: [cross_entropy, own]\nloss.own.target: posix.system\n", 3, "own"),
@@ -155,6 +154,33 @@ def test_a_hostile_recipe_is_refused_before_it_has_an_effect(case: str, tmp_path
     assert effects == []
     assert all(len(problem) < 1000 and problem.isprintable() for problem in refused.value.problems)
     assert os.listdir(tmp_path) == [file.name]
+
+
+OWN = {
+    "model": "model: own",
+    "data": "data: own",
+    "loss": "loss: own",
+    "loss among others": "loss: [cross_entropy, own]",
+    "metric": "metrics: [own]",
+}
+
+
+@pytest.mark.parametrize("case", OWN)
+def test_own_code_is_the_operators_even_where_a_recipe_chooses_it(case: str, tmp_path: Path) -> None:
+    """A recipe that says `own` does nothing by itself; the name of the code, and the word that trusts it, are the operator's."""
+    group = OWN[case].partition(":")[0]
+    file = tmp_path / "own.yaml"
+    file.write_text(f"defaults:\n  - override /{OWN[case]}\n")
+    with limited(), watched(file, tmp_path / "recipes") as effects:
+        with pytest.raises(UserError, match=f"own.yaml:2: a recipe cannot choose '{group}=own'"):
+            prepare([f"recipe={file}"])
+        left = recipe_check.check(recipes.read(file))
+    assert effects == []
+    assert any(line.startswith(f"left to the command line: {file}:2: a recipe cannot choose '{group}=own'") for line in left)
+    with pytest.raises(UserError) as refused:
+        prepare([f"recipe={file}", f"{group}=own"])
+    assert "needs " in str(refused.value)
+    assert "cannot choose" not in str(refused.value)
 
 
 def test_the_watch_sees_effects(tmp_path: Path) -> None:
@@ -349,5 +375,5 @@ def test_nothing_is_imported_from_the_working_directory(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("epochs: 1\n")
     before = sorted(os.listdir(tmp_path))
     done = run(cwd=tmp_path, how=("-c", CHECK_THEN_IMPORT))  # Python puts the working directory first, as for `-m drivetrain`
-    assert done.out.splitlines() == ["mine.yaml: good", f"0 {inspect.getfile(colorsys)}"], done
+    assert done.out.splitlines() == ["mine.yaml: valid", f"0 {inspect.getfile(colorsys)}"], done
     assert sorted(os.listdir(tmp_path)) == before

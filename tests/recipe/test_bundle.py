@@ -87,8 +87,15 @@ def _own_import_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     monkeypatch.setattr(plugins, "_attached", {})
     monkeypatch.setattr(cache, "on_fetch", [])
     yield
+    forget_package(monkeypatch)
+
+
+def forget_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the process as one that has not imported a bundle's package."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "their_pkg"]:
         del sys.modules[name]
+    monkeypatch.setattr(plugins, "_attached", {})
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if "bundles" not in folder])
 
 
 @pytest.fixture
@@ -193,11 +200,13 @@ def test_inspect_says_what_it_cannot_read(tmp_path, capsys):
         (["mine.yaml", "--with", "their_pkg", "x.tar"], "the name of a bundle ends in .zip"),
         (["mine.yaml", "--with", "their_pkg", "there.zip"], "there.zip is there already"),
         (["mine.yaml", "--with", "linked"], "is a link: a bundle has regular files only"),
+        (["nameless.yaml", "--with", "their_pkg"], "nameless.yaml:3: no class of their_pkg is named: set model.target"),
     ],
 )
 def test_a_bundle_that_cannot_be_made(tmp_path, capsys, words, says):
     write_package(tmp_path)
     (tmp_path / "mine.yaml").write_text(RECIPE)
+    (tmp_path / "nameless.yaml").write_text(RECIPE.replace("target: their_pkg.nets.Net", "freeze: []"))
     (tmp_path / "other.py").write_text("")
     (tmp_path / "there.zip").write_text("")
     (tmp_path / "linked").mkdir()
@@ -388,6 +397,18 @@ def test_a_run_records_its_bundle_and_goes_on_by_it(run_dir):
     word = bundle.load(run_dir / "their_pkg.zip").word
     assert recorded["recipe"] == {"given": "mine.zip", "sha256": cache.sha256_of(RECIPE.encode()), "trust": word}
     assert type(prepare([f"resume={run_dir}"]).run.parts["clip"]).__name__ == "Mine"
+
+
+def test_the_recipe_of_a_run_makes_its_bundle_again(run_dir, tmp_path, capsys, monkeypatch):
+    assert main(["recipe", "export", str(run_dir), "again.yaml"]) == 0
+    assert "`drivetrain recipe bundle again.yaml --with their_pkg`" in capsys.readouterr().out
+    assert main(["recipe", "bundle", "again.yaml", "--with", str(tmp_path / "sender" / "their_pkg")]) == 0
+    word = bundle.load(Path("again.zip")).word
+    forget_package(monkeypatch)
+    assert main(["recipe", "check", "again.zip", f"trust=[{word}]"]) == 0
+    job = prepare(["recipe=again.zip", f"trust={word}"])
+    assert job.run.model.target == "their_pkg.nets.Net"
+    assert job.run.clip.max_norm == 0.5
 
 
 def test_a_strangers_run_with_a_bundle_asks_for_the_word(run_dir, monkeypatch, tmp_path):

@@ -366,3 +366,18 @@ def test_a_recipe_needs_no_header():
     Path("mine.yaml").write_text("epochs: 2\n")
     assert not said("recipe=mine.yaml")
     assert compose(["recipe=mine.yaml"]).plain == compose(["epochs=2"]).plain
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("epochs: 1\nepochs: 2\n", ":2: 'epochs' is given twice"),
+        ("optimizer:\n  lr: 1\n  lr: 2\n", ":3: 'lr' is given twice"),
+        ("optimizer:\n  lr: 1\noptimizer.lr: 2\n", ":3: 'optimizer.lr' is given twice: here and in line 2"),
+    ],
+)
+def test_a_key_that_is_given_twice_is_told_once(text, says, tmp_path):
+    (tmp_path / "twice.yaml").write_text(text)
+    with pytest.raises(UserError) as told:
+        reader.read(tmp_path / "twice.yaml")
+    assert told.value.problems == [f"{tmp_path / 'twice.yaml'}{says}"]

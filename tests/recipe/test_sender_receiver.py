@@ -36,9 +36,14 @@ class Sender:
     place: Path
     host: Site
     recipe: Path  # exported from a run
+    there: Path  # the working directory of the receiver
 
     def file(self) -> list[str]:
         return [f"recipe={self.recipe}"]
+
+    def name(self) -> list[str]:
+        (self.there / "shared.yaml").write_bytes(self.recipe.read_bytes())
+        return ["recipe=shared"]
 
     def web(self) -> list[str]:
         text = self.recipe.read_bytes()
@@ -62,7 +67,9 @@ class Sender:
         return [f"recipe={self.place / 'shared.zip'}", f"trust={made.word}"]
 
 
-WAYS = {"file": Sender.file, "web": Sender.web, "git": Sender.git, "hub": Sender.hub, "bundle": Sender.bundle}
+WAYS = {
+    "file": Sender.file, "name": Sender.name, "web": Sender.web, "git": Sender.git, "hub": Sender.hub, "bundle": Sender.bundle,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -81,7 +88,8 @@ def test_the_same_config_arrives_through_every_place(tmp_path, host, monkeypatch
     job = prepare([*KNOBS, "runtime.device=cpu"])
     job.write_files(run_dir)
     assert main(["recipe", "export", str(run_dir), str(tmp_path / "sender" / "shared.yaml")]) == 0
-    sender = Sender(tmp_path / "sender", host, tmp_path / "sender" / "shared.yaml")
+    sender = Sender(tmp_path / "sender", host, tmp_path / "sender" / "shared.yaml", empty(tmp_path / "receiver"))
+    monkeypatch.chdir(sender.there)
     for name, value in receiver(tmp_path, host).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("sys.path", [*__import__("sys").path])
@@ -100,7 +108,7 @@ def test_the_same_weights_come_out_on_the_other_side(tmp_path, host, way: Callab
     sent = only_run(here / "outputs")
     exported = run("recipe", "export", str(sent), "shared.yaml", cwd=here)
     assert exported.code == 0, exported
-    words, env = way(Sender(here, host, here / "shared.yaml")), receiver(tmp_path, host)
+    words, env = way(Sender(here, host, here / "shared.yaml", there)), receiver(tmp_path, host)
     line = shlex.join(["train", "-q", *words, "runtime.device=cpu", "runtime.threads=1"])
     done = run(*shlex.split(line), cwd=there, env=env)
     assert done.code == 0, done

@@ -24,6 +24,9 @@ def test_history_is_a_row_for_each_record(result):
     assert len(found) == len(lines)
     trained = found[found["event"] == "train"]
     assert list(trained["update"]) == [1, 2, 3, 4]
+    last = found[found["update"] == 4]
+    assert {"train", "evaluate"} <= set(last["event"])
+    assert set(last["epoch"]) == {1}, "as metrics.csv has it"
 
 
 def test_the_plot_has_the_curves_of_training_and_evaluation(result):

@@ -42,3 +42,15 @@ def test_the_last_record_of_an_event_is_found_among_spoilt_ones():
     lines = b"\n".join([json.dumps(GOOD[0]).encode(), b'{"event": "evaluate", "update": 1}', *SPOILT])
     assert records.last(lines, "train") == GOOD[0]
     assert records.last(b"\n".join(SPOILT), "train") is None
+
+
+def test_the_best_evaluation_need_not_be_the_last(tmp_path):
+    rates = [{"event": "train", "update": n, "samples_per_second": rate} for n, rate in ((1, 5.0), (2, 90.0), (3, 80.0))]
+    seen = [
+        {"event": "evaluate", "update": n, "set": "validation", "loss": loss} for n, loss in ((1, 0.5), (2, 0.25), (3, 0.375))
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in (*rates, *seen)))
+    (tmp_path / "environment.json").write_text(json.dumps({"selection": {"metric": "loss", "better": "min"}}))
+    run = reader.read(tmp_path)
+    assert (run.best(), run.final()) == (0.25, 0.375)
+    assert run.rates() == [80.0, 90.0], "the first one includes the warm-up"

@@ -1,11 +1,12 @@
 """What tables say of a run's best evaluation beside its last one."""
 
-from types import SimpleNamespace
+import shutil
 
 import pytest
 
-from drivetrain.launch import kept
+import drivetrain
 from drivetrain.run.result import Result
+from drivetrain.saving import manifest
 from drivetrain.ui import terminal
 
 
@@ -19,8 +20,8 @@ def result(best: float, at: int, **final: float) -> Result:
 def test_the_best_is_named_with_its_epoch_and_what_does_not_select_with_its_value_there():
     run = result(0.9, at=48)
     assert run.note_on_best("validation", "accuracy") == "(best 0.9 after epoch 6)"
-    assert run.note_on_best("validation", "loss") == "(0.6 at the best)"
-    assert run.note_on_best("test", "accuracy") == "(0.75 at the best)"
+    assert run.note_on_best("validation", "loss") == "(0.6 at the best epoch)"
+    assert run.note_on_best("test", "accuracy") == "(0.75 at the best epoch)"
     assert run.note_on_best("test", "loss") == ""
     last = result(0.8, at=80)
     assert [last.note_on_best(s, n) for s in ("validation", "test") for n in ("accuracy", "loss")] == ["(the best)", "", "", ""]
@@ -39,18 +40,22 @@ def test_a_sweep_shows_by_what_it_ranks_and_marks_the_winner(capsys):
     assert "0.9000 after epoch 6" in second
 
 
-def schedule(before: float, after: float) -> SimpleNamespace:
-    group = {"lr": before}
-    return SimpleNamespace(
-        optimizer=SimpleNamespace(param_groups=[group]), progress=SimpleNamespace(updates=16), max_updates=32, run_dir="RUN",
-        scheduler=SimpleNamespace(step=lambda update: group.update(lr=after)),
-    )  # fmt: skip
+def test_a_rate_that_jumps_is_told(train, caplog):
+    """Where the schedule is that of a longer run now."""
+    first = train("epochs=2", "updates=null", "scheduler=cosine")
+    caplog.clear()
+    drivetrain.train([f"resume={first.run_dir}", "epochs=6"])
+    (said,) = [message for message in caplog.messages if "the learning rate goes up" in message]
+    assert "the schedule is now that of" in said
+    assert f"model.weights={first.run_dir}" in said
+    assert float(said.split(" to ")[1].split(":")[0]) > 1e-3 * 0.5
 
 
-@pytest.mark.parametrize(("before", "after", "told"), [(1e-8, 2.6e-4, True), (1e-3, 1e-3, False), (1e-3, 9e-4, False)])
-def test_a_rate_that_jumps_is_told(before, after, told):
-    said = kept.rate_jump(schedule(before, after))
-    assert bool(said) == told
-    if told:
-        assert said.startswith("the learning rate goes up from 1.00e-08 to 2.60e-04: the schedule is now that of 32 updates")
-        assert "model.weights=RUN" in said
+@pytest.mark.parametrize("words", [("scheduler=cosine",), ("scheduler=cyclic", "scheduler.up=1")])
+def test_a_rate_that_goes_on_as_its_schedule_has_it_is_not_told(words, train, caplog):
+    first = train("epochs=4", "updates=null", "saving.keep=99", "saving.every_updates=1", *words)
+    for checkpoint in sorted(manifest.checkpoints(first.run_dir), key=lambda path: int(path.name))[1:]:
+        shutil.rmtree(checkpoint)
+    again = drivetrain.train([f"resume={first.run_dir}"])
+    assert again.resumed_at == 1
+    assert not [message for message in caplog.messages if "goes up" in message]

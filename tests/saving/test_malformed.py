@@ -21,7 +21,7 @@ import drivetrain
 from drivetrain.core.errors import UserError
 from drivetrain.launch import launcher
 from drivetrain.run import reader
-from drivetrain.saving import checkpoint_io, content, manifest
+from drivetrain.saving import about, checkpoint_io, content, manifest
 
 WEIGHTS = {"w": torch.arange(4.0)}
 
@@ -35,9 +35,9 @@ def run(tmp_path: Path) -> Path:
 
 def signed(checkpoint: Path) -> None:
     """Give a changed checkpoint the right hashes, as who has changed it on purpose can."""
-    about = manifest.read(checkpoint)["about"]
+    said = manifest.read(checkpoint)["about"]
     (checkpoint / "manifest.json").unlink()
-    manifest.write(checkpoint, int(checkpoint.name), about)
+    manifest.write(checkpoint, int(checkpoint.name), said)
 
 
 def passed_over(run: Path) -> str:
@@ -289,3 +289,59 @@ def test_a_checkpoint_without_its_weights_is_incomplete(tmp_path):
     torch.save({}, tmp_path / "state.pt")
     manifest.write(tmp_path, 1, {})
     assert manifest.verify(tmp_path) == "is incomplete"
+
+
+# --- what a manifest says of the model ---
+
+ABOUT = {
+    "targets": "class", "shape": [5], "inputs": None, "images": None, "outputs": 2, "classes": ["a", "b"], "dtype": None,
+    "vocabulary": None, "normalize": {"mean": [0.5], "std": [1.0]},
+}  # fmt: skip
+TREE = {"items": [{"shape": [3], "dtype": "int64"}, {"keys": {"mask": {"shape": [], "dtype": "bool"}}}]}
+
+
+def test_what_a_run_says_of_its_model_is_good():
+    for good in (
+        {},
+        ABOUT,
+        {**ABOUT, "shape": None, "inputs": TREE},
+        {**ABOUT, "classes": None, "dtype": "uint8", "vocabulary": 9},
+    ):
+        assert about.problem(good) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("shape", value) for value in (None, 5, "x", [-3], ["a"], {"a": 1}, 1e300, True, [[1]], [10**12])),
+        *(("inputs", value) for value in (5, "x", [3], {"a": 1}, True)),
+        *(("inputs", value) for value in ({"shape": [3], "dtype": "load"}, {"items": {}}, {"keys": []})),
+        *(("outputs", value) for value in (None, -1, 0, [], {}, "x", 1e300, True, 10**30)),
+        *(("classes", value) for value in (5, [], {}, "xy", [1, 2], ["a"], {"a": 1, "b": 2})),
+        *(("dtype", value) for value in ("load", "_C", 5, [])),
+        *(("vocabulary", value) for value in (-1, "x", 1.5)),
+        *(("normalize", value) for value in (5, {}, {"mean": [1.0]}, {"mean": [1.0], "std": []}, {"mean": "x", "std": [1.0]})),
+        *(("units", value) for value in (5, [], {"mean": [1.0], "std": [1.0, 2.0]})),
+        *(("targets", value) for value in ("x", 5, [])),
+        *(("images", value) for value in (5, [])),
+        ("decodes_images", 1),
+    ],
+)  # fmt: skip
+def test_a_manifest_that_describes_no_model(run, name, value):
+    inputs = {"shape": None} if name == "inputs" else {}
+    (run / "checkpoints/2/manifest.json").unlink()
+    manifest.write(run / "checkpoints/2", 2, {**ABOUT, **inputs, name: value})
+    assert f"has a manifest.json with {name}=" in passed_over(run)
+
+
+def test_a_manifest_that_leaves_out_what_a_model_needs(run):
+    (run / "checkpoints/2/manifest.json").unlink()
+    manifest.write(run / "checkpoints/2", 2, {name: value for name, value in ABOUT.items() if name != "shape"})
+    assert "has a manifest.json with no shape" in passed_over(run)
+
+
+def test_inputs_deeper_than_any(run):
+    tree = {"shape": [3], "dtype": "int64"}
+    for _ in range(50):
+        tree = {"items": [tree]}
+    assert "inputs=" in (about.problem({**ABOUT, "shape": None, "inputs": tree}) or "")

@@ -120,7 +120,7 @@ def test_stopped_in_mid_epoch_and_resumed(arm: str, by: signal.Signals, whole: C
         assert (left["status"], left["updates"]) == ("interrupted", int(newest.name))
     ended = train(f"resume={run_dir}", cwd=place)
     assert ended.code == 0, ended
-    assert f"going on from {newest}" in ended.err
+    assert f"resuming from {newest}" in ended.err
     assert_same_end(run_dir, whole(arm))
 
 
@@ -219,7 +219,7 @@ def test_damaged_checkpoint_falls_back_to_the_one_before(damage: Callable[[Path]
     ended = train(f"resume={run_dir}", cwd=tmp_path)
     assert ended.code == 0, ended
     assert re.search(r"checkpoints/22 .*passed over", ended.err)
-    assert f"going on from {run_dir / 'checkpoints' / '11'}" in ended.err
+    assert f"resuming from {run_dir / 'checkpoints' / '11'}" in ended.err
     assert_same_end(run_dir, small)
 
 
@@ -240,7 +240,7 @@ def test_a_save_that_a_kill_cut_short_is_not_taken(small: Path, tmp_path: Path) 
     shutil.copytree(run_dir / "checkpoints" / "11", run_dir / "checkpoints" / ".writing-20")
     ended = train(f"resume={run_dir}", cwd=tmp_path)
     assert ended.code == 0, ended
-    assert "going on from" in ended.err
+    assert "resuming from" in ended.err
     assert_same_end(run_dir, small)
 
 
@@ -287,7 +287,7 @@ def test_resume_auto(small: Path, tmp_path: Path) -> None:
             ended = train(*SMALL, "resume=auto", cwd=tmp_path)
             assert ended.code == 0, ended
             if expected is not None:
-                assert f"going on from outputs/{expected.relative_to(tmp_path / 'outputs')}/checkpoints/11" in ended.err
+                assert f"resuming from outputs/{expected.relative_to(tmp_path / 'outputs')}/checkpoints/11" in ended.err
                 assert_same_end(expected, small)
     assert "no unfinished run of this config" in ended.err
     assert len(runs(tmp_path / "outputs")) == 6, "a new one at the end, none before"

@@ -131,6 +131,8 @@ class Popen(_Popen):  # type: ignore[type-arg]
             for mine, theirs in ((p2cwrite, p2cread), (c2pread, c2pwrite), (errread, errwrite)):
                 if mine != -1 and theirs != -1:
                     os.close(theirs)
+            if (null := getattr(self, "_devnull", None)) is not None:
+                os.close(null)
         self._child_created = True
 
     def _server(self, kind: str) -> Server:

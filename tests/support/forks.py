@@ -1,14 +1,20 @@
 """A program that takes every way on which drivetrain forks, on a machine that seems to have two CUDA devices.
 
 Each forked process reports whether CUDA could be used in it, and ends. This process reports each call that would have
-started CUDA in it. `python -m tests.support.forks PATH …` runs these ways and writes a JSON object to standard output.
+started CUDA in it. `python -m tests.support.forks WAY …` takes these ways and writes a JSON object to standard output.
+
+`python -m tests.support.forks stop WAY …` is told to stop on each way, when its forked processes do nothing for ever.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import tempfile
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +23,7 @@ from typing import Any, NoReturn
 import torch
 
 from drivetrain.core import nvidia_driver
+from drivetrain.core.signals import ended_by_signals
 from drivetrain.launch import elastic
 from drivetrain.measure.benchmark import interleave
 from drivetrain.measure.certify import process
@@ -109,12 +116,61 @@ def guarded(name: str, function: Any) -> Any:
     return call
 
 
+def stay(*_: object, **__: object) -> NoReturn:
+    """The forked process, in place of what it should do, until a signal ends it."""
+    for number in (signal.SIGTERM, signal.SIGINT):  # a rank would have set its own handlers by now
+        signal.signal(number, signal.SIG_DFL)
+    with open(reports, "a") as file:
+        file.write(f"{os.getpid()}\n")
+    while True:
+        time.sleep(60)
+
+
+def fork_into(function: Callable[..., NoReturn]) -> None:
+    """Let every forked process call this function."""
+    forking = (elastic, "_rank_entry"), (forked, "run_job"), (interleave, "_child"), (isolated, "_child"), (process, "_child")
+    for place, name in forking:
+        setattr(place, name, function)
+
+
+def stop(names: list[str]) -> None:
+    """Take the ways, and be told to stop on each of them as soon as it has forked."""
+    fork_into(stay)
+    out, sys.stdout = sys.stdout, sys.stderr
+    tempfile.tempdir = str(Path("temporary").absolute())
+    os.mkdir(tempfile.tempdir)
+    found: dict[str, Any] = {}
+    for name in names:
+        reports.unlink(missing_ok=True)
+        threading.Thread(target=_stop_when_forked, daemon=True).start()
+        ended = "returned"
+        try:
+            with ended_by_signals():
+                WAYS[name]()
+        except KeyboardInterrupt:
+            ended = "interrupted"
+        processes = [pid for pid in reports.read_text().split() if Path(f"/proc/{pid}").exists()]
+        found[name] = {"ended": ended, "processes": processes, "files": _left()}
+    print(json.dumps(found), file=out, flush=True)
+
+
+def _stop_when_forked() -> None:
+    while not reports.exists() or not reports.read_text():
+        time.sleep(0.02)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _left() -> list[str]:
+    """Temporary files, and directories that are neither a run's, with its result, nor a sweep's."""
+    runs = (lock.parent for lock in Path("outputs").rglob(".lock"))
+    unknown = [run for run in runs if not (run / "result.json").exists() and not (run / "jobs.json").exists()]
+    return [str(path) for path in [*unknown, *Path(tempfile.gettempdir()).glob("drivetrain*")]]
+
+
 def main(names: list[str]) -> None:
     nvidia_driver.installed = lambda: True
     nvidia_driver.devices = lambda: nvidia_driver.Devices(2, (9, 0), 99)
-    forking = (elastic, "_rank_entry"), (forked, "run_job"), (interleave, "_child"), (isolated, "_child"), (process, "_child")
-    for place, name in forking:
-        setattr(place, name, report)
+    fork_into(report)
     for name in STARTING:
         if hasattr(torch._C, name):
             setattr(torch._C, name, guarded(name, getattr(torch._C, name)))
@@ -134,4 +190,4 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    stop(sys.argv[2:]) if sys.argv[1] == "stop" else main(sys.argv[1:])

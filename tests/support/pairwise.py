@@ -86,6 +86,14 @@ class Views(Pictures):
     def __getitem__(self, index):
         return torch.stack([self.noise[index], 1 - self.noise[index]]), index % 2
 
+class Teacher(torch.nn.Module):
+    def __init__(self, classes):  # its weights fit every data set
+        super().__init__()
+        self.scale, self.classes = torch.nn.Parameter(torch.ones(())), classes
+
+    def forward(self, x):
+        return self.scale * x.flatten(1).float().mean(1, keepdim=True) * torch.linspace(-1, 1, self.classes)
+
 def each_pixel(shape, classes):
     return torch.nn.Conv2d(shape[0], classes, 1)
 
@@ -141,6 +149,7 @@ def needs(folder: Path) -> dict[str, list[str]]:
         "loss=next_token": ["data=stdlib", "model=gpt"],
         **{f"loss={name}": [f"data.target=pairwise_net.{kind}", *own] for name, kind in TARGETS.items()},
         "loss=dice": ["data.target=pairwise_net.Masks", *own, *each_pixel],
+        "loss=distill": [f"loss.teacher={folder}/teacher/model.safetensors", "trust=[pairwise_net]"],
         "loss=own": ["loss.target=pairwise_net.my_loss", "trust=[pairwise_net]"],
         **{f"metrics=[{name}]": ["data.target=pairwise_net.Numbers", *own, "loss=mse"] for name in ("mae", "rmse", "r2")},
         **{f"metrics=[{name}]": ["data.target=pairwise_net.Masks", *own, "loss=dice", *each_pixel] for name in ("iou", "dice")},
@@ -157,6 +166,7 @@ def needs(folder: Path) -> dict[str, list[str]]:
         "batch=auto": ["batch.memory_gb=16"],
         "checkpointing=budget": ["compile=inductor"],
         "surgery=[fused_norm]": ["model=own"],
+        "optimizer=schedulefree": ["scheduler=constant"],
         "adapter=lora": ["model=mlp"],
         "adapter=dora": ["model=mlp"],
         "augment=[randaugment]": ["data=imagefolder"],
@@ -185,11 +195,16 @@ def _key(word: str) -> str:
 
 
 def prepare_folder(folder: Path) -> None:
-    """Images and a model of the user's own, for the options that want them."""
+    """Images, a model of the user's own and a trained teacher, for the options that want them."""
     import numpy as np
+    import torch
     from PIL import Image
+    from safetensors.torch import save_file
 
     (folder / "pairwise_net.py").write_text(OWN_NET)
+    (folder / "teacher").mkdir()
+    (folder / "teacher" / "config.yaml").write_text("model: {_target_: drivetrain.model.Own, target: pairwise_net.Teacher}\n")
+    save_file({"scale": torch.ones(())}, folder / "teacher" / "model.safetensors")
     noise = np.random.default_rng(0)
     for label in ("a", "b"):
         (folder / "images" / label).mkdir(parents=True)

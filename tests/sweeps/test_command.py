@@ -211,7 +211,7 @@ def test_a_job_can_be_gone_on_with(tmp_path: Path) -> None:
     job = jobs(tmp_path / "outputs")[1]
     done = train(f"resume={job}", "epochs=2", cwd=tmp_path)
     assert done.code == 0, done
-    assert f"going on from {job / 'checkpoints' / '8'}" in done.err
+    assert f"resuming from {job / 'checkpoints' / '8'}" in done.err
     assert_whole(job, 16)
 
 

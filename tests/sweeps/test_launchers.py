@@ -12,10 +12,12 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from drivetrain.sweeps import forked
 from tests.support.command import (
     TIMEOUT_S,
     TINY,
@@ -82,7 +84,7 @@ def test_a_killed_sweep_goes_on_with_what_is_left(tmp_path: Path) -> None:
     done = train("-m", f"resume={sweep}", cwd=cwd, env={"GATE": str(gate)})
     assert done.code == 0, done
     assert "1 of 4 jobs are done already" in done.out
-    assert f"going on from {sweep / '1' / 'checkpoints' / '8'}" in done.err
+    assert f"resuming from {sweep / '1' / 'checkpoints' / '8'}" in done.err
     assert (sweep / "0" / "result.json").stat().st_mtime_ns == before
     for number in range(4):
         assert_whole(sweep / str(number), 16)
@@ -124,7 +126,7 @@ def test_several_at_a_time_and_the_signal_that_stops_them(tmp_path: Path) -> Non
     for run_dir in jobs(cwd / "outputs"):
         assert_whole(run_dir, 16)
     assert "5" in [c.name for c in checkpoints(sweep / "0")]
-    assert "going on from" in (sweep / "0" / "output.txt").read_text()
+    assert "resuming from" in (sweep / "0" / "output.txt").read_text()
 
 
 @pytest.mark.slow
@@ -280,3 +282,15 @@ def test_slurm_jobs_run_on_when_the_sweep_is_stopped(tmp_path: Path) -> None:
     script = Path(submission).read_text()
     assert "#SBATCH --partition=gpu" in script
     assert "#SBATCH --array=0-1%2" in script
+
+
+def test_a_job_that_starts_after_the_signal_is_told_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The signal may come between the question whether there was one and the start."""
+    monkeypatch.setattr(forked, "run_job", lambda *_: time.sleep(600))
+    launcher, ends = forked.Forked(slots=2), list[int]()
+    late: Any = SimpleNamespace(number=0, run_dir=empty(tmp_path / "job"), job=SimpleNamespace(job=None))
+    late.close = lambda code, *_: ends.append(code)
+    launcher.signal(signal.SIGTERM)
+    launcher.start([late])
+    assert launcher.wait(TIMEOUT_S) == [late]
+    assert ends == [-signal.SIGTERM]

@@ -392,6 +392,13 @@ def test_hydras_grammar_is_the_space(word: str, axis: Axis) -> None:
         assert (distribution.low, distribution.high, distribution.log) == (axis.low, axis.high, axis.log)
 
 
+def test_an_interval_is_tried_in_its_middle() -> None:
+    """The middle of what is searched: between 1e-4 and 1e-2 by its logarithm that is 1e-3."""
+    assert Axis("optimizer.lr", None, 1e-4, 1e-2, log=True).examples() == [pytest.approx(1e-3)]
+    assert Axis("optimizer.lr", None, 1.0, 2.0).examples() == [1.5]
+    assert Axis("epochs", None, 1, 5, whole=True).examples() == [3]
+
+
 def test_what_is_no_space() -> None:
     told = problems(
         lambda: read_space(

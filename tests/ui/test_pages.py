@@ -37,7 +37,7 @@ def test_every_page_answers_first_and_keeps_the_rules(made, name):
     ("name", "answer"),
     [
         ("run", "mlp on digits reached accuracy 0.6988 on the test set and 0.6988 on the validation set after 4 epochs "
-                "(40 updates) in 41 s; the run completed."),
+                "(40 updates) in 41 s with the start; the run completed."),
         ("report", "Of 3 runs, optimizer.lr=0.3 is the best: it reached accuracy 1.0000 on the validation set, and the worst "
                    "0.1131."),
         ("compare", "precision=bf16 surgery=[channels_last] is 1.41 × as fast as precision=fp32 surgery=[] (1.30 to 1.50), and "
@@ -93,6 +93,19 @@ def test_the_page_says_what_differs_from_the_default(tmp_path):
     assert ("model", "mlp", "resnet9") in rows
     assert ("optimizer.lr", "0.1", "0.003") in rows
     assert ("epochs", "4", "15") in rows
+
+
+@pytest.mark.parametrize(("saving", "best_at", "kept"), [("last", 30, False), ("last", 40, True), ("best", 30, True)])
+def test_the_page_has_a_best_checkpoint_only_where_it_was_kept(tmp_path, saving, best_at, kept):
+    folder = made_pages.run_folder(tmp_path / "run", 0.1)
+    result = json.loads((folder / "result.json").read_text())
+    result["metrics"]["validation"]["best"]["update"] = best_at
+    (folder / "result.json").write_text(json.dumps(result))
+    recipe = (folder / "recipe.yaml").read_text().replace("[{override", f"[{{override /saving: {saving}}}, {{override", 1)
+    (folder / "recipe.yaml").write_text(recipe)
+    page = run.run_page(reader.read(folder))
+    assert ("best checkpoint" in page) == kept
+    assert ("<tr class=winner>" in page) == kept
 
 
 # --- charts ---

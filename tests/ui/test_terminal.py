@@ -113,8 +113,8 @@ def test_a_report_fits_100_columns_without_a_terminal(capsys, monkeypatch):
     rows = [[f"{name.upper()} {n}" for name in header] for n in (1, 2)]
     monkeypatch.setattr(report, "find", lambda folders: [None, None])
     monkeypatch.setattr(report, "common_target", lambda runs: None)
-    monkeypatch.setattr(report, "table", lambda runs, target: report.Table(["a", "b"], header, rows))
-    monkeypatch.setattr(report, "verdict", lambda runs, names: "a is the best")
+    monkeypatch.setattr(report, "table", lambda runs, target, first: report.Table(["a", "b"], header, rows))
+    monkeypatch.setattr(report, "verdict", lambda runs, names, target: "a is the best")
     monkeypatch.setattr(report, "summarize_seeds", lambda runs, target: [])
     monkeypatch.setattr("drivetrain.measure.report.page.report_page", lambda *given: "")
     assert report.command(["out=page"]) == 0

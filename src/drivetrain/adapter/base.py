@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
+from drivetrain.core import limits
 from drivetrain.core.allowed import NamePattern
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
@@ -76,7 +77,7 @@ class Lora(Adapter):
     def advise(self, run: RunSpec) -> Iterator[str]:
         if not run.model.given_weights:
             yield (
-                f"{run.named('adapter')} corrects weights that stay as they are, and here they are random: set "
+                f"{run.named('adapter')} trains corrections to frozen weights, and these are random: set "
                 "model.weights=PATH, or model.pretrained=true of model=timm"
             )
 
@@ -91,8 +92,10 @@ class Lora(Adapter):
                 f"{run.named('adapter')} finds no Linear layer to correct in {run.named('model')}, beside the one that gives the "
                 "outputs: set adapter=none, or a transformer or multilayer perceptron as model"
             )
-        for layer in chosen.values():
-            self.adapt(layer)
+        room = limits.memory_bytes() // ((2 + context.run.optimizer.states) * context.world.local_size)
+        with limits.model_within(room, f"adapter.rank={self.rank}", ", with their gradients and the optimizer's state"):
+            for layer in chosen.values():
+                self.adapt(layer)
         own, added = (sum(p.numel() for n, p in model.named_parameters() if layers.is_adapters(n) == of) for of in (False, True))
         yield (
             f"{len(chosen)} linear layers have adapters of rank {self.rank}: {added:,} parameters beside the model's own {own:,}"

@@ -107,4 +107,6 @@ def _is_of(recorded: Any, limits: Mapping[str, int]) -> bool:
     """Whether it is what a run with these limits has recorded."""
     if not fits(recorded, dict[str, Any]) or any(recorded.get(key) != value for key, value in limits.items()):
         return False
-    return fits(recorded.get("noise_scale"), float | None) and fits(recorded.get("samples"), int)
+    scale, counts = recorded.get("noise_scale"), (recorded.get("samples"), recorded.get("updates"))
+    good = scale is None or (fits(scale, float) and 0 <= scale < math.inf)
+    return good and all(fits(count, int) and count > 0 for count in counts)

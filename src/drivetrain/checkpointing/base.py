@@ -24,6 +24,7 @@ class Checkpointing(Option):
     effect: ClassVar[Effect] = "exact"
     active = False
     chosen_by_compiler = False
+    keeps_on_host = False  # what the backward needs
     asks_for_each_operation = False  # in Python, whether to keep its result
     budget = 1.0  # share of the activations that the compiler keeps
 
@@ -162,6 +163,7 @@ class Offload(Checkpointing):
 
     effect: ClassVar[Effect] = "exact"
     active = True
+    keeps_on_host = True
     needs_real_tensors = "it copies values to pinned memory of the host"
 
     def __init__(self, min_kb: CountOrZero = 64) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from drivetrain.config.hydra_idioms import recipe_word, translated
 from drivetrain.config.keys import as_setting
@@ -19,12 +19,24 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         unknown = message.removeprefix("unrecognized arguments: ")
-        settings = [f"{flag} is {setting} here" for flag in unknown.split() if (setting := as_setting(flag))]
+        settings = [self._setting(flag) for flag in unknown.split() if as_setting(flag)]
         if unknown != message and settings:
-            raise UserError(f"{self.prog}: settings have no dashes: {', '.join(settings)}")
+            raise UserError(f"{self.prog}: write settings as key=value: {', '.join(settings)}")
         flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
         hint = f": {did_you_mean(unknown.split('=')[0].split()[0], flags)}" if unknown != message else ""
         raise UserError(f"{self.prog}: {message}{hint}")
+
+    def parse_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse, and keep the words, for the answer to one that is not known."""
+        self._words = list(args or ())
+        return super().parse_intermixed_args(args, namespace)
+
+    def _setting(self, flag: str) -> str:
+        """What a flag of another tool is here, with its value where the next word is one."""
+        words = getattr(self, "_words", [])
+        following = words[words.index(flag) + 1 :][:1] if flag in words and "=" not in flag else []
+        value = next((word for word in following if "=" not in word and not word.startswith("-")), None)
+        return f"{flag}{f' {value}' if value else ''} is {as_setting(flag, value)}"
 
 
 def parser(verb: str) -> argparse.ArgumentParser:

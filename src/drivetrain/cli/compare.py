@@ -22,7 +22,8 @@ drivetrain compare key=a,b [group=x,y] [key=value] …      techniques side by s
   quality_s=600         no further seeds after so many seconds of training
   judge=[accuracy]      evaluated figures that decide; else the metric that ranks models, and the loss
   target=0.95           of that metric: the seconds until it is reached are judged too
-  --recipe FILE         hand the fastest arm on as a recipe that claims what was measured, if it is faster beyond doubt
+  --recipe FILE         hand the fastest arm on as a recipe that claims what was measured, if it is faster beyond doubt;
+                        a better result alone is not handed on
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
 
 A key that only one arm's option has goes to that arm: optimizer=sgd,adamw optimizer.momentum=0.9. Of an arm whose options claim

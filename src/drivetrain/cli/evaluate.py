@@ -24,6 +24,7 @@ drivetrain evaluate RUN [group=option] [key=value] …      the metrics of a fin
   split=validation      the set that the run was selected by; default: split=test
 {run_arguments.OF_CHOICE}
 
+A folder that the run was not trained on, and that has no test/, is used whole; data.holdout=0.1 takes that share of it.
 On the same set, with the run's own ranks, batch and device, the figures are those of training to the last digit.
 """
 
@@ -44,7 +45,9 @@ def command(argv: Sequence[str]) -> int:
     found = evaluate(given.run_dir, given.overrides, given.config_dirs, given.choice)
     if launched() is not None and world_of_environment().rank != 0:  # rank 0 prints
         return DONE
-    which = f"{found.split} set, update {found.update}" + (", averaged" if found.average else "")
+    samples = f"{found.samples:,} sample{'s' * (found.samples != 1)}"
+    which = f"{found.split} set, {samples}, update {found.update}" + (", averaged" if found.average else "")
+    echo(f"{found.split} set: {samples} of {found.source}")
     terminal.table((str(given.run_dir), which), [(name, f"{value:.6g}") for name, value in found.metrics.items()])
     if given.options.out is not None:
         given.options.out.parent.mkdir(parents=True, exist_ok=True)

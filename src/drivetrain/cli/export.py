@@ -56,7 +56,7 @@ def command(argv: Sequence[str]) -> int:
     from drivetrain.inference.loaded import open_run
 
     done = export.export_program(open_run(finished), path, kind, with_normalize)
-    checked = f"its output is the model's to {done.difference:.0e}" if done.difference is not None else done.note
+    checked = f"matches the model's output to {done.difference:.0e}" if done.difference is not None else done.note
     echo(f"update {finished.checkpoint.name} as {kind}: {path} ({checked})")
     return DONE
 

@@ -31,13 +31,15 @@ def command(argv: Sequence[str]) -> int:
     """Run `drivetrain forecast`; its exit code."""
     made = arguments.parser("forecast")
     made.add_argument("--json", action="store_true")
+    made.add_argument("--device")
     given = arguments.parse_with(made, argv)
     if given.help:
         arguments.echo(HELP)
         return DONE
     from drivetrain.measure.forecast import forecast
 
-    return forecast.command(given.overrides, given.config_dir, given.json)
+    device = [f"device={given.device}"] if given.device else []  # as other tools write it
+    return forecast.command([*given.overrides, *device], given.config_dir, given.json)
 
 
 def complete(words: Sequence[str], last: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""`drivetrain list`: the options there are, and what each buys."""
+"""`drivetrain list`: the options there are, and what each does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from drivetrain.ui.terminal import table
 logger = logging.getLogger(__name__)
 
 HELP = """\
-drivetrain list [GROUP]      every option of every group with what it buys; of one group, every knob too
+drivetrain list [GROUP]      every option of every group with what it does; of one group, every knob too
+drivetrain list KEY          what a key of no group does, such as target, stages or epochs
 
 `effect` is what an option claims of training: exact, the same numbers as without it; close, the same mathematics, rounded or
 summed otherwise; changes, another run. `drivetrain compare` tests the claim.
@@ -39,12 +40,12 @@ def command(argv: Sequence[str]) -> int:
 
 
 def complete(words: Sequence[str], last: str) -> Sequence[str]:
-    """What TAB offers after `drivetrain list`: the groups."""
-    return [*catalog.options()]
+    """What TAB offers after `drivetrain list`: the groups, and the keys of no group."""
+    return [*catalog.options(), *catalog.root_keys()]
 
 
 def show(group: str | None = None, config_dirs: Sequence[str] = ()) -> None:
-    """Print every option with its line; of one group, every knob too. Raises UserError for an unknown group or a wrong file."""
+    """Print every option with its line; of one group, every knob too. Raises UserError for an unknown name or a wrong file."""
     of_plugins = plugins.problems()
     if problems := [problem for problem in catalog.problems(config_dirs) if problem not in of_plugins]:
         raise UserError(problems)
@@ -52,7 +53,7 @@ def show(group: str | None = None, config_dirs: Sequence[str] = ()) -> None:
         logger.warning("%s", problem)
     groups = catalog.option_files(config_dirs)
     if group is None:
-        table(("group", "option", "effect", "what it buys"), [
+        table(("group", "option", "effect", "what it does"), [
             (name if first else "", option, _claim(file)[0], catalog.summary(file))
             for name, files in groups.items()
             for first, (option, file) in zip([True] + [False] * len(files), files.items(), strict=False)
@@ -60,7 +61,11 @@ def show(group: str | None = None, config_dirs: Sequence[str] = ()) -> None:
         echo("\n".join(f"{name}: {line}" for name in groups if (line := several(name))))
         return
     if group not in groups:
-        raise UserError(f"there is no group '{group}': {did_you_mean(group, groups)}")
+        keys = catalog.root_keys()
+        if group not in keys:
+            raise UserError(f"there is no group '{group}': {did_you_mean(group, [*groups, *keys])}")
+        echo(f"{group} is a key of the whole config, and no group: {keys[group]}")
+        return
     for option, file in groups[group].items():
         knobs = [line for line in file.read_text(encoding="utf-8").splitlines() if not line.startswith(("#", "_target_"))]
         echo(f"{group}={option}: {catalog.summary(file)}")

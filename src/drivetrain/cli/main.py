@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 from drivetrain import __version__
 from drivetrain.cli import help, verbs
-from drivetrain.core.errors import BAD_CONFIG, DONE, FAILED, INTERRUPTED, UserError, wants_traceback
+from drivetrain.core.errors import BAD_CONFIG, DONE, FAILED, INTERRUPTED, Interrupted, UserError, wants_traceback
 from drivetrain.core.paths import remove_working_directory
+from drivetrain.core.signals import ended_by_signals
 from drivetrain.recipe import cache
 from drivetrain.ui import fetched, terminal
 from drivetrain.ui.output import PLAIN, echo, echo_traceback, fold
@@ -29,15 +30,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     terminal.prepare_output()
     cache.on_fetch[:] = [fetched.show]
     try:
-        return _dispatch(argv)
+        with ended_by_signals():  # a run has its own way with them
+            return _dispatch(argv)
     except UserError as error:
         if wants_traceback():
             echo_traceback(error)
         for problem in error.problems:
             echo(f"error: {problem}", file=sys.stderr)
         return BAD_CONFIG
-    except KeyboardInterrupt:
-        echo("interrupted", file=sys.stderr)
+    except (KeyboardInterrupt, Interrupted) as error:
+        echo(str(error) or "interrupted", file=sys.stderr)
         return INTERRUPTED
     except Exception as error:  # a bug of ours: one line, and the traceback on demand
         if wants_traceback():
@@ -45,12 +47,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
             echo(f"error: {str(error.filename)[:60]}… is too long for the name of a file", file=sys.stderr)
             return BAD_CONFIG
+        if (reason := _of_the_disk(error)) is not None:
+            place = getattr(error, "filename", None) or "what this command writes"  # a library in C or Rust names no file
+            echo(f"error: {place} cannot be written: {reason}. Make room, or give another place", file=sys.stderr)
+            return FAILED
         text = str(error).strip().splitlines()
         echo(
             f"error: {type(error).__name__}: {text[0] if text else ''} (DRIVETRAIN_TRACEBACK=1 shows where)",
             file=sys.stderr,
         )
         return FAILED
+
+
+def _of_the_disk(error: Exception) -> str | None:
+    """Why the disk refused to be written, in words; None for another error."""
+    from drivetrain.saving import space
+
+    is_of_it = isinstance(error, OSError) and error.errno in space.OF_THE_DISK
+    return space.reason_of(error) if is_of_it or "os error" in str(error) else None
 
 
 def _dispatch(argv: list[str]) -> int:

@@ -35,7 +35,7 @@ drivetrain recipe VERB …      recipes: options and values, shared as plain YAM
   rounds=20, block_s=0.4  of verify, and of diff measure=true: as for `drivetrain compare`
   quality=true          also train the baseline, or both sides of diff, to their ends
   measure=true          of diff: measure both now, in turns
-  --recipe FILE         of diff measure=true: hand B on as a recipe with its claim
+  --recipe FILE         of diff measure=true: hand B on as a recipe with its claim, if it is faster beyond doubt
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
 
 exit codes of verify: 0 something holds and nothing is refuted · 1 something does not hold · 2 no claim, or a bad command line ·
@@ -49,12 +49,12 @@ def command(argv: Sequence[str]) -> int:
         echo(fold(HELP))
         return DONE
     if not argv or argv[0] not in VERBS:
-        given = f"'{argv[0]}': {did_you_mean(argv[0], VERBS)}" if argv else ""
+        given = f"'{argv[0]}' is none of these: {did_you_mean(argv[0], VERBS)}" if argv else "nothing is given"
         wanted = (
             "list, show NAME, fetch ADDRESS, check NAME …, export RUN … [FILE], verify NAME, diff A B, schema [FILE], "
             "bundle FILE or inspect FILE"
         )
-        raise UserError(f"drivetrain recipe needs {wanted} {given}".rstrip())
+        raise UserError(f"drivetrain recipe needs {wanted}: {given}")
     return VERBS[argv[0]](argv[1:])
 
 
@@ -81,7 +81,7 @@ def _check(argv: Sequence[str]) -> int:
     problems = []
     for name in (word for word in given.overrides if word not in trust):
         try:
-            echo("\n  ".join([f"{name}: good", *recipe_check.check(places.read(name), given.config_dir, trust)]))
+            echo("\n  ".join([f"{name}: valid", *recipe_check.check(places.read(name), given.config_dir, trust)]))
         except UserError as error:
             problems += error.problems
     if problems:

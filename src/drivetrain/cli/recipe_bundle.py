@@ -11,7 +11,7 @@ from typing import Any
 
 from drivetrain.cli import arguments
 from drivetrain.core.errors import DONE, UserError
-from drivetrain.recipe import bundle, cache, places, reader
+from drivetrain.recipe import bundle, cache, own_code, places, reader
 from drivetrain.recipe.bundle import Bundle
 from drivetrain.recipe.safe_yaml import printable, read_bytes
 from drivetrain.ui import fetched, terminal
@@ -36,6 +36,12 @@ def make(argv: Sequence[str]) -> int:
     foreign = {key: name for key, name in _targets(recipe).items() if name.partition(".")[0] != made.package}
     if foreign:
         raise UserError(f"{recipe.where(k)}: {k}={name} is not in the package {made.package}" for k, name in foreign.items())
+    if nameless := _nameless(recipe):
+        raise UserError(
+            f"{recipe.where(key.partition('.')[0])}: no class of {made.package} is named: set {key} in the recipe, "
+            f"as {made.package}.Name"
+            for key in nameless
+        )
     out = Path(given.words[1] if len(given.words) > 1 else f"{file.stem}.zip")
     if out.suffix != places.BUNDLE:
         raise UserError(f"{out}: the name of a bundle ends in {places.BUNDLE}")
@@ -89,6 +95,13 @@ def _targets(recipe: reader.Recipe) -> dict[str, str]:
     """The dotted names by which a recipe names classes."""
     values: dict[str, Any] = recipe.values
     return {key: str(value) for key, value in values.items() if key.endswith("target") and _DOTTED.match(str(value))}
+
+
+def _nameless(recipe: reader.Recipe) -> list[str]:
+    """The keys that name a class where a recipe chooses the option `own`, and that it does not set."""
+    own = {group: option for group, option in recipe.choices.items() if own_code.is_own(group, option)}
+    keys = [f"{group}.own.target" if isinstance(option, list) else f"{group}.target" for group, option in own.items()]
+    return [key for key in keys if not recipe.values.get(key)]
 
 
 def _options(found: Bundle) -> list[str]:

@@ -11,6 +11,7 @@ from drivetrain.cli import arguments
 from drivetrain.core.errors import UserError
 from drivetrain.core.overrides import key_of
 from drivetrain.core.paths import add_import_paths
+from drivetrain.ema.base import BELOW, NARROWEST
 from drivetrain.inference.finished import Choice
 from drivetrain.ui.output import echo, fold
 
@@ -75,7 +76,9 @@ def _choice(settings: Sequence[str]) -> tuple[Choice, list[str]]:
         elif key == "split":
             wrong.append(f"{word}: say split=test or split=validation")
         elif key in ("update", "average"):
-            wrong.append(f"{word}: say update=N, update=best, update=last, average=true, or average=0.08 for a width below 0.28")
+            wrong.append(
+                f"{word}: say update=N, update=best, update=last, average=true, or average=0.08 for a width of 0.001 to 0.28"
+            )
         else:
             rest.append(word)
     if wrong:
@@ -89,7 +92,7 @@ def _width(value: str) -> float | None:
         width = float(value)
     except ValueError:
         return None
-    return width if 0 < width < 0.28 else None
+    return width if NARROWEST <= width < BELOW else None
 
 
 def complete(words: Sequence[str], last: str, *options: str) -> list[str]:

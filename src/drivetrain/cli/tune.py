@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from drivetrain.cli import arguments
 from drivetrain.core.errors import DONE
@@ -20,6 +21,7 @@ drivetrain tune [what=all] [group=option] [key=value] …      what makes this r
   quality=true          is the result still right? seeds=5 trainings of each, as far as the budget goes
   lr_updates=150        updates of the range test
   'target=accuracy>=0.98'  in place of speed: which global batch near the gradient noise scale gets there soonest, over seeds=5
+                        (or --target 'accuracy>=0.98')
   --recipe FILE         where to write the recipe with its claim, in place of a file below outputs/tune
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
 
@@ -29,8 +31,14 @@ Writes a recipe with its measurements, tune.json and a page under outputs/tune. 
 
 def command(argv: Sequence[str]) -> int:
     """Run `drivetrain tune`; its exit code."""
-    if (given := arguments.parse("tune", argv, HELP, "--recipe")) is None:
+    made = arguments.parser("tune")
+    made.add_argument("--recipe", type=Path)
+    made.add_argument("--target")
+    given = arguments.parse_with(made, argv)
+    if given.help:
+        arguments.echo(arguments.fold(HELP))
         return DONE
     from drivetrain.measure.tune import tune
 
-    return tune.command(given.overrides, given.config_dir, given.recipe)
+    target = [] if given.target is None else [f"target={given.target}"]
+    return tune.command([*given.overrides, *target], given.config_dir, given.recipe)

@@ -51,7 +51,7 @@ class Verb:
 
 _ROWS = (
     Verb("train", "drivetrain.cli.train:command", "train what the config says", takes_overrides=True),
-    Verb("list", "drivetrain.cli.list:command", "every option of every group, or of one, with what it buys"),
+    Verb("list", "drivetrain.cli.list:command", "every option of every group, or of one, with what it does"),
     Verb(
         "compare", "drivetrain.cli.compare:command",
         "techniques side by side in turns: what each brings and costs, and whether the result is still right",

@@ -19,6 +19,7 @@ SUMS = {"loss": "drivetrain.loss.Sum"}  # groups of which several options may be
 LISTS = ("surgery", "augment", "metrics", "logger")  # groups of which several options are chosen at once
 EXPERIMENTS = "experiment"  # the folder of a config dir that holds recipes, as Hydra's users name it
 
+_KEY = re.compile(r"(?P<key>\w+): (?P<default>.*\S)\s*# (?P<doc>.+)")
 _TARGET = re.compile(r"^(?:  )?_target_: (\S+)", re.M)
 
 
@@ -27,6 +28,14 @@ def root_config() -> Mapping[str, Any]:
     """conf/config.yaml: the values that belong to no group, and the defaults."""
     config: Any = OmegaConf.to_container(OmegaConf.load(conf_dir() / "config.yaml"))
     return dict(config)
+
+
+@cache
+def root_keys() -> Mapping[str, str]:
+    """Key of no group → its default and what it does, as conf/config.yaml has them."""
+    lines = (conf_dir() / "config.yaml").read_text(encoding="utf-8").splitlines()
+    rows = [match for line in lines if (match := _KEY.match(line))]
+    return {row["key"]: f"{row['default']}, by default; {row['doc']}" for row in rows}
 
 
 @cache

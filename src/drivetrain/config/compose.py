@@ -44,6 +44,7 @@ class Composed:
     problems: list[str] = field(default_factory=list)  # of the overrides; `validate` adds those of the values
     recipe_keys: set[str] = field(default_factory=set)  # keys whose values come from the recipe
     doubtful: set[str] = field(default_factory=set)  # groups, and keys of no group, of which a word was not understood
+    by_operator: frozenset[str] = frozenset()  # groups whose option the command line chooses
     decoded: dict[str, Any] = field(default_factory=dict)  # dotted key → its text from the environment, as the type it must have
 
     def choice(self, group: str) -> Any:
@@ -97,7 +98,7 @@ def compose(
     problems: list[str] = []
     notices: list[str] = []
     given = _parse(overrides, known, problems)
-    all_parsed = not problems
+    all_parsed, by_operator = not problems, frozenset(given).intersection(known)
     if changes is not None:
         given = {**_still_apply(given, changes, known, config_dirs), **changes}
     name = given.pop("recipe", None)
@@ -124,7 +125,8 @@ def compose(
     problems += task_problems
     composed = Composed(
         config, all_choices, list(overrides), recipe, notices, tuple(config_dirs),
-        OmegaConf.to_container(config), default_choices, problems, recipe_keys=set(values) - set(given),  # type: ignore[arg-type]
+        OmegaConf.to_container(config), default_choices, problems,  # type: ignore[arg-type]
+        recipe_keys=set(values) - set(given), by_operator=by_operator,
     )  # fmt: skip
     composed.doubtful = failed if all_parsed else {*failed, "an override"}
     setter = KeySetter(config, composed.choices, config_dirs)
@@ -239,9 +241,11 @@ class _Choices:
 def _instead_of(group: str, name: str, known: Sequence[str], by_operator: bool) -> str:
     """What to write instead of an option that there is not."""
     hint, hints = suggestion(f"{group}={name}", name, known), []
+    if name.lower() in known:  # SGD
+        return did_you_mean(name.lower(), known)
     package, _, last = name.rpartition(".")
     if "timm" in known and hint == did_you_mean(name, known) and not get_close_matches(name, known, cutoff=0.85):
-        hints.append(f"those of timm are {group}=timm {group}.name={name}")
+        hints.append(f"for a timm {group}: {group}=timm {group}.name={name}")
     if package and "own" in known and by_operator:
         hints.append(f"a class of your own is {group}=own {group}.target={name} 'trust=[{package.partition('.')[0]}]'")
     elif package:  # a class, such as torch.optim.Adam

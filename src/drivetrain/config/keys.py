@@ -17,16 +17,22 @@ from drivetrain.core.errors import did_you_mean
 OPEN = {"kwargs", "lr_multipliers", "unfreeze"}
 
 
-def as_setting(flag: str) -> str | None:
-    """The setting that a flag such as --batch-size or --lr=0.1 stands for, as it is typed here; None where it is none."""
-    name, _, value = flag.lstrip("-").partition("=")
-    name, value = name.replace("-", "_"), value or "…"
+def as_setting(flag: str, value: str | None = None) -> str | None:
+    """The setting that a flag such as --batch-size or --lr=0.1 stands for, as it is typed here; None where it is none.
+
+    `value` is the word after the flag, which may be its value.
+    """
+    name, _, own = flag.lstrip("-").partition("=")
+    name, value = name.replace("-", "_"), own or value or "…"
     default = default_options()
     homes = [group for group, option in default.items() if group not in LISTS and name in option_keys(group, option)]
     present = f"{homes[0]}.{name}" if len(homes) == 1 else present_name(name)
     if present == name and name not in {*default, *root_config()}:
         return None
-    return present if "=" in present else f"{present}={value}"
+    group, _, knob = present.rpartition(".")
+    with_it = [option for option in options().get(group, []) if knob in option_keys(group, option)] if knob else []
+    needed = f"{group}={with_it[0]} " if with_it and group not in LISTS and default[group] not in with_it else ""
+    return present if "=" in present else f"{needed}{present}={value}"
 
 
 @dataclass
@@ -45,7 +51,9 @@ class KeySetter:
         node: Any = self.config
         for depth, part in enumerate(parts):
             if not isinstance(node, DictConfig):
-                return f"{key}: {'.'.join(parts[:depth])} is a value and has no '{part}'"
+                inside, rest = ".".join(parts[:depth]), ".".join(parts[depth:])
+                whole = f": to give it a mapping, write '{inside}={{{rest}: {value}}}'" if node is None else ""
+                return f"{key}={value}: {inside} is a value and has no '{part}'{whole}"
             if part not in node:
                 if OPEN.intersection(parts[:depth]):
                     break
@@ -55,8 +63,8 @@ class KeySetter:
         current = OmegaConf.select(self.config, key)
         if isinstance(current, DictConfig) and current and not isinstance(value, dict):
             return f"{key}={value}: {key} is a mapping of {', '.join(map(str, current))}: set one of those"
-        if len(parts) == 1 and isinstance(current, ListConfig) and isinstance(value, str):
-            value = [value]  # trust=my_pkg
+        if isinstance(value, str) and isinstance(current, ListConfig) and all(isinstance(each, str) for each in current):
+            value = [value]  # trust=my_pkg, model.freeze=backbone
         try:
             emptied = value == {} and parts[-1] in OPEN  # {} takes the place of a default's entries; others are added to them
             OmegaConf.update(self.config, key, value, force_add=True, merge=not emptied)
@@ -89,7 +97,7 @@ class KeySetter:
         owners = [name for name in known.get(group, []) if knob in option_keys(group, name, self.config_dirs)]
         if owners and (group in LISTS or self.choices[group] not in owners):
             has_it = " or ".join(f"{group}={name}" for name in owners) + " has it"
-            hint = has_it if present == given and not homes else f"{hint.removesuffix('?')}, and {has_it}"
+            hint = has_it if present == given and not homes else f"{hint} (with {group}={', '.join(owners)})"
         place = f"{inside}={self.choices[inside]}" if inside in known else inside or "the config"
         return f"{place} has no '{part}' ({key}={value}): {hint}"
 

@@ -11,8 +11,10 @@ from drivetrain.config import bundles
 from drivetrain.config.compose import Composed
 from drivetrain.config.recipe_references import followed
 from drivetrain.core import allowed, target
+from drivetrain.core.errors import OperatorGives
 from drivetrain.core.option import Option
 from drivetrain.core.patterns import flatten
+from drivetrain.recipe import own_code
 from drivetrain.recipe.safe_yaml import OPERATOR_KEYS, printable
 
 Classes = Mapping[str, type[Option]]  # the key of an option's settings → its class
@@ -37,17 +39,16 @@ def problems(composed: Composed, classes: Classes) -> Iterator[str]:
 
 
 def code_problems(composed: Composed) -> Iterator[str]:
-    """The problems of a recipe that chooses model=own, data=own, loss=own or metrics=[own], which name code, and is no bundle."""
+    """The problems of a recipe that chooses model=own, data=own, loss=own or metrics=[own], which name code, and is no bundle.
+
+    Where the command line chooses an option of the group too, that is the operator's choice.
+    """
     recipe = composed.recipe
     if recipe is None or recipe.bundle is not None:
         return
-    for group in ("model", "data", "loss", "metrics"):
-        chosen = recipe.choices.get(group, [])
-        if "own" in (chosen if isinstance(chosen, list) else [chosen]):
-            yield (
-                f"{recipe.where(group)}: a recipe cannot choose '{group}=own' (it names code): choose it on the command line, "
-                "or bring the code in a bundle"
-            )
+    for group, option in recipe.choices.items():
+        if own_code.is_own(group, option) and group not in composed.by_operator:
+            yield OperatorGives(f"{recipe.where(group)}: {own_code.refusal(group)}")
 
 
 def not_for_recipes(plain: Mapping[str, Any], classes: Classes) -> Iterator[str]:

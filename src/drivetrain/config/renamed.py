@@ -113,6 +113,25 @@ ELSEWHERE = {  # names of other frameworks → drivetrain's: Lightning's, Huggin
     "run_name": "hydra.job.name",
     "run_dir": "hydra.run.dir",
     "experiment": "recipe",
+    "fast_dev_run": "debug=fast",
+    "overfit_batches": "debug=overfit",
+    "detect_anomaly": "debug=anomaly",
+    "profiler": "debug=profile",
+    "use_dora": "adapter=dora",
+    "lora_r": "adapter.rank",
+    "lora_alpha": "adapter.alpha",
+    "lora_dropout": "adapter.dropout",
+    "seed_everything": "runtime.seed",
+    "monitor": "select",
+    "save_top_k": "saving.keep",
+    "save_steps": "saving.every_updates",
+    "save_total_limit": "saving.keep",
+    "eval_steps": "evaluate_every",
+    "check_val_every_n_epoch": "evaluate_every",
+    "limit_train_batches": "updates",
+    "early_stopping": "stop=early",
+    "wandb": "logger=[files,wandb]",
+    "tf32": "precision=tf32",
 }
 SECTIONS = ("trainer", "train", "training", "args", "hparams")  # other frameworks' sections, whose keys have none here
 NOTES = {  # of those that mean another amount, or need more
@@ -120,6 +139,10 @@ NOTES = {  # of those that mean another amount, or need more
     "per_device_train_batch_size": "of all devices together",
     "per_gpu_train_batch_size": "of all devices together",
     "global_batch_size": "of all devices together",
+    "warmup_epochs": "5 is five updates there, five epochs are 5ep",
+    "eval_steps": "a number of epochs",
+    "limit_train_batches": "of the whole run",
+    "save_top_k": "with saving=best, the best ones",
 }
 SETTINGS = {"turn_s": "block_s", "look_s": "profile_s"}  # of the measuring commands
 
@@ -134,4 +157,4 @@ def suggestion(given: str, name: str, known: Iterable[str]) -> str:
     if present := RENAMED.get(given) or SETTINGS.get(given):
         return f"it is called {present} now"
     note = f" ({NOTES[given]})" if given in NOTES else ""
-    return f"it is called {ELSEWHERE[given]} here{note}" if given in ELSEWHERE else did_you_mean(name, known)
+    return f"use {ELSEWHERE[given]}{note}" if given in ELSEWHERE else did_you_mean(name, known)

@@ -117,8 +117,8 @@ def _make_run(composed: Composed, own: bool, problems: list[str], stage: Planned
     trusted = trusted_packages().union(given.get("trust") or [])
     found = {p: _class(p, s, trusted, problems) for of_group in sections.values() for p, s in _with_parts(of_group)}
     classes = {prefix: cls for prefix, cls in found.items() if cls is not None}
-    refused = [*([] if own else recipe_checks.code_problems(composed)), *recipe_checks.problems(composed, classes)]
-    if refused:
+    problems += [] if own else recipe_checks.code_problems(composed)
+    if refused := list(recipe_checks.problems(composed, classes)):
         raise UserError(dict.fromkeys([*problems, *refused]))
     problems += _value_problems(given, composed.where)
     rightly_made: list[Option] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
-from typing import Any
+from typing import Any, get_args
 
 from drivetrain.recipe.safe_yaml import MAX_WHOLE
 
@@ -16,6 +16,7 @@ _REASONS = {  # pydantic's error types
     "string_type": "must be a text",
     "list_type": "must be a list",
     "is_instance_of": "must be a list",
+    "sequence_str": "must be a list",
     "dict_type": "must be a mapping",
     "none_required": "null",
     "finite_number": "must be finite",
@@ -45,7 +46,7 @@ def type_problems(prefix: str, given: dict[str, tuple[Any, Any]], where: Where =
             _adapter(hint).validate_python(value)
         except ValidationError as error:
             text = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
-            yield f"{where(name)}{name}={text}: {_reason(error.errors())}"
+            yield f"{where(name)}{name}={text}: {_reason(error.errors(), nullable=type(None) in get_args(hint))}"
 
 
 @lru_cache(maxsize=1024)  # making one takes longer than checking a value
@@ -60,16 +61,21 @@ def _is_too_large(value: Any) -> bool:
     return any(map(_is_too_large, value)) if isinstance(value, list) else isinstance(value, int) and abs(value) > MAX_WHOLE
 
 
-def _reason(errors: Iterable[Any]) -> str:
-    """What a value must be, as one phrase."""
+def _reason(errors: Iterable[Any], nullable: bool) -> str:
+    """What a value must be, as one phrase. pydantic does not say that a value may be null."""
     reasons = []
     for error in errors:
         limit = next((f"must be {_LIMITS[k]} {v}" for k, v in error.get("ctx", {}).items() if k in _LIMITS), None)
         reason = _REASONS.get(error["type"])
         if error["type"] == "literal_error":
-            reason = f"must be one of {error['ctx']['expected']}"
+            expected = error["ctx"]["expected"]
+            reason = f"must be {'one of ' if ',' in expected or ' or ' in expected else ''}{expected}"
         reasons.append(limit or reason or error["msg"])
-    return " or ".join(dict.fromkeys(reasons))
+    if nullable and not any(reason in (_REASONS["none_required"], _REASONS["too_short"]) for reason in reasons):
+        reasons.append("must be null")
+    first, *others = dict.fromkeys(reasons)
+    *middle, last = [first, *(reason.removeprefix("must be ") for reason in others)]
+    return f"{', '.join(middle)} or {last}" if middle else last
 
 
 def references(config: Any, prefix: str = "") -> dict[str, str]:

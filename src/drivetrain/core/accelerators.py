@@ -8,7 +8,6 @@ and the others by torch in a forked child.
 from __future__ import annotations
 
 import functools
-import multiprocessing
 import os
 import re
 import sys
@@ -18,7 +17,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from drivetrain.core import nvidia_driver
-from drivetrain.core.forking import ForkedProcess
+from drivetrain.core.forking import forked
 from drivetrain.core.lazy import torch
 
 # The environment variables that hide devices: where one changes, what was found before no longer counts.
@@ -99,17 +98,12 @@ def ask_torch(type_: str) -> Accelerator:
 
 
 def _ask_in_child(type_: str) -> Accelerator:
-    connection, child_end = multiprocessing.Pipe(duplex=False)
-    child = ForkedProcess(target=_send_answer, args=(type_, child_end))
-    child.start()
-    child_end.close()
-    try:
-        found: Accelerator | None = connection.recv() if connection.poll(TIMEOUT_S) else Accelerator(problem="it does not answer")
-    except EOFError:
-        found = Accelerator(problem="the process that asked for it died")
-    finally:
-        child.kill()
-        child.join()
+    found: Accelerator | None
+    with forked(_send_answer, type_) as (_, connection):
+        try:
+            found = connection.recv() if connection.poll(TIMEOUT_S) else Accelerator(problem="it does not answer")
+        except EOFError:
+            found = Accelerator(problem="the process that asked for it died")
     return found or ask_torch(type_)
 
 

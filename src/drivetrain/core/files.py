@@ -87,16 +87,15 @@ def read_json(path: Path, most: int = LARGEST) -> Any:
 
     A list takes up to 40 times the bytes in memory that it has in the file.
     """
-    content = read_bytes(path, most)
-    if sum(map(content.count, (b"[", b"{", b":"))) > MOST_JSON:
+    return parse_json(read_text(path, most))
+
+
+def parse_json(text: str) -> Any:
+    """Parse JSON. Raises ValueError, also where it is nested too deep, or has too many lists and keys."""
+    if sum(map(text.count, "[{:")) > MOST_JSON:
         raise ValueError("it has too many lists and keys")
-    return parse_json(content)
-
-
-def parse_json(content: bytes | str) -> Any:
-    """Parse JSON. Raises ValueError, also where it is nested too deep."""
     try:
-        return json.loads(content)
+        return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deep") from None
 
@@ -143,14 +142,21 @@ def write_bytes(path: Path, content: bytes) -> None:
         raise
 
 
+def folder_in(run_dir: Path, name: str) -> Path:
+    """Return a folder of a run's directory, made where there is none. Raises OSError where it is a link, which leads outside."""
+    folder = run_dir / name
+    if folder.is_symlink():
+        raise OSError(errno.ELOOP, "it is a link", str(folder))
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
 def place_for(path: Path) -> Path:
     """Return the path of a file that a library is to write into a folder of a run. Raises OSError where the folder is a link.
 
     A link at the path itself is removed: the library would follow it.
     """
-    if path.parent.is_symlink():
-        raise OSError(errno.ELOOP, "it is a link", str(path.parent))
-    path.parent.mkdir(exist_ok=True)
+    folder_in(path.parents[1], path.parent.name)
     if path.is_symlink():
         path.unlink()
     return path

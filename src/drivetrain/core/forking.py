@@ -7,24 +7,83 @@ import ctypes
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
 from pathlib import Path
+from typing import Any
 
 from drivetrain.core.lazy import torch
+from drivetrain.core.signals import STOP_SIGNALS, handled_by
 
 LOOK_S = 1.0  # between two looks at whether the parent is there
 HARD = 2  # OpenMP's omp_pause_hard
 
 
 class ForkedProcess(ForkProcess):
-    """A forked process that may compute."""
+    """A forked process that may compute. Signals end it as they end any new process, and it ends with the one that forked it."""
+
+    def __init__(self, *given: Any, parents_end: signal.Signals = signal.SIGKILL, **named: Any) -> None:
+        """`parents_end` is the signal that it gets when its parent has ended: SIGTERM for one that has something to save."""
+        super().__init__(*given, **named)
+        self._parents_end = parents_end
 
     def start(self) -> None:
-        """Fork."""
+        """Fork. A signal that comes meanwhile is delivered when both processes have set up what it does."""
         end_openmp_threads()
-        super().start()
+        with _signals_held():
+            self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # the new process has this thread alone
+            try:
+                super().start()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+
+    def run(self) -> None:
+        """In the forked process: call the target."""
+        for number in STOP_SIGNALS:  # the handlers it has inherited are for the parent
+            signal.signal(number, signal.SIG_DFL)
+        end_with_parent(self._parents_end)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+        super().run()
+
+
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
+    """Hold stop signals back within the context, and deliver them at its end: a signal mask is of one thread only."""
+    if threading.current_thread() is not threading.main_thread():  # the main thread alone runs handlers
+        yield
+        return
+    held: list[int] = []
+    try:
+        with handled_by(lambda number, _: held.append(number)):
+            yield
+    finally:
+        for number in held:
+            signal.raise_signal(number)
+
+
+@contextlib.contextmanager
+def forked(target: Callable[..., None], *args: Any) -> Iterator[tuple[ForkedProcess, Connection]]:
+    """Within the context a forked process calls target(*args, connection). Yields it, and the connection on which it answers.
+
+    It is killed at the end of the context, whatever brings that.
+    """
+    connection, child_end = multiprocessing.Pipe(duplex=False)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    process = ForkedProcess(target=target, args=(*args, child_end))
+    try:
+        process.start()
+        child_end.close()
+        yield process, connection
+    finally:
+        if process.pid is not None:
+            process.kill()
+            process.join()
+        connection.close()
 
 
 def parent_pid() -> int:
@@ -35,16 +94,30 @@ def parent_pid() -> int:
     return parent.pid
 
 
-def end_with_parent() -> None:
-    """End this process soon after the one that started it has ended, whatever it does then."""
+def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+    """Send this process a signal soon after the one that started it has ended, whatever it does then."""
     parent = parent_pid()
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(LOOK_S)
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), number)
 
     threading.Thread(target=watch, name="end with parent", daemon=True).start()
+
+
+def end_with_input() -> None:
+    """End this process when its standard input ends: it is a pipe, whose other end the process holds that started this one.
+
+    So it also ends where that one was gone before this function was called.
+    """
+
+    def watch() -> None:
+        while os.read(0, 1):  # not sys.stdin, whose lock a process that is forked from this one would find taken
+            pass
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="end with input", daemon=True).start()
 
 
 def start_autograd_engine() -> None:

@@ -74,6 +74,15 @@ def numbers_in(shape: Any) -> int:
     return sum(numbers_in(each) for each in shape if not isinstance(each, int))
 
 
+def too_large(what: str, bytes_: int, setting: str) -> Iterator[str]:
+    """Yield a problem if something takes more than this machine's memory."""
+    if bytes_ > memory_bytes() and not are_off():
+        yield (
+            f"{what} take {bytes_ / 2**30:,.3g} GiB, and this machine has {memory_bytes() / 2**30:,.3g} GiB: lower {setting}; "
+            f"{ALL_THE_SAME}"
+        )
+
+
 def check_batch(what: str, samples: int, shape: Any, bytes_each: int, ranks: int) -> None:
     """Raise UserError if the inputs of a forward alone take more than this machine's memory, in each of so many ranks."""
     needed = samples * numbers_in(shape) * bytes_each
@@ -129,7 +138,7 @@ def model_within(most_bytes: int, what: str, beside: str = "", where: str = "thi
     try:
         yield
     except RuntimeError as error:
-        if "allocate memory" not in str(error):
+        if not any(sign in str(error) for sign in ("allocate memory", "size calculation overflowed")):
             raise
         raise UserError(f"{what} makes a model that this machine has no memory for ({error}): make it smaller") from None
     finally:

@@ -19,12 +19,16 @@ if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
     from drivetrain.core.stages import Stage
 
-Positive = Annotated[float, Gt(0)]
-NonNegative = Annotated[float, Ge(0)]
+LARGEST_FLOAT = 1e38  # of a setting: float32, which it meets in the step, ends at 3e38
+LARGEST_COUNT = 10**12
+Positive = Annotated[float, Gt(0), Le(LARGEST_FLOAT)]
+NonNegative = Annotated[float, Ge(0), Le(LARGEST_FLOAT)]
 Share = Annotated[float, Ge(0), Le(1)]  # 0 … 1
 Momentum = Annotated[float, Ge(0), Lt(1)]  # 0 … below 1
-Count = Annotated[int, Ge(1)]
-CountOrZero = Annotated[int, Ge(0)]
+Count = Annotated[int, Ge(1), Le(LARGEST_COUNT)]
+CountOrZero = Annotated[int, Ge(0), Le(LARGEST_COUNT)]
+Few = Annotated[int, Ge(1), Le(100)]  # iterations within one update, and what else multiplies its time
+Bins = Annotated[int, Ge(2), Le(10_000)]  # of a metric: each has its counts
 # On training: the same numbers; the same mathematics, rounded otherwise or summed in another order; or another run.
 Effect = Literal["exact", "close", "changes"]
 # Below 1: a share of the run; a whole number: updates; "5ep": epochs (read by horizon.Horizon).

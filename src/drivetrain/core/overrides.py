@@ -12,6 +12,9 @@ from drivetrain.core.errors import UserError
 
 _WORD = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 _OTHER_THAN_TEXT = re.compile(r"true|false|null|nan|inf", re.I)  # words that Hydra reads as a value of another type
+# Quoted texts, and what stands between the signs of lists and calls; in a mapping also between keys and values.
+_PART = re.compile(r"""'[^']*'|"[^"]*"|[^,\[\](){}'"]+""")
+_PART_OF_MAPPING = re.compile(r"""'[^']*'|"[^"]*"|[^,\[\](){}:'"]+""")
 SECRET = re.compile(r"(api_?key|token|secret|password)$", re.I)
 
 
@@ -35,7 +38,7 @@ def parse(text: str) -> Any:
     """Parse one override with Hydra. Raises HydraException, or ValueError for a number of more than 4,300 digits.
 
     `~/` in front of a path becomes the user's home, as in a shell. An address of a recipe needs no quotes for its # and =,
-    nor does a target for its comparison.
+    nor does a target for its comparison, nor a text for letters that Hydra's grammar does not know, such as ö.
     """
     key, equals, value = text.partition("=")
     if equals and value.startswith("~/"):
@@ -44,7 +47,16 @@ def parse(text: str) -> Any:
         text = f"{key}={','.join(format_value(word) for word in value.split(','))}"
     if key.lstrip("+") == "recipe" and "://" in value and not re.match(r"['\"\[{]|\w+\(", value):
         text = f"{key}={','.join(format_value(word) if '://' in word else word for word in value.split(','))}"
+    key, equals, value = text.partition("=")
+    if not value.isascii() and not re.search(r"\\|\$\{", value):
+        part = _PART_OF_MAPPING if "{" in value else _PART
+        text = f"{key}={part.sub(lambda found: _quoted(found[0]), value)}"
     return _parse(text)
+
+
+def _quoted(part: str) -> str:
+    """A part of a value, in quotes where it is a plain text that has letters which Hydra's grammar does not know."""
+    return part if part.isascii() or part[0] in "'\"" else format_value(part.strip())
 
 
 @lru_cache(maxsize=1024)  # 2 ms each, and the jobs of a sweep or of a comparison have most of their overrides in common
@@ -70,6 +82,8 @@ def parse_each(overrides: Iterable[str], form: str, problems: list[str]) -> Iter
             if not quotes and "{" in text:  # shards, as train-{000..009}.tar
                 key, _, value = text.partition("=")
                 quotes = f""": a value with braces needs quotes of its own within the shell's, as '{key}="{value}"'"""
+            if not quotes and (letter := next((c for c in text if not c.isascii()), None)) is not None:
+                quotes = f": put texts with letters such as {letter} in quotes"
             problems.append(f"{text!r} is not of the form {form}{quotes}")
             continue
         yield text, parsed

@@ -1,24 +1,42 @@
 """Signals that stop a run: the handler sets a flag, and the loop saves and stops at its next update.
 
-A run that waits for data may never get to its next update. So the flag also says for how long it waits then.
+A run that waits for data may never get to its next update. So the flag also says for how long it waits then: for each batch
+anew, since an update of many micro-batches lasts as long as it lasts.
 """
 
 from __future__ import annotations
 
 import _thread
+import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import FrameType, TracebackType
 from typing import ClassVar
+
+from drivetrain.core.errors import Interrupted
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 STOP_WAIT_S = 10.0  # that a run which was told to stop waits for its next batch, so that it can finish the update and save
 SOON_S = 0.5  # the same between two updates, where it can save at once
 NUDGE_S = 0.2  # between two looks at whether a read of the main thread's own has lasted too long
+AGAIN_S = 0.05  # until a signal that came at a bad moment is raised again
+DROPPING = ("logging", "multiprocessing.popen_fork", "weakref")  # modules in which an exception would be dropped
 NUDGE = getattr(signal, "SIGURG", None)  # ends its system call; a process that has no handler for it ignores it
+
+
+@contextmanager
+def handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Within the context the signals that stop a run call this handler. Only the main thread may use it."""
+    mine = [number for number in STOP_SIGNALS if signal.getsignal(number) is not None]  # None: set by a library in C
+    before = {number: signal.signal(number, handler) for number in mine}
+    try:
+        yield
+    finally:
+        for number, former in before.items():
+            signal.signal(number, former)
 
 
 class Overdue(KeyboardInterrupt):
@@ -32,7 +50,8 @@ class StopFlag:
 
     def __init__(self) -> None:
         self.raised, self._at = 0, 0.0
-        self._patience, self._reads = STOP_WAIT_S, False
+        self._patience, self._may_stop = STOP_WAIT_S, False
+        self._reads_since: float | None = None  # when the main thread began the read that it is at
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> StopFlag:
@@ -44,16 +63,37 @@ class StopFlag:
         return self
 
     @classmethod
-    def waited_long_enough(cls, grace: float = 0.0) -> bool:
-        """Return whether this process's run was told to stop so long ago that what it waits for is not waited for any longer."""
+    def told_to_stop(cls) -> bool:
+        """Return whether this process's run was told to stop."""
+        return cls._of_run is not None and bool(cls._of_run.raised)
+
+    @classmethod
+    def waited_long_enough(cls, since: float, grace: float = 0.0) -> bool:
+        """Return whether what this process's run waits for is not waited for any longer: it was told to stop.
+
+        The wait began at `since`. What counts is its time after the signal.
+        """
         flag = cls._of_run
-        return flag is not None and bool(flag.raised) and time.monotonic() - flag._at > flag._patience + grace
+        return flag is not None and bool(flag.raised) and time.monotonic() - max(flag._at, since) > flag._patience + grace
 
     @classmethod
     def can_save_now(cls, can: bool) -> None:
         """Say whether this process's run could save where it is now: then it soon stops waiting once it was told to stop."""
         if cls._of_run is not None:
             cls._of_run._patience = SOON_S if can else STOP_WAIT_S
+
+    @classmethod
+    def nothing_to_save(cls) -> None:
+        """Say that all of this process's run is saved, or is to be thrown away: told to stop, it need not come to an update."""
+        cls.can_save_now(True)
+        if cls._of_run is not None:
+            cls._of_run._may_stop = True
+
+    @classmethod
+    def stop_here(cls) -> None:
+        """Raise Interrupted where this process's run was told to stop and has `nothing_to_save`."""
+        if cls._of_run is not None and cls._of_run._may_stop and cls._of_run.raised:
+            raise Interrupted("stopped by a signal while a data set was evaluated")
 
     @classmethod
     @contextmanager
@@ -63,32 +103,34 @@ class StopFlag:
         if flag is None or threading.current_thread() is not threading.main_thread():
             yield
             return
-        flag._reads = True
+        flag._reads_since = time.monotonic()
         try:
             yield
         finally:
-            flag._reads = False
+            flag._reads_since = None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.raised and time.monotonic() > self._at + 1:  # launchers send the first one twice
             raise KeyboardInterrupt
         if not self.raised:
             self.raised, self._at = number, time.monotonic()
-            if NUDGE is not None:
-                _thread.start_new_thread(
-                    self._nudge, (NUDGE,)
-                )  # threading.Thread takes locks, which this thread may hold already
+            if NUDGE is not None:  # threading.Thread takes locks, which this thread may hold already
+                _thread.start_new_thread(self._nudge, (NUDGE,))
 
     def _nudge(self, number: int) -> None:
         """Have `_end_read` called in the main thread while it reads and should not any longer."""
         while StopFlag._of_run is self:
-            if self._reads and self.waited_long_enough():
+            if self._read_lasts():
                 signal.pthread_kill(threading.main_thread().ident or 0, number)
             time.sleep(NUDGE_S)
 
     def _end_read(self, number: int, frame: FrameType | None) -> None:
-        if self._reads and self.waited_long_enough():
+        if self._read_lasts():
             raise Overdue
+
+    def _read_lasts(self) -> bool:
+        since = self._reads_since
+        return since is not None and self.waited_long_enough(since)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         StopFlag._of_run = None
@@ -98,31 +140,66 @@ class StopFlag:
 
 @contextmanager
 def ended_by_signals() -> Iterator[Callable[[], None]]:
-    """Within the context SIGTERM and SIGINT raise KeyboardInterrupt, so that every `finally` runs.
+    """Within the context the signals that stop a run raise KeyboardInterrupt, so that every `finally` runs.
 
     Launchers send the first signal twice, to the process and to its group: one within a second of the first does nothing,
     because it would interrupt a `finally`.
 
-    Python drops an exception that a handler raises during a destructor or a fork hook. The context's value is a function
-    that raises what was dropped: call it now and then. The end of the context calls it too.
+    Where Python might still drop the exception, the context's value is a function that raises it: call it now and then. The end
+    of the context calls it too.
+
+    Only the main thread may set handlers: another one leaves them as they are.
     """
     first: float | None = None  # when the first signal came
+    dropped, here = False, os.getpid()  # whether one came where Python drops exceptions, and has not come again
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        nonlocal first
+        nonlocal first, dropped
+        dropped = comes_again(number, frame, here, lambda: dropped)
+        if dropped:
+            return
         if first is not None and time.monotonic() < first + 1:
             return
         first = first or time.monotonic()
         raise KeyboardInterrupt
 
     def raise_if_interrupted() -> None:
-        if first is not None:
-            raise KeyboardInterrupt
+        nonlocal first, dropped
+        if first is None and not dropped:
+            return
+        first, dropped = first or time.monotonic(), False
+        raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield raise_if_interrupted
-        raise_if_interrupted()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    is_main = threading.current_thread() is threading.main_thread()
+    with handled_by(interrupt) if is_main else nullcontext():
+        try:
+            yield raise_if_interrupted
+            raise_if_interrupted()
+        finally:
+            dropped = False
+
+
+def comes_again(number: int, frame: FrameType | None, here: int, wanted: Callable[[], bool] = lambda: True) -> bool:
+    """In a handler: return whether its exception would be dropped here. Then the signal comes again soon, if still `wanted`.
+
+    Python drops one that is raised in a fork hook or a destructor, and logging catches one that is raised while it writes a
+    line. A process that was just forked from the one that set the handler, whose id is `here`, has no handler of its own yet.
+    """
+    if os.getpid() == here and not _drops_exceptions(frame):
+        return False
+    _thread.start_new_thread(_raise_again, (number, wanted))  # threading.Thread takes locks, which this thread may hold already
+    return True
+
+
+def _raise_again(number: int, wanted: Callable[[], bool]) -> None:
+    time.sleep(AGAIN_S)
+    if wanted():
+        signal.pthread_kill(threading.main_thread().ident or 0, number)  # it ends the main thread's waiting call
+
+
+def _drops_exceptions(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_name == "__del__" or frame.f_globals.get("__name__") in DROPPING:
+            return True
+        frame = frame.f_back
+    return False

@@ -6,21 +6,21 @@ drivetrain wrote it, which the signature shows: it is made with a random key tha
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import hmac
 import json
-import os
 import secrets
 from pathlib import Path
 from typing import Any
+
+from drivetrain.core.user_state import keep_first, user_state
 
 KEY_BYTES = 32
 
 
 def key_file() -> Path:
     """The file of this user's key: below $XDG_STATE_HOME, else ~/.local/state."""
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "drivetrain" / "key"
+    return user_state() / "key"
 
 
 def sign(content: Any) -> str | None:
@@ -43,16 +43,7 @@ def _key() -> bytes | None:
     """The user's key, made at its first use."""
     if (key := _read_key()) is not None:
         return key
-    file = key_file()
-    temporary = file.with_name(f".key.{os.getpid()}.{secrets.token_hex(4)}")
-    with contextlib.suppress(OSError, RuntimeError):
-        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(handle, "wb") as writer:
-            writer.write(secrets.token_bytes(KEY_BYTES))
-        with contextlib.suppress(FileExistsError):  # another process was first: its key counts
-            os.link(temporary, file)
-        temporary.unlink()
+    keep_first(key_file(), secrets.token_bytes(KEY_BYTES))
     return _read_key()
 
 

@@ -90,9 +90,20 @@ class Units:
         return Units(self.mean.to(device), self.std.to(device))
 
 
+def number_apart(count: int, share: float) -> int:
+    """Return how many of so many samples are held out for the test. Raises DataError where one of the sets would be empty."""
+    apart = round(count * share)
+    if not 0 < apart < count:
+        raise DataError(
+            f"data.holdout={share:g} holds {apart} of {count:,} samples out, and both sets need some: set another share"
+        )
+    return apart
+
+
 class Data(Option):
     """The base of every data option."""
 
+    changes = "trains on other samples"
     stage_keys: ClassVar[tuple[str, ...]] = ("size",)
     stays: ClassVar[str] = "the samples and their order are one for the whole run"
     drop_last: bool
@@ -108,6 +119,7 @@ class Data(Option):
     input_files: ClassVar[tuple[str, ...]] = ()  # endings of the files that `read_inputs` reads
     reads: ClassVar[tuple[TargetKind, ...]] = ()  # what targets it can read, where there are several kinds; the usual one first
     kind: TargetKind | None = None  # the one of them that the user chose
+    trained_on: str | None = None  # where a finished run is evaluated on data of another place: the fingerprint of its own
 
     def see(self, run: RunSpec) -> None:
         """Read the targets that the user chose, or those that the task wants; for pairs, make two views of each image."""

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+import math
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Literal
+
+from annotated_types import Ge, Le
 
 from drivetrain.core import rng
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Count, CountOrZero, Share
+from drivetrain.core.limits import too_large
+from drivetrain.core.option import Count, RunSpec, Share
 from drivetrain.core.targets import TargetKind
-from drivetrain.data.base import Data, Fraction, Splits, Tensors, measure_normalization
+from drivetrain.data.base import Data, Fraction, Splits, Tensors, measure_normalization, number_apart
 from drivetrain.data.digits import read_digits
 from drivetrain.data.validation import count
 
@@ -36,7 +41,7 @@ class DigitScenes(Data):
         samples: Count = 2000,
         test_samples: Count = 500,
         density: Share = 0.6,
-        noise: CountOrZero = 6,
+        noise: Annotated[int, Ge(0), Le(16)] = 6,
         holdout: Fraction = 0.2,
         validation: Fraction | None = 0.1,
         normalize: bool = True,
@@ -46,6 +51,11 @@ class DigitScenes(Data):
         self.density, self.noise, self.holdout, self.validation = density, noise, holdout, validation
         self.normalize, self.drop_last = normalize, drop_last
 
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate(run)
+        scenes = self.samples + self.test_samples
+        yield from too_large(f"{scenes:,} scenes", scenes * math.prod(self.shape()), "data.samples or data.test_samples")
+
     def shape(self) -> tuple[int, ...]:
         return (1, SIDE * CELL, SIDE * CELL)
 
@@ -54,7 +64,7 @@ class DigitScenes(Data):
 
     def load(self, device: torch.device) -> Splits:
         digits, classes = read_digits()
-        apart = round(len(classes) * self.holdout)
+        apart = number_apart(len(classes), self.holdout)
         test, rest = rng.permutation(0, 0, len(classes)).split([apart, len(classes) - apart])
         share = self.share()
         held, samples = (0, 0) if share is None else (count(n, share) for n in (len(rest), self.samples))

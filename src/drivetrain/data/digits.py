@@ -11,7 +11,7 @@ import annotated_types
 from drivetrain.core import rng
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
-from drivetrain.data.base import Data, Fraction, Normalize, Splits, Tensors, measure_normalization
+from drivetrain.data.base import Data, Fraction, Normalize, Splits, Tensors, measure_normalization, number_apart
 from drivetrain.data.scikit_learn import data_file
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Digits(Data):
         return (1, self.size, self.size)
 
     def loaded_samples(self) -> int | None:
-        return None if self.classes is not None else DIGITS - round(DIGITS * self.holdout)
+        return None if self.classes is not None else DIGITS - number_apart(DIGITS, self.holdout)
 
     def load(self, device: torch.device) -> Splits:
         x, y = read_digits()
@@ -61,7 +61,8 @@ class Digits(Data):
             x = torch.nn.functional.interpolate(x.float(), size=(self.size, self.size), mode="bilinear", antialias=True)
             x = x.round().to(torch.uint8)
         order = rng.permutation(0, 0, len(y))  # the same split in every run, whatever its seed
-        test, train = order.split([round(len(y) * self.holdout), len(y) - round(len(y) * self.holdout)])
+        apart = number_apart(len(y), self.holdout)
+        test, train = order[:apart], order[apart:]
         chosen = range(10) if self.classes is None else self.classes
         number = torch.tensor([chosen.index(digit) if digit in chosen else -1 for digit in range(10)])[y]
         train, test = (rows[number[rows] >= 0] for rows in (train, test))

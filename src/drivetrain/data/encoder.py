@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.errors import DataError, UserError
+from drivetrain.core.files import parse_json
 from drivetrain.core.lazy import torch
+from drivetrain.core.typed import fits
 from drivetrain.data.columns import Columns, as_text, is_text, missing, named, typed
 
 if TYPE_CHECKING:
@@ -16,6 +19,7 @@ if TYPE_CHECKING:
 
 MAX_CATEGORIES = 1000  # of one column; more are texts or numbers of rows, not categories
 NO_VALUE = "(missing)"  # the category of a missing text
+KINDS = {"name": str, "categories": list[str] | None, "mean": float, "std": float}  # of a column, in the run's table.json
 
 
 @dataclass
@@ -39,6 +43,11 @@ class Encoded:
         code_of = {category: number for number, category in enumerate(self.categories)}
         codes = torch.tensor([code_of.get(cell, len(code_of)) for cell in _category_cells(values)])
         return torch.nn.functional.one_hot(codes, len(code_of) + 1)[:, :-1].float()
+
+    @property
+    def outputs(self) -> int:
+        """How many inputs of the model it becomes."""
+        return 1 if self.categories is None else len(self.categories)
 
     def _numbers(self, values: np.ndarray) -> np.ndarray:
         numbers = typed(values) if is_text(values) else values  # another row may have made the column one of texts
@@ -88,14 +97,33 @@ class Encoder:
         """The columns that it reads."""
         return [encoded.name for encoded in self.columns]
 
+    @property
+    def outputs(self) -> int:
+        """How many inputs it makes of a row."""
+        return sum(encoded.outputs for encoded in self.columns)
+
     def to_json(self) -> str:
         """Return the encoder as text, to be kept with the run."""
         return json.dumps([asdict(encoded) for encoded in self.columns], indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Encoder:
-        """Return the encoder that `to_json` wrote."""
-        return cls([Encoded(**entry) for entry in json.loads(text)])
+        """Return the encoder that `to_json` wrote. Raises ValueError where no run wrote it: its folder may be a stranger's."""
+        entries = parse_json(text)
+        if not isinstance(entries, list) or not entries:
+            raise ValueError("it is no list of columns")
+        for entry in entries:
+            if not _is_column(entry):
+                raise ValueError(f"{entry!r:.80} is no column")
+        return cls([Encoded(**entry) for entry in entries])
+
+
+def _is_column(entry: Any) -> bool:
+    if not (isinstance(entry, dict) and entry.keys() == KINDS.keys() and all(fits(entry[k], kind) for k, kind in KINDS.items())):
+        return False
+    categories = entry["categories"]
+    few = categories is None or 0 < len(categories) <= MAX_CATEGORIES
+    return few and math.isfinite(entry["mean"]) and math.isfinite(entry["std"]) and entry["std"] > 0
 
 
 def _categories(name: str, values: np.ndarray) -> list[str]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -15,12 +16,14 @@ from drivetrain.data import folders
 from drivetrain.data.bad_samples import MaxSkipped, OnError, bad_sample_policy
 from drivetrain.data.base import Data, Fraction, Normalize, Source, Splits, Validation, hash_fraction, measure_on_some
 from drivetrain.data.decoding import ImageFileSource
+from drivetrain.data.fingerprint import fingerprint
 from drivetrain.data.folders import IMAGES as IMAGES
 from drivetrain.data.untrusted import read_image_file
 
 IMAGENET = [255 * m for m in (0.485, 0.456, 0.406)], [255 * s for s in (0.229, 0.224, 0.225)]  # mean, standard deviation
 Normalization = Literal["imagenet", "measured"]
 File = tuple[Path, int]  # and its class
+LOOKED_AT, ENLARGED, STEP = 20, 1.5, 16  # files; times the shorter side; sizes that are advised are multiples of it
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +31,25 @@ logger = logging.getLogger(__name__)
 def image_normalization(kind: Normalization, source: Source) -> Normalize:
     """Return ImageNet's normalisation, or the one measured on 500 of a source's images."""
     return measure_on_some(source) if kind == "measured" else Normalize(*IMAGENET)
+
+
+def enlarged(root: str | None, size: int, files: Sequence[Path]) -> Iterator[str]:
+    """Yield what to set where most images are much smaller than the size that they are resized to; some files are looked at."""
+    from PIL import Image
+
+    sizes = []
+    for path in files[:: max(1, len(files) // LOOKED_AT)]:
+        with contextlib.suppress(Exception), Image.open(path) as image:  # a broken file is told by whoever reads it
+            sizes.append((min(image.size), image.size))
+    if not sizes:
+        return
+    side, (width, height) = sorted(sizes)[len(sizes) // 2]
+    if ENLARGED * side < size:
+        fitting = -(-side // STEP) * STEP
+        yield (
+            f"the images in {root} are {width}×{height} and are enlarged to {size}×{size}, which costs time and shows no more: "
+            f"set data.size={fitting}, unless the model wants {size}"
+        )
 
 
 class ImageFolder(Data):
@@ -73,8 +95,25 @@ class ImageFolder(Data):
     def decodes_images(self) -> bool:
         return True
 
+    def load_sets(self, device: torch.device) -> Splits:
+        """Load the sets. A folder that a finished run is evaluated on, which has no test set, is used whole, if it is another."""
+        if self.trained_on is None or self._layout().test is not None:
+            return super().load_sets(device)
+        with contextlib.suppress(UserError):  # too few images to be divided; what else is wrong is found again below
+            divided = super().load_sets(device)
+            if (fingerprint(divided.train) or {}).get("hash") == self.trained_on:  # it was moved: its test set is the run's own
+                return divided
+        layout = self._layout()
+        classes = folders.class_folders(layout.train)
+        every = Images(self._list(layout.train, classes), self.size, self.max_pixels, self.on_error, self.max_skipped)
+        normalize = image_normalization(self.normalize, every)
+        return Splits(every, every, self.shape(), len(classes), normalize, classes, origins={"test": "the whole folder"})
+
+    def _layout(self) -> folders.Layout:
+        return folders.find(Path(str(self.root)), self.validation if isinstance(self.validation, str) else None)
+
     def load(self, device: torch.device) -> Splits:
-        layout = folders.find(Path(str(self.root)), self.validation if isinstance(self.validation, str) else None)
+        layout = self._layout()
         if layout.not_read:
             logger.warning("%s has folders that are not read: %s", self.root, ", ".join(layout.not_read))
         sets, classes = self._files(layout)
@@ -84,6 +123,8 @@ class ImageFolder(Data):
             for index in range(min(left, len(source))):
                 source.sample(index)
             left -= min(left, len(source))
+        for line in enlarged(self.root, self.size, [path for path, _ in sets[0]]):
+            logger.info("%s", line)
         normalize = image_normalization(self.normalize, sources[0])
         validation = sources[2] if len(sources) > 2 else None
         return Splits(

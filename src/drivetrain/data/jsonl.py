@@ -17,7 +17,9 @@ from drivetrain.core.targets import TargetKind
 from drivetrain.data.base import Data, Fraction, Splits, beside, hash_fraction
 from drivetrain.data.text import LabelledTexts, Texts
 from drivetrain.data.tokenizer import BytePairs, Bytes, Tokenizer, from_json
-from drivetrain.data.untrusted import lines_of
+from drivetrain.data.untrusted import as_kept, lines_of
+
+KEPT = "tokenizer.json"  # in the run's directory
 
 
 class Line(NamedTuple):
@@ -92,7 +94,7 @@ class Jsonl(Data):
 
     def encode(self, text: str, data: Splits) -> torch.Tensor:
         """Return a text's tokens: the first ones for its class; the last ones, after which comes the next, else."""
-        tokenizer = _kept(data.files["tokenizer.json"])
+        tokenizer = self._kept_tokenizer(data)
         tokens = tokenizer([text])[0].long()
         if self.label is not None:
             return tokens[: self.length] + 1 if len(tokens) else torch.zeros(1, dtype=torch.int64)  # as LabelledTexts has them
@@ -100,11 +102,12 @@ class Jsonl(Data):
 
     def decode(self, tokens: Sequence[int], data: Splits) -> str:
         """Return the text of an input's tokens, without the one before its first, and padding."""
-        tokenizer, shift = _kept(data.files["tokenizer.json"]), 0 if self.label is None else 1
+        tokenizer, shift = self._kept_tokenizer(data), 0 if self.label is None else 1
         return tokenizer.text([t - shift for t in tokens if 0 <= t - shift < tokenizer.size])
 
     def read_inputs(self, file: Path | Iterable[str], data: Splits) -> Iterator[Callable[[], torch.Tensor]]:
         assert isinstance(file, Path)  # lines are texts, not JSON
+        self._kept_tokenizer(data)  # refused once, and not for each line
         try:
             lines = [(number, line) for number, line in enumerate(lines_of(file), 1) if line.strip()]
         except UnicodeDecodeError as error:
@@ -122,7 +125,7 @@ class Jsonl(Data):
         train = sets[0]
         tokenizer = self._tokenizer([line.text for line in train])
         parts = [tokenizer([line.text for line in lines]) for lines in sets]
-        files = {"tokenizer.json": tokenizer.to_json()}
+        files = {KEPT: tokenizer.to_json()}
         shape = self.shape()
         if self.label is None:
             texts = [Texts(tokens, self.length, begin=tokenizer.size) for tokens in parts]
@@ -145,6 +148,15 @@ class Jsonl(Data):
             sources[0], sources[1], shape, len(names), None, names, torch.int64, vocabulary=vocabulary, files=files,
             validation=sources[2] if len(sources) > 2 else None,
         )  # fmt: skip
+
+    def _kept_tokenizer(self, data: Splits) -> Tokenizer:
+        """The run's tokenizer. Raises UserError where it is none, or has more tokens than the model."""
+        with as_kept(KEPT):
+            tokenizer = _kept(data.files[KEPT], self.tokenizer_file)
+            most = data.classes if self.label is None else data.vocabulary
+            if most is None or tokenizer.size >= most:  # the model has one more: before a text, or after it
+                raise ValueError(f"it has {tokenizer.size:,} tokens, which are not the model's")
+        return tokenizer
 
     def _tokenizer(self, texts: list[str]) -> Tokenizer:
         if self.tokenizer == "bpe":
@@ -201,5 +213,5 @@ class Jsonl(Data):
 
 
 @lru_cache(1)  # each of many texts is encoded alone
-def _kept(tokenizer: str) -> Tokenizer:
-    return from_json(tokenizer)
+def _kept(tokenizer: str, own_file: str | None) -> Tokenizer:
+    return from_json(tokenizer, None if own_file is None else Path(own_file))

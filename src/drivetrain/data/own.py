@@ -9,7 +9,7 @@ from typing import Any
 
 from drivetrain.core import user_code
 from drivetrain.core.allowed import Arguments, ColumnName, Name
-from drivetrain.core.errors import DataError, UserError
+from drivetrain.core.errors import DataError, OperatorGives, UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec
 from drivetrain.core.targets import TargetKind
@@ -60,7 +60,7 @@ class Own(Data):
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if not self.target:
-            yield "data=own needs data.target, the dotted name of your Dataset, such as my_pkg.Pictures"
+            yield OperatorGives("data=own needs data.target, the dotted name of your Dataset, such as my_pkg.Pictures")
         for key, name in (("target", self.target), ("collate", self.collate)):
             if name:
                 yield from user_code.trust_problems(f"data.{key}={name}", name, run.values["trust"])
@@ -127,7 +127,7 @@ class Own(Data):
             return {"train": split == "train"}
         raise UserError(
             f"data.target={self.target} takes neither split nor train: give the arguments of each set in data.train and "
-            "data.test, such as +data.train.folder=a +data.test.folder=b"
+            "data.test, such as 'data.train={folder: a}' 'data.test={folder: b}'"
         )
 
     def _sources(self, train: Any, *others: Any) -> list[OwnSource]:

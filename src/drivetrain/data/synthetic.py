@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Annotated
 
@@ -9,6 +10,7 @@ import annotated_types
 
 from drivetrain.core import rng
 from drivetrain.core.lazy import torch
+from drivetrain.core.limits import too_large
 from drivetrain.core.option import Count, RunSpec
 from drivetrain.core.targets import TargetKind
 from drivetrain.data.base import Data, Fraction, Splits, Tensors
@@ -42,6 +44,11 @@ class Synthetic(Data):
     def validate(self, run: RunSpec) -> Iterator[str]:
         if self.tokens and len(self._shape) != 1:
             yield f"data.tokens=true gives sequences, and data.shape={list(self._shape)} is none: set data.shape to [length]"
+
+        count = self.samples + self.test_samples
+        yield from too_large(
+            f"{count:,} samples of the shape {list(self._shape)}", 4 * count * math.prod(self._shape), "data.samples"
+        )
 
     def advise(self, run: RunSpec) -> Iterator[str]:
         return iter(())  # random inputs have nothing to select by

@@ -14,7 +14,7 @@ from drivetrain.core.errors import OperatorGives, UserError, did_you_mean
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
 from drivetrain.core.targets import TargetKind
-from drivetrain.data.base import Data, Fraction, Splits, Tensors, beside
+from drivetrain.data.base import Data, Fraction, Splits, Tensors, beside, number_apart
 from drivetrain.data.columns import (
     FORMATS,
     Columns,
@@ -32,7 +32,9 @@ from drivetrain.data.columns import (
 from drivetrain.data.encoder import Encoder
 from drivetrain.data.scikit_learn import read_diabetes, read_wine
 from drivetrain.data.targets import TargetReader
+from drivetrain.data.untrusted import as_kept
 
+KEPT = "table.json"  # in the run's directory: how rows become inputs
 TableKind = Literal["class", "values", "labels"]
 
 
@@ -44,12 +46,22 @@ class Table(Data):
     input_files = FORMATS
 
     def read_inputs(self, file: Path | Iterable[str], data: Splits) -> Iterator[Callable[[], torch.Tensor]]:
-        encoder = Encoder.from_json(data.files["table.json"])
+        encoder = _encoder(data)
         names, rows = _rows_of_file(file) if isinstance(file, Path) else _rows_of_lines(file)
-        if absent := sorted(set(encoder.names) - set(names), key=encoder.names.index):
+        there = set(names)
+        if absent := [name for name in encoder.names if name not in there]:
             source = file if isinstance(file, Path) else "standard input"
             raise UserError(f"{source} has no column {named(absent)}: the model's inputs are {named(encoder.names)}")
         return (lambda row=row: encoder.row(row(), self.missing == "fill") for row in rows)  # type: ignore[misc]
+
+
+def _encoder(data: Splits) -> Encoder:
+    """The run's encoder. Raises UserError where it is none, or makes other inputs than the model's."""
+    with as_kept(KEPT):
+        encoder = Encoder.from_json(data.files[KEPT])
+        if (encoder.outputs,) != tuple(data.shape):
+            raise ValueError(f"its columns make {encoder.outputs} inputs, and the model takes {list(data.shape)}")
+    return encoder
 
 
 Row = Callable[[], Columns]  # reads one row
@@ -189,7 +201,7 @@ def encoded_splits(
     sources = Rows(encoder(train), y, train), Tensors(encoder(test), reader.read(test))
     own = None if validation is None else Tensors(encoder(validation), reader.read(validation))
     shape = tuple(sources[0].x.shape[1:])
-    files = {"table.json": encoder.to_json()}
+    files = {KEPT: encoder.to_json()}
     return Splits(*sources, shape, reader.outputs, None, reader.classes, units=reader.units, files=files, validation=own)
 
 
@@ -209,7 +221,7 @@ class ScikitLearn(Table):
         return (self.inputs,)
 
     def loaded_samples(self) -> int:
-        return self.rows - round(self.rows * self.holdout)
+        return self.rows - number_apart(self.rows, self.holdout)
 
     def read(self) -> Columns:
         """Return the table's columns."""
@@ -218,7 +230,7 @@ class ScikitLearn(Table):
     def load(self, device: torch.device) -> Splits:
         columns = self.read()
         order = rng.permutation(0, 0, number_of_rows(columns)).numpy()
-        apart = round(len(order) * self.holdout)
+        apart = number_apart(len(order), self.holdout)
         train, test = ({name: values[chosen] for name, values in columns.items()} for chosen in (order[apart:], order[:apart]))
         assert self.targets is not None
         reader = TargetReader(self.targets, [self.target], Path(), "target")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
 
-from drivetrain.core.errors import DataError
+from drivetrain.core.errors import DataError, UserError
 from drivetrain.data.decoding import DAMAGED
 
 BYTES_OF_PIXEL = 16  # at most, in any format: four channels of four bytes
@@ -18,6 +18,17 @@ HEADER_BYTES = 1 << 20  # beside the pixels
 MOST_LINE = 1 << 24  # characters of one line of a table or of texts
 MOST_WHOLE = 1 << 30
 FEW_CLASSES = 1000  # so many are believed whatever the number of samples
+
+
+@contextlib.contextmanager
+def as_kept(name: str) -> Iterator[None]:
+    """A context that reads a file which a run keeps for its data. A ValueError is raised as a UserError that names the file."""
+    try:
+        yield
+    except UserError:  # it is a ValueError too, and says by itself what is wrong
+        raise
+    except ValueError as error:
+        raise UserError(f"the run's {name} is not what drivetrain wrote there: {error}") from None
 
 
 def read_image_file(path: Path, max_pixels: int) -> bytes:

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from annotated_types import Ge, Le
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
 
 logger = logging.getLogger(__name__)
+Difference = Annotated[float, Ge(1e-12), Le(1e-2)]  # outside, differences in float64 are rounding, or those of a curve
 
 
 class WrongGradient(RuntimeError):
@@ -63,7 +66,7 @@ class Gradcheck(Debug):
         self,
         samples: Count = 4,
         parameters: Count = 8,
-        eps: Positive = 1e-7,
+        eps: Difference = 1e-7,
         atol: Positive = 1e-6,
         rtol: Positive = 1e-3,
         second: bool = False,

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
-from annotated_types import Gt, Lt
+from annotated_types import Ge, Lt
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec
-from drivetrain.ema.base import Kept
+from drivetrain.ema.base import BELOW, NARROWEST, Kept
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
 
-Width = Annotated[float, Gt(0), Lt(0.28)]  # 1 / √12 = 0.289 is the width of the plain mean of a whole run
+Width = Annotated[float, Ge(NARROWEST), Lt(BELOW)]
 
 
 class PostHoc(Kept):
@@ -52,7 +52,10 @@ class PostHoc(Kept):
         super().setup(context)
         self._powers = [profiles.power(width) for width in (self.width, self.wider)]
         self._second = [mean.clone() for mean in self._mean]
-        self._folder = context.run_dir / profiles.FOLDER if context.world.rank == 0 else None
+        self._run_dir = context.run_dir if context.world.rank == 0 else None
+        self._stored: dict[str, str] = {}  # updates of what was stored so far → SHA-256 of its file
+        if self._run_dir is not None:
+            profiles.refuse_link(self._run_dir)
         self._end = context.horizon.updates
 
     def update(self) -> None:
@@ -61,17 +64,18 @@ class PostHoc(Kept):
         for mean, power in zip((self._mean, self._second), self._powers, strict=True):
             self._move(mean, 1 - (1 - 1 / t) ** (power + 1))
         self._copy_buffers()
-        if self._folder is not None and t * self.snapshots // self._end > (t - 1) * self.snapshots // self._end:
+        if self._run_dir is not None and t * self.snapshots // self._end > (t - 1) * self.snapshots // self._end:
             from drivetrain.ema import profiles
 
-            profiles.store(self._folder, self.state_dict())
+            self._stored[str(t)] = profiles.store(self._run_dir, self.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
         second = dict(zip(self._names, self._second, strict=False))  # buffers that are copied come last
-        return {**super().state_dict(), "widths": [self.width, self.wider], "wider": second}
+        return {**super().state_dict(), "widths": [self.width, self.wider], "wider": second, "stored": dict(self._stored)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
+        self._stored = dict(state.get("stored", {}))
         if "wider" in state:
             for name, mean in zip(self._names, self._second, strict=False):
                 mean.copy_(state["wider"][name])

@@ -11,8 +11,12 @@ import numpy as np
 import safetensors
 import torch
 
+from drivetrain.core import files
 from drivetrain.core.errors import UserError
-from drivetrain.saving import checkpoint_io
+from drivetrain.core.typed import fits
+from drivetrain.ema.base import BELOW, NARROWEST
+from drivetrain.saving import checkpoint_io, manifest, space
+from drivetrain.saving.content import Malformed, check_weights
 
 FOLDER = "averages"  # of a run's directory: <updates>.safetensors
 LARGEST_ERROR = 0.1  # of the profile that is wanted: beyond it the average would be of another width
@@ -55,31 +59,81 @@ def shares(stored: list[Stored], wanted: Stored) -> tuple[np.ndarray[Any, Any], 
     return found, float(np.sqrt(max(0.0, left) / own))
 
 
-def store(folder: Path, state: Mapping[str, Any]) -> None:
-    """Store both averages of the state of an ema=post_hoc."""
+def refuse_link(run_dir: Path) -> None:
+    """Raise UserError where a run's averages would be written elsewhere: it may have come from a stranger."""
+    if (run_dir / FOLDER).is_symlink():
+        raise UserError(f"{run_dir / FOLDER} is a link, and a run's averages are written into its own directory: remove it")
+
+
+def store(run_dir: Path, state: Mapping[str, Any]) -> str:
+    """Store both averages of the state of an ema=post_hoc. Returns the SHA-256 of their file. Raises CannotSave."""
     widths = {f"width/{number}": torch.tensor(width, dtype=torch.float64) for number, width in enumerate(state["widths"])}
     both = {f"{n}/{name}": state[key][name] for n, key in enumerate(("tensors", "wider")) for name in state["wider"]}
-    folder.mkdir(parents=True, exist_ok=True)
-    checkpoint_io.write_weights({**widths, **both}, folder / f"{state['updates']}.safetensors")
+    try:
+        file = files.folder_in(run_dir, FOLDER) / f"{state['updates']}.safetensors"
+    except OSError as error:
+        raise space.cannot_write(FOLDER, run_dir, str(error.strerror)) from error
+    checkpoint_io.write_weights({**widths, **both}, file)
+    return manifest.sha256(file)
 
 
 def synthesised(run_dir: Path, state: Mapping[str, Any], width: float) -> dict[str, torch.Tensor]:
     """The average of a width, made of a checkpoint's `state` of ema=post_hoc and of what was stored before. Raises UserError."""
-    if "wider" not in state:
+    if not state.get("wider"):
         raise UserError(f"average={width:g}: {run_dir} has no averages to make this width from: the run needs ema=post_hoc")
-    updates = state["updates"]
-    files = [f for f in (run_dir / FOLDER).glob("*.safetensors") if f.stem.isdecimal() and f.is_file() and not f.is_symlink()]
-    earlier = sorted((int(file.stem), file) for file in files if int(file.stem) < updates)
     try:
+        _check(state)
+        numbers = sorted(number for number in map(int, state["stored"]) if number < state["updates"])
+        earlier = [(number, run_dir / FOLDER / f"{number}.safetensors") for number in numbers]
+        for number, file in earlier:
+            _verify(file, state["stored"][str(number)])
         return _sum(earlier, state, width)
-    except (safetensors.SafetensorError, KeyError, RuntimeError) as error:
+    except UserError:
+        raise
+    except OSError as error:
+        raise UserError(f"average={width:g}: {error.filename} cannot be read ({error.strerror})") from None
+    except (safetensors.SafetensorError, KeyError, RuntimeError, ValueError) as error:
         raise UserError(f"average={width:g}: the averages in {run_dir / FOLDER} do not fit the run ({error})") from None
 
 
+def _check(state: Mapping[str, Any]) -> None:
+    """Raise ValueError where a state is none of ema=post_hoc: a run's directory may come from a stranger."""
+    updates: Any = state.get("updates")
+    widths: Any = state.get("widths")
+    stored: Any = state.get("stored")
+    tensors, wider = state.get("tensors"), state.get("wider")
+    if not (fits(updates, int) and updates > 0):
+        raise ValueError(f"updates={updates!r:.80}")
+    if not (fits(widths, list[float]) and len(widths) == 2):
+        raise ValueError(f"widths={widths!r:.80}")
+    if not (fits(stored, dict[str, str]) and all(map(manifest.NUMBER.fullmatch, stored)) and "0" not in stored):
+        raise ValueError(f"stored={stored!r:.80}")
+    if not (isinstance(wider, dict) and isinstance(tensors, dict) and wider.keys() <= tensors.keys()):
+        raise ValueError("the two averages have other names")
+
+
+def _verify(file: Path, sha256: str) -> None:
+    """Raise ValueError where a file is not the one that was stored, and OSError where it is none."""
+    if manifest.sha256(file) != sha256:
+        raise ValueError(f"the SHA-256 of {file.name} differs")
+    with files.opened(file, "rb") as opened:
+        try:
+            check_weights(opened)
+        except Malformed as error:
+            raise ValueError(f"{file.name}: {error}") from None
+
+
+def _power_of(width: float) -> float:
+    """The power of a width that was read. Raises ValueError."""
+    if not NARROWEST <= width < BELOW:
+        raise ValueError(f"a width of {width:g}")
+    return power(width)
+
+
 def _sum(earlier: list[tuple[int, Path]], state: Mapping[str, Any], width: float) -> dict[str, torch.Tensor]:
-    stored = [Stored(state["updates"], power(w)) for w in state["widths"]]
+    stored = [Stored(state["updates"], _power_of(w)) for w in state["widths"]]
     opened = [(updates, safetensors.safe_open(file, "pt")) for updates, file in earlier]
-    stored += [Stored(updates, power(float(file.get_tensor(f"width/{n}")))) for updates, file in opened for n in (0, 1)]
+    stored += [Stored(updates, _power_of(float(file.get_tensor(f"width/{n}")))) for updates, file in opened for n in (0, 1)]
     found, error = shares(stored, Stored(state["updates"], power(width)))
     if error > LARGEST_ERROR:
         low, high = state["widths"]

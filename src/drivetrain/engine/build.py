@@ -95,7 +95,8 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter], before: Previ
     # All ranks have initialised the same model; from here on each draws its own dropout, except where ranks share activations.
     run.runtime.seed_rank(world)
     loader = context.loader = run.loader.build(context)
-    _log(loader.autotune(context.train_data, batch.micro_batch(world), context.device))
+    batches = context.horizon.updates * batch.accumulation_steps
+    _log(loader.autotune(context.train_data, batch.micro_batch(world), batches, context.device))
 
     # From the inside out: the step of one process, gradient synchronisation, one graph of both, a whole update for losses that
     # need it (each of its micro-batches passes through all of those), unfreezing before an update, then debugging hooks.
@@ -117,7 +118,7 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter], before: Previ
         ema=ema, loss=loss, meters=meters, units=_units(context), selected=selection.name, precision=precision,
         parallel=parallel, batch=batch, loader=loader, data=context.judging_data, test=context.test_data, device=context.device,
         memory_format=context.memory_format, set="test" if context.data.validation is None else "validation",
-        max_batches=run.debug.eval_batches,
+        max_batches=run.debug.eval_batches, origins=context.data.origins,
     )  # fmt: skip
     trainer = Trainer(
         model=model, step=callbacks.wrap_step(step), selection=selection, optimizer=optimizer, scheduler=scheduler,

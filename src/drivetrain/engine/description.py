@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from drivetrain.core import files
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
@@ -42,6 +44,7 @@ def describe(run: RunSpec, data: Splits) -> dict[str, Any]:
         "dtype": None if data.dtype is None else _name(data.dtype),
         "vocabulary": data.vocabulary,
         "normalize": normalize and {"mean": normalize.mean.flatten().tolist(), "std": normalize.std.flatten().tolist()},
+        "files": {name: _sha256(text) for name, text in data.files.items()},
         "units": units and {"mean": units.mean.tolist(), "std": units.std.tolist()},
     }
 
@@ -70,7 +73,7 @@ def recall(about: Mapping[str, Any], run_dir: Path) -> Splits:
         dtype=about["dtype"] and getattr(torch, about["dtype"]),
         vocabulary=about["vocabulary"],
         units=units and Units(torch.tensor(units["mean"]), torch.tensor(units["std"])),
-        files=RunFiles(run_dir),
+        files=RunFiles(run_dir, about.get("files")),
         example=example,
         images=about["images"],
     )
@@ -79,17 +82,25 @@ def recall(about: Mapping[str, Any], run_dir: Path) -> Splits:
 class RunFiles(dict[str, str]):
     """The texts of the files that a run keeps for its data (`Splits.files`), each read when it is first needed."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, sha256: Mapping[str, str] | None) -> None:
         super().__init__()
-        self._run_dir = run_dir
+        self._run_dir, self._sha256 = run_dir, sha256  # None: of a checkpoint that was written before it had them
 
     def __missing__(self, name: str) -> str:
         path = self._run_dir / name
         try:
-            self[name] = path.read_text(encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"{path} cannot be read ({error.strerror}): the run keeps there how its inputs are encoded") from None
-        return self[name]
+            text = files.read_text(path)
+        except (OSError, ValueError) as error:  # ValueError: no UTF-8
+            why = getattr(error, "strerror", None) or error
+            raise UserError(f"{path} cannot be read ({why}): the run keeps there how its inputs are encoded") from None
+        if self._sha256 is not None and _sha256(text) != self._sha256.get(name):
+            raise UserError(f"{path} is not what the run wrote (its SHA-256 differs): take it from a copy of the run")
+        self[name] = text
+        return text
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _write_tree(x: Tree) -> Any:

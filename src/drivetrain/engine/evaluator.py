@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,6 +15,7 @@ from drivetrain.batch.base import Batch
 from drivetrain.core.device import sum_dtype
 from drivetrain.core.errors import Diverged, UserError
 from drivetrain.core.protocols import Loader
+from drivetrain.core.signals import StopFlag
 from drivetrain.core.trees import Tree
 from drivetrain.ema.base import Ema
 from drivetrain.loader.base import Pipeline
@@ -48,6 +49,7 @@ class Evaluator:
     device: torch.device
     memory_format: torch.memory_format
     max_batches: int | None = None
+    origins: Mapping[str, str] = field(default_factory=dict)  # set → where its samples come from, in words, where it is known
     tables: dict[str, Table] = field(default_factory=dict)  # of the last evaluation, by name
 
     def on(self, name: str) -> Evaluator:
@@ -89,6 +91,7 @@ class Evaluator:
             meter.reset()
         with self.parallel.evaluation_context():
             for batch in stream:
+                StopFlag.stop_here()
                 with self.precision.autocast():
                     output = self.forward(batch.x)
                 sums += self.loss.sums(output, self.loss.evaluation_target(batch)) * batch.weight

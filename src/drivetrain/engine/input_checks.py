@@ -41,8 +41,8 @@ def normalisation_warning(x: torch.Tensor) -> str | None:
         return None
     more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
     return (
-        f"the model's inputs are not normalised ({'; '.join(bad[:3])}{more}; wanted about 0 and 1): training is slower and less "
-        "stable so: set data.normalize (such as measured, where the data has it), or normalise in your own data"
+        f"the model's inputs are not normalised ({'; '.join(bad[:3])}{more}; wanted about 0 and 1): this can slow training "
+        "down. Set data.normalize=measured, where the data has it, or normalise in your own data"
     )
 
 

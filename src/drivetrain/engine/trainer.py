@@ -36,7 +36,7 @@ from drivetrain.scheduler.base import Scheduler
 from drivetrain.stop.base import Stop
 
 SAVE, STOP, FAIL = 1, 2, 3  # flags that are all-reduced after an update; the higher wins
-STATEFUL = ("scheduler", "precision", "ema", "batch", "stopping")  # restored in this order, after the optimizer
+STATEFUL = ("scheduler", "precision", "ema", "batch", "stopping", "loader")  # restored in this order, after the optimizer
 MAX_SKIPS = 50  # updates skipped in a row before the run counts as diverged
 
 logger = logging.getLogger(__name__)

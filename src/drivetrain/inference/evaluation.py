@@ -8,10 +8,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.core.errors import UserError
+from drivetrain.core.errors import Interrupted, UserError
+from drivetrain.core.files import read_json, write_json
+from drivetrain.core.overrides import key_of
+from drivetrain.core.signals import StopFlag
 from drivetrain.core.trees import length
 from drivetrain.inference.finished import Choice, chosen_weights, find, load_weights
 from drivetrain.launch import kept, launcher
+from drivetrain.launch.job import Job, recorded_environment
+from drivetrain.run.result import Result
 from drivetrain.ui.progress import Rate
 
 if TYPE_CHECKING:
@@ -20,6 +25,8 @@ if TYPE_CHECKING:
     from drivetrain.core.microbatch import MicroBatch, Request
     from drivetrain.core.protocols import Loader
     from drivetrain.engine.trainer import Trainer
+
+TOLD = "evaluated.json"  # in the evaluation's own folder: the number of samples, and where they come from
 
 
 @dataclass
@@ -34,12 +41,14 @@ class Evaluation:
     overrides: list[str]  # what differs from the run's own config
     world_size: int
     device: str | None
+    samples: int  # in the set
+    source: str  # where they come from
 
 
 def evaluate(
     run_dir: Path | str, overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), choice: Choice | None = None
 ) -> Evaluation:
-    """Evaluate a finished run on its own test set, or on its validation set. Raises UserError.
+    """Evaluate a finished run on its own test set, or on its validation set. Raises UserError, and Interrupted at a signal.
 
     Overrides change its config, such as `data=…` or `parallel=ddp`. With the run's own ranks, batches and device the figures are
     those of training to the last digit; other ones add the same numbers in another order.
@@ -48,20 +57,51 @@ def evaluate(
     average = ["ema=none"] if choice.average else []  # the averaged weights take the place of the trained ones
     finished = find("drivetrain evaluate", Path(run_dir), [*average, *overrides], config_dirs, choice)
     checkpoint = finished.checkpoint
+    if _on_other_data(finished.job, overrides, Path(run_dir)):
+        finished.job.run.data.trained_on = _fingerprint(Path(run_dir))
     finished.job.work = lambda trainer: _restore_and_evaluate(trainer, checkpoint, choice)
     with tempfile.TemporaryDirectory(prefix="drivetrain-evaluate-") as folder:
         ended = launcher.launch(finished.job, Path(folder), quiet=True)
+        told: dict[str, Any] = (
+            read_json(Path(folder) / TOLD) if (Path(folder) / TOLD).is_file() else {"samples": 0, "origin": ""}
+        )  # of rank 0
+    if ended.result.status == "interrupted":
+        raise Interrupted(str(ended.result.error))
     if ended.code:
         raise UserError(str(ended.result.error).splitlines())
     result = ended.result
     return Evaluation(
         str(run_dir), int(checkpoint.name), choice.average, choice.split, result.metrics[choice.split]["final"],
-        list(overrides), result.world_size, result.device,
+        list(overrides), result.world_size, result.device, told["samples"], _source(finished.job, told["origin"]),
     )  # fmt: skip
+
+
+def _on_other_data(job: Job, overrides: Sequence[str], run_dir: Path) -> bool:
+    """Whether the command names another folder than the run's own, and no share of it to hold out."""
+    root = getattr(job.run.data, "root", None)
+    own = (recorded_environment(run_dir).get("machine_local") or {}).get("data.root")
+    same = isinstance(own, str) and root is not None and Path(own).expanduser().resolve() == Path(root).resolve()
+    return root is not None and not same and "data.holdout" not in map(key_of, overrides)
+
+
+def _fingerprint(run_dir: Path) -> str:
+    """The fingerprint of what a run was trained on; "" where it has none."""
+    result = Result.read(run_dir)
+    found = (result.data or {}).get("hash") if result is not None else None
+    return found if isinstance(found, str) else ""
+
+
+def _source(job: Job, origin: str) -> str:
+    """Where the samples come from, in words."""
+    data = job.run.data
+    place = getattr(data, "root", None) or getattr(data, "path", None)
+    named = str(place) if place is not None else job.run.named("data")
+    return f"{named}, {origin}" if origin else named
 
 
 def _restore_and_evaluate(trainer: Trainer, checkpoint: Path, choice: Choice) -> None:
     """Load the weights, without the state that only training needs, and evaluate them. Called on all ranks."""
+    StopFlag.nothing_to_save()
     weights, state = kept.load(checkpoint, trainer.parallel)
     weights = chosen_weights(checkpoint, weights, state, choice.average)
     no_optimizer: dict[str, Any] = {"param_groups": [], "state": {}}
@@ -72,7 +112,10 @@ def _restore_and_evaluate(trainer: Trainer, checkpoint: Path, choice: Choice) ->
     if trainer.ema.active:
         trainer.ema.load_state_dict(state["ema"])
     trainer.progress.updates = state["progress"]["updates"]
-    trainer.evaluator = trainer.evaluator.on(choice.split)
+    trainer.evaluator = evaluated = trainer.evaluator.on(choice.split)
+    if trainer.parallel.world.rank == 0:
+        told = {"samples": len(evaluated.data.source), "origin": evaluated.origins.get(choice.split, "")}
+        write_json(trainer.run_dir / TOLD, told)
     with Rate("samples", None) as rate:  # of this rank's
         shown = rate if trainer.parallel.world.rank == 0 else lambda _: None
         evaluator = replace(trainer.evaluator, loader=Counted(trainer.loader, shown))

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeGuard
 
 from drivetrain.core import low_rank, stages
 from drivetrain.core.errors import UserError
+from drivetrain.core.lazy import torch
 from drivetrain.core.overrides import format_value, key_of
+from drivetrain.core.typed import fits
 from drivetrain.launch.job import Job, is_of_this_user, of_run, recorded_environment, recorded_settings
 from drivetrain.recipe import reader as recipes
 from drivetrain.recipe.safe_yaml import printable
 from drivetrain.run.result import Result
 from drivetrain.saving import manifest
-
-if TYPE_CHECKING:
-    import torch
 
 # What only training needs is switched off. The optimizer is not used; sgd keeps no second copy of the weights.
 OFF = (
@@ -152,7 +151,8 @@ def _best_update(run_dir: Path) -> int:
     """The update of the best evaluation; -1 where the run had none."""
     result = Result.read(run_dir)
     best = result.judged("best") if result is not None else {}
-    return int(best.get("update", -1))
+    update = best.get("update", -1)
+    return update if fits(update, int) else -1
 
 
 def chosen_weights(
@@ -164,14 +164,24 @@ def chosen_weights(
     """
     if not average:
         return weights
-    if not state["ema"]:
+    if not (averaged := state.get("ema")):
         raise UserError(f"{checkpoint} has no averaged weights: the run had ema=none")
-    tensors = state["ema"]["tensors"]
+    tensors = averaged.get("tensors") if isinstance(averaged, dict) else None
+    if not fits_weights(tensors, weights):
+        raise UserError(f"{checkpoint} has averaged weights that do not fit its weights: leave average=… out, or say update=N")
     if average is not True:
         from drivetrain.ema import profiles
 
-        tensors = profiles.synthesised(checkpoint.parent.parent, state["ema"], average)
+        tensors = profiles.synthesised(checkpoint.parent.parent, averaged, average)
     return {**weights, **{n: t.to(weights[n].dtype) for n, t in tensors.items()}}
+
+
+def fits_weights(tensors: Any, weights: Mapping[str, torch.Tensor]) -> TypeGuard[dict[str, torch.Tensor]]:
+    """Whether these are tensors with the names and shapes of weights."""
+    return isinstance(tensors, dict) and all(
+        isinstance(tensor, torch.Tensor) and name in weights and tensor.shape == weights[name].shape
+        for name, tensor in tensors.items()
+    )
 
 
 def load_weights(model: torch.nn.Module, weights: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from drivetrain.core.errors import UserError
+from drivetrain.core.spreadsheet import spreadsheet
 from drivetrain.ui.output import PlainStream
 
 Rows = Sequence[Mapping[str, Any]]
@@ -36,14 +38,20 @@ class Csv:
 
     def write(self, rows: Rows) -> None:
         if not self._begun:
-            self._writer.writerow(rows[0])
+            self._writer.writerow(map(_cell, rows[0]))
             self._begun = True
-        self._writer.writerows(["" if value is None else value for value in row.values()] for row in rows)
+        self._writer.writerows([_cell(value) for value in row.values()] for row in rows)
         self._file.flush()
 
     def close(self) -> None:
         if self._file is not sys.stdout and not isinstance(self._file, PlainStream):
             self._file.close()
+
+
+def _cell(value: Any) -> Any:
+    """A value as a cell of CSV: a class may have been named by a stranger. A row of standard input, as "-[1]", stays as it is."""
+    is_text = isinstance(value, str) and not re.fullmatch(r"-\[\d+\]", value)
+    return spreadsheet(value) if is_text else "" if value is None else value
 
 
 class JsonLines:

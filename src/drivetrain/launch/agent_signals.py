@@ -1,24 +1,19 @@
 """Signals that stop the process which starts the ranks.
 
-torch's launcher raises an exception in the handler, wherever the process is. Python drops one that is raised in a fork hook or
-a destructor, and logging catches one that is raised while it writes a line: the signal would be lost, with a traceback.
+torch's launcher raises an exception in the handler, wherever the process is, also where it would be dropped: the signal would be
+lost, with a traceback.
 """
 
 from __future__ import annotations
 
-import _thread
 import os
 import signal
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from drivetrain.core.signals import STOP_SIGNALS
+from drivetrain.core.signals import comes_again, handled_by
 
-AGAIN_S = 0.05  # until a signal that came at a bad moment is raised again
-DROPPING = ("logging", "multiprocessing.popen_fork", "weakref")  # modules in which an exception would be dropped
 LEFT_TO_TORCH = "SIGQUIT"  # torch sets handlers for at least one signal: for one that no scheduler sends
 
 
@@ -33,27 +28,8 @@ def raised_as_torch_does() -> Iterator[None]:
     here = os.getpid()
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if os.getpid() != here or _drops_exceptions(frame):
-            _thread.start_new_thread(_raise_again, (number,))  # threading.Thread takes locks, which this thread may hold already
-            return
-        raise SignalException(f"stopped by {signal.Signals(number).name}", sigval=signal.Signals(number))
+        if not comes_again(number, frame, here):
+            raise SignalException(f"stopped by {signal.Signals(number).name}", sigval=signal.Signals(number))
 
-    before = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
-    try:
+    with handled_by(handle):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _raise_again(number: int) -> None:
-    time.sleep(AGAIN_S)
-    signal.pthread_kill(threading.main_thread().ident or 0, number)  # it ends the main thread's waiting call
-
-
-def _drops_exceptions(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if frame.f_code.co_name == "__del__" or frame.f_globals.get("__name__") in DROPPING:
-            return True
-        frame = frame.f_back
-    return False

@@ -6,6 +6,7 @@ smallest first, and prints a line for each size that fits, until it is out of me
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -38,22 +39,33 @@ def count_fitting(overrides: Sequence[str], config_dirs: Sequence[str], sizes: S
 
 
 def run_child(module: str, task: Mapping[str, Any]) -> subprocess.CompletedProcess[str]:
-    """Run a module in a process of its own, with a task on its standard input. One that hangs is killed, which its end tells."""
+    """Run a module in a process of its own, with a task on its standard input. One that hangs is killed, which its end tells.
+
+    Its standard input stays open for as long as this process waits for it: its end would end the child.
+    """
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     env["PYTHONPATH"] = process.import_path()
     command = process.command(module)
-    try:
-        return subprocess.run(
-            command, input=json.dumps(task), env=env, capture_output=True, text=True, check=False, timeout=LIMIT_S
-        )
-    except subprocess.TimeoutExpired:
-        return subprocess.CompletedProcess(command, FAILED, "", f"it took longer than {LIMIT_S / 60:.0f} minutes and was ended")
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as child:
+        held, child.stdin = child.stdin, None  # else `communicate` would close it
+        assert held is not None
+        with contextlib.suppress(BrokenPipeError), held:
+            try:
+                print(json.dumps(task), file=held, flush=True)
+                out, err = child.communicate(timeout=LIMIT_S)
+            except subprocess.TimeoutExpired:
+                late = f"it took longer than {LIMIT_S / 60:.0f} minutes and was ended"
+                return subprocess.CompletedProcess(command, FAILED, "", late)
+            finally:
+                child.kill()
+    return subprocess.CompletedProcess(command, child.returncode, out, err)
 
 
 def receive_task() -> dict[str, Any]:
     """In the child: the task from standard input. It ends with the process that started it."""
-    forking.end_with_parent()
-    task: dict[str, Any] = json.load(sys.stdin)
+    task: dict[str, Any] = json.loads(sys.stdin.readline())
+    forking.end_with_input()
     return task
 
 

@@ -131,9 +131,7 @@ def prepare(
     composed.overrides += of_cell
     composed.notices += _given_twice(words)
     if composed.recipe is not None and set(composed.recipe.sweep) - set(asked):
-        raise UserError(
-            f"recipe {composed.recipe.name} is a sweep: run it by `python -m src.train recipe={composed.recipe.name}`"
-        )
+        raise UserError(f"recipe {composed.recipe.name} is a sweep: run it by `drivetrain train recipe={composed.recipe.name}`")
     job = checked(composed)
     job.hydra = hydra or HydraSettings()
     if resume == "auto":
@@ -301,7 +299,7 @@ def _from_newest_checkpoint(job: Job, run_dir: Path) -> Job:
     if job.checkpoint is None:
         job.notices.append(f"{run_dir} has no checkpoint that verifies: it starts from the beginning")
     else:
-        job.notices.append(f"going on from {job.checkpoint}")
+        job.notices.append(f"resuming from {job.checkpoint}")
     return job
 
 

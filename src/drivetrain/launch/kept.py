@@ -69,11 +69,14 @@ def _attempt(parallel: Parallel, work: Callable[[], Any]) -> _Attempt:
     return _Attempt(value, error, parallel.broadcast_object(next((line for line in told if line), None)))
 
 
-def restore(staged: StagedRun, checkpoint: Path) -> None:
+def restore(staged: StagedRun, checkpoint: Path) -> float:
     """Continue from a checkpoint, or from the one before where this one does not hold what its hashes promise.
 
-    Called on all ranks. Raises UserError where there is no other, with the newest one's error.
+    Return the learning rate that its schedule gave to the update after it. Called on all ranks. Raises UserError where there is
+    no other, with the newest one's error.
     """
+    from drivetrain.saving import checkpoint_io
+
     parallel, first = staged.trainer.parallel, None
     newest: Path | None = checkpoint
     while newest is not None:
@@ -81,7 +84,7 @@ def restore(staged: StagedRun, checkpoint: Path) -> None:
         # All ranks restore, or none: to enter another stage of the run takes all of them.
         failed = loading if loading.wrong else _attempt(parallel, partial(staged.restore, *loading.value))
         if failed.wrong is None:
-            return
+            return float(checkpoint_io.settings(loading.value[1]["optimizer"])["lr"])
         wrong, error = failed.wrong, failed.error
         first = first or error or RuntimeError(f"another rank cannot restore {newest}")
         before = None
@@ -98,10 +101,12 @@ def restore(staged: StagedRun, checkpoint: Path) -> None:
     ) from first
 
 
-def rate_jump(trainer: Trainer) -> str:
-    """What to know where a run goes on at a much higher rate than it had: its schedule is that of a longer run now."""
+def rate_jump(trainer: Trainer, before: float) -> str:
+    """What to know where a run goes on at a much higher rate than it had: its schedule is that of a longer run now.
+
+    `before` is the rate of the same update by the schedule that the checkpoint was made with.
+    """
     group, progress = trainer.optimizer.param_groups[0], trainer.progress
-    before = float(group["lr"])
     trainer.scheduler.step(progress.updates)
     after = float(group["lr"])
     if after <= JUMP * before:

@@ -111,8 +111,8 @@ def launch(job: Job, run_dir: Path | None = None, quiet: bool = False) -> Ended:
     try:
         with directory.locked(run_dir):
             ended = _launch_in(run_dir, job, world, quiet)
-    except NoRoom:
-        if is_new:
+    except (NoRoom, KeyboardInterrupt):
+        if is_new and not (run_dir / "metrics.jsonl").exists():  # nothing was trained
             directory.remove(run_dir)
         raise
     if ended.code == BAD_CONFIG and not ended.result.updates and is_new:

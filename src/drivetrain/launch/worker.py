@@ -98,6 +98,8 @@ def _train(trainer: Trainer, staged: StagedRun, stop: StopFlag, result: Result) 
     staged.fit(stop)
     result.energy_joules = _energy(trainer, used_before)
     trainer.callbacks.raise_error()
+    if trainer.saving.active:
+        StopFlag.nothing_to_save()
     tested = test_final(trainer)
     trainer.callbacks.end("completed")
     trainer.callbacks.raise_error()
@@ -139,6 +141,9 @@ def _record_failure(result: Result, error: BaseException, job: Job, world: World
         result.status, result.error = "diverged", str(error)
         return EXIT_OF_STATUS["diverged"]
     if isinstance(error, Interrupted | KeyboardInterrupt):
+        if job.work is not None:  # which had nothing to save, and is done again as a whole
+            result.status, result.error = "interrupted", str(error) or "stopped by the keyboard"
+            return INTERRUPTED
         saved = isinstance(error, Interrupted) and error.saved
         can_resume = saved or bool(manifest.checkpoints(run_dir))
         hint = f": go on with resume={run_dir}" if can_resume else "" if job.run.saving.active else ": saving=none kept nothing"
@@ -201,8 +206,8 @@ def _build(job: Job, context: BuildContext, writers: list[RunWriter], quiet: boo
     staged = StagedRun(context, writers)
     trainer = staged.build()
     if (checkpoint := trainer.parallel.broadcast_object(job.checkpoint)) is not None:
-        restore(staged, checkpoint)
-        if jump := rate_jump(trainer):
+        rate = restore(staged, checkpoint)
+        if jump := rate_jump(trainer, rate):
             logger.warning("%s", jump)
     if job.attach is not None:
         job.attach(trainer)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import re
 import statistics
 import time
 from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 from drivetrain.core.cpus import usable_cores
 from drivetrain.core.device import synchronize
@@ -19,15 +22,32 @@ from drivetrain.loader.resident import Resident, free_memory
 from drivetrain.loader.threads import Threads
 from drivetrain.loader.workers import Workers
 
-TIE = 0.95  # of the best speed: the simplest loader that reaches this is chosen
+SIMPLEST = "loader=sync"
+TIE = 0.95  # of the least cost: the simplest loader that comes this near is chosen
 ROUNDS = 3
+SHARE = 0.2  # of what loader=sync takes for the run: measuring the others may take as long
+
+logger = logging.getLogger(__name__)
+
+
+class Cost(NamedTuple):
+    """Seconds that a loader takes: to start, and then for each batch."""
+
+    start: float
+    batch: float
+
+    def of(self, batches: int) -> float:
+        """Seconds for a run of so many batches."""
+        return self.start + batches * self.batch
 
 
 class Auto(Loader):
-    """Each loader reads the same batches, in turns, and the fastest is chosen; of equally fast ones, the simplest.
+    """Each loader reads the same batches, in turns. The fastest for the whole run is chosen; of equally fast ones, the simplest.
 
-    On a device the fastest has the shortest wall time. On a CPU the step needs the cores too, so the fastest takes the fewest
-    core-seconds. The first round always runs; the others stop after `budget_s` seconds.
+    The time of a run is that of the loader's start and of all its batches, so a short run takes a loader that starts at once.
+    On a device time is wall time. On a CPU the step needs the cores too, so time is core-seconds. Measuring ends when it has
+    taken a fifth of what loader=sync takes for the run; otherwise the first round is whole, and the others end after `budget_s`
+    seconds.
     """
 
     effect = "close"
@@ -35,7 +55,22 @@ class Auto(Loader):
 
     def __init__(self, budget_s: Positive = 5.0) -> None:
         self.budget_s = budget_s
-        self._chosen: Loader = Loader()
+        self._loaders: dict[str, Loader] = {SIMPLEST: Loader()}
+        self._name = SIMPLEST
+
+    @property
+    def _chosen(self) -> Loader:
+        return self._loaders[self._name]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"chosen": self._name}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the loader that the run began with where the other would augment elsewhere, which rounds otherwise."""
+        before = self._loaders.get(str(state.get("chosen")), self._chosen)
+        if before.augments_on_device != self._chosen.augments_on_device:
+            self._name = str(state["chosen"])
+            logger.info(f"loader=auto goes on with {self._name}, with which the run began: the samples stay the same")
 
     def raise_if_worker_died(self, error: RuntimeError) -> None:
         self._chosen.raise_if_worker_died(error)
@@ -47,7 +82,7 @@ class Auto(Loader):
         """Return the loaders to measure, the simplest first, by the overrides that choose them."""
         cores = usable_cores()
         counts = sorted({1, max(1, cores // 2), cores})
-        found: dict[str, Loader] = {"loader=sync": Loader()}
+        found: dict[str, Loader] = {SIMPLEST: Loader()}
         found |= {f"loader=threads loader.num_threads={n}": Threads(n) for n in counts}
         found |= {f"loader=workers loader.num_workers={n}": Workers(n) for n in counts}
         if device.type != "cpu":
@@ -56,22 +91,33 @@ class Auto(Loader):
                 found |= {"loader=resident": Resident()}
         return found
 
-    def autotune(self, pipeline: Pipeline, size: int, device: torch.device) -> list[str]:
-        began, cost = time.perf_counter(), CostPerBatch(pipeline, size, device)
-        loaders = self.candidates(pipeline, device)
-        costs: dict[str, list[float]] = {name: [] for name in loaders}
-        for turn in range(ROUNDS):
-            for name, loader in loaders.items():
-                if turn and time.perf_counter() - began > self.budget_s:
-                    break
-                costs[name].append(cost.measure(loader))
-        seconds = {name: statistics.median(values) for name, values in costs.items() if values}
+    def autotune(self, pipeline: Pipeline, size: int, batches: int, device: torch.device) -> list[str]:
+        self._loaders = self.candidates(pipeline, device)
+        costs = self._measured(CostPerBatch(pipeline, size, device), batches)
+        seconds = {name: statistics.median(cost.of(batches) for cost in found) for name, found in costs.items()}
         least = min(seconds.values())
-        chosen = next(name for name, s in seconds.items() if s * TIE <= least)
-        self._chosen = loaders[chosen]
+        chosen = self._name = next(name for name, s in seconds.items() if s * TIE <= least)
+        said = f"loader=auto took {chosen} for {batches:,} batches of {size}"
+        if len(seconds) == 1:
+            return [f"{said}: it reads them in about {least:,.2g} s, so measuring the others would not pay"]
         others = ", ".join(f"{_short(name)} {seconds[chosen] / s:.2f}" for name, s in seconds.items() if name != chosen)
         unit = "samples/s" if device.type != "cpu" else "samples per core-second"
-        return [f"loader=auto took {chosen}: {size / seconds[chosen]:,.0f} {unit} (others, relative to it: {others})"]
+        speed = size * batches / seconds[chosen]
+        return [f"{said}: {speed:,.0f} {unit}, its start included (others, relative to it: {others})"]
+
+    def _measured(self, cost: CostPerBatch, batches: int) -> dict[str, list[Cost]]:
+        """Measure each loader in turns, the simplest first, as long as that can pay."""
+        costs: dict[str, list[Cost]] = {}
+        began, pays = time.perf_counter(), math.inf
+        for turn in range(ROUNDS):
+            for name, loader in self._loaders.items():
+                spent = time.perf_counter() - began
+                if spent > pays or (turn and spent > self.budget_s):
+                    return costs
+                costs.setdefault(name, []).append(cost.measure(loader))
+                if pays == math.inf:
+                    pays = SHARE * costs[name][0].of(batches)
+        return costs
 
     def stream(
         self, pipeline: Pipeline, requests: Iterable[Request], device: torch.device, memory_format: torch.memory_format
@@ -85,22 +131,26 @@ def _short(overrides: str) -> str:
 
 
 class CostPerBatch:
-    """Measures seconds per batch: wall time on a device, else CPU time of this process and its children."""
+    """Measures what a loader takes: wall time on a device, else CPU time of this process and its children."""
 
     def __init__(self, pipeline: Pipeline, size: int, device: torch.device, batches: int = 4) -> None:
         self.pipeline, self.device, self.batches = pipeline, device, batches
         n = len(pipeline.source)
         self.requests = [Request(0, (torch.arange(size) + i * size) % n, 1.0) for i in range(batches + 1)]
+        pipeline(self.requests[0])  # what only the first read of all takes is no loader's
 
-    def measure(self, loader: Loader) -> float:
-        """Measure one loader. The first batch, which starts it, is not counted."""
-        stream = loader.stream(self.pipeline, self.requests, self.device, torch.contiguous_format)
-        next(stream)
+    def measure(self, loader: Loader) -> Cost:
+        """Measure one loader: it reads one batch, then, started again, several more."""
+        first, all_of_them = self._seconds(loader, 1), self._seconds(loader, self.batches + 1)
+        batch = max(0.0, all_of_them - first) / self.batches
+        return Cost(max(0.0, first - batch), batch)
+
+    def _seconds(self, loader: Loader, batches: int) -> float:
         began = self._clock()
-        for _ in stream:
+        for _ in loader.stream(self.pipeline, self.requests[:batches], self.device, torch.contiguous_format):
             pass
         synchronize(self.device)
-        return (self._clock() - began) / self.batches
+        return self._clock() - began
 
     def _clock(self) -> float:
         if self.device.type != "cpu":

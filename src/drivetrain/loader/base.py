@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import starmap
-from typing import Annotated, ClassVar, NamedTuple, cast
+from typing import Annotated, Any, ClassVar, NamedTuple, cast
 
 from annotated_types import Ge, Le
 
@@ -120,9 +120,16 @@ class Loader(Option):
         """Return what reads ahead in each rank (processes or threads), the setting that says how many, and their number."""
         return "threads", "", 0
 
-    def autotune(self, pipeline: Pipeline, size: int, device: torch.device) -> list[str]:
-        """Choose what must be measured, on micro-batches of `size`, before training starts; return a line for each choice."""
+    def autotune(self, pipeline: Pipeline, size: int, batches: int, device: torch.device) -> list[str]:
+        """Choose what must be measured before a run of so many batches of `size` starts; return a line for each choice."""
         return []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a `state_dict()`, after `autotune`."""
 
     def raise_if_worker_died(self, error: RuntimeError) -> None:
         """Raise Interrupted if `error` reports the death of a worker, which torch raises wherever the run happens to be."""
@@ -208,7 +215,7 @@ def timeout_error(
     """Return the error that ends a run whose `reader` delivered nothing for `seconds`, of a batch that begins with `index`."""
     name = getattr(pipeline.source, "name", None)
     sample = name(index) if callable(name) else f"sample {index}"
-    if StopFlag.waited_long_enough():
+    if StopFlag.told_to_stop():
         return Interrupted(f"stopped by a signal while {reader} delivered nothing, of a batch that begins with {sample}")
     return Interrupted(
         f"{reader} has delivered nothing for {seconds:g} s (loader.timeout_s), of a batch that begins with {sample}: {cause}"

@@ -35,7 +35,7 @@ class Device(Loader):
     def copies_ahead(self) -> int:
         return self.ahead
 
-    def autotune(self, pipeline: Pipeline, size: int, device: torch.device) -> list[str]:
+    def autotune(self, pipeline: Pipeline, size: int, batches: int, device: torch.device) -> list[str]:
         on_cpu = "loader=device: the device is the CPU, so batches are prepared between the steps, not beside them"
         return [on_cpu] if device.type == "cpu" else []
 

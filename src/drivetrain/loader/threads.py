@@ -79,9 +79,9 @@ class Threads(Loader):
                 batch.future.cancel()
 
     def _result(self, batch: SharedBatch) -> Batch:
-        until = time.monotonic() + self.timeout_s
+        since = time.monotonic()
         while not batch.future.done():
-            if (left := until - time.monotonic()) <= 0 or StopFlag.waited_long_enough():
+            if (left := since + self.timeout_s - time.monotonic()) <= 0 or StopFlag.waited_long_enough(since):
                 reader, index = next(iter(batch.reading.items()), ("every loader thread", int(batch.indices[0])))
                 raise timeout_error(reader, self.timeout_s, batch.pipeline, index)
             wait([batch.future], min(left, LOOK_S))

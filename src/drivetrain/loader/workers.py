@@ -180,7 +180,7 @@ class _WaitLimit:
 
     def _is_over(self, grace: float) -> bool:
         since, limit = self._waits_since, self.timeout_s + grace if self.timeout_s else math.inf
-        return since is not None and (time.monotonic() - since > limit or StopFlag.waited_long_enough(grace))
+        return since is not None and (time.monotonic() - since > limit or StopFlag.waited_long_enough(since, grace))
 
     def __enter__(self) -> _WaitLimit:
         if self._workers:

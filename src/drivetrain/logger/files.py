@@ -85,20 +85,11 @@ class Csv(Logger):
 
 
 def as_rows(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return records as rows of one table: figures of an evaluation below the name of its set, and epochs from 1.
-
-    A record's `epoch` is the number of whole epochs, which is one more after the last update of an epoch than in its record.
-    """
+    """Return records as rows of one table: figures of an evaluation below the name of its set, and epochs from 1."""
     rows: list[dict[str, Any]] = []
-    trained: dict[str, Any] = {}  # the last record of training
-    for record in found:
-        row = dict(record)
-        if record.get("event") == "evaluate" and "set" in record:
-            row = {key if key in ABOUT else f"{record['set']}_{key}": value for key, value in record.items()}
-        elif record.get("event") == "train":
-            trained = record
-        if "epoch" in record and trained.get("epoch") == record["epoch"]:
-            row["epoch"] = record["epoch"] + 1
+    for row in records.with_epochs_from_1(found):
+        if row.get("event") == "evaluate" and "set" in row:
+            row = {key if key in ABOUT else f"{row['set']}_{key}": value for key, value in row.items()}
         rows.append(row)
     return rows
 

@@ -45,8 +45,7 @@ class Images(Logger):
                 f"{shape}: leave it out"
             )
         self._context = context
-        self._folder = context.run_dir / FOLDER
-        self._folder.mkdir(exist_ok=True)
+        self._folder = files.folder_in(context.run_dir, FOLDER)
 
     def log(self, record: dict[str, Any]) -> None:
         first = self._folder / "samples.png"

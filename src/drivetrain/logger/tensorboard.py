@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from drivetrain.core.files import folder_in
 from drivetrain.core.option import RunSpec, needs_extra
 from drivetrain.logger.base import Logger, numbers
 
@@ -19,7 +20,7 @@ class TensorBoard(Logger):
     def start(self, run_dir: Path, update: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=update + 1 if update else None)
+        self._writer = SummaryWriter(str(folder_in(run_dir, "tensorboard")), purge_step=update + 1 if update else None)
 
     def log(self, record: dict[str, Any]) -> None:
         for name, value in numbers(record).items():

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.core.files import write_json
+from drivetrain.core.errors import UserError
+from drivetrain.core.files import read_json, write_json
 from drivetrain.core.option import RunSpec, needs_extra
+from drivetrain.core.typed import fits
 from drivetrain.logger.base import Logger
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
 
 RUNS = "trackers.json"  # in the run's directory: package of the tracker → id of its run
+ANEW = "trackers begin a run of their own"
 
 
 @dataclass
@@ -40,7 +42,7 @@ class Tracker(Logger):
 
     def setup(self, context: BuildContext) -> None:
         ids = context.run_dir / RUNS
-        known: dict[str, str] = json.loads(ids.read_text(encoding="utf-8")) if ids.exists() else {}
+        known = known_ids(ids)
         output_dir = Path(context.run.values["output_dir"]).expanduser().absolute()
         name = self.name or "-".join(context.run_dir.absolute().parts[-2:])
         run = TrackedRun(context.run_dir, output_dir, name, dict(context.config), known.get(self.package))
@@ -49,3 +51,16 @@ class Tracker(Logger):
     def open(self, run: TrackedRun) -> str:
         """Start the tracker's run, or continue the one named `run.id`. Returns its id."""
         raise NotImplementedError
+
+
+def known_ids(file: Path) -> dict[str, str]:
+    """Read the ids of a run's trackers; {} where it had none. Raises UserError."""
+    try:
+        ids = read_json(file)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read ({getattr(error, 'strerror', None) or error}): remove it, and {ANEW}") from None
+    if not fits(ids, dict[str, str]) or any(PurePath(id_).is_absolute() or ".." in PurePath(id_).parts for id_ in ids.values()):
+        raise UserError(f"{file} holds {ids!r:.80}, and no ids of trackers: remove it, and {ANEW}")
+    return ids  # type: ignore[no-any-return]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from drivetrain.core.files import folder_in
 from drivetrain.core.option import RunSpec
 from drivetrain.logger.base import numbers
 from drivetrain.logger.tracker import TrackedRun, Tracker
@@ -41,6 +42,7 @@ class Wandb(Tracker):
             )
 
     def open(self, run: TrackedRun) -> str:
+        folder_in(run.run_dir, "wandb")  # where the library writes
         import wandb
 
         # What the terminal and log.txt have already is not captured a second time.

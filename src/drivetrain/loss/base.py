@@ -26,6 +26,7 @@ class Loss(Option):
     over, it is `counted`, and `count` gives their number: the step then weights micro-batches and ranks by it.
     """
 
+    changes = "minimizes another loss"
     stays: ClassVar[str] = "evaluations of two losses could not be compared"
     metrics: tuple[str, ...] = ("loss",)  # names of the metrics that an evaluation reports
     best: tuple[str, Callable[[float, float], float]] = ("loss", min)  # the metric that ranks models; picks the better value

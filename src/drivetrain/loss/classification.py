@@ -152,6 +152,8 @@ class Focal(OverClasses):
     class weights.
     """
 
+    changes = "weighs samples less that are classified well"
+
     def __init__(self, gamma: NonNegative = 2.0, class_weights: ClassWeights = None, ignore_index: int = IGNORE) -> None:
         self.gamma, self.class_weights, self.ignore_index = gamma, class_weights, ignore_index
 

@@ -31,6 +31,7 @@ class Distill(PartedLoss):
     augmented alike, and computes without gradients. The loss is (1 − soft) × cross entropy + soft × temperature² × KL.
     """
 
+    changes = "also draws the outputs towards those of a teacher"
     machine_local_keys = ("teacher",)
     metrics = CrossEntropy.metrics
     best = CrossEntropy.best

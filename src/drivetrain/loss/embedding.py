@@ -171,6 +171,7 @@ class Contrastive(ComparingLoss):
     only those of the other view, as CLIP has it (Radford et al. 2021). The loss is the mean over samples and both directions.
     """
 
+    changes = "draws two views of a sample together, and other samples apart"
     takes = ("pair",)
     views = 2
 
@@ -213,6 +214,7 @@ class Triplet(ComparingLoss):
     without one of both do not count. Distances are Euclidean, between embeddings of length 1 if `normalize`.
     """
 
+    changes = "keeps samples of other classes further away than those of the same by a margin"
     takes = ("class",)
 
     def __init__(self, margin: Positive = 0.2, normalize: bool = True, group: Count = 32) -> None:

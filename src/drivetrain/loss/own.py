@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from drivetrain.core import user_code
 from drivetrain.core.allowed import Arguments
 from drivetrain.core.device import sum_dtype
-from drivetrain.core.errors import UserError
+from drivetrain.core.errors import OperatorGives, UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.option import RunSpec
@@ -47,7 +47,7 @@ class Own(PartedLoss):
     def validate(self, run: RunSpec) -> Iterator[str]:
         key = f"{self.target_key}.target"
         if not self.target:
-            yield f"loss=own needs {key}, the dotted name of your function or class, such as my_pkg.my_loss"
+            yield OperatorGives(f"loss=own needs {key}, the dotted name of your function or class, such as my_pkg.my_loss")
         else:
             yield from user_code.trust_problems(f"{key}={self.target}", self.target, run.values["trust"])
 

@@ -49,6 +49,7 @@ class Mse(Regression):
 class L1(Regression):
     """Mean absolute error: the outputs estimate the median; far-off targets weigh no more than others."""
 
+    changes = "minimizes the mean absolute error, whose best guess is the median"
     name = "l1"
 
     def error(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -58,6 +59,7 @@ class L1(Regression):
 class Huber(Regression):
     """Squared up to an error of `delta`, linear beyond it (Huber 1964), as torch.nn.HuberLoss."""
 
+    changes = "counts large errors linearly, so that outliers count less"
     name = "huber"
 
     def __init__(self, delta: Positive = 1.0) -> None:
@@ -74,6 +76,7 @@ class Quantile(Regression):
     An evaluation also reports the coverage: the share of targets between the lowest and the highest quantile.
     """
 
+    changes = "learns quantiles of the target in the place of its mean"
     name = "quantile"
     metrics = ("loss", "coverage")
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain.config import catalog, plugins, recipe_checks
 from drivetrain.config.validate import knob_problems, read_config
-from drivetrain.core import low_rank, user_code
+from drivetrain.core import limits, low_rank, user_code
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.saving import manifest
@@ -44,7 +44,8 @@ def load(path: Path, key: str, context: BuildContext) -> torch.nn.Module:
         raise UserError(f"{key}={path}: its config.yaml sets {', '.join(keys)} to what no recipe may hold")
     weights = low_rank.merged(_weights(path, key))
     try:
-        model: Any = option(**section).create(context.data.shape, context.data.classes)
+        with limits.model_within(limits.memory_bytes() // context.world.local_size, f"{key}={path}"):
+            model: Any = option(**section).create(context.data.shape, context.data.classes)
         model.load_state_dict(weights)
     except RuntimeError as error:
         problem = str(error).splitlines()[-1].strip()
@@ -53,8 +54,6 @@ def load(path: Path, key: str, context: BuildContext) -> torch.nn.Module:
 
 
 def _weights(path: Path, key: str) -> dict[str, torch.Tensor]:
-    import safetensors.torch
-
     from drivetrain.saving import checkpoint_io
 
     if path.is_dir():
@@ -63,6 +62,6 @@ def _weights(path: Path, key: str) -> dict[str, torch.Tensor]:
             raise UserError(f"{key}={path} has no checkpoint that verifies: {'; '.join(problems) or 'it saved none'}")
         return checkpoint_io.load(checkpoint)[0]
     try:
-        return safetensors.torch.load_file(path)
+        return checkpoint_io.read_weights(path)
     except Exception as error:
         raise UserError(f"{key}={path} is no safetensors file: {error}") from None

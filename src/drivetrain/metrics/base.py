@@ -53,7 +53,7 @@ class Metric(Option):
         self.kind = kind_of(run) or (both[0] if len(both) == 1 else None)
 
     def validate(self, run: RunSpec) -> Iterator[str]:
-        yield from needs_extra("torchmetrics", EXTRA, f"metrics=[{self.name}]")
+        yield from needs_extra("torchmetrics", EXTRA, run.named("metrics"))  # the same line of each: it is said once
         if self.kind is None:
             yield (
                 f"metrics=[{self.name}] has to know what the targets of {run.named('data')} are, and neither the data nor "

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Annotated
-
-from annotated_types import Ge
+from typing import TYPE_CHECKING
 
 from drivetrain.core.device import sum_dtype
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Count
+from drivetrain.core.option import Bins
 from drivetrain.metrics.base import Metric, Table
 from drivetrain.metrics.outputs import count, probabilities, rows
 
@@ -17,8 +15,6 @@ if TYPE_CHECKING:
     import torchmetrics
 
     from drivetrain.core.context import BuildContext
-
-Thresholds = Annotated[int, Ge(2)]
 
 
 class _Curve(Metric):
@@ -30,7 +26,7 @@ class _Curve(Metric):
     takes = ("class", "labels")
     needs_real_tensors = "the points of an exact curve are as many as there are different probabilities"
 
-    def __init__(self, thresholds: Thresholds | None = None) -> None:
+    def __init__(self, thresholds: Bins | None = None) -> None:
         self.thresholds = thresholds
 
     def setup(self, context: BuildContext) -> None:
@@ -93,7 +89,7 @@ class CalibrationError(Metric):
     takes = ("class", "labels")
     better = "min"
 
-    def __init__(self, bins: Count = 15) -> None:
+    def __init__(self, bins: Bins = 15) -> None:
         self.bins = bins
 
     def create(self, context: BuildContext) -> torchmetrics.Metric:

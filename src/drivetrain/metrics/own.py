@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from drivetrain.core import user_code
 from drivetrain.core.allowed import Arguments, Name
-from drivetrain.core.errors import UserError
+from drivetrain.core.errors import OperatorGives, UserError
 from drivetrain.core.option import RunSpec, needs_extra
 from drivetrain.core.selection import Better
 from drivetrain.core.targets import DESCRIPTIONS
@@ -52,9 +52,11 @@ class Own(Metric):
         return {self.figure: None if self.better is None else DIRECTIONS[self.better]}
 
     def validate(self, run: RunSpec) -> Iterator[str]:
-        yield from needs_extra("torchmetrics", EXTRA, "metrics=[own]")
+        yield from needs_extra("torchmetrics", EXTRA, run.named("metrics"))
         if not self.target:
-            yield "metrics=[own] needs metrics.own.target, the dotted name of your class or function, such as my_pkg.MyMetric"
+            yield OperatorGives(
+                "metrics=[own] needs metrics.own.target, the dotted name of your class or function, such as my_pkg.MyMetric"
+            )
         else:
             yield from user_code.trust_problems(f"metrics.own.target={self.target}", self.target, run.values["trust"])
 

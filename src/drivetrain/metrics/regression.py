@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.device import sum_dtype
+from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.metrics.base import Metric
+from drivetrain.core.option import RunSpec
+from drivetrain.metrics.base import Metric, Table
 
 if TYPE_CHECKING:
     import torchmetrics
@@ -18,6 +21,14 @@ class _OfValues(Metric):
     """A metric of outputs and targets of one number for each sample, or of several."""
 
     takes = ("values",)
+
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate(run)
+        if (outputs := run.loss.outputs(1)) != 1:
+            yield (
+                f"metrics=[{self.name}] compares each value with one output, and {run.named('loss')} gives {outputs} for each: "
+                "set metrics=[] select=loss (the loss reports its own figures)"
+            )
 
     def create(self, context: BuildContext) -> torchmetrics.Metric:
         self._dtype = sum_dtype(context.device)
@@ -65,3 +76,9 @@ class R2(_OfValues):
         from torchmetrics import R2Score
 
         return R2Score()
+
+    def result(self) -> tuple[dict[str, float], dict[str, Table]]:
+        try:
+            return super().result()
+        except ValueError as error:
+            raise UserError(f"metrics=[r2] cannot be computed ({error}): evaluate on more samples, or take it out") from None

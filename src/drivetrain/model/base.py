@@ -34,6 +34,7 @@ class Model(Option):
     not train; of these, `unfreeze` gives some the length of training after which they do.
     """
 
+    changes = "trains another network"
     weights: str | None = None
     weights_skip: Sequence[NamePattern] = ()
     freeze: Sequence[NamePattern] = ()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from drivetrain.core import user_code
 from drivetrain.core.allowed import Arguments
+from drivetrain.core.errors import OperatorGives
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
 from drivetrain.model.base import Model
@@ -31,7 +32,7 @@ class Own(Model):
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)
         if not self.target:
-            yield "model=own needs model.target, the dotted name of your class, such as my_pkg.Net"
+            yield OperatorGives("model=own needs model.target, the dotted name of your class, such as my_pkg.Net")
         else:
             yield from user_code.trust_problems(f"model.target={self.target}", self.target, run.values["trust"])
 

@@ -26,6 +26,7 @@ WRAPPERS = ("state_dict", "model_state_dict", "model")  # keys under which other
 PREFIXES = ("module.", "model.")  # of all names: DistributedDataParallel's, and a LightningModule's
 INFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile's, and activation checkpointing's
 HEADS = ("head", "heads", "fc", "classifier", "score")  # usual names of the layer that gives the classes, in models not of timm
+DEPTH = 8  # of such keys within one another
 NAMED = 10  # names in a message
 
 
@@ -99,11 +100,15 @@ def _read_folder(folder: Path) -> tuple[Path, Weights]:
 
 def _tensors_of(path: Path, content: Any) -> Weights:
     """The tensors of a torch file, which may hold them under a key of their own, beside an optimizer's state and counters."""
-    while isinstance(content, Mapping):
+    for _ in range(DEPTH):
+        if not isinstance(content, Mapping):
+            break
         inner = next((content[key] for key in WRAPPERS if isinstance(content.get(key), Mapping)), None)
         if inner is None:
             break
         content = inner
+    else:  # a file can hold a mapping that holds itself
+        raise UserError(f"model.weights={path} holds itself, or {DEPTH} keys in one another: save model.state_dict() alone")
     found = content if isinstance(content, Mapping) else {}
     weights = {str(name): value for name, value in found.items() if isinstance(value, torch.Tensor)}
     if not weights:

@@ -21,6 +21,7 @@ class ScheduleFree(Optimizer):
     The averaged weights are evaluated and saved. BatchNorm's running statistics are those of the trained weights.
     """
 
+    elementwise = True
     decays_by_lr = True
     in_chunks = True
     lr: Positive = 2.5e-3

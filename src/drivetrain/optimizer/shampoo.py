@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Le
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, Momentum, NonNegative, Positive, RunSpec, needs_extra
 from drivetrain.optimizer.base import Implementation, Optimizer
+
+BlockSize = Annotated[int, Ge(8), Le(8192)]  # smaller ones are thousands of matrices for each weight, each with a root of its own
 
 
 @dataclass(kw_only=True, eq=False)
@@ -32,7 +36,7 @@ class Shampoo(Optimizer):
     nesterov: bool = True
     start: Count = 10
     precondition_frequency: Count = 10
-    block_size: Count = 512
+    block_size: BlockSize = 512
     max_precondition_dim: Count = 8192
     merge_dims: bool = False
     eps: Positive = 1e-6

@@ -61,6 +61,10 @@ class Precision(Option):
         """Return a function that makes the context in which the model holds the weights to evaluate and to save."""
         return lambda: option.eval_weights(optimizer)
 
+    def notice(self) -> str:
+        """Return what it does not do on this device; "" where it does all. Call it after `convert`."""
+        return ""
+
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context for forward and loss."""
         return _NULL
@@ -118,9 +122,12 @@ class Tf32(Precision):
         super().setup(context)
         float32_products.set_until_exit(context.on_exit, self.matmul, tf32_convolutions=self.cudnn)
         if not float32_products.are_rounded(context.device):
-            logger.warning(
-                "precision=tf32 rounds nothing on this device (CUDA devices have TF32 from Ampere on): this is float32"
-            )
+            logger.warning("precision=tf32 %s", self.notice())
+
+    def notice(self) -> str:
+        if float32_products.are_rounded(self._device):
+            return ""
+        return "rounds nothing on this device (CUDA devices have TF32 from Ampere on): this is float32"
 
 
 class Bf16(Precision):
@@ -135,6 +142,7 @@ class Bf16(Precision):
     full_float32 = False
     looks_for_slow_layers = True  # on a CPU; not where a run is only forecast, for another device
     _in_float32: str = ""  # which layers stay in float32 here
+    _notice: str = ""  # the same in a sentence
 
     def roundoff(self) -> float:
         return 2.0**-8
@@ -160,17 +168,20 @@ class Bf16(Precision):
         """Measure on this CPU what 16 bits cost. What is too slow for one rank is for all: they must compute alike."""
         ranks = self._parallel.gather_object(cpu_half.measure(model, example, self._dtype))
         slowest = cpu_half.Slowness(*self._parallel.broadcast_object([max(times) for times in zip(*ranks, strict=True)]))
-        says = f"in float32: on this CPU {self.dtype} takes %.0f times as long"
+        says = f"in float32: on this CPU {self.dtype} takes {{:.0f}} times as long"
         if slowest.matrices > cpu_half.LIMIT:
-            logger.info(f"everything stays {says}", slowest.matrices)
-            self._in_float32 = "everything"
+            self._in_float32, self._notice = "everything", f"everything stays {says}".format(slowest.matrices)
             self._autocast = torch.autocast(self._device.type, enabled=False)
         elif slowest.convolutions > cpu_half.LIMIT:
-            logger.info(f"convolutions stay {says}", slowest.convolutions)
-            self._in_float32 = "convolutions"
+            self._in_float32, self._notice = "convolutions", f"convolutions stay {says}".format(slowest.convolutions)
             for module in model.modules():
                 if isinstance(module, torch.nn.modules.conv._ConvNd):
                     _run_in_float32(module)
+        if self._notice:
+            logger.info("%s", self._notice)
+
+    def notice(self) -> str:
+        return self._notice
 
     def autocast(self) -> AbstractContextManager[Any]:
         return self._autocast

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.trees import Tree, call
+from drivetrain.core.user_state import measured_once
+from drivetrain.run.environment import processor
 
 LIMIT = 2.0  # times as long as in float32: layers that take longer stay in float32
 MIN_WORK = 1 << 21  # multiplications of a measured layer, so that they take most of its time: small batches are enlarged
@@ -62,7 +64,7 @@ class Call(NamedTuple):
         return Call(self.layer, x.requires_grad_())
 
 
-_measured: dict[tuple[str, torch.Size, bool, torch.dtype], float] = {}  # once in a process: all its runs compute alike
+_measured: dict[tuple[object, ...], float] = {}  # in this process
 
 
 def measure(model: torch.nn.Module, example: Tree, dtype: torch.dtype) -> Slowness:
@@ -78,12 +80,17 @@ def measure(model: torch.nn.Module, example: Tree, dtype: torch.dtype) -> Slowne
 
 
 def _slowness(calls: list[Call], dtype: torch.dtype) -> float:
-    """How many times as long the largest of these calls takes in `dtype`."""
+    """How many times as long the largest of these calls takes in `dtype`.
+
+    It is measured once for all runs on this machine: near the limit another look could answer otherwise, and a run that goes on
+    would then not have the results of the unbroken one.
+    """
     call = max(calls, key=Call.work).enlarged()
-    key = repr(call.layer), call.x.shape, call.x.is_contiguous(), dtype
-    if key not in _measured:
-        _measured[key] = call.seconds(dtype) / call.seconds(torch.float32)
-    return _measured[key]
+    layer = repr(call.layer), tuple(call.x.shape), call.x.is_contiguous(), str(dtype)
+    if layer not in _measured:
+        what = ("slowness in 16 bits", *layer, processor(), torch.__version__)
+        _measured[layer] = measured_once(what, lambda: call.seconds(dtype) / call.seconds(torch.float32))
+    return _measured[layer]
 
 
 def _usual() -> Call:

@@ -16,12 +16,15 @@ import yaml
 
 from drivetrain.core.overrides import format_value
 from drivetrain.core.target import Reach
-from drivetrain.recipe import sections
+from drivetrain.recipe import own_code, sections
 from drivetrain.recipe.safe_yaml import allowed_in_recipe, is_plain_key, plain_value, printable
 from drivetrain.recipe.sections import Rule, Section, SectionRule, one_of, rules_of
 
 QUALITIES = ("PASS", "FAIL", "INCONCLUSIVE")
 SETS = ("validation", "test")
+
+
+_RATIO = "samples a second, divided by the baseline's"
 
 
 class Against(dict[str, Any]):
@@ -47,6 +50,8 @@ class AgainstRule(Rule):
             name, at = str(k.value), f"{path}:{k.start_mark.line + 1}"
             if allowed_in_recipe(name, at, problems) and is_plain_key(name, at, problems):
                 found[name], found.lines[name] = plain_value(v, at, name, problems), k.start_mark.line + 1
+                if own_code.is_own(name, found[name]):  # the command line could not give it to the baseline alone
+                    problems.append(f"{at}: {own_code.refusal(name)}")
         return found
 
 
@@ -69,14 +74,17 @@ class Speed(Kind):
     """How much faster than a baseline, and how the baseline differs."""
 
     ratio: Annotated[
-        float, Rule(sections.above_0, "samples a second, divided by the baseline's", "samples a second, by the baseline's")
+        float,
+        Rule(sections.above_0, _RATIO, _RATIO),
     ]
     interval: Annotated[
         tuple[float, float], Rule(sections.interval_above_0, "the 95 % confidence interval of the ratio, as [1.85, 1.97]", "95 %")
     ]
     against: Annotated[
         Against,
-        AgainstRule(about="what the baseline has instead, as {precision: fp32}", comment="makes the baseline of this recipe"),
+        AgainstRule(
+            about="what the baseline has instead, as {precision: fp32}", comment="the baseline is this recipe with these settings"
+        ),
     ]
     quality: Annotated[str | None, Rule(one_of(*QUALITIES), comment="is the result as good as the baseline's?")] = None
 

@@ -16,7 +16,7 @@ from drivetrain.core import files
 from drivetrain.core.errors import UserError
 from drivetrain.recipe import claim as claims
 from drivetrain.recipe import header as headers
-from drivetrain.recipe import migrations, safe_yaml
+from drivetrain.recipe import migrations, own_code, safe_yaml
 from drivetrain.recipe.header import Header
 from drivetrain.recipe.safe_yaml import allowed_in_recipe, is_plain_key, plain_value, printable
 from drivetrain.recipe.source import Source
@@ -103,8 +103,7 @@ def read(path: Path, raw: bytes | None = None) -> Recipe:
     name = f"of run {path.parent.name}" if path.name == "recipe.yaml" else path.stem
     recipe = Recipe(name, path)
     problems: list[str] = []
-    for key_node in safe_yaml.duplicate_keys(root):
-        problems.append(f"{path}:{key_node.start_mark.line + 1}: '{printable(str(key_node.value)):.60}' is given twice")
+    problems += [_twice(path, key_node) for key_node in safe_yaml.duplicate_keys(root)]
     recipe.header = headers.read(path, root, problems)
     below = Recipe(name, path)
     for key_node, node in root.value if root is not None else []:
@@ -194,6 +193,8 @@ def _axis(recipe: Recipe, key: str, key_node: Any, node: Any, problems: list[str
         return
     choices = plain_value(node, where, key, problems)
     recipe.sweep[key], recipe.lines[key] = choices if isinstance(choices, list) else [choices], key_node.start_mark.line + 1
+    if any(own_code.is_own(key, choice) for choice in recipe.sweep[key]):  # the command line would take the place of the axis
+        problems.append(f"{where}: {own_code.refusal(key)}")
     if not recipe.sweep[key]:
         problems.append(f"{where}: '{key}' has no values to sweep over")
 
@@ -227,6 +228,10 @@ def _defaults(recipe: Recipe, node: Any, where: str, problems: list[str]) -> Non
             problems.append(f"{at}: {group}: {given}: names are plain, never paths")
 
 
+def _twice(path: Path, key_node: Any) -> str:
+    return f"{path}:{key_node.start_mark.line + 1}: '{printable(str(key_node.value)):.60}' is given twice"
+
+
 def _values(recipe: Recipe, key: str, key_node: Any, node: Any, problems: list[str]) -> None:
     where = f"{recipe.path}:{key_node.start_mark.line + 1}"
     if not is_plain_key(key, where, problems):
@@ -235,6 +240,7 @@ def _values(recipe: Recipe, key: str, key_node: Any, node: Any, problems: list[s
         for k, v in node.value:
             _values(recipe, f"{key}.{k.value}", k, v, problems)
     elif key in recipe.values:  # once as `a: {b: …}` and once as `a.b: …`
-        problems.append(f"{where}: '{key}' is given twice: here and in line {recipe.lines[key]}")
+        if _twice(recipe.path, key_node) not in problems:
+            problems.append(f"{where}: '{key}' is given twice: here and in line {recipe.lines[key]}")
     else:
         recipe.values[key], recipe.lines[key] = plain_value(node, where, key, problems), key_node.start_mark.line + 1

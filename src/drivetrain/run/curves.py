@@ -13,11 +13,11 @@ OF_TRAINING = {"lr": "learning rate", "samples_per_second": "samples/s"}
 
 
 def history(run_dir: Path | None) -> Any:
-    """The records of a run, a row each: of an update with the loss, of an evaluation with its figures.
+    """The records of a run, a row each: of an update with the loss, of an evaluation with its figures. Epochs count from 1.
 
     Raises UserError where the run left none, or without pandas.
     """
-    return need_pandas("history").json_normalize(_read(run_dir))
+    return need_pandas("history").json_normalize(list(records.with_epochs_from_1(_read(run_dir))))
 
 
 def need_pandas(wanted_by: str) -> Any:

@@ -116,7 +116,11 @@ def locked(path: Path) -> Iterator[None]:
     except ImportError:  # no such locks on Windows
         yield
         return
-    with files.opened(lock, "a") as file:
+    try:
+        opened = files.opened(lock, "a")
+    except OSError as error:
+        raise UserError(f"{lock} cannot be opened ({error.strerror}): remove it, or copy the run elsewhere") from None
+    with opened as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

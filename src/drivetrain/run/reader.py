@@ -79,13 +79,24 @@ class RunFiles:
         return sorted(r for r in self.train.curve("samples_per_second")[1:] if r)  # the first one includes the warm-up
 
     def to_target(self, target: float | Reach) -> tuple[float, int] | None:
-        """Seconds and updates until the metric reached `target`; None if it never did. A number is of the run's own metric."""
+        """Seconds and updates until the metric reached `target`; None if it never did. A number is of the run's own metric.
+
+        The seconds of the run's own target are those that it noted itself, from the start of its process. Of another one they
+        count from the first record, as nothing tells more.
+        """
         if isinstance(target, Reach):
-            return self.first_reaching(target.metric, target.reached)
+            return self.noted(target) or self.first_reaching(target.metric, target.reached)
         if self.metric is None:
             return None
         name, more = self.metric
         return self.first_reaching(name, lambda value: value >= target if more else value <= target)
+
+    def noted(self, target: Reach) -> tuple[float, int] | None:
+        """Seconds and updates until the run's own target, as it noted them; None where `target` is another, or not reached."""
+        own = (self.result.target if self.result else None) or {}
+        if own.get("reach") != str(target) or own.get("update") is None or own.get("seconds") is None:
+            return None
+        return own["seconds"], own["update"]
 
     def first_reaching(self, name: str, good: Callable[[float], bool]) -> tuple[float, int] | None:
         """Seconds and updates until an evaluation gave a good value of a figure; None if none did."""

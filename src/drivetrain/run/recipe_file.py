@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Collection
 
 from drivetrain.config.compose import Composed
 from drivetrain.core import process
-from drivetrain.recipe import write
+from drivetrain.recipe import own_code, write
 from drivetrain.recipe.header import SCHEMA, Header
-from drivetrain.recipe.safe_yaml import OPERATOR_KEYS
+from drivetrain.recipe.safe_yaml import OPERATOR_KEYS, printable
 from drivetrain.run import drift
 from drivetrain.run.identity import flatten, is_machine_local, reads_environment
 
@@ -34,7 +35,11 @@ def to_recipe(
     changed = {k: v for k, v in values.items() if k not in from_outside and (k not in plain or plain[k] != v)}
     rest = {k: v for k, v in values.items() if k not in from_outside and k not in changed}
     elsewhere = sorted(k for k, v in given.items() if k in identifying_keys and plain.get(k) != v)
-    comments = [f"# {k}={json.dumps(given[k])} is not part of a recipe: give it on the command line" for k in elsewhere]
+    words = own_code.words(composed.choices, given, composed.plain["trust"] or [])
+    comments = []
+    if words and not any("@" in word for word in words):  # a bundle brings its code itself
+        comments.append(f"# it runs with code of your own: give {printable(shlex.join(words))} on the command line")
+    comments += [f"# {k}={json.dumps(given[k])} is not part of a recipe: give it on the command line" for k in elsewhere]
     comments += [f"# {k} came from the environment: give it on the command line" for k in from_outside]
     settings = drift.settable(composed, machine_local_keys, left_out)
     return write.text(

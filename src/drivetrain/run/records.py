@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +13,18 @@ Record = dict[str, Any]
 LARGEST = 2**31  # bytes of a metrics.jsonl: ten million records
 LONGEST = 2**20  # bytes of a line
 MOST_SPOILT, MOST_SPOILT_BYTES = 100_000, 2**26  # lines that are no record, and their bytes: what follows is left out
+
+
+def with_epochs_from_1(found: Iterable[Record]) -> Iterator[Record]:
+    """Yield records with the epoch that each is of, counted from 1.
+
+    A record's `epoch` is the number of whole epochs, which is one more after the last update of an epoch than in its record.
+    """
+    trained: Record = {}  # the last record of training
+    for record in found:
+        trained = record if record.get("event") == "train" else trained
+        epoch = record.get("epoch")
+        yield {**record, "epoch": epoch + 1} if isinstance(epoch, int) and trained.get("epoch") == epoch else dict(record)
 
 
 class Records(NamedTuple):

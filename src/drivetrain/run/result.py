@@ -79,7 +79,7 @@ class Result:
             return ""
         if best.get("update") == self.updates:
             return "(the best)" if selects else ""
-        return f"(best {number(best[name])}{self.when(best)})" if selects else f"({number(best[name])} at the best)"
+        return f"(best {number(best[name])}{self.when(best)})" if selects else f"({number(best[name])} at the best epoch)"
 
     def when(self, figures: Mapping[str, Any]) -> str:
         """When an evaluation was, in words: the epoch, where the run's epochs are of one length, and else the update."""
@@ -88,6 +88,12 @@ class Result:
             return ""
         epoch = update * self.epochs / self.updates
         return f" after epoch {epoch:.0f}" if abs(epoch - round(epoch)) < 1e-6 else f" at update {update:,}"
+
+    @property
+    def passes(self) -> str:
+        """The epochs that the run made, in words."""
+        whole = abs(self.epochs - round(self.epochs)) < 1e-6
+        return f"{self.epochs:,.0f} epoch{'s' * (round(self.epochs) != 1)}" if whole else f"{self.epochs:,.2f} epochs"
 
     @property
     def time_to_target(self) -> str:
@@ -115,7 +121,7 @@ class Result:
         rows: list[tuple[str, Any]] = [
             ("status", self.status),
             ("error", self.error),
-            ("updates", f"{self.updates:,} in {self.epochs:g} epoch{'s' * (self.epochs != 1)}"),
+            ("updates", f"{self.updates:,} in {self.passes}"),
         ]
         for figures in self.metrics:
             final = self.metrics[figures].get("final", {})

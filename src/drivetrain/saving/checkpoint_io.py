@@ -17,6 +17,7 @@ import torch
 from drivetrain.core import files
 from drivetrain.core.errors import CannotSave, UserError
 from drivetrain.saving import manifest, sharded_checkpoint, space
+from drivetrain.saving.content import check_weights
 from drivetrain.saving.divided import Divided, Shards, Undivided
 from drivetrain.saving.manifest import checkpoints
 
@@ -147,10 +148,14 @@ def load(checkpoint: Path, shards: Shards | None = None) -> tuple[dict[str, torc
     """
     state = torch.load(checkpoint / "state.pt", map_location="cpu", weights_only=True)
     if (checkpoint / "model.safetensors").exists():
-        return safetensors.torch.load_file(checkpoint / "model.safetensors"), state
-    shapes = state.pop("pieces")
-    tensors = sharded_checkpoint.read(checkpoint, shapes, shards or Undivided(), alone=shards is None)
-    return sharded_checkpoint.unflatten_state(tensors, state)
+        weights = safetensors.torch.load_file(checkpoint / "model.safetensors")
+    else:
+        shapes = state.pop("pieces")
+        tensors = sharded_checkpoint.read(checkpoint, shapes, shards or Undivided(), alone=shards is None)
+        weights, state = sharded_checkpoint.unflatten_state(tensors, state)
+    if "optimizer" in state:
+        state["optimizer"] = _as_now(state["optimizer"])
+    return weights, state
 
 
 def prune(run_dir: Path, chosen: Callable[[list[int]], list[int]]) -> None:
@@ -178,6 +183,13 @@ def updates(run_dir: Path) -> list[int]:
     return sorted(int(p.name) for p in checkpoints(run_dir))
 
 
+def read_weights(path: Path) -> dict[str, torch.Tensor]:
+    """Read a safetensors file of a run. Raises OSError for what is no ordinary file, and ValueError for one that is damaged."""
+    with files.opened(path, "rb") as file:
+        check_weights(file)
+    return safetensors.torch.load_file(path)
+
+
 def write_weights(weights: dict[str, torch.Tensor], path: Path) -> None:
     """Write weights as one safetensors file, atomically."""
     temporary = path.with_name(f".writing-{path.name}")
@@ -202,9 +214,15 @@ def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
     optimizer.load_state_dict(_state_for(optimizer, state))
 
 
+def settings(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of the first group of a saved state, as the update after it would have had them."""
+    group: dict[str, Any] = _as_now(state)["param_groups"][0]
+    return group
+
+
 def with_new_parameters(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
     """Return a saved state that also names those of this optimizer's parameters which did not train: they have no state yet."""
-    state = _as_one(state)
+    state = _as_now(state)
     known = {name: group for group in state["param_groups"] for name in group["param_names"]}
     groups = list(state["param_groups"])
     unused = itertools.count(1 + max((index for group in groups for index in group["params"]), default=-1))
@@ -217,7 +235,7 @@ def with_new_parameters(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]
 
 def _state_for(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
     """Return the saved state rearranged into this optimizer's groups: it may hold other parameters, in another order."""
-    state = _as_one(state)
+    state = _as_now(state)
     saved_index = {name: i for i, name in sharded_checkpoint.parameter_names(state).items()}
     settings = {name: group for group in state["param_groups"] for name in group["param_names"]}
     if new := [name for group in optimizer.param_groups for name in group["param_names"] if name not in settings]:
@@ -236,9 +254,18 @@ def _state_for(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "state": states, "param_groups": groups}
 
 
-def _as_one(state: dict[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state as that of one, also where a former version kept those of several beside each other."""
-    return sharded_checkpoint.join_optimizer_states(state["members"]) if "members" in state else state
+def _as_now(state: dict[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state as it is saved now.
+
+    A former version kept the states of several optimizers beside each other, and the weights that schedule-free ones train in
+    a list beside the states of all parameters.
+    """
+    if "members" in state:
+        return sharded_checkpoint.join_optimizer_states(state["members"])
+    if "y" not in state:
+        return state
+    states = {i: {**of_parameter, "y": state["y"][i]} for i, of_parameter in state["state"].items()}
+    return {"state": states, "param_groups": state["param_groups"]}
 
 
 def _parameter_indices(optimizer: torch.optim.Optimizer) -> list[list[int]]:

@@ -15,6 +15,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.typed import fits
 from drivetrain.run import directory
 from drivetrain.run.result import Result
+from drivetrain.saving import about as about_model
 from drivetrain.saving.content import Malformed, check_state, check_weights
 
 FORMAT = 3
@@ -36,6 +37,8 @@ def verify(checkpoint: Path) -> str | None:
         return f"has no readable manifest.json ({error})"
     if manifest.get("format") not in (BEFORE, FORMAT):
         return f"has format {manifest.get('format')}, this drivetrain reads {FORMAT}"
+    if (wrong := about_model.problem(manifest.get("about") or {})) is not None:
+        return f"has a manifest.json with {wrong}, which no run writes"
     if ".metadata" in hashes:
         return "is a sharded one of an earlier drivetrain, which lists its parts in a pickle: `export` it with that version"
     for name, expected in hashes.items():

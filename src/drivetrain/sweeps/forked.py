@@ -19,7 +19,7 @@ from typing import Any
 
 from drivetrain.core import accelerators, cpus, files, process
 from drivetrain.core.errors import BAD_CONFIG, UserError
-from drivetrain.core.forking import ForkedProcess, parent_pid
+from drivetrain.core.forking import ForkedProcess
 from drivetrain.launch import launcher
 from drivetrain.run import directory
 from drivetrain.run.result import Result
@@ -71,16 +71,19 @@ class Forked(Launcher):
         super().__init__(slots)
         self.quiet, self.captured = quiet, captured or slots > 1
         self._running: dict[Any, tuple[Any, Entry]] = {}  # by the process's sentinel
+        self._told = 0  # the signal that the jobs got
         self._free_slots = list(range(slots))
         self._slot_of: dict[int, int] = {}  # by the job's number
 
     def start(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
-            with _blocked_signals():  # until parent and child have set up their handling of signals
+            with _blocked_signals():  # until it is known which process has the job
                 slot = self._slot_of[entry.number] = self._free_slots.pop(0)
-                process: Any = ForkedProcess(target=self._child, args=(entry, slot))
+                process: Any = ForkedProcess(target=self._child, args=(entry, slot), parents_end=signal.SIGTERM)  # so it saves
                 process.start()
                 self._running[process.sentinel] = process, entry
+                if self._told:  # the signal came after it was asked whether there was one
+                    os.kill(process.pid, self._told)
 
     def wait(self, seconds: float, stopped: bool = False) -> list[Entry]:
         ended = super().wait(seconds, stopped)
@@ -95,14 +98,12 @@ class Forked(Launcher):
         return ended
 
     def signal(self, number: int) -> None:
+        self._told = number
         for job, _ in list(self._running.values()):
             os.kill(job.pid, number)
 
     def _child(self, entry: Entry, slot: int) -> None:
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-        _terminate_with_parent()
         if self.slots > 1:
             os.environ[cpus.JOBS] = str(self.slots)
             os.environ |= own_device(entry, slot)
@@ -164,17 +165,6 @@ def _blocked_signals() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _terminate_with_parent() -> None:
-    """Have Linux send SIGTERM when the parent is killed, so that the job saves and frees its device."""
-    import ctypes
-
-    set_death_signal = 1  # prctl(2)
-    with contextlib.suppress(OSError, AttributeError, TypeError):
-        ctypes.CDLL(None).prctl(set_death_signal, signal.SIGTERM)
-    if os.getppid() != parent_pid():  # it was killed before
-        signal.raise_signal(signal.SIGTERM)
-
-
 class SignalForwarder:
     """Within the context, a signal sets `raised`, so that no further job starts, and is forwarded to the running jobs."""
 
@@ -204,6 +194,8 @@ def run_one(job: SweepJob, run_dir: Path, signals: SignalForwarder, quiet: bool)
     else:
         entry.prepare_folder()
         signals.launcher = launcher = Forked(quiet=quiet)
+        if signals.raised:
+            launcher.signal(signals.raised)
         launcher.start([entry])
         while not launcher.wait(60.0, bool(signals.raised)):
             pass

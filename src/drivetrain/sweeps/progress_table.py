@@ -103,7 +103,7 @@ class ProgressLines:
         self._work += 1 - entry.before if entry.began else 0
 
     def _name(self, entry: Entry) -> str:
-        return f"job {entry.number} of {self.total}: {entry.job.label or 'the only one'}"
+        return f"job {entry.number} ({entry.number + 1} of {self.total}): {entry.job.label or 'the only one'}"
 
 
 class LiveTable(ProgressLines):

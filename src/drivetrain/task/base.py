@@ -12,6 +12,7 @@ from drivetrain.core.targets import TargetKind, describe
 class Task(Option):
     """task=classification, and the base of the others: data, loss and metrics say themselves what they take."""
 
+    changes = "poses another problem, with options and values that suit it"
     stays: ClassVar[str] = "a run has one task"
     targets: ClassVar[tuple[TargetKind, ...]] = ()  # what the samples' targets must be; (): any
     tokens: ClassVar[bool] = False  # whether the inputs must be sequences of tokens

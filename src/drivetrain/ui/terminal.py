@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import rich.progress
 
 SLOW_RANK = 0.1  # the progress line names the slowest rank where the others wait for it longer than this part of the time
+NAMED = 8  # columns without room that are named
 BAR = 12  # characters of the bar
 LINE_EVERY_S = 10.0  # of training without an evaluation, where there is no terminal
 
@@ -192,7 +193,7 @@ def show_result(result: Result) -> None:
     if result.time_to_target:
         rows.append(("target", result.time_to_target))
     rows += [
-        ("updates", f"{result.updates:,} in {result.epochs:.4g} epoch{'s' * (result.epochs != 1)}, {result.wall_s:.1f} s"),
+        ("updates", f"{result.updates:,} in {result.passes}, {result.wall_s:.1f} s"),
         ("samples/s", number(result.samples_per_second) if result.samples_per_second else "–"),
         ("MFU", f"{100 * result.mfu:.1f} % {result.mfu_note}" if result.mfu is not None else result.mfu_note or "–"),
         (
@@ -258,7 +259,8 @@ def table_that_fits(header: list[str], rows: list[list[str]], spare: Sequence[st
     left_out = fit(header, rows, spare, width)
     table(header, rows)
     if left_out:
-        echo(f"not shown here: {', '.join(left_out)}")
+        more = f" and {len(left_out) - NAMED} more" if len(left_out) > NAMED else ""
+        echo(f"not shown here: {', '.join(left_out[:NAMED])}{more}")
 
 
 def fit(header: list[str], rows: list[list[str]], spare: Sequence[str], width: int | None = None) -> list[str]:

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from drivetrain.core import signals
+from drivetrain.core.forking import ForkedProcess
 from drivetrain.core.signals import ended_by_signals
+from drivetrain.launch.job import prepare
 from drivetrain.measure.benchmark.comparison import _unequal_work
 from drivetrain.measure.benchmark.interleave import Arm, run_rounds
 from drivetrain.measure.benchmark.noninferiority import FAIL, FIRST
@@ -110,6 +112,13 @@ def test_an_arm_that_fails_is_a_row(command, tiny):
     assert bad["error"] in done.stdout
 
 
+def test_a_first_arm_that_fails_ends_the_command_with_the_reason(command, tiny):
+    done, found = command("compare", *tiny("optimizer.lr=1e30,0.05,0.06", "rounds=2", "block_s=0.02", "log_every=1"))
+    assert (done.returncode, found) == (2, {})
+    assert "the first arm (optimizer.lr=1e+30) is what the others are compared to, and it ended: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.slow
 def test_an_arm_that_cannot_be_is_a_row_and_the_first_one_is_an_error(command, tiny):
     words = tiny("compile=none,cudagraph", "runtime.device=cpu", "rounds=1", "block_s=0.02")
@@ -152,6 +161,7 @@ def test_wrong_words_are_answered_at_once(words, told, capsys):
 WATCHED = """
 import sys, time, torch
 from pathlib import Path
+from drivetrain.launch.job import prepare
 from drivetrain.launch.job import prepare
 from drivetrain.measure.benchmark.interleave import Arm
 
@@ -272,6 +282,23 @@ def test_ctrl_c_while_an_arm_is_waited_for_leaves_no_other_alive(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         run_rounds(arms, 1, 0.1)
     assert killed[:3] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("forked", [False, True])
+def test_a_signal_while_an_arm_starts_ends_it_as_an_interruption(tiny, monkeypatch, forked):
+    """Before the fork there is nothing to end; after it there is a process, which nobody else knows."""
+    start, started = ForkedProcess.start, []
+
+    def interrupted(process):
+        if forked:
+            start(process)
+            started.append(process)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ForkedProcess, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_rounds([Arm("a", prepare(tiny()), Path("a"))], 1, 0.1)
+    assert [process.exitcode for process in started] == [-signal.SIGKILL] * forked
 
 
 def test_arms_of_unequal_work_are_grouped():

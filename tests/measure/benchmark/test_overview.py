@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from drivetrain.measure.benchmark.comparison import Comparison, Row
-from drivetrain.measure.benchmark.noninferiority import FIRST, Verdict, in_words
+from drivetrain.measure.benchmark.noninferiority import FIRST, TrainedRun, Verdict, in_words
 from drivetrain.measure.benchmark.overview import headline, names, overview
 from drivetrain.measure.intervals import Interval
 
@@ -29,7 +29,7 @@ def judged(row, outcome, metric="accuracy", **more):
 
 def test_the_fastest_arm_that_is_certain_is_the_answer():
     assert headline(comparison(BASE, FAST, UNSURE, FEW, FAILED)) == "fast <b> is 1.41 × as fast as naive (1.30 to 1.50)."
-    assert headline(comparison(BASE, UNSURE, FEW, FAILED)) == "No arm is certainly faster than naive."
+    assert headline(comparison(BASE, UNSURE, FEW, FAILED)) == "No variant is measurably faster than naive."
     step = replace(FAST, label="+ precision=bf16")
     ladder = replace(comparison(BASE, step), subject="naive with all up to {}")
     assert headline(ladder) == "naive with all up to precision=bf16 is 1.41 × as fast as naive (1.30 to 1.50)."
@@ -39,7 +39,7 @@ def test_where_quality_was_asked_for_only_a_pass_is_an_answer():
     base = judged(BASE, FIRST)
     for outcome in ("FAIL", "INCONCLUSIVE"):
         answer = headline(comparison(base, judged(FAST, outcome), quality=True))
-        assert answer == "No arm is certainly faster than naive with a result known to be as good."
+        assert answer == "No variant is measurably faster than naive with a result known to be as good."
     answer = headline(comparison(base, judged(FAST, "PASS"), quality=True))
     assert answer == "fast <b> is 1.41 × as fast as naive (1.30 to 1.50), and its result is no worse."
 
@@ -50,8 +50,8 @@ def test_a_result_that_is_certainly_better_is_in_the_answer():
     unclear = judged(UNSURE, "PASS", degradation={"accuracy": Interval(-0.2, -0.5, 0.1)})
     better = judged(slow, "INCONCLUSIVE", degradation=by)
     assert headline(comparison(base, better, unclear, quality=True)) == (
-        "slow has a better accuracy than naive, by 0.02 (0.01 to 0.03), but no arm is certainly faster with a result known to "
-        "be as good."
+        "slow has a better accuracy than naive, by 0.02 (0.01 to 0.03), but no variant is measurably faster with a result known "
+        "to be as good."
     )
     fast = "fast <b> is 1.41 × as fast as naive (1.30 to 1.50)"
     answer = headline(comparison(base, better, judged(FAST, "PASS"), quality=True))
@@ -59,7 +59,54 @@ def test_a_result_that_is_certainly_better_is_in_the_answer():
     answer = headline(comparison(base, better, judged(FAST, "PASS", degradation=more), quality=True))
     assert answer == f"{fast}, and has a better accuracy than naive, by 0.04 (0.03 to 0.05)."
     failed = judged(slow, "FAIL", degradation=by)  # of the same mathematics another loss
-    assert headline(comparison(base, failed, quality=True)).startswith("No arm is certainly faster")
+    assert headline(comparison(base, failed, quality=True)).startswith("No variant is measurably faster")
+
+
+def arriving(row, *seconds):
+    """An arm whose seeds reached the target after so many seconds; None: not."""
+    name = "seconds to accuracy>=0.9"
+    runs = [TrainedRun(n, 1, {name: 99.0 if s is None else s}, [name] * (s is None)) for n, s in enumerate(seconds)]
+    return replace(row, verdict=Verdict("INCONCLUSIVE", "accuracy 0.9", "accuracy", runs))
+
+
+def to_target(*rows):
+    return replace(comparison(*rows, quality=True), target="accuracy>=0.9")
+
+
+def test_with_a_target_arms_are_ranked_by_the_time_to_it():
+    base = arriving(BASE, *[10.0, 10.5, 9.8, 10.1, 10.2, 9.9, 10.3, 10.0])
+    soon, never = arriving(UNSURE, *[5.0, 5.2, 4.9, 5.1, 5.05, 4.95, 5.15, 5.0]), arriving(FAST, *[None] * 8)
+    found = to_target(base, never, soon, FAILED)
+    assert found.order() == [2, 0, 1, 3]
+    assert headline(found).startswith(
+        "unsure reaches accuracy>=0.9 sooner than naive, 2.00 × (1.99 to 2.01) as fast: 5.0 s (median)"
+    )
+    assert "by 8 of 8 seeds. No variant is measurably faster" in headline(found)
+    header, rows = found.table()
+    assert header[:5] == ["arm", "reached", "time to accuracy>=0.9", "updates to it", "sooner"]
+    assert [row[1:3] for row in rows] == [
+        ["8 of 8", "10.1 s"],
+        ["0 of 8", "not reached"],
+        ["8 of 8", "5.0 s"],
+        ["0 of 0", "not reached"],
+    ]
+    text = overview(found)
+    places = [text.index(f"<code>{name}") for name in ("unsure", "naive", "fast &lt;b&gt;", "failed")]
+    assert places == sorted(places)
+    assert text.index("class=winner") < places[0] < text.index("</tr>", places[0]) < places[1]
+
+
+def test_what_is_not_certainly_sooner_is_no_winner():
+    base, none = arriving(BASE, 10.0, 11.0, 9.0), arriving(FAST, None, None, None)
+    assert headline(to_target(none, none)).startswith("No arm reaches accuracy>=0.9.")
+    answer = headline(to_target(base, none))
+    assert answer.startswith(
+        "No arm reaches accuracy>=0.9 certainly sooner than naive; the first in the order is naive: 10.0 s (median)"
+    )
+    answer = headline(to_target(replace(none, label="naive"), replace(base, label="late")))
+    assert "; the first in the order is late: 10.0 s (median), by 3 of 3 seeds." in answer
+    answer = headline(to_target(none, arriving(UNSURE, 4.0, None, None)))
+    assert "; the first in the order is unsure: 1 of 3 seeds." in answer
 
 
 def test_the_table_draws_intervals_and_says_what_differs():

@@ -17,7 +17,9 @@ from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.world import World
 from drivetrain.measure.benchmark import agent, memory
 from drivetrain.measure.benchmark.agent import BenchmarkAgent, TimedBlock
+from drivetrain.measure.benchmark.comparison import _without_effect
 from drivetrain.measure.benchmark.interleave import Arm, ArmEnded, run_rounds
+from drivetrain.precision.base import Precision
 from tests.support.simulated_device import Queue
 
 GIB = 2**30
@@ -108,6 +110,14 @@ def test_an_arm_that_does_not_fit_alone_fails_and_the_others_go_on(benchmark):
     assert device.started.count("b") == 1
 
 
+def test_a_baseline_that_fails_ends_the_benchmark_before_any_other_arm_is_timed(benchmark):
+    device = Device()
+    arms = benchmark(device, {"a": 100, "b": 5, "c": 5}, rounds=3)
+    assert "out of memory" in arms["a"].error
+    assert device.started == ["a"]
+    assert [(arm.error, arm.blocks) for label, arm in arms.items() if label != "a"] == [(None, [])] * 2
+
+
 def test_an_arm_that_fails_otherwise_is_not_started_again(benchmark, monkeypatch):
     device = Device()
     sizes = {"a": 5, "b": 5, "c": 5}
@@ -151,8 +161,13 @@ def fake_trainer(queue: Queue, rank: int = 0, size: int = 1) -> SimpleNamespace:
     return SimpleNamespace(
         device=torch.device("cpu"), timer=SimpleNamespace(warmup=1), parallel=parallel, stream_watchers=[], endless=lambda: None,
         compile_seconds=lambda: None, batch=SimpleNamespace(size=lambda epoch: 4), model=torch.nn.Identity(),
-        train_data=SimpleNamespace(source=range(8)), queue=queue,
+        train_data=SimpleNamespace(source=range(8)), queue=queue, precision=Tf32Here(),
     )  # fmt: skip
+
+
+class Tf32Here(Precision):
+    def notice(self):
+        return "rounds nothing here"
 
 
 def micros():
@@ -225,7 +240,9 @@ def test_all_ranks_stand_still_before_rank_0_reports(monkeypatch):
     assert not ours.poll(0.2), "rank 0 reports though rank 2 still computes"
     rank_2_may_go_on.set()
     assert ours.poll(20)
-    assert ours.recv()["global_batch"] == 4
+    facts = ours.recv()
+    assert facts["global_batch"] == 4
+    assert _without_effect([SimpleNamespace(label="precision=tf32", facts=facts)]) == ["precision=tf32: rounds nothing here"]
     assert updates == {0: 4, 1: 4, 2: 4}
     assert sorted(finished) == [0, 1, 2]
     ours.send(20)

@@ -10,7 +10,7 @@ from drivetrain.core.selection import Selection
 from drivetrain.launch.job import prepare
 from drivetrain.measure import effects
 from drivetrain.measure.benchmark import noninferiority as test
-from drivetrain.measure.benchmark.arms import swept
+from drivetrain.measure.benchmark.arms import compose, swept
 from drivetrain.measure.benchmark.noninferiority import FAIL, INCONCLUSIVE, PASS, TrainedRun, Trial
 from drivetrain.measure.benchmark.quality import Plan, evaluated_figures, sequentially
 from drivetrain.run.result import Result
@@ -80,6 +80,18 @@ def test_a_target_that_is_not_reached_is_never_a_pass():
         trial = Trial.of("accuracy", {1: ("changes", [])}, {1: figures})
         trial.look({1: runs}, first)
         assert trial.verdicts[1].outcome == outcome
+
+
+def test_a_target_that_is_not_reached_is_told_so_and_has_no_difference():
+    base = [TrainedRun(n, 1, {"seconds": 9.0 + n / 10}) for n in range(5)]
+    late = [TrainedRun(n, 1, {"seconds": 9.0 + n / 10}, censored=["seconds"] if n else []) for n in range(5)]
+    figures = [test.Figure("seconds")]
+    assert test.first(late, figures, "accuracy").reason == "seconds: 1 of 5 got there over 5 seeds"
+    assert test.first(base, figures, "accuracy").reason == "seconds 9.2 ± 0.16 over 5 seeds"
+    trial = Trial.of("accuracy", {1: ("changes", [])}, {1: figures})
+    trial.look({1: late}, base)
+    assert trial.verdicts[1].reason == "seconds: 1 of 5 seeds got there, and 5 of 5 of the first arm"
+    assert "seconds" not in trial.verdicts[1].degradation
 
 
 def noisy(seed, worse=0.0, count=20):
@@ -208,3 +220,13 @@ def test_words_of_one_arms_option_go_to_that_arm():
     assert "optimizer=adamw" in notes[0]
     assert all(spec.problems for spec in swept(["optimizer=sgd,adamw", "optimizer.momentun=0.8"])[0])
     assert len(swept(["optimizer.lr=0.1,0.1"])[0]) == 2
+
+
+def test_an_arm_that_needs_checkpoints_saves_and_so_do_those_beside_it():
+    def saves(specs):
+        return [spec.job is not None and spec.job.run.saving.active for spec in specs]
+
+    assert saves(swept(["ema=none,post_hoc"])[0]) == [True, True]
+    assert saves(swept(["ema=none,ema"])[0]) == [False, False]
+    assert saves([compose("", ["ema=post_hoc"]), compose("", ["ema=ema"])]) == [True, False]
+    assert "ema.wider=0.01 is not above" in compose("", ["ema=post_hoc", "ema.wider=0.01"]).problems[0]

@@ -1,6 +1,7 @@
 """What `drivetrain bisect` takes as one change, what it refuses, and that all changes together are BAD."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -8,6 +9,9 @@ from drivetrain.cli import completion, main
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure.bisect import bisect, report
 from drivetrain.measure.bisect.changes import Change, in_order
+from drivetrain.measure.bisect.measurers import Speed
+from drivetrain.measure.bisect.search import NAMED, Answer, Measured
+from drivetrain.measure.intervals import Interval
 
 
 def prepared(good, bad, *common, quality=False):
@@ -107,13 +111,18 @@ def test_values_that_are_refused_without_each_other_are_one_change():
         (["naive"], "wants GOOD and BAD"),
         (["naive", "fast", "fast_gpu"], "'fast_gpu': after GOOD and BAD come overrides"),
         (["naive", "naive"], "naive and naive are the same config"),
-        (["model=mlp", "model=mlp epochs=3"], "differ only in epochs, which do not change how fast a step is"),
+        (["model=mlp", "model=mlp epochs=3"], "differ only in epochs, which does not change how fast a step is"),
+        (["model=mlp", "model=mlp runtime.seed=3"], "differ only in runtime.seed, which does not change how fast a step is"),
         (["naive", "nosuch"], "recipe=nosuch is not known"),
         (["naive", "outputs/nothing.yaml"], "there is no such file"),
         (["data=digits", "data=wine"], "different data: data=digits and data=wine"),
         (["precision=fp32", "precision=bf17"], "did you mean"),
         (["precision=fp32", "precision=bf16 quick"], "'quick' in 'precision=bf16 quick' is not of the form"),
-        (["precision=fp32", "precision=bf16", "rounds=3"], "no interval to judge by"),
+        (
+            ["precision=fp32", "precision=bf16", "rounds=3"],
+            "rounds=3: fewer than 6 rounds give no interval",
+        ),
+        (["precision=fp32", "precision=bf16", "seeds=2"], "seeds=2: fewer than 4 seeds give no interval"),
         (["precision=fp32", "precision=bf16", "resume=auto"], "leave resume= out"),
         (["naive", "."], "is no run's directory"),
     ],
@@ -131,6 +140,13 @@ def test_help_and_completion(capsys):
     assert completion.candidates(["drivetrain bisect na"]) == ["naive"]
     assert "precision=bf16" in completion.candidates(["drivetrain bisect naive fast precision=b"])
     assert "precision=bf16" in completion.candidates(["drivetrain bisect naive precision=b"])
+
+
+def test_a_share_of_nothing_has_no_sign():
+    whole, none = Measured(Interval(0.3, 0.2, 0.4), 6), Measured(Interval(-0.001, -0.1, 0.1), 6)
+    search = SimpleNamespace(tried={frozenset({0, 1}): whole, frozenset({0}): none})
+    found = report.Report("a", "b", None, search, Answer(NAMED, whole), Speed.__new__(Speed), [], 1.0)
+    assert [row[3] for row in found.table()[1]] == ["100 %", "0 %"]
 
 
 def test_numbers_are_shown_as_ranges():

@@ -20,6 +20,7 @@ from drivetrain.measure.certify import certify as verb
 from drivetrain.measure.certify import judge, shadow
 from drivetrain.measure.certify.judge import Floors
 from drivetrain.measure.certify.trace import Entry, Trace, of_tensor
+from drivetrain.precision import cpu_half
 from tests.support.certified import SMALL, certified, traced
 from tests.support.slow import but
 
@@ -49,6 +50,16 @@ def test_the_same_mathematics(name: str) -> None:
     assert lines[0].startswith(answer)
 
 
+def test_a_format_that_this_cpu_does_not_compute_in_is_not_certified(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_half, "measure", lambda model, example, dtype: cpu_half.Slowness(1.0, 3.0))
+    _, lines = certified([*MLP, "precision=bf16", "ema=ema"], [*MLP, "ema=ema"])
+    assert lines[0].startswith("exact: bit for bit")
+    assert lines[1].startswith(
+        "  precision of this run: everything stays in float32: on this CPU bfloat16 takes 3 times as long. "
+    )
+    assert "There it has no effect" in lines[1]
+
+
 @pytest.mark.parametrize("name", OTHER)
 def test_another_run_differs(name: str) -> None:
     beside, first = OTHER[name]
@@ -66,7 +77,7 @@ def test_batch_norm_over_micro_batches_is_another_run() -> None:
 def test_dropout_is_judged_only_where_its_draws_are_the_same() -> None:
     words = [*MLP, "model.dropout=0.2"]
     assert certified([*words, "ema=ema"], words)[0].verdict.bit_for_bit
-    with pytest.raises(UserError, match=r"layers.0.dropout.* draws random numbers.*set model.dropout=0 for both"):
+    with pytest.raises(UserError, match=r"layers.0.dropout, layers.1.dropout draw random numbers.*set model.dropout=0 for both"):
         certified([*words, "batch=accumulate"], words)
 
 

@@ -8,9 +8,11 @@ import pytest
 
 from drivetrain.cli import main
 from drivetrain.core.errors import UserError
+from drivetrain.launch.job import prepare
 from drivetrain.measure.claims.export import Settings, export
 from drivetrain.recipe import reader as recipe
 from drivetrain.recipe.claim import Claim
+from drivetrain.run import drift
 from tests.measure.claims.made_runs import DATA, made_run
 
 
@@ -171,10 +173,34 @@ def test_a_damaged_record_is_no_traceback(content):
     assert "does not say runtime.seed" in refusals(run)
 
 
+NET = "import torch\n\n\nclass Net(torch.nn.Linear):\n    def __init__(self, width=4):\n        super().__init__(width, 10)\n"
+
+
+def test_the_recipe_of_a_run_with_own_code_says_what_the_command_line_has_to(capsys, monkeypatch, tmp_path):
+    Path("exported_nets.py").write_text(NET)
+    monkeypatch.syspath_prepend(tmp_path)
+    own = ["model=own", "model.target=exported_nets.Net", "trust=[exported_nets]"]
+    job = prepare([*own, "model.kwargs.width=8", "runtime.device=cpu"])
+    Path("run").mkdir()
+    job.write_files(Path("run"))
+    assert main.main(["recipe", "export", "run", "mine.yaml"]) == 0
+    words = "model=own model.target=exported_nets.Net 'trust=[exported_nets]'"
+    assert f"run it by `drivetrain train recipe=mine.yaml {words}`" in capsys.readouterr().out
+    assert f"give {words} on the command line" in Path("mine.yaml").read_text()
+    assert main.main(["recipe", "check", "mine.yaml"]) == 0
+    assert "left to the command line: mine.yaml:" in capsys.readouterr().out
+    for recipe_file in ("mine.yaml", "run/recipe.yaml"):
+        again = prepare([f"recipe={recipe_file}", *own, "runtime.device=cpu"])
+        assert (again.config_hash, again.run.model.kwargs) == (job.config_hash, {"width": 8})
+        assert list(drift.notices(again.shared, (), ["exported_nets"])) == []
+    with pytest.raises(UserError, match="it names code"):
+        prepare(["recipe=mine.yaml"])
+
+
 def test_the_command(capsys):
     runs = [str(made_run(f"outputs/{seed}", seed)) for seed in (1, 2)]
     assert main.main(["recipe", "export", *runs, "mine.yaml", "target=accuracy>=0.8"]) == 0
-    assert "written to mine.yaml" in capsys.readouterr().out
+    assert "written to mine.yaml: run it by `drivetrain train recipe=mine.yaml`" in capsys.readouterr().out
     assert recipe.read(Path("mine.yaml")).claim.target.reach == "accuracy>=0.8"
     for words, told in (
         ((*runs, "mine.yaml"), "mine.yaml is there already"),

@@ -123,8 +123,29 @@ def test_seeds_without_any_spread_may_differ_by_half_a_percent():
 
 def test_one_run_each_has_no_spread():
     claim = replace(CLAIM, quality=Quality("accuracy", "validation", 0.95, 1), seeds=(0,))
-    assert answered("quality", several(0.95), claim)[3:] == (UNTOLD, "one run each shows no spread: set seeds=3")
-    assert answered("quality", several(0.95, 0.951), claim).outcome == HOLDS
+    assert answered("quality", several(0.95), claim)[3:] == (UNTOLD, "one run each shows no spread: set seeds=5")
+    assert answered("quality", several(0.95, 0.951), claim)[3:] == (
+        UNTOLD,
+        "too few seeds: set seeds=5 (1 and 2 runs hardly show the spread)",
+    )
+    assert answered("quality", several(0.95, 0.951, 0.949, 0.95), claim).outcome == HOLDS
+
+
+@pytest.mark.parametrize("claimed", [{"n": 1}, {"n": 3, "sd": 0.05}])
+@pytest.mark.parametrize(("accuracies", "outcome"), [((0.92, 0.926), UNTOLD), ((0.92, 0.926, 0.914, 0.91, 0.93), REFUTED)])
+def test_a_claim_cannot_allow_itself_what_it_likes(claimed, accuracies, outcome):
+    """Of a made-up mean, with no spread or a large one: two seeds confirm neither, and the five of the hint refute both."""
+    claim = replace(CLAIM, quality=Quality("accuracy", "validation", 0.999, **claimed), seeds=(0,) * claimed["n"])
+    answer = answered("quality", several(*accuracies), claim)
+    assert answer.outcome == outcome, answer
+    assert outcome == REFUTED or "too few seeds: set seeds=5" in answer.because
+
+
+def test_a_metric_that_varies_much_is_held_by_its_own_spread():
+    """A loss that differs by a tenth from seed to seed, here too: chance allows a sixth of it."""
+    claim = replace(CLAIM, quality=Quality("loss", "validation", 0.05, 5, 0.005, (0.0438, 0.0562)))
+    assert answered("quality", several(0.952, 0.941, 0.947, 0.943, 0.952), claim).outcome == HOLDS
+    assert answered("quality", several(0.945, 0.945, 0.945), claim).outcome == UNTOLD, "worse by a tenth, with no spread here"
 
 
 def test_other_data_tell_nothing():
@@ -339,14 +360,13 @@ def test_what_runs_export_holds_of_others_and_what_is_made_up_does_not(command, 
 
 
 def test_a_true_claim_holds(command, train):
-    """The short form: one run, which is said to be two, and one more of it, which is forked."""
+    """The short form: one run, which is said to be five and much worse, and one more of it, which is forked."""
     run = train("data=digits", "model.hidden=[8]", "updates=20", "optimizer.lr=0.1").run_dir
     assert main.main(["recipe", "export", str(run), "mine.yaml"]) == 0
     found = recipe.read(Path("mine.yaml")).claim
     assert (found.seeds, found.data.of, found.data.samples, found.memory.n) == ((0,), "content", 1150, 1)
-    mean = found.quality.mean
-    of_two = replace(found.quality, n=2, sd=0.05, interval=(mean - 0.1, mean + 0.1))
-    claim = replace(found, quality=of_two, seeds=(0, 1), memory=None)  # memory would start an interpreter
+    of_five = replace(found.quality, mean=0.2, n=5, sd=0.05, interval=(0.14, 0.26))
+    claim = replace(found, quality=of_five, seeds=(0, 1, 2, 3, 4), memory=None)  # memory would start an interpreter
     Path("mine.yaml").write_text(Path("mine.yaml").read_text().partition("claim:")[0] + claim.text())
     done, _ = command("recipe", "verify", "mine.yaml", "seeds=1")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from drivetrain.core.errors import UserError
-from drivetrain.measure.forecast import memory, roofline
+from drivetrain.measure.forecast import memory, page, roofline
 from drivetrain.measure.forecast.devices import _TABLE, FORECAST_ONLY, Device, known
 from drivetrain.measure.forecast.fake_step import GRADIENTS, PARAMETERS, STATE
 from drivetrain.measure.forecast.figure import Figure, total
@@ -81,6 +81,16 @@ def test_fsdp_gathers_two_blocks_or_keeps_all():
     assert memory.sharded(PARTS, Ranks(4, 4, keeps_gathered=True, largest_block=100.0))[PARAMETERS] == 200 + 800
     assert memory.sharded(PARTS, Ranks(4, 4, whole_gradients=True))[GRADIENTS] == 800
     assert memory.sharded(PARTS, Ranks(4)) == PARTS  # ddp
+
+
+def test_what_is_offloaded_is_not_on_the_device():
+    found = memory.sharded(PARTS, Ranks(4, 4, offloaded=True, largest_block=100.0))
+    assert found == {PARAMETERS: 200, GRADIENTS: 100, STATE: 0, OTHER: 1000, "batch": 100}
+    assert memory.sharded(PARTS, Ranks(1, 1, offloaded=True))[STATE] == 0
+
+
+def test_a_short_run_has_a_time():
+    assert [page.run_time(s) for s in (0.004, 0.25, 1.0, 75.0)] == ["4 ms", "250 ms", "1.0 s", "75 s"]
 
 
 def test_bytes_that_ranks_send():

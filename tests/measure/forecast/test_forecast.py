@@ -11,6 +11,7 @@ import torch
 from bench import forecast as bench
 
 from drivetrain.cli import forecast as verb
+from drivetrain.config import validate
 from drivetrain.core.errors import UserError
 from drivetrain.measure.forecast import examine, page
 from drivetrain.measure.forecast import forecast as forecast_module
@@ -144,6 +145,24 @@ def test_ranks_divide_the_batch_and_fsdp_the_state():
     assert alone.network.high == 0
 
 
+def test_offloading_to_the_host_is_forecast_for_a_device_that_is_not_here():
+    planned = plan([*SMALL, "runtime.device=auto", "model=mlp", "checkpointing=offload"], (), "h100")
+    validate.validate_device(planned.look().run)
+    assert any("checkpointing=offload is not recorded" in note for note in planned.notes)
+    sharded = plan([*SMALL, "model=mlp", "parallel=fsdp", "parallel.nproc=2", "parallel.offload=true"], (), "h100")
+    assert any("the copies to the host" in note for note in sharded.notes)
+    assert sharded.ranks(torch.nn.Linear(2, 2)).offloaded
+
+
+def test_a_run_that_needs_checkpoints_is_forecast_with_them():
+    assert plan([*SMALL, "model=mlp"], (), "h100").run.saving.active is False
+    planned = plan([*SMALL, "model=mlp", "ema=post_hoc"], (), "h100")
+    assert planned.run.saving.active
+    assert examine.examine(subject("model=mlp", "ema=post_hoc"), 0.0)[0].memory.peak.value > 0
+    with pytest.raises(UserError, match=r"^ema.wider=0.01 is not above ema.width=0.05"):
+        plan([*SMALL, "model=mlp", "ema=post_hoc", "ema.wider=0.01"], (), "h100")
+
+
 def test_an_unknown_device_is_told():
     with pytest.raises(UserError, match="device=h1000"):
         command(["device=h1000"])
@@ -154,6 +173,12 @@ def test_an_unknown_device_is_told():
 def test_a_device_may_be_named_by_a_number():
     with pytest.raises(UserError, match="no_such_model"):  # the device is accepted
         command(["device=4090", "model=no_such_model"])
+
+
+@pytest.mark.parametrize("words", [["device=H100"], ["--device", "h100"], ["--device=RTX"]])
+def test_a_device_may_be_named_in_any_case_and_as_a_flag(words):
+    with pytest.raises(UserError, match="device=rtx" if "RTX" in words[-1] else "no_such_model"):
+        verb.command([*words, "model=no_such_model"])
 
 
 def test_a_strategy_whose_memory_is_not_forecast_is_told():

@@ -46,6 +46,13 @@ def test_saving(seconds, every, told):
     assert shares(doctor._saving(profile(saving_s=seconds), every)) == told
 
 
+def test_the_remedies_of_saving_are_named():
+    (at_ends,), (often,) = (list(doctor._saving(profile(saving_s=2.0), every)) for every in (None, 25))
+    assert at_ends.overrides == ("saving.asynchronous=true",)
+    assert at_ends.evidence.startswith("1 checkpoint an epoch")
+    assert often.overrides == ("saving.every_updates=null saving.every_minutes=10", "saving.asynchronous=true")
+
+
 @pytest.mark.parametrize(("seconds", "every", "told"), [(2.4, 1, []), (2.6, 1, [0.206]), (4.8, 2, []), (5.2, 2, [0.206])])
 def test_evaluation(seconds, every, told):
     assert shares(doctor._evaluation(profile(evaluation_s=seconds), every)) == told

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from drivetrain.cli import main
-from drivetrain.measure.cells import spreadsheet
-from drivetrain.measure.report.report import common_target, named, summarize_seeds, verdict
-from drivetrain.run.reader import differing, find
+from drivetrain.core.spreadsheet import spreadsheet
+from drivetrain.core.target import Reach
+from drivetrain.measure.report.over_seeds import summarize_seeds
+from drivetrain.measure.report.report import common_target, named, verdict
+from drivetrain.run.reader import differing, find, read
 from tests.support import pages
 
 
@@ -30,18 +32,20 @@ def test_a_table_a_csv_and_a_page(two, capsys):
     assert main.main(["report", "outputs", "out=page", "target=0.1"]) == 0
     said = capsys.readouterr().out
     rows = rows_of(Path("page"))
-    assert [row["optimizer"] for row in rows] == ["sgd", "adamw"]
+    assert {row["optimizer"] for row in rows} == {"sgd", "adamw"}
     assert {row["status"] for row in rows} == {"completed"}
-    for row, run_dir in zip(rows, two, strict=True):
+    for row, run_dir in zip(sorted(rows, key=lambda row: row["folder"]), sorted(two), strict=True):
         result = json.loads((run_dir / "result.json").read_text())
         assert float(row["accuracy at the end"]) == pytest.approx(result["metrics"]["validation"]["final"]["accuracy"], abs=1e-4)
         assert row["folder"] in str(run_dir)
         assert row["time to 0.1"].endswith(" s")
     assert "adamw" in said
+    lines = said.splitlines()
+    assert max(map(len, lines[: lines.index(next(line for line in lines if line.startswith("not shown here: ")))])) <= 100
     page = (Path("page") / "report.html").read_text()
     assert "Of 2 runs, optimizer=" in said
     pages.check(page)
-    assert re.findall(r'<button type="button">(.*?)</button>', page)[:4] == ["run", "best accuracy", "samples/s", "optimizer"]
+    assert re.findall(r'<button type="button">(.*?)</button>', page)[:4] == ["run", "time to 0.1", "best accuracy", "samples/s"]
     assert "The same for all: status completed" in page
     assert page.count("<tr class=winner>") == 1
     assert [page.count(f'<figure class="over{n}">') for n in range(3)] == [2, 2, 2]
@@ -134,6 +138,20 @@ def test_the_target_is_what_all_reached(two):
     assert all(run.to_target(common_target(runs)) for run in runs)
 
 
+def test_the_seconds_of_a_runs_own_target_are_those_that_it_noted(train):
+    words = ["data=digits", "epochs=2", "updates=null", "batch.global_batch=128"]
+    folder = Path(train(*words, "target=accuracy>=0.1").run_dir)
+    result = json.loads((folder / "result.json").read_text())
+    result["target"]["seconds"] = 77.5
+    (folder / "result.json").write_text(json.dumps(result))
+    run = read(folder)
+    assert run.to_target(Reach.parse("accuracy>=0.1")) == (77.5, result["target"]["update"])
+    assert run.to_target(Reach.parse("accuracy>=0.1001"))[0] < 77  # of another one, since the first record
+    result["target"] |= {"update": None, "seconds": None}
+    (folder / "result.json").write_text(json.dumps(result))
+    assert read(folder).noted(Reach.parse("accuracy>=0.1")) is None
+
+
 def test_a_target_in_words_ranks_configs_by_the_time_to_it(capsys):
     """Seeds that do not reach it count as endlessly long, and stay in the table."""
     made = {("sgd", 0): (0.5, 0.9), ("sgd", 1): (0.4, 0.6), ("adamw", 0): (0.9, 0.95), ("adamw", 1): (0.2, 0.85)}
@@ -159,7 +177,18 @@ def test_a_target_in_words_ranks_configs_by_the_time_to_it(capsys):
     }  # fmt: skip
     assert "accuracy>=0.8 reached by 2 of 2 seeds, after " in said
     assert said.index("reached by 2 of 2") < said.index("reached by 1 of 2 seeds\n")
-    assert "time to accuracy" in (Path("page") / "report.html").read_text()
+    page = (Path("page") / "report.html").read_text()
+    assert "time to accuracy" in page
+    assert next(csv.reader((Path("page") / "report.csv").open()))[:2] == ["run", "time to accuracy>=0.8"]
+    assert "time to accuracy" in said  # the target's column is not left out for want of width
+    assert list(times)[-1] == "sgd1", "it never got there"
+    assert [times[name] for name in list(times)[:-1]] == sorted(times[name] for name in list(times)[:-1])
+    answer = "the default (run 1) reached accuracy>=0.8 first, after 0.0 s; 3 of them reached it"
+    assert f"Of 4 runs, {answer}" in " ".join(said.split())
+    assert page.index("<tr class=winner>") < page.index("</tr>", page.index("<tbody>"))
+    assert main.main(["report", "outputs", "out=page", "target=accuracy>=0.99"]) == 0
+    assert "Of 4 runs, none reached accuracy>=0.99" in capsys.readouterr().out
+    assert "class=winner" not in (Path("page") / "report.html").read_text()
     assert main.main(["report", "outputs", "target=f1>=0.8"]) == 2
     assert "no run has evaluated f1" in capsys.readouterr().err
 

@@ -6,8 +6,8 @@ import pytest
 
 from drivetrain.cli import main
 from drivetrain.launch.job import prepare
+from drivetrain.measure.benchmark.times_to_target import TimesToTarget, proven, ranked
 from drivetrain.measure.tune import times_to_target
-from drivetrain.measure.tune.times_to_target import TimesToTarget
 
 
 def arm(label, *seconds):
@@ -28,7 +28,7 @@ def test_batches_near_the_noise_scale_are_tried_with_a_rate_that_follows():
 
 def test_what_does_not_arrive_is_last_and_stays():
     never, slow, soon, half = arm("n", None, None), arm("s", 9.0, 9.1), arm("f", 3.0, 3.1), arm("h", 1.0, None)
-    assert [a.label for a in times_to_target.ranked([never, slow, half, soon])] == ["f", "s", "h", "n"]
+    assert [a.label for a in ranked([never, slow, half, soon])] == ["f", "s", "h", "n"]
     assert math.isinf(never.median)
     assert never.cells(slow)[1:4] == ["0 of 2", "not reached", "–"]
 
@@ -38,10 +38,10 @@ def test_only_what_is_sooner_beyond_doubt_is_kept():
     better = arm("b", *[s / 2 for s in base.seconds])
     doubtful = arm("d", 9.0, 11.5, 9.8, 8.1, 12.2, 9.9, 10.3, 9.0)
     losing = arm("l", *[1.0] * 7, None)
-    assert times_to_target.proven([base, doubtful, better]) is better
-    assert times_to_target.proven([base, doubtful]) is None
-    assert times_to_target.proven([base, losing]) is None
-    assert times_to_target.proven([base]) is None
+    assert proven([base, doubtful, better]) is better
+    assert proven([base, doubtful]) is None
+    assert proven([base, losing]) is None
+    assert proven([base]) is None
 
 
 @pytest.mark.parametrize(("seconds", "trained"), [(1e6, 5), (-1.0, 3)])
@@ -63,6 +63,9 @@ def test_more_than_three_seeds_are_trained_only_while_there_is_time(seconds, tra
     [
         (["target=fast"], "give a metric and a value"),
         (["target=accuracy>=0.9", "what=lr"], "leave out what="),
+        (["--target", "accuracy>=0.9", "what=lr"], "target=accuracy>=0.9 searches the batch"),
+        (["--target=fast"], "give a metric and a value"),
+        (["--target", "accuracy>=0.9", "target=accuracy>=0.8"], "target"),
         (["target=accuracy>=0.9", "batch=critical"], "set batch=fixed"),
     ],
 )

@@ -1,10 +1,12 @@
 """`drivetrain tune`: what it takes is faster, what it leaves is not, and nothing of it reaches the run."""
 
+import itertools
 import json
 import math
 import re
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +16,7 @@ from drivetrain.launch.job import prepare
 from drivetrain.measure import overrides
 from drivetrain.measure.benchmark import stopping
 from drivetrain.measure.benchmark.agent import TimedBlock
-from drivetrain.measure.benchmark.comparison import Row
+from drivetrain.measure.benchmark.comparison import Comparison, Row
 from drivetrain.measure.benchmark.interleave import Arm
 from drivetrain.measure.claims.recommend import recommend
 from drivetrain.measure.intervals import Interval
@@ -171,7 +173,7 @@ def test_without_proof_nothing_is_kept(command, slow_set):
     """One round has no interval, so that no loader is taken, however fast."""
     done, _ = command("tune", *OWN, "what=workers", "rounds=1", "block_s=0.02")
     assert done.returncode == 0, done.stderr
-    assert "the run stays as it is" in done.stdout
+    assert "the config stays as it was" in done.stdout
     folder = next(Path("outputs/tune").glob("*/*"))
     rows = json.loads((folder / "tune.json").read_text())["How data is read"]["rows"]
     assert any(row["ratio"] for row in rows)
@@ -248,3 +250,28 @@ def test_warnings_of_what_is_tried_are_not_printed(monkeypatch, tiny, recwarn):
     monkeypatch.setattr(tune, "_report", lambda *given: None)
     assert tune.command(tiny("what=lr")) == 0
     assert not recwarn.list
+
+
+def test_the_end_of_the_time_is_said(monkeypatch, capsys):
+    """In the table, in a note below it and in the sentence: what was not measured to the end may still be faster."""
+    tuning = tune.Tuning(tune.Settings(budget_s=10.0, rounds=8), [], ())
+
+    def measured(specs, settings, overrides, stopping_rule):
+        live = [SimpleNamespace(label=spec.label) for spec in specs]
+        assert [arm.label for arm in stopping_rule(live, 3)] == ["loader=threads"]
+        rows = [Row(spec.label, [], rates=[100.0] * 3, ratio=Interval(1.0, 0.0, math.inf)) for spec in specs]
+        rows[1].stopped_after = 3
+        return Comparison(rows, [], [], settings, {}, 1.0)
+
+    monkeypatch.setattr(tune.comparison, "measure", measured)
+    monkeypatch.setattr(tuning, "_arm", lambda label, overrides: SimpleNamespace(label=label, job=object()))
+    monkeypatch.setattr(tune.arms, "baseline_job", lambda specs: None)
+    monkeypatch.setattr(tune, "SEARCH_BUDGET", 0.0)  # the search may start, and its time is over at once
+    monkeypatch.setattr(tuning, "seconds_left", lambda: 10.0)
+    seconds = itertools.count()
+    monkeypatch.setattr(tune.time, "monotonic", lambda: next(seconds))
+    tuning.run(tune.Stage("how data is read", lambda job: ["loader=threads"]))
+    said = capsys.readouterr().out
+    assert "out of time after 3 rounds" in said
+    assert "the time was over after 3 of 8 rounds, and 1 of the candidates were undecided" in said
+    assert tune.conclusion(tuning, None, None).startswith("The time was over before the search of how data is read was done")

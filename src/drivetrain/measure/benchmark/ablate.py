@@ -150,6 +150,7 @@ class Ablation:
         for label, differences in variants.items():
             specs.append(arms.compose(label, [*given, *overrides_of(start, differences, enable)], self.config_dirs))
         done = comparison.measure(specs, self.settings, self.overrides, trained=self.trained)
+        done.raise_if_baseline_failed()
         done.subject = subject
         self.specs = specs  # of the newest comparison
         compare.show(done)
@@ -191,6 +192,11 @@ def command(argv: list[str], config_dirs: Sequence[str] = (), hand_on: compare.H
 
 
 def _by_gain(found: list[Technique], plus: Comparison) -> list[Technique]:
-    """The techniques in descending order of their gain alone; those that cannot run alone come last."""
+    """The techniques in descending order of their gain alone; those that cannot run alone come last.
+
+    With a target, those that are there soonest come first.
+    """
+    if plus.target is not None:
+        return [found[n - 1] for n in plus.order() if n]
     gains = {t: row.ratio.middle if row.ratio else 0.0 for t, row in zip(found, plus.rows[1:], strict=True)}
     return sorted(found, key=lambda t: -gains[t])

@@ -141,6 +141,7 @@ def _facts(trainer: Any, warmup_s: float, times: Times) -> dict[str, Any]:
         "global_batch": trainer.batch.size(0),
         "samples": len(trainer.train_data.source),
         "parameters": sum(p.numel() for p in trainer.model.parameters()),
+        "notice": trainer.precision.notice(),
         "memory": memory.read(trainer.device, trainer.parallel.world),
     }
 

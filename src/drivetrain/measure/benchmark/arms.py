@@ -17,7 +17,9 @@ from drivetrain.measure.overrides import groups_of
 from drivetrain.recipe.reader import Recipe
 from drivetrain.sweeps import SweepJob
 
-NO_SAVING = ("saving=none",)  # of every arm whose overrides do not name saving: it leaves no checkpoints behind
+# Of every arm whose overrides do not name saving: it leaves no checkpoints behind. An arm that cannot run without them keeps
+# the run's own saving.
+NO_SAVING = ("saving=none",)
 
 
 @dataclass
@@ -35,6 +37,19 @@ def without_saving(overrides: Sequence[str]) -> list[str]:
     return [*overrides, *(() if "saving" in groups_of(overrides) else NO_SAVING)]
 
 
+def prepare_without_saving(
+    overrides: Sequence[str], config_dirs: Sequence[str] = (), recipe: Recipe | None = None
+) -> tuple[list[str], Job]:
+    """Overrides and job of a run that does not save, or saves as it would where it needs that. Raises UserError."""
+    given = without_saving(overrides)
+    try:
+        return given, prepare_job(given, config_dirs, recipe)
+    except UserError:
+        if given == [*overrides]:
+            raise
+    return [*overrides], prepare_job(overrides, config_dirs, recipe)  # its problems are those of the run, not of saving=none
+
+
 def compose(
     label: str,
     overrides: Sequence[str],
@@ -44,13 +59,14 @@ def compose(
 ) -> ArmSpec:
     """Compose an arm from its overrides, and from a recipe that has been read already, if given.
 
-    It does not save, unless its overrides name saving or `own_saving` keeps the run's own.
+    It does not save, unless its overrides name saving, it cannot run without, or `own_saving` keeps the run's own.
     """
-    given = [*overrides] if own_saving else without_saving(overrides)
     try:
-        return ArmSpec(label, given, prepare_job(given, config_dirs, recipe))
+        if own_saving:
+            return ArmSpec(label, [*overrides], prepare_job(overrides, config_dirs, recipe))
+        return ArmSpec(label, *prepare_without_saving(overrides, config_dirs, recipe))
     except UserError as error:
-        return ArmSpec(label, given, None, error.problems)
+        return ArmSpec(label, [*overrides], None, error.problems)
 
 
 def baseline_job(specs: Sequence[ArmSpec]) -> Job:
@@ -64,9 +80,10 @@ def baseline_job(specs: Sequence[ArmSpec]) -> Job:
 def swept(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> tuple[list[ArmSpec], list[str]]:
     """An arm for each combination of the values that the overrides give, and what the user should know of them, in lines.
 
-    A word such as optimizer.momentum=0.9 goes to the arms whose option has that key; the others run without it.
+    A word such as optimizer.momentum=0.9 goes to the arms whose option has that key; the others run without it. Where an arm
+    cannot run without saving, all save as the run does, so that they do the same work.
     """
-    jobs = sweeps.prepare(without_saving(overrides), config_dirs)
+    jobs = _prepared(overrides, config_dirs)
     homes = {word: arms for word in _of_options(jobs) if 0 < len(arms := _with_key(word, jobs, config_dirs)) < len(jobs)}
     found: list[SweepJob] = []
     notes = []
@@ -80,6 +97,16 @@ def swept(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> tuple[li
             notes.append(f"{' '.join(foreign)} is not for the arm {job.label}, whose option has no such key: it runs without")
         found.append(job)
     return [ArmSpec(job.label, job.overrides, job.job, job.problems) for job in found], notes
+
+
+def _prepared(overrides: Sequence[str], config_dirs: Sequence[str]) -> list[SweepJob]:
+    """The jobs of all combinations, without saving where each can do without."""
+    jobs = sweeps.prepare(without_saving(overrides), config_dirs)
+    if all(job.job is not None for job in jobs):
+        return jobs
+    saving = sweeps.prepare(overrides, config_dirs)
+    needed = any(job.job is None and other.job is not None for job, other in zip(jobs, saving, strict=True))
+    return saving if needed else jobs
 
 
 def _of_options(jobs: Sequence[SweepJob]) -> list[str]:

@@ -48,6 +48,7 @@ def run(argv: Sequence[str], config_dirs: Sequence[str] = ()) -> tuple[Compared,
     for note in notes:
         echo(note)
     comparison = Compared(**vars(measure(specs, settings, overrides)))
+    comparison.raise_if_baseline_failed()
     comparison.notes = notes + comparison.notes
     show(comparison)
     save(comparison, baseline_job(specs), argv)
@@ -65,6 +66,7 @@ def save(comparison: Comparison, job: Job, argv: Sequence[str], verb: str = "com
 def show(comparison: Comparison) -> None:
     """Print the table, in a narrow terminal without the columns that matter least, and the notes."""
     header, rows = comparison.table()
+    rows = [rows[n] for n in comparison.order()]
     left_out = terminal.fit(header, rows, ("95th percentile", "waiting for data", "update, median", "memory", "samples/s"))
     terminal.table(header, rows)
     if left_out:

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core import accelerators
+from drivetrain.core.errors import UserError
 from drivetrain.core.horizon import run_horizon
 from drivetrain.core.option import Count, Positive
 from drivetrain.core.signals import ended_by_signals
 from drivetrain.measure.benchmark import noninferiority, quality, stopping
 from drivetrain.measure.benchmark.arms import ArmSpec, baseline_job
 from drivetrain.measure.benchmark.interleave import Arm, StagedArm, StoppingRule, run_rounds
+from drivetrain.measure.benchmark.times_to_target import TimesToTarget, ranked
 from drivetrain.measure.cells import figure
 from drivetrain.measure.intervals import Interval, ratio
 from drivetrain.run import directory, environment
@@ -53,6 +55,7 @@ class Row:
     device_type: str | None = None
     rates: list[float] = field(default_factory=list)  # samples a second of each round
     stopped_after: int | None = None  # rounds, where the stopping rule ended the arm
+    out_of_time: bool = False  # whether it ended the arm because the time was over, and not because it was behind
     verdict: noninferiority.Verdict | None = None
 
     @classmethod
@@ -106,7 +109,9 @@ class Row:
         if self.ratio is None:
             return "–"
         if not self.ratio.low:
-            return f"dropped after {len(self.rates)} rounds" if self.stopped_after else "too few rounds"
+            why = "out of time" if self.out_of_time else "dropped"
+            rounds = f"{len(self.rates)} round{'s' * (len(self.rates) != 1)}"
+            return f"{why} after {rounds}" if self.stopped_after else "too few rounds"
         conclusion = "" if self.ratio.differs else "  no difference" if self.ratio.same else "  not distinguishable"
         return f"{self.ratio.low:.3f} – {self.ratio.high:.3f}{conclusion}"
 
@@ -122,11 +127,30 @@ class Comparison:
     environment: dict[str, Any]
     seconds: float
     subject: str = "{}"  # what a sentence calls an arm, with its label in the place of {}
+    target: str | None = None  # such as accuracy>=0.98: the arms are ranked by their time to it
 
     @property
     def failed(self) -> bool:
         """Whether any arm has an error."""
         return any(row.error for row in self.rows)
+
+    def raise_if_baseline_failed(self) -> None:
+        """Raise UserError where the first arm has an error: the others have nothing to be compared to."""
+        first = self.rows[0]
+        if first.error is not None:
+            name = first.label or "the run as it is"
+            raise UserError(f"the first arm ({name}) is what the others are compared to, and it ended: {first.error}")
+
+    def times(self) -> list[TimesToTarget]:
+        """When each arm's seeds reached the target."""
+        return [_times_of(row, self.target or "") for row in self.rows]
+
+    def order(self) -> list[int]:
+        """The numbers of the rows: as they were given, or with a target the soonest there first."""
+        if self.target is None:
+            return list(range(len(self.rows)))
+        times = self.times()
+        return [next(n for n, each in enumerate(times) if each is arm) for arm in ranked(times)]
 
     def as_dict(self) -> dict[str, Any]:
         """The content of compare.json: an interval is [estimate, low, high], and null where there were too few rounds."""
@@ -134,6 +158,7 @@ class Comparison:
         for row in content["rows"]:
             if row["ratio"] and not row["ratio"].low:
                 row["ratio"] = [row["ratio"].middle, None, None]
+        content["order"] = self.order()
         return content
 
     def table(self) -> tuple[list[str], list[list[str]]]:
@@ -143,6 +168,11 @@ class Comparison:
             "compiling", "pays after",
         ]  # fmt: skip
         rows = [[row.label, *row.cells(first=not n)] for n, row in enumerate(self.rows)]
+        if self.target is not None:
+            times = self.times()
+            header[1:1] = ["reached", f"time to {self.target}", "updates to it", "sooner"]
+            for cells, arm in zip(rows, times, strict=True):
+                cells[1:1] = arm.cells(times[0])[1:]
         if self.settings.quality:
             header += ["claims to be", "seeds", "no worse?", "because"]
             for cells, row in zip(rows, self.rows, strict=True):
@@ -165,7 +195,7 @@ def measure(
     """Run the arms in interleaved rounds, then train them to their ends if the settings ask for quality.
 
     `overrides` are recorded as what all arms have in common, and `trained` are runs that need no training again. Raises
-    UserError if the first arm cannot run.
+    UserError if the first arm cannot be built; one that fails later is a row with its error, and ends the measurement.
     """
     first = baseline_job(specs)
     accelerators.find()  # this, and the import of torch, once here, because the arms are forked
@@ -187,12 +217,24 @@ def measure(
         rows = [Row.of(spec, arm, runnable[0]) for spec, arm in zip(specs, arms, strict=True)]
         for row, spec in zip(rows, specs, strict=True):
             row.run_updates = _updates_of(spec, row)
-        if settings.quality:
+        if settings.quality and rows[0].error is None:
             add_verdicts(rows, specs, settings, root, progress, trained)
+    reach = quality.reach_of(settings, first.run) if settings.quality else None
     facts = environment.describe(list(overrides), first.config_hash, {})
     late = [f"{row.pays_too_late}: it does not shorten the run" for row in rows[1:] if row.pays_too_late]
-    notes = [*_unequal_work(runnable), *late, *_together(rows)]
-    return Comparison(rows, notes, list(overrides), settings, facts, time.perf_counter() - began)
+    notes = [*_without_effect(runnable), *_unequal_work(runnable), *late, *_together(rows)]
+    seconds = time.perf_counter() - began
+    return Comparison(rows, notes, list(overrides), settings, facts, seconds, target=str(reach) if reach is not None else None)
+
+
+def _times_of(row: Row, target: str) -> TimesToTarget:
+    """When the seeds of an arm reached a target; a run that failed did not."""
+    name, found = quality.seconds_to(target), TimesToTarget(row.label)
+    for run in row.verdict.runs if row.verdict is not None else ():
+        there = run.error is None and name not in run.censored
+        found.seconds.append(run.figures.get(name) if there else None)
+        found.updates.append(run.facts.updates_to_target if there and run.facts is not None else None)
+    return found
 
 
 def _updates_of(spec: ArmSpec, row: Row) -> int | None:
@@ -239,6 +281,11 @@ def _together(rows: Sequence[Row]) -> list[str]:
         f"quality: PASS and FAIL are each decided at a level of {100 * noninferiority.ALPHA:g} % for {arms}"
         "all looks at the seeds together (alpha spending)"
     ]
+
+
+def _without_effect(arms: Sequence[Arm]) -> list[str]:
+    """A note for each arm whose precision does less on this machine than its name says."""
+    return [f"{arm.label}: {arm.facts['notice']}" for arm in arms if arm.facts.get("notice")]
 
 
 def _unequal_work(arms: Sequence[Arm]) -> list[str]:

@@ -22,7 +22,9 @@ class Facts:
     seed: int
     set: str = "test"  # that the run is judged by
     figures: dict[str, dict[str, float]] = field(default_factory=dict)  # set → metric → its value at the end
-    seconds_to_target: float | None = None  # since the first record; None: never reached, or no target was asked for
+    # Since the first record, without start-up, which differs between a forked process and an interpreter of its own.
+    # None: never reached, or no target was asked for.
+    seconds_to_target: float | None = None
     updates_to_target: int | None = None
     reach: str | None = None  # the target, as accuracy>=0.98
     peak_mib: float | None = None

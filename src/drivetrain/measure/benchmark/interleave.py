@@ -64,8 +64,11 @@ class Arm:
         shutil.rmtree(self._round_dir, ignore_errors=True)  # of a start that ran out of memory
         self._round_dir.mkdir(parents=True)
         process: Any = ForkedProcess(target=_child, args=(self.job, self._round_dir, child_end, self._connection))
-        process.start()
-        self._process = process
+        try:
+            process.start()
+        finally:
+            if process.pid is not None:  # also where a signal has come just now
+                self._process = process
         with contextlib.suppress(OSError):
             os.setpgid(process.pid, process.pid)  # the child does the same: whichever comes first
         child_end.close()
@@ -115,7 +118,10 @@ class Arm:
 
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, number)
+            try:
+                os.killpg(self._process.pid, number)
+            except ProcessLookupError:  # one that was forked just now has no group yet
+                os.kill(self._process.pid, number)
 
 
 @dataclass
@@ -191,7 +197,7 @@ def run_rounds(
     """Run up to `rounds` rounds: two timed blocks of about `block_s` seconds for each arm, each round.
 
     An arm that fails gets its `error` and runs no further rounds; neither does one that the stopping rule names. The
-    benchmark ends when only the first arm, the baseline, is left.
+    benchmark ends when only the first arm, the baseline, is left, and when that has failed: without it there are no ratios.
     """
     live, round_s = list(arms), 0.0
     for number in range(rounds):
@@ -199,6 +205,8 @@ def run_rounds(
         began = time.monotonic()
         _run_round(live, number, block_s)
         round_s = time.monotonic() - began
+        if arms[0].error is not None:
+            break
         live = [arm for arm in live if arm.error is None]
         for arm in stopping_rule(live, number + 1):
             arm.stopped_after = number + 1
@@ -220,7 +228,7 @@ def _run_round(arms: Sequence[Arm], number: int, block_s: float) -> None:
 
     try:
         _try(baseline, lambda arm: arm.start_warm(number, block_s))
-        while True:
+        while baseline.error is None:
             group = _start_group(baseline, waiting, number, block_s)
             order = [*group, baseline] if number % 2 else [baseline, *group]
             for arm in (*order, *reversed(order)):
@@ -235,7 +243,7 @@ def _run_round(arms: Sequence[Arm], number: int, block_s: float) -> None:
         for arm in arms:
             arm.stop()
     for arm in arms:
-        if arm.error is None:
+        if arm.error is None and baseline.error is None:
             arm.blocks.append(blocks[id(arm)])
 
 

@@ -92,9 +92,11 @@ class _Evidence:
         self.worse_by = [figure.sign * (a - b) for a, b in zip(after, before, strict=True)]
         self.margin = max(MARGIN_DEVIATIONS * deviation(before), MARGIN_FLOOR * abs(sum(before) / len(before)))
         self.p_pass, self.p_fail = self._p()
-        if any(figure.name in run.censored for run in (*runs, *base)):  # it may be much more: never a PASS
+        self.reached = reached(figure.name, runs), reached(figure.name, base)
+        self.censored = sum(self.reached) < len(runs) + len(base)
+        if self.censored:  # it may be much more: never a PASS
             self.p_pass = 1.0
-        if any(figure.name in run.censored for run in base):
+        if self.reached[1] < len(base):
             self.p_fail = 1.0
 
     def _p(self) -> tuple[float, float]:
@@ -111,9 +113,17 @@ class _Evidence:
         return float(t.cdf(statistic, n - 1)), float(t.sf(statistic, n - 1))
 
     def text(self, confidence: float) -> str:
-        """The difference in words."""
+        """The difference in words. Where a run's figure is only known to be at least so much, it is no difference."""
+        if self.censored:
+            mine, theirs, n = *self.reached, len(self.before)
+            return f"{self.figure.name}: {mine} of {n} seeds got there, and {theirs} of {n} of the first arm"
         decides = f"allowed {self.margin:.2g}" if self.figure.needed else "it does not decide"
         return f"{self.figure.name} {in_words(*mean(self.worse_by, confidence))}, {decides}"
+
+
+def reached(name: str, runs: Sequence[TrainedRun]) -> int:
+    """How many of the runs have the figure itself, and not a bound of it."""
+    return sum(name not in run.censored for run in runs)
 
 
 def in_words(worse_by: float, low: float, high: float) -> str:
@@ -195,9 +205,16 @@ def first(runs: list[TrainedRun], figures: Sequence[Figure], metric: str) -> Ver
     """The row of the first arm, whose own spread the others are compared with."""
     if failed := next((run for run in runs if run.error), None):
         return Verdict(INCONCLUSIVE, f"the run with seed {failed.seed} ended: {failed.error}", metric, runs)
-    values = [(figure.name, [run.figures.get(figure.name, math.nan) for run in runs]) for figure in figures]
-    spreads = [f"{n} {sum(v) / len(v):.4g}" + (f" ± {deviation(v):.2g}" if len(v) > 1 else "") for n, v in values]
+    spreads = [_spread(figure.name, runs) for figure in figures]
     return Verdict(FIRST, f"{', '.join(spreads)} over {len(runs)} seeds", metric, runs)
+
+
+def _spread(name: str, runs: Sequence[TrainedRun]) -> str:
+    """A figure's mean and standard deviation over the runs, in words."""
+    if (known := reached(name, runs)) < len(runs):
+        return f"{name}: {known} of {len(runs)} got there"
+    values = [run.figures.get(name, math.nan) for run in runs]
+    return f"{name} {sum(values) / len(values):.4g}" + (f" ± {deviation(values):.2g}" if len(values) > 1 else "")
 
 
 def _without_test(runs: Sequence[TrainedRun], base: Sequence[TrainedRun]) -> tuple[str, str] | None:
@@ -220,7 +237,10 @@ def _describe(verdict: Verdict, found: Sequence[_Evidence], base: Sequence[Train
     verdict.confidence = confidence
     verdict.decides = [e.figure.name for e in found if e.figure.needed]
     for e in found:
-        verdict.degradation[e.figure.name], verdict.margin[e.figure.name] = mean(e.worse_by, confidence), e.margin
+        verdict.margin[e.figure.name] = e.margin
+        verdict.degradation.pop(e.figure.name, None)  # of a look before, when all seeds had the figure
+        if not e.censored:
+            verdict.degradation[e.figure.name] = mean(e.worse_by, confidence)
     if verdict.outcome == FAIL:
         worst = min((e for e in found if e.figure.alone), key=lambda e: e.p_fail)
         texts = [worst.text(confidence)]

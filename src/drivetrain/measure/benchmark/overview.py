@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from drivetrain.measure.benchmark.comparison import Comparison, Row
 from drivetrain.measure.benchmark.noninferiority import FAIL, FIRST, PASS, Verdict, in_words
+from drivetrain.measure.benchmark.times_to_target import proven, ranked
+from drivetrain.measure.benchmark.times_to_target import times as times_as
 from drivetrain.ui.pages.blocks import escape, rich_table
 
 WIDTH, MARGIN = 160, 12  # of the drawing of an interval, in pixels
@@ -31,6 +33,15 @@ def names(comparison: Comparison) -> list[str]:
 
 
 def winner(comparison: Comparison) -> int | None:
+    """The number of the arm that is the answer, if one is certain: the soonest at the target, or else the fastest."""
+    if comparison.target is None:
+        return fastest(comparison)
+    times = comparison.times()
+    soonest = proven(times)
+    return next((n for n, arm in enumerate(times) if arm is soonest), None)
+
+
+def fastest(comparison: Comparison) -> int | None:
     """The number of the fastest arm that is certainly faster than the first, with a result known to be as good."""
     judged = comparison.settings.quality
     good = {
@@ -43,24 +54,44 @@ def winner(comparison: Comparison) -> int | None:
 
 
 def headline(comparison: Comparison) -> str:
-    """Return the answer in one sentence: the fastest arm whose result is known to be as good, and which result is better."""
-    base, best, judged = _base(comparison), winner(comparison), comparison.settings.quality
+    """Return the answer: which arm is soonest at the target, where there is one, and which is the fastest."""
+    return " ".join([*([] if comparison.target is None else [_on_target(comparison)]), _on_speed(comparison)])
+
+
+def _on_target(comparison: Comparison) -> str:
+    """Which arm reaches the target soonest, in one sentence."""
+    times, target = comparison.times(), comparison.target
+    soonest = ranked(times)[0]
+    if not soonest.reached:
+        return f"No arm reaches {target}."
+    median = f"{soonest.when} (median), by " if math.isfinite(soonest.median) else ""
+    seeds = f"{median}{soonest.reached} of {len(soonest.seconds)} seeds"
+    if (best := winner(comparison)) is not None and (faster := times[best].faster_than(times[0])) is not None:
+        name = _subject(comparison, comparison.rows[best])
+        return f"{name} reaches {target} sooner than {_base(comparison)}, {times_as(faster)} as fast: {seeds}."
+    name = _base(comparison) if soonest is times[0] else _subject(comparison, comparison.rows[comparison.order()[0]])
+    return f"No arm reaches {target} certainly sooner than {_base(comparison)}; the first in the order is {name}: {seeds}."
+
+
+def _on_speed(comparison: Comparison) -> str:
+    """The fastest arm whose result is known to be as good, and which result is better, in one sentence."""
+    base, best, judged = _base(comparison), fastest(comparison), comparison.settings.quality
     better = max(filter(_improvement, comparison.rows[1:]), key=_improvement, default=None)
     if best is None:
         known = " with a result known to be as good" if judged else ""
         if better is None:
-            return f"No arm is certainly faster than {base}{known}."
-        return f"{_subject(comparison, better)} has {_better(comparison, better)}, but no arm is certainly faster{known}."
-    fastest = comparison.rows[best]
-    ratio = fastest.ratio
+            return f"No variant is measurably faster than {base}{known}."
+        return f"{_subject(comparison, better)} has {_better(comparison, better)}, but no variant is measurably faster{known}."
+    row = comparison.rows[best]
+    ratio = row.ratio
     assert ratio is not None
-    speed = f"{_subject(comparison, fastest)} is {ratio.middle:.2f} × as fast as {base} ({ratio.low:.2f} to {ratio.high:.2f})"
+    speed = f"{_subject(comparison, row)} is {ratio.middle:.2f} × as fast as {base} ({ratio.low:.2f} to {ratio.high:.2f})"
     if not judged:
         return f"{speed}."
     if better is None:
         return f"{speed}, and its result is no worse."
-    if _improvement(fastest):
-        return f"{speed}, and has {_better(comparison, fastest)}."
+    if _improvement(row):
+        return f"{speed}, and has {_better(comparison, row)}."
     return f"{speed}, and its result is no worse; {_subject(comparison, better)} has {_better(comparison, better)}."
 
 
@@ -96,18 +127,30 @@ def overview(comparison: Comparison) -> str:
     metric = next((row.verdict.metric for row in rows if row.verdict is not None), "the metric")
     difference, outcome = ([f"{metric} of the validation set"], ["no worse?", "seeds"]) if judged else ([], [])
     more, of_each = _more(comparison)
+    target, times = _target(comparison)
     cells = [
-        [f"<code>{escape(name)}</code>", *_of_arm(row, scale, not n, judged), *map(escape, of_each[n])]
+        [f"<code>{escape(name)}</code>", *times[n], *_of_arm(row, scale, not n, judged), *map(escape, of_each[n])]
         for n, (name, row) in enumerate(zip(names(comparison), rows, strict=True))
     ]
-    header = ["arm", *difference, "speed", "95 % interval", *outcome, *more]
+    header = ["arm", *target, *difference, "speed", "95 % interval", *outcome, *more]
     below = {"95 % interval": scale.axis()}
-    return rich_table(header, cells, [*difference, "error"], True, winner(comparison), below, name="The arms")
+    order, best = comparison.order(), winner(comparison)
+    highlighted = None if best is None else order.index(best)
+    return rich_table(header, [cells[n] for n in order], difference, True, highlighted, below, name="The arms")
+
+
+def _target(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
+    """The columns of the time to the target, where there is one: header, and the cells of each arm as HTML."""
+    if comparison.target is None:
+        return [], [[] for _ in comparison.rows]
+    times = comparison.times()
+    cells = [[arm.when, f"{arm.reached} of {len(arm.seconds)}", arm.cells(times[0])[-1]] for arm in times]
+    return [f"time to {comparison.target}", "reached", "sooner"], cells
 
 
 def _more(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     """The other figures of the arms, as far as they differ: header, and the cells of each arm."""
-    header = [name for name in comparison.table()[0] if name in MORE]
+    header = [name for name in comparison.table()[0] if name in MORE and name != "error"]  # which stands below
     at = [comparison.table()[0].index(name) for name in header]
     rows = [[row[n] for n in at] for row in comparison.table()[1]]
     kept = [n for n in range(len(header)) if len({row[n] for row in rows}) > 1]

@@ -42,6 +42,7 @@ def section(comparison: Comparison) -> list[str]:
     """One comparison's tables and chart."""
     called = names(comparison)
     header, rows = comparison.table()
+    rows = [rows[n] for n in comparison.order()]
     rounds = max((len(row.rates) for row in comparison.rows), default=0)
     how = (
         f"Relative to {called[0]}: {rounds} rounds, each with fresh processes that run two timed blocks of about "
@@ -49,7 +50,13 @@ def section(comparison: Comparison) -> list[str]:
         "rounds, the bar its 95 % interval (Wilcoxon), on a logarithmic axis around 1. Where the bar includes 1, the rounds do "
         "not distinguish the two."
     )
-    body = [overview(comparison), *blocks.paragraphs([how], soft=True), *blocks.paragraphs(comparison.notes)]
+    failed = [f"{name} failed: {row.error}" for name, row in zip(called, comparison.rows, strict=True) if row.error]
+    body = [
+        overview(comparison),
+        *blocks.paragraphs(failed),
+        *blocks.paragraphs([how], soft=True),
+        *blocks.paragraphs(comparison.notes),
+    ]
     body.append(blocks.folded("All figures", [blocks.table(header, rows, ("because", "error"), True, name="All figures")]))
     body.append(charts.grid([_rounds(comparison, called)]))
     body += blocks.paragraphs(["A change that all arms share is the machine's; a change of one arm alone is its own."], soft=True)
@@ -66,7 +73,7 @@ def _method() -> list[str]:
 def footer(verb: str, comparison: Comparison, argv: Sequence[str]) -> list[str]:
     """The command that repeats the measurement, and the environment in which it ran."""
     about = comparison.environment
-    rows = [(k, str(about[k])) for k in ("drivetrain", "python", "platform", "processor", "git_commit", "lock_hash")]
+    rows = [(k, str(about[k])) for k in ("drivetrain", "python", "platform", "processor", "git_commit", "lock_hash") if about[k]]
     rows += [(name, str(version)) for name, version in about["versions"].items()]
     return [
         blocks.heading("How to reproduce it"), blocks.command(f"drivetrain {verb} {shlex.join(argv)}".strip()),

@@ -130,7 +130,7 @@ def reach_of(plan: Plan, run: RunSpec) -> Reach | None:
     return Reach.parse(given) if given is not None else None
 
 
-def seconds_to(reach: Reach) -> str:
+def seconds_to(reach: Reach | str) -> str:
     """The name of the figure that says how long a run took to its target."""
     return f"seconds to {reach}"
 

@@ -81,14 +81,17 @@ def _check(settings: Settings, words: Sequence[str]) -> None:
         )
     if wrong := [word for word in words[2:] if "=" not in word]:
         raise UserError(f"'{wrong[0]}': after GOOD and BAD come overrides of both, of the form key=value")
-    if settings.rounds < LEAST_ROUNDS or settings.seeds < LEAST_SEEDS:
-        raise UserError(f"there is no interval to judge by with fewer than {LEAST_ROUNDS} rounds or {LEAST_SEEDS} seeds")
+    for name, count, least in (("rounds", settings.rounds, LEAST_ROUNDS), ("seeds", settings.seeds, LEAST_SEEDS)):
+        if count < least:
+            raise UserError(f"{name}={count}: fewer than {least} {name} give no interval to judge by: set {name}={least}")
 
 
 def _same(words: Sequence[str], changes: Changes, quality: bool) -> str:
     """The message that there is nothing to bisect."""
     if changes.not_tried:
-        reason = "change no result" if quality else "do not change how fast a step is: quality=true bisects the result"
+        several = len(changes.not_tried) > 1
+        no_speed = f"{'do' if several else 'does'} not change how fast a step is: quality=true bisects the result"
+        reason = f"change{'' if several else 's'} no result" if quality else no_speed
         return f"{words[0]} and {words[1]} differ only in {', '.join(changes.not_tried)}, which {reason}"
     hint = f"`drivetrain recipe diff {words[0]} {words[1]}` shows where they ran" if "=" not in words[0] + words[1] else ""
     return f"{words[0]} and {words[1]} are the same config, so no change can make a difference" + (hint and f": {hint}")

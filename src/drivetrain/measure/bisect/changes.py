@@ -18,7 +18,8 @@ from drivetrain.run.identity import flatten
 
 SAME_DATA = ("task", "data")  # groups whose options the two must share
 NEVER_TRIED = ("output_dir", "resume", "resume_changed", "recipe", "trust", "select", "logger")
-NOT_OF_SPEED = ("epochs", "updates", "evaluate_every", "stop")  # they change how long a run is, and not how fast a step is
+# How long a run is, and its random numbers: a step is as fast with others.
+NOT_OF_SPEED = ("epochs", "updates", "evaluate_every", "stop", "runtime.seed")
 NOT_OF_QUALITY = ("runtime.seed", "saving")  # seeds are paired, and a saved run learns nothing from that
 
 

@@ -45,7 +45,7 @@ class Report:
         if found.effect is None:
             return [name, "–", "", "", str(found.pairs or ""), printable(found.problem)]
         whole = self.answer.whole.effect.middle if self.answer.whole.effect is not None else 0.0
-        share = f"{100 * found.effect.middle / whole:.0f} %" if whole and self.answer.outcome != NONE else ""
+        share = f"{round(100 * found.effect.middle / whole)} %" if whole and self.answer.outcome != NONE else ""
         return [name, *self.measurer.shown(found.effect), share, str(found.pairs), printable(found.problem)]
 
     def conclusion(self) -> list[str]:

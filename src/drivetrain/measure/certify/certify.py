@@ -143,7 +143,8 @@ def refuse_random_layers(run: RunSpec, ours: Trace, theirs: Trace) -> None:
     knobs = [f"model.{key}=0" for key, value in vars(run.model).items() if "drop" in key and isinstance(value, float) and value]
     what = " ".join(knobs) or "their probabilities to 0, as model.kwargs={drop_rate: 0} does for many of timm's models"
     more = " …" if len(layers) > 3 else ""
+    draw = "draws" if len(layers) == 1 else "draw"
     raise UserError(
-        f"{', '.join(layers[:3])}{more} draws random numbers, and the two runs do not draw the same ones, so that their "
+        f"{', '.join(layers[:3])}{more} {draw} random numbers, and the two runs do not draw the same ones, so that their "
         f"difference says nothing about the mathematics: set {what} for both"
     )

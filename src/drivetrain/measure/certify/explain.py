@@ -83,7 +83,16 @@ def _where(finding: Finding) -> str:
 
 
 def lines(verdict: Verdict, tested: Trace, reference: Trace, roundoff: float) -> list[str]:
-    """Return the verdict in sentences."""
+    """Return the verdict in sentences, and where a run's precision does less on this machine than its name says."""
+    notices = [
+        f"  precision of {whose}: {trace.notice}. There it has no effect: this answer is not one for machines where it has"
+        for whose, trace in (("this run", tested), ("the other run", reference))
+        if trace.notice
+    ]
+    return [*_verdict(verdict, tested, reference, roundoff), *notices]
+
+
+def _verdict(verdict: Verdict, tested: Trace, reference: Trace, roundoff: float) -> list[str]:
     tensors = f"{len(verdict.findings):,} tensors"
     if verdict.answer != DIFFERS:
         if verdict.bit_for_bit:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -12,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import UserError
-from drivetrain.core.forking import ForkedProcess
+from drivetrain.core.forking import forked
+from drivetrain.core.signals import ended_by_signals
 from drivetrain.launch.job import Job
 from drivetrain.measure.certify.trace import Trace
 from drivetrain.run import directory
@@ -23,27 +22,20 @@ def run_recorded(job: Job, updates: int, **look: Any) -> Trace:
     """Return the trace of a run's first updates; `look` holds further fields of record.Look. Raises UserError."""
     import torch  # noqa: F401 - imported once here, because the processes are forked
 
-    connection, child_end = multiprocessing.Pipe(duplex=False)
     folder = directory.create(Path(job.run.values["output_dir"]), "certify")
-    sys.stdout.flush()
-    sys.stderr.flush()
-    process: Any = ForkedProcess(target=_child, args=(job, {"updates": updates, **look}, folder, child_end))
     try:
-        process.start()
-        child_end.close()
-        try:
-            found = connection.recv()
-        except EOFError:
-            process.join()
-            result = Result.read(folder)
-            raise UserError((result and result.error) or f"a run ended with code {process.exitcode}") from None
-        if isinstance(found, Trace):
-            return found
-        raise UserError(found)
+        with ended_by_signals(), forked(_child, job, {"updates": updates, **look}, folder) as (process, connection):
+            try:
+                found = connection.recv()
+            except EOFError:
+                process.join()
+                result = Result.read(folder)
+                raise UserError((result and result.error) or f"a run ended with code {process.exitcode}") from None
     finally:
-        process.kill()
-        process.join()
         directory.remove(folder)
+    if isinstance(found, Trace):
+        return found
+    raise UserError(found)
 
 
 def _child(job: Job, look: dict[str, Any], folder: Path, connection: Connection) -> None:

@@ -76,6 +76,7 @@ class Recorder:
         for name, value in trainer.progress.final.items():
             self.trace.add(self.update, "evaluation", name, of_numbers(value, rounding=FLOAT32))
         self._look_for_dropout()
+        self.trace.notice = trainer.precision.notice()
         return self._merged(parallel.gather_object((parallel.data_world.rank, self.trace, dict(self.rows))))
 
     def _watched(self, trainer: Any) -> Any:

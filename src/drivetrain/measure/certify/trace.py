@@ -65,6 +65,7 @@ class Trace:
     settings: dict[str, dict[str, float]] = field(default_factory=dict)  # parameter's name → its optimizer settings
     random: list[str] = field(default_factory=list)  # what drew random numbers in the forward; empty where nothing did
     skipped: int = 0  # updates that an overflow skipped
+    notice: str = ""  # what the run's precision does not do on this device
     unseen: list[str] = field(default_factory=list)  # what cannot be looked into, and why, for the report
 
     def add(self, update: int, phase: str, name: str, entry: Entry) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,8 +17,8 @@ from drivetrain.measure.benchmark.facts import Facts
 from drivetrain.measure.claims import provenance
 from drivetrain.measure.claims.kinds import Wanted
 from drivetrain.measure.claims.write import SOFTWARE, assembled, check_file
+from drivetrain.recipe import own_code, sections
 from drivetrain.recipe import reader as recipes
-from drivetrain.recipe import sections
 from drivetrain.recipe import write as recipe_text
 from drivetrain.recipe.claim import SETS, Claim, Device
 from drivetrain.recipe.safe_yaml import printable
@@ -52,7 +53,7 @@ def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
         echo(text, end="")
         return DONE
     file.write_text(text, encoding="utf-8")
-    echo(f"written to {file}: run it by `python -m src.train recipe={file}`")
+    echo(f"written to {file}: {_next(file, read_runs([Path(words[0])])[0])}")
     return DONE
 
 
@@ -75,8 +76,33 @@ def export(run_dirs: Sequence[Path], settings: Settings | None = None) -> str:
     asked = settings if settings is not None and settings != Settings() else None
     has_claim = len(runs) > 1 or runs[0].status == "completed" or asked is not None  # a killed run leaves a recipe too
     claim = claim_of_runs(runs, asked or Settings()) if has_claim else None
-    text = recipe_text.with_section(recipes.raw_of_run(runs[0].path).decode(), claim.text() if claim is not None else "")
+    more = _brought(runs[0]) + (claim.text() if claim is not None else "")
+    text = recipe_text.with_section(recipes.raw_of_run(runs[0].path).decode(), more)
     return provenance.of([run.path for run in runs]) + text
+
+
+def _next(file: Path, run: RunFiles) -> str:
+    """How the recipe of a run is run."""
+    choices, trust = recipes.read_of_run(run.path).choices, _trusted(run)
+    if package := next((word.partition("@")[0] for word in trust if "@" in word), None):
+        return f"pack it with its code by `drivetrain recipe bundle {shlex.join([str(file), '--with', package])}`"
+    words = [f"recipe={file}", *own_code.words(choices, run.config, trust)]
+    return f"run it by `drivetrain train {printable(shlex.join(words))}`"
+
+
+def _brought(run: RunFiles) -> str:
+    """The names of the classes that the bundle of a run has brought, as YAML: a bundle's recipe may name them."""
+    packages = {word.partition("@")[0] for word in _trusted(run) if "@" in word}
+    found = own_code.targets(recipes.read_of_run(run.path).choices, run.config)
+    brought = {key: name for key, name in found.items() if name.partition(".")[0] in packages}
+    return recipe_text.block(brought) if brought else ""
+
+
+def _trusted(run: RunFiles) -> list[str]:
+    """The words of `trust` that a run recorded."""
+    local = run.environment.get("machine_local")
+    trust = local.get("trust") if isinstance(local, dict) else None
+    return [str(word) for word in trust] if isinstance(trust, list) else []
 
 
 def read_runs(run_dirs: Sequence[Path]) -> list[RunFiles]:

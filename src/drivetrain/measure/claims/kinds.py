@@ -24,6 +24,8 @@ HOLDS, REFUTED, UNTOLD, SKIPPED = "holds", "does not hold", "cannot be told here
 NOTHING_TOLD = 4  # the exit code where nothing was refuted, and nothing could be told
 LEVEL = 0.02  # of a refutation by chance
 FLOOR = 0.005  # a metric may always be worse by this share of its mean
+WIDE = 0.05  # chance that allows a larger share confirms nothing, unless it is within 2 standard deviations of the new seeds
+MIN_FREEDOM = 3  # degrees of freedom of a spread that may confirm a claim
 MORE_MEMORY, MORE_ENERGY = 0.10, 0.25  # that runs may need beyond the claim
 SLOWER = 2.0  # a machine's speed may differ by this factor from one hour to the next
 
@@ -168,7 +170,7 @@ class FinalMetric(OfRuns):
 
         freedom = claimed.n + again.n - 2
         if not freedom:
-            return UNTOLD, "one run each shows no spread: set seeds=3"
+            return UNTOLD, "one run each shows no spread: set seeds=5"
         better = seen.better.get(claimed.metric)
         apart = again.mean - claimed.mean
         worse_by = abs(apart) if better is None else -apart if better(0.0, 1.0) == 1.0 else apart
@@ -177,9 +179,15 @@ class FinalMetric(OfRuns):
         by_chance = float(t.ppf(1 - (LEVEL / 2 if better is None else LEVEL), freedom)) * error
         allowed = max(by_chance, FLOOR * abs(claimed.mean))
         word = "apart" if better is None else "worse"
-        if worse_by <= allowed:
-            return HOLDS, f"not {word} by more than {allowed:.2g} (t-test at {100 * LEVEL:g} %, at least {100 * FLOOR:g} %)"
-        return REFUTED, f"{word} by {worse_by:.2g}; chance allows {allowed:.2g} (t-test at {100 * LEVEL:g} %)"
+        if worse_by > allowed:
+            return REFUTED, f"{word} by {worse_by:.2g}; chance allows {allowed:.2g} (t-test at {100 * LEVEL:g} %)"
+        more = f"too few seeds: set seeds={max(5, 2 * again.n)}"
+        if freedom < MIN_FREEDOM:
+            return UNTOLD, f"{more} ({claimed.n} and {again.n} runs hardly show the spread)"
+        # Of the new seeds alone: else a claim with a large spread would allow itself what it likes.
+        if worse_by > FLOOR * abs(claimed.mean) and by_chance > max(WIDE * abs(claimed.mean), 2 * (again.sd or 0.0)):
+            return UNTOLD, f"{more} (it is {word} by {worse_by:.2g}, and chance allows {by_chance:.2g})"
+        return HOLDS, f"not {word} by more than {allowed:.2g} (t-test at {100 * LEVEL:g} %, at least {100 * FLOOR:g} %)"
 
 
 class TimeToTarget(OfRuns):

@@ -87,6 +87,8 @@ def _run_by_itself(spec: ArmSpec, job: Job, seed: int, folder: Path, signals: Si
     command = [*process.command("drivetrain"), "train", "--quiet", *folders, *words]
     child = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, encoding="utf-8")
     signals.launcher = _Child(child)  # type: ignore[assignment]
+    if signals.raised:
+        child.send_signal(signals.raised)
     _, told = child.communicate()
     signals.launcher = None
     errors = [line.removeprefix("error: ") for line in told.splitlines() if line.startswith("error: ")]

@@ -14,6 +14,7 @@ from drivetrain.measure.benchmark.comparison import Row
 from drivetrain.measure.benchmark.facts import Facts
 from drivetrain.measure.claims import kinds
 from drivetrain.measure.claims.kinds import Wanted
+from drivetrain.recipe import own_code
 from drivetrain.recipe.claim import Against, Claim, Data, Device, Speed
 from drivetrain.recipe.safe_yaml import printable
 from drivetrain.run import environment, recipe_file
@@ -81,7 +82,7 @@ def data_of(runs: Sequence[Facts]) -> Data | None:
 
 def own_groups(job: Job) -> set[str]:
     """The groups whose option is the user's own class, which no recipe may choose."""
-    return {group for group, option in job.composed.choices.items() if option == "own"}
+    return {group for group, option in job.composed.choices.items() if own_code.is_own(group, option)}
 
 
 def recipe_text(job: Job, against: dict[str, Any], row: Row, base_row: Row | None = None, comments: Sequence[str] = ()) -> str:

@@ -85,9 +85,11 @@ def command(argv: Sequence[str], config_dirs: Sequence[str] = (), as_json: bool 
 
 
 def _quoted(word: str) -> str:
-    """A device whose name is a number, such as 4090, as a text."""
+    """A device in lower case, as H100; one whose name is a number, such as 4090, as a text."""
     key, _, value = word.partition("=")
-    return f"device='{value}'" if key == "device" and value.isdecimal() else word
+    if key != "device":
+        return word
+    return f"device='{value}'" if value.isdecimal() else f"device={value.lower()}"
 
 
 def forecast(

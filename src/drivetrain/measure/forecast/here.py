@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from drivetrain.core import limits
 from drivetrain.core.files import write_json
 from drivetrain.core.peak_flops import measured
+from drivetrain.core.user_state import user_state
 from drivetrain.measure.forecast import replay
 from drivetrain.measure.forecast.devices import HERE, Device
 from drivetrain.measure.forecast.figure import Figure
@@ -29,7 +29,7 @@ CORRECTION = {"cpu": Figure(1.08, 0.63, 1.68)}
 
 def state_file() -> Path:
     """The file of what was measured: below $XDG_STATE_HOME, else ~/.local/state."""
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "drivetrain" / "forecast.json"
+    return user_state() / "forecast.json"
 
 
 def this_device(device: torch.device, formats: tuple[str, ...]) -> Device:

@@ -26,6 +26,7 @@ class Ranks:
     shards: int = 1  # over which weights, gradients and optimizer state are divided
     keeps_gathered: bool = False  # whole weights stay between forward and backward
     whole_gradients: bool = False  # gradients are divided only at an update's last micro-batch
+    offloaded: bool = False  # a rank's own part of them is in the host's memory
     largest_block: float = 0.0  # bytes of the weights of the largest block that is gathered at once
 
 
@@ -54,15 +55,16 @@ def peak_memory(counted: Mapping[str, int], at_most: float, measured: bool, rank
 def sharded(parts: Mapping[str, float], ranks: Ranks) -> dict[str, float]:
     """Divide what the ranks share. A block's weights are gathered while the one before it computes, its gradients are whole."""
     n = ranks.shards
-    if n == 1:
+    if n == 1 and not ranks.offloaded:
         return dict(parts)
+    own = 0.0 if ranks.offloaded else 1 / n  # of what is divided
     gathered = parts[PARAMETERS] if ranks.keeps_gathered else 2 * ranks.largest_block
-    gradients = parts[GRADIENTS] if ranks.whole_gradients else parts[GRADIENTS] / n + ranks.largest_block
+    gradients = parts[GRADIENTS] if ranks.whole_gradients else own * parts[GRADIENTS] + ranks.largest_block
     return {
         **parts,
-        PARAMETERS: parts[PARAMETERS] / n + gathered,
+        PARAMETERS: own * parts[PARAMETERS] + gathered,
         GRADIENTS: gradients,
-        STATE: parts[STATE] / n,
+        STATE: own * parts[STATE],
     }
 
 

@@ -67,7 +67,7 @@ def _staged(answer: Any) -> Iterator[str]:
         yield f"  an update     {_figure(found.step, seconds)}; {found.samples / found.step.value:,.0f} samples a second"
         yield f"  limited by    {found.limit}"
     found = max((stage.answer.forecast for stage in answer.stages), key=lambda each: each.memory.peak.high)
-    yield f"whole run     {_figure(answer.whole, duration)}"
+    yield f"whole run     {_figure(answer.whole, run_time)}"
     yield f"peak memory   {_figure(found.memory.peak, size)} of {size(found.memory_limit)} on {found.device}"
     yield from dict.fromkeys(note for stage in answer.stages for note in _notes(stage.answer))
 
@@ -102,7 +102,7 @@ def _time(found: Any) -> Iterator[str]:
         yield f"  {100 * found.timed_share:.0f} % of it was timed here, operation by operation; the rest is a roofline"
     pace = found.samples / step.value
     yield f"data needed   {pace:,.0f} samples a second, {size(found.sample_bytes * pace)}/s as the model gets them"
-    yield f"whole run     {_figure(found.whole, duration)} for {found.updates:,} updates and the evaluations"
+    yield f"whole run     {_figure(found.whole, run_time)} for {found.updates:,} updates and the evaluations"
 
 
 def _what_if(rows: list[Any]) -> Iterator[str]:
@@ -145,3 +145,8 @@ def seconds(value: float) -> str:
     if value >= 1:
         return f"{value:.3g} s"
     return f"{1e3 * value:.3g} ms" if value >= 1e-3 else f"{1e6 * value:.3g} µs"
+
+
+def run_time(value: float) -> str:
+    """The time of a run in few characters, however short it is."""
+    return duration(value) if value >= 1 else seconds(value)

@@ -13,7 +13,6 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.option import RunSpec
 from drivetrain.core.overrides import format_value
 from drivetrain.launch.job import Job
-from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure.benchmark import arms
 from drivetrain.measure.forecast.devices import HERE
 from drivetrain.measure.forecast.figure import Figure
@@ -50,11 +49,11 @@ class Plan:
     def look(self) -> Job:
         """The run that is built here. On another device no layer is timed for this CPU's sake."""
         changes = [*ALONE, *(["runtime.device=cpu"] if self.device != HERE else [])]
-        if self.run.checkpointing.chosen_by_compiler:
+        if self.run.checkpointing.chosen_by_compiler or self.run.checkpointing.keeps_on_host:
             changes.append("checkpointing=none")
         if not self.run.batch.fixed_micro_batches and not self.run.batch.buckets_lengths:  # batch=auto finds its own
             changes.append("batch=fixed")
-        job = prepare_job(apply(arms.without_saving(self.overrides), changes, self.config_dirs), self.config_dirs)
+        _, job = arms.prepare_without_saving(apply(self.overrides, changes, self.config_dirs), self.config_dirs)
         if self.device == HERE:
             return job
         precision: Any = replace_setting(job.run.precision, looks_for_slow_layers=False)
@@ -94,6 +93,7 @@ class Plan:
         largest = max(sum(p.nbytes for p in block.parameters()) for block in blocks)
         return Ranks(
             count, shards, keeps_gathered=not getattr(parallel, "reshard_after_forward", True), largest_block=largest,
+            offloaded=getattr(parallel, "offload", False),
             whole_gradients=self.micro_batches() > 1 and not getattr(parallel, "sync_each_micro", False),
         )  # fmt: skip
 
@@ -109,10 +109,16 @@ def replace_setting(option: Any, **values: Any) -> Any:
 
 def plan(overrides: Sequence[str], config_dirs: Sequence[str], device: str) -> Plan:
     """Validate a run that is planned. Raises UserError."""
-    job = prepare_job(arms.without_saving(list(overrides)), config_dirs)
+    _, job = arms.prepare_without_saving(overrides, config_dirs)
     notes = []
     if job.run.checkpointing.chosen_by_compiler:
         notes.append("checkpointing=budget is the compiler's to choose: the peak is forecast with every activation kept")
+    if job.run.checkpointing.keeps_on_host:
+        notes.append(
+            f"{job.run.named('checkpointing')} is not recorded: the peak is forecast with every activation on the device"
+        )
+    if getattr(job.run.parallel, "offload", False):
+        notes.append("parallel.offload=true: the copies to the host, and the optimizer's step there, are not in the time")
     if job.run.compile.active:
         notes.append(
             f"{job.run.named('compile')}: what it saves is assumed, not recorded (pointwise traffic × "

@@ -110,8 +110,8 @@ def _saving(profile: StepProfile, every_updates: int | None) -> Iterator[Problem
             share,
             "saving",
             f"saving takes {share:.0%} of the time",
-            f"{saves} checkpoints an epoch of {epoch_s:.1f} s, {1e3 * profile.saving_s:.0f} ms each",
-            ("saving.every_updates=null saving.every_minutes=10",) if every_updates else (),
+            f"{saves} checkpoint{'s' * (saves != 1)} an epoch of {epoch_s:.1f} s, {1e3 * profile.saving_s:.0f} ms each",
+            (*(("saving.every_updates=null saving.every_minutes=10",) if every_updates else ()), "saving.asynchronous=true"),
         )
 
 

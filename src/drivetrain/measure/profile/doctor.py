@@ -180,6 +180,7 @@ def prove(found: Diagnosis, overrides: list[str], config_dirs: Sequence[str], se
     done = found.comparisons["What could help, each by itself"] = comparison.measure(
         [base, *specs], benchmark, overrides, no_gain
     )
+    done.raise_if_baseline_failed()
     compare.show(done)
     faster = [row for row in done.rows[1:] if row.ratio is not None and row.ratio.low > 1 and not row.pays_too_late]
     faster.sort(key=lambda row: -row.ratio.middle if row.ratio else 0.0)

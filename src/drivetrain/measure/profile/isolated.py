@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import signal
-import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
 from drivetrain.core.errors import UserError
-from drivetrain.core.forking import ForkedProcess
+from drivetrain.core.forking import forked
 from drivetrain.core.signals import ended_by_signals
 from drivetrain.launch.job import Job
 from drivetrain.run import directory
@@ -24,27 +21,19 @@ def run_isolated(probe: Callable[[Any], T], job: Job) -> T:
     """Build the job's trainer in a forked process, and return `probe(trainer)`. Raises UserError with what went wrong."""
     import torch  # noqa: F401 - imported once here, because the process is forked
 
-    connection, child_end = multiprocessing.Pipe()
     folder = directory.create(Path(job.run.values["output_dir"]), "probe")
-    sys.stdout.flush()
-    sys.stderr.flush()
-    process: Any = ForkedProcess(target=_child, args=(probe, job, folder, child_end))
-    with ended_by_signals():  # else SIGTERM would leave the process behind
-        try:
-            process.start()
-            child_end.close()
+    try:
+        with ended_by_signals(), forked(_child, probe, job, folder) as (process, connection):
             try:
                 error, value = connection.recv()
             except EOFError:
                 process.join()
                 raise UserError(f"the process that profiled the run ended with code {process.exitcode}") from None
-            if error is not None:
-                raise UserError(error.splitlines())
-            return value  # type: ignore[no-any-return]
-        finally:
-            process.kill()
-            process.join()
-            directory.remove(folder)
+    finally:
+        directory.remove(folder)
+    if error is not None:
+        raise UserError(error.splitlines())
+    return value  # type: ignore[no-any-return]
 
 
 def _child(probe: Callable[[Any], T], job: Job, folder: Path, connection: Connection) -> None:
@@ -54,8 +43,6 @@ def _child(probe: Callable[[Any], T], job: Job, folder: Path, connection: Connec
     from drivetrain.core.world import World
     from drivetrain.engine import build
 
-    for number in (signal.SIGTERM, signal.SIGINT):  # the parent's handlers are the parent's
-        signal.signal(number, signal.SIG_DFL)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     try:
         validate.validate_device(job.run)

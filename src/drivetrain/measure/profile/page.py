@@ -43,5 +43,5 @@ def conclusion(found: Diagnosis) -> str:
 
 
 def _facts(about: dict[str, Any]) -> list[tuple[str, str]]:
-    rows = [(k, str(about[k])) for k in ("drivetrain", "python", "platform", "processor", "git_commit")]
+    rows = [(k, str(about[k])) for k in ("drivetrain", "python", "platform", "processor", "git_commit") if about[k]]
     return rows + [(name, str(version)) for name, version in about["versions"].items()]

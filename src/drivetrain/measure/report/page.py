@@ -13,7 +13,8 @@ from drivetrain.ui.pages import blocks, charts, classes, run
 from drivetrain.ui.pages.charts import Curve
 
 if TYPE_CHECKING:
-    from drivetrain.measure.report.report import Table, Target
+    from drivetrain.measure.report.over_seeds import Target
+    from drivetrain.measure.report.report import Table
 
 MAX_CURVES = 60  # runs with curves
 MOST_TABLES = 6  # runs whose confusion matrices are shown; those of more are in their result.json
@@ -21,14 +22,19 @@ MOST_KNOBS = 12  # knobs that are drawn
 OVER = ("updates", "samples", "seconds")
 
 
-def report_page(runs: Sequence[RunFiles], found: Table, verdict: str, target: Target, seeds: Sequence[str]) -> str:
-    """One file: the answer, the table, the metric over each knob, and curves."""
+def report_page(
+    runs: Sequence[RunFiles], found: Table, verdict: str, target: Target, seeds: Sequence[str], ranked: bool = False
+) -> str:
+    """One file: the answer, the table, the metric over each knob, and curves.
+
+    `ranked`: the runs stand by their time to the target.
+    """
     drawn = _best(runs, MAX_CURVES)
     shown = [f"Curves are those of the best {MAX_CURVES}."] if len(runs) > MAX_CURVES else []
     if not seeds and len(runs) > 1:
         shown.append("Each config ran with one seed. Several, as in runtime.seed=0,1,2, tell whether a difference is chance.")
     header, rows, same = blocks.differing_columns(found.header, found.rows, always=3)
-    body = [_table(runs, header, rows, target), *blocks.paragraphs(shown, soft=True)]
+    body = [_table(runs, header, rows, target, ranked), *blocks.paragraphs(shown, soft=True)]
     body += blocks.paragraphs([f"The same for all: {', '.join(f'{name} {cell}' for name, cell in same)}."] if same else [], True)
     if seeds:
         body += [blocks.heading("Over seeds"), *blocks.paragraphs(seeds)]
@@ -48,10 +54,17 @@ def report_page(runs: Sequence[RunFiles], found: Table, verdict: str, target: Ta
     return blocks.page("Runs compared – drivetrain report", verdict, body)
 
 
-def _table(runs: Sequence[RunFiles], header: Sequence[str], rows: Sequence[Sequence[str]], target: Target) -> str:
-    """The table, with the best run highlighted, and bars of speed and memory."""
+def _winner(runs: Sequence[RunFiles], target: Target, ranked: bool) -> int | None:
+    """The number of the run that is highlighted: the first at the target, or else the best by the metric that all share."""
+    if ranked and target is not None:
+        return 0 if runs[0].to_target(target) is not None else None
     best = _best(runs, 1)[0]
-    winner = runs.index(best) if best.best() is not None and len({r.metric for r in runs if r.metric}) == 1 else None
+    return runs.index(best) if best.best() is not None and len({r.metric for r in runs if r.metric}) == 1 else None
+
+
+def _table(runs: Sequence[RunFiles], header: Sequence[str], rows: Sequence[Sequence[str]], target: Target, ranked: bool) -> str:
+    """The table, with the best run highlighted, and bars of speed and memory."""
+    winner = _winner(runs, target, ranked)
     of: dict[str, Callable[[RunFiles], float | None]] = {
         "samples/s": lambda r: r.result.samples_per_second if r.result else None,
         "peak memory": lambda r: r.result.peak_memory_bytes if r.result else None,

@@ -13,13 +13,11 @@ from typing import NamedTuple
 
 from drivetrain.core.errors import DONE, UserError
 from drivetrain.core.option import CountOrZero
-from drivetrain.core.selection import Selection
+from drivetrain.core.spreadsheet import spreadsheet
 from drivetrain.core.target import Reach
-from drivetrain.core.typed import fits
 from drivetrain.measure import arguments
-from drivetrain.measure.benchmark import noninferiority, quality
-from drivetrain.measure.cells import figure, setting, spreadsheet
-from drivetrain.measure.intervals import deviation
+from drivetrain.measure.cells import figure, setting
+from drivetrain.measure.report.over_seeds import Target, seconds_to, summarize_seeds
 from drivetrain.run import directory
 from drivetrain.run.reader import RunFiles, differing, find
 from drivetrain.ui import terminal
@@ -27,8 +25,7 @@ from drivetrain.ui.output import echo
 from drivetrain.ui.pages import run as run_page
 from drivetrain.ui.pages.blocks import differing_columns, sentence
 
-ENDED = ("completed", "failed", "diverged")  # the statuses of runs that ended by themselves
-MAX_ROWS, WIDTH = 40, 100  # rows in the terminal, and characters where there is none
+MAX_ROWS, WIDTH, LONGEST = 40, 100, 48  # rows in the terminal, characters where there is none, and of a cell
 # Columns that a narrow table leaves out, in order.
 SPARE = (
     "waiting for data",
@@ -37,7 +34,6 @@ SPARE = (
     "run time",
     "samples/s",
 )
-Target = float | Reach | None  # a number is of the runs' own metric
 UNREADABLE = "its result.json is none that drivetrain writes"
 
 
@@ -61,9 +57,9 @@ def command(argv: Sequence[str]) -> int:
     runs = find([Path(argument).expanduser() for argument in rest or ["outputs"]])
     if isinstance(target, Reach) and not any(target.metric in values for run in runs for values in run.evaluated.values):
         raise UserError(f"target={target}: no run has evaluated {target.metric}")
-    target = common_target(runs) if target is None else target
-    found = table(runs, target)
-    return _of_one(runs[0], found, settings) if len(runs) == 1 else _of_several(runs, found, target, settings)
+    if len(runs) == 1:
+        return _of_one(runs[0], table(runs, common_target(runs) if target is None else target), settings)
+    return _of_several(runs, target, settings)
 
 
 def _of_one(run: RunFiles, found: Table, settings: Settings) -> int:
@@ -88,21 +84,28 @@ def _of_one(run: RunFiles, found: Table, settings: Settings) -> int:
     return DONE
 
 
-def _of_several(runs: Sequence[RunFiles], found: Table, target: Target, settings: Settings) -> int:
-    """Show the table, and write the page and the CSV."""
+def _of_several(runs: Sequence[RunFiles], asked: Target, settings: Settings) -> int:
+    """Show the table, and write the page and the CSV. With a target that was asked for, the runs are ranked by it."""
+    seeds = summarize_seeds(runs, asked)
+    target = common_target(runs) if asked is None else asked
+    runs = runs if asked is None else sorted(runs, key=lambda run: seconds_to(run, asked))
+    found = table(runs, target, first=asked is not None)
+    answer = verdict(runs, found.names, asked)
     shown, cells = _for_terminal(found)
-    spare = [*SPARE, *(name for name in shown if name.startswith("time to ") or name.endswith(" at the end"))]
-    terminal.table_that_fits(shown, cells, spare, WIDTH)
+    timed = [name for name in shown if name.startswith("time to ")] if asked is None else []
+    spare = [*SPARE, *timed, *(name for name in shown if name.endswith(" at the end"))]
+    knobs = sorted(shown[:2:-1], key=lambda name: "." not in name)  # the run's name has those that were set
+    kept = ("status", *(name for name in shown if asked is not None and name.startswith("time to ")))
+    terminal.table_that_fits(shown, cells, [*spare, "error", *(name for name in knobs if name not in kept)], WIDTH)
     if len(runs) > MAX_ROWS:
         echo(f"… and {len(runs) - MAX_ROWS} more, all in the page and the CSV")
-    seeds = summarize_seeds(runs, target if settings.target is not None else None)
-    for line in [*seeds, sentence(verdict(runs, found.names))]:
+    for line in [*seeds, sentence(answer)]:
         echo(line)
     from drivetrain.measure.report.page import report_page
 
     folder = _folder(settings)
     _write_csv(folder, found)
-    run_page.write(report_page(runs, found, verdict(runs, found.names), target, seeds), folder / run_page.FILE)
+    run_page.write(report_page(runs, found, answer, target, seeds, asked is not None), folder / run_page.FILE)
     echo(f"written to {folder}/{run_page.FILE} and report.csv")
     return DONE
 
@@ -150,16 +153,18 @@ def named(runs: Sequence[RunFiles]) -> list[str]:
     return names
 
 
-def verdict(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
-    """Which run is the best, in one sentence."""
+def verdict(runs: Sequence[RunFiles], names: Sequence[str], target: Target = None) -> str:
+    """Which run is the best, or is at a target first, in one sentence."""
     completed = sum(run.status == "completed" for run in runs)
     of = f"Of {len(runs)} runs" + (f", {completed} of which completed," if completed < len(runs) else ",")
+    if target is not None:
+        return f"{of} {_first_at(runs, names, target)}"
     metrics = {run.metric for run in runs if run.metric}
     values = [(value, n) for n, run in enumerate(runs) if (value := run.best()) is not None and math.isfinite(value)]
     if not values:
         return f"{of} none has been evaluated"
     if len(metrics) > 1:
-        return f"{of} none is the best: they are judged by {', '.join(sorted(metric[0] for metric in metrics))}"
+        return f"{of} none is the best: they use different metrics ({', '.join(sorted(metric[0] for metric in metrics))})"
     (metric, more) = metrics.pop()
     ranked = sorted(values, reverse=more)
     (best, n), (worst, _) = ranked[0], ranked[-1]
@@ -167,9 +172,23 @@ def verdict(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
     of_set = runs[n].evaluated.set
     if ties == len(values) > 1:
         return f"{of} all reached the same: {metric} {best:.4f} on the {of_set} set"
-    also = f" (as have {ties - 1} others)" if ties > 1 else ""
+    others = "has 1 other" if ties == 2 else f"have {ties - 1} others"
+    also = f" (as {others})" if ties > 1 else ""
     against = f", and the worst {worst:.4f}" if len(values) > 1 else ""
     return f"{of} {names[n]} is the best{also}: it reached {metric} {best:.4f} on the {of_set} set{against}"
+
+
+def _first_at(runs: Sequence[RunFiles], names: Sequence[str], target: float | Reach) -> str:
+    """Which run reached a target first, in the rest of a sentence."""
+    what = str(target) if isinstance(target, Reach) else f"{target:.4g}"
+    reached = sorted((seconds, n) for n, run in enumerate(runs) if math.isfinite(seconds := seconds_to(run, target)))
+    if not reached:
+        return f"none reached {what}"
+    seconds, n = reached[0]
+    others = (
+        f"; {len(reached)} of them reached it" if len(reached) < len(runs) else f", and the last after {reached[-1][0]:.1f} s"
+    )
+    return f"{names[n]} reached {what} first, after {seconds:.1f} s{others}"
 
 
 class Table(NamedTuple):
@@ -180,8 +199,11 @@ class Table(NamedTuple):
     rows: list[list[str]]
 
 
-def table(runs: Sequence[RunFiles], target: Target) -> Table:
-    """The table: name, metric, speed, then the keys that differ and the other figures; no column that is empty in all rows."""
+def table(runs: Sequence[RunFiles], target: Target, first: bool = False) -> Table:
+    """The table: name, metric, speed, then the keys that differ and the other figures; no column that is empty in all rows.
+
+    `first`: the time to the target stands beside the name.
+    """
     keys, names = sorted(differing(runs), key=lambda key: "." in key), named(runs)  # options before their knobs
     metrics = {run.metric[0] for run in runs if run.metric}
     metric = metrics.pop() if len(metrics) == 1 else "metric"
@@ -197,6 +219,10 @@ def table(runs: Sequence[RunFiles], target: Target) -> Table:
     for name, run in zip(names, runs, strict=True):
         best, speed, *rest = _figures(run, target, metric == "metric")
         rows.append([name, best, speed, run.status, *(setting(run.config.get(k)) for k in keys), *rest])
+    if first:
+        at = header.index(time_to(target))
+        for cells in (header, *rows):
+            cells.insert(1, cells.pop(at))
     used = [n for n in range(len(header)) if n < 4 or any(row[n] not in ("–", "") for row in rows)]
     return Table(names, [header[n] for n in used], [[row[n] for n in used] for row in rows])
 
@@ -229,72 +255,8 @@ def _for_terminal(found: Table) -> tuple[list[str], list[list[str]]]:
     left_out = {"folder", "samples/s, middle 80 %", "update, 95th percentile", "updates made", "compiling"}
     header, rows, _ = differing_columns(found.header, found.rows, always=3)
     kept = [n for n, name in enumerate(header) if name not in left_out]
-    return [header[n] for n in kept], [[row[n] for n in kept] for row in rows[:MAX_ROWS]]
+    return [header[n] for n in kept], [[_cut(row[n]) for n in kept] for row in rows[:MAX_ROWS]]
 
 
-def summarize_seeds(runs: Sequence[RunFiles], target: Target = None) -> list[str]:
-    """A line for each config that was run with several seeds: its metric's mean and spread, and the verdict on its quality.
-
-    The verdict is against the first such config on the same data and loss, the oldest, seed by seed. Runs that were stopped
-    are left out. With a `target` each line says how many seeds reached it, and the fastest comes first.
-    """
-    groups: dict[str, dict[int, RunFiles]] = {}
-    for run in runs:
-        if run.config and run.status in ENDED:
-            key = str(sorted((k, str(v)) for k, v in run.config.items() if k != "runtime.seed"))
-            group, seed = groups.setdefault(key, {}), run.config.get("runtime.seed", 0)
-            if not fits(seed, int):
-                continue
-            if run.status == "completed" or seed not in group:
-                group[seed] = run
-    configs = [by_seed for by_seed in groups.values() if len(by_seed) > 1]
-    lines = [_spread(by_seed) for by_seed in configs]
-    for n, by_seed in enumerate(configs[1:], 1):
-        first = next(other for other in configs if _task(other) == _task(by_seed))
-        seeds = sorted(by_seed.keys() & first.keys())
-        if first is not by_seed and len(seeds) > 1 and first[seeds[0]].metric is not None:
-            lines[n] += f"; {_verdict([by_seed[s] for s in seeds], [first[s] for s in seeds], seeds)}"
-    if target is None:
-        return lines
-    medians = [_median_to(list(by_seed.values()), target) for by_seed in configs]
-    lines = [f"{line}; {_arrivals(by_seed, target)}" for line, by_seed in zip(lines, configs, strict=True)]
-    return [line for _, line in sorted(zip(medians, lines, strict=True), key=lambda found: found[0])]
-
-
-def _median_to(runs: Sequence[RunFiles], target: float | Reach) -> float:
-    """The median of the seconds to a target, to which a run that did not reach it counts as endlessly many."""
-    return statistics.median(reached[0] if (reached := run.to_target(target)) else math.inf for run in runs)
-
-
-def _arrivals(by_seed: dict[int, RunFiles], target: float | Reach) -> str:
-    """How many seeds reached a target, and when the middle one did."""
-    runs = list(by_seed.values())
-    reached = sum(run.to_target(target) is not None for run in runs)
-    median = _median_to(runs, target)
-    when = f", after {median:.1f} s (median)" if math.isfinite(median) else ""
-    return f"{target if isinstance(target, Reach) else f'{target:.4g}'} reached by {reached} of {len(runs)} seeds{when}"
-
-
-def _task(by_seed: dict[int, RunFiles]) -> str:
-    """The runs' data and loss."""
-    config = next(iter(by_seed.values())).config
-    return str(sorted((k, str(v)) for k, v in config.items() if k.split(".")[0] in ("data", "loss")))
-
-
-def _spread(by_seed: dict[int, RunFiles]) -> str:
-    values = [v for run in by_seed.values() if run.status == "completed" and (v := run.final()) is not None]
-    label = next(iter(by_seed.values())).label
-    name = " ".join(override for override in label.split() if not override.startswith("runtime.seed=")) or "default"
-    metric = next((run.metric for run in by_seed.values() if run.metric), None)
-    if len(values) < 2 or metric is None:
-        return f"{name}: {len(values)} of {len(by_seed)} seeds completed"
-    return f"{name}: {metric[0]} {statistics.mean(values):.4f} ± {deviation(values):.4f} over {len(values)} seeds"
-
-
-def _verdict(runs: Sequence[RunFiles], base: Sequence[RunFiles], seeds: Sequence[int]) -> str:
-    metric = base[0].metric
-    assert metric is not None
-    name, higher_is_better = metric
-    trained = [[quality.trained_run(run, seed) for run, seed in zip(arm, seeds, strict=True)] for arm in (runs, base)]
-    found = noninferiority.verdict(trained[0], trained[1], Selection(name, max if higher_is_better else min))
-    return f"{found.outcome} against the first: {found.reason}"
+def _cut(cell: str) -> str:
+    return cell if len(cell) <= LONGEST else f"{cell[: LONGEST - 1]}…"

@@ -13,9 +13,9 @@ from drivetrain.core.overrides import format_value
 from drivetrain.launch import batch_look
 from drivetrain.launch.job import Job
 from drivetrain.measure.benchmark import arms, quality
+from drivetrain.measure.benchmark.times_to_target import HEADER, TimesToTarget, proven, ranked
 from drivetrain.measure.overrides import apply
 from drivetrain.measure.tune import times_to_target
-from drivetrain.measure.tune.times_to_target import TimesToTarget
 from drivetrain.run import directory
 from drivetrain.sweeps import SignalForwarder
 from drivetrain.ui import terminal
@@ -56,8 +56,8 @@ def command(target: str, seeds: int, budget_s: float, overrides: list[str], conf
             times_to_target.train_all(found, train, seeds, budget_s)
     finally:
         directory.remove(folder / "runs")
-    terminal.table(times_to_target.HEADER, [arm.cells(found[0]) for arm in times_to_target.ranked(found)])
-    best = times_to_target.proven(found)
+    terminal.table(HEADER, [arm.cells(found[0]) for arm in ranked(found)])
+    best = proven(found)
     if best is None:
         echo(f"none reaches {reach} sooner beyond doubt: the run stays as it is")
     else:

@@ -27,7 +27,7 @@ from drivetrain.measure.intervals import ratio
 from drivetrain.measure.overrides import apply, groups_of, unchanged
 from drivetrain.measure.profile.isolated import run_isolated
 from drivetrain.measure.tune import candidates, range_test
-from drivetrain.measure.tune.page import tuning_page
+from drivetrain.measure.tune.page import PROOF, conclusion, tuning_page
 from drivetrain.run import directory
 from drivetrain.ui.output import echo
 from drivetrain.ui.pages.blocks import sentence
@@ -35,7 +35,6 @@ from drivetrain.ui.progress import Steps
 
 logger = logging.getLogger(__name__)
 
-PROOF = "All accepted candidates, measured again"
 MAX_DATA_WAIT = 0.1  # of the step's time; above it the loaders are searched again
 SEARCH_BUDGET = 0.7  # share of the budget; the rest is for the proof
 CONFIDENCE = 0.8  # of the search: a candidate that it accepts is proven afterwards, one that it misses is lost
@@ -116,6 +115,8 @@ class Tuning:
     notes: list[str] = field(default_factory=list)
     began: float = field(default_factory=time.monotonic)
     data_wait: float = 0.0  # share of the step
+    cut_short: list[str] = field(default_factory=list)  # candidates of the last stage that the end of the time left undecided
+    unfinished: list[str] = field(default_factory=list)  # titles of the stages that had such candidates, or were left out
 
     def current(self, without: str | None = None) -> list[str]:
         """The overrides of the run with all accepted candidates, but that of the stage `without`."""
@@ -141,12 +142,14 @@ class Tuning:
             return
         if self.seconds_left() < (1 - SEARCH_BUDGET) * self.settings.budget_s:
             self.notes.append(f"not searched, because the time is over: {stage.title}")
+            self.unfinished.append(stage.title)
             return
         echo(f"\n{stage.title}: {len(specs)} candidates")
+        self.cut_short = []
         done = self._measure([base, *specs], partial(self._stop, time.monotonic() + self.seconds_left()))
+        if self.cut_short:
+            self.unfinished.append(stage.title)
         self.comparisons[f"{stage.title.capitalize()}{', again' if stage.title in self.accepted else ''}"] = done
-        if done.rows[0].error is not None:
-            raise UserError(f"the run as it is does not run: {done.rows[0].error}")
         self.notes += [f"not taken: {row.pays_too_late}" for row in done.rows[1:] if row.pays_too_late]
         best = _best(done.rows)
         self.data_wait = (best or done.rows[0]).data_wait or 0.0
@@ -169,11 +172,23 @@ class Tuning:
     def _stop(self, until: float, live: Sequence[Arm], rounds: int) -> Iterable[Arm]:
         """The stopping rule: arms that are behind; all of them when the time for searching is over."""
         search_ends = until - (1 - SEARCH_BUDGET) * self.settings.budget_s
-        return live[1:] if time.monotonic() > search_ends else stopping.behind(live, rounds)
+        if time.monotonic() <= search_ends:
+            return stopping.behind(live, rounds)
+        self.cut_short = [arm.label for arm in live[1:]] if rounds < self.settings.rounds else []
+        return live[1:]
 
     def _measure(self, specs: Sequence[ArmSpec], stopping_rule: StoppingRule = never_stop) -> Comparison:
         settings = comparison.Settings(rounds=self.settings.rounds, block_s=self.settings.block_s)
         done = comparison.measure(specs, settings, self.overrides, stopping_rule)
+        done.raise_if_baseline_failed()
+        cut_short = [row for row in done.rows if row.label in self.cut_short and row.stopped_after]
+        for row in cut_short:
+            row.out_of_time = True
+        if cut_short:
+            done.notes.append(
+                f"the time was over after {cut_short[0].stopped_after} of {settings.rounds} rounds, and {len(cut_short)} of the "
+                f"candidates were undecided: a larger budget_s than {self.settings.budget_s:g} measures them to the end"
+            )
         compare.show(done)
         return done
 
@@ -183,6 +198,7 @@ class Tuning:
         The arms beside it leave out one candidate each: where one of those is faster, that candidate is dropped and the
         comparison repeated. Returns the measured row, or None if nothing is kept.
         """
+        self.cut_short = []
         while self.accepted:
             echo("\nall accepted candidates, against the original run, and without each of them")
             base = self._arm("as it was", self.overrides)
@@ -300,19 +316,3 @@ def _report(
     )
     echo(sentence(found))
     echo(f"written to {folder}/tune.json and tune.html")
-
-
-def conclusion(tuning: Tuning, proof: Row | None, tested: range_test.RangeTest | None) -> str:
-    """What was found, in one sentence."""
-    if proof is not None and proof.ratio is not None:
-        speed = f"{proof.ratio.middle:.2f} × as fast as it was ({proof.ratio.low:.2f} to {proof.ratio.high:.2f})"
-        outcome = proof.verdict.outcome if proof.verdict is not None else ""
-        quality = {
-            noninferiority.PASS: ", and its result is no worse",
-            noninferiority.INCONCLUSIVE: "; a few seeds do not tell whether its result is as good",
-        }.get(outcome, "; whether its result is as good was not measured")
-        return f"With {' '.join(tuning.accepted.values())} the run is {speed}{quality}"
-    if tuning.comparisons:
-        tried = sum(len(done.rows) - 1 for title, done in tuning.comparisons.items() if title != PROOF)
-        return f"Of {tried} candidates none is faster beyond doubt: the run stays as it is"
-    return range_test.advice(tested)[0] if tested is not None else "Nothing was searched"

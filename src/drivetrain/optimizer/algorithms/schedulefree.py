@@ -38,7 +38,7 @@ class ScheduleFree(FlatOptimizer):
         weight_decay: float,
         loop: bool = False,
     ) -> None:
-        self._trained: list[Tensor] | None = None  # y, while the parameters are x
+        self._trained: dict[Tensor, Tensor] = {}  # y of each parameter that is x at present
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, loop)
 
     def init_state(self, state: dict[str, list[Tensor]], params: list[Tensor]) -> None:
@@ -63,7 +63,7 @@ class ScheduleFree(FlatOptimizer):
         updated = [
             (p, self.state[p]["z"], 1 - 1 / g["betas"][0]) for g in self.param_groups for p in g["params"] if p in self.state
         ]
-        self._trained = [p.detach().clone() for p in self._parameters()]
+        self._trained = {p: p.detach().clone() for p, _, _ in updated}
         try:
             with torch.no_grad():
                 for p, z, weight in updated:
@@ -71,19 +71,24 @@ class ScheduleFree(FlatOptimizer):
             yield
         finally:
             with torch.no_grad():
-                torch._foreach_copy_([p.detach() for p in self._parameters()], self._trained)
-            self._trained = None
+                torch._foreach_copy_([p.detach() for p in self._trained], list(self._trained.values()))
+            self._trained = {}
 
     def _parameters(self) -> list[Tensor]:
         return list(itertools.chain.from_iterable(group["params"] for group in self.param_groups))
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's, and y, since the weights that are saved are x."""
-        return {**super().state_dict(), "y": self._trained or [p.detach().clone() for p in self._parameters()]}
+        """torch's, with each parameter's y in its state, since the weights that are saved are x."""
+        found, parameters = super().state_dict(), self._parameters()
+        trained = {i: self._trained.get(parameters[i]) for i in found["state"]}
+        y = {i: parameters[i].detach().clone() if kept is None else kept for i, kept in trained.items()}
+        return {**found, "state": {i: {**state, "y": y[i]} for i, state in found["state"].items()}}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load `state_dict()`, and set the parameters to y."""
-        super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
-        for p, y in zip(self._parameters(), state_dict["y"], strict=True):
-            p.copy_(y)
+        states, parameters = state_dict["state"], self._parameters()
+        plain = {i: {key: value for key, value in state.items() if key != "y"} for i, state in states.items()}
+        super().load_state_dict({**state_dict, "state": plain})
+        for i, state in states.items():
+            parameters[i].copy_(state["y"])

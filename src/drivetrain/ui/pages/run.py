@@ -81,8 +81,8 @@ def verdict(run: RunFiles) -> str:
         latest = f", with {figures}" if figures else ""
         ended = {"running": f"is still training, and at update {updates:,}", "killed": f"was killed after update {updates:,}"}
         return f"{what} {ended.get(run.status, f'left a result.json that cannot be read, after update {updates:,}')}{latest}"
-    epochs = f"{result.epochs:.4g} epoch{'s' * (result.epochs != 1)} ({result.updates:,} update{'s' * (result.updates != 1)})"
-    length = f"{epochs} in {duration(result.wall_s)}"
+    epochs = f"{result.passes} ({result.updates:,} update{'s' * (result.updates != 1)})"
+    length = f"{epochs} in {duration(result.wall_s)} with the start"
     on = f" on {result.world_size} × {result.device}" if result.device and result.world_size > 1 else ""
     if run.status == "completed":
         early = f"the run stopped early: {result.stopped}" if result.stopped else "the run completed"
@@ -106,8 +106,15 @@ def _figures(run: RunFiles) -> str:
         when = next((when for when in ("best", "final") if is_number(evaluations.get(when, {}).get(name))), None)
         if when is not None:
             found.append((f"{number(evaluations[when][name])} on the {of_set} set", when))
-    which = " (best checkpoint)" if {when for _, when in found} == {"best"} else ""
+    which = f" ({_best(run)})" if {when for _, when in found} == {"best"} else ""
     return f"{name} {' and '.join(said for said, _ in found)}{which}" if found else ""
+
+
+def _best(run: RunFiles) -> str:
+    """What the best evaluation is called: a checkpoint only where it was kept."""
+    best = run.result.judged("best").get("update") if run.result is not None else None
+    kept = run.config.get("saving") == "best" or (run.result is not None and best == run.result.updates)
+    return "best checkpoint" if kept else "best evaluation"
 
 
 def _results(result: Result, run: RunFiles) -> list[str]:
@@ -121,13 +128,13 @@ def _results(result: Result, run: RunFiles) -> list[str]:
     }
     names = list(dict.fromkeys(name for figures in found.values() for name in figures if name != "update"))
     names.sort(key=lambda name: name != ranks)
-    words = {"final": "at the end", "best": "best checkpoint", "averaged": "averaged weights"}
+    words = {"final": "at the end", "best": _best(run), "averaged": "averaged weights"}
     rows: list[list[str]] = []
     best = None
     for (of_set, when), figures in found.items():
         if when == "final" and found.get((of_set, "best"), {}).get("update") == result.updates:
             continue  # it is the best
-        best = len(rows) if best is None and when == "best" else best
+        best = len(rows) if best is None and when == "best" and words["best"] == "best checkpoint" else best
         cells = [number(figures[name]) if is_number(figures.get(name)) else "–" for name in names]
         update = figures.get("update", result.updates if when == "final" else None)
         ended = ", at the end" if when == "best" and update == result.updates else ""

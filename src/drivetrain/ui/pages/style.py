@@ -29,7 +29,13 @@ h1 { font-size: 1.35rem; line-height: 1.35; font-weight: 600; max-width: 60rem; 
 h2 { font-size: 1.1rem; margin: 2rem 0 .4rem } h3 { font-size: 1rem; margin: 1.2rem 0 .3rem }
 h1, h2, h3, p, li, td.text, figcaption { overflow-wrap: anywhere }
 p, li { max-width: 75ch } .soft { color: var(--soft) } a { color: var(--mark) }
-.wide { overflow-x: auto; max-width: 100% }
+.wide { /* it scrolls in itself; a shade at an edge says that there is more */
+  overflow-x: auto; max-width: 100%; background:
+    linear-gradient(to right, var(--ground) 1.5rem, transparent 3rem) local,
+    linear-gradient(to left, var(--ground) 1.5rem, transparent 3rem) local,
+    linear-gradient(to right, var(--line), transparent 1rem) scroll,
+    linear-gradient(to left, var(--line), transparent 1rem) scroll
+}
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; white-space: nowrap }
 th, td { text-align: right; padding: .3rem .7rem; border-bottom: 1px solid var(--line); vertical-align: baseline }
 thead th { color: var(--soft); font-weight: 500; vertical-align: bottom } tbody th { font-weight: 400 }

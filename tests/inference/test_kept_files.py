@@ -1,0 +1,168 @@
+"""The files in which a run keeps how its inputs are encoded: a run may come from a stranger, and what none writes is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import drivetrain
+from drivetrain.core.errors import UserError
+from drivetrain.data import tokenizer
+from drivetrain.data.base import Splits
+from drivetrain.data.encoder import Encoder
+from drivetrain.data.jsonl import Jsonl
+from drivetrain.data.tabular import Tabular
+from drivetrain.engine.description import NoSamples, RunFiles
+from drivetrain.saving import manifest
+
+COLUMN = {"name": "a", "categories": None, "mean": 0.0, "std": 1.0}
+TEXTS = [f"the {'cat' if n % 2 else 'dog'} number {n} sat on the mat" for n in range(40)]
+
+
+def link(file: Path, to: str) -> None:
+    file.symlink_to(to)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (os.mkfifo, "it is no ordinary file"),
+        (os.mkdir, "Is a directory|ordinary"),
+        (lambda file: link(file, "/dev/zero"), "it is a link"),
+        (lambda file: link(file, "/etc/passwd"), "it is a link"),
+        (lambda file: file.write_bytes(b"\xff"), "invalid start byte"),
+        (lambda file: os.truncate(os.open(file, os.O_CREAT | os.O_WRONLY), 2**30), "larger than 64 MB"),
+    ],
+)
+def test_a_kept_file_is_an_ordinary_one(tmp_path: Path, make: Callable[[Path], Any], says: str) -> None:
+    make(tmp_path / "table.json")
+    with pytest.raises(UserError, match=f"table.json cannot be read .*({says})"):
+        RunFiles(tmp_path, None)["table.json"]
+
+
+def splits(name: str, text: str, **others: Any) -> Splits:
+    """The data of a run that keeps this file."""
+    return Splits(
+        NoSamples(), NoSamples(), others.pop("shape", (8,)), others.pop("classes", 2), None, files={name: text}, **others
+    )
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{}", "5", "[]", "[null]", "[5]", "[" * 100_000, "not json", "[{}]", [{**COLUMN, "more": 1}], [{**COLUMN, "name": 5}],
+        [{**COLUMN, "mean": "x"}], [{**COLUMN, "mean": float("nan")}], [{**COLUMN, "std": 0.0}], [{**COLUMN, "std": -1.0}],
+        [{**COLUMN, "std": float("inf")}], [{**COLUMN, "std": 10**400}], [{**COLUMN, "categories": []}],
+        [{**COLUMN, "categories": [5]}], [{**COLUMN, "categories": "abc"}], [{**COLUMN, "categories": ["x"] * 1001}],
+        [COLUMN] * 7, [COLUMN] * 200_000,
+    ],
+    ids=lambda content: str(content)[:30],
+)  # fmt: skip
+def test_a_table_that_no_run_writes(tmp_path: Path, content: Any) -> None:
+    text = content if isinstance(content, str) else json.dumps(content)
+    (tmp_path / "t.csv").write_text("a\n1\n")
+    with pytest.raises(UserError, match=r"^the run's table.json is not what drivetrain wrote there"):
+        list(Tabular().read_inputs(tmp_path / "t.csv", splits("table.json", text)))
+
+
+def test_a_table_that_a_run_writes(tmp_path: Path) -> None:
+    columns = [{**COLUMN, "name": f"c{n}"} for n in range(5)] + [{**COLUMN, "categories": ["x", "y", "z"]}]
+    encoder = Encoder.from_json(json.dumps(columns))
+    assert (encoder.outputs, Encoder.from_json(encoder.to_json())) == (8, encoder)
+    (tmp_path / "t.csv").write_text("c0,c1,c2,c3,c4,a\n1,2,3,4,5,y\n")
+    (row,) = Tabular().read_inputs(tmp_path / "t.csv", splits("table.json", encoder.to_json()))
+    assert row().tolist() == [1, 2, 3, 4, 5, 0, 1, 0]
+
+
+@pytest.fixture(scope="module")
+def written() -> dict[str, Any]:
+    """A tokenizer as a run keeps it."""
+    pytest.importorskip("tokenizers")
+    content: dict[str, Any] = json.loads(tokenizer.BytePairs.trained(TEXTS, 270).to_json())
+    return content
+
+
+SPLIT = {"type": "Split", "pattern": {"Regex": "^(([a-z ]+)+)+[A-Z]$"}, "behavior": "Isolated", "invert": False}
+REPLACE = {"type": "Replace", "pattern": {"String": "o"}, "content": "o" * 300}
+HOSTILE: dict[str, Any] = {
+    "a token beyond all others": lambda c: c["model"]["vocab"].update(zz=2**31),
+    "a negative token": lambda c: c["model"]["vocab"].update(zz=-5),
+    "tokens with a gap": lambda c: c["model"]["vocab"].update(h=10**6),
+    "a token of no number": lambda c: c["model"]["vocab"].update(h="1"),
+    "merges of nothing": lambda c: c["model"].update(merges=[["zz", "yy"]]),
+    "no merges": lambda c: c["model"].update(merges=5),
+    "chance": lambda c: c["model"].update(dropout=0.5),
+    "a pattern that takes for ever": lambda c: c.update(pre_tokenizer=SPLIT),
+    "texts that grow": lambda c: c.update(normalizer={"type": "Sequence", "normalizers": [REPLACE] * 4}),
+    "a long beginning": lambda c: c.update(normalizer={"type": "Prepend", "prepend": "x" * 10**6}),
+    "a panic": lambda c: c.update(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
+    "more tokens": lambda c: c.update(added_tokens=[{"id": 5_000_000, "content": "hello"}]),
+    "a template": lambda c: c.update(post_processor={"type": "TemplateProcessing"}),
+    "another model": lambda c: c.update(model={"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}),
+    "no decoder": lambda c: c.update(decoder=None),
+    "a part of a later version": lambda c: c.update(more={"type": "x"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("hostile", HOSTILE)
+def test_a_tokenizer_that_no_run_writes(written: dict[str, Any], hostile: str) -> None:
+    content = copy.deepcopy(written)
+    HOSTILE[hostile](content)
+    for option, data in ((Jsonl(), {"classes": 1000}), (Jsonl(label="x"), {"vocabulary": 1000})):
+        with pytest.raises(UserError, match=r"^the run's tokenizer.json is not what drivetrain wrote there"):
+            option.encode("hello", splits("tokenizer.json", json.dumps(content), **data))
+
+
+@pytest.mark.parametrize("text", ["", "{}", "5", "[]", "[" * 100_000, '{"model": null}', '{"model": {"type": "BPE"}}'])
+def test_a_text_that_is_no_tokenizer(text: str) -> None:
+    with pytest.raises(UserError, match=r"^the run's tokenizer.json is not what drivetrain wrote there"):
+        Jsonl().encode("hello", splits("tokenizer.json", text, classes=1000))
+
+
+def test_a_tokenizer_has_no_more_tokens_than_the_model(written: dict[str, Any]) -> None:
+    size, text = len(written["model"]["vocab"]), json.dumps(written)
+    for option, key in ((Jsonl(), "classes"), (Jsonl(label="x"), "vocabulary")):
+        assert len(option.encode("hello", splits("tokenizer.json", text, **{key: size + 1})))
+        with pytest.raises(UserError, match=f"it has {size} tokens, which are not the model's"):
+            option.encode("hello", splits("tokenizer.json", text, **{key: size}))
+
+
+def test_the_operators_own_tokenizer_may_have_any_part(written: dict[str, Any], tmp_path: Path) -> None:
+    """Where the run keeps the same; and an error of the library, panics among them, is one line."""
+    file = tmp_path / "own.json"
+    file.write_text(json.dumps({**written, "normalizer": {"type": "Lowercase"}}))
+    text = tokenizer.BytePairs.loaded(file).to_json()
+    with pytest.raises(ValueError, match=r"its normalizer is none that drivetrain trains: give the file .* data.tokenizer_file"):
+        tokenizer.from_json(text)
+    assert torch.equal(tokenizer.from_json(text, file)(["THE CAT"])[0], tokenizer.from_json(text, file)(["the cat"])[0])
+    with pytest.raises(ValueError, match="its normalizer"):
+        tokenizer.from_json(text.replace("Lowercase", "NFC"), file)
+    HOSTILE["a panic"](written := copy.deepcopy(written))
+    file.write_text(json.dumps(written))
+    with pytest.raises(UserError, match=r"own.json is no tokenizer of the tokenizers library"):
+        tokenizer.BytePairs.loaded(file)
+
+
+def test_a_changed_file_is_not_taken(finished: Callable[..., Any], tmp_path: Path) -> None:
+    """One digit in the run's table would change its predictions. A resumed run writes it anew."""
+    table = tmp_path / "t.csv"
+    table.write_text("a,b,y\n" + "".join(f"{n},{n * n},{n % 2}\n" for n in range(40)))
+    words = ("task=classification", "data=tabular", f"data.path={table}", "data.target=y", "model=mlp", "model.hidden=[4]")
+    run = shutil.copytree(finished(*words, "epochs=1").run_dir, tmp_path / "run")
+    (checkpoint,) = manifest.checkpoints(run)
+    assert set(manifest.about(checkpoint)["files"]) == {"table.json"}
+    assert len(drivetrain.load(run).predict(str(table)).probabilities) == 40
+    content = (run / "table.json").read_text()
+    (run / "table.json").write_text(content.replace('"mean": ', '"mean": 1'))
+    with pytest.raises(UserError, match=r"table.json is not what the run wrote \(its SHA-256 differs\)"):
+        drivetrain.load(run).predict(str(table))
+    again = drivetrain.train([f"resume={run}", "epochs=2"])
+    assert (again.status, (run / "table.json").read_text()) == ("completed", content)

@@ -1,0 +1,73 @@
+"""A command that is told to stop before its run begins, or in a child's look at it: it says so, and leaves nothing."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from drivetrain.cli import main
+from drivetrain.core.errors import INTERRUPTED
+from drivetrain.launch import launcher
+from tests.support import command
+
+LOOK = ("batch=critical", "batch.look_updates=100000", "epochs=20000", "updates=null")
+
+
+def gone(process: int) -> bool:
+    """Whether a process has ended, within a minute."""
+    until = time.monotonic() + 60
+    while (there := Path(f"/proc/{process}").exists()) and time.monotonic() < until:
+        time.sleep(0.02)
+    return not there
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_before_a_run_is_answered_in_words(tiny, monkeypatch, capsys, number):
+    monkeypatch.setattr(launcher, "_announce", lambda *_: signal.raise_signal(number))
+    assert main.main(["train", *tiny()]) == INTERRUPTED
+    assert capsys.readouterr().err == "interrupted\n"
+    assert not Path("outputs").exists()
+
+
+def test_a_signal_in_the_look_of_batch_critical_ends_its_process(tiny, tmp_path, monkeypatch, capsys):
+    gate = command.empty(tmp_path / "gate")
+    command.with_own_nets(tmp_path / "nets")
+    monkeypatch.chdir(tmp_path / "nets")
+    monkeypatch.setenv("GATE", str(gate))
+    monkeypatch.setenv("GATE_AT", "1")
+    looking: list[int] = []
+
+    def tell() -> None:
+        while not (arrived := list(gate.iterdir())):
+            time.sleep(0.02)
+        looking.append(int(arrived[0].name.rpartition("-")[2]))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=tell, daemon=True).start()
+    own = ("model=own", "model.target=my_nets.Gated", "trust=[my_nets]", "runtime.device=cpu")
+    assert main.main(["train", *tiny(*LOOK, *own)]) == INTERRUPTED
+    assert "interrupted" in capsys.readouterr().err
+    assert looking
+    assert gone(looking[0])
+    assert not Path("outputs").exists()
+
+
+def test_a_look_whose_parent_is_gone_before_it_begins_ends(tiny):
+    words = ["model=mlp", *tiny(*LOOK)]
+    task = {"overrides": words, "config_dirs": [], "sizes": [], "limit_gb": None, "steps": 2, "updates": 100000}
+    look = subprocess.Popen(
+        [sys.executable, "-m", "drivetrain.launch.batch_look"], stdin=subprocess.PIPE, env=command.environment()
+    )
+    assert look.stdin is not None
+    look.stdin.write(json.dumps(task).encode() + b"\n")
+    look.stdin.close()
+    try:
+        assert look.wait(command.TIMEOUT_S) == -signal.SIGKILL
+    finally:
+        look.kill()
