@@ -1,11 +1,12 @@
-"""Does the noise scale predict how many updates a batch needs? `python -m bench.critical` trains digits with eight batches.
+"""Does the noise scale predict the updates of a batch? `python -m bench.critical` trains digits and text with eight batches each.
 
 McCandlish et al. (2018) predict updates(B) = U (1 + C / B) to a target, with the critical batch C. C is measured here by the look
 of batch=critical, U (updates of an endlessly large batch) by the runs themselves: the least squares of the logarithms. Each
 batch trains with every seed until the target is reached, at a constant learning rate that grows with the square root of the
-batch. The seconds are this process's CPU seconds from the start of training to the evaluation that reached the target, with
-all evaluations before it. A run that does not reach the target counts as not reached, and its batch gets no median where that
-is so of half of the seeds.
+batch. The validation set is evaluated whenever the updates have grown by a twentieth, so that small batches and large ones are
+measured equally finely. The seconds are this process's CPU seconds from the start of training to the evaluation that reached
+the target, without the evaluations. A run that does not reach the target counts as not reached, and its batch gets no median
+where that is so of half of the seeds.
 """
 
 from __future__ import annotations
@@ -13,82 +14,120 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench.harness import RESULTS, machine, table, write
-from drivetrain.core.callback import Callback, Event
+from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.signals import StopFlag
+from drivetrain.core.target import Reach
 from drivetrain.core.world import World
 from drivetrain.launch.job import prepare
 from drivetrain.launch.worker import run_rank
 
+# `smallest` is the batch of the look.
 TASKS: dict[str, dict[str, Any]] = {
     "digits, a residual network": {
         "words": (
             "data=digits", "model=resnet9", "model.width=8", "optimizer=adamw", "optimizer.lr=0.003", "epochs=40",
-            "target=accuracy>=0.97",
         ),
+        "target": "accuracy>=0.97",
+        "smallest": 32,
         "batches": (16, 32, 64, 128, 256, 384, 575, 1150),
     },
     "digits, an MLP": {
         "words": (
             "data=digits", "model=mlp", "model.hidden=[512]", "optimizer=adamw", "optimizer.lr=0.002", "epochs=100",
-            "target=accuracy>=0.97",
         ),
+        "target": "accuracy>=0.97",
+        "smallest": 32,
         "batches": (4, 8, 16, 32, 64, 128, 256, 575),
+    },
+    "standard library, a transformer": {
+        "words": (
+            "data=stdlib", "data.length=128", "data.test_samples=100", "model=gpt", "model.width=64", "model.depth=2",
+            "model.heads=2", "loss=next_token", "optimizer=adamw", "optimizer.lr=0.003", "epochs=3",
+        ),
+        "target": "bits_per_byte<=2.8",
+        "smallest": 8,
+        "batches": (4, 8, 16, 32, 64, 128, 256, 512),
     },
 }  # fmt: skip
 COMMON = (
-    "scheduler=constant", "batch.lr_scaling=sqrt", "batch.base_batch=64", "stop.at_target=true", "log_every=1000",
+    "scheduler=constant", "batch.lr_scaling=sqrt", "batch.base_batch=64", "evaluate_every=1000000", "log_every=1000",
     "saving=none", "logger=[]", "runtime.device=cpu", "runtime.threads=1",
 )  # fmt: skip
-SMALLEST, LARGEST = 32, 1150  # of the look
+FINER = 1.05  # the updates of an evaluation over those of the one before
 
 
-class Watch(Callback):
-    """Notes the CPU seconds until each evaluation."""
+class Watch:
+    """Evaluates a run whenever its updates have grown by a twentieth, and stops it where it has reached the target."""
 
-    def start(self, event: Event) -> None:
-        self._began, self.cpu_s = time.process_time(), 0.0
+    def __init__(self, trainer: Any, target: Reach, stop: StopFlag) -> None:
+        self._trainer, self._target, self._stop = trainer, target, stop
+        self._next, self.updates, self.samples, self.cpu_s = 1, 0, 0, 0.0
 
-    def evaluation(self, event: Event) -> None:
-        self.cpu_s = time.process_time() - self._began
+    def stream(self, stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        """Pass the micro-batches on; each is one update."""
+        resumed = time.process_time()
+        for batch in stream:
+            if self.updates == self._next and not self._stop.raised:
+                self.cpu_s += time.process_time() - resumed
+                self._evaluate()
+                resumed = time.process_time()
+            yield batch
+            if not self._stop.raised:
+                self.updates += 1
+                self.samples += len(batch.y)
+
+    def _evaluate(self) -> None:
+        self._next = max(self.updates + 1, math.ceil(self.updates * FINER))
+        if self._target.reached(self._trainer.evaluator.evaluate()[self._target.metric]):
+            self._stop.raised = signal.SIGTERM
 
 
-def trained(words: Sequence[str], batch: int, seed: int) -> dict[str, Any]:
+def trained(task: Mapping[str, Any], batch: int, seed: int) -> dict[str, Any]:
     """Train with a batch and a seed: the updates, samples and CPU seconds to the target; None where it was not reached."""
-    job = prepare([*COMMON, *words, f"batch.global_batch={batch}", f"runtime.seed={seed}"])
-    watch = Watch()
-    job.attach = lambda trainer: trainer.callbacks.named.update(watch=watch)
-    job.told = True
+    job = prepare([*COMMON, *task["words"], f"batch.global_batch={batch}", f"runtime.seed={seed}"])
+    target = Reach.parse(task["target"])
+    assert target is not None
     with tempfile.TemporaryDirectory() as folder, StopFlag() as stop:
+        watches: list[Watch] = []
+
+        def attach(trainer: Any) -> None:
+            watches.append(Watch(trainer, target, stop))
+            trainer.stream_watchers.append(watches[0].stream)
+
+        job.attach, job.told = attach, True
         result, _ = run_rank(job, World(), Path(folder), stop, quiet=True)
-    if result.status != "completed":
+    if result.status not in ("completed", "interrupted"):
         raise RuntimeError(result.error)
-    assert result.target is not None
-    reached = result.target["update"] is not None
-    found = {"updates": result.target["update"], "samples": result.target["samples"]}
-    return {**found, "cpu_s": watch.cpu_s if reached else None, "whole_cpu_s": watch.cpu_s}
+    watch, reached = watches[0], result.status == "interrupted"
+    found = {"updates": watch.updates, "samples": watch.samples, "cpu_s": watch.cpu_s}
+    return {key: value if reached else None for key, value in found.items()} | {"whole_cpu_s": watch.cpu_s}
 
 
-def looked(words: Sequence[str], seed: int) -> dict[str, Any]:
+def looked(task: Mapping[str, Any], seed: int) -> dict[str, Any]:
     """What batch=critical finds with a seed: the noise scale and the batch. The look is that of the run, in this process."""
     from drivetrain.core.context import BuildContext
     from drivetrain.engine import build
     from drivetrain.launch import batch_look
 
-    given = [*COMMON, *words, "batch=critical", f"batch.global_batch={SMALLEST}", f"batch.max={LARGEST}", f"runtime.seed={seed}"]
+    limits = (f"batch.global_batch={task['smallest']}", f"batch.max={task['batches'][-1]}")
+    given = [*COMMON, *task["words"], "batch=critical", *limits, f"runtime.seed={seed}"]
 
-    def measure(steps: int, updates: int) -> dict[str, Any]:
+    def measure(steps: int, updates: int | None, micro_batches: Sequence[int]) -> dict[str, Any]:
         job = prepare(given)
         job.run.batch.accumulation_steps = steps
         with tempfile.TemporaryDirectory() as folder:
-            return batch_look.look(build.build(BuildContext(job.run, World(), Path(folder)), []), updates)
+            trainer = build.build(BuildContext(job.run, World(), Path(folder)), [])
+            found = batch_look.look(trainer, updates)
+            return {**found, "update_seconds": batch_look.update_seconds(trainer, micro_batches, 1, found["noise_scale"])}
 
     chosen = prepare(given).run.batch.choose(measure, 1)
     found: dict[str, Any] = chosen.found
@@ -167,11 +206,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in given.tasks:
         task, before = TASKS[name], found.get(name, {})
         runs = {batch: _runs(before, batch) for batch in task["batches"]}
-        looks = [looked(task["words"], seed) for seed in range(given.seeds)]
+        looks = [looked(task, seed) for seed in range(given.seeds)]
         for seed in range(given.seeds):
             for batch, of_batch in runs.items():
                 if seed == len(of_batch):
-                    of_batch.append(trained(task["words"], batch, seed))
+                    of_batch.append(trained(task, batch, seed))
                     print(name, batch, seed, of_batch[-1], flush=True)
             found[name] = {"overrides": [*COMMON, *task["words"]], **judged(runs, looks)}
             write(given.out, {"environment": machine(), "tasks": found})

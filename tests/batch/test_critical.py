@@ -10,16 +10,26 @@ import torch
 import drivetrain
 from drivetrain.batch import Critical
 from drivetrain.core.errors import UserError
+from drivetrain.core.step import WrappingStep
 from drivetrain.core.world import World
 from drivetrain.launch import batch_look, batch_probe, launcher
 from drivetrain.run.result import Result
 
-WORDS = ["batch=critical", "batch.global_batch=6", "batch.max=24", "updates=null", "epochs=2", "optimizer=adamw"]
+WORDS = [
+    "batch=critical",
+    "batch.by=noise",
+    "batch.global_batch=6",
+    "batch.max=24",
+    "updates=null",
+    "epochs=2",
+    "optimizer=adamw",
+]
 
 
-def told(noise_scale, samples=10_000):
+def told(noise_scale, samples=10_000, seconds=()):
     """A stand-in for the measurement."""
-    return lambda steps, updates: {"noise_scale": noise_scale, "updates": updates, "samples": samples}
+    found = {"noise_scale": noise_scale, "samples": samples, "update_seconds": list(seconds)}
+    return lambda steps, updates, micro_batches: {**found, "updates": updates or 50}
 
 
 @pytest.fixture
@@ -29,9 +39,9 @@ def measured(monkeypatch):
     def let(noise_scale):
         asked = []
 
-        def measure(overrides, config_dirs, steps, updates):
+        def measure(overrides, config_dirs, steps, updates, micro_batches):
             asked.append((steps, updates))
-            return told(noise_scale, 48)(steps, updates)
+            return told(noise_scale, 48)(steps, updates, micro_batches)
 
         monkeypatch.setattr(batch_look, "measure", measure)
         return asked
@@ -53,7 +63,7 @@ CHOSEN = [
 
 @pytest.mark.parametrize(("noise_scale", "samples", "size"), CHOSEN)
 def test_the_batch_is_doubled_while_the_noise_scale_is_above_it(noise_scale, samples, size):
-    chosen = Critical(global_batch=32, max=600, lr_scaling="linear").choose(told(noise_scale, samples), ranks=1)
+    chosen = Critical(global_batch=32, max=600, by="noise", lr_scaling="linear").choose(told(noise_scale, samples), ranks=1)
     assert chosen.global_batch == chosen.size(0) == size
     assert chosen.micro_batch(World()) == 32  # memory does not grow
     assert chosen.lr_factor() == size / 256
@@ -63,26 +73,49 @@ def test_the_batch_is_doubled_while_the_noise_scale_is_above_it(noise_scale, sam
 def test_ranks_split_what_was_chosen():
     asked = []
 
-    def measure(steps, updates):
-        asked.append((steps, updates))
-        return told(100.0)(steps, updates)
+    def measure(*given):
+        asked.append(given)
+        return told(100.0, seconds=(1.0, 1.0, 1.9))(*given)
 
-    chosen = Critical(global_batch=32, look_updates=7, accumulation_steps=2).choose(measure, ranks=4)
-    assert asked == [(8, 7)]  # the micro-batches of the run itself
+    given = {"global_batch": 32, "look_updates": 7, "accumulation_steps": 2, "max": 200}
+    chosen = Critical(**given, by="noise").choose(measure, ranks=4)
     assert chosen.global_batch == 128
     assert chosen.micro_batch(World(size=4)) == 4
+    chosen = Critical(**given).choose(measure, ranks=4)
+    assert chosen.global_batch == 64
+    assert chosen.micro_batch(World(size=4)) == 8
+    assert asked == [(8, 7, []), (8, 7, [4, 8, 16])]  # the micro-batches of the run itself
+
+
+TIMED = [
+    (100.0, [1.0, 1.0, 1.0, 1.0], 256),  # a device that is not full: the larger the sooner
+    (100.0, [1.0, 2.0, 4.0, 8.0], 32),  # a full one: more updates for the same samples
+    (100.0, [1.0, 1.2, 1.6, 2.4], 128),
+    (100.0, [1.0, 1.2], 64),  # no larger batch fits
+    (1.0, [1.0, 1.2, 1.6, 2.4], 32),
+    (None, [], 32), (100.0, [], 32),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("noise_scale", "seconds", "size"), TIMED)
+def test_the_batch_comes_to_a_target_soonest(noise_scale, seconds, size):
+    """Its updates, 1 + noise scale / batch in units of the fewest, times the seconds of one are the least."""
+    chosen = Critical(global_batch=32, max=256).choose(told(noise_scale, seconds=seconds), ranks=1)
+    assert chosen.global_batch == chosen.found["global_batch"] == size
+    assert chosen.accumulation_steps == 1
 
 
 def test_what_the_run_has_recorded_is_not_measured_again():
-    batch = Critical(global_batch=32)
+    batch = Critical(global_batch=32, by="noise")
     first = batch.choose(told(120.0), ranks=1)
     again = batch.choose(told(1e9), 1, json.loads(json.dumps(first.found)))
     assert again.found == first.found
     assert again.global_batch == 128
-    other = Critical(global_batch=32, max=4096).choose(told(1e9), 1, first.found)  # the run goes on with other limits
+    other = Critical(global_batch=32, max=4096, by="noise").choose(told(1e9), 1, first.found)  # the run goes on with other limits
     assert other.global_batch == 4096
     wrong = [{"noise_scale": value} for value in ("many", -1.0, math.nan, math.inf)]
     wrong += [{name: value} for name in ("updates", "samples") for value in ("many", 0, -5, 1.5, None)]
+    wrong += [{"update_seconds": value} for value in (None, ["many"], [0.0], [math.nan], [1.0] * 7)]
     for damaged in ({}, [], *({**first.found, **each} for each in wrong)):
         assert batch.choose(told(64.0), 1, damaged).global_batch == 64
 
@@ -91,12 +124,12 @@ def test_the_run_is_that_of_the_batch_that_was_chosen(train, measured, caplog):
     asked = measured(11.0)
     with caplog.at_level("INFO"):
         chosen = train(*WORDS, "log_every=1")
-    fixed = train("batch=accumulate", "batch.global_batch=12", "batch.accumulation_steps=2", "batch.lr_scaling=sqrt", *WORDS[3:])
-    assert asked == [(2, 50)]
+    fixed = train("batch=accumulate", "batch.global_batch=12", "batch.accumulation_steps=2", "batch.lr_scaling=sqrt", *WORDS[4:])
+    assert asked == [(2, None)]
     assert chosen.updates == fixed.updates == 8
     assert all(torch.equal(weights(fixed)[name], weight) for name, weight in weights(chosen).items())
-    limits = {"smallest": 6, "largest": 24, "look_updates": 50}
-    found = {**limits, "noise_scale": 11.0, "updates": 50, "samples": 48, "global_batch": 12}
+    limits = {"smallest": 6, "largest": 24, "look_updates": None, "by": "noise"}
+    found = {**limits, "noise_scale": 11.0, "updates": 50, "samples": 48, "update_seconds": [], "global_batch": 12}
     assert Result.read(chosen.run_dir).batch == chosen.batch == found
     assert fixed.batch is None
     assert "batch=critical: gradient noise scale 11 by 50 updates of 6 samples: 12 samples an update, of 6 to 24" in caplog.text
@@ -135,12 +168,46 @@ def test_the_look_measures_the_beginning_of_the_run(make):
 
 def test_the_look_is_a_process_of_its_own(tiny, monkeypatch):
     words = tiny("batch=critical", "batch.global_batch=6", "batch.max=24", "parallel=ddp", "runtime.device=cpu")
-    found = batch_look.measure(words, [], 2, 2)
+    found = batch_look.measure(words, [], 2, 2, [6, 12])
     assert (found["updates"], found["samples"]) == (2, 48)
+    assert len(found["update_seconds"]) == (0 if found["noise_scale"] is None else 2)
     failed = subprocess.CompletedProcess([], 1, "", "…\nMemoryError: none left\n")
     monkeypatch.setattr(batch_probe, "run_child", lambda *given: failed)
     with pytest.raises(UserError, match="its look at the first updates failed: MemoryError: none left"):
-        batch_look.measure(words, [], 2, 2)
+        batch_look.measure(words, [], 2, 2, [])
+
+
+def test_updates_are_timed_as_far_as_a_larger_batch_may_be_sooner(make, monkeypatch):
+    """Also no further than the data goes, and than the memory does."""
+    trainer, sizes = make("batch.global_batch=4", "updates=null", "epochs=9"), []
+
+    def timed(trainer, micro_batch, steps):
+        sizes.append(micro_batch)
+        if micro_batch == 32:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        yield seconds[len(sizes) - 1]
+
+    monkeypatch.setattr(batch_look, "_timed", timed)
+    doubles, beyond = [4, 8, 16, 32], [4, 8, 16, 64]
+    cases = [(100.0, [1.0] * 3, doubles), (4.0, [1.0, 2.0], doubles), (None, [], doubles), (100.0, [1.0] * 3, beyond)]
+    for noise_scale, seconds, micro_batches in cases:
+        sizes.clear()
+        assert batch_look.update_seconds(trainer, micro_batches, 1, noise_scale) == seconds
+
+
+def test_an_update_is_timed_with_the_steps_of_the_run(make):
+    trainer, seen = make("batch.global_batch=4", "updates=null", "epochs=9"), []
+
+    class Watched(WrappingStep):
+        def micro_batch(self, batch, loss_sum):
+            seen.append(len(batch.x))
+            self.inner.micro_batch(batch, loss_sum)
+
+    trainer.step = Watched(trainer.step)
+    before = [parameter.clone() for parameter in trainer.model.parameters()]
+    assert all(seconds > 0 for seconds in batch_look._timed(trainer, 6, 2))
+    assert seen == [6, 6] * batch_look.TIMED
+    assert not any(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,8 @@ def test_a_rank_measures_its_own_gradient_before_it_is_averaged_and_leaves_no_ho
         step.update()
         step.zero_grad()
     own = 55.0 + 8
-    assert noise.sums.tolist() == pytest.approx([own - own / 4, 2 * (own / 4 - own / 2)])
+    whole = own / 4
+    assert noise.sums.tolist() == pytest.approx([(own - whole) / whole, 2 * (whole - own / 2) / whole])
     assert not parameter._backward_hooks
     assert not other._backward_hooks
 
@@ -119,3 +120,12 @@ def test_it_changes_nothing(make, monkeypatch):
         trainer.fit()
         found.append([p.detach().clone() for p in trainer.model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_every_update_counts_the_same_however_long_its_gradient_is():
+    """A network that has just begun to learn has long gradients with little noise; they do not drown the rest."""
+    noise = NoiseScale(torch.device("cpu"), lambda epoch: 2)
+    half = torch.tensor(0.5)
+    for first, whole in [(10_100.0, 10_000.0)] * 3 + [(2.0, 1.5)] * 400:
+        noise.add(torch.tensor(first), torch.tensor(whole), half)
+    assert noise.scale(*noise.sums.tolist(), 0) == pytest.approx(1.0, rel=0.15)  # 2 × (2 - 1.5) / (2 × 1.5 - 2)

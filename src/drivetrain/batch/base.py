@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 Scaling = Literal["none", "linear", "sqrt"]
 DecayScaling = Literal["none", "timescale"]
 Factor = Annotated[int, Ge(2)]
+Look = Callable[[int, int | None, Sequence[int]], dict[str, Any]]  # measures the beginning of a run; see Batch.choose
 LARGEST = 1 << 40  # samples of an update: it grows no further, however long the run
 
 
@@ -104,11 +105,13 @@ class Batch(Option):
         """
         return self
 
-    def choose(self, measure: Callable[[int, int], dict[str, Any]], ranks: int, recorded: Any = None) -> Batch:
+    def choose(self, measure: Look, ranks: int, recorded: Any = None) -> Batch:
         """Return this option with the global batch that a measurement gives, before any rank starts.
 
-        `measure(steps, updates)` trains for some updates in a process of its own, each split into micro-batches, and returns
-        noise_scale (None: not to be told), updates, and the samples of the training set. `recorded` is what a resumed run found.
+        `measure(steps, updates, micro_batches)` trains in a process of its own for some updates (None: as the run is long), each
+        split into so many steps, and then takes the time of updates with each of these micro-batches. It returns noise_scale
+        (None: not to be told), updates, the samples of the training set, and update_seconds. `recorded` is what a resumed run
+        found.
         """
         return self
 

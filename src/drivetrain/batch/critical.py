@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from drivetrain.batch.base import Batch, Scaling
+from drivetrain.batch.base import Batch, Look, Scaling
 from drivetrain.core.option import Count, RunSpec
 from drivetrain.core.typed import fits
 
@@ -21,12 +21,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Critical(Batch):
-    """batch=critical: as many samples in an update as the gradient noise scale (McCandlish et al. 2018) says.
+    """batch=critical: the batch that comes to a target soonest, by the gradient noise scale (McCandlish et al. 2018).
 
-    At this size, the critical batch, a run takes about twice the fewest possible updates and twice the fewest possible samples.
     Before the ranks start, a process of its own trains for `look_updates` updates of `global_batch` samples and measures the
-    noise scale. As long as that is above the batch, the batch is then doubled by more accumulation steps, to `max` at most. It
-    stays for the whole run, whose length and schedule are known at its start as those of any other.
+    noise scale, the critical batch. By itself it takes a thirtieth of the run, within 50 and 200 updates: the noise scale of a
+    network that has just begun to learn is small. A batch of B samples takes 1 + critical / B times the fewest possible updates.
+
+    - by=time: the process measures how long an update of `global_batch` samples, of twice as many and so on to `max` takes.
+      The batch with the least updates × seconds is taken.
+    - by=noise: as long as the noise scale is above the batch, it is doubled by more accumulation steps, to `max` at most. The
+      run then takes about twice the fewest possible updates and twice the fewest possible samples, on any device.
+
+    The batch stays for the whole run, whose length and schedule are known at its start as those of any other.
     A resumed run goes on with the batch that was found, which is in environment.json and result.json.
     """
 
@@ -39,8 +45,9 @@ class Critical(Batch):
 
     global_batch: Count = 32
     max: Count = 1024
+    by: Literal["time", "noise"] = "time"
     accumulation_steps: Count = 1
-    look_updates: Count = 50
+    look_updates: Count | None = None
     lr_scaling: Scaling = "sqrt"
 
     def validate(self, run: RunSpec) -> Iterator[str]:
@@ -71,23 +78,36 @@ class Critical(Batch):
                 "suits AdamW, linear SGD"
             )
 
-    def choose(self, measure: Callable[[int, int], dict[str, Any]], ranks: int, recorded: Any = None) -> Batch:
-        limits = {"smallest": self.global_batch, "largest": self.max, "look_updates": self.look_updates}
+    def choose(self, measure: Look, ranks: int, recorded: Any = None) -> Batch:
+        limits = {"smallest": self.global_batch, "largest": self.max, "look_updates": self.look_updates, "by": self.by}
         steps = max(2, self.accumulation_steps * ranks)  # the parts of an update that the ranks compute; it takes two to measure
-        look = recorded if _is_of(recorded, limits) else measure(steps, self.look_updates)
+        look = recorded if _is_of(recorded, limits) else measure(steps, self.look_updates, self._micro_batches(ranks))
         chosen = copy.deepcopy(self)
-        growth = self._growth(look["noise_scale"], look["samples"])
+        growth = self._growth(look)
         chosen.global_batch *= growth
-        chosen.accumulation_steps *= growth
-        measured = {key: look[key] for key in ("noise_scale", "updates", "samples")}
+        if self.by == "noise":
+            chosen.accumulation_steps *= growth
+        measured = {key: look[key] for key in ("noise_scale", "updates", "samples", "update_seconds")}
         chosen.found = {**limits, **measured, "global_batch": chosen.global_batch}
         return chosen
 
-    def _growth(self, noise_scale: float | None, samples: int) -> int:
-        """The power of two by which the smallest batch comes up to the noise scale, within the limits and the data."""
-        most = math.floor(math.log2(max(1.0, min(self.max, samples) / self.global_batch)))
-        wanted = math.ceil(math.log2(noise_scale / self.global_batch)) if noise_scale else 0
-        return int(2 ** min(max(0, wanted), most))
+    def _micro_batches(self, ranks: int) -> list[int]:
+        """A rank's micro-batches in the updates whose time is to be measured: in those of the smallest batch and its doubles."""
+        if self.by == "noise":
+            return []
+        smallest = self.global_batch // (self.accumulation_steps * ranks)
+        return [smallest * 2**n for n in range((self.max // self.global_batch).bit_length())]
+
+    def _growth(self, look: Mapping[str, Any]) -> int:
+        """The power of two by which the smallest batch grows, within the limits and the data."""
+        noise, seconds = look["noise_scale"], look["update_seconds"]
+        if not noise:
+            return 1
+        if self.by == "time":
+            times = relative_times(noise, self.global_batch, seconds)
+            return int(2 ** times.index(min(times))) if times else 1
+        most = math.floor(math.log2(max(1.0, min(self.max, look["samples"]) / self.global_batch)))
+        return int(2 ** min(max(0, math.ceil(math.log2(noise / self.global_batch))), most))
 
     def setup(self, context: BuildContext) -> None:
         if self.found is not None and context.world.rank == 0:
@@ -100,13 +120,29 @@ class Critical(Batch):
         chosen = f"{self.global_batch} samples an update, of {found['smallest']} to {found['largest']}"
         if found["noise_scale"] is None:
             return f"batch=critical: the noise of {looked} hides the gradient: {chosen}; a larger batch.look_updates tells more"
-        return f"batch=critical: gradient noise scale {found['noise_scale']:,.0f} by {looked}: {chosen}"
+        seconds = found["update_seconds"]
+        timed = f" and the time of an update ({_ms(seconds[0])} to {_ms(seconds[-1])})" if len(seconds) > 1 else ""
+        return f"batch=critical: gradient noise scale {found['noise_scale']:,.0f} by {looked}{timed}: {chosen}"
 
 
-def _is_of(recorded: Any, limits: Mapping[str, int]) -> bool:
+def relative_times(noise_scale: float, smallest: int, update_seconds: Sequence[float]) -> list[float]:
+    """The times to a target with the smallest batch and its doubles, whose updates take so many seconds.
+
+    They are in units of the fewest possible updates: a batch of B samples takes 1 + noise_scale / B times as many.
+    """
+    return [seconds * (1 + noise_scale / (smallest * 2**n)) for n, seconds in enumerate(update_seconds)]
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.3g} ms"
+
+
+def _is_of(recorded: Any, limits: Mapping[str, Any]) -> bool:
     """Whether it is what a run with these limits has recorded."""
     if not fits(recorded, dict[str, Any]) or any(recorded.get(key) != value for key, value in limits.items()):
         return False
     scale, counts = recorded.get("noise_scale"), (recorded.get("samples"), recorded.get("updates"))
+    seconds, most = recorded.get("update_seconds"), (limits["largest"] // limits["smallest"]).bit_length()
     good = scale is None or (fits(scale, float) and 0 <= scale < math.inf)
-    return good and all(fits(count, int) and count > 0 for count in counts)
+    timed = fits(seconds, list[float]) and len(seconds) <= most and all(0 < each < math.inf for each in seconds)
+    return good and timed and all(fits(count, int) and count > 0 for count in counts)

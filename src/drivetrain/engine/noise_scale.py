@@ -4,6 +4,10 @@ It is the variance of one sample's gradient, summed over all parameters, divided
 Both are estimated without bias from two gradients that an update with several micro-batches, or on several ranks, has anyway:
 that of one micro-batch, and that of the whole batch (their appendix A.1). The micro-batch is a rank's first one. Where it is the
 rank's only one, its gradient is measured in the backward, before the ranks average theirs; the log takes the mean over ranks.
+
+Over several updates the two estimates are averaged in units of the squared gradient of the updates before. So every update counts
+the same: the critical batch of a run is the mean of the noise scale over its updates (their appendix D). Plain sums would tell of
+the first updates only, whose gradients are many times longer. An update's own gradient as the unit would bias the ratio.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from drivetrain.core.step import WrappingStep
 
 EVERY = 8  # on small models the two norms take as long as a micro-batch
 KEPT = 0.9  # of the sums before, at each record: single records are noisy
+FOLLOWS = 0.1  # of the unit: the share of the last update's squared gradient
 
 
 @dataclass
@@ -28,18 +33,22 @@ class NoiseScale:
     device: torch.device
     size: Callable[[int], int]  # the samples of an update in an epoch
     every: int = EVERY  # updates, of which one is measured
-    sums: torch.Tensor = field(init=False)  # (2,): the variance divided by the batch size, and the squared length
+    sums: torch.Tensor = field(init=False)  # (2,): the variance divided by the batch size, and the squared length; see above
 
     def __post_init__(self) -> None:
         self.sums = torch.zeros(2, device=self.device)
+        self._unit = torch.zeros((), device=self.device)
         self._before = (0.0, 0.0)
 
     def add(self, first: torch.Tensor, whole: torch.Tensor, share: torch.Tensor) -> None:
         """Add an update: squared norms of its first micro-batch's and of its gradient, and that micro-batch's share; all 0-d."""
         variance = (first - whole) / (1 / share - 1)  # of one sample, divided by the samples of the update
         squared = (whole - share * first) / (1 - share)
-        both = torch.stack([variance, squared])
-        self.sums += torch.where(both.isfinite().all(), both, 0.0)  # an overflow, or a share of 0 that only fills up
+        unit = torch.where(self._unit > 0, self._unit, whole)
+        both = torch.stack([variance, squared]) / unit
+        finite = both.isfinite().all()  # else an overflow, or a share of 0 that only fills up
+        self.sums += torch.where(finite, both, 0.0)
+        self._unit = torch.where(finite, unit.lerp(whole, FOLLOWS), self._unit)
 
     def scale(self, variance: float, squared: float, epoch: int) -> float | None:
         """Return the noise scale in samples, from the sums since the last record and what was kept of those before.

@@ -1,14 +1,16 @@
-"""A short look at a run's beginning, in a process of its own: its gradient noise scale. The run itself is not touched.
+"""A short look at a run's beginning, in a process of its own: its gradient noise scale, and the time of updates of several sizes.
 
-The parent calls `measure`. The child (`python -m drivetrain.launch.batch_look`) trains for some updates on one device, measures
-every one of them, and prints what it found.
+The run itself is not touched. The parent calls `measure`. The child (`python -m drivetrain.launch.batch_look`) trains for some
+updates on one device, measures every one of them, takes the time of larger and larger ones, and prints what it found.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +20,19 @@ from drivetrain.launch import batch_probe
 if TYPE_CHECKING:
     from drivetrain.engine.trainer import Trainer
 
+NEVER = 2**62  # updates between two that are measured
+SHARE, FEWEST, MOST = 30, 50, 200  # updates of the run for one of the look, and the look's limits
+TIMED = 3  # updates of each size, of which the fastest counts: other programs only make one slower
 
-def measure(overrides: Sequence[str], config_dirs: Sequence[str], steps: int, updates: int) -> dict[str, Any]:
-    """What some updates of so many micro-batches tell: noise_scale, updates, and the samples of the training set."""
-    task = {"overrides": list(overrides), "config_dirs": list(config_dirs), "steps": steps, "updates": updates}
+
+def measure(
+    overrides: Sequence[str], config_dirs: Sequence[str], steps: int, updates: int | None, micro_batches: Sequence[int]
+) -> dict[str, Any]:
+    """What some updates of so many steps tell (noise_scale, updates, samples), and the seconds of updates of several sizes."""
+    task = {
+        "overrides": list(overrides), "config_dirs": list(config_dirs), "steps": steps, "updates": updates,
+        "micro_batches": list(micro_batches),
+    }  # fmt: skip
     done = batch_probe.run_child("drivetrain.launch.batch_look", task)
     if done.returncode:
         raise UserError(f"batch=critical: its look at the first updates failed: {batch_probe.last_line(done)}")
@@ -29,13 +40,14 @@ def measure(overrides: Sequence[str], config_dirs: Sequence[str], steps: int, up
     return found
 
 
-def look(trainer: Trainer, updates: int) -> dict[str, Any]:
-    """Train for some updates as the run begins, every one of them measured."""
+def look(trainer: Trainer, updates: int | None) -> dict[str, Any]:
+    """Train for some updates as the run begins, every one of them measured. None: a share of the run."""
     import torch
 
     noise, step = trainer.log.noise, trainer.step
     assert noise is not None
     noise.every = 1
+    updates = min(updates or min(MOST, max(FEWEST, trainer.max_updates // SHARE)), trainer.max_updates)
     trainer.model.train()
     trainer.scheduler.step(0)
     loss, done = torch.zeros((), device=trainer.device), 0
@@ -50,8 +62,58 @@ def look(trainer: Trainer, updates: int) -> dict[str, Any]:
         step.zero_grad()
         if done == updates:
             break
+    noise.every = NEVER
     variance, squared = noise.sums.tolist()
     return {"noise_scale": noise.scale(variance, squared, 0), "updates": done, "samples": len(trainer.train_data.source)}
+
+
+def update_seconds(trainer: Trainer, micro_batches: Sequence[int], steps: int, noise_scale: float | None) -> list[float]:
+    """The seconds of an update of so many steps with each of these ascending micro-batches, as far as data and memory go.
+
+    The first is of the run's smallest batch. It ends where no larger batch can come to a target sooner: where one update takes
+    as long as the best batch so far takes for the fewest possible.
+    """
+    from drivetrain.batch.critical import relative_times
+    from drivetrain.core.device import is_out_of_memory
+
+    found: list[float] = []
+    smallest, samples = trainer.batch.global_batch, len(trainer.train_data.source)
+    for micro_batch in micro_batches:
+        if noise_scale is None or smallest * micro_batch // micro_batches[0] > samples:
+            break
+        try:
+            found.append(min(_timed(trainer, micro_batch, steps)))
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            break
+        if found[-1] >= min(relative_times(noise_scale, smallest, found)):
+            break
+    return found
+
+
+def _timed(trainer: Trainer, micro_batch: int, steps: int) -> Iterator[float]:
+    """The seconds of several updates of so many steps, on data that is on the device already."""
+    import torch
+
+    from drivetrain.core.device import synchronize
+    from drivetrain.core.microbatch import one_update
+
+    batch, source, step = copy(trainer.batch), trainer.train_data.source, trainer.step
+    batch.global_batch, batch.accumulation_steps = micro_batch * steps, steps
+    order = getattr(source, "order", None)
+    requests = batch.requests(len(source), trainer.seed, 0, trainer.parallel.data_world, trainer.drop_last, order=order)
+    stream = trainer.loader.stream(trainer.train_data, one_update(requests), trainer.device, trainer.memory_format)
+    update, loss = list(stream), torch.zeros((), device=trainer.device)
+    for _ in range(TIMED):
+        synchronize(trainer.device)
+        began = time.perf_counter()
+        for each in update:
+            step.micro_batch(each, loss)
+        step.update()
+        step.zero_grad()
+        synchronize(trainer.device)
+        yield time.perf_counter() - began
 
 
 def main() -> None:
@@ -62,9 +124,13 @@ def main() -> None:
     from drivetrain.engine import build
 
     job = batch_probe.trial_job(task, ["callbacks=[]", "logger=[]", "ema=none"])
+    own_steps = job.run.batch.accumulation_steps
     job.run.batch.accumulation_steps = task["steps"]
     trainer = build.build(BuildContext(job.run, World(), Path(os.devnull)), [])
-    print(json.dumps(look(trainer, min(task["updates"], trainer.max_updates))), flush=True)
+    batch_probe.limit_memory(trainer.device)
+    found = look(trainer, task["updates"])
+    seconds = update_seconds(trainer, task["micro_batches"], own_steps, found["noise_scale"])
+    print(json.dumps({**found, "update_seconds": seconds}), flush=True)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain.core import forking, process
 from drivetrain.core.errors import FAILED, UserError
+from drivetrain.core.lazy import torch
 
 if TYPE_CHECKING:
     from drivetrain.launch.job import Job
@@ -88,6 +89,12 @@ def trial_job(task: Mapping[str, Any], more: Sequence[str] = ()) -> Job:
     return prepare([*overrides, *off], task["config_dirs"])
 
 
+def limit_memory(device: torch.device) -> None:
+    """Let this process use most of a device's memory, and no more."""
+    if device.type != "cpu":
+        torch.get_device_module(device).set_per_process_memory_fraction(MEMORY_FRACTION)
+
+
 def main() -> None:
     """The child: read the task from standard input and try the sizes."""
     task = receive_task()
@@ -100,10 +107,7 @@ def main() -> None:
 
     job = trial_job(task)
     trainer = build.build(BuildContext(job.run, World(), Path(os.devnull)), [])
-    if trainer.device.type != "cpu":
-        import torch
-
-        torch.get_device_module(trainer.device).set_per_process_memory_fraction(MEMORY_FRACTION)
+    limit_memory(trainer.device)
     for size in task["sizes"]:
         try:
             for _ in range(2):  # at the second the optimizer's state is in memory

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,7 @@ def _choose_batch(job: Job, world: World) -> None:
             lambda sizes, limit: batch_probe.count_fitting(overrides, config_dirs, sizes, limit), parallel.ranks()
         )
     job.run.parts["batch"] = job.run.batch.choose(
-        lambda steps, updates: batch_look.measure(overrides, config_dirs, steps, updates),
+        partial(batch_look.measure, overrides, config_dirs),
         parallel.data_ranks(),
         recorded_environment(job.run_dir).get("batch") if job.run_dir is not None else None,
     )
