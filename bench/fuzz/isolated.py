@@ -17,6 +17,7 @@ KINDS = ("recipes", "commands", "runs", "checkpoints", "datasets")
 
 
 SHARE = 250  # examples of one process
+HANGS_S = 120.0  # between the ends of two examples
 
 
 def _run(kind: str, count: int, seed: int, connection: Any) -> None:
@@ -25,23 +26,38 @@ def _run(kind: str, count: int, seed: int, connection: Any) -> None:
         place = Path(folder) / "place"
         place.mkdir()
         examples = importlib.import_module(f"bench.fuzz.{kind}").examples
-        connection.send(campaign(examples, place, count, seed))
+        for ended in campaign(examples, place, count, seed):
+            connection.send(ended)
+        connection.send(None)
 
 
 def _isolated(kind: str, count: int, seed: int) -> list[Ended]:
-    """Judge examples in a new process; one that ends is a defect."""
+    """Judge examples in a new process; one that ends or hangs is a defect."""
     context = get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_run, args=(kind, count, seed, theirs))
     process.start()
     theirs.close()
+    found: list[Ended] = []
     try:
-        found: list[Ended] = ours.recv()
+        while ours.poll(HANGS_S):
+            ended = ours.recv()
+            if ended is None:
+                break
+            found.append(ended)
+        else:
+            found.append(_stopped(kind, seed, found, f"nothing happened for {HANGS_S:.0f} s"))
+            process.kill()
     except EOFError:
         process.join()
-        found = [Ended(f"{kind} of seed {seed}", DEFECT, f"the process ended with code {process.exitcode}")]
+        found.append(_stopped(kind, seed, found, f"the process ended with code {process.exitcode}"))
     process.join()
     return found
+
+
+def _stopped(kind: str, seed: int, found: Sequence[Ended], why: str) -> Ended:
+    """The example after those that were found, whose process did not come to its end."""
+    return Ended(f"{kind} of seed {seed}", DEFECT, f"{why}, at the example after the first {len(found)}")
 
 
 def run(kinds: Sequence[str], count: int, seed: int, jobs: int = 1) -> dict[str, dict[str, Any]]:

@@ -80,14 +80,9 @@ def _place(error: BaseException) -> str:
     return " < ".join(f"{Path(f.filename).parent.name}/{Path(f.filename).name}:{f.lineno}" for f in frames[:-4:-1])
 
 
-def campaign(kind: Kind, place: Path, count: int, seed: int = SEED) -> list[Ended]:
-    """Judge so many examples of a kind."""
-    return list(_judge_all(kind(place, count, seed)))
-
-
-def _judge_all(examples: Iterable[Example]) -> Iterator[Ended]:
-    for example in examples:
-        yield judged(example)
+def campaign(kind: Kind, place: Path, count: int, seed: int = SEED) -> Iterator[Ended]:
+    """Judge so many examples of a kind, one after the other."""
+    return map(judged, kind(place, count, seed))
 
 
 def summary(ended: Sequence[Ended]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Data sets that anyone may have made: what cannot be is refused, by the name of its file; nothing waits or fills memory."""
 
+import ast
 import contextlib
 import io
 import json
@@ -14,6 +15,7 @@ from PIL import Image
 
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.data import packed, shards, untrusted
+from drivetrain.data.archive import read_members
 from drivetrain.data.image_files import read_mask
 from drivetrain.data.images import Images
 from drivetrain.data.untrusted import number_of_classes
@@ -63,6 +65,26 @@ def test_texts_and_tables_that_never_end(monkeypatch):
             Jsonl(name).load(torch.device("cpu")) if name == "t.jsonl" else read(Path(name))
     with pytest.raises(DataError, match=r"gone.jsonl cannot be read"):
         Jsonl("gone.jsonl").load_sets(torch.device("cpu"))
+
+
+def test_archives_shards_and_packed_files_that_never_end():
+    odd_files()
+    for name in ("fifo.png", "endless.png", "folder.png"):
+        for read in (
+            lambda file: shards.scan(file, 0),
+            lambda file: shards.read_range(file, 0, 1),
+            lambda file: read_members(Path(file), set(), 1),
+        ):
+            with pytest.raises(DataError, match=f"{name} is no ordinary file"):
+                read(name)
+
+
+def test_no_file_of_a_data_set_is_opened_in_another_way():
+    """A plain `open` waits for a pipe for ever."""
+    for module in Path(untrusted.__file__).parent.glob("*.py"):
+        for call in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "open":
+                assert any(given.arg == "opener" for given in call.keywords), f"{module.name}, line {call.lineno}"
 
 
 def test_a_bomb_names_its_file_and_the_setting(tmp_path):

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 from drivetrain.core.errors import DataError, UserError
+from drivetrain.data.untrusted import ordinary
 
 
 def check_member(archive: object, member: tarfile.TarInfo) -> None:
@@ -31,7 +32,7 @@ def read_members(archive: Path, names: set[str], max_bytes: int) -> dict[str, by
     found: dict[str, bytes] = {}
     total = 0
     try:
-        with tarfile.open(archive) as tar:
+        with open(archive, "rb", opener=ordinary) as file, tarfile.open(fileobj=file) as tar:
             for member in tar:
                 check_member(archive, member)
                 total += member.size  # members that are skipped count too: they are decompressed on the way
@@ -39,8 +40,8 @@ def read_members(archive: Path, names: set[str], max_bytes: int) -> dict[str, by
                     raise DataError(f"{archive} unpacks to more than {max_bytes:,} bytes: it is not the archive it should be")
                 name = PurePosixPath(member.name).name
                 if member.isfile() and name in names:
-                    file = tar.extractfile(member)
-                    found[name] = file.read() if file is not None else b""
+                    content = tar.extractfile(member)
+                    found[name] = content.read() if content is not None else b""
     except (OSError, tarfile.TarError, EOFError, ValueError) as error:
         if isinstance(error, DataError):
             raise

@@ -18,7 +18,7 @@ from drivetrain.data.base import Data, Fraction, Normalize, Source, Splits, Vali
 from drivetrain.data.decoding import ImageFileSource
 from drivetrain.data.fingerprint import fingerprint
 from drivetrain.data.folders import IMAGES as IMAGES
-from drivetrain.data.untrusted import read_image_file
+from drivetrain.data.untrusted import ordinary, read_image_file
 
 IMAGENET = [255 * m for m in (0.485, 0.456, 0.406)], [255 * s for s in (0.229, 0.224, 0.225)]  # mean, standard deviation
 Normalization = Literal["imagenet", "measured"]
@@ -39,7 +39,11 @@ def enlarged(root: str | None, size: int, files: Sequence[Path]) -> Iterator[str
 
     sizes = []
     for path in files[:: max(1, len(files) // LOOKED_AT)]:
-        with contextlib.suppress(Exception), Image.open(path) as image:  # a broken file is told by whoever reads it
+        with (
+            contextlib.suppress(Exception),
+            open(path, "rb", opener=ordinary) as file,
+            Image.open(file) as image,
+        ):  # a broken file is told by whoever reads it
             sizes.append((min(image.size), image.size))
     if not sizes:
         return

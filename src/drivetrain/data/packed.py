@@ -21,7 +21,7 @@ from drivetrain.core.typed import fits
 from drivetrain.data.bad_samples import BadSamplePolicy
 from drivetrain.data.base import Data, Normalize, Splits, Validation
 from drivetrain.data.decoding import ImageFileSource, crop_and_resize
-from drivetrain.data.untrusted import read_whole
+from drivetrain.data.untrusted import ordinary, read_whole
 
 FORMAT, VERSION = "drivetrain-packed", 3
 END, CRC, LABEL = COLUMNS = range(3)  # of a split's table: where a sample ends, its CRC-32, its class
@@ -244,7 +244,7 @@ class RawImages:
         """The file as mapped memory, and as a tensor (bytes,) uint8."""
         if self._open is None:
             # Read-only and shared: the system refuses a private mapping that is larger than the memory.
-            with self.path.open("rb") as file:
+            with open(self.path, "rb", opener=ordinary) as file:
                 memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="The given buffer is not writable")

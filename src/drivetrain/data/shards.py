@@ -21,6 +21,7 @@ from drivetrain.core.errors import DataError, UserError
 from drivetrain.data.archive import check_member
 from drivetrain.data.bad_samples import NetworkError
 from drivetrain.data.images import IMAGES
+from drivetrain.data.untrusted import ordinary
 
 MAX_SHARDS = 100_000
 MAX_WILD_FOLDERS = 1  # whose names a pattern leaves open: more could list a whole disk
@@ -79,7 +80,7 @@ def read_range(shard: str, start: int, size: int) -> bytes:
     if is_remote(shard):
         return _http_range(shard, start, size)[0]
     try:
-        with open(shard, "rb", buffering=0) as file:
+        with open(shard, "rb", buffering=0, opener=ordinary) as file:
             content = os.pread(file.fileno(), size, start)
     except OSError as error:
         raise DataError(f"{shard} cannot be read ({error.strerror})") from None
@@ -245,7 +246,7 @@ def scan(shard: str, size: int) -> Index:
 
 
 def _open(shard: str, size: int) -> Any:
-    return io.BufferedReader(_RemoteFile(shard, size), 1 << 16) if is_remote(shard) else open(shard, "rb")
+    return io.BufferedReader(_RemoteFile(shard, size), 1 << 16) if is_remote(shard) else open(shard, "rb", opener=ordinary)
 
 
 def _add_member(shard: str, tar: Any, member: Any, images: dict[str, tuple[int, int]], labels: dict[str, dict[str, int]]) -> None:

@@ -69,13 +69,19 @@ def lines_of(path: Path, newline: str | None = None, encoding: str = "utf-8") ->
 def _opened(path: Path, damaged: str = "cannot be read ({}): mend it, or set the path of the data") -> Iterator[BufferedReader]:
     """Open an ordinary file. Raises DataError."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(descriptor, "rb") as file:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise DataError(f"{path} is no ordinary file (a pipe, a device or a folder): remove it")
+        with open(path, "rb", opener=ordinary) as file:
             yield file
     except OSError as error:
         raise DataError(f"{path} {damaged.format(error.strerror)}") from None
+
+
+def ordinary(path: str | Path, flags: int) -> int:
+    """Open an ordinary file or a link to one, as `open` wants it of an opener. Raises OSError, DataError for anything else."""
+    descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise DataError(f"{path} is no ordinary file (a pipe, a device or a folder): remove it")
+    return descriptor
 
 
 def number_of_classes(highest: int, samples: int, classes: int | None, where: str) -> int:
