@@ -12,6 +12,7 @@ from bench import forecast as bench
 
 from drivetrain.cli import forecast as verb
 from drivetrain.config import validate
+from drivetrain.config.catalog import options
 from drivetrain.core.errors import UserError
 from drivetrain.measure.forecast import examine, page
 from drivetrain.measure.forecast import forecast as forecast_module
@@ -67,6 +68,22 @@ def test_adam_keeps_two_tensors_for_each_parameter_and_sgd_one():
     assert adam[STATE] == 2 * adam[PARAMETERS] + steps
     assert sgd[STATE] == sgd[PARAMETERS]
     assert adam[GRADIENTS] == adam[PARAMETERS]
+
+
+NEEDS = {"schedulefree": ["scheduler=constant"]}
+
+
+@pytest.mark.parametrize("name", sorted(options()["optimizer"]))
+def test_every_optimizers_update_is_recorded(name):
+    """One that reads its count of updates, to divide by it, too."""
+    try:
+        record = recorded("model=mlp", "model.hidden=[8,8]", f"optimizer={name}", *NEEDS.get(name, []))
+    except UserError as error:
+        if "not installed" not in str(error):
+            raise
+        pytest.skip(str(error))
+    assert record.peak[PARAMETERS] == record.peak[GRADIENTS] > 0
+    assert any(operation.phase == "update" for operation in record.operations)
 
 
 def test_accumulation_does_not_raise_activations_and_repeats_operations():

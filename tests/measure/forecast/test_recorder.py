@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from drivetrain.checkpointing.recompute import checkpoint_forward
@@ -104,7 +105,7 @@ def test_real_tensors_are_not_changed():
 def test_a_host_read_of_a_fake_is_no_overflow_and_of_a_real_tensor_its_value():
     real = torch.tensor(3.0)
     with Fakes() as fakes, Recorder(fakes):
-        assert torch.ones(()).item() == 0.0
+        assert torch.ones(2).sum().item() == 0.0
         assert real.item() == 3.0
 
 
@@ -116,3 +117,17 @@ def test_cudas_autocast_keeps_layer_norm_in_float32():
             assert norm(x).dtype == torch.float32
     with autocast_of("cuda"):
         assert torch.softmax(x, 0).dtype == torch.bfloat16  # autocast is off
+
+
+@pytest.mark.parametrize(
+    "count", [lambda: torch.tensor(0.0), lambda: torch.zeros(()), lambda: torch.full((), 0, dtype=torch.int64)]
+)
+def test_a_count_that_is_made_of_numbers_has_its_value(count):
+    """Optimizers count their updates so, and divide by what follows of the count."""
+    with Fakes() as fakes, Recorder(fakes):
+        steps = [count(), count()]
+        torch._foreach_add_(steps, 1)
+        steps[1] += 2
+        assert [step.item() for step in steps] == [1, 3]
+        steps[0] += torch.ones(3).sum().to(steps[0].dtype)  # not a number any more
+        assert steps[0].item() == 0

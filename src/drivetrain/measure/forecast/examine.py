@@ -25,7 +25,7 @@ from drivetrain.measure.forecast.replay import Timed
 
 FILLED = 0.97  # of a device's memory that a run may fill
 DATA, NETWORK = "data", "network"
-UNREADABLE = (RuntimeError, NotImplementedError, AssertionError, TypeError, ValueError)
+UNREADABLE = (RuntimeError, NotImplementedError, AssertionError, TypeError, ValueError, ArithmeticError, LookupError)
 
 
 @dataclass

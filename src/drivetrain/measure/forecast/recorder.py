@@ -100,9 +100,11 @@ class Recorder(TorchDispatchMode):
         if name == "aten::_local_scalar_dense":
             return _value(args[0])
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if self.fakes is not None and not all(isinstance(tensor, FakeTensor) for tensor in tensors):
+        if self.fakes is not None and name not in MAKES_CONSTANT and not all(isinstance(t, FakeTensor) for t in tensors):
             args, kwargs = tree_map_only(torch.Tensor, self.fakes.standing_for, (args, kwargs))
-        out = None if name in NO_FAKE_FORM else func(*args, **kwargs)
+        out: Any = None if name in NO_FAKE_FORM else func(*args, **kwargs)
+        if self.fakes is not None and name in FILLS and out.dim() == 0 and out.device.type == "cpu":
+            out = _constant(func, args, kwargs)
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
                 self.note(leaf)
@@ -144,12 +146,28 @@ class Recorder(TorchDispatchMode):
         return found
 
 
+MAKES_CONSTANT = ("aten::lift_fresh", "aten::lift_fresh_copy")  # torch.tensor(1.0): the fake that it makes keeps its value
+FILLS = ("aten::zeros", "aten::ones", "aten::full", "aten::scalar_tensor")  # make a tensor of a number
 NO_FAKE_FORM = ("aten::_fused_sgd_", "aten::_fused_adagrad_")  # updates in place, which fake tensors need not make
 
 
+def _constant(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    """The fake of a single number, which keeps its value as that of torch.tensor(1.0) does."""
+    with _disable_current_modes():
+        real = func(*args, **kwargs)
+    made: torch.Tensor = torch.ops.aten.lift_fresh.default(real)
+    return made
+
+
 def _value(tensor: torch.Tensor) -> Any:
-    """What the host reads of a tensor: a real one's value, else 0, as of an overflow that did not happen."""
+    """What the host reads of a tensor: its value where it is known, as an optimizer's count of updates is.
+
+    Any other fake tensor reads as 0, as of an overflow that did not happen.
+    """
     if isinstance(tensor, FakeTensor):
+        if tensor.constant is not None:  # made of numbers alone: torch keeps its value beside
+            with _disable_current_modes():
+                return tensor.constant.item()
         return False if tensor.dtype == torch.bool else 0.0 if tensor.is_floating_point() else 0
     with _disable_current_modes():
         return tensor.tolist()

@@ -31,7 +31,7 @@ def command(target: str, seeds: int, budget_s: float, overrides: list[str], conf
     if job.run.batch.chooses_size or not job.run.batch.fixed_micro_batches or reach is None:
         raise UserError(f"tune target={target} tries values of batch.global_batch: set batch=fixed or batch=accumulate")
     steps = max(2, job.run.batch.accumulation_steps * job.run.parallel.data_ranks())
-    look = batch_look.measure(job.composed.overrides, config_dirs, steps, LOOK_UPDATES)
+    look = batch_look.measure(job.composed.overrides, config_dirs, steps, LOOK_UPDATES, micro_batches=())
     scale = look["noise_scale"]
     echo(f"gradient noise scale: {f'{scale:,.0f} samples' if scale else 'hidden by the noise'}, over {look['updates']} updates")
     words = ["", *times_to_target.candidates(job.run, scale, look["samples"])]
