@@ -2,13 +2,14 @@
 
 `python -m bench.flips [--cases N] [--seed N] [--out FILE]`
 
-A small run is trained once. Each case then flips one bit of one of its files, or cuts its end off, and reads the run as
-`resume=`, `report` and `drivetrain.load` do. There are four outcomes:
+Small runs of each kind of `bench.small_runs` are trained once. Each case then flips one bit of one of their files, or cuts its
+end off, and reads the run as `resume=`, `report`, `drivetrain.load` and `predict` do. There are four outcomes:
 
 - rejected: a UserError refuses it, or the checkpoint is passed over for the one before;
-- no effect: the resumed run has the same config and starts from the same bytes, and what `report` reads is the same;
+- no effect: the resumed run has the same config, starts from the same bytes and goes on with the same runs of trackers, the
+  model predicts the same, and what `report` reads is the same;
 - figures: the resumed run computes the same, but a figure that `report` shows differs: logs and results are not signed;
-- effect, untyped: the resumed run would differ, or the reader raises another error. There must be none.
+- effect, untyped: the resumed run or a prediction would differ, or the reader raises another error. There must be none.
 
 What belongs to the machine (paths, devices, loggers) is not compared: where its record is not signed any more, the command
 line's settings hold, as for a stranger's run.
@@ -21,16 +22,13 @@ import collections
 import random
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench import harness
+from bench import harness, small_runs
+from bench.small_runs import SmallRun
 
-RUN = (
-    "data=synthetic", "data.shape=[1,2,2]", "data.classes=3", "data.samples=24", "data.test_samples=6", "model=mlp",
-    "model.hidden=[4]", "optimizer=adamw", "batch.global_batch=12", "updates=4", "log_every=1", "saving.every_updates=2",
-)  # fmt: skip
 CASES = 2_000
 REJECTED, SAME, FIGURES, EFFECT, UNTYPED = "rejected", "no effect", "figures", "effect", "untyped"
 ALLOWED = (REJECTED, SAME, FIGURES)
@@ -45,90 +43,98 @@ class Case(NamedTuple):
     said: str
 
 
-def train(folder: Path) -> Path:
-    """A run of four updates and two checkpoints."""
-    import drivetrain
-
-    return Path(str(drivetrain.train([*RUN, f"output_dir={folder}"]).run_dir))
-
-
-def damages(run: Path, count: int, seed: int) -> Iterator[tuple[str, str, bytes]]:
-    """Yield this many damages: a file, what is done to it, and its bytes then. Every file has as many as any other."""
+def damages(runs: Mapping[str, SmallRun], count: int, seed: int) -> Iterator[tuple[str, str, str, bytes]]:
+    """Yield this many damages: a kind of run, a file, what is done to it, and its bytes then. Files come in turn."""
     draw = random.Random(seed)
-    files = sorted(p for p in run.rglob("*") if p.is_file() and p.stat().st_size)
+    files = [
+        (kind, file.relative_to(run.run_dir))
+        for kind, run in runs.items()
+        for file in sorted(run.run_dir.rglob("*"))
+        if file.is_file() and file.stat().st_size
+    ]
+    draw.shuffle(files)
     for number in range(count):
-        file = files[number % len(files)]
-        content = bytearray(file.read_bytes())
+        kind, file = files[number % len(files)]
+        content = bytearray((runs[kind].run_dir / file).read_bytes())
         place = draw.randrange(len(content))
         if draw.random() < 0.2:
-            yield str(file.relative_to(run)), f"cut to {place} bytes", bytes(content[:place])
+            yield kind, str(file), f"cut to {place} bytes", bytes(content[:place])
         else:
             bit = draw.randrange(8)
             content[place] ^= 1 << bit
-            yield str(file.relative_to(run)), f"bit {bit} of byte {place}", bytes(content)
+            yield kind, str(file), f"bit {bit} of byte {place}", bytes(content)
 
 
-def judge(run: Path, file: str, content: bytes, whole: Whole) -> tuple[str, str]:
+def judge(whole: Whole, file: str, content: bytes) -> tuple[str, str]:
     """Damage one file, read the run, and put the file back. Return the outcome and what was said."""
     from drivetrain.core.errors import UserError
 
-    path = run / file
+    path = whole.run.run_dir / file
     before = path.read_bytes()
     path.write_bytes(content)
     try:
-        seen = whole.read(run, file)
+        if wrong := whole.passed_over():
+            return REJECTED, wrong
+        seen = whole.read(file)
     except UserError as error:
         return REJECTED, str(error).splitlines()[0]
     except Exception as error:
         return UNTYPED, f"{type(error).__name__}: {error}"
     finally:
         path.write_bytes(before)
-    if seen.passed_over:
-        return REJECTED, seen.passed_over[0]
-    if seen.resumed != whole.seen.resumed:
-        return EFFECT, f"{seen.resumed} instead of {whole.seen.resumed}"
+    if seen.used != whole.seen.used:
+        return EFFECT, f"{seen.used} instead of {whole.seen.used}"
     return (SAME, "") if seen.shown == whole.seen.shown else (FIGURES, "")
 
 
 class Seen(NamedTuple):
     """What readers take from a run."""
 
-    passed_over: list[str]
-    resumed: Any  # the config of a resumed run, and the bytes that it starts from
+    used: Any  # the config of a resumed run, the bytes that it starts from, its trackers, and the model's predictions
     shown: str  # what a report reads
 
 
 class Whole:
     """A run as it was before any damage."""
 
-    def __init__(self, run: Path) -> None:
-        self._hashes: dict[str, Any] = {}
+    def __init__(self, run: SmallRun) -> None:
+        self.run = run
         self._config: Any = None
-        self.seen = self.read(run, "")
+        self.seen = self.read("")
 
-    def read(self, run: Path, damaged: str) -> Seen:
-        """Read a run as resuming and reporting do. Only a damaged checkpoint is another config's start: composing is slow."""
+    def passed_over(self) -> str | None:
+        """What is wrong with a checkpoint, or None."""
+        from drivetrain.saving import manifest
+
+        checkpoints = sorted(manifest.checkpoints(self.run.run_dir))
+        return next((wrong for each in checkpoints if (wrong := manifest.verify(each)) is not None), None)
+
+    def read(self, damaged: str) -> Seen:
+        """Read the run as resuming, reporting and predicting do. Composing is slow: a damaged checkpoint changes no config."""
         from drivetrain.launch import launcher
         from drivetrain.run import identity, reader
         from drivetrain.saving import manifest
 
-        of_checkpoint = damaged.startswith("checkpoints/")
+        run_dir, of_checkpoint = self.run.run_dir, damaged.startswith("checkpoints/")
         if self._config is None or not of_checkpoint:
-            job = launcher.prepare([f"resume={run}"])
+            job = launcher.prepare([f"resume={run_dir}"])
             config = job.config_hash, str(identity.without_machine_local(job.composed, job.not_compared))
             self._config = self._config or config
         else:
             config = self._config
-        problems = [wrong for each in sorted(manifest.checkpoints(run)) if (wrong := manifest.verify(each)) is not None]
-        found, _ = manifest.newest_valid(run)
+        found, _ = manifest.newest_valid(run_dir)
         start = None if found is None else (found.name, [(f.name, manifest.sha256(f)) for f in sorted(found.iterdir())])
-        return Seen(problems, (config, start), "" if of_checkpoint else repr(reader.read(run)))
+        used = (config, start, self.run.trackers(), self.run.predictions())
+        return Seen(used, "" if of_checkpoint else repr(reader.read(run_dir)))
 
 
-def campaign(run: Path, count: int, seed: int) -> list[Case]:
-    """Damage a run so often, once at a time."""
-    whole = Whole(run)
-    return [Case(file, damage, *judge(run, file, content, whole)) for file, damage, content in damages(run, count, seed)]
+def campaign(runs: Mapping[str, SmallRun], count: int, seed: int) -> list[Case]:
+    """Damage the runs so often, once at a time."""
+    wholes = {kind: Whole(run) for kind, run in runs.items()}
+    return [
+        Case(f"{kind}/{file}", damage, *judge(wholes[kind], file, content))
+        for kind, file, damage, content in damages(runs, count, seed)
+    ]
 
 
 def summary(cases: Sequence[Case]) -> dict[str, dict[str, int]]:
@@ -148,7 +154,7 @@ def main() -> None:
     given = parser.parse_args()
     folder = Path(tempfile.mkdtemp())
     try:
-        cases = campaign(train(folder), given.cases, given.seed)
+        cases = campaign(small_runs.train_all(folder), given.cases, given.seed)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     table = summary(cases)

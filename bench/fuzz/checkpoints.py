@@ -10,14 +10,15 @@ import random
 import shutil
 import struct
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from bench import flips
+from bench import small_runs
 from bench.fuzz import damage
 from bench.fuzz.judged import Example
+from bench.small_runs import SmallRun
 
 HOSTILE = [  # pickles by hand: calls, memos, deep and endless structures
     b"cposix\nsystem\n(S'touch PWNED'\ntR.", b"cbuiltins\neval\n(V1\ntR.", b"\x80\x02r\xff\xff\xff\xff.",
@@ -28,16 +29,16 @@ HOSTILE = [  # pickles by hand: calls, memos, deep and endless structures
 ]  # fmt: skip
 
 
-def examples(place: Path, count: int, seed: int, trained: Path | None = None) -> Iterator[Example]:
-    """Yield checkpoints of a run of `bench.flips`, each damaged, with the way that `resume=` restores them."""
+def examples(place: Path, count: int, seed: int, trained: Mapping[str, SmallRun] | None = None) -> Iterator[Example]:
+    """Yield checkpoints of the run on images of `bench.small_runs`, each damaged, with the way that `resume=` restores them."""
     from drivetrain.core.context import BuildContext
     from drivetrain.core.world import World
     from drivetrain.engine.stages import StagedRun
     from drivetrain.launch import launcher
 
-    whole = trained or flips.train(place / "trained")
+    whole = (trained or small_runs.train_all(place / "trained"))["pictures"].run_dir
     draw = random.Random(seed)
-    context = BuildContext(launcher.prepare([*flips.RUN, "logger=[]"]).run, World(), place / "run")
+    context = BuildContext(launcher.prepare([*small_runs.RUN, "logger=[]"]).run, World(), place / "run")
     logging.getLogger("drivetrain").setLevel(logging.ERROR)  # each passed over is a warning
     try:
         staged = StagedRun(context, [])
@@ -88,26 +89,27 @@ def change(draw: random.Random, checkpoint: Path) -> str:
         and not file.is_symlink()
         and file.stat().st_size < 10**7
     ):
-        _sign(checkpoint)
+        sign(checkpoint)
     return f"{name}: {how}"
 
 
-def _sign(checkpoint: Path) -> None:
+def sign(checkpoint: Path, about: Mapping[str, Any] | None = None) -> None:
+    """Write a checkpoint's manifest anew, with the right hashes; `about` in place of what it says of the model."""
     from drivetrain.saving import manifest
 
-    about = manifest.read(checkpoint)["about"]
+    about = about or manifest.read(checkpoint)["about"]
     (checkpoint / "manifest.json").unlink()
     manifest.write(checkpoint, int(checkpoint.name), about)
 
 
 def _manifest(draw: random.Random, file: Path) -> str:
     """Change the values of a manifest, which then has the right hash of itself."""
-    from drivetrain.saving import manifest
+    from drivetrain.core import sealed
 
     tree = {k: v for k, v in json.loads(file.read_bytes()).items() if k != "own_sha256"}
     changed = damage.of_tree(draw, tree)
     try:
-        file.write_text(manifest.text(json.loads(damage.as_json(changed))))
+        file.write_text(sealed.text(json.loads(damage.as_json(changed))))
     except (ValueError, TypeError, AttributeError):
         file.write_bytes(damage.as_json(changed))
     return f"values {changed!r:.300}"

@@ -166,3 +166,53 @@ def test_a_changed_file_is_not_taken(finished: Callable[..., Any], tmp_path: Pat
         drivetrain.load(run).predict(str(table))
     again = drivetrain.train([f"resume={run}", "epochs=2"])
     assert (again.status, (run / "table.json").read_text()) == ("completed", content)
+
+
+GPT = (
+    "data=jsonl", "data.length=8", "data.holdout=0.3", "loss=next_token", "model=gpt", "model.width=8", "model.depth=1",
+    "model.heads=2", "ema=post_hoc", "updates=8", "batch.global_batch=8", "scheduler=constant", "optimizer.lr=0.5",
+)  # fmt: skip
+
+
+@pytest.fixture
+def of_texts(finished: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> Path:
+    """A copy of a run on texts, and its own checkpoints' manifests to be changed."""
+    texts = tmp_path_factory.getbasetemp() / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return shutil.copytree(finished(*GPT, f"data.path={texts}").run_dir, tmp_path / "run")
+
+
+@pytest.mark.parametrize("average", [True, 0.05, 0.1])
+def test_the_averages_of_a_run_on_texts(of_texts: Path, average: bool | float) -> None:
+    """A table of positions is no part of them, and the weight that embedding and output layer share is averaged for both."""
+    trained, averaged = drivetrain.load(of_texts), drivetrain.load(of_texts, average=average)
+    assert averaged.model.head.weight is averaged.model.embedding.weight
+    assert not torch.equal(trained.model.embedding.weight, averaged.model.embedding.weight)
+    assert torch.equal(trained.model.rotary, averaged.model.rotary)
+    assert trained.predict("the cat").output.shape == averaged.predict("the cat").output.shape
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"shape": []}, r"model=gpt cannot be built for the data that .*8/manifest.json describes \(IndexError: .*was changed"),
+        ({"inputs": {"keys": {}}, "shape": None}, r"model=gpt cannot be built for the data that .* describes \(KeyError: 0\)"),
+        ({"outputs": 3, "classes": None}, "the run's weights do not fit the model"),
+        ({"normalize": {"mean": [0.0], "std": [1.0]}}, r"model=gpt of .* cannot take the input \(RuntimeError: "),
+    ],
+)
+def test_a_manifest_that_describes_another_model_is_refused_in_one_line(
+    of_texts: Path, change: dict[str, Any], says: str
+) -> None:
+    """It may have the right hash of itself. torch is left as it was."""
+    before = torch.get_num_threads(), torch.backends.mkldnn.enabled, torch.get_rng_state()
+    checkpoint = of_texts / "checkpoints" / "8"
+    about = manifest.about(checkpoint) | change
+    (checkpoint / "manifest.json").unlink()
+    manifest.write(checkpoint, 8, about)
+    assert manifest.verify(checkpoint) is None
+    with pytest.raises(UserError, match=says) as error:
+        drivetrain.load(of_texts).predict("the cat")
+    assert len(error.value.problems) == 1
+    assert (torch.get_num_threads(), torch.backends.mkldnn.enabled) == before[:2]
+    assert torch.equal(torch.get_rng_state(), before[2])

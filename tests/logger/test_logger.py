@@ -10,7 +10,7 @@ import drivetrain
 from drivetrain.core.errors import UserError
 from drivetrain.logger import Files, TensorBoard, Wandb
 from drivetrain.logger.files import as_rows
-from drivetrain.logger.tracker import TrackedRun, known_ids
+from drivetrain.logger.tracker import TrackedRun, known_ids, write_ids
 
 
 def records(run_dir) -> list[dict]:
@@ -108,12 +108,26 @@ def test_a_library_does_not_write_through_a_linked_folder(folder, start, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "content", ["5", "[]", "[" * 100_000, "{", '{"mlflow": 5}', '{"mlflow": "../other"}', '{"mlflow": "/etc"}', b"\xff", None]
+    "content",
+    [
+        "5",
+        "[]",
+        "[" * 100_000,
+        "{",
+        '{"mlflow": 5}',
+        '{"mlflow": "0a1b"}',
+        {"mlflow": "../other"},
+        {"mlflow": "/etc"},
+        b"\xff",
+        None,
+    ],
 )
 def test_ids_of_trackers_that_no_run_writes(content, tmp_path):
     file = tmp_path / "trackers.json"
     if content is None:
         os.mkfifo(file)
+    elif isinstance(content, dict):
+        write_ids(file, content)
     else:
         file.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(UserError, match=r"trackers.json .*: remove it, and trackers begin a run of their own"):
@@ -123,8 +137,11 @@ def test_ids_of_trackers_that_no_run_writes(content, tmp_path):
 def test_ids_of_trackers(tmp_path):
     file = tmp_path / "trackers.json"
     assert known_ids(file) == {}
-    file.write_text('{"mlflow": "0a1b", "trackio": "a name"}')
-    assert known_ids(file) == {"mlflow": "0a1b", "trackio": "a name"}
+    write_ids(file, ids := {"mlflow": "0a1b", "trackio": "a name"})
+    assert known_ids(file) == ids
+    file.write_text(file.read_text().replace("0a1b", "0a1c"))
+    with pytest.raises(UserError, match=r"SHA-256 differs\): remove it, and trackers begin a run of their own"):
+        known_ids(file)
 
 
 def test_a_resumed_run_keeps_each_update_once(tmp_path):

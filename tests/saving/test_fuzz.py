@@ -12,8 +12,10 @@ import pytest
 import torch
 from bench.fuzz import checkpoints, runs
 from bench.fuzz.judged import DEFECT, judged
+from bench.small_runs import SmallRun
 
 import drivetrain
+from drivetrain.core import sealed
 from drivetrain.core.errors import UserError
 from drivetrain.launch import launcher
 from drivetrain.measure.claims import diff
@@ -22,9 +24,9 @@ from drivetrain.saving import manifest
 
 
 @pytest.mark.parametrize("kind", [runs, checkpoints])
-def test_odd_files_are_read_or_refused(kind: ModuleType, once: Path, tmp_path: Path) -> None:
+def test_odd_files_are_read_or_refused(kind: ModuleType, small: dict[str, SmallRun], tmp_path: Path) -> None:
     (tmp_path / "place").mkdir()
-    ended = [judged(example) for example in kind.examples(tmp_path / "place", 25, seed=7, trained=once)]
+    ended = [judged(example) for example in kind.examples(tmp_path / "place", 25, seed=7, trained=small)]
     assert [each for each in ended if each.outcome == DEFECT] == []
     assert len({each.outcome for each in ended}) == 2
 
@@ -68,14 +70,14 @@ OF_OTHER_TYPES: list[dict[str, object]] = [
 def test_a_manifest_of_other_types_is_none(run: Path, change: dict[str, object]) -> None:
     checkpoint = run / "checkpoints" / "4"
     content = {k: v for k, v in manifest.read(checkpoint).items() if k != "own_sha256"} | change
-    (checkpoint / "manifest.json").write_text(manifest.text(content))
+    (checkpoint / "manifest.json").write_text(sealed.text(content))
     assert isinstance(manifest.verify(checkpoint), str)
 
 
 def test_a_checkpoint_that_nobody_can_restore_is_told_in_words(run: Path) -> None:
     for update in ("2", "4"):
         torch.save({"nothing": 1}, run / "checkpoints" / update / "state.pt")
-        checkpoints._sign(run / "checkpoints" / update)
+        checkpoints.sign(run / "checkpoints" / update)
     result = drivetrain.train([f"resume={run}", "updates=6"])
     assert result.status == "failed"
     assert "checkpoints/4 cannot be restored (KeyError: " in str(result.error)

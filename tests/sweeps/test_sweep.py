@@ -249,9 +249,11 @@ def test_a_sweep_is_not_gone_on_with_twice_at_once(tmp_path: Path, capsys: pytes
     assert "is in use by another process" in capsys.readouterr().err
     assert main(["train", f"resume={sweep.path}"]) == 2
     assert "is a sweep: say -m" in capsys.readouterr().err
-    (sweep.path / "jobs.json").write_text("[]")
-    assert main(["train", "-m", f"resume={sweep.path}"]) == 2
-    assert "damaged, or of an older drivetrain" in capsys.readouterr().err
+    content = json.loads((sweep.path / "jobs.json").read_text())
+    for damaged in ([], {**content, "overrides": 5}, {**content, "config_dirs": [5]}, {**content, "jobs": ["x"]}):
+        (sweep.path / "jobs.json").write_text(json.dumps(damaged))
+        assert main(["train", "-m", f"resume={sweep.path}"]) == 2
+        assert "damaged, or of an older drivetrain" in capsys.readouterr().err
 
 
 # --- the objective ---

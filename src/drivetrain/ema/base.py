@@ -44,8 +44,9 @@ class Ema(Option):
 class Kept(Ema):
     """The base of what keeps one average. A subclass says in `update` when it moves, and by how much.
 
-    Floating-point buffers (BatchNorm's statistics) are averaged too, or copied; other buffers are copied. The average of 16-bit
-    weights is float32, since in 16 bits small changes would be rounded away.
+    Floating-point buffers (BatchNorm's statistics) are averaged too, or copied; other buffers are copied. Buffers that are not
+    saved with the weights, such as tables of positions, are the model's own. The average of 16-bit weights is float32, since in
+    16 bits small changes would be rounded away.
     """
 
     effect = "changes"
@@ -58,10 +59,14 @@ class Kept(Ema):
         model = context.model
         averaged: dict[str, torch.Tensor] = dict(model.named_parameters())
         copied: dict[str, torch.Tensor] = {}
+        saved = model.state_dict().keys()
         for name, buffer in model.named_buffers():
+            if name not in saved:
+                continue
             average = buffer.is_floating_point() and self.buffers == "average"
             (averaged if average else copied)[name] = buffer
         self._names = list(averaged) + list(copied)
+        self._tied = _other_names(model)
         self._live = [t.detach() for t in averaged.values()]
         self._live_copied = [t.detach() for t in copied.values()]
         self._mean = [t.to(torch.promote_types(t.dtype, torch.float32), copy=True) for t in self._live]
@@ -96,7 +101,7 @@ class Kept(Ema):
 
     def state_dict(self) -> dict[str, Any]:
         tensors = dict(zip(self._names, self._mean + self._copied, strict=True))
-        return {"updates": self._updates, "tensors": tensors}
+        return {"updates": self._updates, "tensors": tensors, "tied": dict(self._tied)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if not state:  # of a checkpoint without an average: it starts from the weights that were loaded
@@ -105,6 +110,13 @@ class Kept(Ema):
         self._updates = state["updates"]
         for name, tensor in zip(self._names, self._mean + self._copied, strict=True):
             tensor.copy_(state["tensors"][name])
+
+
+def _other_names(model: torch.nn.Module) -> dict[str, str]:
+    """Of each parameter that has several names, such as that of a tied embedding, the further names, and its first one."""
+    first = {id(p): name for name, p in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: first[id(p)] for name, p in every if first[id(p)] != name}
 
 
 class Average(Kept):

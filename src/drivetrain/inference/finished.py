@@ -167,12 +167,14 @@ def chosen_weights(
     if not (averaged := state.get("ema")):
         raise UserError(f"{checkpoint} has no averaged weights: the run had ema=none")
     tensors = averaged.get("tensors") if isinstance(averaged, dict) else None
-    if not fits_weights(tensors, weights):
+    if not (fits_weights(tensors, weights) and _are_names(averaged.get("tied", {}), tensors, weights)):
         raise UserError(f"{checkpoint} has averaged weights that do not fit its weights: leave average=… out, or say update=N")
     if average is not True:
         from drivetrain.ema import profiles
 
         tensors = profiles.synthesised(checkpoint.parent.parent, averaged, average)
+    tied = averaged.get("tied", {})  # further names of a tensor: the checkpoint has it under each of them
+    tensors = {**tensors, **{name: tensors[first] for name, first in tied.items()}}
     return {**weights, **{n: t.to(weights[n].dtype) for n, t in tensors.items()}}
 
 
@@ -181,6 +183,13 @@ def fits_weights(tensors: Any, weights: Mapping[str, torch.Tensor]) -> TypeGuard
     return isinstance(tensors, dict) and all(
         isinstance(tensor, torch.Tensor) and name in weights and tensor.shape == weights[name].shape
         for name, tensor in tensors.items()
+    )
+
+
+def _are_names(tied: Any, tensors: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> bool:
+    """Whether these are further names of averaged tensors, each with the same shape among the weights."""
+    return fits(tied, dict[str, str]) and all(
+        name in weights and first in tensors and weights[name].shape == tensors[first].shape for name, first in tied.items()
     )
 
 

@@ -24,6 +24,10 @@ from drivetrain.inference.predictions import Predictions
 from drivetrain.inference.transforms import Transforms
 from drivetrain.saving import manifest
 
+# How a model fails that is built for data of another kind, or that is given an input of another kind.
+MISFITS = (ArithmeticError, AssertionError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError)
+KNOWN = (UserError, torch.OutOfMemoryError)  # of these, the ones that say by themselves what is wrong
+
 
 class LoadedRun:
     """A finished run, ready to predict."""
@@ -60,9 +64,17 @@ class LoadedRun:
         return self.predict_ready(self.transforms(x))
 
     def predict_ready(self, x: Any) -> Predictions:
-        """Predict a batch that `transforms` has made."""
-        with torch.inference_mode(), self._precision.autocast():
-            output = self._forward(x)
+        """Predict a batch that `transforms` has made. Raises UserError where the model cannot take it."""
+        try:
+            with torch.inference_mode(), self._precision.autocast():
+                output = self._forward(x)
+        except MISFITS as error:
+            if isinstance(error, KNOWN):
+                raise
+            raise UserError(
+                f"{self._run.named('model')} of {self.run_dir} cannot take the input ({_first_line(error)}): the input is not "
+                "like those that it was trained on, or the run's files were changed"
+            ) from error
         return Predictions.of(output, self.kind, self.classes, self._units)
 
     def example(self) -> Tree:
@@ -128,12 +140,28 @@ def open_run(finished: Finished) -> LoadedRun:
     """Build the model of a run that was found, and load its weights. Raises UserError."""
     run = finished.job.run
     check.validate_device(run, finished.used)
-    context = BuildContext(run, World(), finished.run_dir, on_exit=ExitStack())
     about = manifest.about(finished.checkpoint)
-    random = torch.get_rng_state()
-    data = recall(about, finished.run_dir) if about else run.data.load(torch.device("cpu"))
-    model = build.build_for_inference(context, data)
-    load_weights(model, finished.weights())
-    torch.set_rng_state(random)  # building initialised the weights; the caller's random numbers go on as they were
-    context.on_exit.close()  # as do the switches of torch that precision and runtime had set
+    with ExitStack() as on_exit:  # also where it fails, the switches of torch that precision and runtime set are as before
+        on_exit.callback(torch.set_rng_state, torch.get_rng_state())  # building initialises the weights
+        context = BuildContext(run, World(), finished.run_dir, on_exit=on_exit)
+        data = recall(about, finished.run_dir) if about else run.data.load(torch.device("cpu"))
+        try:
+            model = build.build_for_inference(context, data)
+        except MISFITS as error:
+            if not about or isinstance(error, KNOWN):
+                raise
+            raise _misdescribed(finished, error) from error
+        load_weights(model, finished.weights())
     return LoadedRun(finished, model.requires_grad_(False), data, context)
+
+
+def _misdescribed(finished: Finished, error: Exception) -> UserError:
+    """The error where a run's model cannot be built for the data that its checkpoint describes."""
+    return UserError(
+        f"{finished.job.run.named('model')} cannot be built for the data that {finished.checkpoint / 'manifest.json'} describes "
+        f"({_first_line(error)}): the file was changed, or the model's code was"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}".removesuffix(": ")

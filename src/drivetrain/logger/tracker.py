@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
+from drivetrain.core import files, sealed
 from drivetrain.core.errors import UserError
-from drivetrain.core.files import read_json, write_json
 from drivetrain.core.option import RunSpec, needs_extra
 from drivetrain.core.typed import fits
 from drivetrain.logger.base import Logger
@@ -46,21 +46,31 @@ class Tracker(Logger):
         output_dir = Path(context.run.values["output_dir"]).expanduser().absolute()
         name = self.name or "-".join(context.run_dir.absolute().parts[-2:])
         run = TrackedRun(context.run_dir, output_dir, name, dict(context.config), known.get(self.package))
-        write_json(ids, {**known, self.package: self.open(run)})
+        write_ids(ids, {**known, self.package: self.open(run)})
 
     def open(self, run: TrackedRun) -> str:
         """Start the tracker's run, or continue the one named `run.id`. Returns its id."""
         raise NotImplementedError
 
 
+def write_ids(file: Path, ids: dict[str, str]) -> None:
+    """Write the ids of a run's trackers."""
+    files.write_text(file, sealed.text(ids))
+
+
 def known_ids(file: Path) -> dict[str, str]:
     """Read the ids of a run's trackers; {} where it had none. Raises UserError."""
     try:
-        ids = read_json(file)
+        written = files.read_text(file)
+        found = files.parse_json(written)
+        if not fits(found, dict[str, str]):
+            raise ValueError(f"it holds {found!r:.80}, and no ids of trackers")
+        sealed.check(written, found)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read ({getattr(error, 'strerror', None) or error}): remove it, and {ANEW}") from None
-    if not fits(ids, dict[str, str]) or any(PurePath(id_).is_absolute() or ".." in PurePath(id_).parts for id_ in ids.values()):
+    ids: dict[str, str] = {package: id_ for package, id_ in found.items() if package != sealed.OWN}
+    if any(PurePath(id_).is_absolute() or ".." in PurePath(id_).parts for id_ in ids.values()):
         raise UserError(f"{file} holds {ids!r:.80}, and no ids of trackers: remove it, and {ANEW}")
-    return ids  # type: ignore[no-any-return]
+    return ids

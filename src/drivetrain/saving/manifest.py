@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from drivetrain.core import files
+from drivetrain.core import files, sealed
 from drivetrain.core.errors import UserError
 from drivetrain.core.typed import fits
 from drivetrain.run import directory
@@ -57,16 +57,9 @@ def read(checkpoint: Path) -> dict[str, Any]:
         raise TypeError("it is no mapping")
     if wrong := [name for name, kind in KINDS.items() if not fits(found.get(name), kind)]:
         raise TypeError(f"its {wrong[0]!r} is not what drivetrain writes")
-    has_own = found.get("format") == FORMAT or not {"own_sha256", "bytes"}.isdisjoint(found)  # a flipped bit makes 2 of 3
-    if has_own and written != text({k: v for k, v in found.items() if k != "own_sha256"}):
-        raise ValueError("it is damaged: its SHA-256 differs")
+    if found.get("format") == FORMAT or not {sealed.OWN, "bytes"}.isdisjoint(found):  # a flipped bit makes 2 of 3
+        sealed.check(written, found)
     return found
-
-
-def text(manifest: Mapping[str, Any]) -> str:
-    """Return a manifest as its file, which ends with the SHA-256 of all before that: no other file has a hash of it."""
-    own = hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
-    return json.dumps({**manifest, "own_sha256": own}, indent=2)
 
 
 def write(folder: Path, update: int, about: Mapping[str, Any]) -> None:
@@ -76,7 +69,7 @@ def write(folder: Path, update: int, about: Mapping[str, Any]) -> None:
     hashes = {name: sha256(folder / name) for name in names}
     plain = json.loads(json.dumps(dict(about)))  # as it is read back
     content = {"format": FORMAT, "update": update, "about": plain, "bytes": sizes, "sha256": hashes}
-    files.write_text(folder / "manifest.json", text(content))
+    files.write_text(folder / "manifest.json", sealed.text(content))
 
 
 def _wrong_with(file: Path, expected: str, size: int | None) -> str | None:

@@ -16,6 +16,7 @@ from drivetrain.core import signature
 from drivetrain.core.errors import BAD_CONFIG, EXIT_OF_STATUS, FAILED, UserError
 from drivetrain.core.files import read_json, write_json
 from drivetrain.core.overrides import format_value, key_of
+from drivetrain.core.typed import fits
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.recipe.safe_yaml import printable
@@ -96,6 +97,9 @@ class Entry:
         return time.monotonic() - self.began
 
 
+KINDS: dict[str, Any] = {"overrides": list[str], "config_dirs": list[str], "jobs": list[dict[str, Any]]}  # of jobs.json
+
+
 @dataclass
 class Sweep:
     """The content of jobs.json, which is all that a sweep needs to be resumed."""
@@ -141,7 +145,10 @@ def read(path: Path) -> dict[str, Any]:
     """The content of a sweep's jobs.json. Raises UserError."""
     try:
         content = read_json(path / "jobs.json")
-        return {"overrides": content["overrides"], "config_dirs": content["config_dirs"], "jobs": content["jobs"]}
+        found = {name: content[name] for name in KINDS}
+        if not all(fits(found[name], kind) for name, kind in KINDS.items()):
+            raise TypeError("values of other types")
+        return found
     except OSError:
         raise UserError(
             f"-m resume={path} is no sweep's folder (no jobs.json in it): name one such as outputs/multirun/<date>/<time>-<id>; "
