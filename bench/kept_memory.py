@@ -11,7 +11,7 @@ from pathlib import Path
 
 from bench.harness import RESULTS, machine, table, write
 from drivetrain.measure.benchmark import arms, comparison
-from drivetrain.measure.benchmark.comparison import Row
+from drivetrain.measure.benchmark.row import Row
 
 MODELS = {
     "resnet9, naive": ["recipe=naive", "data=digits", "model=resnet9"],

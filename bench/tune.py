@@ -21,8 +21,8 @@ from typing import Any
 from bench.harness import RESULTS, machine, table, write
 from drivetrain.measure.benchmark import arms, comparison
 from drivetrain.measure.benchmark.arms import ArmSpec
-from drivetrain.measure.benchmark.comparison import Row
 from drivetrain.measure.benchmark.interleave import never_stop
+from drivetrain.measure.benchmark.row import Row
 from drivetrain.measure.tune import tune
 
 OVERRIDES = ["recipe=naive", "data=digits", "model=resnet9", "runtime.device=cpu"]

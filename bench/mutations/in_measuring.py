@@ -8,6 +8,7 @@ from bench.mutations.fault import Fault
 INTERVALS = "tests/measure/test_intervals.py"
 VERDICTS = "tests/measure/benchmark/test_verdicts.py"
 STOPPING = "tests/measure/benchmark/test_stopping.py"
+WHOLE_RUN = "tests/measure/benchmark/test_whole_run.py"
 SEARCH = "tests/measure/bisect/test_search.py"
 THRESHOLDS = "tests/measure/profile/test_thresholds.py"
 ATTRIBUTION = "tests/measure/profile/test_attribution.py"
@@ -34,13 +35,15 @@ FAULTS = (
     Fault("verdict: every look has the whole level", "measure/benchmark/noninferiority.py", "level = spending(share) - self.spent", "level = spending(share)", VERDICTS),
     Fault("verdict: a target never reached may PASS", "measure/benchmark/noninferiority.py", "self.censored = sum(self.reached) < len(runs) + len(base)", "self.censored = self.reached[1] < len(base)", VERDICTS),
     Fault("verdict: a failed run is left out", "measure/benchmark/noninferiority.py", "    if failed := next((run for run in runs if run.error), None):\n        return FAIL", "    if failed := next((run for run in runs if run.error and not run.figures.get('x', 1)), None):\n        return FAIL", VERDICTS),
-    Fault("early stop: rounds of the baseline that the arm did not have", "measure/benchmark/comparison.py", "ratio(row.rates, base_rates[: len(row.rates)])", "ratio(row.rates, base_rates[-len(row.rates) :])", STOPPING),
+    Fault("early stop: rounds of the baseline that the arm did not have", "measure/benchmark/row.py", "ratio(row.rates, base_rates[: len(row.rates)])", "ratio(row.rates, base_rates[-len(row.rates) :])", STOPPING),
     Fault("early stop: after too few rounds", "measure/benchmark/stopping.py", "if rounds >= MIN_ROUNDS:", "if rounds >= 2:", STOPPING),
     Fault("early stop: while the interval is wide", "measure/benchmark/stopping.py", "found.high < found.low * (1 + WIDTH) ** 2", "found.high < found.low * (1 + WIDTH) ** 20", STOPPING),
     Fault("early stop: half of the rounds are enough", "measure/benchmark/stopping.py", "return slower >= len(pairs) / 2 + 1", "return slower >= len(pairs) / 2", STOPPING + " tests/measure/tune/test_tune.py"),
     Fault("early stop: the baseline is dropped", "measure/benchmark/stopping.py", "yield from (arm for arm in arms[1:] if _is_slower(arm, arms[0], 1.0) or", "yield from (arm for arm in arms if _is_slower(arm, arms[0], 1.0) or", STOPPING + " tests/measure/tune/test_tune.py"),
-    Fault("compare: pays after its own time alone", "measure/benchmark/comparison.py", 'row.compile_s - (base.facts.get("compile_s") or 0.0)', "row.compile_s", STOPPING),
-    Fault("compare: waiting is the mean of shares", "measure/benchmark/comparison.py", "/ sum(b.seconds for b in arm.blocks)", "/ len(arm.blocks)", STOPPING),
+    Fault("compare: pays after its own start alone", "measure/benchmark/whole_run.py", "mine - theirs for mine, theirs in zip(starts, base", "mine for mine, theirs in zip(starts, base", WHOLE_RUN),
+    Fault("compare: a first start, which compiles, counts as a usual one", "measure/benchmark/whole_run.py", "    first, *later = starts\n    return [statistics.median(later), *later] if later else [first]", "    return list(starts)", WHOLE_RUN),
+    Fault("compare: the whole run without its start", "core/cost.py", "return self.start + steps * self.step", "return steps * self.step", WHOLE_RUN),
+    Fault("compare: waiting is the mean of shares", "measure/benchmark/row.py", "/ sum(b.seconds for b in arm.blocks)", "/ len(arm.blocks)", STOPPING),
     Fault("doctor: waits are told from two per cent on", "measure/profile/diagnose.py", "MIN_WAIT, MIN_SAVING, MIN_LINE, MIN_KNOWN = 0.2, 0.1, 0.1, 0.05", "MIN_WAIT, MIN_SAVING, MIN_LINE, MIN_KNOWN = 0.02, 0.1, 0.1, 0.05", THRESHOLDS),
     Fault("doctor: saving is told late", "measure/profile/diagnose.py", "    if share > MIN_SAVING:\n", "    if share > 3 * MIN_SAVING:\n", THRESHOLDS),
     Fault("doctor: the save at the epoch's end is forgotten", "measure/profile/diagnose.py", "saves = 1 + (profile.updates // every_updates if every_updates else 0)", "saves = profile.updates // every_updates if every_updates else 0", THRESHOLDS),

@@ -459,7 +459,7 @@ def test_a_loaders_start_is_told_apart_from_its_batches(monkeypatch):
 
     monkeypatch.setattr(CostPerBatch, "_clock", lambda self: clock[0])
     cost = CostPerBatch(Pipeline(Decoded(), (), None, 0), 4, CPU).measure(Slow())
-    assert cost == Cost(start=20, batch=5)
+    assert cost == Cost(start=20, step=5)
     assert cost.of(100) == 520
 
 

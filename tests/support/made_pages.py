@@ -8,9 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from drivetrain.measure.benchmark.comparison import Comparison, Row
+from drivetrain.measure.benchmark.comparison import Comparison
 from drivetrain.measure.benchmark.noninferiority import FIRST, PASS, Verdict
 from drivetrain.measure.benchmark.page import ablation_page, comparison_page
+from drivetrain.measure.benchmark.row import Row
 from drivetrain.measure.bisect import report as bisect
 from drivetrain.measure.bisect.search import NAMED, Answer, Cause, Measured
 from drivetrain.measure.intervals import Interval

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -68,6 +69,15 @@ class Compiled(Compile):
                 f"{run.named('compile')} and {run.named('debug')} exclude each other (a compiled backward has no lines to name): "
                 "set compile=none"
             )
+
+
+def compiled_anew() -> bool:
+    """Return whether torch.compile has made kernels in this process that it did not find in its cache."""
+    if "torch._dynamo" not in sys.modules:
+        return False
+    from torch._dynamo.utils import counters
+
+    return counters["inductor"]["fxgraph_cache_miss"] > 0
 
 
 def dynamo_seconds() -> float:

@@ -8,8 +8,9 @@ import re
 import statistics
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
+from drivetrain.core.cost import Cost
 from drivetrain.core.cpus import usable_cores
 from drivetrain.core.device import synchronize
 from drivetrain.core.lazy import torch
@@ -28,17 +29,6 @@ ROUNDS = 3
 SHARE = 0.2  # of what loader=sync takes for the run: measuring the others may take as long
 
 logger = logging.getLogger(__name__)
-
-
-class Cost(NamedTuple):
-    """Seconds that a loader takes: to start, and then for each batch."""
-
-    start: float
-    batch: float
-
-    def of(self, batches: int) -> float:
-        """Seconds for a run of so many batches."""
-        return self.start + batches * self.batch
 
 
 class Auto(Loader):

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from drivetrain.measure.benchmark.comparison import Comparison, Row
+from drivetrain.measure.benchmark.comparison import Comparison
 from drivetrain.measure.benchmark.noninferiority import FIRST, TrainedRun, Verdict, in_words
 from drivetrain.measure.benchmark.overview import headline, names, overview
+from drivetrain.measure.benchmark.row import Row
 from drivetrain.measure.intervals import Interval
 
 BASE = Row("naive", [], None, ratio=Interval(1.0, 1.0, 1.0))

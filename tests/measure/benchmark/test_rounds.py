@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from drivetrain.core import lazy
+from drivetrain.core import lazy, process
 from drivetrain.core.clock import DeviceClock
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.world import World
@@ -183,14 +183,16 @@ def queue(monkeypatch):
     monkeypatch.setattr(lazy.torch, "Event", queue.event_type())
     monkeypatch.setattr(agent, "clock_for", lambda device: DeviceClock(torch.device("cuda", 0)))
     monkeypatch.setattr(agent, "synchronize", queue.synchronize)
-    monkeypatch.setattr(agent, "time", SimpleNamespace(perf_counter=lambda: queue.now, sleep=lambda s: None))
+    clock = SimpleNamespace(perf_counter=lambda: queue.now, monotonic=lambda: queue.now, sleep=lambda s: None)
+    monkeypatch.setattr(agent, "time", clock)
     return queue
 
 
-def test_a_block_and_its_steps_are_those_of_a_synchronised_clock(queue):
+def test_a_block_and_its_steps_are_those_of_a_synchronised_clock(queue, monkeypatch):
     """The host queues ten steps ahead: its clock would make the steps, and so the block's length, a hundred times wrong."""
     ours, theirs = multiprocessing.Pipe()
     trainer = fake_trainer(queue)
+    monkeypatch.setattr(process, "started", queue.now - 20.0)  # the run has been built for 20 s
     BenchmarkAgent(theirs, 1).attach(trainer)
     (watch,) = trainer.stream_watchers
     stream = watch(micros())
@@ -204,6 +206,8 @@ def test_a_block_and_its_steps_are_those_of_a_synchronised_clock(queue):
         step()
     facts = ours.recv()
     assert facts["step_s"] == pytest.approx(STEP)
+    assert facts["start_s"] == pytest.approx(20.0, abs=0.01)  # without the four updates of the warm-up
+    assert facts["compiled_anew"] is False
     ours.send(50)
     step()
     block = ours.recv()

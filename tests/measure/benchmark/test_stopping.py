@@ -9,12 +9,12 @@ import pytest
 
 from drivetrain.measure.benchmark import stopping
 from drivetrain.measure.benchmark.arms import ArmSpec
-from drivetrain.measure.benchmark.comparison import Row
+from drivetrain.measure.benchmark.row import Row
 
 
 def arm(*rates: float, seconds: float = 1.0, wait: float = 0.0, **facts: Any) -> Any:
     blocks = [SimpleNamespace(rate=r, step_s=[0.1], data_wait_s=wait, seconds=seconds, peak_memory=1) for r in rates]
-    return SimpleNamespace(blocks=blocks, facts=facts, error=None, stopped_after=None)
+    return SimpleNamespace(blocks=blocks, facts=facts, error=None, stopped_after=None, starts=[], job=None)
 
 
 def row(made: Any, base: Any) -> Row:
@@ -46,11 +46,6 @@ def test_an_arm_that_stopped_is_compared_with_its_own_rounds():
     """The machine became twice as slow after the arm had stopped: that changes no ratio."""
     base, stopped = arm(*[100.0] * 6, *[50.0] * 6), arm(*[200.0] * 6)
     assert row(stopped, base).ratio.middle == pytest.approx(2.0)
-
-
-def test_compiling_pays_after_the_seconds_beyond_the_baselines():
-    base, made = arm(*[100.0] * 6, compile_s=4.0), arm(*[200.0] * 6, compile_s=14.0, global_batch=10)
-    assert row(made, base).pays_after == 200  # 10 s, at 0.05 s saved in each update
 
 
 def test_the_share_of_waiting_is_that_of_the_whole_time():

@@ -10,11 +10,10 @@ import pytest
 from drivetrain.cli import main
 from drivetrain.config.catalog import options
 from drivetrain.config.compose import compose
-from drivetrain.core.cpus import usable_cores
 from drivetrain.launch.job import checked, prepare
-from drivetrain.measure.benchmark.comparison import Row
 from drivetrain.measure.benchmark.facts import Facts
 from drivetrain.measure.benchmark.noninferiority import FAIL, PASS, TrainedRun, Verdict
+from drivetrain.measure.benchmark.row import Row
 from drivetrain.measure.claims import write as claims
 from drivetrain.measure.claims.kinds import HOLDS, REFUTED, UNTOLD
 from drivetrain.measure.claims.verify import judge
@@ -208,9 +207,9 @@ PAUSE = {"ratio": "2", "interval": "[1.5, 2.5]", "against": "{data.kwargs.pause:
 
 
 def here() -> str:
-    """This machine as a claim has it."""
-    cores = usable_cores()
-    return f"{environment.processor()}, {cores} thread{'s' if cores > 1 else ''}"
+    """This machine as a claim of a run here has it, with the number of threads that such a run takes."""
+    threads = prepare([]).run.runtime.thread_count(1)
+    return f"{environment.processor()}, {threads} thread{'s' if threads > 1 else ''}"
 
 
 @pytest.mark.slow

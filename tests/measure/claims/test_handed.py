@@ -9,8 +9,9 @@ import pytest
 from drivetrain.cli import main
 from drivetrain.launch.job import prepare
 from drivetrain.measure.benchmark.arms import ArmSpec
-from drivetrain.measure.benchmark.comparison import Comparison, Row, Settings
+from drivetrain.measure.benchmark.comparison import Comparison, Settings
 from drivetrain.measure.benchmark.noninferiority import FAIL, PASS, Verdict
+from drivetrain.measure.benchmark.row import Row
 from drivetrain.measure.claims import handed
 from drivetrain.measure.intervals import Interval
 from drivetrain.recipe import reader as recipe

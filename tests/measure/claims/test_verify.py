@@ -12,8 +12,9 @@ import pytest
 from drivetrain.cli import main
 from drivetrain.core.errors import UserError
 from drivetrain.measure.benchmark import comparison
-from drivetrain.measure.benchmark.comparison import Comparison, Row
+from drivetrain.measure.benchmark.comparison import Comparison
 from drivetrain.measure.benchmark.facts import Facts
+from drivetrain.measure.benchmark.row import Row
 from drivetrain.measure.claims import training, verify
 from drivetrain.measure.claims.kinds import (
     ALL,

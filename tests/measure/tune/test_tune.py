@@ -16,8 +16,9 @@ from drivetrain.launch.job import prepare
 from drivetrain.measure import overrides
 from drivetrain.measure.benchmark import stopping
 from drivetrain.measure.benchmark.agent import TimedBlock
-from drivetrain.measure.benchmark.comparison import Comparison, Row
+from drivetrain.measure.benchmark.comparison import Comparison
 from drivetrain.measure.benchmark.interleave import Arm
+from drivetrain.measure.benchmark.row import Row
 from drivetrain.measure.claims.recommend import recommend
 from drivetrain.measure.intervals import Interval
 from drivetrain.measure.tune import candidates, range_test, tune
@@ -227,14 +228,13 @@ def test_what_is_likely_faster_is_taken_on():
     assert tune._best(rows(base, [200.0] * 3)) is None
 
 
-@pytest.mark.parametrize(("updates", "taken"), [(165, None), (422, None), (423, "1"), (None, "1")])
-def test_what_pays_after_the_run_has_ended_is_not_taken(updates, taken):
+@pytest.mark.parametrize(("seconds", "taken"), [([21.0] * 8, None), ([19.0] * 8, "1"), ([], "1")])
+def test_what_makes_the_whole_run_no_shorter_is_not_taken(seconds, taken):
     """At d5732e5 compile=step was prescribed, which paid after 422 updates, for a run of 165."""
     base, compiled, slower = rows([100.0] * 8, [200.0] * 8, [101.0, 99.0] * 4)
-    compiled.pays_after, compiled.run_updates = 422, updates
+    base.runs_s, compiled.runs_s, slower.runs_s = [20.0] * 8, seconds, [20.1, 19.9] * 4
     best = tune._best([base, compiled, slower])
     assert (best and best.label) == taken
-    assert bool(compiled.pays_too_late) is (taken is None)
 
 
 def test_a_worse_result_is_taken_back():

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-from drivetrain.core import trees
+from drivetrain.compile.base import compiled_anew
+from drivetrain.core import process, trees
 from drivetrain.core.clock import Clock, Mark, clock_for
 from drivetrain.core.device import peak_memory, synchronize
 from drivetrain.measure.benchmark import memory
@@ -94,11 +95,11 @@ class BenchmarkAgent:
         if self._started:  # the trainer starts again with a micro-batch half as large, which is another arm
             raise RuntimeError("out of memory")
         self._started = True
-        clock, began = clock_for(trainer.device), time.perf_counter()
+        clock = clock_for(trainer.device)
         times = Times(clock)
         yield from _updates(stream, trainer.timer.warmup + WARMUP_UPDATES, times)
         synchronize(trainer.device)
-        report: Any = _facts(trainer, time.perf_counter() - began, times)
+        report: Any = _facts(trainer, time.monotonic() - process.started, times)
         while True:
             updates = self._pause(trainer, report)
             yield from _updates(stream, max(1, round(LEAD * updates)), Times(clock))
@@ -130,12 +131,15 @@ class BenchmarkAgent:
         return updates
 
 
-def _facts(trainer: Any, warmup_s: float, times: Times) -> dict[str, Any]:
-    """What an arm reports of itself after the warm-up."""
+def _facts(trainer: Any, elapsed_s: float, times: Times) -> dict[str, Any]:
+    """What an arm reports of itself after the warm-up, so many seconds after it began."""
+    steps = times.step_s()
+    step_s = statistics.median(steps[trainer.timer.warmup :])
     return {
-        "warmup_s": warmup_s,
-        "step_s": statistics.median(times.step_s()[trainer.timer.warmup :]),
+        "start_s": max(0.0, elapsed_s - len(steps) * step_s),  # all that the warm-up's updates at their pace are not
+        "step_s": step_s,
         "compile_s": trainer.compile_seconds(),
+        "compiled_anew": compiled_anew(),
         "device": environment.device_name(trainer.device),
         "device_type": trainer.device.type,
         "global_batch": trainer.batch.size(0),

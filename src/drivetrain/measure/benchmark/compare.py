@@ -67,7 +67,8 @@ def show(comparison: Comparison) -> None:
     """Print the table, in a narrow terminal without the columns that matter least, and the notes."""
     header, rows = comparison.table()
     rows = [rows[n] for n in comparison.order()]
-    left_out = terminal.fit(header, rows, ("95th percentile", "waiting for data", "update, median", "memory", "samples/s"))
+    least = ("95th percentile", "waiting for data", "update, median", "memory", "samples/s", "starts in")
+    left_out = terminal.fit(header, rows, least)
     terminal.table(header, rows)
     if left_out:
         echo(f"not shown here, but in the page: {', '.join(left_out)}")

@@ -5,21 +5,19 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from drivetrain.core import accelerators
 from drivetrain.core.errors import UserError
-from drivetrain.core.horizon import run_horizon
 from drivetrain.core.option import Count, Positive
 from drivetrain.core.signals import ended_by_signals
-from drivetrain.measure.benchmark import noninferiority, quality, stopping
+from drivetrain.measure.benchmark import noninferiority, quality, stopping, whole_run
 from drivetrain.measure.benchmark.arms import ArmSpec, baseline_job
 from drivetrain.measure.benchmark.interleave import Arm, StagedArm, StoppingRule, run_rounds
+from drivetrain.measure.benchmark.row import Row
 from drivetrain.measure.benchmark.times_to_target import TimesToTarget, ranked
-from drivetrain.measure.cells import figure
-from drivetrain.measure.intervals import Interval, ratio
 from drivetrain.run import directory, environment
 from drivetrain.ui.progress import Steps
 
@@ -31,89 +29,6 @@ class Settings(quality.Plan):
     rounds: Count = 20  # at most, each with fresh processes; with fewer than 6 there is no interval
     block_s: Positive = 0.4  # seconds of a timed block; two blocks for each round and arm
     quality: bool = False  # also train each arm to its end, with several seeds
-
-
-@dataclass
-class Row:
-    """One arm's results; a figure is null where the arm failed before it was measured."""
-
-    label: str
-    overrides: list[str]
-    error: str | None = None
-    ratio: Interval | None = None  # samples a second relative to the first arm
-    samples_per_second: float | None = None
-    step_ms_p50: float | None = None
-    step_ms_p95: float | None = None
-    data_wait: float | None = None  # share of the time
-    peak_memory_bytes: int | None = None
-    compile_s: float | None = None
-    pays_after: int | None = None  # updates until the time to compile has been saved
-    run_updates: int | None = None  # of the whole run; null where that is not known
-    global_batch: int | None = None
-    samples: int | None = None  # in the training set
-    device: str | None = None
-    device_type: str | None = None
-    rates: list[float] = field(default_factory=list)  # samples a second of each round
-    stopped_after: int | None = None  # rounds, where the stopping rule ended the arm
-    out_of_time: bool = False  # whether it ended the arm because the time was over, and not because it was behind
-    verdict: noninferiority.Verdict | None = None
-
-    @classmethod
-    def of(cls, spec: ArmSpec, arm: Arm | None, base: Arm) -> Row:
-        """The results of an arm; `base` is the first arm, and `arm` is None where it could not run."""
-        if arm is None:
-            return cls(spec.label, spec.overrides, error="; ".join(spec.problems))
-        facts = {name: arm.facts.get(name) for name in ("compile_s", "global_batch", "samples", "device", "device_type")}
-        row = cls(spec.label, spec.overrides, arm.error, stopped_after=arm.stopped_after, **facts)  # type: ignore[arg-type]
-        if arm.error is not None or not arm.blocks:
-            return row
-        row.rates = [block.rate for block in arm.blocks]
-        steps = sorted(1e3 * seconds for block in arm.blocks for seconds in block.step_s)
-        row.samples_per_second = statistics.median(row.rates)
-        row.step_ms_p50, row.step_ms_p95 = statistics.median(steps), steps[min(len(steps) - 1, int(0.95 * len(steps)))]
-        row.data_wait = sum(b.data_wait_s for b in arm.blocks) / sum(b.seconds for b in arm.blocks)
-        row.peak_memory_bytes = arm.blocks[-1].peak_memory
-        if arm is base:
-            row.ratio = Interval(1.0, 1.0, 1.0)
-        elif base.error is None:
-            base_rates = [block.rate for block in base.blocks]
-            row.ratio = ratio(row.rates, base_rates[: len(row.rates)])
-            if row.compile_s:
-                saved_s = 1 / statistics.median(base_rates) - 1 / row.samples_per_second  # of each sample
-                extra_s = row.compile_s - (base.facts.get("compile_s") or 0.0)
-                row.pays_after = max(0, round(extra_s / saved_s / arm.facts["global_batch"])) if saved_s > 0 else None
-        return row
-
-    @property
-    def pays_too_late(self) -> str:
-        """Why the arm makes the run no shorter although its updates are faster; "" where nothing tells that."""
-        if self.pays_after is None or self.run_updates is None or self.pays_after < self.run_updates:
-            return ""
-        return f"{self.label}: compiling pays after {self.pays_after:,} updates, and this run has {self.run_updates:,}"
-
-    def cells(self, first: bool) -> list[str]:
-        """The figures as text; `first`: this is the first arm, which has no interval."""
-        return [
-            figure(self.samples_per_second, "{:,.0f}"),
-            figure(self.ratio.middle if self.ratio else None, "{:.2f} ×"),
-            "–" if first else self._interval(),
-            figure(self.step_ms_p50, "{:.2f} ms"),
-            figure(self.step_ms_p95, "{:.2f} ms"),
-            figure(100 * self.data_wait if self.data_wait is not None else None, "{:.0f} %"),
-            figure(self.peak_memory_bytes / 2**30 if self.peak_memory_bytes else None, "{:.2f} GiB"),
-            figure(self.compile_s, "{:.1f} s"),
-            figure(self.pays_after, "{:,} updates"),
-        ]
-
-    def _interval(self) -> str:
-        if self.ratio is None:
-            return "–"
-        if not self.ratio.low:
-            why = "out of time" if self.out_of_time else "dropped"
-            rounds = f"{len(self.rates)} round{'s' * (len(self.rates) != 1)}"
-            return f"{why} after {rounds}" if self.stopped_after else "too few rounds"
-        conclusion = "" if self.ratio.differs else "  no difference" if self.ratio.same else "  not distinguishable"
-        return f"{self.ratio.low:.3f} – {self.ratio.high:.3f}{conclusion}"
 
 
 @dataclass
@@ -156,8 +71,9 @@ class Comparison:
         """The content of compare.json: an interval is [estimate, low, high], and null where there were too few rounds."""
         content = asdict(self)
         for row in content["rows"]:
-            if row["ratio"] and not row["ratio"].low:
-                row["ratio"] = [row["ratio"].middle, None, None]
+            for name in ("ratio", "whole_run"):
+                if row[name] and not row[name].low:
+                    row[name] = [row[name].middle, None, None]
         content["order"] = self.order()
         return content
 
@@ -165,7 +81,7 @@ class Comparison:
         """Header and rows of the table, without the columns that no arm has a figure for."""
         header = [
             "arm", "samples/s", "speed", "95 % interval", "update, median", "95th percentile", "waiting for data", "memory",
-            "compiling", "pays after",
+            "starts in", "pays after", "whole run",
         ]  # fmt: skip
         rows = [[row.label, *row.cells(first=not n)] for n, row in enumerate(self.rows)]
         if self.target is not None:
@@ -215,16 +131,17 @@ def measure(
         finally:
             directory.remove(folder)
         rows = [Row.of(spec, arm, runnable[0]) for spec, arm in zip(specs, arms, strict=True)]
-        for row, spec in zip(rows, specs, strict=True):
-            row.run_updates = _updates_of(spec, row)
         if settings.quality and rows[0].error is None:
             add_verdicts(rows, specs, settings, root, progress, trained)
     reach = quality.reach_of(settings, first.run) if settings.quality else None
+    target = str(reach) if reach is not None else None
+    for row, arm in zip(rows, arms, strict=True):
+        if arm is not None:
+            row.weigh(arm, rows[0], _updates_to(target, row) or whole_run.updates_of(arm.job, row.samples))
     facts = environment.describe(list(overrides), first.config_hash, {})
-    late = [f"{row.pays_too_late}: it does not shorten the run" for row in rows[1:] if row.pays_too_late]
-    notes = [*_without_effect(runnable), *_unequal_work(runnable), *late, *_together(rows)]
+    notes = [*_without_effect(runnable), *_unequal_work(runnable), *_together(rows)]
     seconds = time.perf_counter() - began
-    return Comparison(rows, notes, list(overrides), settings, facts, seconds, target=str(reach) if reach is not None else None)
+    return Comparison(rows, notes, list(overrides), settings, facts, seconds, target=target)
 
 
 def _times_of(row: Row, target: str) -> TimesToTarget:
@@ -237,10 +154,11 @@ def _times_of(row: Row, target: str) -> TimesToTarget:
     return found
 
 
-def _updates_of(spec: ArmSpec, row: Row) -> int | None:
-    """The updates of an arm's whole run over the data that it was measured with; None where they are not known."""
-    over = run_horizon(spec.job.run, row.samples) if spec.job is not None else None
-    return over.updates if over is not None else None
+def _updates_to(target: str | None, row: Row) -> int | None:
+    """The updates after which an arm's seeds reached the target, their median; None where one of them did not."""
+    found = _times_of(row, target).updates if target is not None else []
+    reached = [updates for updates in found if updates is not None]
+    return round(statistics.median(reached)) if reached and len(reached) == len(found) else None
 
 
 def arm_of(spec: ArmSpec, folder: Path) -> Arm | None:

@@ -48,6 +48,7 @@ class Arm:
     job: Job
     run_dir: Path
     facts: dict[str, Any] = field(default_factory=dict)  # as its first process reported them after the warm-up
+    starts: list[float] = field(default_factory=list)  # seconds of each round's start, beyond the updates in it
     blocks: list[TimedBlock] = field(default_factory=list)  # one for each round
     updates_per_block: int = 1
     memory: memory.Reading | None = None  # after its newest process's warm-up
@@ -82,6 +83,7 @@ class Arm:
         """Wait until the process is warm, and set how many updates fill a block. Raises ArmEnded."""
         facts = self._receive()
         self.memory = facts.pop("memory")
+        self.starts.append(facts.pop("start_s"))
         self.facts = self.facts or facts
         self.updates_per_block = max(1, round(block_s / facts["step_s"]))
         self._signal(signal.SIGSTOP)
@@ -135,13 +137,13 @@ class StagedArm(Arm):
             job = replace(self.job, run=run)
             self._arms.append((Arm(self.label, job, self.run_dir / f"stage-{number}"), share))
 
-    def start(self, round_: int = 0) -> None:
-        for arm, _ in self._arms:
-            arm.start(round_)
-
-    def warm_up(self, block_s: float) -> None:
+    def start_warm(self, round_: int, block_s: float) -> None:
+        """Start the stages one after another, so that none slows down the start of another."""
         for arm, share in self._arms:
-            arm.warm_up(block_s * share)
+            arm.start_warm(round_, block_s * share)
+        (first, _), *others = self._arms
+        # The run builds its later stages in memory: of their starts it has the compiling alone.
+        self.starts.append(first.starts[-1] + sum(arm.facts["compile_s"] or 0.0 for arm, _ in others))
         readings = [arm.memory for arm, _ in self._arms if arm.memory is not None]
         self.memory = max(readings, key=lambda reading: reading.used, default=None)
         self.facts = self.facts or max((arm.facts for arm, _ in self._arms), key=lambda facts: facts["compile_s"] or 0.0)

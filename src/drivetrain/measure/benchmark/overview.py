@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from drivetrain.measure.benchmark.comparison import Comparison, Row
+from drivetrain.measure.benchmark.comparison import Comparison
 from drivetrain.measure.benchmark.noninferiority import FAIL, FIRST, PASS, Verdict, in_words
+from drivetrain.measure.benchmark.row import Row
 from drivetrain.measure.benchmark.times_to_target import proven, ranked
 from drivetrain.measure.benchmark.times_to_target import times as times_as
 from drivetrain.ui.pages.blocks import escape, rich_table
@@ -14,7 +15,7 @@ from drivetrain.ui.pages.blocks import escape, rich_table
 WIDTH, MARGIN = 160, 12  # of the drawing of an interval, in pixels
 TICK_WIDTH = 34  # of a number on the scale, in pixels
 # Columns after the speed, where they differ.
-MORE = ("update, median", "waiting for data", "memory", "compiling", "pays after", "error")
+MORE = ("update, median", "waiting for data", "memory", "starts in", "pays after", "whole run", "error")
 AS_IT = ("as it is", "as it was")  # what the run that is to be made faster is called
 TICKS = (0.1, 0.2, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0)
 
@@ -42,20 +43,24 @@ def winner(comparison: Comparison) -> int | None:
 
 
 def fastest(comparison: Comparison) -> int | None:
-    """The number of the fastest arm that is certainly faster than the first, with a result known to be as good."""
+    """The number of the fastest arm that is certainly faster than the first, with a result known to be as good.
+
+    That is for the whole run, start-up included, where its length is known.
+    """
     judged = comparison.settings.quality
     good = {
-        n: row.ratio.middle
+        n: row.gain.middle
         for n, row in enumerate(comparison.rows[1:], 1)
-        if row.ratio is not None and row.ratio.low is not None and row.ratio.low > 1
+        if row.gain is not None and row.gain.low is not None and row.gain.low > 1
         and (not judged or (row.verdict is not None and row.verdict.outcome == PASS))
     }  # fmt: skip
     return max(good, key=lambda n: good[n]) if good else None
 
 
 def headline(comparison: Comparison) -> str:
-    """Return the answer: which arm is soonest at the target, where there is one, and which is the fastest."""
-    return " ".join([*([] if comparison.target is None else [_on_target(comparison)]), _on_speed(comparison)])
+    """Return the answer: which arm is soonest at the target, where there is one, which is the fastest, and what starts late."""
+    on_target = [] if comparison.target is None else [_on_target(comparison)]
+    return " ".join([*on_target, _on_speed(comparison), *_on_start(comparison)])
 
 
 def _on_target(comparison: Comparison) -> str:
@@ -83,9 +88,7 @@ def _on_speed(comparison: Comparison) -> str:
             return f"No variant is measurably faster than {base}{known}."
         return f"{_subject(comparison, better)} has {_better(comparison, better)}, but no variant is measurably faster{known}."
     row = comparison.rows[best]
-    ratio = row.ratio
-    assert ratio is not None
-    speed = f"{_subject(comparison, row)} is {ratio.middle:.2f} × as fast as {base} ({ratio.low:.2f} to {ratio.high:.2f})"
+    speed = f"{_subject(comparison, row)} is {_speed(row, base)}"
     if not judged:
         return f"{speed}."
     if better is None:
@@ -93,6 +96,29 @@ def _on_speed(comparison: Comparison) -> str:
     if _improvement(row):
         return f"{speed}, and has {_better(comparison, row)}."
     return f"{speed}, and its result is no worse; {_subject(comparison, better)} has {_better(comparison, better)}."
+
+
+def _speed(row: Row, base: str) -> str:
+    """How many times as fast an arm is: by its updates; where these are not faster, for the whole run, which starts sooner."""
+    ratio = row.ratio
+    if row.whole_run is not None and (ratio is None or ratio.low <= 1):
+        ratio, base = row.whole_run, f"{base} for the whole run, as it starts sooner"
+    assert ratio is not None
+    return f"{ratio.middle:.2f} × as fast as {base} ({ratio.low:.2f} to {ratio.high:.2f})"
+
+
+def _on_start(comparison: Comparison) -> Iterator[str]:
+    """What start-up takes from arms with certainly faster updates: too much for this run, or for one that must compile anew."""
+    for row in (row for row in comparison.rows[1:] if row.pays_too_late):
+        yield (
+            f"{_subject(comparison, row)} has faster updates and starts later, which makes this run no shorter: "
+            f"it pays after {row.pays_after:,} updates, and this run has {row.run_updates:,}."
+        )
+    if (best := fastest(comparison)) is not None:
+        row = comparison.rows[best]
+        uncompiled, updates = row.first_pays_after, row.run_updates
+        if uncompiled is not None and updates is not None and uncompiled >= updates:
+            yield f"Where its kernels are not compiled yet, it pays after {uncompiled:,} updates; this run has {updates:,}."
 
 
 def _base(comparison: Comparison) -> str:

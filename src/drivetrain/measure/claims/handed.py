@@ -8,7 +8,8 @@ from pathlib import Path
 from drivetrain.measure.benchmark import noninferiority
 from drivetrain.measure.benchmark.arms import ArmSpec, baseline_job
 from drivetrain.measure.benchmark.compare import HandOn
-from drivetrain.measure.benchmark.comparison import Comparison, Row
+from drivetrain.measure.benchmark.comparison import Comparison
+from drivetrain.measure.benchmark.row import Row
 from drivetrain.measure.claims import write
 from drivetrain.recipe.claim import times
 from drivetrain.ui.output import echo
@@ -32,20 +33,19 @@ def writer(verb: str, file: Path | None, last: bool = False) -> HandOn | None:
                 "alone is not handed on: `drivetrain recipe export` claims it from runs"
             )
             return
-        number = max(good, key=lambda n: done.rows[n].ratio or (0.0,))
+        number = max(good, key=lambda n: done.rows[n].gain or (0.0,))
         row, job = done.rows[number], specs[number].job
         assert row.ratio is not None
         assert job is not None
         evidence = f"drivetrain {verb}: {row.label or 'it'} has {times(*row.ratio)} the samples a second of {done.rows[0].label}"
         differs = write.against(job, baseline_job(specs))
-        file.write_text(
-            write.recipe_text(job, differs, row, done.rows[0], [f"{evidence}, measured in interleaved rounds"]), encoding="utf-8"
-        )
+        comments = [f"{evidence}, measured in interleaved rounds", *write.of_the_run(row, done.rows[0])]
+        file.write_text(write.recipe_text(job, differs, row, done.rows[0], comments), encoding="utf-8")
         echo(f"written to {file}; to check it on another machine: drivetrain recipe verify {file}")
 
     return hand_on
 
 
 def is_proven(row: Row) -> bool:
-    """Whether an arm is faster than the first beyond doubt, and its result was not found to be worse."""
-    return row.ratio is not None and row.ratio.low > 1 and (row.verdict is None or row.verdict.outcome != noninferiority.FAIL)
+    """Whether an arm makes the run as it is faster beyond doubt, start-up included, and its result was not found to be worse."""
+    return row.gain is not None and row.gain.low > 1 and (row.verdict is None or row.verdict.outcome != noninferiority.FAIL)

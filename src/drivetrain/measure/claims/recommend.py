@@ -8,7 +8,7 @@ from pathlib import Path
 
 from drivetrain.core.overrides import key_of
 from drivetrain.launch.job import prepare as prepare_job
-from drivetrain.measure.benchmark.comparison import Row
+from drivetrain.measure.benchmark.row import Row
 from drivetrain.measure.claims import write
 from drivetrain.measure.overrides import apply
 from drivetrain.ui.output import echo
@@ -35,7 +35,10 @@ def recommend(
     dirs = [argument for folder_ in config_dirs for argument in ("-cd", str(folder_))]
     changed = apply(overrides, changes, config_dirs)
     command = f"drivetrain train {shlex.join([*dirs, *changed])}"
+    of_the_run = write.of_the_run(row, base)
     echo(f"\n{gain}:\n  {command}")
+    for line in of_the_run:
+        echo(f"  {line}")
     if base.global_batch != row.global_batch:
         echo(
             f"  an update is the mean over {row.global_batch} samples now, not {base.global_batch}: check the learning rate "
@@ -44,7 +47,9 @@ def recommend(
     job, before = prepare_job(changed, config_dirs), prepare_job(overrides, config_dirs)
     evidence = f"drivetrain {verb}: {' '.join(changes)} gives {gain}, measured in interleaved rounds against the run without"
     recipe = file or folder / "recipe.yaml"
-    recipe.write_text(write.recipe_text(job, write.against(job, before), row, base, [evidence, *notes]), encoding="utf-8")
+    recipe.write_text(
+        write.recipe_text(job, write.against(job, before), row, base, [evidence, *of_the_run, *notes]), encoding="utf-8"
+    )
     local = write.own_groups(job) | job.machine_local_keys - {"recipe"}
     kept = [o for o in overrides if key_of(o).split(".")[0] in local or key_of(o) in local]
     by_recipe = f"drivetrain train {shlex.join([*dirs, f'recipe={recipe}', *kept])}"

@@ -19,8 +19,9 @@ from drivetrain.launch.job import Job
 from drivetrain.measure import arguments
 from drivetrain.measure.benchmark import arms, compare, comparison, noninferiority
 from drivetrain.measure.benchmark.arms import ArmSpec
-from drivetrain.measure.benchmark.comparison import Comparison, Row
+from drivetrain.measure.benchmark.comparison import Comparison
 from drivetrain.measure.benchmark.facts import Facts
+from drivetrain.measure.benchmark.row import Row
 from drivetrain.measure.claims import kinds, training
 from drivetrain.measure.claims.kinds import HOLDS, REFUTED, SKIPPED, UNTOLD, Answer, Differences, Seen
 from drivetrain.measure.intervals import MIN_PAIRS

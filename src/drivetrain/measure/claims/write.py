@@ -10,8 +10,8 @@ from typing import Any
 from drivetrain.core.errors import UserError
 from drivetrain.core.target import Reach
 from drivetrain.launch.job import Job
-from drivetrain.measure.benchmark.comparison import Row
 from drivetrain.measure.benchmark.facts import Facts
+from drivetrain.measure.benchmark.row import Row
 from drivetrain.measure.claims import kinds
 from drivetrain.measure.claims.kinds import Wanted
 from drivetrain.recipe import own_code
@@ -103,6 +103,18 @@ def recipe_text(job: Job, against: dict[str, Any], row: Row, base_row: Row | Non
         lines.append(f"no claim: the baseline differs in {', '.join(unclaimable)}, which no recipe may set")
     section = claim.text() if claim is not None else ""
     return as_comments(lines) + recipe_file.to_recipe(job.composed, left_out, sections=section)
+
+
+def of_the_run(row: Row, base: Row) -> list[str]:
+    """What an arm is worth for the run as it is, in a line, and in another where kernels must be compiled first."""
+    if row.run_s is None or base.run_s is None or row.run_updates is None:
+        return []
+    lines = [
+        f"the run of {row.run_updates:,} updates takes {row.run_s:,.1f} s, start-up included, in place of {base.run_s:,.1f} s"
+    ]
+    if (uncompiled := row.first_pays_after) is not None:
+        lines.append(f"it pays after {uncompiled:,} updates where its kernels are not compiled yet, as in a first run")
+    return lines
 
 
 def check_file(file: Path | None) -> None:

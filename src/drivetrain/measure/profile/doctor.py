@@ -17,7 +17,8 @@ from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure import arguments
 from drivetrain.measure.benchmark import arms, compare, comparison
 from drivetrain.measure.benchmark.arms import ArmSpec
-from drivetrain.measure.benchmark.comparison import Comparison, Row
+from drivetrain.measure.benchmark.comparison import Comparison
+from drivetrain.measure.benchmark.row import Row
 from drivetrain.measure.benchmark.stopping import no_gain
 from drivetrain.measure.claims.recommend import recommend
 from drivetrain.measure.claims.write import check_file
@@ -75,7 +76,7 @@ class Diagnosis:
             for name, ms in self.profile.phases.items()
         )
         gains = "".join(
-            f"<li><code>{escape(g.overrides)}</code>: {g.row.ratio.middle:.2f} ×</li>" for g in self.gains if g.row.ratio
+            f"<li><code>{escape(g.overrides)}</code>: {g.row.gain.middle:.2f} ×</li>" for g in self.gains if g.row.gain
         )
         first = self.problems[0]
         return f"<p><b>{escape(first.verdict)}</b><br>{escape(first.evidence)}</p><table>{phases}</table>" + (
@@ -182,8 +183,8 @@ def prove(found: Diagnosis, overrides: list[str], config_dirs: Sequence[str], se
     )
     done.raise_if_baseline_failed()
     compare.show(done)
-    faster = [row for row in done.rows[1:] if row.ratio is not None and row.ratio.low > 1 and not row.pays_too_late]
-    faster.sort(key=lambda row: -row.ratio.middle if row.ratio else 0.0)
+    faster = [row for row in done.rows[1:] if row.gain is not None and row.gain.low > 1]
+    faster.sort(key=lambda row: -row.gain.middle if row.gain else 0.0)
     gains = [Gain(row.label, row, done.rows[0]) for row in faster]
     combined = _combine([gain.overrides for gain in gains])
     spec = arm(combined, combined)
@@ -192,9 +193,8 @@ def prove(found: Diagnosis, overrides: list[str], config_dirs: Sequence[str], se
         best = gains[0].overrides
         done = found.comparisons["Together"] = comparison.measure([base, arm(best, best), spec], benchmark, overrides)
         compare.show(done)
-        alone, together = done.rows[1].ratio, done.rows[2].ratio
-        late = done.rows[2].pays_too_late
-        if together is not None and alone is not None and not late and together.low > 1 and together.middle > alone.middle:
+        alone, together = done.rows[1].gain, done.rows[2].gain
+        if together is not None and alone is not None and together.low > 1 and together.middle > alone.middle:
             gains.insert(0, Gain(combined, done.rows[2], done.rows[0]))
     return gains
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from drivetrain.measure.benchmark import noninferiority
-from drivetrain.measure.benchmark.comparison import Comparison, Row
+from drivetrain.measure.benchmark.comparison import Comparison
 from drivetrain.measure.benchmark.page import footer, sections
+from drivetrain.measure.benchmark.row import Row
 from drivetrain.measure.tune import range_test
 from drivetrain.measure.tune.range_test import RangeTest
 from drivetrain.ui.pages import blocks, charts
@@ -37,8 +38,8 @@ def tuning_page(
 
 def conclusion(tuning: Tuning, proof: Row | None, tested: RangeTest | None) -> str:
     """What was found, in one sentence."""
-    if proof is not None and proof.ratio is not None:
-        speed = f"{proof.ratio.middle:.2f} × as fast as it was ({proof.ratio.low:.2f} to {proof.ratio.high:.2f})"
+    if proof is not None and proof.gain is not None:
+        speed = f"{proof.gain.middle:.2f} × as fast as it was ({proof.gain.low:.2f} to {proof.gain.high:.2f})"
         outcome = proof.verdict.outcome if proof.verdict is not None else ""
         quality = {
             noninferiority.PASS: ", and its result is no worse",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -19,11 +20,11 @@ from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure import arguments
 from drivetrain.measure.benchmark import arms, compare, comparison, noninferiority, stopping
 from drivetrain.measure.benchmark.arms import ArmSpec
-from drivetrain.measure.benchmark.comparison import Comparison, Row
+from drivetrain.measure.benchmark.comparison import Comparison
 from drivetrain.measure.benchmark.interleave import Arm, StoppingRule, never_stop
+from drivetrain.measure.benchmark.row import Row
 from drivetrain.measure.claims.recommend import recommend
 from drivetrain.measure.claims.write import check_file
-from drivetrain.measure.intervals import ratio
 from drivetrain.measure.overrides import apply, groups_of, unchanged
 from drivetrain.measure.profile.isolated import run_isolated
 from drivetrain.measure.tune import candidates, range_test
@@ -214,7 +215,7 @@ class Tuning:
             if row.pays_too_late:
                 self.notes.append(f"together they are not worth it, nothing is kept: {row.pays_too_late}")
                 return None
-            if row.ratio is None or row.ratio.low <= 1:
+            if row.gain is None or row.gain.low <= 1:
                 self.notes.append("together they are not faster beyond doubt: nothing is kept")
                 return None
             self._check_quality(done, [base, tuned])
@@ -228,7 +229,7 @@ class Tuning:
         groups = {group for candidate in self.accepted.values() for group in groups_of(candidate.split())}
         if not self.settings.quality or not groups.intersection(SUSPECTS):
             return
-        seconds = sum(_run_s(spec.job, row) for spec, row in zip(specs, done.rows[:2], strict=True))
+        seconds = sum(math.inf if row.run_s is None else row.run_s for row in done.rows[:2])
         seeds = min(self.settings.seeds, int(self.seconds_left() / seconds)) if seconds else 0
         if seeds < MIN_SEEDS:
             self.notes.append(
@@ -257,22 +258,10 @@ class Tuning:
 
 
 def _best(rows: Sequence[Row]) -> Row | None:
-    """The fastest of the rows that are likely to be faster than the first, if the run is long enough for them to pay."""
-    base = rows[0].rates
-    tried = {n: row for n, row in enumerate(rows) if n and row.rates and not row.pays_too_late}
-    ratios = {n: ratio(row.rates, base[: len(row.rates)], CONFIDENCE) for n, row in tried.items()}
+    """The fastest of the rows that are likely to be faster than the first for the run as it is, with its start-up."""
+    ratios = {n: row.faster_for_the_run(rows[0], CONFIDENCE) for n, row in enumerate(rows) if n and row.rates}
     faster = [n for n, found in ratios.items() if found.low > 1]
     return rows[max(faster, key=lambda n: ratios[n].middle)] if faster else None
-
-
-def _run_s(job: Job | None, row: Row) -> float:
-    """Seconds that the whole run takes at the measured rate."""
-    from drivetrain.core.horizon import run_horizon
-
-    whole = run_horizon(job.run, row.samples) if job is not None else None
-    if whole is None or not row.samples_per_second or not row.global_batch:
-        return float("inf")
-    return whole.updates * row.global_batch / row.samples_per_second + (row.compile_s or 0.0)
 
 
 def _range_test(overrides: Sequence[str], config_dirs: Sequence[str], settings: Settings) -> range_test.RangeTest:

@@ -1,0 +1,142 @@
+"""One arm of a comparison with its results: how fast its updates are, and what it is worth for the whole run."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+from typing import Any
+
+from drivetrain.core.cost import Cost
+from drivetrain.measure.benchmark import noninferiority, whole_run
+from drivetrain.measure.benchmark.arms import ArmSpec
+from drivetrain.measure.benchmark.interleave import Arm
+from drivetrain.measure.cells import figure
+from drivetrain.measure.intervals import Interval, ratio
+
+
+@dataclass
+class Row:
+    """One arm's results; a figure is null where the arm failed before it was measured."""
+
+    label: str
+    overrides: list[str]
+    error: str | None = None
+    ratio: Interval | None = None  # samples a second relative to the first arm
+    samples_per_second: float | None = None
+    step_ms_p50: float | None = None
+    step_ms_p95: float | None = None
+    data_wait: float | None = None  # share of the time
+    peak_memory_bytes: int | None = None
+    compile_s: float | None = None  # of the first round
+    starts_s: list[float] = field(default_factory=list)  # of each round: building, compiling, the first batch, …
+    start_s: float | None = None  # with filled caches
+    first_start_s: float | None = None  # of the first round, where kernels were compiled that later rounds found in the cache
+    pays_after: int | None = None  # updates until the later start has been made up for
+    first_pays_after: int | None = None  # the same where nothing is compiled yet
+    run_updates: int | None = None  # of the whole run, or to its target; null where that is not known
+    runs_s: list[float] = field(default_factory=list)  # seconds of the whole run, its start included, by each round
+    run_s: float | None = None
+    whole_run: Interval | None = None  # how many times as fast as the first arm it is for the whole run
+    global_batch: int | None = None
+    samples: int | None = None  # in the training set
+    device: str | None = None
+    device_type: str | None = None
+    rates: list[float] = field(default_factory=list)  # samples a second of each round
+    stopped_after: int | None = None  # rounds, where the stopping rule ended the arm
+    out_of_time: bool = False  # whether it ended the arm because the time was over, and not because it was behind
+    verdict: noninferiority.Verdict | None = None
+
+    @classmethod
+    def of(cls, spec: ArmSpec, arm: Arm | None, base: Arm) -> Row:
+        """The results of an arm; `base` is the first arm, and `arm` is None where it could not run."""
+        if arm is None:
+            return cls(spec.label, spec.overrides, error="; ".join(spec.problems))
+        facts: dict[str, Any] = {
+            name: arm.facts.get(name) for name in ("compile_s", "global_batch", "samples", "device", "device_type")
+        }
+        row = cls(spec.label, spec.overrides, arm.error, stopped_after=arm.stopped_after, **facts)
+        if arm.error is not None or not arm.blocks:
+            return row
+        row.rates = [block.rate for block in arm.blocks]
+        steps = sorted(1e3 * seconds for block in arm.blocks for seconds in block.step_s)
+        row.samples_per_second = statistics.median(row.rates)
+        row.step_ms_p50, row.step_ms_p95 = statistics.median(steps), steps[min(len(steps) - 1, int(0.95 * len(steps)))]
+        row.data_wait = sum(b.data_wait_s for b in arm.blocks) / sum(b.seconds for b in arm.blocks)
+        row.peak_memory_bytes = arm.blocks[-1].peak_memory
+        if arm is base:
+            row.ratio = Interval(1.0, 1.0, 1.0)
+        elif base.error is None:
+            base_rates = [block.rate for block in base.blocks]
+            row.ratio = ratio(row.rates, base_rates[: len(row.rates)])
+        row.starts_s = list(arm.starts)
+        if row.starts_s:
+            row.start_s = statistics.median(whole_run.usual_starts(row.starts_s))
+            if arm.facts.get("compiled_anew") and len(row.starts_s) > 1:
+                row.first_start_s = row.starts_s[0]
+        return row
+
+    def weigh(self, arm: Arm, base: Row, updates: int | None) -> None:
+        """Set what the arm is worth for a run of so many updates, start-up included; `base` is the first row, weighed before."""
+        self.run_updates = updates
+        if not self.rates or not self.starts_s:
+            return
+        if updates is not None:
+            self.runs_s = whole_run.seconds(arm, updates)
+            self.run_s = statistics.median(self.runs_s)
+            self.whole_run = self.faster_for_the_run(base) if base.runs_s else None
+        if self.global_batch and self.samples_per_second and base.samples_per_second and base.start_s is not None:
+            step, base_step = self.global_batch / self.samples_per_second, self.global_batch / base.samples_per_second
+            later_s = whole_run.later_start(self.starts_s, base.starts_s)
+            self.pays_after = Cost(later_s, step).pays_after(Cost(0.0, base_step)) or None
+            if self.first_start_s is not None:
+                self.first_pays_after = Cost(self.first_start_s, step).pays_after(Cost(base.start_s, base_step)) or None
+
+    def faster_for_the_run(self, base: Row, confidence: float = 0.95) -> Interval:
+        """How many times as fast as `base` it is for the whole run; by its updates alone where the length is not known."""
+        mine, theirs = (base.runs_s, self.runs_s) if self.runs_s and base.runs_s else (self.rates, base.rates)
+        both = min(len(mine), len(theirs))  # an arm that stopped is compared with its own rounds
+        return ratio(mine[:both], theirs[:both], confidence)
+
+    @property
+    def gain(self) -> Interval | None:
+        """What decides whether it is worth it: the ratio of the whole run where its length is known, else that of the updates."""
+        return self.whole_run if self.whole_run is not None else self.ratio
+
+    @property
+    def pays_too_late(self) -> str:
+        """Why the arm makes the run no shorter although its updates are certainly faster; "" where nothing tells that."""
+        if self.ratio is None or self.ratio.low <= 1 or self.pays_after is None or self.run_updates is None:
+            return ""
+        if self.pays_after < self.run_updates:
+            return ""
+        return f"{self.label}: it pays after {self.pays_after:,} updates, and this run has {self.run_updates:,}"
+
+    def cells(self, first: bool) -> list[str]:
+        """The figures as text; `first`: this is the first arm, which has no interval."""
+        return [
+            figure(self.samples_per_second, "{:,.0f}"),
+            figure(self.ratio.middle if self.ratio else None, "{:.2f} ×"),
+            "–" if first else self._interval(),
+            figure(self.step_ms_p50, "{:.2f} ms"),
+            figure(self.step_ms_p95, "{:.2f} ms"),
+            figure(100 * self.data_wait if self.data_wait is not None else None, "{:.0f} %"),
+            figure(self.peak_memory_bytes / 2**30 if self.peak_memory_bytes else None, "{:.2f} GiB"),
+            _with_first(self.start_s, self.first_start_s, "{:.1f}", " s"),
+            _with_first(self.pays_after, self.first_pays_after, "{:,}", " updates"),
+            figure(self.run_s, "{:,.1f} s"),
+        ]
+
+    def _interval(self) -> str:
+        if self.ratio is None:
+            return "–"
+        if not self.ratio.low:
+            why = "out of time" if self.out_of_time else "dropped"
+            rounds = f"{len(self.rates)} round{'s' * (len(self.rates) != 1)}"
+            return f"{why} after {rounds}" if self.stopped_after else "too few rounds"
+        conclusion = "" if self.ratio.differs else "  no difference" if self.ratio.same else "  not distinguishable"
+        return f"{self.ratio.low:.3f} – {self.ratio.high:.3f}{conclusion}"
+
+
+def _with_first(usual: float | None, first: float | None, form: str, unit: str) -> str:
+    """A figure with filled caches, and in brackets that of the first round, where kernels were compiled."""
+    return figure(usual, form + unit) + (f" (uncompiled: {form.format(first)})" if first is not None else "")
