@@ -259,8 +259,8 @@ def warm() -> None:
     import torch
 
     from drivetrain.engine import build  # noqa: F401
+    from drivetrain.engine.rehearsal.recorder import Fakes
     from drivetrain.measure.forecast import examine, page  # noqa: F401
-    from drivetrain.measure.forecast.recorder import Fakes
 
     torch.set_num_threads(1)
     with Fakes():

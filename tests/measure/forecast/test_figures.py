@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 
 from drivetrain.core.errors import UserError
+from drivetrain.engine.rehearsal.fake_step import GRADIENTS, PARAMETERS, STATE
+from drivetrain.engine.rehearsal.recorder import OTHER
 from drivetrain.measure.forecast import memory, page, roofline
 from drivetrain.measure.forecast.devices import _TABLE, FORECAST_ONLY, Device, known
-from drivetrain.measure.forecast.fake_step import GRADIENTS, PARAMETERS, STATE
 from drivetrain.measure.forecast.figure import Figure, total
 from drivetrain.measure.forecast.look import Row
 from drivetrain.measure.forecast.memory import Ranks
-from drivetrain.measure.forecast.recorder import OTHER
 
 EXACT, NO_TIME = Figure.exactly(1.0), Figure.exactly(0.0)
 KINDS = ("product", "convolution", "attention", "bandwidth")

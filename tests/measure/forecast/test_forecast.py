@@ -14,12 +14,12 @@ from drivetrain.cli import forecast as verb
 from drivetrain.config import validate
 from drivetrain.config.catalog import options
 from drivetrain.core.errors import UserError
+from drivetrain.engine.rehearsal.fake_step import GRADIENTS, PARAMETERS, STATE, StepRecord
+from drivetrain.engine.rehearsal.recorder import OTHER
 from drivetrain.measure.forecast import examine, page
 from drivetrain.measure.forecast import forecast as forecast_module
-from drivetrain.measure.forecast.fake_step import GRADIENTS, PARAMETERS, STATE, StepRecord
 from drivetrain.measure.forecast.forecast import Answer, Settings, answer, command
 from drivetrain.measure.forecast.plan import plan
-from drivetrain.measure.forecast.recorder import OTHER
 
 built: list[examine.Subject] = []
 SMALL = [

@@ -14,8 +14,9 @@ from drivetrain.core.context import BuildContext
 from drivetrain.core.errors import UserError
 from drivetrain.core.world import World
 from drivetrain.engine import build
-from drivetrain.measure.forecast import fake_step, look, roofline
-from drivetrain.measure.forecast.autocast import autocast_of
+from drivetrain.engine.rehearsal import fake_step
+from drivetrain.engine.rehearsal.autocast import autocast_of
+from drivetrain.measure.forecast import look, roofline
 from drivetrain.measure.forecast.devices import HERE, Device, known
 from drivetrain.measure.forecast.figure import Figure
 from drivetrain.measure.forecast.here import this_device

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from drivetrain.engine.rehearsal.fake_step import StepRecord
+from drivetrain.engine.rehearsal.operation import Operation
 from drivetrain.measure.forecast import replay
-from drivetrain.measure.forecast.fake_step import StepRecord
-from drivetrain.measure.forecast.operation import Operation
 
 READS = 4  # micro-batches that are read, for the time of one
 ASSUMED_FLOPS, ASSUMED_BANDWIDTH = 3e10, 5e9  # to put operations in order: those first that may take longest

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from drivetrain.engine.rehearsal.fake_step import BATCH, GRADIENTS, PARAMETERS, STATE
+from drivetrain.engine.rehearsal.recorder import OTHER
 from drivetrain.measure.forecast.devices import Device
-from drivetrain.measure.forecast.fake_step import BATCH, GRADIENTS, PARAMETERS, STATE
 from drivetrain.measure.forecast.figure import Figure
-from drivetrain.measure.forecast.recorder import OTHER
 
 KINDS = (PARAMETERS, GRADIENTS, STATE, OTHER, BATCH)
 COUNTED = (0.97, 1.04)  # of the peak of what was counted on this machine, where kernels' own buffers were measured

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from drivetrain.core.device import synchronize
 from drivetrain.debug.profile import silence_profiler
-from drivetrain.measure.forecast.operation import Operation, Spec, is_spec
+from drivetrain.engine.rehearsal.operation import Operation, Spec, is_spec
 
 ENOUGH_S, MOST_TIMES = 0.01, 20  # of repeating one operation
 FIRST_SHARE = 0.5  # of the budget: for one call of each operation

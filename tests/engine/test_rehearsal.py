@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from drivetrain.checkpointing.recompute import checkpoint_forward
-from drivetrain.measure.forecast.autocast import autocast_of
-from drivetrain.measure.forecast.operation import Operation
-from drivetrain.measure.forecast.recorder import OTHER, Fakes, Recorder
+from drivetrain.engine.rehearsal.autocast import autocast_of
+from drivetrain.engine.rehearsal.operation import Operation
+from drivetrain.engine.rehearsal.recorder import OTHER, Fakes, Recorder
 
 FLOAT = 4  # bytes
 

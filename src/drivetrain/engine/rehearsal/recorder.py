@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from drivetrain.measure.forecast.operation import Operation, describe
+from drivetrain.engine.rehearsal.operation import Operation, describe
 
 OTHER = "activations"  # a storage that is nothing else: what the forward keeps, and temporary results
 

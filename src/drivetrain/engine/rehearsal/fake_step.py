@@ -11,8 +11,8 @@ import torch
 
 from drivetrain.core import trees
 from drivetrain.core.microbatch import MicroBatch, Request
-from drivetrain.measure.forecast.operation import Operation
-from drivetrain.measure.forecast.recorder import Fakes, Recorder
+from drivetrain.engine.rehearsal.operation import Operation
+from drivetrain.engine.rehearsal.recorder import Fakes, Recorder
 
 PARAMETERS, GRADIENTS, STATE, BATCH = "parameters", "gradients", "optimizer state", "batch"
 
