@@ -1,7 +1,9 @@
 """batch=auto, growth, preallocation, and running out of memory in mid-run."""
 
 import json
+import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from drivetrain.batch import Auto, Batch
 from drivetrain.core.errors import UserError
 from drivetrain.core.world import World
 from drivetrain.engine.out_of_memory import halve_micro_batch
-from drivetrain.launch import batch_probe, launcher
+from drivetrain.launch import batch_forecast, batch_probe, launcher
 
 HUNGRY = """
 import torch
@@ -65,25 +67,89 @@ def test_out_of_memory_with_one_sample_ends_the_run(tmp_path, hungry):
     assert "OutOfMemoryError" in result.error
 
 
-def limit_of(true_limit):
-    """A stand-in for trials on a device that holds `true_limit` samples."""
-    return lambda sizes, _: sum(size <= true_limit for size in sizes)
+class Device:
+    """A stand-in for trials on a device that holds `true_limit` samples; it counts the samples that are tried."""
+
+    def __init__(self, true_limit):
+        self.true_limit, self.tried = true_limit, 0
+
+    def fitting(self, sizes, most, limit_gb):
+        assert list(sizes) == sorted(set(sizes))
+        assert sizes[-1] <= most
+        count = sum(size <= self.true_limit for size in sizes)
+        self.tried += sum(sizes[: count + 1])
+        return count
 
 
-@pytest.mark.parametrize("true_limit", [2, 7, 50, 100, 127, 128, 1000])
-def test_auto_comes_within_a_tenth_of_the_limit(true_limit, caplog):
-    batch = Auto(global_batch=256).autotune(limit_of(true_limit), ranks=2)
+def search(true_limit, expected, global_batch=256, ranks=1):
+    device = Device(true_limit)
+    batch = Auto(global_batch=global_batch).autotune(device.fitting, lambda most, limit_gb: expected, ranks)
+    return batch, device.tried
+
+
+@pytest.mark.parametrize("expected", [None, 0, 2, 40, 50, 55, 128, 10**6])
+@pytest.mark.parametrize("true_limit", [2, 3, 7, 50, 100, 127, 128, 1000])
+def test_auto_comes_within_a_tenth_of_the_limit_whatever_is_forecast(true_limit, expected, caplog):
+    batch, _ = search(true_limit, expected, ranks=2)
     (said,) = caplog.messages
     said = said.removeprefix("batch=auto: ")
     micro = batch.micro_batch(World(size=2))
     assert micro <= true_limit
     assert f"all {128} samples" in said or int(said.split()[0]) * 1.1 + 1 >= true_limit
     assert batch.accumulation_steps == -(-128 // micro)
+    assert ("forecast" in said) == (expected is not None)
 
 
-def test_auto_says_when_nothing_fits():
+@pytest.mark.parametrize("true_limit", [50, 300, 1000])
+def test_a_forecast_saves_trials(true_limit):
+    without = search(true_limit, None, global_batch=1024)[1]
+    assert search(true_limit, true_limit, global_batch=1024)[1] < 0.4 * without
+    assert search(true_limit, int(0.9 * true_limit), global_batch=1024)[1] < without
+    assert search(true_limit, int(1.1 * true_limit), global_batch=1024)[1] < without
+
+
+@pytest.mark.parametrize("expected", [None, 0, 1, 2, 100])
+def test_auto_says_when_nothing_fits(expected):
     with pytest.raises(UserError, match="not even 2 samples fit"):
-        Auto().autotune(limit_of(1), ranks=1)
+        search(1, expected)
+
+
+def test_a_step_that_cannot_be_forecast_is_told_and_trials_begin_with_the_smallest(monkeypatch, caplog):
+    failed = subprocess.CompletedProcess([], 1, "", "Traceback\nRuntimeError: no values\n")
+    monkeypatch.setattr(batch_probe, "run_child", lambda *given: failed)
+    device = Device(50)
+    forecast = partial(batch_forecast.largest_micro_batch, [], [])
+    Auto(global_batch=256).autotune(device.fitting, forecast, 1)
+    assert caplog.messages == [
+        "batch=auto: the step cannot be forecast (RuntimeError: no values): trials begin at 2 samples",
+        "batch=auto: 49 samples fit at once: 6 steps of 43 samples on each rank",
+    ]
+
+
+READS = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self, shape, classes):
+        super().__init__()
+        self.linear = torch.nn.Linear(shape[0], classes)
+
+    def forward(self, x):
+        assert x.detach().numpy().size  # tensors without values have none
+        return self.linear(x.flatten(1))
+"""
+
+
+@pytest.mark.slow
+def test_forecasts_of_a_run_and_of_one_that_needs_values(tmp_path, monkeypatch, caplog):
+    (tmp_path / "reads_net.py").write_text(READS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    words = [*TINY, "runtime.device=cpu", "batch.global_batch=96"]
+    assert batch_forecast.largest_micro_batch([*words, "model=mlp"], [], 96, 16.0) == 96
+    own = ["model=own", "model.target=reads_net.Net", "trust=[reads_net]"]
+    assert batch_forecast.largest_micro_batch([*words, *own], [], 96, 16.0) is None
+    assert "cannot be forecast" in caplog.text
+    assert batch_probe.count_fitting([*words, *own], [], [48, 96], 96, 16.0) == 2
 
 
 def test_auto_needs_a_limit_on_a_cpu(tmp_path):
@@ -147,20 +213,20 @@ def test_the_knobs_of_what_a_trial_goes_without_go_too():
         "compile=inductor",
         "compile.mode=default",
     ]
-    assert batch_probe.count_fitting([*words, "model=mlp", "saving.every_updates=3"], [], [2, 4], 16.0) == 2
+    assert batch_probe.count_fitting([*words, "model=mlp", "saving.every_updates=3"], [], [2, 4], 32, 16.0) == 2
 
 
 def test_a_trial_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_probe, "LIMIT_S", 0.01)
     with pytest.raises(UserError, match=r"batch=auto: a trial step failed: it took longer than .* and was ended"):
-        batch_probe.count_fitting([*TINY, "model=mlp"], [], [2], 16.0)
+        batch_probe.count_fitting([*TINY, "model=mlp"], [], [2], 2, 16.0)
 
 
 @pytest.mark.slow
 def test_the_compilers_budget_does_not_keep_a_trial_from_running():
     """Trials run without a compiler, whose the budget is; the run itself has both."""
     words = ["data=synthetic", "data.shape=[3,8,8]", "model=mlp", "checkpointing=budget", "compile=inductor"]
-    assert batch_probe.count_fitting(words, [], [2, 4], 16.0) == 2
+    assert batch_probe.count_fitting(words, [], [2, 4], 8, 16.0) == 2
 
 
 ONCE = """

@@ -7,6 +7,8 @@ import torch
 
 from drivetrain.checkpointing.recompute import checkpoint_forward
 from drivetrain.engine.rehearsal.autocast import autocast_of
+from drivetrain.engine.rehearsal.fake_step import Rehearsal, one_sample
+from drivetrain.engine.rehearsal.largest import HEAP, largest_fitting, largest_micro_batch
 from drivetrain.engine.rehearsal.operation import Operation
 from drivetrain.engine.rehearsal.recorder import OTHER, Fakes, Recorder
 
@@ -131,3 +133,35 @@ def test_a_count_that_is_made_of_numbers_has_its_value(count):
         assert [step.item() for step in steps] == [1, 3]
         steps[0] += torch.ones(3).sum().to(steps[0].dtype)  # not a number any more
         assert steps[0].item() == 0
+
+
+@pytest.mark.parametrize("limit", [90, 101, 300, 5000, 10**6])
+@pytest.mark.parametrize(
+    "peak", [lambda n: 100 + 3 * n, lambda n: 100 + n**1.3, lambda n: 3 * max(n, 40), lambda n: 100 + n // 64 * 200]
+)
+def test_the_largest_size_below_a_limit(peak, limit):
+    """By a few peaks, whatever the curve: the next sizes would not fit, or it is the largest that is asked for."""
+    asked = []
+    found = largest_fitting(lambda n: asked.append(n) or peak(n), limit, 1000)
+    assert len(asked) <= 6
+    if found:
+        assert 2 <= found <= 1000
+        assert peak(found) <= limit
+        assert found == 1000 or peak(found + max(1, 0.25 * found)) > 0.98 * limit
+    else:
+        assert peak(2) > limit
+
+
+def test_the_largest_micro_batch_of_a_trainer(make):
+    limit = 4 * 2**20
+    trainer = make("model.hidden=[64]", "data.shape=[3,16,16]")
+    size = largest_micro_batch(trainer, 10**5, limit)
+    rehearsal = Rehearsal(trainer, one_sample(trainer))
+
+    def peak(n):
+        record = rehearsal.record(n, 2)
+        return sum(record.peak.values()) + HEAP * record.peak[OTHER]
+
+    assert 0.97 * limit < peak(size) <= limit
+    assert largest_micro_batch(trainer, 8, limit) == 8
+    assert largest_micro_batch(trainer, 8, 1.0) == 0

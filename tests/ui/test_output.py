@@ -26,6 +26,7 @@ MAY_PRINT = {
     "ui/progress.py",
     "launch/batch_probe.py",
     "launch/batch_look.py",
+    "launch/batch_forecast.py",
     "core/nvidia_driver.py",
 }
 

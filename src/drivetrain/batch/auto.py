@@ -7,9 +7,9 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from drivetrain.batch.base import Batch
+from drivetrain.batch.base import Batch, Fitting, Forecast
 from drivetrain.core.errors import UserError
 from drivetrain.core.option import Positive, RunSpec
 
@@ -22,7 +22,8 @@ logger = logging.getLogger(__name__)
 class Auto(Batch):
     """Finds the largest micro-batch that fits by trial before the run; gradient accumulation keeps the global batch.
 
-    Each trial is a process of its own, which may run out of memory. A CPU has no memory limit: set `memory_gb`.
+    Trials begin at the size that is forecast to fit, and decide. Each is a process of its own, which may run out of memory. A CPU
+    has no memory limit: set `memory_gb`.
     """
 
     effect = "close"
@@ -36,26 +37,58 @@ class Auto(Batch):
         if run.runtime.device_type() == "cpu" and self.memory_gb is None:
             yield "batch=auto on a CPU needs a limit: set batch.memory_gb to what a rank may use, or batch=fixed"
 
-    def autotune(self, fitting: Callable[[Sequence[int], Any], int], ranks: int) -> Batch:
+    def autotune(self, fitting: Fitting, forecast: Forecast, ranks: int) -> Batch:
         largest = self.global_batch // ranks
-        # From 2: BatchNorm cannot train on a single sample.
-        sizes = sorted({*(2**k for k in range(1, largest.bit_length())), largest})
-        fit_count = fitting(sizes, self.memory_gb)
-        limit = sizes[fit_count - 1] if fit_count else 0
-        if limit and fit_count < len(sizes):
-            between = _sizes_between(limit, sizes[fit_count])
-            limit = [limit, *between][fitting(between, self.memory_gb)] if between else limit
+        smallest = min(2, largest)  # BatchNorm cannot train on a single sample
+        expected = forecast(largest, self.memory_gb)
+        limit = _largest_fitting(lambda sizes: fitting(sizes, largest, self.memory_gb), smallest, largest, expected)
         if not limit:
             raise UserError(
-                f"batch=auto: not even {sizes[0]} samples fit: raise batch.memory_gb, or save memory "
+                f"batch=auto: not even {smallest} samples fit: raise batch.memory_gb, or save memory "
                 "(precision=bf16, checkpointing=blocks, a smaller model)"
             )
         tuned = copy.deepcopy(self)
         tuned.accumulation_steps = math.ceil(largest / limit)
         fits = f"{limit} samples fit" if limit < largest else f"all {largest} samples fit"
         micro = math.ceil(largest / tuned.accumulation_steps)
-        logger.info(f"batch=auto: {fits} at once: {tuned.accumulation_steps} steps of {micro} samples on each rank")
+        began = "" if expected is None else f"; {expected} were forecast"
+        logger.info(f"batch=auto: {fits} at once{began}: {tuned.accumulation_steps} steps of {micro} samples on each rank")
         return tuned
+
+
+def _largest_fitting(fitting: Callable[[Sequence[int]], int], smallest: int, largest: int, expected: int | None) -> int:
+    """The largest size that fits, to within SEARCH_FACTOR, 0 if none does: upwards from the expected one, else below it.
+
+    The trials alone decide. A size that was expected wrongly only makes them more.
+    """
+    start = smallest if expected is None else max(smallest, min(expected, largest))
+    sizes = _upwards(start, largest, SEARCH_FACTOR if expected is not None else 2.0)
+    if not (count := fitting(sizes)):
+        return _below(fitting, smallest, start)
+    if count == len(sizes) or not (between := _sizes_between(sizes[count - 1], sizes[count])):
+        return sizes[count - 1]
+    return [sizes[count - 1], *between][fitting(between)]
+
+
+def _below(fitting: Callable[[Sequence[int]], int], smallest: int, high: int) -> int:
+    """The largest size below `high` that fits, 0 if none does, by trials further and further below it."""
+    factor = SEARCH_FACTOR**2
+    while high > smallest:
+        low = max(smallest, min(high - 1, int(high / factor)))
+        sizes = [low, *_sizes_between(low, high)]
+        if count := fitting(sizes):
+            return sizes[count - 1]
+        high, factor = low, min(2.0, factor**2)
+    return 0
+
+
+def _upwards(start: int, largest: int, factor: float) -> list[int]:
+    """Sizes from start to the largest, further and further apart, at most doubled."""
+    sizes, size = [], start
+    while size < largest:
+        sizes.append(size)
+        size, factor = max(size + 1, int(size * factor)), min(2.0, factor**2)
+    return [*sizes, largest]
 
 
 def _sizes_between(low: int, high: int) -> list[int]:

@@ -29,6 +29,8 @@ Scaling = Literal["none", "linear", "sqrt"]
 DecayScaling = Literal["none", "timescale"]
 Factor = Annotated[int, Ge(2)]
 Look = Callable[[int, int | None, Sequence[int]], dict[str, Any]]  # measures the beginning of a run; see Batch.choose
+Fitting = Callable[[Sequence[int], int, float | None], int]  # see Batch.autotune
+Forecast = Callable[[int, float | None], int | None]
 LARGEST = 1 << 40  # samples of an update: it grows no further, however long the run
 
 
@@ -98,10 +100,11 @@ class Batch(Option):
         if self.decay_scaling != "none" and not run.optimizer.decays_by_lr:
             yield f"batch.decay_scaling is for a decay of lr × weight_decay, and {run.named('optimizer')} has another"
 
-    def autotune(self, fitting: Callable[[Sequence[int], Any], int], ranks: int) -> Batch:
+    def autotune(self, fitting: Fitting, forecast: Forecast, ranks: int) -> Batch:
         """Return this option with the values that trial runs have found, before any rank starts.
 
-        `fitting(sizes, limit_gb)` returns how many of these ascending micro-batch sizes fit in memory.
+        `fitting(sizes, most, limit_gb)` returns how many of these ascending micro-batch sizes fit in memory, where a rank's
+        update has `most` samples. `forecast(most, limit_gb)` returns the size that is expected to be the largest, or None.
         """
         return self
 

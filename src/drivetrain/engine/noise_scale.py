@@ -48,7 +48,7 @@ class NoiseScale:
         both = torch.stack([variance, squared]) / unit
         finite = both.isfinite().all()  # else an overflow, or a share of 0 that only fills up
         self.sums += torch.where(finite, both, 0.0)
-        self._unit = torch.where(finite, unit.lerp(whole, FOLLOWS), self._unit)
+        self._unit = torch.where(finite, unit.lerp(whole.to(unit.dtype), FOLLOWS), self._unit)
 
     def scale(self, variance: float, squared: float, epoch: int) -> float | None:
         """Return the noise scale in samples, from the sums since the last record and what was kept of those before.

@@ -1,6 +1,6 @@
 """Find out which micro-batches fit into memory, in a child process that may run out of it. The run itself is not touched.
 
-The parent calls `count_fitting`. The child (`python -m drivetrain.launch.batch_probe`) takes two steps at each size, the
+The parent calls `count_fitting`. The child (`python -m drivetrain.launch.batch_probe`) makes two updates at each size, the
 smallest first, and prints a line for each size that fits, until it is out of memory, is killed, or has tried all.
 """
 
@@ -22,6 +22,7 @@ from drivetrain.core.errors import FAILED, UserError
 from drivetrain.core.lazy import torch
 
 if TYPE_CHECKING:
+    from drivetrain.engine.trainer import Trainer
     from drivetrain.launch.job import Job
 
 OUT_OF_MEMORY = 3  # the child's exit code
@@ -30,20 +31,28 @@ LIMIT_S = 1800.0  # of a child: a step that hangs is not waited for any longer
 MEMORY_FRACTION = 0.95  # of a device; the rest is for fragmentation and the ranks' communication
 
 
-def count_fitting(overrides: Sequence[str], config_dirs: Sequence[str], sizes: Sequence[int], limit_gb: float | None) -> int:
-    """The number of these ascending micro-batch sizes that fit, from the first; `limit_gb` limits the process's memory."""
-    task = {"overrides": list(overrides), "config_dirs": list(config_dirs), "sizes": list(sizes), "limit_gb": limit_gb}
+def count_fitting(
+    overrides: Sequence[str], config_dirs: Sequence[str], sizes: Sequence[int], most: int, limit_gb: float | None
+) -> int:
+    """The number of these ascending micro-batch sizes that fit, from the first; a rank's update has `most` samples.
+
+    `limit_gb` limits the device's memory, on a CPU the process's.
+    """
+    task = {
+        "overrides": list(overrides), "config_dirs": list(config_dirs), "sizes": list(sizes), "most": most, "limit_gb": limit_gb
+    }  # fmt: skip
     done = run_child("drivetrain.launch.batch_probe", task)
     if done.returncode == FAILED:
         raise UserError(f"batch=auto: a trial step failed: {last_line(done)}")
     return sum(line == FITS for line in done.stdout.splitlines())
 
 
-def run_child(module: str, task: Mapping[str, Any]) -> subprocess.CompletedProcess[str]:
+def run_child(module: str, task: Mapping[str, Any], limit_s: float | None = None) -> subprocess.CompletedProcess[str]:
     """Run a module in a process of its own, with a task on its standard input. One that hangs is killed, which its end tells.
 
     Its standard input stays open for as long as this process waits for it: its end would end the child.
     """
+    limit_s = limit_s or LIMIT_S
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     env["PYTHONPATH"] = process.import_path()
     command = process.command(module)
@@ -54,9 +63,9 @@ def run_child(module: str, task: Mapping[str, Any]) -> subprocess.CompletedProce
         with contextlib.suppress(BrokenPipeError), held:
             try:
                 print(json.dumps(task), file=held, flush=True)
-                out, err = child.communicate(timeout=LIMIT_S)
+                out, err = child.communicate(timeout=limit_s)
             except subprocess.TimeoutExpired:
-                late = f"it took longer than {LIMIT_S / 60:.0f} minutes and was ended"
+                late = f"it took longer than {limit_s / 60:.0f} minutes and was ended"
                 return subprocess.CompletedProcess(command, FAILED, "", late)
             finally:
                 child.kill()
@@ -89,36 +98,57 @@ def trial_job(task: Mapping[str, Any], more: Sequence[str] = ()) -> Job:
     return prepare([*overrides, *off], task["config_dirs"])
 
 
-def limit_memory(device: torch.device) -> None:
-    """Let this process use most of a device's memory, and no more."""
+def limit_memory(device: torch.device, limit_gb: float | None = None) -> None:
+    """Let this process use most of a device's memory, and no more; nor more than the limit."""
     if device.type != "cpu":
-        torch.get_device_module(device).set_per_process_memory_fraction(MEMORY_FRACTION)
+        fraction = device_limit(device, limit_gb) / _total(device) if limit_gb else MEMORY_FRACTION
+        torch.get_device_module(device).set_per_process_memory_fraction(fraction)
+
+
+def device_limit(device: torch.device, limit_gb: float | None) -> float:
+    """The bytes that a trial may allocate on a device that is no CPU."""
+    most = MEMORY_FRACTION * _total(device)
+    return min(most, limit_gb * 2**30) if limit_gb else most
+
+
+def _total(device: torch.device) -> float:
+    if device.type == "mps":
+        return float(torch.mps.recommended_max_memory())
+    return float(torch.get_device_module(device).get_device_properties(device).total_memory)
 
 
 def main() -> None:
     """The child: read the task from standard input and try the sizes."""
     task = receive_task()
-    if task["limit_gb"]:
+    job = trial_job(task)
+    if task["limit_gb"] and job.run.runtime.device_type() == "cpu":
         threading.Thread(target=_exit_above, args=(task["limit_gb"] * 2**30,), daemon=True).start()
     from drivetrain.core.context import BuildContext
     from drivetrain.core.device import is_out_of_memory
     from drivetrain.core.world import World
-    from drivetrain.engine import build, dry_run
+    from drivetrain.engine import build
 
-    job = trial_job(task)
     trainer = build.build(BuildContext(job.run, World(), Path(os.devnull)), [])
-    limit_memory(trainer.device)
+    limit_memory(trainer.device, task["limit_gb"])
     for size in task["sizes"]:
         try:
-            for _ in range(2):  # at the second the optimizer's state is in memory
-                dry_run.forward_backward(trainer, size)
-                trainer.step.update()
-                trainer.step.zero_grad()
+            _try(trainer, size, 2 if size < task["most"] else 1)
         except RuntimeError as error:
             if is_out_of_memory(error):
                 os._exit(OUT_OF_MEMORY)
             raise
         print(FITS, flush=True)
+
+
+def _try(trainer: Trainer, size: int, micro_batches: int) -> None:
+    """Make two updates. At the second the optimizer has its state, and a later micro-batch the gradients of those before it."""
+    from drivetrain.engine import dry_run
+
+    for count in (1, micro_batches):
+        for _ in range(count):
+            dry_run.forward_backward(trainer, size)
+        trainer.step.update()
+        trainer.step.zero_grad()
 
 
 def _exit_above(limit: float) -> None:

@@ -22,7 +22,7 @@ from drivetrain.core.overrides import format_value, words_of
 from drivetrain.core.paths import add_import_paths
 from drivetrain.core.signals import StopFlag
 from drivetrain.core.world import World
-from drivetrain.launch import batch_look, batch_probe, elastic
+from drivetrain.launch import batch_forecast, batch_look, batch_probe, elastic
 from drivetrain.launch.job import Job, prepare_run, recorded_environment
 from drivetrain.launch.job import prepare as prepare
 from drivetrain.launch.worker import run_rank
@@ -132,7 +132,9 @@ def _choose_batch(job: Job, world: World) -> None:
     overrides, config_dirs, parallel = job.composed.overrides, job.composed.config_dirs, job.run.parallel
     if job.checkpoint is None:
         job.run.parts["batch"] = job.run.batch.autotune(
-            lambda sizes, limit: batch_probe.count_fitting(overrides, config_dirs, sizes, limit), parallel.ranks()
+            partial(batch_probe.count_fitting, overrides, config_dirs),
+            partial(batch_forecast.largest_micro_batch, overrides, config_dirs),
+            parallel.ranks(),
         )
     job.run.parts["batch"] = job.run.batch.choose(
         partial(batch_look.measure, overrides, config_dirs),

@@ -113,4 +113,5 @@ def one_sample(trainer: Any) -> MicroBatch:
     """A real micro-batch of two samples, the longest where they differ in length, for its shapes."""
     indices = trainer.batch.largest(len(trainer.train_data.source), 2)
     stream = trainer.loader.stream(trainer.train_data, [Request(0, indices, 1.0)], trainer.device, trainer.memory_format)
-    return next(iter(stream))
+    batch: MicroBatch = next(iter(stream))
+    return batch

@@ -47,8 +47,8 @@ class Fakes(FakeTensorMode):
         """Within the context a fake tensor has the address of the memory that it stands for, by which optimizers know views."""
 
         def data_ptr(tensor: FakeTensor) -> int:
-            storage = tensor.untyped_storage()._cdata
-            return self._addresses.get(storage, storage) + tensor.storage_offset() * tensor.element_size()
+            storage: int = tensor.untyped_storage()._cdata
+            return self._addresses.get(storage, storage) + int(tensor.storage_offset()) * tensor.element_size()
 
         own = FakeTensor.data_ptr
         FakeTensor.data_ptr = data_ptr  # type: ignore[method-assign, assignment]
