@@ -438,7 +438,7 @@ def test_the_docs_show_the_code_of_the_gan():
 PAGES = [
     ROOT / "README.md",
     ROOT / "CHANGELOG.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
     *(ROOT / "examples").rglob("README.md"),
 ]
 WRITTEN = [page for page in PAGES if page.name != "pairwise.md"]  # that one is generated

@@ -21,7 +21,7 @@ import drivetrain
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = Path(drivetrain.__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").rglob("README.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").rglob("README.md"))]
 PROGRAMS = "drivetrain|python|make|pip|find|srun|torchrun|sbatch"
 COMMAND = re.compile(rf"^    (?:\$ )?((?:{PROGRAMS}) .*)$(\n    error: )?", re.M)
 # Each program prints its words, one in a line, and an empty line after them.
@@ -73,13 +73,21 @@ ALWAYS = ("updates", "epochs", "rounds", "block_s", "runtime.threads", "profile_
           "budget_s", "quality", "max_seeds", "tables")  # fmt: skip
 IMPOSSIBLE = {  # what a command has → why it is not run
     "<": "the reader puts something in the place of <…>", "…": "an address or a hash that is shortened on the page",
-    "nnodes": "needs two machines", "submitit_slurm": "needs Slurm", "srun": "needs Slurm", "/shared/": "needs Slurm",
+    "nnodes": "needs two machines", "submitit_slurm": "needs Slurm", "srun": "needs Slurm", "sbatch": "needs Slurm",
+    "/shared/": "needs Slurm",
     "make ": "installs a virtual environment", "pip ": "installs a package", "drivetrain parameters": "needs what pip installs",
     "optimizer=sign_sgd precision=fp64": "needs what pip installs", "recipe fetch": "needs a network", "bench.gpu": "needs CUDA",
     "RUN1": "its runs are of three seeds", "parallel=tensor": "needs two devices", "parallel=fsdp": "needs two devices",
     "=PATH": "the reader puts a path in the place of PATH", "outputs/doctor/": "the reader puts something in the place of <…>",
     "resume=RUN resume_changed": "needs two devices", "model.pretrained=true": "needs a network",
     "verify mine.yaml --quick": "the recipe that tune wrote before it claims no speed",
+}  # fmt: skip
+RUNS = {  # page → the settings of the run that it names, where it is no run of photos
+    "docs/finetuning.md": [],  # its weights go into a network of the default model
+    "docs/guides/tables.md": ["task=regression", "data=tabular", "data.path=houses.csv", "data.target=price",
+                              "batch.global_batch=8"],
+    "docs/guides/text.md": ["task=text_classification", "data=jsonl", "data.path=reviews.jsonl", "data.label=stars",
+                            "batch.global_batch=8"],
 }  # fmt: skip
 NETS = """
 import torch
@@ -174,7 +182,7 @@ def world(folder: Path, page: str) -> Path:
     (work / "my_pkg.py").write_text(NETS)
     shutil.copy(work / "examples/own_samples/my_lines.py", work)
     shutil.copytree(folder / "sets" / "masked", work / "scans")
-    houses = ["rooms,age,price", *(f"{n % 5},{n},{n % 5 * 100 - n}" for n in range(64))]
+    houses = ["rooms,age,heating,price", *(f"{n % 5},{n},{'gas' if n % 3 else 'oil'},{n % 5 * 100 - n}" for n in range(64))]
     (work / "houses.csv").write_text("\n".join(houses))
     (work / "photos.csv").write_text("\n".join(["image,tags", *(f"photos/{'ab'[n % 2]}/{n}.jpg,{'cat|dog' if n % 3 else 'cat'}"
                                                                for n in range(48))]))  # fmt: skip
@@ -184,6 +192,7 @@ def world(folder: Path, page: str) -> Path:
         torch.save({name: torch.zeros(shape) for name, shape in shapes.items()}, work / "weights.pt")
     reviews = [f'{{"text": "it is {"very " * (n % 5)}good", "stars": {n % 2}}}' for n in range(64)]
     (work / "reviews.jsonl").write_text("\n".join(reviews))
+    (work / "book.txt").write_text("\n".join(f"Line {n} of a book: it was {'very ' * (n % 5)}late." for n in range(2000)))
     (work / "mine.yaml").write_text("description: mine\ndefaults:\n  - override /model: mlp\nmodel: {hidden: [8]}\n")
     np.save(work / "samples.npy", draw.random((4, 3, 32, 32), dtype=np.float32))
     Image.fromarray(draw.integers(0, 255, (40, 48, 3), dtype=np.uint8)).save(work / "photo.jpg")
@@ -197,8 +206,8 @@ def world(folder: Path, page: str) -> Path:
 
 def _run_at(where: str, page: str) -> list[str]:
     """What to train for a run that a page names."""
-    if page == "docs/finetuning.md":  # its weights go into a network of the default model
-        return ["updates=2", f"hydra.run.dir={where}"]
+    if page in RUNS:
+        return [*RUNS[page], "updates=2", f"hydra.run.dir={where}"]
     if "multirun" in where:
         return ["-m", "model=mlp", "updates=2", "optimizer=sgd,adamw", f"hydra.sweep.dir={where}"]
     of_photos = where == "RUN" and page != "docs/recipes.md"  # whose recipe is trained as it is
