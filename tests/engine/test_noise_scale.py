@@ -1,6 +1,6 @@
 """The gradient noise scale: without bias against per-sample gradients, in the log where updates have several micro-batches.
 
-That ranks without accumulation measure the same is in tests/parallel/test_two_ranks.py.
+That ranks measure the same is in tests/parallel/test_noise_of_ranks.py.
 """
 
 import json
@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from drivetrain.core.microbatch import MicroBatch
+from drivetrain.core.world import World
 from drivetrain.engine.noise_scale import NoiseScale, NoiseScaleStep
+from drivetrain.parallel import Parallel
 
 GENERATOR = torch.Generator().manual_seed(0)
 SAMPLES = torch.randn(4000, 6, generator=GENERATOR, dtype=torch.float64) * 2 + torch.tensor([1.0, 0, 0, 0, 0, 0.5])
@@ -32,12 +34,19 @@ class Gradients:
         self.parameter.grad = None
 
 
+def of_ranks(count):
+    """A strategy of so many ranks."""
+    parallel = Parallel()
+    parallel.data_world = World(0, count, 0, count)
+    return parallel
+
+
 def run(sizes, updates, spoilt=()):
     """The estimate after so many updates of micro-batches of these sizes."""
     parameter = torch.nn.Parameter(torch.zeros(6, dtype=torch.float64))
     noise = NoiseScale(torch.device("cpu"), lambda epoch: sum(sizes), every=1)
     noise.sums = noise.sums.double()
-    step = NoiseScaleStep(Gradients(parameter), noise, [parameter], ranks=1)
+    step = NoiseScaleStep(Gradients(parameter), noise, [parameter], of_ranks(1))
     for n in range(updates):
         drawn = SAMPLES[torch.randperm(len(SAMPLES), generator=GENERATOR)[: sum(sizes)]].split(sizes)
         for m, x in enumerate(drawn):
@@ -77,7 +86,7 @@ def test_a_rank_measures_its_own_gradient_before_it_is_averaged_and_leaves_no_ho
             parameter.grad /= 2  # with a rank whose gradients are 0
             other.grad /= 2
 
-    step = NoiseScaleStep(Averaging(parameter), noise, [parameter, other], ranks=2)
+    step = NoiseScaleStep(Averaging(parameter), noise, [parameter, other], of_ranks(2))
     for _ in range(2):
         parameter.grad = other.grad = None
         step.micro_batch(MicroBatch(torch.arange(6.0), None, torch.tensor(1.0), True, False), torch.zeros(()))

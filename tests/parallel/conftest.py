@@ -18,23 +18,23 @@ SECONDS = 60  # that two ranks may take
 
 @pytest.fixture
 def ranks():
-    """`ranks(work)`: what `work(world)` returns on each of two ranks."""
+    """`ranks(work)`: what `work(world)` returns on each of two ranks, or of `count`."""
 
-    def run(work: Any) -> list[Any]:
+    def run(work: Any, count: int = 2) -> list[Any]:
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
 
         def rank(number: int, answer: Any) -> None:
-            given = {"RANK": number, "WORLD_SIZE": 2, "LOCAL_RANK": number, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+            given = {"RANK": number, "WORLD_SIZE": count, "LOCAL_RANK": number, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": port}
             os.environ.update({"MASTER_ADDR": "127.0.0.1", **{key: str(value) for key, value in given.items()}})
             try:
-                answer.send(("done", work(World(number, 2, number, 2))))
+                answer.send(("done", work(World(number, count, number, count))))
             except BaseException:
                 answer.send(("failed", traceback.format_exc()))
             os._exit(0)
 
-        pipes = [Pipe(duplex=False) for _ in range(2)]
+        pipes = [Pipe(duplex=False) for _ in range(count)]
         processes = [ForkedProcess(target=rank, args=(n, theirs)) for n, (_, theirs) in enumerate(pipes)]
         try:
             for process in processes:

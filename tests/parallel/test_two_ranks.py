@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -234,25 +233,3 @@ def test_schedule_free_averages_are_those_of_one_process_on_each_rank_also_where
         for name, value in ours.items():
             torch.testing.assert_close(torch.tensor(theirs[name]), torch.tensor(value), rtol=1e-10, atol=1e-12)
     assert first[2] == pytest.approx(one[2], rel=1e-10)
-
-
-@pytest.mark.parametrize("unequal", ["batch.global_batch=12", "data.samples=45"])  # the last update of an epoch has 9 samples
-def test_the_noise_scale_of_ranks_is_that_of_accumulation(ranks, make, unequal):
-    """Each rank's share of the estimate is that of one process which has the rank's micro-batch as its first one."""
-    words = (unequal, "updates=4", "log_every=100", "runtime.device=cpu")
-
-    def measured(trainer: Any) -> tuple[list[float], list[torch.Tensor]]:
-        trainer.log.noise.every = 1
-        trainer.log.restart = lambda: None  # keeps the sums
-        trainer.fit()
-        return trainer.log.noise.sums.tolist(), [p.detach().clone() for p in trainer.model.parameters()]
-
-    def work(world: World) -> Any:
-        sums, weights = measured(make("parallel=ddp", "parallel.nproc=2", *words, world=world, run_dir=Path(f"rank{world.rank}")))
-        return sums, [p.tolist() for p in weights]
-
-    (first, weights), (second, _) = ranks(work)
-    accumulated, same = measured(make("batch=accumulate", "batch.accumulation_steps=2", *words))
-    assert first == pytest.approx(accumulated, rel=1e-4)
-    assert second != pytest.approx(first, rel=1e-2)  # of other samples
-    assert all(torch.allclose(torch.tensor(a), b) for a, b in zip(weights, same, strict=True))

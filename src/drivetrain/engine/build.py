@@ -151,10 +151,12 @@ def _with_noise_scale(
     parallel = context.parallel
     of_ranks = parallel.data_world.size > 1 and not context.run.compile.captures_step  # a graph calls no hooks
     several = batch.accumulation_steps > 1 or batch.grow_every is not None or of_ranks
-    if not several or not parallel.own_gradients or isinstance(context.loss, ComparingLoss):
+    # Within a compiled forward nothing can watch the weights that are gathered for it.
+    watched = parallel.keeps_own_gradients or not context.run.compile.active
+    if not several or not parallel.own_gradients or not watched or isinstance(context.loss, ComparingLoss):
         return None, step
     noise = NoiseScale(context.device, batch.size)
-    return noise, NoiseScaleStep(step, noise, parameters, parallel.data_world.size)
+    return noise, NoiseScaleStep(step, noise, parameters, parallel)
 
 
 def _joining(loss: Loss, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,7 +3,8 @@
 It is the variance of one sample's gradient, summed over all parameters, divided by the squared length of the true gradient.
 Both are estimated without bias from two gradients that an update with several micro-batches, or on several ranks, has anyway:
 that of one micro-batch, and that of the whole batch (their appendix A.1). The micro-batch is a rank's first one. Where it is the
-rank's only one, its gradient is measured in the backward, before the ranks average theirs; the log takes the mean over ranks.
+rank's only one, or its gradient is not kept until the last one, it is measured in the backward, before the ranks average theirs;
+the log takes the mean over ranks.
 
 Over several updates the two estimates are averaged in units of the squared gradient of the updates before. So every update counts
 the same: the critical batch of a run is the mean of the noise scale over its updates (their appendix D). Plain sums would tell of
@@ -12,14 +13,14 @@ the first updates only, whose gradients are many times longer. An update's own g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.step import WrappingStep
+from drivetrain.parallel import Parallel
 
 EVERY = 8  # on small models the two norms take as long as a micro-batch
 KEPT = 0.9  # of the sums before, at each record: single records are noisy
@@ -65,22 +66,21 @@ class NoiseScaleStep(WrappingStep):
 
     noise: NoiseScale
     parameters: Sequence[torch.nn.Parameter]
-    ranks: int
+    parallel: Parallel
     _updates: int = field(default=0, init=False)
     _first: torch.Tensor | None = field(default=None, init=False)
 
     def micro_batch(self, batch: MicroBatch, loss_sum: torch.Tensor) -> None:
-        if self._first is not None or self._updates % self.noise.every:
+        is_whole = self._first is None and batch.last and self.parallel.data_world.size == 1
+        if self._first is not None or self._updates % self.noise.every or is_whole:
             self.inner.micro_batch(batch, loss_sum)
-        elif not batch.last:
+        elif self.parallel.keeps_own_gradients and not batch.last:
             self.inner.micro_batch(batch, loss_sum)
             self._measured(batch, self._squared_norm())
-        elif self.ranks == 1:  # the update's only micro-batch is the whole batch
-            self.inner.micro_batch(batch, loss_sum)
         else:
-            with self._own_gradients() as norms:
+            with self.parallel.own_gradient(self.parameters) as squared_norm:
                 self.inner.micro_batch(batch, loss_sum)
-            self._measured(batch, torch.stack(norms).square().sum())
+                self._measured(batch, squared_norm())
 
     def update(self) -> bool:
         if self._first is not None:
@@ -93,25 +93,8 @@ class NoiseScaleStep(WrappingStep):
         self.inner.zero_grad()
 
     def _measured(self, batch: MicroBatch, squared: torch.Tensor) -> None:
-        self._share = batch.weight / self.ranks
+        self._share = batch.weight / self.parallel.data_world.size
         self._first = squared / batch.weight**2
 
-    @contextmanager
-    def _own_gradients(self) -> Iterator[list[torch.Tensor]]:
-        """Collect the norm of each parameter's gradient in a backward, before the ranks average it."""
-        norms: list[torch.Tensor] = []
-
-        def add(gradient: torch.Tensor) -> None:
-            wide = torch.promote_types(gradient.dtype, torch.float32)
-            norms.append(torch.linalg.vector_norm(gradient.detach(), dtype=wide).float())
-
-        hooks = [p.register_hook(add) for p in self.parameters]  # type: ignore[no-untyped-call]
-        try:
-            yield norms
-        finally:
-            for hook in hooks:
-                hook.remove()
-
     def _squared_norm(self) -> torch.Tensor:
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        return torch.nn.utils.get_total_norm(gradients).float().square()
+        return self.parallel.norm(self.parameters, 2.0).float().square()

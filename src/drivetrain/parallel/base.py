@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from drivetrain.core.lazy import torch
@@ -12,6 +12,7 @@ from drivetrain.core.step import Step
 from drivetrain.core.trees import Tree
 from drivetrain.core.world import World
 from drivetrain.parallel.environment import launched
+from drivetrain.parallel.own_gradients import OwnGradients
 from drivetrain.saving.divided import Divided, whole
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class Parallel(Option):
     reduces_in_graph = True  # a step that is recorded as one graph can hold all that its ranks exchange
     whole_model = True  # a device keeps all parameters, with their gradients and what the optimizer keeps for each
     thread_per_device = False
-    own_gradients = True  # before an update's last micro-batch, each rank holds the whole gradient of its own samples
+    own_gradients = True  # the gradient of a data-parallel rank's own samples can be measured
     own_forward = True  # each rank runs the forward of the whole model
     whole_updates = False  # ranks divide the weights, and each updates some of them whole
     can_unfreeze = True  # parameters may begin to train after the first update
@@ -106,8 +107,27 @@ class Parallel(Option):
         return step
 
     def norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-        """Return the norm of the whole model's gradients, 0-d; `parameters` are the optimizer's."""
+        """Return the norm of the whole model's gradients, 0-d; `parameters` are the optimizer's, or the model's."""
         return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
+
+    @property
+    def keeps_own_gradients(self) -> bool:
+        """Whether weights have the gradient of this rank's own samples until an update's last micro-batch."""
+        return True
+
+    @contextmanager
+    def own_gradient(self, parameters: Sequence[torch.Tensor]) -> Iterator[Callable[[], torch.Tensor]]:
+        """A context of a micro-batch. Yields a function that returns the squared norm of its gradient by this rank's own samples.
+
+        `parameters` are the model's. The norm is 0-d, and that before the ranks average their gradients.
+        """
+        own = OwnGradients()
+        for p in parameters:
+            own.watch(p)
+        try:
+            yield lambda: own.squares()[()]
+        finally:
+            own.leave()
 
     def layer_sums(self, parameters: Sequence[torch.Tensor]) -> Sums | None:
         """Return a function that adds up numbers of these parameters over the ranks that hold their parts.

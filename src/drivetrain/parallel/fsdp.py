@@ -48,6 +48,10 @@ class Fsdp(Sharded):
         if self.offload and run.runtime.device_type() == "cpu":
             yield "parallel.offload=true moves shards from the device to the CPU, and the device is a CPU: set it to false"
 
+    @property
+    def keeps_own_gradients(self) -> bool:
+        return False
+
     def weight_shards(self) -> int:
         return self.ranks() // self.replicate
 

@@ -45,6 +45,7 @@ class Pipeline(Sharded):
     effect = "close"
     changes = "gradients are summed by micro-batches, of which BatchNorm takes its statistics"
     own_forward = False
+    own_gradients = False
 
     stages: Count | Literal["auto"] = "auto"
     schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"

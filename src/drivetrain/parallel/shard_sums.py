@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from drivetrain.core.lazy import torch
@@ -15,6 +15,24 @@ class Layout(NamedTuple):
     run: tuple[str, ...]  # a sum over these counts each weight of the run once
     layer: tuple[str, ...]  # the parts of this weight
     row: tuple[str, ...]  # the parts of its rows; of a vector, which is one unit, its elements
+
+
+def total_over_parts(
+    powers: Mapping[tuple[str, ...], torch.Tensor], dims: Sequence[tuple[str, ...]], mesh: Any, device: torch.device
+) -> torch.Tensor:
+    """Return the sum over all weights, 0-d, of this rank's `powers` by the dimensions over which its weights are divided.
+
+    `dims` are those of any rank's weights, in the same order on all ranks.
+    """
+    import torch.distributed as dist
+
+    total = torch.zeros((), device=device, dtype=torch.float64)
+    for dimensions in dims:
+        power = torch.zeros_like(total) + powers.get(dimensions, 0.0)  # a rank may have no weights with these dimensions
+        for name in dimensions:
+            dist.all_reduce(power, group=mesh.get_group(name))
+        total = total + power
+    return total
 
 
 class ShardSums:

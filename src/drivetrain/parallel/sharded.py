@@ -9,19 +9,20 @@ from __future__ import annotations
 import functools
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
 from drivetrain.core.step import Step
 from drivetrain.core.trees import Tree
 from drivetrain.parallel.base import State, Weights
+from drivetrain.parallel.own_gradients import GatheredGradients
 from drivetrain.parallel.process_group import ProcessGroupStrategy
 from drivetrain.parallel.shard_parts import parts_of
-from drivetrain.parallel.shard_sums import Layout, ShardSums, layout_of
+from drivetrain.parallel.shard_sums import Layout, ShardSums, layout_of, total_over_parts
 from drivetrain.parallel.sharded_step import ShardedStep, is_sharded, shard_of
 from drivetrain.parallel.whole_weights import WholeWeights
 from drivetrain.saving.divided import Divided, whole
@@ -39,7 +40,7 @@ class Sharded(ProcessGroupStrategy):
 
     lockstep_evaluation = True
     whole_model = False
-    own_gradients = False
+    model_dims: ClassVar[tuple[str, ...]] = ()  # mesh dimensions over which ranks divide the model for the same samples
     can_unfreeze = False
     _mesh: Any = field(default=None, init=False)
     _whole: WholeWeights | None = field(default=None, init=False)
@@ -78,7 +79,8 @@ class Sharded(ProcessGroupStrategy):
             if is_sharded(p) and id(p) not in self._shards:
                 plain = _flatten_parts(shard_of(p), len(self._plain_shapes[name]))
                 self._shards[id(p)] = torch.nn.Parameter(plain, requires_grad=p.requires_grad)
-        self._layouts = {id(self._shards.get(id(p), p)): self._layout(name) for name, p in self._sharded.items()}
+        both = ((p, self._shards.get(id(p), p), self._layout(name)) for name, p in self._sharded.items())
+        self._layouts = {id(tensor): layout for *tensors, layout in both for tensor in tensors}
         self._all_dims = self._gather_all_dims({self._layout(name).run for name, p in self._sharded.items() if p.requires_grad})
 
     def leave_model(self) -> None:
@@ -161,22 +163,27 @@ class Sharded(ProcessGroupStrategy):
 
     def norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
         """Sum powers over this rank's shards, then over the ranks that hold the others, so that each weight counts once."""
-        import torch.distributed as dist
-
         gradients: dict[Any, list[torch.Tensor]] = defaultdict(list)
         for p in parameters:
             if p.grad is not None:
-                gradients[self._layouts[id(p)].run].append(p.grad)
-        total = torch.zeros((), device=self._device, dtype=torch.float64)
-        for dimensions in self._all_dims:
-            power = torch.zeros((), device=self._device, dtype=torch.float64)  # a rank may have no weights with these dimensions
-            if gradients[dimensions]:
-                power += torch.nn.utils.get_total_norm(gradients[dimensions], norm_type) ** norm_type
-            for name in dimensions:
-                dist.all_reduce(power, group=self._mesh.get_group(name))
-            total = total + power
+                gradients[self._layouts[id(p)].run].append(shard_of(p.grad))
+        powers = {run: torch.nn.utils.get_total_norm(group, norm_type) ** norm_type for run, group in gradients.items()}
         dtypes = [torch.float32, *(g.dtype for group in gradients.values() for g in group[:1])]
-        return (total ** (1.0 / norm_type)).to(functools.reduce(torch.promote_types, dtypes))
+        return (self._total(powers, self._all_dims) ** (1.0 / norm_type)).to(functools.reduce(torch.promote_types, dtypes))
+
+    @contextmanager
+    def own_gradient(self, parameters: Sequence[torch.Tensor]) -> Iterator[Callable[[], torch.Tensor]]:
+        def dims_of(dimensions: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(name for name in dimensions if name in self.model_dims)  # FSDP gathers the parts over the others
+
+        own = GatheredGradients(self._root, self._layouts, lambda name: dims_of(self._layout(name).run))
+        try:
+            yield lambda: self._total(own.squares(), sorted(set(map(dims_of, self._all_dims)))).float()
+        finally:
+            own.leave()
+
+    def _total(self, powers: Mapping[tuple[str, ...], torch.Tensor], dims: Sequence[tuple[str, ...]]) -> torch.Tensor:
+        return total_over_parts(powers, dims, self._mesh, self._device)
 
     def layer_sums(self, parameters: Sequence[torch.Tensor]) -> ShardSums | None:
         return self._sums([self._layouts[id(p)].layer for p in parameters])

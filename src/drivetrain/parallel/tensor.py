@@ -6,7 +6,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from drivetrain.core.blocks import TensorLayout, repeated_blocks
 from drivetrain.core.errors import UserError
@@ -28,6 +28,7 @@ class Tensor(Sharded):
 
     effect = "close"
     changes = "products are summed over ranks"
+    model_dims: ClassVar[tuple[str, ...]] = ("tensor",)
 
     size: Count | Literal["auto"] = "auto"
 
@@ -45,6 +46,10 @@ class Tensor(Sharded):
                 "checkpointing=budget and parallel=tensor exclude each other (torch's compiler cannot tell what it would keep of "
                 "a block that lies on several ranks): set checkpointing=blocks"
             )
+
+    @property
+    def keeps_own_gradients(self) -> bool:
+        return self.data_world.size == 1  # else FSDP divides the weights among the groups
 
     def model_ranks(self) -> int:
         return self.ranks() if self.size == "auto" else self.size
