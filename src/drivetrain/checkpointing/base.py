@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge
@@ -11,9 +12,12 @@ from annotated_types import Ge
 from drivetrain.core.allowed import Name
 from drivetrain.core.blocks import blocks_for, describe_blocks
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Count, CountOrZero, Effect, Option, RunSpec, Share
+from drivetrain.core.option import Count, CountOrZero, Effect, Option, Positive, RunSpec, Share
+from drivetrain.core.typed import fits
 
 logger = logging.getLogger(__name__)
+
+Forecast = Callable[[str | None, float], dict[str, Any]]  # see Checkpointing.choose
 
 
 class Checkpointing(Option):
@@ -27,25 +31,37 @@ class Checkpointing(Option):
     keeps_on_host = False  # what the backward needs
     asks_for_each_operation = False  # in Python, whether to keep its result
     budget = 1.0  # share of the activations that the compiler keeps
+    memory_gb: float | None = None  # limit by which a forecast chooses what to recompute, before the run starts
+    found: dict[str, Any] | None = None  # what was forecast and chosen
 
     def apply(self, model: torch.nn.Module) -> None:
         """Patch the model's forward in place. Its parameters keep their names."""
+
+    def choose(self, forecast: Forecast, recorded: Any = None) -> Checkpointing:
+        """Return this option with what a forecast chooses before any rank starts. `recorded` is what a resumed run was given.
+
+        `forecast(block, memory_gb)` finds how many of the first blocks must be recomputed; block is the name of their class.
+        """
+        return self
 
 
 class Blocks(Checkpointing):
     """Keeps only the input of each repeated block (a transformer's layers, a ResNet's bottlenecks).
 
-    `block` is the class name of the blocks; null means the blocks that the model repeats.
+    `block` is the class name of the blocks; null means the blocks that the model repeats. With `memory_gb` only as many of the
+    first blocks are recomputed as it takes for a rank's step to fit, by a forecast before the run.
     """
 
     effect: ClassVar[Effect] = "exact"
     active = True
     name = "blocks"
 
-    def __init__(self, block: Name | None = None) -> None:
-        self.block = block
+    def __init__(self, block: Name | None = None, memory_gb: Positive | None = None) -> None:
+        self.block, self.memory_gb = block, memory_gb
 
     def validate(self, run: RunSpec) -> Iterator[str]:
+        if self.memory_gb is not None:
+            yield from _forecast_problems(run)
         if run.compile.torchscript:
             yield (
                 f"{run.named('checkpointing')} and compile=jit exclude each other (TorchScript keeps every activation): "
@@ -58,11 +74,20 @@ class Blocks(Checkpointing):
         blocks = self.select(blocks_for(f"checkpointing={self.name}", "checkpointing.block", model, self.block))
         for block in blocks:
             checkpoint_forward(block, self.policy_factory())
-        logger.info("%s recomputed in the backward%s", describe_blocks(blocks), self.describe_kept())
+        what = describe_blocks(blocks) if self.found is None else f"{len(blocks)} of {self.found['blocks']} blocks"
+        logger.info("%s recomputed in the backward%s", what, self.describe_kept())
 
     def select(self, blocks: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Return the blocks to recompute, out of the model's blocks."""
-        return blocks
+        return blocks if self.found is None else blocks[: self.found["recomputed"]]
+
+    def choose(self, forecast: Forecast, recorded: Any = None) -> Checkpointing:
+        if self.memory_gb is None:
+            return self
+        chosen = copy.copy(self)
+        is_own = fits(recorded, dict[str, Any]) and recorded.get("memory_gb") == self.memory_gb and _is_choice(recorded)
+        chosen.found = recorded if is_own else forecast(self.block, self.memory_gb)
+        return chosen
 
     def policy_factory(self) -> Any:
         """Return a function that makes the policy of which results to keep; None keeps only a block's input."""
@@ -70,7 +95,24 @@ class Blocks(Checkpointing):
 
     def describe_kept(self) -> str:
         """Return what is kept, for the log."""
-        return ""
+        if self.found is None:
+            return ""
+        gib = self.found["bytes"] / 2**30
+        return f": the step is forecast to take {gib:.3g} GiB, within checkpointing.memory_gb={self.memory_gb:g}"
+
+
+def _forecast_problems(run: RunSpec) -> Iterator[str]:
+    """Why the memory of a run's step cannot be forecast."""
+    key, parallel = "checkpointing.memory_gb", run.parallel
+    if not (parallel.one_process or parallel.distributed) or not parallel.own_forward or not parallel.whole_model:
+        yield f"{key} is for ranks that each have the whole model, and {run.named('parallel')} divides it: set {key}=null"
+    if not run.batch.fixed_micro_batches:
+        yield f"{key} needs micro-batches of one size, and {run.named('batch')} finds its own: set batch=accumulate"
+
+
+def _is_choice(recorded: dict[str, Any]) -> bool:
+    """Whether it is what a run has recorded of its choice."""
+    return all(fits(recorded.get(key), int) and recorded[key] >= 0 for key in ("recomputed", "blocks", "bytes"))
 
 
 class EveryK(Blocks):

@@ -127,6 +127,8 @@ def problems(run: RunSpec) -> Iterator[str]:
             f"stages and {tried.named('batch')} exclude each other (it finds one batch for the whole run before the start): set "
             "batch=accumulate"
         )
+    if any(stage.run.checkpointing.memory_gb is not None for stage in run.stages):
+        yield "stages and checkpointing.memory_gb exclude each other (it chooses once for the whole run): set it to null"
     if run.stages and run.debug.updates is None and (horizon := run_horizon(run)) is not None:
         yield from boundary_problems(run, horizon)
 

@@ -81,7 +81,8 @@ def receive_task() -> dict[str, Any]:
 
 def last_line(done: subprocess.CompletedProcess[str]) -> str:
     """What a process that failed said at its end."""
-    return (done.stderr.strip().splitlines() or [f"code {done.returncode}"])[-1]
+    line = (done.stderr.strip().splitlines() or [f"code {done.returncode}"])[-1]
+    return line.removeprefix("drivetrain.core.errors.UserError: ")
 
 
 def trial_job(task: Mapping[str, Any], more: Sequence[str] = ()) -> Job:

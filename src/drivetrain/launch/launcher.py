@@ -22,7 +22,7 @@ from drivetrain.core.overrides import format_value, words_of
 from drivetrain.core.paths import add_import_paths
 from drivetrain.core.signals import StopFlag
 from drivetrain.core.world import World
-from drivetrain.launch import batch_forecast, batch_look, batch_probe, elastic
+from drivetrain.launch import batch_forecast, batch_look, batch_probe, elastic, recompute_forecast
 from drivetrain.launch.job import Job, prepare_run, recorded_environment
 from drivetrain.launch.job import prepare as prepare
 from drivetrain.launch.worker import run_rank
@@ -100,10 +100,15 @@ def launch(job: Job, run_dir: Path | None = None, quiet: bool = False) -> Ended:
             f"{job.run.named('batch')} measures before the ranks start, and another launcher has started them: let drivetrain "
             "start them (parallel=ddp alone), or set batch=accumulate and the batch.global_batch that a run by itself finds"
         )
+    if world.size > 1 and job.run.checkpointing.memory_gb is not None:
+        raise UserError(
+            "checkpointing.memory_gb is forecast before the ranks start, and another launcher has started them: let drivetrain "
+            "start them (parallel=ddp alone), or set checkpointing=every_k"
+        )
     if world.rank != 0:  # another launcher started it beside rank 0, which has the run's directory
         with StopFlag() as stop:
             return Ended(*run_rank(job, world, Path(os.devnull), stop, quiet=True))
-    _choose_batch(job, world)
+    _choose_by_trial(job, world)
     run_dir = job.run_dir or run_dir
     if job.run.parallel.nnodes > 1 and launched() is None:
         return _launch_on_several_machines(job, run_dir or job.new_run_dir(), quiet)
@@ -122,13 +127,24 @@ def launch(job: Job, run_dir: Path | None = None, quiet: bool = False) -> Ended:
     return ended
 
 
-def _choose_batch(job: Job, world: World) -> None:
-    """Let batch=auto find the micro-batch that fits this device, and batch=critical the global batch; `work` needs neither.
+def _choose_by_trial(job: Job, world: World) -> None:
+    """Let batch=auto find the micro-batch that fits this device, batch=critical the global batch, and a forecast which blocks
+    are recomputed.
 
-    A checkpoint has the micro-batch already, and the run's directory the global batch.
+    `work` needs no batch. A checkpoint has the micro-batch already, and the run's directory the others.
     """
-    if job.work is not None or world.size > 1:
+    if world.size > 1:
         return
+    recorded = recorded_environment(job.run_dir) if job.run_dir is not None else {}
+    if job.work is None:
+        _choose_batch(job, recorded)
+    overrides, config_dirs = job.composed.overrides, job.composed.config_dirs
+    job.run.parts["checkpointing"] = job.run.checkpointing.choose(
+        partial(recompute_forecast.fewest_blocks, overrides, config_dirs, _share_of_a_rank(job)), recorded.get("checkpointing")
+    )
+
+
+def _choose_batch(job: Job, recorded: Mapping[str, Any]) -> None:
     overrides, config_dirs, parallel = job.composed.overrides, job.composed.config_dirs, job.run.parallel
     if job.checkpoint is None:
         job.run.parts["batch"] = job.run.batch.autotune(
@@ -137,10 +153,14 @@ def _choose_batch(job: Job, world: World) -> None:
             parallel.ranks(),
         )
     job.run.parts["batch"] = job.run.batch.choose(
-        partial(batch_look.measure, overrides, config_dirs),
-        parallel.data_ranks(),
-        recorded_environment(job.run_dir).get("batch") if job.run_dir is not None else None,
+        partial(batch_look.measure, overrides, config_dirs), parallel.data_ranks(), recorded.get("batch")
     )
+
+
+def _share_of_a_rank(job: Job) -> recompute_forecast.Share:
+    """The samples of a rank's forward, and how many of them make an update."""
+    batch, ranks = job.run.batch, World(size=job.run.parallel.data_ranks())
+    return recompute_forecast.Share(batch.micro_batch(ranks), batch.accumulation_steps)
 
 
 def _launch_in(run_dir: Path, job: Job, world: World, quiet: bool) -> Ended:

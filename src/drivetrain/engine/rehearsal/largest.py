@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from drivetrain.engine.rehearsal.fake_step import Rehearsal, one_sample
+from drivetrain.engine.rehearsal.fake_step import Rehearsal, StepRecord, one_sample
 from drivetrain.engine.rehearsal.recorder import OTHER
 
 CORRECTIONS = 4  # of the line between two sizes; the first is nearly exact, as most memory grows by a line
 CLOSE = 0.02  # of the limit: near enough
 BUFFERS = 0.1  # of the activations: kernels' own buffers, which fake tensors do not show
-HEAP = 1.0  # of the activations: on a CPU, where the whole process counts, its heap takes about as much again
+HEAP = 1.0  # of the activations: what the heap of a process on a CPU takes beside them, approximately
 
 
 def largest_micro_batch(trainer: Any, most: int, limit: float) -> int:
@@ -19,14 +19,18 @@ def largest_micro_batch(trainer: Any, most: int, limit: float) -> int:
 
     The trainer cannot train afterwards. Raises what the step raises where it needs values.
     """
-    beside = HEAP if trainer.device.type == "cpu" else BUFFERS
+    beside = HEAP if trainer.device.type == "cpu" else BUFFERS  # trials on a CPU are judged by the process's memory
     rehearsal = Rehearsal(trainer, one_sample(trainer))
 
     def peak(size: int) -> float:
-        record = rehearsal.record(size, -(-most // size))
-        return sum(record.peak.values()) + beside * record.peak[OTHER]
+        return peak_bytes(rehearsal.record(size, -(-most // size)), beside)
 
     return largest_fitting(peak, limit, most)
+
+
+def peak_bytes(record: StepRecord, beside: float = BUFFERS) -> float:
+    """The bytes of a step's tensors at their peak, and a share of the activations `beside` them."""
+    return sum(record.peak.values()) + beside * record.peak[OTHER]
 
 
 def largest_fitting(peak: Callable[[int], float], limit: float, most: int) -> int:
