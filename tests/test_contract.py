@@ -311,6 +311,21 @@ def skip_or_fail(lacking: Iterable[str | None]) -> None:
 ROWS = in_rows(option for option in OPTIONS if option not in SLOW)
 
 
+NO_TECHNIQUES = {"data", "logger", "loss", "metrics", "model", "runtime", "task"}  # what is trained and recorded, not how
+
+
+@pytest.mark.parametrize(("group", "name"), [option for option in SHIPPED if option[0] not in NO_TECHNIQUES])
+def test_a_technique_says_when_to_use_it(group: str, name: str) -> None:
+    """In one line under the first comment, with no full stop: `drivetrain list` and the cards print it."""
+    file = FILES[group, name]
+    comments = [line for line in file.read_text().splitlines() if line.startswith("#") and "@package" not in line]
+    assert comments[1].startswith("# when: "), f"{file}: a line '# when: …' says when to use it"
+    when = catalog.when(file)
+    assert len(when.split()) >= 3, when
+    assert not when.endswith("."), when
+    assert not catalog.summary(file).startswith("when:"), file
+
+
 @pytest.mark.parametrize("row", ROWS, ids=[" ".join(ids(row)) for row in ROWS])
 def test_options_compose_build_train_save_and_go_on(tiny, outside, row):
     """Several options in one run; each by itself where they are refused together."""

@@ -32,6 +32,7 @@ def test_every_option_has_a_card_with_what_it_does_its_effect_and_its_keys(cards
             assert "**Effect on training:**" in card, f"{group}={name}"
             for key in catalog.option_keys(group, name) - {"preset", "_target_"}:
                 assert f"| `{group}.{key}` |" in card, (group, name, key)
+    assert "**When:** activations do not fit, and a third more time is acceptable." in pages["checkpointing"]
     assert "| `precision.init_scale` | `65536.0` | number > 0 ≤ 1e+38 |" in pages["precision"]
     assert "**Source:** Kingma & Ba 2015; torch.optim.Adam." in pages["optimizer"]
     assert "on AMD EPYC" in pages["surgery"]

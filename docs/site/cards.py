@@ -54,6 +54,8 @@ def _card(group: str, file: Path, override: str) -> Iterator[str]:
     effect = option.effect_as_set()
     changes = f" ({option.changes})" if option.changes and effect != "exact" else ""
     yield from (_sentence(catalog.summary(file)), "", f"    {override}", "", _text(inspect.cleandoc(code.__doc__ or "")), "")
+    if when := catalog.when(file):
+        yield from (f"**When:** {_text(when)}.", "")
     yield from (f"**Effect on training:** {EFFECTS[effect]}{changes}.", "")
     if source:
         yield from (f"**Source:** {source}.", "")

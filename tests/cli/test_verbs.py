@@ -92,7 +92,7 @@ def test_list_one_group(group: str, tmp_path: Path) -> None:
     """Its options with every knob and its value."""
     said = good(run("list", group, cwd=tmp_path))
     for option in GROUPS[group]:
-        assert re.search(rf"^{group}={option}: \w+", said, re.M)
+        assert re.search(rf"^{group}={option}: \w+.*\n    when: \w+", said, re.M)
         knobs = yaml.safe_load((ROOT / "conf" / group / f"{option}.yaml").read_text())
         for knob in set(knobs) - {"_target_", "defaults"}:
             assert f"{group}.{knob}:" in said

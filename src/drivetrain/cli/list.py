@@ -69,6 +69,8 @@ def show(group: str | None = None, config_dirs: Sequence[str] = ()) -> None:
     for option, file in groups[group].items():
         knobs = [line for line in file.read_text(encoding="utf-8").splitlines() if not line.startswith(("#", "_target_"))]
         echo(f"{group}={option}: {catalog.summary(file)}")
+        if when := catalog.when(file):
+            echo(f"    when: {when}")
         effect, changes = _claim(file)
         if effect != "–":
             echo(f"    effect: {effect}{f' ({changes})' if changes else ''}")

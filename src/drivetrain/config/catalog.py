@@ -98,6 +98,12 @@ def summary(file: Path) -> str:
     return next((comment for comment in comments if not comment.startswith("@package")), "")
 
 
+def when(file: Path) -> str:
+    """The comment of an option's file that says when to use it; "" where it has none."""
+    found = re.search(r"^# when: (.+)$", file.read_text(encoding="utf-8"), re.M)
+    return found[1].strip() if found else ""
+
+
 def target(file: Path) -> str:
     """The dotted name of an option's class."""
     return str(_TARGET.findall(file.read_text(encoding="utf-8"))[0])
