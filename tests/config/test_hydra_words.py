@@ -288,6 +288,12 @@ def test_a_typo_in_a_target_hides_no_other_mistake(tmp_path: Path) -> None:
     assert "runtime.cudnn_benchmark=false" in told, "the rule of another option"
 
 
+def test_a_section_of_a_recipe_that_is_no_group_is_named_beside_other_mistakes(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text("nothing: 1\nunchanced:\n  seed: 5\n")
+    told = problems(lambda: prepare([f"recipe={tmp_path / 'r.yaml'}"]))
+    assert [name for line in told for name in ("nothing", "unchanced") if f"has no '{name}'" in line] == ["nothing", "unchanced"]
+
+
 def test_a_rule_says_nothing_of_an_option_that_was_not_understood() -> None:
     told = problems(lambda: prepare(["batch=accumulate", "batch.accumulation_steps=3", "batch.global_bach=99"]))
     assert len(told) == 1, told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -10,11 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
 import drivetrain
 from drivetrain.core import signals
 from drivetrain.core.signals import StopFlag
 from drivetrain.core.tensors import Tensors
+from drivetrain.engine import evaluator
+from drivetrain.saving import checkpoint_io
 
 RUN = ["data=digits", "batch.global_batch=128", "model.dropout=0.2", "updates=9", "epochs=2", "log_every=3", "evaluate_every=2"]
 STOPPED = r"stopped by a signal while .* delivered nothing, of a batch that begins with sample \d+: go on with resume="
@@ -107,3 +111,82 @@ def test_a_process_that_was_not_told_to_stop_reads_on():
         with StopFlag.ends_reads():
             signal.raise_signal(signals.NUDGE)
         assert not flag.raised
+
+
+EVALUATED = ["data=digits", "batch.global_batch=256", "updates=null", "epochs=3", "log_every=2"]
+RUNS = {  # words, and before which batch of all evaluations a signal comes
+    "between two epochs": (["model.dropout=0.2"], 1),
+    "of averages": (["ema=ema", "saving=best"], 2),
+    "of averages with statistics": (["model=resnet9", "model.width=2", "ema=swa", "ema.start=0.3"], 4),
+    "of the last epoch": (["scheduler=plateau", "scheduler.patience=1", "stop=early", "stop.patience=1"], 3),
+    "of a stage": (["stages=[{until: 1ep, optimizer.lr: 0.01}, {batch.global_batch: 128, precision: bf16}]"], 1),
+    "of a run that ends within an epoch": (["updates=8"], 2),
+}  # fmt: skip
+
+
+def the_end(run_dir):
+    """The last checkpoint, its tensors as bytes, and all records, without the times."""
+    weights, state = checkpoint_io.load(max((Path(run_dir) / "checkpoints").iterdir(), key=lambda path: int(path.name)))
+    lines = [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
+    keys = ("event", "update", "epoch", "loss", "lr", "samples", "set", "ema_loss", "accuracy")
+    plain = tree_map_only(torch.Tensor, lambda t: t.contiguous().numpy().tobytes(), [weights, state])
+    return plain, [[line.get(key) for key in keys] for line in lines if line["event"] != "stage"]  # told when a run goes on, too
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_an_evaluation_that_a_signal_cut_short_is_done_first_when_the_run_goes_on(tiny, monkeypatch, name):
+    words, number = RUNS[name]
+    whole = drivetrain.train(tiny(*EVALUATED, *words))
+    assert whole.status == "completed", whole.error
+    asked, stop_here = [], evaluator._stop_here
+
+    def told(stops):
+        asked.append(stops)
+        if len(asked) == number:
+            signal.raise_signal(signal.SIGTERM)
+        stop_here(stops)
+
+    monkeypatch.setattr(evaluator, "_stop_here", told)
+    stopped = drivetrain.train(tiny(*EVALUATED, *words))
+    assert stopped.error.startswith(f"stopped by a signal before the evaluation of update {stopped.updates}: go on with resume=")
+    assert (stopped.status, len(asked)) == ("interrupted", number)
+    again = drivetrain.train([f"resume={stopped.run_dir}"])
+    assert (again.status, again.metrics) == ("completed", whole.metrics)
+    assert the_end(again.run_dir) == the_end(whole.run_dir)
+
+
+TELLING = """
+import os, pathlib, signal, torch
+
+class Net(torch.nn.Module):
+    def __init__(self, shape, classes):
+        super().__init__()
+        self.only, self.evaluated = torch.nn.Linear(16, classes), 0
+
+    def forward(self, x):
+        self.evaluated += not self.training
+        told = pathlib.Path("told")
+        if self.evaluated == 1 and os.environ.get("RANK") == "1" and told.exists():
+            told.unlink()
+            signal.raise_signal(signal.SIGTERM)
+        return self.only(x.flatten(1))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_ranks_stop_at_the_same_batch_of_an_evaluation(tiny, tmp_path, strategy):
+    """Of nine batches the second rank has four, and is told at its first."""
+    (tmp_path / "telling.py").write_text(TELLING)
+    words = [
+        "data.shape=[1,4,4]", "data.test_samples=90", "batch.global_batch=20", f"parallel={strategy}", "parallel.nproc=2",
+        "model=own", "model.target=telling.Net", "trust=[telling]", "updates=null", "epochs=2",
+    ]  # fmt: skip
+    whole = drivetrain.train(tiny(*words))
+    (tmp_path / "told").touch()
+    stopped = drivetrain.train(tiny(*words))
+    assert stopped.status == "interrupted", stopped.error
+    assert "before the evaluation of update" in stopped.error
+    again = drivetrain.train([f"resume={stopped.run_dir}"])
+    assert (again.status, again.metrics) == ("completed", whole.metrics), again.error
+    assert the_end(again.run_dir) == the_end(whole.run_dir)

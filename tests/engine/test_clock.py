@@ -147,10 +147,10 @@ def trainer(make, queue, monkeypatch):
         queue.now += 0.5  # what logging itself takes is left out
         return sums
 
-    def evaluation():
+    def evaluation(stops):
         queue.launch(7.0)
         queue.synchronize()
-        return evaluate()
+        return evaluate(stops)
 
     trainer.step = Step()
     monkeypatch.setattr(parallel, "all_reduce_sum", read_loss)

@@ -13,6 +13,7 @@ from drivetrain.core import process
 from drivetrain.core.errors import Diverged, Interrupted
 from drivetrain.core.signals import StopFlag
 from drivetrain.core.world import World
+from drivetrain.saving import checkpoint_io
 
 TAIL = ["data.samples=53", "data.drop_last=false", "updates=null", "epochs=2"]  # five updates an epoch, the last of 5
 
@@ -242,15 +243,18 @@ def test_a_signal_is_answered_at_the_next_update_with_a_saved_state(make, tmp_pa
     assert [r["update"] for r in told(trainer, "train")] == [1, 2, 3]
 
 
-def test_a_signal_at_the_last_update_does_not_spoil_the_end(make):
+def test_a_signal_at_the_last_update_leaves_the_evaluation_to_the_resumed_run(make, tmp_path):
     trainer = make("updates=3")
     step = trainer.optimizer.step
     trainer.optimizer.step = lambda: (step(), signal.raise_signal(signal.SIGTERM) if trainer.progress.updates == 2 else None)
-    with StopFlag() as stop:
+    with pytest.raises(Interrupted, match="before the evaluation of update 3") as stopped, StopFlag() as stop:
         trainer.fit(stop)
-    assert stop.raised == signal.SIGTERM
-    assert trainer.progress.updates == 3
-    assert told(trainer, "evaluate")
+    assert stopped.value.saved
+    assert not told(trainer, "evaluate")
+    trainer.restore(*checkpoint_io.load(tmp_path / "run" / "checkpoints" / "3"))
+    trainer.fit()
+    assert [r["update"] for r in told(trainer, "evaluate")] == [3]
+    assert not trainer.progress.evaluation_due
 
 
 def test_two_runs_of_one_process_do_not_know_of_each_other(train):

@@ -71,3 +71,25 @@ def test_a_look_whose_parent_is_gone_before_it_begins_ends(tiny):
         assert look.wait(command.TIMEOUT_S) == -signal.SIGKILL
     finally:
         look.kill()
+
+
+@pytest.mark.slow
+def test_a_run_of_recipe_verify_ends_with_its_starter(tiny, tmp_path, monkeypatch):
+    """Its other runs are forked, and end as ranks do."""
+    monkeypatch.chdir(command.with_own_nets(tmp_path / "nets"))
+    gate = command.empty(tmp_path / "gate")
+    own = ("model=own", "model.target=my_nets.Gated", "trust=[my_nets]", "runtime.device=cpu")
+    words = tiny(*own, "epochs=20000", "updates=null")
+    env = {**command.environment(), "GATE": str(gate), "GATE_AT": "1"}
+    run = subprocess.Popen(
+        [sys.executable, "-m", "drivetrain.cli.child", "train", "--quiet", *words], stdin=subprocess.PIPE, env=env
+    )
+    try:
+        while not any(gate.iterdir()):
+            assert run.poll() is None
+            time.sleep(0.02)
+        assert run.stdin is not None
+        run.stdin.close()
+        assert run.wait(command.TIMEOUT_S) == -signal.SIGKILL
+    finally:
+        run.kill()

@@ -23,7 +23,7 @@ def test_the_best_are_chosen_by_their_metric():
 def test_the_three_best_and_the_newest_are_kept(make, tmp_path, monkeypatch):
     accuracies = iter([0.5, 0.7, 0.2, 0.6, 0.7, 0.1])
     trainer = make(*EPOCHS, "epochs=6", "saving=best", "saving.keep=3")
-    monkeypatch.setattr(type(trainer.evaluator), "evaluate", lambda self: {"loss": 1.0, "accuracy": next(accuracies)})
+    monkeypatch.setattr(type(trainer.evaluator), "evaluate", lambda self, stops: {"loss": 1.0, "accuracy": next(accuracies)})
     trainer.fit()
     assert list(trainer.progress.ranked) == [8, 20, 16, 4, 12, 24]  # of equal ones the earlier first
     assert checkpoint_io.updates(tmp_path / "run") == [8, 16, 20, 24]
@@ -33,7 +33,7 @@ def test_the_three_best_and_the_newest_are_kept(make, tmp_path, monkeypatch):
 def test_the_lowest_is_the_best_where_less_is_better(make, monkeypatch):
     losses = iter([0.5, 0.2, 0.4, 0.9])
     trainer = make(*EPOCHS, "select=loss")
-    monkeypatch.setattr(type(trainer.evaluator), "evaluate", lambda self: {"loss": next(losses), "accuracy": 0.0})
+    monkeypatch.setattr(type(trainer.evaluator), "evaluate", lambda self, stops: {"loss": next(losses), "accuracy": 0.0})
     trainer.fit()
     assert list(trainer.progress.ranked) == [8, 12, 4, 16]
 

@@ -68,7 +68,7 @@ def test_the_sooner_of_the_two_counts(monkeypatch):
 def test_best_keeps_the_best_evaluation_beside_the_newest(make, tmp_path, monkeypatch):
     accuracies = iter([0.25, 0.75, 0.5, 0.5])
     trainer = make(*EPOCHS, "saving=best", "saving.keep=1")
-    monkeypatch.setattr(type(trainer.evaluator), "evaluate", lambda self: {"loss": 1.0, "accuracy": next(accuracies)})
+    monkeypatch.setattr(type(trainer.evaluator), "evaluate", lambda self, stops: {"loss": 1.0, "accuracy": next(accuracies)})
     kept = []
     save = trainer.save
     trainer.save = lambda: (save(), kept.append(saved(tmp_path / "run")))
@@ -80,7 +80,7 @@ def test_best_keeps_the_best_evaluation_beside_the_newest(make, tmp_path, monkey
 
 def test_of_equals_the_first_stays_the_best(make, monkeypatch):
     trainer = make(*EPOCHS, "saving=best")
-    monkeypatch.setattr(type(trainer.evaluator), "evaluate", lambda self: {"loss": 1.0, "accuracy": 0.5})
+    monkeypatch.setattr(type(trainer.evaluator), "evaluate", lambda self, stops: {"loss": 1.0, "accuracy": 0.5})
     trainer.fit()
     assert trainer.progress.best["update"] == 4
 

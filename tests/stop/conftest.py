@@ -2,21 +2,21 @@
 
 import pytest
 
-from drivetrain.engine.trainer import Trainer
+from drivetrain.engine import between_updates
 
 
 @pytest.fixture
 def accuracies(monkeypatch):
     """`accuracies(values)`: what the evaluations of the next runs give, by their epoch."""
 
-    evaluate = Trainer._evaluate
+    evaluate = between_updates.record_evaluation
 
     def give(values):
-        def evaluated(self):
-            value = values[round(self.progress.updates / 4) - 1]
-            self.evaluator.evaluate = lambda: {"loss": 1.0 - value, "accuracy": value}
-            evaluate(self)
+        def evaluated(trainer, stops):
+            value = values[round(trainer.progress.updates / 4) - 1]
+            trainer.evaluator.evaluate = lambda stops: {"loss": 1.0 - value, "accuracy": value}
+            evaluate(trainer, stops)
 
-        monkeypatch.setattr(Trainer, "_evaluate", evaluated)
+        monkeypatch.setattr(between_updates, "record_evaluation", evaluated)
 
     return give

@@ -264,6 +264,10 @@ class Batch(Option):
         for n in range(world.rank, count, world.size):
             yield Request(0, batches[min(n, len(batches) - 1)], float(n < len(batches)))
 
+    def evaluation_rounds(self, source: Any, world: World, max_batches: int | None) -> int:
+        """Return the number of batches that the rank with the most of them gets in an evaluation."""
+        return math.ceil(len(self.evaluation(source, world)[:max_batches]) / world.size)
+
     def largest(self, samples: int, size: int) -> torch.Tensor:
         """Return the micro-batch of `size` samples that needs the most memory: the longest, where samples have lengths."""
         order = torch.arange(samples) if self.lengths is None else self.lengths.argsort(descending=True, stable=True)

@@ -128,7 +128,7 @@ def compose(
         OmegaConf.to_container(config), default_choices, problems,  # type: ignore[arg-type]
         recipe_keys=set(values) - set(given), by_operator=by_operator,
     )  # fmt: skip
-    composed.doubtful = failed if all_parsed else {*failed, "an override"}
+    composed.doubtful = {*failed} if all_parsed else {*failed, "an override"}
     setter = KeySetter(config, composed.choices, config_dirs)
     for key, value in values.items():
         problem = (setter.unknown_in_group if key.split(".")[0] in failed else setter.set)(key, value)

@@ -17,6 +17,7 @@ class Progress:
     samples: int = 0
     skipped: int = 0
     evaluated: int = -1  # the update of the last evaluation
+    evaluation_due: bool = False  # the last update is to be evaluated still: a signal came before that was done
     final: dict[str, float] = field(default_factory=dict)
     best: dict[str, float] = field(default_factory=dict)
     ranked: dict[int, float] = field(default_factory=dict)  # update → the value of its evaluation, the best first

@@ -1,8 +1,8 @@
-"""What a run does when its loader gives up between two updates: it saves first, since nothing is half done."""
+"""What a run does between two updates, where nothing is half done: it evaluates, saves, and stops where it was told to."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NoReturn
 
 from drivetrain.core.errors import Interrupted
@@ -12,6 +12,8 @@ from drivetrain.core.signals import StopFlag
 
 if TYPE_CHECKING:
     from drivetrain.engine.trainer import Trainer
+
+SAVE, STOP, FAIL = 1, 2, 3  # flags that are all-reduced after an update, and at batches of an evaluation; the higher wins
 
 
 def stream(trainer: Trainer) -> Iterator[MicroBatch]:
@@ -44,5 +46,60 @@ def _save_and_stop(trainer: Trainer, reason: str) -> NoReturn:
     progress.samples = trainer.batch.consumed(samples, progress.epoch, progress.window, trainer.drop_last)
     trainer.log.train(trainer.optimizer.param_groups[0]["lr"])
     trainer.save()
+    _stop(trainer, reason)
+
+
+def evaluate_and_save(trainer: Trainer, agreed: int = 0) -> None:
+    """Evaluate where that is due, and save. `agreed` is what the ranks have agreed on so far: SAVE, STOP or FAIL.
+
+    Raises Interrupted, or the error of a callback, where they agree to stop, also at a batch of the evaluation. An evaluation
+    that was not done stays due: the resumed run begins with it.
+    """
+    progress, wrong = trainer.progress, ""
+    if progress.evaluation_due and agreed < STOP:
+        agreed, wrong = _evaluate(trainer, agreed)
+    trainer.save()
+    if wrong:
+        _stop(trainer, wrong)
+    if agreed >= STOP and (progress.evaluation_due or progress.updates < trainer.max_updates):
+        trainer.writer.wait()
+        if agreed == FAIL:
+            raise trainer.callbacks.error_of_any_rank()
+        where = "before the evaluation of" if progress.evaluation_due else "at"
+        _stop(trainer, f"stopped by a signal {where} update {progress.updates}")
+
+
+def _evaluate(trainer: Trainer, agreed: int) -> tuple[int, str]:
+    """Evaluate. Return what the ranks agreed on meanwhile, and why one process got no data, where that stopped it."""
+    alone = trainer.parallel.world.size == 1
+
+    def stops() -> bool:
+        nonlocal agreed
+        agreed = max(agreed, trainer.agree())
+        return agreed >= STOP
+
+    StopFlag.can_save_now(alone)
+    try:
+        record_evaluation(trainer, stops)
+    except Interrupted as error:
+        if agreed < STOP and not alone:  # the loader's: the others evaluate on
+            raise
+        return agreed, "" if agreed >= STOP else str(error)
+    finally:
+        StopFlag.can_save_now(False)
+    trainer.progress.evaluation_due = False
+    return agreed, ""
+
+
+def record_evaluation(trainer: Trainer, stops: Callable[[], bool]) -> None:
+    """Evaluate, and tell all that goes by it. Raises Interrupted where `stops` says so at a batch."""
+    metrics, evaluator = trainer.evaluator.evaluate(stops), trainer.evaluator
+    trainer.progress.record_evaluation(metrics, *trainer.selection, evaluator.tables)
+    trainer.scheduler.evaluated(metrics)
+    trainer.stopping.evaluated(metrics)
+    trainer.log.write("evaluate", set=evaluator.set, **metrics)
+
+
+def _stop(trainer: Trainer, reason: str) -> NoReturn:
     trainer.writer.wait()
     raise Interrupted(reason, saved=trainer.saving.active)

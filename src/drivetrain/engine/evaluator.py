@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 
 from drivetrain.batch.base import Batch
 from drivetrain.core.device import sum_dtype
-from drivetrain.core.errors import Diverged, UserError
+from drivetrain.core.errors import Diverged, Interrupted, UserError
 from drivetrain.core.protocols import Loader
 from drivetrain.core.signals import StopFlag
 from drivetrain.core.trees import Tree
@@ -60,25 +60,28 @@ class Evaluator:
             raise UserError(f"split={name}: this run has no {name} set (data.validation=null): set split=test")
         return replace(self, data=self.test, set="test", tables={})
 
-    def evaluate(self) -> dict[str, float]:
-        """Return the metrics by name; those of the averaged weights begin with "ema_". Raises Diverged if one is not finite."""
+    def evaluate(self, stops: Callable[[], bool] = lambda: False) -> dict[str, float]:
+        """Return the metrics by name; those of the averaged weights begin with "ema_". Raises Diverged if one is not finite.
+
+        `stops` is asked before each batch, equally often on all ranks: where it says yes on all of them, Interrupted is raised.
+        """
         self.parallel.broadcast_buffers(self.model)
         self.tables = {}
         with self.eval_weights():
-            metrics = self.metrics()
+            metrics = self.metrics(stops=stops)
         if self.ema.active and not self.ema.started:  # the average is the weights still
             self.tables |= {f"ema_{name}": table for name, table in self.tables.items()}
             metrics |= {f"ema_{name}": value for name, value in metrics.items()}
         elif self.ema.active:
             with self.ema.swapped():
                 self.parallel.broadcast_buffers(self.model)  # each rank averaged its own buffers
-                metrics |= self.metrics("ema_")
+                metrics |= self.metrics("ema_", stops)
         if self.selected not in metrics:
             raise Diverged(f"{self.selected} ranks the run's models, and an evaluation gives no finite value of it: {metrics}")
         return metrics
 
-    def metrics(self, prefix: str = "") -> dict[str, float]:
-        """Return the metrics of the model's current weights, and add their tables. Raises Diverged.
+    def metrics(self, prefix: str = "", stops: Callable[[], bool] = lambda: False) -> dict[str, float]:
+        """Return the metrics of the model's current weights, and add their tables. Raises Diverged and, by `stops`, Interrupted.
 
         Sums and counts are reduced over the ranks, not means, so that every sample counts once on any number of ranks.
         """
@@ -86,17 +89,22 @@ class Evaluator:
         sums = torch.zeros(self.loss.evaluation_sums(), dtype=sum_dtype(self.device), device=self.device)
         world, lockstep = self.parallel.data_world, self.parallel.lockstep_evaluation
         requests = self.batch.evaluation_requests(self.data.source, world, self.max_batches, lockstep)
+        rounds = self.batch.evaluation_rounds(self.data.source, world, self.max_batches)
         stream = self.loader.stream(self.data, requests, self.device, self.memory_format)
         for meter in self.meters:
             meter.reset()
         with self.parallel.evaluation_context():
-            for batch in stream:
-                StopFlag.stop_here()
-                with self.precision.autocast():
-                    output = self.forward(batch.x)
-                sums += self.loss.sums(output, self.loss.evaluation_target(batch)) * batch.weight
-                for meter in () if batch.filler else self.meters:
-                    meter.update(self.units(output), self.units(batch.y))
+            with closing(stream):  # type: ignore[type-var]
+                for batch in stream:
+                    rounds -= 1
+                    _stop_here(stops)
+                    with self.precision.autocast():
+                        output = self.forward(batch.x)
+                    sums += self.loss.sums(output, self.loss.evaluation_target(batch)) * batch.weight
+                    for meter in () if batch.filler else self.meters:
+                        meter.update(self.units(output), self.units(batch.y))
+            if rounds > 0:  # the other ranks have one batch more
+                _stop_here(stops)
             figures = self.loss.evaluated(self.parallel.all_reduce_sum(sums).tolist())
             if not all(map(math.isfinite, figures.values())):
                 raise Diverged(f"an evaluation is not finite: {figures}")
@@ -106,6 +114,13 @@ class Evaluator:
                 self.tables |= {prefix + name: table for name, table in tables.items()}
         self.model.train()
         return {prefix + name: value for name, value in figures.items()}
+
+
+def _stop_here(stops: Callable[[], bool]) -> None:
+    """Raise Interrupted where this run, or this process, is to stop at a batch of an evaluation."""
+    StopFlag.stop_here()
+    if stops():
+        raise Interrupted("stopped by a signal while a data set was evaluated")
 
 
 def finite(figures: dict[str, float]) -> dict[str, float]:

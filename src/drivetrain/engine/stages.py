@@ -77,12 +77,14 @@ class StagedRun:
     def restore(self, weights: dict[str, torch.Tensor], state: dict[str, Any], to_evaluate: bool = False) -> None:
         """Continue from a checkpoint, in the stage that its progress tells. Called on all ranks.
 
-        With `to_evaluate` it is the stage that made the checkpoint, also where the next update is one of the stage after it.
+        With `to_evaluate`, and where an evaluation is due still, it is the stage that made the checkpoint, also where the next
+        update is one of the stage after it.
         """
         if self.stages:
             progress = Progress()
             progress.load_state_dict(state["progress"])
-            self._enter((core.number_that_made if to_evaluate else core.number_at)(self.ends, progress))
+            evaluates = to_evaluate or progress.evaluation_due
+            self._enter((core.number_that_made if evaluates else core.number_at)(self.ends, progress))
             state = {**state, "optimizer": checkpoint_io.with_new_parameters(self.trainer.optimizer, state["optimizer"])}
         self.trainer.restore(weights, state)
 

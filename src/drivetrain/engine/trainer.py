@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from drivetrain.batch.base import Batch
-from drivetrain.core.errors import Diverged, Interrupted
+from drivetrain.core.errors import Diverged
 from drivetrain.core.host_reads import reads_device_on_purpose
 from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.progress import Progress
@@ -21,6 +21,7 @@ from drivetrain.core.signals import StopFlag
 from drivetrain.core.step import Step, StreamWatcher
 from drivetrain.ema.base import Ema
 from drivetrain.engine import between_updates
+from drivetrain.engine.between_updates import FAIL, SAVE, STOP
 from drivetrain.engine.callbacks import Callbacks
 from drivetrain.engine.evaluator import Evaluator
 from drivetrain.engine.out_of_memory import halve_micro_batch
@@ -35,7 +36,6 @@ from drivetrain.saving.writer import Writer
 from drivetrain.scheduler.base import Scheduler
 from drivetrain.stop.base import Stop
 
-SAVE, STOP, FAIL = 1, 2, 3  # flags that are all-reduced after an update; the higher wins
 STATEFUL = ("scheduler", "precision", "ema", "batch", "stopping", "loader")  # restored in this order, after the optimizer
 MAX_SKIPS = 50  # updates skipped in a row before the run counts as diverged
 
@@ -86,6 +86,8 @@ class Trainer:
         self.saving.restart(self.progress.updates)
         self.log.restart()
         self.timer.first_samples = self.progress.samples + self.timer.warmup * self.batch.size(self.progress.epoch)
+        if self.progress.evaluation_due:
+            between_updates.evaluate_and_save(self)
         while self.progress.updates < self.max_updates and not self.stopping.reason:
             stream = between_updates.stream(self)
             for watcher in self.stream_watchers:
@@ -99,8 +101,8 @@ class Trainer:
                 self.loader.raise_if_worker_died(error)
                 halve_micro_batch(self, error)
         if self.progress.evaluated != self.progress.updates:
-            self._evaluate()
-            self.save()
+            self.progress.evaluation_due = True
+            between_updates.evaluate_and_save(self)
         self.writer.wait()
 
     def _train(self, stream: Iterator[MicroBatch]) -> None:
@@ -147,8 +149,7 @@ class Trainer:
         self.timer.step()
         progress = self.progress
         progress.window += 1
-        wanted = STOP if self._stop.raised else SAVE if self.saving.due(progress.updates) else 0
-        agreed = self.parallel.all_reduce_flag(FAIL if self.callbacks.error else wanted)
+        agreed = self.agree()
         done = progress.updates >= self.max_updates
         if not (epoch_end or agreed or done or progress.steps % self.log_every == 0):
             return False
@@ -156,23 +157,16 @@ class Trainer:
         self.log.train(self.optimizer.param_groups[0]["lr"])
         if epoch_end:
             progress.epoch, progress.window = progress.epoch + 1, 0
-            if progress.epoch % self.evaluate_every == 0 or progress.epoch == self.epochs:
-                self._evaluate()
+            progress.evaluation_due = progress.epoch % self.evaluate_every == 0 or progress.epoch == self.epochs
         if epoch_end or agreed:
-            self.save()
-        if agreed >= STOP and not done:
-            self.writer.wait()
-            stopped = Interrupted(f"stopped by a signal at update {progress.updates}", saved=self.saving.active)
-            raise self.callbacks.error_of_any_rank() if agreed == FAIL else stopped
+            between_updates.evaluate_and_save(self, agreed)
         self.timer.resume()
         return done or self.stopping.reason is not None
 
-    def _evaluate(self) -> None:
-        metrics = self.evaluator.evaluate()
-        self.progress.record_evaluation(metrics, *self.selection, self.evaluator.tables)
-        self.scheduler.evaluated(metrics)
-        self.stopping.evaluated(metrics)
-        self.log.write("evaluate", set=self.evaluator.set, **metrics)
+    def agree(self) -> int:
+        """Return what all ranks together want: FAIL, STOP, SAVE or 0."""
+        wanted = STOP if self._stop.raised else SAVE if self.saving.due(self.progress.updates) else 0
+        return self.parallel.all_reduce_flag(FAIL if self.callbacks.error else wanted)
 
     def save(self) -> None:
         """Save the state after the last update, and that of the callbacks."""

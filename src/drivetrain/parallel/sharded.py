@@ -145,11 +145,13 @@ class Sharded(ProcessGroupStrategy):
         """Disable gradients and reshard afterwards. Inference mode would leave tensors that cannot be trained."""
         from torch.distributed.fsdp import FSDPModule
 
-        with torch.no_grad():
-            yield
-        for module in self._root.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for module in self._root.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
 
     def wrap_step(self, step: Step, context: BuildContext) -> Step:
         pairs = [(p, shard) for p, shard in self._pairs() if p.requires_grad]

@@ -80,16 +80,23 @@ class _Child:
 
 
 def _run_by_itself(spec: ArmSpec, job: Job, seed: int, folder: Path, signals: SignalForwarder) -> RunFiles:
-    """Train in a new interpreter, whose memory is that of the run alone; the run's files, which lie in `folder`."""
+    """Train in a new interpreter, whose memory is that of the run alone; the run's files, which lie in `folder`.
+
+    Its standard input stays open for as long as this process lives, and it ends with it.
+    """
     folders = [word for each in job.composed.config_dirs for word in ("--config-dir", str(each))]
     words = [*quality.seeded(spec, seed, folder), f"hydra.run.dir={format_value(str(folder))}"]
     env = {**os.environ, "PYTHONPATH": process.import_path()}
-    command = [*process.command("drivetrain"), "train", "--quiet", *folders, *words]
-    child = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, encoding="utf-8")
-    signals.launcher = _Child(child)  # type: ignore[assignment]
-    if signals.raised:
-        child.send_signal(signals.raised)
-    _, told = child.communicate()
+    command, pipe = [*process.command("drivetrain.cli.child"), "train", "--quiet", *folders, *words], subprocess.PIPE
+    with subprocess.Popen(
+        command, env=env, stdin=pipe, stdout=subprocess.DEVNULL, stderr=pipe, text=True, encoding="utf-8"
+    ) as child:
+        signals.launcher = _Child(child)  # type: ignore[assignment]
+        if signals.raised:
+            child.send_signal(signals.raised)
+        assert child.stderr is not None
+        told = child.stderr.read()  # `communicate` would close the input, which ends the child
+        child.wait()
     signals.launcher = None
     errors = [line.removeprefix("error: ") for line in told.splitlines() if line.startswith("error: ")]
     result = Result.read(folder) or Result(error="; ".join(errors) or f"its process ended with code {child.returncode}")
