@@ -171,7 +171,6 @@ def test_what_cannot_be_is_refused_with_both_names(problems):
     for words, names in (
         (["checkpointing=budget"], ("checkpointing=budget", "compile=none", "compile=inductor")),
         (["checkpointing=blocks", "compile=jit"], ("checkpointing=blocks", "compile=jit")),
-        (["checkpointing=selective", "compile=step"], ("checkpointing=selective", "compile=step")),
         (["checkpointing=every_k", "checkpointing.k=1"], ("checkpointing.k=1", "≥ 2")),
     ):
         said = " ".join(problems(*words))

@@ -1,5 +1,6 @@
 """Compiling parts, steps and scripts: in effect, equal to the plain run, and refused where it cannot be."""
 
+from collections import Counter
 from contextlib import contextmanager
 
 import pytest
@@ -102,6 +103,7 @@ def test_evaluation_is_not_compiled(make, eager_backend):
         pytest.param(["precision=bf16_pure", "clip=norm"], marks=pytest.mark.slow),
         ["precision=amp", "clip=norm", "optimizer=adamw", "batch=accumulate", "batch.accumulation_steps=3"],
         pytest.param(["checkpointing=blocks", "model.dropout=0.0"], marks=pytest.mark.slow),
+        pytest.param(["checkpointing=selective", "model.dropout=0.0"], marks=pytest.mark.slow),
         pytest.param(["optimizer=lamb", "optimizer.lr=0.01"], marks=pytest.mark.slow),
         pytest.param(["optimizer=lars", "scheduler=linear"], marks=pytest.mark.slow),
     ],
@@ -112,6 +114,52 @@ def test_a_step_as_one_graph_is_the_plain_step(train, make, recorded, words):
     assert_close(weights(plain), weights(step), make(*MLP, *words).model.state_dict())
     assert recorded, "it was recorded"
     assert step.compile_s is not None
+
+
+VIT = ["model=timm", "model.name=vit_tiny_patch16_224", "data.shape=[3,16,16]", "+model.kwargs.img_size=16"]
+VIT += ["+model.kwargs.patch_size=8", "+model.kwargs.depth=3", "+model.kwargs.embed_dim=48", "data.test_samples=4", "saving=none"]
+
+
+@pytest.mark.parametrize("policy", slow.but("products".__eq__, ["products", "half", "attention"]))
+def test_a_recorded_step_recomputes_what_the_policy_does_not_keep(make, recorded, policy):
+    """With dropout everywhere: what is recomputed draws nothing again, so that all weights are those without, bit for bit."""
+    words = [
+        *VIT,
+        "+model.kwargs.proj_drop_rate=0.2",
+        "+model.kwargs.attn_drop_rate=0.2",
+        "updates=4",
+        "epochs=2",
+        "compile=step",
+    ]
+    ends = []
+    for option in (["none"], ["blocks"], ["selective", "checkpointing.min_depth=1", f"checkpointing.policy={policy}"]):
+        trainer = make(*words, *(f"checkpointing={o}" if "." not in o else o for o in option))
+        trainer.fit()
+        ends.append(trainer.model.state_dict())
+    none, blocks, selective = (Counter(str(node.target) for node in graph.graph.nodes) for graph in recorded)
+    kept = {"products": none["aten.addmm.default"], "attention": blocks["aten.addmm.default"]}
+    if policy == "half":
+        assert none["aten.addmm.default"] < selective["aten.addmm.default"] < blocks["aten.addmm.default"]
+    else:
+        assert selective["aten.addmm.default"] == kept[policy]
+    assert none["aten.addmm.default"] < blocks["aten.addmm.default"]
+    assert none["aten.gelu.default"] < selective["aten.gelu.default"] == blocks["aten.gelu.default"]
+    for state in ends[1:]:
+        assert all(torch.equal(value, state[name]) for name, value in ends[0].items())
+
+
+@pytest.mark.slow
+def test_the_compiler_leaves_what_is_recomputed_in_the_backward(make):
+    """It runs each product of a block twice; where the policy keeps products, once."""
+    from torch._inductor.utils import run_and_get_code
+
+    products = {}
+    for option in ("none", "blocks", "selective"):
+        words = [] if option != "selective" else ["checkpointing.min_depth=1"]
+        trainer = make(*VIT, "updates=3", "epochs=2", "compile=step", f"checkpointing={option}", *words)
+        _, code = run_and_get_code(trainer.fit)
+        products[option] = sum(source.count("addmm(") for source in code)
+    assert 0 < products["none"] == products["selective"] < products["blocks"]
 
 
 @pytest.mark.parametrize("optimizer", slow.but("adamw".__eq__, ["sgd", "adamw", "muon", "lamb"]))

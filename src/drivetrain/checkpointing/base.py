@@ -153,14 +153,6 @@ class Selective(Blocks):
         super().__init__(block)
         self.policy, self.min_depth = policy, min_depth
 
-    def validate(self, run: RunSpec) -> Iterator[str]:
-        yield from super().validate(run)
-        if run.compile.captures_step:
-            yield (
-                "checkpointing=selective has nothing to select in compile=step, whose graph is recorded with the backward: "
-                "set checkpointing=blocks, or compile=inductor"
-            )
-
     def policy_factory(self) -> Any:
         from drivetrain.checkpointing import recompute
 

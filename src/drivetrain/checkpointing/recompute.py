@@ -2,7 +2,8 @@
 
 A second forward would also update BatchNorm's running statistics, which must happen once, and draw random numbers, which
 must be the same. torch's checkpoint restores the random state, but a graph that records the backward too (compile=step)
-cannot: there the drawn values themselves are kept.
+cannot: there the drawn values themselves are kept, and so are the values that a policy keeps. (torch's own selective contexts
+leave the choice to a compiler that splits the backward from the forward, and here is none.)
 """
 
 from __future__ import annotations
@@ -17,10 +18,16 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 Policy = Callable[..., CheckpointPolicy]  # (context, operation, *arguments) → keep or recompute
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]  # around the forward, around the recomputation
+Values = dict[Any, list[Any]]  # operation → what each of its calls gave, None where it is to be computed again
 
 _aten = torch.ops.aten
 _ATTENTION = tuple(
@@ -56,8 +63,8 @@ def checkpoint_forward(block: torch.nn.Module, policy: Callable[[], Policy] | No
         return forward_context, _both(_frozen_statistics(norms), recompute_context)
 
     def traced_contexts() -> Contexts:
-        draws: list[Any] = []
-        return _RecordDraws(draws), _ReplayDraws(draws, norms)
+        values: Values = {}
+        return _Record(values, policy and policy()), _Replay(values, norms)
 
     @functools.wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
@@ -149,29 +156,37 @@ def _is_traced() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
-class _RecordDraws(TorchDispatchMode):
-    """Keeps a copy of each random draw (a copy, because dropout scales its mask in place)."""
+class _Record(TorchDispatchMode):
+    """Keeps what the forward's random draws give, and the operations that the policy keeps."""
 
-    def __init__(self, draws: list[Any]) -> None:
+    def __init__(self, values: Values, policy: Policy | None) -> None:
         super().__init__()
-        self.draws = draws
+        self.values, self.policy = values, policy
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if _draws(func, args, kwargs or {}):
-            self.draws.append(tree_map_only(torch.Tensor, torch.Tensor.clone, out))
+        self.values.setdefault(func, []).append(self._kept(func, args, kwargs or {}, out))
         return out
 
+    def _kept(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+        if _draws(func, args, kwargs):  # a copy, because dropout scales its mask in place
+            return tree_map_only(torch.Tensor, torch.Tensor.clone, out)
+        context = SelectiveCheckpointContext(is_recompute=False, op_output=out)
+        if self.policy is None or self.policy(context, func, *args, **kwargs) is not CheckpointPolicy.MUST_SAVE:
+            return None
+        # No later write into it: the first update runs before one is recorded, and torch's own contexts refuse such a forward.
+        return tree_map_only(torch.Tensor, torch.Tensor.detach, out)
 
-class _ReplayDraws(TorchDispatchMode):
-    """Returns the kept draws again in order, and freezes BatchNorm's statistics."""
 
-    def __init__(self, draws: list[Any], norms: list[Any]) -> None:
+class _Replay(TorchDispatchMode):
+    """Returns the kept values again, call by call, and freezes BatchNorm's statistics."""
+
+    def __init__(self, values: Values, norms: list[Any]) -> None:
         super().__init__()
-        self.draws, self.frozen = draws, _frozen_statistics(norms)
+        self.values, self.frozen = values, _frozen_statistics(norms)
 
     def __enter__(self) -> Any:
-        self.remaining = iter(self.draws)
+        self.remaining = {func: iter(kept) for func, kept in self.values.items()}
         self.frozen.__enter__()
         return super().__enter__()
 
@@ -180,10 +195,10 @@ class _ReplayDraws(TorchDispatchMode):
         self.frozen.__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not _draws(func, args, kwargs or {}):
+        kept = next(self.remaining.get(func, iter(())), None)
+        if kept is None:
             return func(*args, **(kwargs or {}))
-        drawn = next(self.remaining)
-        return args[0].copy_(drawn) if func._schema.is_mutable else drawn
+        return args[0].copy_(kept) if func._schema.is_mutable else kept
 
 
 @contextmanager
