@@ -65,4 +65,6 @@ FAULTS = (
     Fault("chunks: the last one is lost", "augment/base.py", "zip(*(t.split(size) for t in (x, *each)), strict=True)]", "list(zip(*(t.split(size) for t in (x, *each)), strict=True))[: max(1, len(x) // size)]]", "tests/augment/test_options.py", "mixup or chunk or jitter or hue"),
     Fault("view of targets: mixed samples read only once", "core/microbatch.py", "self.mix_with[~torch.isin(self.mix_with, self.indices)]", "self.mix_with", "tests/augment/test_pipeline.py", "split or partner or targets"),
     Fault("fingerprint: labels do not count", "data/base.py", "hashlib.sha256(name.encode(errors=\"surrogateescape\")).digest()[:8]", "hashlib.sha256(name[:1].encode(errors=\"surrogateescape\")).digest()[:8]", "tests/data/test_data.py", "held_out"),
+    Fault("untrusted: a pipe among the data is waited for", "data/untrusted.py", 'flags | getattr(os, "O_NONBLOCK", 0)', "flags", "tests/data/test_untrusted.py", "never_end"),
+    Fault("untrusted: a device is read", "data/untrusted.py", "if not stat.S_ISREG(os.fstat(descriptor).st_mode):", "if False:", "tests/data/test_untrusted.py", "never_end"),
 )  # fmt: skip
