@@ -66,9 +66,9 @@ def test_schedulefree_evaluates_and_saves_the_average(tmp_path: Path, monkeypatc
     seen: dict[str, Any] = {}
     metrics, fit = Evaluator.metrics, Trainer.fit
 
-    def watched(evaluator: Evaluator) -> dict[str, float]:
+    def watched(evaluator: Evaluator, **knobs: Any) -> dict[str, float]:
         seen["evaluated"] = [p.detach().clone() for p in evaluator.model.parameters()]
-        return metrics(evaluator)
+        return metrics(evaluator, **knobs)
 
     def ended(trainer: Trainer, stop: Any) -> None:
         fit(trainer, stop)

@@ -27,6 +27,7 @@ MAY_PRINT = {
     "launch/batch_probe.py",
     "launch/batch_look.py",
     "launch/batch_forecast.py",
+    "launch/recompute_forecast.py",
     "core/nvidia_driver.py",
 }
 
