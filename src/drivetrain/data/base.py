@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
@@ -12,13 +13,14 @@ from typing import Annotated, Any, ClassVar, Literal
 import annotated_types
 
 from drivetrain.core.allowed import FileName
-from drivetrain.core.errors import DataError
+from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Option, RunSpec
 from drivetrain.core.source import Source as Source
 from drivetrain.core.targets import TargetKind
 from drivetrain.core.tensors import Tensors as Tensors
 from drivetrain.core.trees import Tree, map_tensors
+from drivetrain.data.fingerprint import fingerprint
 from drivetrain.data.validation import count as held_out_count
 from drivetrain.data.validation import hold_out
 
@@ -26,6 +28,9 @@ IGNORE_INDEX = -100  # a target that the loss ignores: torch's own ignore_index
 Fraction = Annotated[float, annotated_types.Gt(0), annotated_types.Lt(1)]
 Validation = Literal["auto"] | Fraction | FileName | None
 AUTO_SHARE = 0.1  # of the training samples, with data.validation=auto where the data has no validation set of its own
+
+
+WHOLE = {"test": "the whole file"}  # the origin of the samples of another file than the run's own
 
 
 @dataclass
@@ -53,6 +58,16 @@ class Splits:
         if self.example is None:
             return torch.zeros(2, *self.shape, device=device, dtype=self.dtype)
         return map_tensors(lambda t: torch.full_like(t, t.dtype == torch.bool, device=device), self.example)
+
+
+@dataclass
+class OwnData:
+    """What a finished run keeps of its own data, where it is evaluated on data of another place."""
+
+    splits: Splits  # without samples
+    hash: str  # the fingerprint of its training samples; "" where it has none
+    holdout: float | None = None  # the share of the other data that the command asks for; None: all
+    test: bool = False  # whether the command gives data.test
 
 
 class Normalize:
@@ -119,7 +134,7 @@ class Data(Option):
     input_files: ClassVar[tuple[str, ...]] = ()  # endings of the files that `read_inputs` reads
     reads: ClassVar[tuple[TargetKind, ...]] = ()  # what targets it can read, where there are several kinds; the usual one first
     kind: TargetKind | None = None  # the one of them that the user chose
-    trained_on: str | None = None  # where a finished run is evaluated on data of another place: the fingerprint of its own
+    own: OwnData | None = None  # of a finished run that is evaluated on data of another place
 
     def see(self, run: RunSpec) -> None:
         """Read the targets that the user chose, or those that the task wants; for pairs, make two views of each image."""
@@ -146,15 +161,47 @@ class Data(Option):
         raise NotImplementedError
 
     def load_sets(self, device: torch.device) -> Splits:
-        """Load the data, and hold out the validation set from the training set where it is a share of it. Raises UserError."""
+        """Load the data, and hold out the validation set from the training set where it is a share of it. Raises UserError.
+
+        Data that a finished run is evaluated on is used whole, encoded as the run's own, where it is other data than that.
+        """
         try:
-            data, share = self.load(device), self.share()
+            return self._divided(device) if self.own is None else self._judged(self.own, device)
         except OSError as error:
             if error.filename is None:
                 raise
             raise DataError(
                 f"{error.filename} cannot be read ({error.strerror}): set the path of the data, or mend the file"
             ) from None
+
+    def load_whole(self, own: Splits) -> Splits | None:
+        """Return all samples as the training and the test set, encoded as those of a run's own data. Raises UserError.
+
+        None where the option has no such way, or where there is a test set: the sets are then those of training.
+        """
+        return None
+
+    def other_file(self) -> Path:
+        """Return the file that a finished run is evaluated on: data.test where the command gives it, else data.path."""
+        return Path(str(getattr(self, "test" if self.own is not None and self.own.test else "path")))
+
+    def _judged(self, own: OwnData, device: torch.device) -> Splits:
+        """Return the other data that a finished run is evaluated on."""
+        divided = None
+        with contextlib.suppress(UserError):  # too few samples to be divided; what else is wrong is found again
+            divided = self._divided(device)
+            if (fingerprint(divided.train) or {}).get("hash") == own.hash:  # it was moved: its test set is the run's own
+                return divided
+        data = self.load_whole(own.splits)
+        if data is None:
+            return divided or self._divided(device)
+        if own.holdout is None:
+            return data
+        _, test = hold_out(data.test, own.holdout)
+        return replace(data, test=test, origins={"test": f"{own.holdout:g} of the samples"})
+
+    def _divided(self, device: torch.device) -> Splits:
+        data, share = self.load(device), self.share()
         if data.validation is not None or share is None:
             return data
         train, validation = hold_out(data.train, share)

@@ -14,7 +14,7 @@ from drivetrain.core.option import Count, CountOrZero, RunSpec
 from drivetrain.core.source import CropBox
 from drivetrain.core.targets import TargetKind
 from drivetrain.data.bad_samples import MaxSkipped, OnError
-from drivetrain.data.base import IGNORE_INDEX, Data, Fraction, Splits, beside, hash_fraction
+from drivetrain.data.base import IGNORE_INDEX, WHOLE, Data, Fraction, Splits, beside, hash_fraction
 from drivetrain.data.columns import Columns, column, held_out, missing, number_of_rows, read_columns, rows_of
 from drivetrain.data.decoding import center_square, open_image
 from drivetrain.data.images import IMAGES, Images, Normalization, image_normalization
@@ -78,6 +78,13 @@ class Masks(Data):
         classes = self.classes or self._count_classes([mask for _, mask in pairs.values()])
         sources = [MaskedImages(files, self.size, self.max_pixels, classes, self.ignore) for files in (train, test)]
         return Splits(sources[0], sources[1], self.shape(), classes, image_normalization(self.normalize, sources[0]))
+
+    def load_whole(self, own: Splits) -> Splits:
+        pairs = list(self._pairs(Path(str(self.root))).values())
+        if (found := self._count_classes([mask for _, mask in pairs])) > own.classes:
+            raise UserError(f"{self.root} has masks with the class {found - 1}, and the run knows 0 to {own.classes - 1}")
+        every = MaskedImages(pairs, self.size, self.max_pixels, own.classes, self.ignore)
+        return Splits(every, every, self.shape(), own.classes, own.normalize, origins={"test": "the whole folder"})
 
     def _pairs(self, root: Path) -> dict[str, tuple[Path, Path]]:
         """Return each image and its mask by their common name, in the order of names. Raises UserError."""
@@ -220,9 +227,7 @@ class LabelsCsv(Data):
             train, test = rows_of(train, ~apart), rows_of(train, apart)
         if not number_of_rows(train) or not number_of_rows(test):
             raise UserError(f"{path} gives no training or no test rows: set data.test or data.holdout")
-        assert self.targets is not None
-        names = [self.target] if isinstance(self.target, str) else list(self.target or ())
-        reader = TargetReader(self.targets, names, path, "data.target", self.separator)
+        reader = self._reader(path)
         images = self._images(train, reader.learn(train), path)
         normalize = image_normalization(self.normalize, images)
         own = beside(self.path, self.validation)
@@ -231,6 +236,18 @@ class LabelsCsv(Data):
             images, self._images(test, reader.read(test), path), self.shape(), reader.outputs, normalize, reader.classes,
             units=reader.units, validation=validation,
         )  # fmt: skip
+
+    def load_whole(self, own: Splits) -> Splits:
+        path = self.other_file()
+        rows, reader = read_columns(path), self._reader(path)
+        every = self._images(rows, reader.read_known(rows, own), path)
+        return Splits(
+            every, every, self.shape(), reader.outputs, own.normalize, reader.classes, units=reader.units, origins=WHOLE
+        )  # fmt: skip
+
+    def _reader(self, path: Path) -> TargetReader:
+        names = [self.target] if isinstance(self.target, str) else list(self.target or ())
+        return TargetReader(self.targets or "class", names, path, "data.target", self.separator)
 
     def _images(self, columns: Columns, targets: torch.Tensor, table: Path) -> ImagesOfTable:
         names = column(columns, self.image, "data.image", table)

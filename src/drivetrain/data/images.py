@@ -16,7 +16,6 @@ from drivetrain.data import folders
 from drivetrain.data.bad_samples import MaxSkipped, OnError, bad_sample_policy
 from drivetrain.data.base import Data, Fraction, Normalize, Source, Splits, Validation, hash_fraction, measure_on_some
 from drivetrain.data.decoding import ImageFileSource
-from drivetrain.data.fingerprint import fingerprint
 from drivetrain.data.folders import IMAGES as IMAGES
 from drivetrain.data.untrusted import ordinary, read_image_file
 
@@ -99,19 +98,18 @@ class ImageFolder(Data):
     def decodes_images(self) -> bool:
         return True
 
-    def load_sets(self, device: torch.device) -> Splits:
-        """Load the sets. A folder that a finished run is evaluated on, which has no test set, is used whole, if it is another."""
-        if self.trained_on is None or self._layout().test is not None:
-            return super().load_sets(device)
-        with contextlib.suppress(UserError):  # too few images to be divided; what else is wrong is found again below
-            divided = super().load_sets(device)
-            if (fingerprint(divided.train) or {}).get("hash") == self.trained_on:  # it was moved: its test set is the run's own
-                return divided
+    def load_whole(self, own: Splits) -> Splits | None:
         layout = self._layout()
-        classes = folders.class_folders(layout.train)
-        every = Images(self._list(layout.train, classes), self.size, self.max_pixels, self.on_error, self.max_skipped)
-        normalize = image_normalization(self.normalize, every)
-        return Splits(every, every, self.shape(), len(classes), normalize, classes, origins={"test": "the whole folder"})
+        folder = layout.test or layout.train
+        found = folders.class_folders(folder)
+        classes = found if own.names is None or not found else list(own.names)
+        if unknown := sorted(set(found) - set(classes)):
+            raise UserError(f"{folder} has classes that the run does not know: {', '.join(unknown[:5])}")
+        if layout.test is not None and folders.class_folders(layout.train) == classes:
+            return None
+        every = Images(self._list(folder, classes), self.size, self.max_pixels, self.on_error, self.max_skipped)
+        origins = {"test": "the whole folder"} if layout.test is None else layout.origins("")
+        return Splits(every, every, self.shape(), len(classes), own.normalize, classes, origins=origins)
 
     def _layout(self) -> folders.Layout:
         return folders.find(Path(str(self.root)), self.validation if isinstance(self.validation, str) else None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -14,7 +15,7 @@ from drivetrain.core.errors import DataError, OperatorGives, UserError, did_you_
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec, needs_extra
 from drivetrain.core.targets import TargetKind
-from drivetrain.data.base import Data, Fraction, Splits, beside, hash_fraction
+from drivetrain.data.base import WHOLE, Data, Fraction, Splits, beside, hash_fraction
 from drivetrain.data.text import LabelledTexts, Texts
 from drivetrain.data.tokenizer import BytePairs, Bytes, Tokenizer, from_json
 from drivetrain.data.untrusted import as_kept, lines_of
@@ -122,8 +123,21 @@ class Jsonl(Data):
 
     def load(self, device: torch.device) -> Splits:
         sets = self._lines()
-        train = sets[0]
-        tokenizer = self._tokenizer([line.text for line in train])
+        names = sorted({line.label for line in sets[0]})
+        if self.label is not None and (unknown := sorted({line.label for lines in sets[1:] for line in lines} - set(names))):
+            raise UserError(f"{self.test or self.path}: no training text has the class {', '.join(unknown[:5])}")
+        return self._encoded(sets, self._tokenizer([line.text for line in sets[0]]), names)
+
+    def load_whole(self, own: Splits) -> Splits:
+        path = self.other_file()
+        lines, tokenizer = self._read(path), self._tokenizer([])
+        names = sorted({line.label for line in lines}) if own.names is None else list(own.names)
+        if self.label is not None and (unknown := sorted({line.label for line in lines} - set(names))):
+            raise UserError(f"{path} has classes that the run does not know: {', '.join(unknown[:5])}")
+        return replace(self._encoded([lines, lines], tokenizer, names), origins=WHOLE)
+
+    def _encoded(self, sets: Sequence[Sequence[Line]], tokenizer: Tokenizer, names: list[str]) -> Splits:
+        """Return the lines of each set as tokens, and with `label` the numbers of their classes."""
         parts = [tokenizer([line.text for line in lines]) for lines in sets]
         files = {KEPT: tokenizer.to_json()}
         shape = self.shape()
@@ -136,9 +150,6 @@ class Jsonl(Data):
                 texts[0], texts[1], shape, tokenizer.size + 1, None, dtype=torch.int64, token_bytes=lengths, files=files,
                 validation=texts[2] if len(texts) > 2 else None,
             )  # fmt: skip
-        names = sorted({line.label for line in train})
-        if unknown := sorted({line.label for lines in sets[1:] for line in lines} - set(names)):
-            raise UserError(f"{self.test or self.path}: no training text has the class {', '.join(unknown[:5])}")
         sources = [
             LabelledTexts(tokens, [names.index(line.label) for line in lines], self.length, 1)
             for tokens, lines in zip(parts, sets, strict=True)
@@ -159,6 +170,8 @@ class Jsonl(Data):
         return tokenizer
 
     def _tokenizer(self, texts: list[str]) -> Tokenizer:
+        if self.own is not None and (self.tokenizer != "bytes" or KEPT in self.own.splits.files):
+            return self._kept_tokenizer(self.own.splits)
         if self.tokenizer == "bpe":
             return BytePairs.trained(texts, self.vocabulary)
         return BytePairs.loaded(Path(str(self.tokenizer_file))) if self.tokenizer == "file" else Bytes()

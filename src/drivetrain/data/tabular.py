@@ -14,7 +14,7 @@ from drivetrain.core.errors import OperatorGives, UserError, did_you_mean
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
 from drivetrain.core.targets import TargetKind
-from drivetrain.data.base import Data, Fraction, Splits, Tensors, beside, number_apart
+from drivetrain.data.base import WHOLE, Data, Fraction, Splits, Tensors, beside, number_apart
 from drivetrain.data.columns import (
     FORMATS,
     Columns,
@@ -134,7 +134,7 @@ class Tabular(Table):
                 )
             train, test = rows_of(train, ~apart), rows_of(train, apart)
         assert self.targets is not None
-        targets = [self.target] if isinstance(self.target, str) else list(self.target or ())
+        targets = self._targets()
         reader = TargetReader(self.targets, targets, path, "data.target")
         y = reader.learn(train)
         names, own = self._inputs(train, targets, path), beside(self.path, self.validation)
@@ -145,6 +145,22 @@ class Tabular(Table):
         for rows, file in ((train, path), (test, Path(self.test or path)), (validation or test, own or path)):
             self._refuse_missing(rows, names, file)
         return encoded_splits(train, test, names, reader, y, self.categories, self.normalize, validation)
+
+    def load_whole(self, own: Splits) -> Splits:
+        path = self.other_file()
+        rows, encoder = read_columns(path), _encoder(own)
+        reader = TargetReader(self.targets or "class", self._targets(), path, "data.target")
+        if absent := [name for name in (*encoder.names, *reader.names) if name not in rows]:
+            raise UserError(f"{path} has no column {named(absent)}, which the run's own table has")
+        self._refuse_missing(rows, encoder.names, path)
+        every = Rows(encoder(rows), reader.read_known(rows, own), rows)
+        return Splits(
+            every, every, (encoder.outputs,), reader.outputs, None, reader.classes, units=reader.units,
+            files={KEPT: own.files[KEPT]}, origins=WHOLE,
+        )  # fmt: skip
+
+    def _targets(self) -> list[str]:
+        return [self.target] if isinstance(self.target, str) else list(self.target or ())
 
     def _inputs(self, train: Columns, targets: Sequence[str], path: Path) -> list[str]:
         """Return the names of the input columns. Raises UserError."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.targets import TargetKind
-from drivetrain.data.base import Units
+from drivetrain.data.base import Splits, Units
 from drivetrain.data.columns import Columns, as_text, column, is_text, missing
 
 if TYPE_CHECKING:
@@ -40,6 +40,20 @@ class TargetReader:
             std = values.std(0, correction=0)
             self.units = Units(values.mean(0).float(), torch.where(std > 0, std, 1.0).float())
         return self.read(train)
+
+    def read_known(self, columns: Columns, own: Splits) -> torch.Tensor:
+        """Return the targets of rows by the classes, or the mean and deviation, of a run's own data. Raises UserError."""
+        if self.kind == "values":
+            if own.units is None or len(own.units.mean) != len(self.names):
+                raise UserError(f"{self.setting}={list(self.names)}: the run does not predict so many numbers")
+            self.units = own.units
+            return self.read(columns)
+        if own.names is None:
+            return self.learn(columns)
+        self.classes = list(own.names)
+        if self.kind == "labels" and self.separator is None and self.classes != list(self.names):
+            raise UserError(f"{self.setting}={list(self.names)}: the run's labels are {', '.join(self.classes[:10])}")
+        return self.read(columns)
 
     def read(self, columns: Columns) -> torch.Tensor:
         """Return the targets of rows: class numbers (n,) int64, labels (n, k) of 0 and 1, or standardised values (n, k)."""

@@ -86,6 +86,9 @@ class RunFiles(dict[str, str]):
         super().__init__()
         self._run_dir, self._sha256 = run_dir, sha256  # None: of a checkpoint that was written before it had them
 
+    def __contains__(self, name: object) -> bool:
+        return (self._run_dir / str(name)).exists() if self._sha256 is None else name in self._sha256
+
     def __missing__(self, name: str) -> str:
         path = self._run_dir / name
         try:

@@ -13,10 +13,13 @@ from drivetrain.core.files import read_json, write_json
 from drivetrain.core.overrides import key_of
 from drivetrain.core.signals import StopFlag
 from drivetrain.core.trees import length
+from drivetrain.data.base import Data, OwnData
+from drivetrain.engine.description import recall
 from drivetrain.inference.finished import Choice, chosen_weights, find, load_weights
 from drivetrain.launch import kept, launcher
 from drivetrain.launch.job import Job, recorded_environment
 from drivetrain.run.result import Result
+from drivetrain.saving import manifest
 from drivetrain.ui.progress import Rate
 
 if TYPE_CHECKING:
@@ -57,8 +60,8 @@ def evaluate(
     average = ["ema=none"] if choice.average else []  # the averaged weights take the place of the trained ones
     finished = find("drivetrain evaluate", Path(run_dir), [*average, *overrides], config_dirs, choice)
     checkpoint = finished.checkpoint
-    if _on_other_data(finished.job, overrides, Path(run_dir)):
-        finished.job.run.data.trained_on = _fingerprint(Path(run_dir))
+    if (about := manifest.about(checkpoint)) and _on_other_data(finished.job, Path(run_dir)):
+        finished.job.run.data.own = _own_data(finished.job, overrides, Path(run_dir), about)
     finished.job.work = lambda trainer: _restore_and_evaluate(trainer, checkpoint, choice)
     with tempfile.TemporaryDirectory(prefix="drivetrain-evaluate-") as folder:
         ended = launcher.launch(finished.job, Path(folder), quiet=True)
@@ -76,12 +79,25 @@ def evaluate(
     )  # fmt: skip
 
 
-def _on_other_data(job: Job, overrides: Sequence[str], run_dir: Path) -> bool:
-    """Whether the command names another folder than the run's own, and no share of it to hold out."""
-    root = getattr(job.run.data, "root", None)
-    own = (recorded_environment(run_dir).get("machine_local") or {}).get("data.root")
-    same = isinstance(own, str) and root is not None and Path(own).expanduser().resolve() == Path(root).resolve()
-    return root is not None and not same and "data.holdout" not in map(key_of, overrides)
+def _place(data: Data) -> tuple[str, str] | None:
+    """The setting that names the file or folder of the data, and its value; None where there is none."""
+    return next(((key, str(value)) for key in ("path", "root") if (value := getattr(data, key, None)) is not None), None)
+
+
+def _on_other_data(job: Job, run_dir: Path) -> bool:
+    """Whether the command names another file or folder than the run's own."""
+    place = _place(job.run.data)
+    if place is None:
+        return False
+    own = (recorded_environment(run_dir).get("machine_local") or {}).get(f"data.{place[0]}")
+    return not (isinstance(own, str) and Path(own).expanduser().resolve() == Path(place[1]).resolve())
+
+
+def _own_data(job: Job, overrides: Sequence[str], run_dir: Path, about: dict[str, Any]) -> OwnData:
+    """What the run keeps of its own data, and how much of the other data the command asks for."""
+    given = set(map(key_of, overrides))
+    holdout = getattr(job.run.data, "holdout", None) if "data.holdout" in given else None
+    return OwnData(recall(about, run_dir), _fingerprint(run_dir), holdout, "data.test" in given)
 
 
 def _fingerprint(run_dir: Path) -> str:
@@ -94,8 +110,10 @@ def _fingerprint(run_dir: Path) -> str:
 def _source(job: Job, origin: str) -> str:
     """Where the samples come from, in words."""
     data = job.run.data
-    place = getattr(data, "root", None) or getattr(data, "path", None)
-    named = str(place) if place is not None else job.run.named("data")
+    place = _place(data)
+    named = job.run.named("data") if place is None else place[1]
+    if data.own is not None and data.own.test:
+        named = str(data.other_file())
     return f"{named}, {origin}" if origin else named
 
 
