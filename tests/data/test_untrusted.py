@@ -27,6 +27,9 @@ def png(width=4, height=4) -> bytes:
     return content.getvalue()
 
 
+pytestmark = pytest.mark.timeout(30)  # what waits for a pipe fails, and does not hold the suite up
+
+
 def odd_files() -> dict[str, Path]:
     """Files called as images that are none, and that a plain read would wait for or never end."""
     os.mkfifo("fifo.png")
@@ -67,7 +70,6 @@ def test_texts_and_tables_that_never_end(monkeypatch):
         Jsonl("gone.jsonl").load_sets(torch.device("cpu"))
 
 
-@pytest.mark.timeout(30)  # what waits for a pipe fails, and does not hold the suite up
 def test_archives_shards_and_packed_files_that_never_end():
     odd_files()
     for name in ("fifo.png", "endless.png", "folder.png"):

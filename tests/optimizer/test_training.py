@@ -14,8 +14,9 @@ import drivetrain
 from drivetrain.run.result import Result
 
 RATES: dict[str, list[str]] = {
-    "sgd": [], "adam": [], "adamw": [], "rmsprop": [], "adagrad": [], "adafactor": [], "lars": [], "lamb": [], "nvlamb": [],
-    "novograd": [], "muon": [], "lion": [], "schedulefree": ["scheduler=constant"], "shampoo": [], "soap": [], "timm": [],
+    "sgd": [], "adam": [], "adamw": [], "rmsprop": [], "adagrad": [], "adafactor": [], "lars": ["optimizer.lr=1"],
+    "lamb": [], "nvlamb": [], "novograd": [], "muon": [], "lion": [], "schedulefree": ["scheduler=constant"],
+    "shampoo": [], "soap": [], "timm": [],
 }  # fmt: skip
 
 
