@@ -171,7 +171,7 @@ class _Record(TorchDispatchMode):
     def _kept(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
         if _draws(func, args, kwargs):  # a copy, because dropout scales its mask in place
             return tree_map_only(torch.Tensor, torch.Tensor.clone, out)
-        context = SelectiveCheckpointContext(is_recompute=False, op_output=out)
+        context = SelectiveCheckpointContext(is_recompute=False)
         if self.policy is None or self.policy(context, func, *args, **kwargs) is not CheckpointPolicy.MUST_SAVE:
             return None
         # No later write into it: the first update runs before one is recorded, and torch's own contexts refuse such a forward.
