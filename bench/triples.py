@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from importlib import import_module
@@ -35,11 +35,12 @@ SECONDS = 240  # that a triple may take
 TRAINED, REFUSED, OPEN = "trained", "refused", "open"
 CERTIFIED = 10  # one in so many of those that trained in one process
 STEPS = 2  # updates that are certified
-# Half a minute of compiling each: one triple in twenty may have them.
-SLOW = ("compile=inductor", "compile=regional", "compile=step", "checkpointing=budget")
+# Half a minute of compiling or of trials in processes of their own: one triple in twenty may have them.
+SLOW = ("compile=inductor", "compile=regional", "compile=step", "checkpointing=budget", "batch=auto", "batch=critical")
 SLOW_IN = 20
 IMPORTED = (
-    "torch", "timm", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.pipelining", "sklearn",
+    "torch", "timm", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.pipelining",
+    "sklearn.datasets", "torchmetrics", "datasets", "mlflow", "wandb",
     "drivetrain.engine.build", "drivetrain.launch.worker", "drivetrain.measure.certify.certify",
 )  # fmt: skip
 Words = tuple[str, ...]
@@ -54,6 +55,7 @@ class Ended:
     said: str = ""
     certified: str | None = None  # the answer, or why there is none; None: not asked
     cpu: float = 0.0  # seconds of its processes
+    number: int = 0  # of the triple, in the order in which they are drawn
 
 
 def drawn(seed: int, able: Callable[[str], bool], slow: bool = True) -> Iterator[Words]:
@@ -67,29 +69,29 @@ def drawn(seed: int, able: Callable[[str], bool], slow: bool = True) -> Iterator
         yield words
 
 
-def run(triples: Iterator[Words], count: int, folder: Path, jobs: int = 1, seconds: float = 3600.0) -> Iterator[Ended]:
-    """Try so many triples, some at a time, as far as the seconds last."""
+def run(triples: Iterable[tuple[int, Words]], folder: Path, jobs: int = 1, seconds: float = 3600.0) -> Iterator[Ended]:
+    """Try numbered triples, some at a time, as far as the seconds last."""
     for module in IMPORTED:
         import_module(module)
     from drivetrain.core import forking
 
     forking.start_autograd_engine()
-    until, running = time.monotonic() + seconds, dict[int, tuple[Words, Path, float]]()
-    waiting = enumerate(itertools.islice(triples, count))
+    until, running = time.monotonic() + seconds, dict[int, tuple[int, Words, Path, float]]()
+    waiting = iter(triples)
     while True:
         while len(running) < jobs and time.monotonic() < until and (following := next(waiting, None)) is not None:
             number, words = following
             answer = folder / f"{number}.json"
             pid = _forked(partial(_try, words, folder, answer, number % CERTIFIED == 0))
-            running[pid] = words, answer, time.monotonic()
+            running[pid] = number, words, answer, time.monotonic()
         if not running:
             return
         yield from _ended(running)
 
 
-def _ended(running: dict[int, tuple[Words, Path, float]]) -> Iterator[Ended]:
+def _ended(running: dict[int, tuple[int, Words, Path, float]]) -> Iterator[Ended]:
     """The triples whose process has ended; one that hangs is killed with all that it has started."""
-    for pid, (words, answer, began) in list(running.items()):
+    for pid, (number, words, answer, began) in list(running.items()):
         hangs = time.monotonic() - began > SECONDS
         if hangs:
             os.killpg(pid, signal.SIGKILL)
@@ -100,7 +102,7 @@ def _ended(running: dict[int, tuple[Words, Path, float]]) -> Iterator[Ended]:
         _end_all(pid)
         told = json.loads(answer.read_text()) if answer.exists() else {}
         ended = Ended(words, told.get("outcome", OPEN), told.get("said", ""), told.get("certified"))
-        ended.cpu = used.ru_utime + used.ru_stime
+        ended.cpu, ended.number = used.ru_utime + used.ru_stime, number
         if not told:
             ended.said = f"hung for {SECONDS} s" if hangs else f"the process ended with status {status}"
         yield ended
@@ -223,6 +225,14 @@ def wrong(ended: Ended) -> bool:
     return ended.certified is not None and ended.certified.startswith(("differs", OPEN))
 
 
+def before(journal: Path | None) -> list[Ended]:
+    """The triples that ended in earlier calls with this journal."""
+    if journal is None or not journal.exists():
+        return []
+    rows = map(json.loads, journal.read_text(encoding="utf-8").splitlines())
+    return [Ended(**{**row, "words": tuple(row["words"])}) for row in rows]
+
+
 def main() -> None:
     """Try, show, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -230,6 +240,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--jobs", type=int, default=1, help="triples at a time")
     parser.add_argument("--minutes", type=float, default=600.0)
+    parser.add_argument(
+        "--journal", type=Path, help="a file to which each ended triple goes, and from which a later call goes on"
+    )
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -238,9 +251,15 @@ def main() -> None:
         os.environ["XDG_STATE_HOME"] = f"{name}/state"
         pairwise.prepare_folder(folder)
         able = cache(lambda word: pairwise.refused([word], folder) is None)
-        ended = []
-        for each in run(drawn(given.seed, able), given.triples, folder, given.jobs, given.minutes * 60):
+        ended = before(given.journal)
+        done = {each.number for each in ended}
+        numbered = enumerate(itertools.islice(drawn(given.seed, able), given.triples))
+        left = ((number, words) for number, words in numbered if number not in done)
+        for each in run(left, folder, given.jobs, given.minutes * 60):
             ended.append(each)
+            if given.journal:
+                with given.journal.open("a", encoding="utf-8") as journal:
+                    journal.write(json.dumps(asdict(each)) + "\n")
             print(
                 f"{len(ended)} {each.outcome}, {each.cpu:.1f} s: {' '.join(each.words)} {each.said} {each.certified or ''}",
                 flush=True,

@@ -19,7 +19,7 @@ def test_what_becomes_of_a_triple(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ("model=mlp", "loss=next_token", "data=digits"),
         ("model=mlp", "optimizer=lion", "clip=norm"),
     ]
-    ended = list(triples.run(iter(given), len(given), tmp_path))
+    ended = list(triples.run(enumerate(given), tmp_path))
     assert [each.outcome for each in ended] == ["trained", "refused", "open"], ended
     assert "data=digits" in ended[1].said
     assert "division by zero" in ended[2].said
@@ -44,6 +44,6 @@ def test_triples_are_the_same_ones_for_a_seed() -> None:
 def test_twenty_triples(tmp_path: Path) -> None:
     pairwise.prepare_folder(tmp_path)
     drawn = triples.drawn(triples.SEED, lambda word: pairwise.refused([word], tmp_path) is None, slow=False)
-    ended = list(triples.run(drawn, 20, tmp_path))
+    ended = list(triples.run(enumerate(itertools.islice(drawn, 20)), tmp_path))
     assert len(ended) == 20
     assert not [each for each in ended if each.outcome == triples.OPEN or triples.wrong(each)]

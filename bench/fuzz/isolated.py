@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import tempfile
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import get_context
@@ -15,6 +17,8 @@ from bench.fuzz.judged import DEFECT, Ended, campaign, summary
 
 KINDS = ("recipes", "commands", "runs", "checkpoints", "datasets")
 
+
+Share = tuple[str, int, int]  # kind, number of examples, seed
 
 SHARE = 250  # examples of one process
 HANGS_S = 120.0  # between the ends of two examples
@@ -60,10 +64,29 @@ def _stopped(kind: str, seed: int, found: Sequence[Ended], why: str) -> Ended:
     return Ended(f"{kind} of seed {seed}", DEFECT, f"{why}, at the example after the first {len(found)}")
 
 
-def run(kinds: Sequence[str], count: int, seed: int, jobs: int = 1) -> dict[str, dict[str, Any]]:
-    """Judge so many examples of each kind, a share in each process. How many run at a time changes no example."""
-    shares = [(kind, begin) for begin in range(0, count, SHARE) for kind in kinds]
+def run(kinds: Sequence[str], count: int, seed: int, jobs: int = 1, journal: Path | None = None) -> dict[str, dict[str, Any]]:
+    """Judge so many examples of each kind, a share in each process. How many run at a time changes no example.
+
+    Each share that has ended goes to the journal, and a later call with it judges the others.
+    """
+    shares = [(kind, min(SHARE, count - begin), seed * 1_000_000 + begin) for begin in range(0, count, SHARE) for kind in kinds]
+    found = _before(journal)
+    writing = threading.Lock()
+
+    def judge(share: Share) -> None:
+        found[share] = _isolated(*share)
+        if journal is not None:
+            with writing, journal.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"share": share, "ended": found[share]}) + "\n")
+
     with ThreadPoolExecutor(jobs) as pool:
-        ended = pool.map(lambda s: _isolated(s[0], min(SHARE, count - s[1]), seed * 1_000_000 + s[1]), shares)
-        found = list(zip(shares, ended, strict=True))
-    return {kind: summary([each for (of, _), some in found if of == kind for each in some]) for kind in kinds}
+        list(pool.map(judge, [share for share in shares if share not in found]))
+    return {kind: summary([each for share in shares if share[0] == kind for each in found[share]]) for kind in kinds}
+
+
+def _before(journal: Path | None) -> dict[Share, list[Ended]]:
+    """The shares that earlier calls with this journal have judged."""
+    if journal is None or not journal.exists():
+        return {}
+    rows = map(json.loads, journal.read_text(encoding="utf-8").splitlines())
+    return {tuple(row["share"]): [Ended(*each) for each in row["ended"]] for row in rows}
