@@ -134,6 +134,11 @@ def test_a_strategy_equals_one_process(done, strategy, setting):
     assert many.losses != one.losses[:1] * len(one.losses)  # it has learnt something
 
 
+def test_a_stage_may_begin_with_an_operation_in_place(done):
+    words = ["model=own", "model.target=double_nets.overwriting", "trust=[double_nets]", "optimizer=sgd", "optimizer.lr=0.01"]
+    equal(done(*words), done(*words, "parallel=pipeline"), 1e-9)
+
+
 FROZEN = [*SETTINGS["all that must be exact"], "model.freeze=[patch_embed, pos_embed, blocks.0.attn, blocks.3, '*.norm1']"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 
@@ -15,6 +16,16 @@ def vit(shape: tuple[int, ...], classes: int) -> torch.nn.Module:
     model = timm.create_model(
         "vit_tiny_patch16_224", img_size=shape[1:], patch_size=4, in_chans=shape[0], num_classes=classes, depth=4, embed_dim=24,
         num_heads=2,
+    ).double()  # fmt: skip
+    model.register_forward_pre_hook(lambda module, args: tuple(x.double() for x in args))
+    return model
+
+
+def overwriting(shape: tuple[int, ...], classes: int) -> torch.nn.Module:
+    """A sequence whose second half begins with an operation in place, in float64."""
+    model = torch.nn.Sequential(
+        torch.nn.Flatten(), torch.nn.Linear(math.prod(shape), 32), torch.nn.ReLU(inplace=True), torch.nn.Linear(32, 32), torch.nn.ReLU(inplace=True),
+        torch.nn.Linear(32, 32), torch.nn.ReLU(inplace=True), torch.nn.Linear(32, classes),
     ).double()  # fmt: skip
     model.register_forward_pre_hook(lambda module, args: tuple(x.double() for x in args))
     return model

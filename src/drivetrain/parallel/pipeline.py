@@ -152,6 +152,7 @@ class Pipeline(Sharded):
         boundaries = balance.balanced_boundaries(costs, count)
         self._ranges = list(itertools.pairwise(boundaries))
         check_stages(model, blocks, self._ranges, example)
+        self._with_inplace_dropout = {stage for stage, (i, _) in enumerate(self._ranges) if _has_inplace_dropout(blocks[i])}
         self.my_stages = range(self._pipe_rank, count, ranks)
         owned = [i for stage in self.my_stages for i in range(*self._ranges[stage])]
         if self.tensor > 1:
@@ -232,9 +233,13 @@ class Pipeline(Sharded):
         def outputs(x: torch.Tensor) -> torch.Tensor:
             """Run stage after stage and return the last one's output, on every rank."""
             self.shapes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+            self.overwriting = set(self._with_inplace_dropout)  # stages that change their input
             for stage in self.my_stages:
                 h = x if stage == 0 else stages.receive(self._rank_of(stage - 1), self._control, self._device)
+                version = None if h.is_inference() else h._version
                 out = self.stage_forward(stage, h, x)
+                if version is not None and h._version > version:
+                    self.overwriting.add(stage)
                 self.shapes[stage] = _meta_like(h), _meta_like(out)
                 if stage + 1 < len(self._ranges):
                     stages.send(out, self._rank_of(stage + 1), self._control)
@@ -294,3 +299,8 @@ class Pipeline(Sharded):
 def _meta_like(h: torch.Tensor) -> torch.Tensor:
     """Return an empty meta tensor of the same shape and dtype."""
     return torch.empty(h.shape, dtype=h.dtype, device="meta")
+
+
+def _has_inplace_dropout(block: torch.nn.Module) -> bool:
+    """Whether a block may overwrite its input in training alone, which an evaluation does not show."""
+    return any(isinstance(m, torch.nn.modules.dropout._DropoutNd) and m.inplace for m in block.modules())

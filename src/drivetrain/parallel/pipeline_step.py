@@ -67,6 +67,7 @@ class PipelineStep(WrappingStep):
         self._model.eval()  # run only for the shapes: no running statistics, no random numbers
         with torch.no_grad(), self._precision.autocast():
             self._pipeline.inference_model(self._model)(x)
+        self._overwriting = {stage for stage in self._pipeline.overwriting if stage > 0}
         self._model.train(training)
         stages = [self._stage(stage) for stage in self._pipeline.my_stages]
         return schedule(self._pipeline.schedule, stages, self._pipeline.stage_count, count, self._loss_of)
@@ -80,6 +81,8 @@ class PipelineStep(WrappingStep):
         return PipelineStage(module, stage, count, self._device, input_args=inputs, output_args=outputs, group=group)
 
     def _forward(self, stage: int, h: torch.Tensor, number: int) -> torch.Tensor:
+        if stage in self._overwriting:  # autograd lets no leaf be overwritten
+            h = h.clone()
         with self._precision.autocast():
             # Contiguous whatever the memory format, because that is how it is sent and received.
             return self._stage_forward(stage, h, self._running[number].x).contiguous()
