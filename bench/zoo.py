@@ -27,12 +27,12 @@ from drivetrain.measure.benchmark import arms, comparison
 from drivetrain.measure.benchmark.facts import Facts
 from drivetrain.measure.cells import figure
 from drivetrain.measure.claims import export, write
-from drivetrain.measure.claims.kinds import HOLDS, REFUTED, UNTOLD
+from drivetrain.measure.claims.kinds import HOLDS, REFUTED, UNTOLD, rounded
 from drivetrain.measure.claims.verify import Settings, verify
 from drivetrain.measure.intervals import mean
 from drivetrain.recipe import places
 from drivetrain.recipe import reader as recipes
-from drivetrain.recipe.claim import Against, Claim, Reach, Speed
+from drivetrain.recipe.claim import Against, Claim, Memory, Reach, Speed
 from drivetrain.run.reader import RunFiles, find
 from drivetrain.sweeps import SweepJob
 from drivetrain.sweeps import prepare as prepare_sweep
@@ -42,7 +42,6 @@ COMMON = ("runtime.device=cpu", "runtime.threads=1")
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 BEGIN, END = "<!-- python -m bench.zoo writes this table -->\n", "<!-- end of the table -->\n"
 BEGIN_VERIFIED = "<!-- python -m bench.zoo --verify writes this table -->\n"
-MEBIBYTE = 2**20
 
 
 @dataclass(frozen=True)
@@ -153,9 +152,18 @@ def row(runs: Sequence[RunFiles], plan: Plan, shared: bool) -> dict[str, Any]:
         "seconds": None if shared else statistics.median(r.wall_s for r in results),
         "samples_per_second": None if shared else statistics.median(r.samples_per_second or 0.0 for r in results),
         "parameters": parameters(runs[0].path),
-        "peak_mib": max((r.peak_memory_bytes or 0) for r in results) / MEBIBYTE,
+        "peak_mib": None,  # of a sweep's job, which shares memory with the others
         "data": results[0].data,
     }  # fmt: skip
+
+
+def run_of_its_own(name: str, plan: Plan, folder: Path) -> Facts:
+    """The facts of a run in a process of its own, whose peak of memory is that of the run alone."""
+    place = folder / f"{name}-memory"
+    if not _completed(place):
+        _train(f"recipe={name}", "runtime.seed=0", *COMMON, *_weights(name, plan, folder), f"output_dir={place}")
+    (run,) = _completed(place).values()
+    return Facts.of(run, 0)
 
 
 def _interval(values: Sequence[float]) -> dict[str, float | None]:
@@ -199,8 +207,30 @@ def claim_of(name: str, runs: Sequence[RunFiles], plan: Plan, given: argparse.Na
     if claim is None:
         return None
     if given.shared:
-        return replace(claim, target=claim.target and replace(claim.target, seconds=None))
-    return replace(claim, speed=speed(name, plan, given.rounds) if plan.against else None)
+        claim = replace(claim, target=claim.target and replace(claim.target, seconds=None))
+    else:
+        claim = replace(claim, speed=speed(name, plan, given.rounds) if plan.against else None)
+    return with_memory(claim, run_of_its_own(name, plan, given.runs))
+
+
+def with_memory(claim: Claim, run: Facts) -> Claim:
+    """The claim with the peak of memory of a run; without one where it is another device's than the claim."""
+    same = run.peak_mib is not None and run.device == claim.device.name
+    return replace(claim, memory=Memory(rounded(run.peak_mib), 1) if same and run.peak_mib else None)
+
+
+def measure_memory(name: str, plan: Plan, entry: dict[str, Any], folder: Path) -> None:
+    """Measure the memory of a recipe again, for its claim and its row. A grid has no one figure."""
+    recipe = recipes.read(places.find(name))
+    if recipe.sweep:
+        for cell in entry.get("cells", ()):
+            cell["peak_mib"] = None
+        return
+    run = run_of_its_own(name, plan, folder)
+    for cell in entry.get("cells", ()):
+        cell["peak_mib"] = run.peak_mib
+    if recipe.claim is not None:
+        write_claim(name, with_memory(recipe.claim, run))
 
 
 def write_claim(name: str, claim: Claim) -> None:
@@ -288,6 +318,8 @@ def measure(name: str, plan: Plan, given: argparse.Namespace) -> dict[str, Any]:
         if claim is not None:
             write_claim(name, claim)
     rows = [{"cell": label, **row(runs, plan, given.shared)} for label, runs in cells.items()]
+    if not recipe.sweep:
+        rows[0]["peak_mib"] = run_of_its_own(name, plan, given.runs).peak_mib
     return {"for": recipe.description, "cells": rows}
 
 
@@ -308,6 +340,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--claims", action="store_true", help="write into each recipe what it has shown")
     parser.add_argument("--shared", action="store_true", help="other programs share this machine: report and claim no times")
     parser.add_argument("--verify", action="store_true", help="verify what each recipe claims, and train nothing else")
+    parser.add_argument(
+        "--memory", action="store_true", help="measure the memory of each recipe, for its claim, and nothing else"
+    )
     parser.add_argument("--rounds", type=int, default=12, help="of a comparison with a baseline, for a claim of speed")
     parser.add_argument("--out", type=Path, default=harness.RESULTS / "zoo-cpu.json")
     parser.add_argument("--page", type=Path, default=harness.ROOT / "docs" / "zoo.md", help="the page that gets the table")
@@ -320,6 +355,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         entry = content["recipes"].setdefault(name, {})
         if given.verify:
             entry["verified"] = verified(name, given.seeds or 3, _weights(name, plan, given.runs))
+        elif given.memory:
+            measure_memory(name, plan, entry, given.runs)
         else:
             entry.update(machine=harness.machine(), **measure(name, plan, given))
         harness.write(given.out, content)

@@ -327,6 +327,12 @@ def test_files_of_runs_are_opened_by_the_one_boundary():
 # --- what a start costs ---
 
 
+def test_a_home_that_is_not_there_is_no_traceback():
+    """`Path.expanduser` raises RuntimeError for ~nobody: core.paths.expanded does not."""
+    users = [str(file.relative_to(PACKAGE)) for file in PACKAGE.rglob("*.py") if ".expanduser()" in file.read_text("utf-8")]
+    assert not users
+
+
 def test_a_config_is_answered_without_torch():
     modules = sorted({target.removeprefix("drivetrain.").rpartition(".")[0] for target in shipped_targets()})
     code = f"""

@@ -25,7 +25,7 @@ from drivetrain.measure.claims.kinds import HOLDS, REFUTED, Differences, Seen
 from drivetrain.measure.claims.verify import verify
 from drivetrain.recipe import places
 from drivetrain.recipe import reader as recipes
-from drivetrain.recipe.claim import Claim, Device, Quality
+from drivetrain.recipe.claim import Claim, Device, Memory, Quality
 from drivetrain.run.reader import read
 
 NAMES = sorted(file.stem for file in recipes_dir().glob("*.yaml"))
@@ -160,6 +160,18 @@ def test_a_claim_takes_the_place_of_the_one_before(tmp_path: Path, monkeypatch: 
     assert text.startswith("description: a recipe\nepochs: 3\nclaim:\n")
     assert "old" not in text
     assert recipes.read(file).claim.quality == quality
+
+
+@pytest.mark.parametrize(("run", "memory"), [
+    ({}, Memory(400, 1)),
+    ({"device": "another CPU"}, None),
+    ({"peak_mib": None}, None),
+])  # fmt: skip
+def test_a_claim_of_memory_is_of_a_process_of_its_own_on_the_claims_device(run: dict, memory: Memory | None) -> None:
+    quality = Quality("accuracy", "validation", 0.9, 1)
+    claim = Claim(device=Device("cpu", "a CPU"), versions={"torch": "2.15.0"}, quality=quality, memory=Memory(1, 9))
+    found = zoo.with_memory(claim, Facts(0, **{"device": "a CPU", "peak_mib": 400.0, **run}))
+    assert found == replace(claim, memory=memory)
 
 
 def test_only_what_is_missing_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

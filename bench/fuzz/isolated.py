@@ -21,7 +21,7 @@ KINDS = ("recipes", "commands", "runs", "checkpoints", "datasets")
 Share = tuple[str, int, int]  # kind, number of examples, seed
 
 SHARE = 250  # examples of one process
-HANGS_S = 120.0  # between the ends of two examples
+HANGS_S = 240.0  # between the ends of two examples
 
 
 def _run(kind: str, count: int, seed: int, connection: Any) -> None:

@@ -69,6 +69,7 @@ def test_a_text_has_a_class(texts, tokenizer):
     ("content", "settings", "says"),
     [
         ('{"text": "a"}\n{"text"', {}, r"t.jsonl:2: not JSON"),
+        ('{"a": ' * 10_000, {}, r"t.jsonl:1: not JSON: maximum recursion depth"),
         ("Once upon a time", {}, r't.jsonl:1: not JSON: .*each line must be an object such as {"text": "…"}'),
         ('["a"]', {}, r"t.jsonl:1: list, but each line must be an object"),
         ('{"body": "a"}', {}, r"t.jsonl:1 has no 'text' \(data.text\): there is: body"),

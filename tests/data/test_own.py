@@ -61,6 +61,10 @@ class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):
         return iter(())
 
+class Views(Split):
+    def __getitem__(self, index):
+        return torch.rand(2, 3, 8, 8), 0
+
 class Silent(Base):
     num_classes = None
 
@@ -173,3 +177,22 @@ def test_its_own_runs_recipe_goes_on(train):
     assert (first.status, first.updates) == ("completed", 2), first.error
     again = drivetrain.train([f"resume={first.run_dir}", "updates=3"])
     assert (again.status, again.updates) == ("completed", 3), again.error
+
+
+def test_a_model_of_tokens_is_not_fed_pictures(train):
+    with pytest.raises(UserError, match=r"model=gpt reads sequences of tokens, and cannot take the numbers of shape \(3, 8, 8\)"):
+        train("data=own", "trust=[theirs_data]", "data.target=theirs_data.Split", "model=gpt", "loss=cross_entropy")
+
+
+@pytest.mark.parametrize("words", [["precision=amp"], ["debug=gradcheck"], ["surgery=[channels_last]"]])
+def test_a_model_of_own_views_is_tried_with_one_view(train, words):
+    result = train(
+        "data=own",
+        "trust=[theirs_data]",
+        "data.target=theirs_data.Views",
+        "model=resnet9",
+        "model.width=4",
+        "loss=contrastive",
+        *words,
+    )
+    assert (result.status, result.flops_per_sample is not None) == ("completed", True), result.error

@@ -190,6 +190,9 @@ def test_an_index_of_wrong_types_is_refused_in_our_words(name):
         Path("index.json").write_text(json.dumps({**good, name: value}))
         with pytest.raises(UserError, match=f"no index that drivetrain pack wrote .its.*{name}"):
             packed.read_index(Path())
+    Path("index.json").write_text(json.dumps({key: value for key, value in good.items() if key != name}))
+    with pytest.raises(UserError, match=f"no index that drivetrain pack wrote .its.*{name}"):
+        packed.read_index(Path())
 
 
 @pytest.mark.parametrize("row", [[49, 0, 0], [-48, 0, 0], [48, 0, 2], [48, 0, -1], [2**62, 0, 0]])

@@ -89,6 +89,10 @@ def test_a_width_afterwards_is_the_average_that_was_kept(make, float64):
     state["ema"]["stored"]["4"] = manifest.sha256(file)
     with pytest.raises(UserError, match=r"do not fit the run \(4.safetensors: its header"):
         chosen_weights(checkpoint, weights, state, 0.07)
+    with file.open("wb") as large:
+        large.truncate(2**40)  # a terabyte, of which nothing is read
+    with pytest.raises(UserError, match=r"do not fit the run \(4.safetensors has 1,099,511,627,776 bytes\)"):
+        chosen_weights(checkpoint, weights, state, 0.07)
     with pytest.raises(UserError, match="the run needs ema=post_hoc"):
         chosen_weights(checkpoint, weights, {"ema": {"tensors": {}}}, 0.07)
 

@@ -1,6 +1,7 @@
 """What is said of an error that ends a run."""
 
 import math
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +22,16 @@ def test_weights_that_do_not_fit_are_listed():
     assert said.startswith("Error(s) in loading state_dict for Linear: Missing key(s)")
     assert "size mismatch for weight" in said
     assert "\n" not in said
+
+
+def test_a_problem_ends_whatever_it_quotes():
+    quoted = UserError(["short", f"no file {'x' * 100_000}: set data.root"])
+    assert quoted.problems[0] == "short"
+    assert len(quoted.problems[1]) < 2_000
+    assert quoted.problems[1].startswith("no file x")
+    assert quoted.problems[1].endswith("x: set data.root")
+    assert re.search("x … 98,[0-9]{3} characters … x", quoted.problems[1])
+    assert UserError(quoted.problems).problems == quoted.problems  # also where it is raised again
 
 
 def test_the_lines_of_an_error():

@@ -200,17 +200,25 @@ def test_what_states_hold_passes(tmp_path):
     content.check_state(file)
 
 
-def test_a_checkpoint_that_verifies_and_cannot_be_restored_falls_back_to_the_one_before(train, caplog):
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda state: state.pop("progress"), "KeyError: 'progress'"),
+        (lambda state: state["optimizer"]["param_groups"][0].pop("lr"), "KeyError: 'lr'"),
+        (lambda state: state["optimizer"]["param_groups"][0].update(lr=torch.ones(2)), "ValueError: only one element"),
+    ],
+)
+def test_a_checkpoint_that_verifies_and_cannot_be_restored_falls_back_to_the_one_before(train, caplog, spoil, why):
     done = train("updates=8", "saving.every_updates=4", "saving.keep=2")
     newest = done.run_dir / "checkpoints/8"
     weights, state = checkpoint_io.load(newest)
-    del state["progress"]
+    spoil(state)
     torch.save(state, newest / "state.pt")
     signed(newest)
     (done.run_dir / "result.json").unlink()
     again = drivetrain.train([f"resume={done.run_dir}"])
     assert (again.status, again.updates) == ("completed", 8), again.error
-    assert any(f"{newest} cannot be restored (KeyError: 'progress'): passed over" in line for line in caplog.messages)
+    assert any(f"{newest} cannot be restored ({why}" in line and "passed over" in line for line in caplog.messages)
     written = safetensors.torch.load_file(newest / "model.safetensors")
     assert all(torch.equal(written[name], weights[name]) for name in weights), "the repeated updates give the same bits"
 

@@ -23,10 +23,9 @@ def vit(shape: tuple[int, ...], classes: int) -> torch.nn.Module:
 
 def overwriting(shape: tuple[int, ...], classes: int) -> torch.nn.Module:
     """A sequence whose second half begins with an operation in place, in float64."""
-    model = torch.nn.Sequential(
-        torch.nn.Flatten(), torch.nn.Linear(math.prod(shape), 32), torch.nn.ReLU(inplace=True), torch.nn.Linear(32, 32), torch.nn.ReLU(inplace=True),
-        torch.nn.Linear(32, 32), torch.nn.ReLU(inplace=True), torch.nn.Linear(32, classes),
-    ).double()  # fmt: skip
+    wide, relu = (lambda: torch.nn.Linear(32, 32)), (lambda: torch.nn.ReLU(inplace=True))
+    begin, end = torch.nn.Linear(math.prod(shape), 32), torch.nn.Linear(32, classes)
+    model = torch.nn.Sequential(torch.nn.Flatten(), begin, relu(), wide(), relu(), wide(), relu(), end).double()
     model.register_forward_pre_hook(lambda module, args: tuple(x.double() for x in args))
     return model
 

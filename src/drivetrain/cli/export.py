@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from drivetrain.cli import run_arguments
 from drivetrain.core.errors import DONE, UserError
+from drivetrain.core.paths import expanded
 from drivetrain.ui.output import echo
 
 HELP = f"""\
@@ -42,7 +42,7 @@ def command(argv: Sequence[str]) -> int:
     from drivetrain.inference import export
     from drivetrain.inference.finished import MODEL_ALONE, ONE_PROCESS, find
 
-    file = Path(given.paths[0]).expanduser() if given.paths else None
+    file = expanded(given.paths[0]) if given.paths else None
     kind, with_normalize = export.format_of(file, given.options.format), given.options.with_normalize
     if with_normalize and kind == "safetensors":
         raise UserError("--with-normalize: safetensors holds weights, and no model that could normalise: set another --format")

@@ -10,7 +10,7 @@ from pathlib import Path
 from drivetrain.cli import arguments
 from drivetrain.core.errors import UserError
 from drivetrain.core.overrides import key_of
-from drivetrain.core.paths import add_import_paths
+from drivetrain.core.paths import add_import_paths, expanded
 from drivetrain.ema.base import BELOW, NARROWEST
 from drivetrain.inference.finished import Choice
 from drivetrain.ui.output import echo, fold
@@ -53,7 +53,7 @@ def parse(verb: str, made: argparse.ArgumentParser, argv: Sequence[str], help_te
         raise UserError(f"{verb} needs a run's directory, such as outputs/<date>/<time>-<id>")
     add_import_paths(given.config_dir)
     choice, overrides = _choice(settings)
-    return RunArguments(Path(paths[0]).expanduser(), paths[1:], overrides, choice, given.config_dir, given)
+    return RunArguments(expanded(paths[0]), paths[1:], overrides, choice, given.config_dir, given)
 
 
 def _is_setting(word: str) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 DONE, FAILED, BAD_CONFIG, DIVERGED, INTERRUPTED = 0, 1, 2, 3, 75
+MOST_SHOWN = 2_000  # characters of a problem; of a longer one the middle is left out
 EXIT_OF_STATUS = {"completed": DONE, "failed": FAILED, "diverged": DIVERGED, "interrupted": INTERRUPTED}
 
 
@@ -22,7 +23,10 @@ class UserError(ValueError):
 
 
 def _shown(text: str) -> str:
-    """A message without control characters: what it quotes may be a stranger's, and would steer the terminal."""
+    """A message without control characters, which would steer the terminal, and not without an end: it may quote a stranger."""
+    if len(text) > MOST_SHOWN:
+        begin, end = text[: 2 * MOST_SHOWN // 3], text[-MOST_SHOWN // 4 :]
+        text = f"{begin} … {len(text) - len(begin) - len(end):,} characters … {end}"
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 

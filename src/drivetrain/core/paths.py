@@ -26,6 +26,11 @@ def recipes_dir() -> Path:
     return _shipped("recipes")
 
 
+def expanded(path: str | Path) -> Path:
+    """A path with ~ as the user's home. `Path.expanduser` raises where there is no such user; this leaves the path as it is."""
+    return Path(os.path.expanduser(path))
+
+
 def user_cache() -> Path:
     """The user's folder for what can be fetched or made again: below $XDG_CACHE_HOME, else ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "drivetrain"

@@ -10,13 +10,14 @@ from pathlib import Path
 __version__ = "0.1.0"
 PACKAGE = Path(__file__).resolve().parents[1]
 started = time.monotonic()  # `time_to_first_step_s` and `wall_s` count from here; forked ranks inherit it
+of_one_run = True  # this process was started for the run that it makes; a forked process has its parent's memory too
 _date = time.time() - started
 
 
 def restart_clock() -> None:
     """Set `started` to now, where a process begins a run that is not its first work."""
-    global started
-    started = time.monotonic()
+    global started, of_one_run
+    started, of_one_run = time.monotonic(), False
 
 
 def command(module: str) -> list[str]:

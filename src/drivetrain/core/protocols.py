@@ -30,6 +30,9 @@ class Loss(Protocol):
     def __call__(self, output: torch.Tensor, target: torch.Tensor, /) -> torch.Tensor:
         """Return the mean loss of a micro-batch, 0-d."""
 
+    def joined(self, x: Any) -> Any:
+        """Return a batch's inputs as the model takes them: several views of a sample become as many inputs."""
+
     def parts(self) -> dict[str, torch.Tensor]:
         """Return running sums of its named parts, which a step adds to; 0-d."""
 

@@ -32,7 +32,9 @@ def sign(content: Any) -> str | None:
 def is_own(content: Any, signature: Any) -> bool:
     """Whether `sign(content)` gave this signature, for this user."""
     key = _read_key() if isinstance(signature, str) else None
-    return key is not None and hmac.compare_digest(_signature(key, content), str(signature))
+    # As bytes: `compare_digest` takes no text that is not ASCII.
+    given = str(signature).encode("utf-8", "surrogatepass")
+    return key is not None and hmac.compare_digest(_signature(key, content).encode(), given)
 
 
 def _signature(key: bytes, content: Any) -> str:

@@ -210,7 +210,7 @@ class Jsonl(Data):
         """Return a line's object, which has these keys of settings and a text. Raises UserError."""
         try:
             entry = json.loads(content)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(
                 f'{where}: not JSON: {error}: each line must be an object such as {{"{self.text}": "…"}} '
                 "(data=text reads plain text)"

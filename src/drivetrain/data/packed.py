@@ -135,7 +135,7 @@ def read_index(root: Path) -> dict[str, Any]:
         raise UserError(f"{root / 'index.json'} is no index that drivetrain pack wrote: pack again")
     if version != VERSION:
         raise UserError(f"{root} is packed in version {version}, and this drivetrain reads {VERSION}: pack again")
-    if wrong := [name for name, kind in INDEX.items() if not fits(index.get(name), kind)] or _senseless(index):
+    if wrong := [name for name, kind in INDEX.items() if name not in index or not fits(index[name], kind)] or _senseless(index):
         raise UserError(f"{root / 'index.json'} is no index that drivetrain pack wrote (its {', '.join(wrong)}): pack again")
     return index
 

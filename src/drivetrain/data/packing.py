@@ -161,10 +161,15 @@ def _read_journal(journal: Path, about: str) -> list[list[int]]:
     except FileNotFoundError:
         return []
     lines = whole.splitlines()
-    if lines and json.loads(lines[0]) != about:
+    try:
+        begun = json.loads(lines[0]) if lines else about
+        rows = [row for line in lines[1:] for row in json.loads(line)]
+    except (ValueError, TypeError, RecursionError):
+        raise UserError(f"{journal} is damaged: give another folder, or remove {journal.parent}") from None
+    if begun != about:
         raise UserError(f"{journal.parent} was begun with something else ({lines[0][:300]}): give another folder or remove it")
     os.truncate(journal, len(whole) + bool(whole))  # drop a last line that was not written to its end
-    return [row for line in lines[1:] for row in json.loads(line)]
+    return rows
 
 
 def _write(file: Any, line: str) -> None:

@@ -97,7 +97,7 @@ class Gradcheck(Debug):
         device = next(model.parameters()).device
         request = Request(0, torch.arange(min(self.samples, len(data.source))), 1.0)
         x, y = (map_tensors(lambda t: as_double(t.to(device)), tree) for tree in data(request))
-        arguments = self._context.model_call.arguments(x)
+        arguments = self._context.model_call.arguments(loss.joined(x))
         with _float64_and_own_rng(device):
             copy = _float64_copy(model)
             calls, left_out = record_calls(copy, arguments)

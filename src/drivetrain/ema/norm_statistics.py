@@ -45,7 +45,7 @@ class NormStatistics:
         if not norms:
             return
         model = context.model_call.taking_batches(parallel.inference_model(context.model))
-        joined = getattr(context.loss, "joined", lambda x: x)  # of several views of a sample
+        joined = context.loss.joined
         random, momenta = checkpoint_io.random_state(), [norm.momentum for norm in norms]
         for norm in norms:
             norm.reset_running_stats()

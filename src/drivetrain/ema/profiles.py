@@ -19,6 +19,7 @@ from drivetrain.saving import checkpoint_io, manifest, space
 from drivetrain.saving.content import Malformed, check_weights
 
 FOLDER = "averages"  # of a run's directory: <updates>.safetensors
+MOST_HEADER = 2**20  # bytes of a file of averages beside its tensors
 LARGEST_ERROR = 0.1  # of the profile that is wanted: beyond it the average would be of another width
 
 logger = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ def synthesised(run_dir: Path, state: Mapping[str, Any], width: float) -> dict[s
         numbers = sorted(number for number in map(int, state["stored"]) if number < state["updates"])
         earlier = [(number, run_dir / FOLDER / f"{number}.safetensors") for number in numbers]
         for number, file in earlier:
-            _verify(file, state["stored"][str(number)])
+            _verify(file, state["stored"][str(number)], most=2 * _size(state) + MOST_HEADER)
         return _sum(earlier, state, width)
     except UserError:
         raise
@@ -112,8 +113,16 @@ def _check(state: Mapping[str, Any]) -> None:
         raise ValueError("the two averages have other names")
 
 
-def _verify(file: Path, sha256: str) -> None:
-    """Raise ValueError where a file is not the one that was stored, and OSError where it is none."""
+def _size(state: Mapping[str, Any]) -> int:
+    """The bytes of the two averages that a state holds, as many as a stored file of them has."""
+    found = [*state["tensors"].values(), *state["wider"].values()]
+    return sum(tensor.nbytes for tensor in found if isinstance(tensor, torch.Tensor))
+
+
+def _verify(file: Path, sha256: str, most: int) -> None:
+    """Raise ValueError where a file is not the one that was stored, or larger than it could be, and OSError where it is none."""
+    if (size := file.stat().st_size) > most:  # before its bytes are read: a stranger's may be of any size
+        raise ValueError(f"{file.name} has {size:,} bytes")
     if manifest.sha256(file) != sha256:
         raise ValueError(f"the SHA-256 of {file.name} differs")
     with files.opened(file, "rb") as opened:

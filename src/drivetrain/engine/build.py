@@ -186,6 +186,8 @@ def _load_data(context: BuildContext, debug: Debug, loaded: Splits | None) -> Ba
     # The loss may give the model one view of a sample at a time, or want several outputs for each number.
     shape = (run.data.views, *data.shape) if run.data.views > 1 else data.shape
     data = replace(data, classes=run.loss.outputs(data.classes), shape=run.loss.input_shape(shape))
+    if data.shape != shape_as_loaded and isinstance(data.example, torch.Tensor):  # of all views of a sample: the data has them
+        data = replace(data, example=data.example.flatten(0, 1)[: len(data.example)])
     context.data, context.train_source = data, data.train
     known_before = horizons.run_horizon(run) is not None
     batch: Batch = run.batch.build(context)
@@ -255,13 +257,15 @@ def _build_model(context: BuildContext, debug: Debug) -> tuple[torch.nn.Module, 
 def _edited_model(context: BuildContext) -> torch.nn.Module:
     """Build the model on its device and edit it; fill in the example and the memory format."""
     run, data = context.run, context.data
+    inputs = data.two_samples(context.device)
+    if problem := run.model.input_problem(inputs):
+        raise UserError(f"{run.named('model')} {problem} of {run.named('data')}: choose a model that takes them")
     model: torch.nn.Module = run.model.build(context)
     # Edits of the module tree come first: every later step works on the final modules. The memory format is one of
     # them; it is set before compiling, which specialises on strides.
     formats = [e.memory_format for e in run.surgery if e.memory_format is not None]
     context.memory_format = getattr(torch, formats[-1] if formats else "contiguous_format")
     # How the forward is called is decided here, for every caller: the step, the evaluation, compilers and checks.
-    inputs = data.two_samples(context.device)
     context.model_call = ModelCall.chosen(run.values["forward_input"], inputs)
     context.model_call.check(model, inputs)
     example = context.example = context.model_call.arguments(inputs)

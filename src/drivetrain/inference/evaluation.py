@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from drivetrain.core.errors import Interrupted, UserError
 from drivetrain.core.files import read_json, write_json
 from drivetrain.core.overrides import key_of
+from drivetrain.core.paths import expanded
 from drivetrain.core.signals import StopFlag
 from drivetrain.core.trees import length
 from drivetrain.data.base import Data, OwnData
@@ -90,7 +91,7 @@ def _on_other_data(job: Job, run_dir: Path) -> bool:
     if place is None:
         return False
     own = (recorded_environment(run_dir).get("machine_local") or {}).get(f"data.{place[0]}")
-    return not (isinstance(own, str) and Path(own).expanduser().resolve() == Path(place[1]).resolve())
+    return not (isinstance(own, str) and expanded(own).resolve() == Path(place[1]).resolve())
 
 
 def _own_data(job: Job, overrides: Sequence[str], run_dir: Path, about: dict[str, Any]) -> OwnData:

@@ -75,17 +75,15 @@ def restore(staged: StagedRun, checkpoint: Path) -> float:
     Return the learning rate that its schedule gave to the update after it. Called on all ranks. Raises UserError where there is
     no other, with the newest one's error.
     """
-    from drivetrain.saving import checkpoint_io
-
     parallel, first = staged.trainer.parallel, None
     newest: Path | None = checkpoint
     while newest is not None:
         loading = _attempt(parallel, partial(load, newest, parallel))
         # All ranks restore, or none: to enter another stage of the run takes all of them.
-        failed = loading if loading.wrong else _attempt(parallel, partial(staged.restore, *loading.value))
-        if failed.wrong is None:
-            return float(checkpoint_io.settings(loading.value[1]["optimizer"])["lr"])
-        wrong, error = failed.wrong, failed.error
+        restoring = loading if loading.wrong else _attempt(parallel, partial(_restore, staged, *loading.value))
+        if restoring.wrong is None:
+            return float(restoring.value)
+        wrong, error = restoring.wrong, restoring.error
         first = first or error or RuntimeError(f"another rank cannot restore {newest}")
         before = None
         if parallel.world.rank == 0:
@@ -99,6 +97,15 @@ def restore(staged: StagedRun, checkpoint: Path) -> float:
     raise UserError(
         f"checkpoint {checkpoint} cannot be restored ({why}), and there is no other: another program wrote it, or changed it"
     ) from first
+
+
+def _restore(staged: StagedRun, weights: Any, state: Any) -> float:
+    """Restore what was loaded; the learning rate in it, which is read first, so that a malformed one changes nothing."""
+    from drivetrain.saving import checkpoint_io
+
+    lr = float(checkpoint_io.settings(state["optimizer"])["lr"])
+    staged.restore(weights, state)
+    return lr
 
 
 def rate_jump(trainer: Trainer, before: float) -> str:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from drivetrain.core import energy, files, stages, tables
+from drivetrain.core import energy, files, process, stages, tables
 from drivetrain.core.context import BuildContext
 from drivetrain.core.errors import (
     BAD_CONFIG,
@@ -244,7 +244,7 @@ def _record_measurements(result: Result, trainer: Trainer) -> None:
             len(trainer.train_data.source), progress.epoch, trainer.drop_last
         )
     result.device, result.device_name = trainer.device.type, environment.device_name(trainer.device)
-    result.peak_memory_bytes = peak_memory(trainer.device)
+    result.peak_memory_bytes, result.own_process = peak_memory(trainer.device), process.of_one_run
     result.time_to_first_step_s = timer.to_first_step
     if (steady := timer.steady()) is not None:
         seconds, result.data_wait_fraction = steady

@@ -201,10 +201,10 @@ class Loader(Option):
 
 
 def in_memory_format(x: Tree, memory_format: torch.memory_format, views: int = 1) -> Tree:
-    """Return inputs in this order of memory; in a tree, those that have the four dimensions of images."""
+    """Return inputs in this order of memory; of several, and of the data's own views, those that have four dimensions."""
     if views > 1:
         return in_memory_format(x.flatten(0, 1), memory_format).unflatten(0, (-1, views))
-    if isinstance(x, torch.Tensor):
+    if isinstance(x, torch.Tensor) and (x.ndim == 4 or memory_format is torch.contiguous_format):
         return x.to(memory_format=memory_format)
     return trees.map_tensors(lambda t: t.to(memory_format=memory_format) if t.ndim == 4 else t, x)
 

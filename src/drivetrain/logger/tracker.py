@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from drivetrain.core import files, sealed
 from drivetrain.core.errors import UserError
 from drivetrain.core.option import RunSpec, needs_extra
+from drivetrain.core.paths import expanded
 from drivetrain.core.typed import fits
 from drivetrain.logger.base import Logger
 
@@ -43,7 +44,7 @@ class Tracker(Logger):
     def setup(self, context: BuildContext) -> None:
         ids = context.run_dir / RUNS
         known = known_ids(ids)
-        output_dir = Path(context.run.values["output_dir"]).expanduser().absolute()
+        output_dir = expanded(context.run.values["output_dir"]).absolute()
         name = self.name or "-".join(context.run_dir.absolute().parts[-2:])
         run = TrackedRun(context.run_dir, output_dir, name, dict(context.config), known.get(self.package))
         write_ids(ids, {**known, self.package: self.open(run)})

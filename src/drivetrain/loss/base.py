@@ -57,6 +57,10 @@ class Loss(Option):
         """Return the shape of one input as the model gets it, for data whose inputs have this `shape`."""
         return shape
 
+    def joined(self, x: Any) -> Any:
+        """Return a batch's inputs as the model takes them: several views of a sample become as many inputs."""
+        return x
+
     def __call__(self, output: torch.Tensor, target: Any) -> torch.Tensor:
         """The mean loss of a batch, 0-d, to be differentiated; 0 where nothing in it counts."""
         total, count = self.sum_and_count(output, target)

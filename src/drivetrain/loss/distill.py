@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.option import Positive, RunSpec, Share
+from drivetrain.core.paths import expanded
 from drivetrain.loss.base import too_few, wide
 from drivetrain.loss.classification import CrossEntropy
 from drivetrain.loss.parted import PartedLoss, Shared
@@ -52,7 +52,7 @@ class Distill(PartedLoss):
         key = f"{self.target_key}.teacher"
         if not self.teacher:
             yield f"loss=distill needs {key}, a run's directory, such as outputs/<date>/<time>-<id>"
-        elif not Path(self.teacher).expanduser().exists():
+        elif not expanded(self.teacher).exists():
             yield f"{key}={self.teacher}: there is no such run or file"
 
     def setup(self, context: BuildContext) -> None:
@@ -62,7 +62,7 @@ class Distill(PartedLoss):
         self.begin(context.device, "hard", "soft")
         self._hard = CrossEntropy(self.label_smoothing)
         self._autocast = context.precision.autocast
-        path, key = Path(str(self.teacher)).expanduser(), f"{self.target_key}.teacher"
+        path, key = expanded(str(self.teacher)), f"{self.target_key}.teacher"
         random = checkpoint_io.random_state()
         self._teacher = teacher.load(path, key, context).to(context.device)
         checkpoint_io.restore_random_state([random])  # the student starts from the same weights as without a teacher

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from drivetrain.core import horizon as horizons
@@ -14,6 +13,7 @@ from drivetrain.core.errors import OperatorGives, UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.limits import device_bytes, memory_bytes, model_within
 from drivetrain.core.option import Option, RunSpec
+from drivetrain.core.paths import expanded
 from drivetrain.core.patterns import flatten
 from drivetrain.core.step import Step
 from drivetrain.core.trees import named_leaves
@@ -65,6 +65,17 @@ class Model(Option):
             yield f"{run.named('model')} is for masks, and {data} has none: set task=segmentation, or another model"
         yield from self._weights_problems(run)
 
+    def input_problem(self, inputs: Any) -> str:
+        """Why the model cannot take such inputs of two samples, which own data shows only when it is read; "" where it can."""
+        if self.tokens is None or not isinstance(inputs, torch.Tensor):
+            return ""
+        shape = tuple(inputs.shape[1:])
+        if self.tokens and inputs.is_floating_point():
+            return f"reads sequences of tokens, and cannot take the numbers of shape {shape}"
+        if not self.tokens and inputs.dtype in (torch.int32, torch.int64):
+            return f"does not read tokens, and cannot take the whole numbers of shape {shape}"
+        return ""
+
     def _weights_problems(self, run: RunSpec) -> Iterator[str]:
         """Problems of the weights to start from, and of the parameters that do not train."""
         if self.weights_skip and self.weights is None:
@@ -111,7 +122,7 @@ class Model(Option):
         if self.weights is not None and not context.parallel.broadcast_object(context.resumed):
             from drivetrain.model import weights
 
-            data, path = context.data, Path(self.weights).expanduser()
+            data, path = context.data, expanded(self.weights)
             for line in weights.load_into(model, path, self.weights_skip, data.shape, data.classes):
                 logger.info(line)
         return model.to(context.device)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from drivetrain.core.paths import expanded
 from drivetrain.run.curves import need_pandas
 from drivetrain.run.reader import RunFiles, differing, find
 
@@ -19,7 +20,7 @@ def as_frame(folder: Path | str) -> Any:
     `validation.best.accuracy` and `test.best.accuracy`. Raises UserError where there is no run, or no pandas.
     """
     pandas = need_pandas("drivetrain.runs")
-    runs = find([Path(folder).expanduser()])
+    runs = find([expanded(folder)])
     settings = differing(runs)
     return pandas.DataFrame([dict(_row(run, settings)) for run in runs])
 

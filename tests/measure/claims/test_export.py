@@ -162,6 +162,12 @@ def test_a_strangers_run_writes_no_claim_that_a_reader_would_refuse(key, value):
     assert "evil" not in [line.partition(":")[0].strip() for line in text.splitlines()]
 
 
+@pytest.mark.parametrize(("of", "claimed"), [({}, False), ({"device": "cuda"}, True)])
+def test_the_memory_of_a_process_that_did_other_work_is_claimed_of_a_gpu_alone(of, claimed):
+    run = made_run("1", 1, own_process=False, **of)
+    assert ("memory:" in said_of(run)) == claimed
+
+
 @pytest.mark.parametrize("content", ["[]", "{", '{"versions": [1]}', '{"time": "x", "versions": {"torch": 5}}'])
 def test_a_damaged_record_is_no_traceback(content):
     run = made_run("1", 1)

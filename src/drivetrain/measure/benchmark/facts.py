@@ -27,7 +27,7 @@ class Facts:
     seconds_to_target: float | None = None
     updates_to_target: int | None = None
     reach: str | None = None  # the target, as accuracy>=0.98
-    peak_mib: float | None = None
+    peak_mib: float | None = None  # None also on a CPU whose process did other work before the run
     joules: float | None = None
     data: dict[str, Any] | None = None  # its fingerprint
     kind: str | None = None  # the device's type
@@ -51,7 +51,7 @@ class Facts:
         found.set = next((name for name in SETS if name in sets), "test")
         found.figures = {name: final_figures(sets.get(name)) for name in SETS if name in sets}
         if not found.resumed:
-            peak = number(result.peak_memory_bytes)
+            peak = number(result.peak_memory_bytes) if result.own_process or result.device != "cpu" else None
             found.peak_mib = peak / MEBIBYTE if peak else None
             found.joules = number(result.energy_joules)
         found.reach = str(reach) if reach is not None else None

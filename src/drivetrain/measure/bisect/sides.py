@@ -12,6 +12,7 @@ from drivetrain.config.catalog import LISTS
 from drivetrain.config.hydra_idioms import recipe_word, translated
 from drivetrain.core.errors import UserError
 from drivetrain.core.overrides import key_of
+from drivetrain.core.paths import expanded
 from drivetrain.launch.job import Job, is_of_this_user, of_run, recorded_environment, recorded_settings
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure.overrides import apply
@@ -46,7 +47,7 @@ class Side:
 
 def read(word: str, overrides: Sequence[str], config_dirs: Sequence[str]) -> Side:
     """What a word of the command line names, with the overrides that both sides have. Raises UserError."""
-    path = Path(word).expanduser()
+    path = expanded(word)
     if "=" in word and not _is_path(path) and not places.is_address(word):
         own = translated(_words(word), config_dirs)
         if wrong := [override for override in own if "=" not in override]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from drivetrain.launch.job import Job
@@ -30,7 +31,8 @@ MEANS = {
     "average": "the weights are the same, and their average is not",
     "evaluation": "the weights are the same, and an evaluation of them is not",
 }
-Keys = list[tuple[str, str, str]]  # a key of the config, the tested run's value, the other's
+MICRO_BATCHES = ("batch", "parallel")  # groups that share an update's samples out
+Keys = Sequence[tuple[str, str, str]]  # a key of the config, the tested run's value, the other's
 
 
 def different_keys(tested: Job, reference: Job) -> Keys:
@@ -56,7 +58,7 @@ def show(verdict: Verdict, tested: Trace, reference: Trace, roundoff: float, dif
     for line in dict.fromkeys([*tested.unseen, *reference.unseen]):
         echo(f"not looked into: {line}")
     echo()
-    for line in lines(verdict, tested, reference, roundoff):
+    for line in lines(verdict, tested, reference, roundoff, different):
         echo(line)
 
 
@@ -82,14 +84,28 @@ def _where(finding: Finding) -> str:
     return " ".join(part for part in (name, f"(update {update})" if update else "") if part)
 
 
-def lines(verdict: Verdict, tested: Trace, reference: Trace, roundoff: float) -> list[str]:
+def lines(verdict: Verdict, tested: Trace, reference: Trace, roundoff: float, different: Keys = ()) -> list[str]:
     """Return the verdict in sentences, and where a run's precision does less on this machine than its name says."""
     notices = [
         f"  precision of {whose}: {trace.notice}. There it has no effect: this answer is not one for machines where it has"
         for whose, trace in (("this run", tested), ("the other run", reference))
         if trace.notice
     ]
+    if any(key.partition(".")[0] in MICRO_BATCHES for key, *_ in different) and (norm := first_batch_norm(verdict, reference)):
+        notices.insert(
+            0,
+            f"  {norm} takes its statistics from one micro-batch, and these are of other sizes: accumulation and ranks do not "
+            "enlarge a BatchNorm's batch. Compare at the same micro-batch, or with a norm that looks at one sample",
+        )
     return [*_verdict(verdict, tested, reference, roundoff), *notices]
+
+
+def first_batch_norm(verdict: Verdict, reference: Trace) -> str:
+    """The BatchNorm in whose forward the runs first differ; "" where they differ elsewhere."""
+    if verdict.first is None or verdict.first.key[1] not in ("forward", "buffers"):
+        return ""
+    place = named(verdict.first.key[2], reference)
+    return place if "(BatchNorm" in place or "(SyncBatchNorm" in place else ""
 
 
 def _verdict(verdict: Verdict, tested: Trace, reference: Trace, roundoff: float) -> list[str]:
@@ -165,7 +181,7 @@ def as_dict(verdict: Verdict, tested: Trace, reference: Trace, roundoff: float, 
         "bit_for_bit": verdict.bit_for_bit,
         "first": finding(verdict.first) if verdict.first is not None else None,
         "phases": {phase: {"compared": count, **finding(worst)} for phase, count, worst in phases(verdict)},
-        "lines": lines(verdict, tested, reference, roundoff),
+        "lines": lines(verdict, tested, reference, roundoff, different),
         "settings": {key: {"this": ours, "against": theirs} for key, ours, theirs in different},
         "not_looked_into": list(dict.fromkeys([*tested.unseen, *reference.unseen])),
         "roundoff": roundoff,

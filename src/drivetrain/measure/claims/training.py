@@ -50,8 +50,6 @@ def train(spec: ArmSpec, claim: Claim, count: int, asked: Sequence[OfRuns], seed
                 found = Facts.of(files, each, reach)
                 if signals.raised:
                     raise Interrupted("stopped by a signal while the recipe was trained")
-                if on_cpu and not by_itself:
-                    found.peak_mib = None  # of a forked process, which shares memory with this one
                 runs.append(found)
                 here = differences(claim, runs[0], job)
                 if found.error is not None or all(kind.cannot_tell(here) for kind in asked):

@@ -124,7 +124,7 @@ def _best(work: Callable[[], object], device: torch.device) -> float:
 def _read() -> dict[str, Any]:
     try:
         found = json.loads(state_file().read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

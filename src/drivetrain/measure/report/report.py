@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from drivetrain.core.errors import DONE, UserError
 from drivetrain.core.option import CountOrZero
+from drivetrain.core.paths import expanded
 from drivetrain.core.spreadsheet import spreadsheet
 from drivetrain.core.target import Reach
 from drivetrain.measure import arguments
@@ -54,7 +55,7 @@ def command(argv: Sequence[str]) -> int:
         known = "which has target=, samples= and out="
         raise UserError([f"'{argument}' is no setting of report, {known}, nor a folder" for argument in wrong])
     target = read_target(settings.target)
-    runs = find([Path(argument).expanduser() for argument in rest or ["outputs"]])
+    runs = find([expanded(argument) for argument in rest or ["outputs"]])
     if isinstance(target, Reach) and not any(target.metric in values for run in runs for values in run.evaluated.values):
         raise UserError(f"target={target}: no run has evaluated {target.metric}")
     if len(runs) == 1:
@@ -111,7 +112,7 @@ def _of_several(runs: Sequence[RunFiles], asked: Target, settings: Settings) -> 
 
 
 def _folder(settings: Settings) -> Path:
-    folder = Path(settings.out).expanduser() if settings.out else directory.create(Path("outputs"), "report")
+    folder = expanded(settings.out) if settings.out else directory.create(Path("outputs"), "report")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
