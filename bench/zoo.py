@@ -296,7 +296,7 @@ def page(text: str, content: dict[str, Any]) -> str:
     """A page with the tables between their markers."""
     recipes = sorted(content["recipes"].items())
     text = _with_table(text, BEGIN, HEADER, [line(name, entry["cells"]) for name, entry in recipes if entry.get("cells")])
-    verified = [line_verified(name, entry["verified"]) for name, entry in recipes if entry.get("verified")]
+    verified = [line_verified(name, found) for name, entry in recipes for found in entry.get("verified") or ()]
     return _with_table(text, BEGIN_VERIFIED, HEADER_VERIFIED, verified)
 
 
@@ -331,6 +331,11 @@ def verified(name: str, seeds: int, given: Sequence[str]) -> dict[str, Any] | No
     return {"machine": harness.machine(), **verify(recipe, [*COMMON, *given], (), Settings(seeds=seeds)).as_dict()}
 
 
+def _on_other_machines(entry: dict[str, Any], found: dict[str, Any]) -> list[dict[str, Any]]:
+    """What verifying a recipe came to on processors of other kinds."""
+    return [other for other in entry.get("verified") or () if other["machine"]["cpu"] != found["machine"]["cpu"]]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and report."""
     parser = argparse.ArgumentParser(prog="bench.zoo", description=(__doc__ or "").splitlines()[0])
@@ -354,7 +359,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         plan = replace(plan, seeds=given.seeds or plan.seeds)
         entry = content["recipes"].setdefault(name, {})
         if given.verify:
-            entry["verified"] = verified(name, given.seeds or 3, _weights(name, plan, given.runs))
+            if (found := verified(name, given.seeds or 3, _weights(name, plan, given.runs))) is not None:
+                entry["verified"] = [*_on_other_machines(entry, found), found]
         elif given.memory:
             measure_memory(name, plan, entry, given.runs)
         else:

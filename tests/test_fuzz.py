@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from bench.fuzz import damage, datasets
+from bench.fuzz import damage, datasets, isolated
 from bench.fuzz.isolated import KINDS, run
-from bench.fuzz.judged import ACCEPTED, DEFECT, REFUSED, Example, judged
+from bench.fuzz.judged import ACCEPTED, DEFECT, REFUSED, Ended, Example, judged
 
 from drivetrain.core.errors import UserError
 
@@ -24,6 +24,27 @@ def test_odd_input_is_read_or_refused(kind: str, tmp_path: Path) -> None:
     assert {each.outcome for each in ended} == {ACCEPTED, REFUSED}
 
 
+def test_a_campaign_goes_on_and_judges_defects_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[set[int]] = []
+    bad = {1, 3}
+
+    def judged_of(kind: str, count: int, seed: int, done: dict[int, Ended]) -> list[Ended]:
+        asked.append(set(range(count)) - set(done))
+        return [Ended(f"{kind} {n}", DEFECT if n in bad else ACCEPTED) for n in range(count) if n not in done]
+
+    monkeypatch.setattr(isolated, "_judged", judged_of)
+    monkeypatch.setattr(isolated, "SHARE", 4)
+    journal = tmp_path / "journal"
+    assert run(["runs"], 8, 0, journal=journal)["runs"][DEFECT] == 4
+    assert run(["runs"], 8, 0, journal=journal)["runs"][DEFECT] == 4
+    assert asked == [{0, 1, 2, 3}] * 2
+    bad.remove(1)
+    assert run(["runs"], 8, 0, journal=journal, again=True)["runs"][DEFECT] == 2
+    assert asked[2:] == [{1, 3}] * 2
+    found = run(["runs"], 8, 0, journal=journal)["runs"]
+    assert (found["examples"], found[DEFECT], [each["made"] for each in found["wrong"]]) == (8, 2, ["runs 3"] * 2)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_ten_thousand_of_each_kind(kind: str) -> None:
@@ -36,7 +57,7 @@ def fail() -> None:
     raise KeyError("x")
 
 
-def refuse(text: str) -> None:
+def refuse(text: str | list[str]) -> None:
     raise UserError(text)
 
 
@@ -47,7 +68,7 @@ def refuse(text: str) -> None:
         (lambda: refuse("set x=1"), REFUSED, "set x=1"),
         (fail, DEFECT, "KeyError"),
         (lambda: refuse(""), DEFECT, "says nothing"),
-        (lambda: refuse("x" * 9000), DEFECT, "too much"),
+        (lambda: refuse(["x" * 1900] * 9), DEFECT, "too much"),
         (lambda: Path("written").write_text("x"), DEFECT, "effect: writes written"),
         (lambda: Path("/etc/hostname").read_text(), DEFECT, "effect: reads /etc/hostname"),
         (lambda: bytes(2**36), DEFECT, "MemoryError"),  # more than this process can have freed before

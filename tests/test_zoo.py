@@ -142,7 +142,7 @@ def test_the_page_says_on_which_machine_a_claim_was_verified() -> None:
         {"kind": "energy", "claimed": "9 J", "measured": "–", "outcome": zoo.UNTOLD, "because": "nothing tells it"},
     ]
     verified = {"machine": {"cpu": "a CPU", "load": 0.52}, "answers": answers}
-    content = {"recipes": {"a": {"verified": verified}, "b": {"verified": None}, "c": {"cells": [ROW]}}}
+    content = {"recipes": {"a": {"verified": [verified]}, "b": {"verified": None}, "c": {"cells": [ROW]}}}
     lines = zoo.page(f"{zoo.BEGIN}{zoo.END}{zoo.BEGIN_VERIFIED}old\n{zoo.END}", content).splitlines()
     row = "| `a` | a CPU | 0.5 | quality | target (300 for 90) | memory (– for 400 MiB); energy (nothing tells it) |"
     assert lines[-2] == row

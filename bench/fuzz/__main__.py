@@ -19,9 +19,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--journal", type=Path, help="a file to which what was judged goes, and from which a later call goes on")
+    parser.add_argument("--again", action="store_true", help="judge again what was a defect by the journal")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    kinds = run(given.only or KINDS, given.examples, given.seed, given.jobs, given.journal)
+    kinds = run(given.only or KINDS, given.examples, given.seed, given.jobs, given.journal, given.again)
     outcomes = ("examples", ACCEPTED, REFUSED, DEFECT)
     harness.table("odd input", ["kind", *outcomes], [[kind, *(str(c[o]) for o in outcomes)] for kind, c in kinds.items()])
     for kind, counts in kinds.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -80,9 +80,9 @@ def _place(error: BaseException) -> str:
     return " < ".join(f"{Path(f.filename).parent.name}/{Path(f.filename).name}:{f.lineno}" for f in frames[:-4:-1])
 
 
-def campaign(kind: Kind, place: Path, count: int, seed: int = SEED) -> Iterator[Ended]:
-    """Judge so many examples of a kind, one after the other."""
-    return map(judged, kind(place, count, seed))
+def campaign(kind: Kind, place: Path, count: int, seed: int = SEED, done: Container[int] = ()) -> Iterator[Ended]:
+    """Judge so many examples of a kind, one after the other, without those whose numbers are done."""
+    return (judged(example) for number, example in enumerate(kind(place, count, seed)) if number not in done)
 
 
 def summary(ended: Sequence[Ended]) -> dict[str, Any]:
