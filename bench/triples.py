@@ -175,14 +175,26 @@ def _trained(words: Words, folder: Path, ranks: int) -> Ended:
             others.append(os.fork())
             if others[-1] == 0:
                 try:
-                    pairwise.try_one(words, str(folder))
+                    _train_rank(words, folder)
                 finally:
                     os._exit(0)
         os.environ.update(RANK="0", LOCAL_RANK="0")
     came = pairwise.try_one(words, str(folder))
     for pid in others:
         os.waitpid(pid, 0)
+    if came.status == "broken" and (refusals := [file.read_text() for file in Path().glob(f"{REFUSED}-*")]):
+        return Ended(words, REFUSED, refusals[0])  # rank 0 knows only that the other one is gone
     return Ended(words, OPEN if came.status == "broken" else came.status, came.reason)
+
+
+def _train_rank(words: Words, folder: Path) -> None:
+    """Train as a rank beside rank 0, and leave a file where the run is refused."""
+    from drivetrain.core.errors import BAD_CONFIG
+    from drivetrain.launch import launcher
+
+    ended = launcher.launch(launcher.prepare_run([*pairwise.complete(words, folder), f"output_dir={folder}/runs"]))
+    if ended.code == BAD_CONFIG:
+        Path(f"{REFUSED}-{os.environ['RANK']}").write_text(str(ended.result.error))
 
 
 def certified(overrides: list[str], run: Any) -> str:

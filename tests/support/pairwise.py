@@ -38,8 +38,11 @@ class Block(torch.nn.Module):
 class Net(torch.nn.Module):
     def __init__(self, shape, classes):
         super().__init__()
-        self.text = len(shape) == 1
-        self.body = torch.nn.Embedding(classes, 8) if self.text else torch.nn.Sequential(Block(shape[0]), Block(shape[0]))
+        self.text = len(shape) == 1 and classes > 100
+        if len(shape) == 1:
+            self.body = torch.nn.Embedding(classes, 8) if self.text else torch.nn.Linear(*shape, 8)
+        else:
+            self.body = torch.nn.Sequential(Block(shape[0]), Block(shape[0]))
         width = 8 if self.text else self.body(torch.zeros(1, *shape)).numel()
         self.norm = Norm(width)
         self.head = torch.nn.Linear(width, classes)
