@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import socket
 import traceback
@@ -13,7 +14,7 @@ import pytest
 from drivetrain.core.forking import ForkedProcess
 from drivetrain.core.world import World
 
-SECONDS = 60  # that two ranks may take
+SECONDS = 120  # that two ranks may take
 
 
 @pytest.fixture
@@ -27,6 +28,7 @@ def ranks():
 
         def rank(number: int, answer: Any) -> None:
             given = {"RANK": number, "WORLD_SIZE": count, "LOCAL_RANK": number, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": port}
+            faulthandler.dump_traceback_later(SECONDS - 10)  # where it is stuck
             os.environ.update({"MASTER_ADDR": "127.0.0.1", **{key: str(value) for key, value in given.items()}})
             try:
                 answer.send(("done", work(World(number, count, number, count))))

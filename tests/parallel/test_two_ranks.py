@@ -154,7 +154,7 @@ def test_each_micro_batch_of_a_pipeline_has_its_own_weight():
     batches = [MicroBatch(torch.full((2, 1), float(n)), torch.zeros(2), torch.tensor(w), n == 1, False)
                for n, w in enumerate((0.5, 1.5), 1)]  # fmt: skip
     step = PipelineStep.__new__(PipelineStep)
-    step._pipeline = SimpleNamespace(has_first_stage=True, has_last_stage=True)
+    step._pipeline, step._overwriting = SimpleNamespace(has_first_stage=True, has_last_stage=True), set()
     step._precision, step._loss, step._stage_forward = Precision(), lambda output, target: output.mean(), lambda stage, h, x: x
     scaled = []
 

@@ -30,6 +30,7 @@ class PipelineStep(WrappingStep):
         self._model, self._loss, self._precision, self._device = context.model, context.loss, context.precision, context.device
         self._stage_forward = pipeline.stage_forward
         self._micro_batches: list[MicroBatch] = []  # of the current update, so far
+        self._overwriting: set[int] = set()  # stages whose input is copied first
         self._schedules: dict[Any, Any] = {}  # by count and shape of the micro-batches
         parameters = {name: p for name, p in context.model.named_parameters() if p.requires_grad}
         self._common = [p for name, p in parameters.items() if name in pipeline.common_names]
