@@ -256,6 +256,7 @@ def main() -> None:
     """Try, show, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--triples", type=int, default=5000)
+    parser.add_argument("--begin", type=int, default=0, help="the number of the first one: those below have run elsewhere")
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--jobs", type=int, default=1, help="triples at a time")
     parser.add_argument("--minutes", type=float, default=600.0)
@@ -273,7 +274,7 @@ def main() -> None:
         ended = before(given.journal)
         done = {each.number for each in ended}
         numbered = enumerate(itertools.islice(drawn(given.seed, able), given.triples))
-        left = ((number, words) for number, words in numbered if number not in done)
+        left = ((number, words) for number, words in numbered if number >= given.begin and number not in done)
         for each in run(left, folder, given.jobs, given.minutes * 60):
             ended.append(each)
             if given.journal:
@@ -286,7 +287,8 @@ def main() -> None:
     found = summary(ended)
     rows = [[name, str(found[name])] for name in ("triples", TRAINED, REFUSED, OPEN, "certified", "cpu_seconds")]
     harness.table("triples of options", ["", ""], rows)
-    content = {"environment": harness.machine(), "seed": given.seed, **found}
+    numbers = [min(each.number for each in ended), max(each.number for each in ended)] if ended else None
+    content = {"environment": harness.machine(), "seed": given.seed, "numbers": numbers, **found}
     harness.write(given.out or harness.RESULTS / "triples-cpu.json", content)
     raise SystemExit(any(each.outcome == OPEN or wrong(each) for each in ended))
 

@@ -65,6 +65,10 @@ class Views(Split):
     def __getitem__(self, index):
         return torch.rand(2, 3, 8, 8), 0
 
+class Rows(Split):
+    def __getitem__(self, index):
+        return torch.zeros(5), 0
+
 class Silent(Base):
     num_classes = None
 
@@ -177,6 +181,12 @@ def test_its_own_runs_recipe_goes_on(train):
     assert (first.status, first.updates) == ("completed", 2), first.error
     again = drivetrain.train([f"resume={first.run_dir}", "updates=3"])
     assert (again.status, again.updates) == ("completed", 3), again.error
+
+
+@pytest.mark.parametrize("model", ["resnet9", "unet"])
+def test_a_model_of_images_is_not_fed_rows(train, model):
+    with pytest.raises(UserError, match=rf"model={model} .*wants images of at least .* but the data gives \[5\]: set model=mlp"):
+        train("data=own", "trust=[theirs_data]", "data.target=theirs_data.Rows", f"model={model}", "data.classes=3")
 
 
 def test_a_model_of_tokens_is_not_fed_pictures(train):

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, Momentum, RunSpec
 from drivetrain.model.base import Model
@@ -25,13 +26,19 @@ class ResNet9(Model):
     bias: bool = False
 
     def validate_device(self, run: RunSpec) -> Iterator[str]:
-        shape = run.data.shape()
+        if (problem := self._shape_problem(run.data.shape())) is not None:
+            yield problem
+
+    def _shape_problem(self, shape: tuple[int, ...] | None) -> str | None:
         if shape is not None and (len(shape) != 3 or min(shape[1:]) < 8):
-            yield f"model=resnet9 wants images of at least 8×8, but the data gives {list(shape)}: set model=mlp"
+            return f"model=resnet9 wants images of at least 8×8, but the data gives {list(shape)}: set model=mlp"
+        return None
 
     def create(self, shape: tuple[int, ...], classes: int) -> torch.nn.Module:
         from drivetrain.model import resnet9
 
+        if (problem := self._shape_problem(shape)) is not None:  # some data has no shape before it is read
+            raise UserError(problem)
         return resnet9.ResNet9(shape, classes, self.width, self.bias)
 
 
@@ -60,16 +67,22 @@ class UNet(Model):
     pixels = True
 
     def validate_device(self, run: RunSpec) -> Iterator[str]:
-        shape, least = run.data.shape(), 2**self.depth
-        if shape is not None and (len(shape) != 3 or min(shape[1:]) < least):
-            yield (
-                f"model=unet with model.depth={self.depth} wants images of at least {least}×{least}, but the data gives "
-                f"{list(shape)}: lower model.depth"
-            )
+        if (problem := self._shape_problem(run.data.shape())) is not None:
+            yield problem
+
+    def _shape_problem(self, shape: tuple[int, ...] | None) -> str | None:
+        least = 2**self.depth
+        if shape is None or (len(shape) == 3 and min(shape[1:]) >= least):
+            return None
+        hint = "lower model.depth" if len(shape) == 3 else "set model=mlp"
+        wants = f"wants images of at least {least}×{least}, but the data gives {list(shape)}"
+        return f"model=unet with model.depth={self.depth} {wants}: {hint}"
 
     def create(self, shape: tuple[int, ...], classes: int) -> torch.nn.Module:
         from drivetrain.model import unet
 
+        if (problem := self._shape_problem(shape)) is not None:
+            raise UserError(problem)
         return unet.UNet(shape, classes, self.width, self.depth)
 
 
