@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import drivetrain
+from drivetrain.core import nvidia_driver
 from drivetrain.core.paths import conf_dir, recipes_dir
 
 # What may be read: Python, the installed packages, drivetrain with its options and recipes.
@@ -70,6 +71,8 @@ def _effect(event: str, arguments: tuple[Any, ...]) -> str:
         return ""
     if event == "mmap.__new__" and arguments[0] >= 0:
         return "" if _is_harmless(f"/proc/self/fd/{arguments[0]}") else f"maps {os.readlink(f'/proc/self/fd/{arguments[0]}')}"
+    if event == "ctypes.dlopen" and arguments[0] == nvidia_driver.LIBRARY:  # ddp has as many ranks as this machine has devices
+        return ""
     if event in LOOKS:
         return "" if arguments[0] is None or _is_harmless(arguments[0]) else f"{event} {arguments[0]}"
     return f"{event} {arguments!r:.200}" if event in PATHS + OTHERS or event.startswith(STARTS) else ""
