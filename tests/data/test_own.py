@@ -69,6 +69,10 @@ class Rows(Split):
     def __getitem__(self, index):
         return torch.zeros(5), 0
 
+class Tokens(Split):
+    def __getitem__(self, index):
+        return torch.arange(5), 0
+
 class Silent(Base):
     num_classes = None
 
@@ -192,6 +196,11 @@ def test_a_model_of_images_is_not_fed_rows(train, model):
 def test_a_model_of_tokens_is_not_fed_pictures(train):
     with pytest.raises(UserError, match=r"model=gpt reads sequences of tokens, and cannot take the numbers of shape \(3, 8, 8\)"):
         train("data=own", "trust=[theirs_data]", "data.target=theirs_data.Split", "model=gpt", "loss=cross_entropy")
+
+
+def test_a_model_of_numbers_is_not_fed_tokens(train):
+    with pytest.raises(UserError, match=r"model=mlp does not read tokens, and cannot take the whole numbers of shape \(5,\)"):
+        train("data=own", "trust=[theirs_data]", "data.target=theirs_data.Tokens", "data.classes=3")
 
 
 @pytest.mark.parametrize("words", [["precision=amp"], ["debug=gradcheck"], ["surgery=[channels_last]"]])

@@ -23,7 +23,7 @@ class UserError(ValueError):
 
 
 def _shown(text: str) -> str:
-    """A message without control characters, which would steer the terminal, and not without an end: it may quote a stranger."""
+    """The message with its control characters replaced and the middle of a long one left out: it may quote a stranger's file."""
     if len(text) > MOST_SHOWN:
         begin, end = text[: 2 * MOST_SHOWN // 3], text[-MOST_SHOWN // 4 :]
         text = f"{begin} … {len(text) - len(begin) - len(end):,} characters … {end}"

@@ -186,7 +186,7 @@ def _load_data(context: BuildContext, debug: Debug, loaded: Splits | None) -> Ba
     # The loss may give the model one view of a sample at a time, or want several outputs for each number.
     shape = (run.data.views, *data.shape) if run.data.views > 1 else data.shape
     data = replace(data, classes=run.loss.outputs(data.classes), shape=run.loss.input_shape(shape))
-    if data.shape != shape_as_loaded and isinstance(data.example, torch.Tensor):  # of all views of a sample: the data has them
+    if data.shape != shape_as_loaded and isinstance(data.example, torch.Tensor):  # views that own data makes: one is an input
         data = replace(data, example=data.example.flatten(0, 1)[: len(data.example)])
     context.data, context.train_source = data, data.train
     known_before = horizons.run_horizon(run) is not None

@@ -201,7 +201,7 @@ class Loader(Option):
 
 
 def in_memory_format(x: Tree, memory_format: torch.memory_format, views: int = 1) -> Tree:
-    """Return inputs in this order of memory; of several, and of the data's own views, those that have four dimensions."""
+    """Return inputs in this order of memory. channels_last changes only tensors of four dimensions."""
     if views > 1:
         return in_memory_format(x.flatten(0, 1), memory_format).unflatten(0, (-1, views))
     if isinstance(x, torch.Tensor) and (x.ndim == 4 or memory_format is torch.contiguous_format):

@@ -36,7 +36,7 @@ class Result:
     mfu_note: str | None = None  # the peak that it is a share of, or why it is null
     skipped_samples: int | None = None  # that could not be read; null where the data cannot skip
     peak_memory_bytes: int | None = None
-    own_process: bool = True  # false: its process did other work before, which a CPU's peak of memory includes
+    own_process: bool = False  # its process was started for this run alone: else a CPU's peak of memory includes other work
     energy_joules: float | None = None  # that the GPUs used while it trained, by their own counters; null where nothing tells
     data: dict[str, Any] | None = None  # the fingerprint of the training set: hash, of (what was hashed), samples
     resumed_at: int | None = None  # the update at which this part of the run began; null where it is the whole run

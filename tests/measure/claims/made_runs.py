@@ -32,6 +32,7 @@ def made_run(
         "status": "completed", "updates": 100, "device": "cpu", "device_name": "a chip, 2 threads", "data": DATA,
         "metrics": {"validation": {"final": figures}, "test": {"final": {"accuracy": accuracy - 0.1, "loss": 0.5}}},
         "selection": {"metric": "accuracy", "better": "max"}, "peak_memory_bytes": (400 + seed) * 2**20,
+        "own_process": True,
     }  # fmt: skip
     (folder / "result.json").write_text(json.dumps({**content, **result}))
     lines = [
