@@ -1,10 +1,11 @@
-"""Any two options go together, or are refused with a reason that names both; a sample here, all of them in the slow suite."""
+"""Any two options go together, or are refused with a reason that names both: a sample. `python -m bench.pairwise` tries all."""
 
 import itertools
 import random
 from pathlib import Path
 
 import pytest
+from bench import pairwise as campaign
 
 from tests.support import pairwise
 
@@ -55,7 +56,43 @@ def test_a_broken_combination_is_found(tmp_path: Path, monkeypatch: pytest.Monke
     assert not pairwise.names_both(frozenset(("optimizer=lion", "clip=norm")), "optimizer=lion is not for today")
 
 
-@pytest.mark.slow
-def test_the_whole_cover() -> None:
-    """Writes docs/pairwise.md."""
-    assert pairwise.main() == 0
+def test_rows_cover_all_pairs_that_the_rules_allow() -> None:
+    """Also where three options are refused of which any two train."""
+    groups = {group: [f"{group}={n}" for n in range(4)] for group in "abcde"}
+    pairs = {frozenset(pair) for pair in campaign.all_pairs(list(groups.values()))} - {frozenset(("a=1", "b=1"))}
+    cover = campaign.Cover(pairs, groups, lambda row: {"a=0", "b=0", "c=0"} <= set(row))
+    rows = list(cover)
+    assert set().union(*map(campaign.pairs_of, rows)) == pairs
+    assert len(rows) < len(pairs) / 5
+    assert not [row for row in rows if {"a=0", "b=0", "c=0"} <= set(row)]
+
+
+@pytest.mark.parametrize("culprits", [("b", "d"), ("a", "e", "c"), ("a", "b")])
+def test_the_words_that_make_a_row_fail_are_found(culprits: tuple[str, ...]) -> None:
+    found = campaign.cause(("a", "b", "c", "d", "e"), lambda words: set(culprits) <= set(words))
+    assert sorted(found) == sorted(culprits)
+
+
+def test_the_campaign_covers_two_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One pair is refused by the rules, one fails when it runs, and the journal keeps what has been tried."""
+    pairwise.prepare_folder(tmp_path)
+    monkeypatch.setattr("drivetrain.optimizer.algorithms.lion.Lion.update", lambda *a: 1 / 0)
+    groups = {
+        "optimizer": ["optimizer=lion", "optimizer=sgd"],
+        "data": ["data=digits", "data=wine"],
+        "loss": ["loss=cross_entropy"],
+    }
+    pairs = {frozenset(pair) for pair in campaign.all_pairs(list(groups.values()))}
+    asked = campaign.Asked({}, {}, pairs)
+
+    def run() -> campaign.Campaign:
+        cover = campaign.Cover(pairs, groups, lambda words: pairwise.refused(words, tmp_path))
+        found = campaign.Campaign(tmp_path, cover, tmp_path / "journal", 1)
+        found.resume()
+        found.run(100)
+        return found
+
+    done = run()
+    assert done.trained() == {pair for pair in pairs if "optimizer=lion" not in pair}
+    assert "3 open" in campaign.document(asked, groups, done)
+    assert len(run().ended) == len(done.ended)

@@ -6,7 +6,7 @@ import itertools
 from pathlib import Path
 
 import pytest
-from bench import triples
+from bench import rows, triples
 
 from tests.support import pairwise
 
@@ -19,7 +19,7 @@ def test_what_becomes_of_a_triple(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ("model=mlp", "loss=next_token", "data=digits"),
         ("model=mlp", "optimizer=lion", "clip=norm"),
     ]
-    ended = list(triples.run(enumerate(given), tmp_path))
+    ended = list(rows.run(enumerate(given), tmp_path))
     assert [each.outcome for each in ended] == ["trained", "refused", "open"], ended
     assert "data=digits" in ended[1].said
     assert "division by zero" in ended[2].said
@@ -35,7 +35,7 @@ def test_triples_are_the_same_ones_for_a_seed() -> None:
     found = drawn(1)
     assert found == drawn(1) != drawn(2)
     assert all(len({word.partition("=")[0] for word in words}) == 3 for words in found)
-    compiled = [n for n, words in enumerate(found) if set(words) & set(triples.SLOW)]
+    compiled = [n for n, words in enumerate(found) if set(words) & set(rows.SLOW)]
     assert compiled
     assert all(n % triples.SLOW_IN == 0 for n in compiled)
 
@@ -44,6 +44,6 @@ def test_triples_are_the_same_ones_for_a_seed() -> None:
 def test_twenty_triples(tmp_path: Path) -> None:
     pairwise.prepare_folder(tmp_path)
     drawn = triples.drawn(triples.SEED, lambda word: pairwise.refused([word], tmp_path) is None, slow=False)
-    ended = list(triples.run(enumerate(itertools.islice(drawn, 20)), tmp_path))
+    ended = list(rows.run(enumerate(itertools.islice(drawn, 20)), tmp_path))
     assert len(ended) == 20
-    assert not [each for each in ended if each.outcome == triples.OPEN or triples.wrong(each)]
+    assert not [each for each in ended if each.outcome == rows.OPEN or triples.wrong(each)]

@@ -67,7 +67,7 @@ def _lines(record: Record, options: dict[str, list[str]]) -> Iterator[str]:
         yield from ("", "## Not tried", "")
         yield f"{len(new)} options came later. Their rules refuse pairs as well, and each is tested by itself: "
         yield ", ".join(f"`{word}`" for word in new) + "."
-    yield from ("", "`python -m tests.support.pairwise` tries all pairs anew, and writes the record of this page.", "")
+    yield from ("", "`python -m bench.pairwise` tries all pairs anew, and writes the record of this page.", "")
 
 
 def _refused(record: Record, one: str, other: str) -> dict[tuple[str, str], str]:

@@ -1,26 +1,18 @@
-"""Every pair of options of all groups: trained together, or refused up front with a reason that names both.
+"""Combinations of options: what each wants beside its name, and what becomes of it: trained, or refused before it starts.
 
-`python -m tests.support.pairwise [JOURNAL]` runs the whole cover and writes docs/pairwise.md; the suite runs a sample of it.
-With a journal it can be broken off and gone on with.
+`python -m bench.pairwise` tries every pair and writes docs/pairwise.md; the suite tries a sample.
 """
 
 from __future__ import annotations
 
-import itertools
-import json
 import sys
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
-from multiprocessing import get_context
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from drivetrain.config.catalog import LISTS, options
 from tests.support import sets
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["updates=2", "epochs=2", "log_every=1", "batch.global_batch=8", "runtime.threads=1"]
 SMALL_VIT = "{img_size: 32, patch_size: 4, dynamic_img_size: true, depth: 2, embed_dim: 16, num_heads: 2}"
 OWN_NET = """
@@ -273,140 +265,7 @@ def refused(words: Iterable[str], folder: Path, config_dirs: Sequence[str] = ())
     return None
 
 
-@dataclass
-class Cover:
-    """Which options cannot be here at all, which pairs cannot be together, and rows that cover all other pairs."""
-
-    alone: dict[str, str] = field(default_factory=dict)
-    together: dict[Pair, str] = field(default_factory=dict)
-    rows: list[tuple[str, ...]] = field(default_factory=list)
-    pairs: set[Pair] = field(default_factory=set)  # that the rules allow
-
-
-def cover(folder: Path, say: Callable[[str], None] = lambda _: None, workers: int = 2) -> Cover:
-    """Ask the rules about every option and every pair, then cover the allowed pairs with as few rows as allpairspy finds."""
-    from allpairspy import AllPairs
-
-    result, groups = Cover(), factors()
-    for word in itertools.chain(*groups.values()):
-        if reason := refused([word], folder):
-            result.alone[word] = reason
-    able = {group: [w for w in words if w not in result.alone] for group, words in groups.items()}
-    pairs = [p for a, b in itertools.combinations(able, 2) for p in itertools.product(able[a], able[b])]
-    say(f"{len(pairs)} pairs of {sum(map(len, able.values()))} options")
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        reasons = pool.map(refused, pairs, itertools.repeat(folder), chunksize=64)
-        result.together = {frozenset(pair): reason for pair, reason in zip(pairs, reasons, strict=True) if reason}
-    say(f"{len(result.together)} pairs refused")
-
-    def allowed(row: list[str]) -> bool:
-        return not any(frozenset(p) in result.together for p in itertools.combinations(row, 2))
-
-    result.rows = [tuple(row) for row in AllPairs(list(able.values()), filter_func=allowed)]
-    result.pairs = {frozenset(p) for p in pairs} - set(result.together)
-    return result
-
-
-def trained_pairs(outcomes: Iterable[Outcome]) -> set[Pair]:
-    """The pairs that have trained together in some row."""
-    return {frozenset(p) for o in outcomes if o.status == "trained" for p in itertools.combinations(o.words, 2)}
-
-
-def run(rows: Iterable[tuple[str, ...]], folder: Path, workers: int = 2) -> Iterator[Outcome]:
-    """Try the rows, a few processes at a time; one that dies is a broken row, not the end."""
-    waiting = list(rows)
-    while waiting:
-        with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-            futures = {pool.submit(try_one, row, str(folder)): row for row in waiting}
-            try:
-                for future in as_completed(futures):
-                    outcome = future.result()
-                    waiting.remove(futures[future])
-                    yield outcome
-            except BrokenProcessPool:
-                pass
-        if waiting and len(waiting) == len(futures):  # nobody got through: the first one kills
-            yield Outcome(waiting.pop(0), "broken", "the process died")
-
-
 def names_both(pair: Pair, reason: str) -> bool:
     """Whether a refusal names both settings, by group and option or by a knob of the group, or by what the setting brings."""
     brings = {word: [word, *(w for w in needs(Path()).get(word, []) if "." not in w.partition("=")[0])] for word in pair}
     return all(any(word.split("=")[0] in reason for word in words) for words in brings.values())
-
-
-def matrix(found: Cover, outcomes: list[Outcome]) -> str:
-    """docs/pairwise.md."""
-    trained = trained_pairs(outcomes) - set(found.together)  # a journal may know of a time before a refusal
-    groups = factors()
-    lines = ["# Which options go together", ""]
-    total = sum(len(a) * len(b) for a, b in itertools.combinations(groups.values(), 2))
-    alone = sum(
-        any(w in found.alone for w in pair)
-        for a, b in itertools.combinations(groups.values(), 2)
-        for pair in itertools.product(a, b)
-    )
-    rest = total - len(trained) - len(found.together) - alone
-    lines += [
-        f"{total} pairs of options: {len(trained)} trained together, two updates and a save; {len(found.together)} refused",
-        f"with a reason that names both, {alone} with an option that this machine cannot run, {rest} open.",
-        f"{len(outcomes)} runs covered them.",
-        "", "Written by `python -m tests.support.pairwise` on a CPU.",
-        "", "## Refused together", "", "| pair | reason |", "|---|---|",
-    ]  # fmt: skip
-    lines += [f"| {' · '.join(sorted(p))} | {' '.join(r.split())} |" for p, r in sorted(found.together.items(), key=str)]
-    lines += ["", "## Not on this machine", "", "| option | reason |", "|---|---|"]
-    lines += [f"| {w} | {' '.join(r.split())} |" for w, r in found.alone.items()]
-    lines += ["", "## Tried", "", "| group | options |", "|---|---|"]
-    lines += [f"| {group} | {' '.join(words)} |" for group, words in groups.items()]
-    broken = [o for o in outcomes if o.status == "broken"]
-    if broken:
-        lines += ["", "## Broken", ""] + [f"- `{' '.join(o.words)}`: {' '.join(o.reason.split())}" for o in broken]
-    return "\n".join(lines) + "\n"
-
-
-def main(journal: Path | None = None) -> int:
-    """Run the whole cover; 1 if anything broke. What has trained by a journal, which an earlier run kept, is not run again."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        prepare_folder(folder)
-        found = cover(folder, print)
-        print(f"{len(found.rows)} rows")
-        outcomes = _kept(journal)
-        done = trained_pairs(outcomes)
-        rows = [row for row in found.rows if not {frozenset(p) for p in itertools.combinations(row, 2)} & found.pairs <= done]
-        _try(rows, folder, outcomes, journal)
-        # What a row of many options was refused for is not every pair's in it: the rest by itself.
-        rest = [tuple(sorted(pair)) for pair in sorted(found.pairs - trained_pairs(outcomes), key=sorted)]
-        print(f"{len(rest)} pairs by themselves")
-        alone: list[Outcome] = []
-        _try(rest, folder, alone, journal)
-        found.together |= {frozenset(o.words): o.reason for o in alone if o.status == "refused"}
-        outcomes += alone
-        text = matrix(found, outcomes).replace(name, "…")
-    (ROOT / "docs").mkdir(exist_ok=True)
-    (ROOT / "docs" / "pairwise.md").write_text(text)
-    print(text.split("##")[0])
-    broken = any(o.status == "broken" for o in outcomes)
-    return int(broken or not all(names_both(pair, reason) for pair, reason in found.together.items()))
-
-
-def _kept(journal: Path | None) -> list[Outcome]:
-    """What has trained already."""
-    lines = journal.read_text().splitlines() if journal is not None and journal.exists() else []
-    known = {word for words in factors().values() for word in words}
-    found = [Outcome(tuple(words), "trained") for words in map(json.loads, lines)]
-    return [o for o in found if known.issuperset(o.words)]
-
-
-def _try(rows: list[tuple[str, ...]], folder: Path, outcomes: list[Outcome], journal: Path | None) -> None:
-    for number, outcome in enumerate(run(rows, folder), 1):
-        outcomes.append(outcome)
-        if outcome.status == "trained" and journal is not None:
-            with journal.open("a") as kept:
-                kept.write(json.dumps(outcome.words) + "\n")
-        print(f"{number:4d}/{len(rows)} {outcome.status}: {' '.join(outcome.words)} {outcome.reason}", flush=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]) if len(sys.argv) > 1 else None))
