@@ -22,6 +22,8 @@ CASES = {
     "pipeline": ["pipeline", *ADAMW, "model.dropout=0.1"],
     "pipeline, stages of two": ["pipeline", *ADAMW, "parallel.schedule=interleaved", "model.hidden=[15,15,15,15,15]"],
     "state of whole weights": ["fsdp", "optimizer=muon", "ema=ema"],
+    "state of other shapes": ["fsdp", "optimizer=shampoo", "optimizer.start=2", "optimizer.max_precondition_dim=64"],
+    "lists of matrices": ["tensor", "optimizer=soap"],
     "of blocks on ranks": ["tensor", "optimizer=adafactor", "optimizer.eps1=1e-6"],
     "of layers": ["tensor", "optimizer=novograd"],
     "masters": ["fsdp", "precision=bf16_pure", "optimizer=sgd", "optimizer.momentum=0.9", "optimizer.lr=0.1"],

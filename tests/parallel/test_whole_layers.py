@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,11 +34,24 @@ NORMS = {
 }
 ELEMENTS = {"schedulefree": ["optimizer=schedulefree", "optimizer.lr=0.05"]}  # has other weights to save than to train
 
+SHAMPOO = ["optimizer=shampoo", "optimizer.start=2"]
 WHOLE = {
     "muon": ["optimizer=muon", "clip=norm", "clip.max_norm=0.1"],
     # A key has no gradient, whose rounding Adafactor would scale up.
     "adafactor": ["optimizer=adafactor", "optimizer.eps1=1e-6"],
     "timm": ["optimizer=timm", "optimizer.name=adan", "clip=agc", "clip.clip_factor=0.001"],
+    "shampoo": [
+        "optimizer=shampoo",
+        "optimizer.start=2",
+        "optimizer.precondition_frequency=1",
+        "optimizer.max_precondition_dim=64",
+    ],
+}
+# An eigenbasis is determined only where a gradient has full rank: neither the head's nor a token's has.
+SOAP = ["optimizer=soap", "optimizer.eps=1e-3", "optimizer.precondition_frequency=2", "updates=6"]
+SOAPS = {
+    "fsdp": [*SOAP, "model.hidden=[5,5,5]", "optimizer.max_precondition_dim=5", "model.freeze=[head]"],
+    "tensor": [*SOAP, "optimizer.max_precondition_dim=12", "model.freeze=[head,cls_token,pos_embed]"],
 }
 
 
@@ -72,10 +87,13 @@ def stay_together() -> None:
 
 
 def by_name(optimizer: dict[str, Any]) -> dict[str, Any]:
-    found = {}
+    found: dict[str, Any] = {}
     names = {i: n for g in optimizer["param_groups"] for i, n in zip(g["params"], g["param_names"], strict=True)}
-    found |= {f"{names[i]} {key}": value for i, state in optimizer["state"].items() for key, value in state.items()}
-    return {key: torch.as_tensor(value) for key, value in found.items()}
+    for i, state in optimizer["state"].items():
+        for key, value in state.items():
+            parts = {f"{key} {n}": part for n, part in enumerate(value)} if isinstance(value, list) else {key: value}
+            found |= {f"{names[i]} {part}": torch.as_tensor(tensor) for part, tensor in parts.items()}
+    return found
 
 
 def told(of: str, what: str) -> str:
@@ -102,7 +120,7 @@ def equal_on_two_ranks(ranks: Any, make: Any, strategy: str, cases: dict[str, li
                 torch.tensor(whole[name][key], dtype=torch.float64),
                 value.double(),
                 rtol=to,
-                atol=to,
+                atol=1 if value.dtype == torch.uint8 else to,  # a code of 256 may be the next one
                 msg=partial(told, f"{name}: {key}"),
             )
         assert resumed[name] == whole[name]
@@ -120,12 +138,27 @@ def test_whole_weights_of_one_owner(ranks, make, float64, strategy):
     equal_on_two_ranks(ranks, make, strategy, WHOLE, 1e-10)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.slow
+def test_soap(ranks, make, float64, monkeypatch, strategy):
+    """With its bases in float64 too; what the library rounds to float32 there is magnified where two eigenvalues are near."""
+    soap = importlib.import_module("pytorch_optimizer.optimizer.soap")
+    monkeypatch.setattr(soap, "torch", SimpleNamespace(**vars(torch) | {"float32": torch.float64}))
+    equal_on_two_ranks(ranks, make, strategy, {"soap": SOAPS.get(strategy, SOAPS["fsdp"])}, 1e-7)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("torchao"), reason="needs torchao")
+def test_state_in_eight_bits(ranks, make):
+    """A gradient that was summed otherwise may round to the next of the 256 values. Resuming is exact."""
+    equal_on_two_ranks(ranks, make, "fsdp", {"adamw8bit": ["optimizer=adamw8bit", "model.hidden=[64,65,64]"]}, 2e-3)
+
+
 def test_norms_of_layers_and_whole_weights(ranks, make, float64):
     """The short form: norms that are summed over the ranks, a norm of all gradients, rows of vectors, owners of weights.
 
-    And an optimizer that saves other weights than it trains.
+    And an optimizer that saves other weights than it trains, and one whose state has other shapes than its weights.
     """
-    cases = {"nvlamb": NORMS["nvlamb"], "muon": [*WHOLE["muon"][:1], "clip=agc"], **ELEMENTS}
+    cases = {"nvlamb": NORMS["nvlamb"], "muon": [*WHOLE["muon"][:1], "clip=agc"], "shampoo": WHOLE["shampoo"], **ELEMENTS}
     equal_on_two_ranks(ranks, make, "fsdp", cases, 1e-10)
 
 

@@ -19,6 +19,7 @@ class AdamW8bit(Optimizer):
     """
 
     decays_by_lr = True
+    by_parameter = True
     has_foreach = False
     needs_real_tensors = "a compiler makes its code for a device, and runs it"
     fused_on = ("cuda",)

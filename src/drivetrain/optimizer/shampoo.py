@@ -24,6 +24,7 @@ class Shampoo(Optimizer):
     """
 
     decays_by_lr = True
+    by_parameter = True
     has_foreach = False
     states = 2
     step_waits = "the roots are iterated until they are accurate, which the host reads"

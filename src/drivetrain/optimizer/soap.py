@@ -19,6 +19,7 @@ class Soap(Optimizer):
     """
 
     decays_by_lr = True
+    by_parameter = True
     has_foreach = False
     states = 2
     lr: Positive = 0.003
