@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 
-from tests.support import pairwise
+from tests.support import composed, pairwise
 from tests.support.pairwise import Pair
 
 from bench import harness
@@ -38,7 +38,7 @@ class Asked:
 def ask(folder: Path, groups: dict[str, list[str]], workers: int) -> Asked:
     """Ask the rules about every option and every pair."""
     words = list(itertools.chain(*groups.values()))
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(workers, get_context("spawn"), composed.install) as pool:
         said = pool.map(pairwise.refused, [[word] for word in words], itertools.repeat(folder), chunksize=16)
         alone = {word: reason for word, reason in zip(words, said, strict=True) if reason}
         able = [[word for word in options if word not in alone] for options in groups.values()]
@@ -212,6 +212,7 @@ def main() -> None:
         folder = Path(name)
         os.environ["XDG_STATE_HOME"] = f"{name}/state"
         pairwise.prepare_folder(folder)
+        composed.install()
         asked = ask(folder, groups, given.jobs)
         print(f"{len(asked.allowed)} pairs to train, {len(asked.together)} refused by the rules", flush=True)
         cover = Cover(asked.allowed, groups, lambda words: pairwise.refused(words, folder))

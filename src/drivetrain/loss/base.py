@@ -16,6 +16,11 @@ from drivetrain.core.targets import FITTING_LOSS, TargetKind, describe
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
 
+SHARES = (
+    "accuracy",
+    "label_accuracy",
+    "coverage",
+)  # metrics that are a share of the answers
 SMALLEST = 1e-12  # a sum over no items is 0, and 0 / SMALLEST is 0
 
 
@@ -36,6 +41,11 @@ class Loss(Option):
     compares_samples = False  # it compares samples with each other: it is computed from the whole batch of all ranks
     evaluated_together = 1  # samples that an evaluation keeps in one batch, in their order
     target_key = "loss"  # the key of its settings, for messages
+
+    @property
+    def counting(self) -> tuple[str, ...]:
+        """Those of its metrics that count answers which are right or wrong."""
+        return tuple(name for name in self.metrics if name in SHARES)
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         given = run.data.targets

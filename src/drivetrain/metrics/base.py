@@ -35,6 +35,7 @@ class Metric(Option):
 
     stays: ClassVar[str] = "the evaluations of a run have the same metrics"
     name: str  # of its option, and of its figure
+    counts: ClassVar[bool] = False  # whether its figures count answers that are right or wrong
     takes: tuple[TargetKind, ...]  # the kinds of targets that it can be computed from
     better: Literal["min", "max"] | None = "max"  # which of two of its values is better; None: neither
     kind: TargetKind | None = None  # of the run's targets

@@ -22,6 +22,8 @@ Average = Literal["macro", "micro", "weighted"]
 class _Counted(Metric):
     """A metric whose state are sums of integers."""
 
+    counts = True
+
     def create(self, context: BuildContext) -> torchmetrics.Metric:
         from drivetrain.metrics.states import Sums
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure import arguments
 from drivetrain.measure.benchmark import arms
 from drivetrain.measure.certify import explain
-from drivetrain.measure.certify.judge import DIFFERS, Floors, Verdict, judge, same_bits
+from drivetrain.measure.certify.judge import DIFFERS, EXACT, Floors, Verdict, judge, may_have_flipped, same_bits, same_in_float64
 from drivetrain.measure.certify.process import run_recorded
 from drivetrain.measure.certify.trace import FLOAT32, Trace
 from drivetrain.measure.overrides import apply
@@ -104,7 +104,22 @@ def certify(tested: Job, reference: Job, updates: int, progress: Steps | None = 
     say("recording what the order of sums and rounding change")
     coarser = roundoff > FLOAT32
     floors = measured_floors(partial(run_recorded, reference, updates), partial(run_recorded, tested, updates), roundoff, ours)
-    return Certified(judge(ours, theirs, floors, coarser), ours, theirs, roundoff)
+    verdict = judge(ours, theirs, floors, coarser)
+    if not coarser and may_have_flipped(verdict):
+        say("recording both runs in float64")
+        if agree_in_float64(tested, reference, updates):
+            verdict = replace(verdict, answer=EXACT, first=None, flipped=True)
+    return Certified(verdict, ours, theirs, roundoff)
+
+
+def agree_in_float64(tested: Job, reference: Job, updates: int) -> bool:
+    """Whether the two runs, each with its techniques, are the same in float64; False where one cannot be made there."""
+    record = partial(run_recorded, updates=updates, float64=True, techniques=True)
+    try:
+        permuted = [record(reference, permute=seed) for seed in range(1, PERMUTED + 1)]
+        return same_in_float64(record(tested), record(reference), permuted)
+    except UserError:
+        return False
 
 
 def measured_floors(

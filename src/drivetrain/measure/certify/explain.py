@@ -53,7 +53,8 @@ def show(verdict: Verdict, tested: Trace, reference: Trace, roundoff: float, dif
     terminal.table(("setting", "this run", "against"), different)
     echo()
     terminal.table(
-        ("phase", "compared", "largest difference", "rounding gives", "in", "verdict"), [_row(*each) for each in phases(verdict)]
+        ("phase", "compared", "largest difference", "rounding gives", "in", "verdict"),
+        [_row(*each, verdict.flipped) for each in phases(verdict)],
     )
     for line in dict.fromkeys([*tested.unseen, *reference.unseen]):
         echo(f"not looked into: {line}")
@@ -69,8 +70,9 @@ def phases(verdict: Verdict) -> list[tuple[str, int, Finding]]:
     return [(phase, len(those), worst[phase]) for phase, those in found]
 
 
-def _row(phase: str, count: int, worst: Finding) -> tuple[str, ...]:
-    differs = ("differs" if worst.decides else "rearranged") if worst.is_different else "same" if worst.distance else "equal"
+def _row(phase: str, count: int, worst: Finding, flipped: bool = False) -> tuple[str, ...]:
+    above = "rearranged" if not worst.decides else "flipped" if flipped else "differs"
+    differs = above if worst.is_different else "same" if worst.distance else "equal"
     where = _where(worst) if worst.distance else ""
     return phase, f"{count:,}", _share(worst.relative(worst.distance)), _share(worst.relative(worst.floor)), where, differs
 
@@ -113,6 +115,8 @@ def _verdict(verdict: Verdict, tested: Trace, reference: Trace, roundoff: float)
     if verdict.answer != DIFFERS:
         if verdict.bit_for_bit:
             return [f"exact: bit for bit the same, in all of {tensors}"]
+        if verdict.flipped:
+            return [_of_flips(verdict, tensors)]
         worst = max((f for f in verdict.findings if f.decides), key=lambda f: f.ratio)
         of = f"of {tensors}, none differs more than {worst.ratio:.1f} times what they give (differs: above {MARGIN:g} times)"
         if verdict.answer == CLOSE:
@@ -126,6 +130,15 @@ def _verdict(verdict: Verdict, tested: Trace, reference: Trace, roundoff: float)
     when = f"in update {update}" if update and phase != "evaluation" else "after the updates" if update else "before the updates"
     sizes = f"by {_share(first.relative(first.distance))} of its size, where rounding gives {_share(first.relative(first.floor))}"
     return [f"differs: first {when}, {place}, {sizes}", f"  {MEANS[phase]}", *hints(verdict, tested, reference)]
+
+
+def _of_flips(verdict: Verdict, tensors: str) -> str:
+    """What is said of two runs that are the same in float64 only."""
+    flipped = [f for f in verdict.findings if f.is_different and f.decides]
+    return (
+        f"exact: in float64 the two runs are the same. In float32 {len(flipped)} of {tensors} differ by more than the order of "
+        f"sums gives, from update {min(f.key[0] for f in flipped)} on: rounding moved a value over a threshold, such as a ReLU's"
+    )
 
 
 def named(name: str, trace: Trace) -> str:
@@ -179,6 +192,7 @@ def as_dict(verdict: Verdict, tested: Trace, reference: Trace, roundoff: float, 
     return {
         "answer": verdict.answer,
         "bit_for_bit": verdict.bit_for_bit,
+        "same_in_float64_only": verdict.flipped,
         "first": finding(verdict.first) if verdict.first is not None else None,
         "phases": {phase: {"compared": count, **finding(worst)} for phase, count, worst in phases(verdict)},
         "lines": lines(verdict, tested, reference, roundoff, different),

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from drivetrain.measure.certify.trace import PHASES, Entry, Key, Trace
+from drivetrain.measure.certify.trace import FLOAT32, PHASES, Entry, Key, Trace
 
 MARGIN = 8.0  # times the floor: a difference above it is not rounding
 TRUSTED = 30.0  # times the random rounding: up to there what a run measures of itself counts as rounding
@@ -32,18 +32,18 @@ class Floors:
 
     def relative_to(self, reference: Trace) -> dict[Key, float]:
         """Return the floor of each entry, relative to the size of the reference's."""
-        own = {key: self._of(key, ours) / ours.size for key, ours in reference.entries.items() if ours.size}
+        own = {key: self.of(key, ours) / ours.size for key, ours in reference.entries.items() if ours.size}
         floors = {
             (at, phase, name): max(own.get((before, phase, name), 0.0) for before in range(at + 2))
             for at, phase, name in own
         }  # fmt: skip
-        for at, phase in {key[:2] for key in floors if key[1] not in NEVER_ROUNDED}:
+        for at, phase in {key[:2] for key in floors if key[1] not in NEVER_ROUNDED | {"evaluation"}}:
             keys = [key for key in floors if key[:2] == (at, phase)]
             middle = float(np.median([floors[key] for key in keys]))
             floors |= {key: max(floors[key], middle) for key in keys}
         return floors
 
-    def _of(self, key: Key, reference: Entry) -> float:
+    def of(self, key: Key, reference: Entry) -> float:
         """Return the largest difference that rounding gives to an entry."""
         permuted = [trace.entries[key] for trace in self.permuted if key in trace.entries]
         floor = max([reference.rounding, *(o.distance(reference) for o in permuted if o.comparable(reference))])
@@ -93,6 +93,7 @@ class Verdict:
     bit_for_bit: bool
     first: Finding | None  # the first difference, in the order in which an update computes
     findings: list[Finding] = field(default_factory=list)
+    flipped: bool = False  # float32 differs by more than its floor, and float64 does not: a ReLU flipped, or the like
 
     def by_phase(self) -> dict[str, list[Finding]]:
         """Return the findings of each phase that was compared."""
@@ -120,6 +121,22 @@ def judge(tested: Trace, reference: Trace, floors: Floors, coarser: bool = False
     return Verdict(CLOSE if coarser and not bit_for_bit else EXACT, bit_for_bit, None, findings)
 
 
+def may_have_flipped(verdict: Verdict) -> bool:
+    """Whether a ReLU that rounding flips could be the difference: the runs have the same data, start and losses."""
+    return verdict.answer == DIFFERS and not any(
+        f.is_different and f.decides and f.key[1] in NEVER_ROUNDED | {"loss"} for f in verdict.findings
+    )
+
+
+def same_in_float64(tested: Trace, reference: Trace, permuted: Sequence[Trace]) -> bool:
+    """Whether two runs in float64 differ by less than float32 rounds, or by what the order of sums changes."""
+    entries = {
+        key: replace(entry, rounding=max(entry.rounding, FLOAT32 / MARGIN * entry.size))
+        for key, entry in reference.entries.items()
+    }  # fmt: skip
+    return judge(tested, replace(reference, entries=entries), Floors(permuted=permuted)).answer != DIFFERS
+
+
 def _findings(tested: Trace, reference: Trace, floors: Floors) -> Iterable[Finding]:
     relative = floors.relative_to(reference)
     for key, ours in reference.entries.items():
@@ -130,7 +147,8 @@ def _findings(tested: Trace, reference: Trace, floors: Floors) -> Iterable[Findi
         if not ours.comparable(other):
             yield Finding(key, float("inf"), 0.0, ours.size, decides, float("nan"), 1.0)
             continue
-        floor = max(relative.get(key, 0.0) * ours.size, ours.rounding, other.rounding)
+        measured = relative.get(key, 0.0) * ours.size if ours.size else floors.of(key, ours)
+        floor = max(measured, ours.rounding, other.rounding)
         yield Finding(key, ours.distance(other), floor, ours.size, decides, *_factor(ours, other))
 
 

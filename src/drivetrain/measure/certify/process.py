@@ -49,7 +49,9 @@ def _child(job: Job, look: dict[str, Any], folder: Path, connection: Connection)
         os.dup2(log, stream)
     looked = Look.at(job.run, **look)
     try:
-        run = shadow.shadow_of(job.run) if looked.float64 else job.run
+        run = job.run
+        if looked.float64:
+            run = shadow.widened_run(run) if looked.techniques else shadow.shadow_of(run)
         ended = launcher.launch(replace(job, run=run, work=_recording(looked, connection)), folder, quiet=True)
         if ended.code:
             connection.send([str(ended.result.error).partition(" (traceback in")[0]])  # that file is removed

@@ -15,6 +15,7 @@ from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.option import RunSpec
 from drivetrain.measure.certify import shadow
 from drivetrain.measure.certify.activations import Activations, Rows
+from drivetrain.measure.certify.judge import MARGIN
 from drivetrain.measure.certify.plan import plan_of
 from drivetrain.measure.certify.trace import FLOAT32, Entry, Trace, of_numbers, of_rows, of_tensor, whole
 from drivetrain.measure.certify.watched import NotingLoader, WatchedStep
@@ -29,6 +30,7 @@ class Look:
     updates: int
     permute: int = 0  # not 0: each micro-batch has its samples in another order, by this seed
     float64: bool = False
+    techniques: bool = False  # with float64: the run keeps its own, such as its compiler, and is not made of plain operations
     roundoff: float = 0.0  # with float64: operations are rounded at random by as much
     seed: int = 0
     gradients: bool = True  # they are there between a step's micro-batches and its update
@@ -36,7 +38,8 @@ class Look:
     @classmethod
     def at(cls, run: RunSpec, updates: int, **others: Any) -> Look:
         """Return how this run is recorded."""
-        return cls(updates, gradients=not run.compile.captures_step or bool(others.get("float64")), **others)
+        plain = others.get("float64") and not others.get("techniques")
+        return cls(updates, gradients=bool(plain) or not run.compile.captures_step, **others)
 
 
 def record(trainer: Any, look: Look) -> Trace | None:
@@ -73,11 +76,25 @@ class Recorder:
         self._start()
         with self._hooks():
             trainer.fit()
+        one = self._share_of_a_sample() / MARGIN
         for name, value in trainer.progress.final.items():
-            self.trace.add(self.update, "evaluation", name, of_numbers(value, rounding=FLOAT32))
+            entry = of_numbers(value, rounding=FLOAT32)
+            counts = name.removeprefix("ema_") in self._counting()
+            self.trace.add(self.update, "evaluation", name, replace(entry, rounding=max(entry.rounding, one * counts)))
         self._look_for_dropout()
         self.trace.notice = trainer.precision.notice()
         return self._merged(parallel.gather_object((parallel.data_world.rank, self.trace, dict(self.rows))))
+
+    def _counting(self) -> set[str]:
+        """The figures of an evaluation that count samples: rounding may move one over the threshold between two answers."""
+        evaluator = self.trainer.evaluator
+        return {*evaluator.loss.counting, *(name for meter in evaluator.meters if meter.counts for name in meter.directions)}
+
+    def _share_of_a_sample(self) -> float:
+        """What one sample of those that are evaluated is of them."""
+        evaluator, world = self.trainer.evaluator, self.trainer.parallel.data_world
+        batches = evaluator.batch.evaluation(evaluator.data.source, world)[: evaluator.max_batches]
+        return 1 / max(1, sum(map(len, batches)))
 
     def _watched(self, trainer: Any) -> Any:
         """Return the trainer of the same parts that makes the first updates, with this recorder around its step and its data."""

@@ -38,6 +38,11 @@ class Float64(Precision):
         return model
 
 
+def widened_run(run: RunSpec) -> RunSpec:
+    """Return the run in float64, with all its techniques."""
+    return replace(run, parts={**run.parts, "precision": Float64()})
+
+
 def shadow_of(run: RunSpec) -> RunSpec:
     """Return the run in float64, in one process, as plain operations. Micro-batches are those of the run's steps and ranks."""
     batch = copy.deepcopy(run.batch)
