@@ -28,7 +28,8 @@ def traced(words: Sequence[str], broken: Break | None = None, **look: Any) -> An
 
     job = launcher.prepare(list(words))
     check.validate_device(job.run)
-    run = shadow.shadow_of(job.run) if look.get("float64") else job.run
+    widened = shadow.widened_run if look.get("techniques") else shadow.shadow_of
+    run = widened(job.run) if look.get("float64") else job.run
     context = BuildContext(run, World(), Path(tempfile.mkdtemp(dir=Path.cwd())))
     try:
         trainer = build.build(context, [])
@@ -48,16 +49,17 @@ def recorded(words: tuple[str, ...], **look: Any) -> Any:
 def certified(words: Sequence[str], against: Sequence[str], broken: Break | None = None) -> Any:
     """The verdict on a run against another one, with the lines that tell it."""
     from drivetrain.measure.certify import explain
-    from drivetrain.measure.certify.certify import Certified, measured_floors, refuse_random_layers, roundoff_of
+    from drivetrain.measure.certify.certify import Certified, refuse_random_layers, roundoff_of, verdict_on
     from drivetrain.measure.certify.judge import Floors, judge, same_bits
-    from drivetrain.measure.certify.trace import FLOAT32
 
     run, other = launcher.prepare(list(words)).run, launcher.prepare(list(against)).run
     roundoff = max(roundoff_of(run), roundoff_of(other))
     ours, theirs = traced(words, broken), recorded(tuple(against))
-    floors = Floors()
-    if not same_bits(ours, theirs):
+    if same_bits(ours, theirs):
+        verdict = judge(ours, theirs, Floors())
+    else:
         refuse_random_layers(run, ours, theirs)
-        floors = measured_floors(partial(recorded, tuple(against)), partial(traced, words, broken), roundoff, ours)
-    done = Certified(judge(ours, theirs, floors, coarser=roundoff > FLOAT32), ours, theirs, roundoff)
+        both = partial(recorded, tuple(against)), partial(traced, words, broken)
+        verdict = verdict_on(ours, theirs, roundoff, *both, lambda line: None)
+    done = Certified(verdict, ours, theirs, roundoff)
     return done, explain.lines(done.verdict, ours, theirs, roundoff)

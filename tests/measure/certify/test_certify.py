@@ -17,11 +17,11 @@ from drivetrain.cli import certify as cli
 from drivetrain.cli import completion
 from drivetrain.core.errors import UserError
 from drivetrain.measure.certify import certify as verb
-from drivetrain.measure.certify import judge, shadow
+from drivetrain.measure.certify import explain, judge, shadow
 from drivetrain.measure.certify.judge import Floors
 from drivetrain.measure.certify.trace import Entry, Trace, of_tensor
 from drivetrain.precision import cpu_half
-from tests.support.certified import SMALL, certified, traced
+from tests.support.certified import SMALL, Break, certified, traced
 from tests.support.slow import but
 
 MLP = [*SMALL, "model=mlp", "model.hidden=[16,16]", "scheduler=linear"]
@@ -48,6 +48,26 @@ def test_the_same_mathematics(name: str) -> None:
     base, beside, answer = SAME[name]
     _, lines = certified([*base, *beside], base)
     assert lines[0].startswith(answer)
+
+
+def test_what_differs_in_float32_alone_is_a_flip(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient that is a little larger in float32 alone is no other mathematics; one that is so in float64 too is a fault."""
+    monkeypatch.setattr(verb, "measured_floors", lambda *_: Floors())
+
+    def larger(*dtypes: torch.dtype) -> Break:
+        def broken(trainer: Any) -> None:
+            weight = trainer.model.layers[1].linear.weight
+            weight.register_hook(lambda grad: grad * (1 + 1e-5) if grad.dtype in dtypes else grad)
+
+        return broken
+
+    done, lines = certified(MLP, MLP, larger(torch.float32))
+    assert (done.verdict.answer, done.verdict.flipped) == ("exact", True), lines
+    assert "in float64 the two runs are the same" in lines[0]
+    rows = [explain._row(*each, flipped=True) for each in explain.phases(done.verdict)]
+    assert {"flipped", "equal"} <= {row[-1] for row in rows}
+    done, lines = certified(MLP, MLP, larger(torch.float32, torch.float64))
+    assert done.verdict.answer == "differs", lines
 
 
 def test_a_format_that_this_cpu_does_not_compute_in_is_not_certified(monkeypatch: pytest.MonkeyPatch) -> None:

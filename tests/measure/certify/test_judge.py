@@ -44,6 +44,21 @@ def test_other_formats_are_within_rounding_unless_all_bits_are_equal():
     assert (same.answer, same.bit_for_bit) == (judge.EXACT, True)
 
 
+def test_other_data_or_another_loss_is_no_flip():
+    gradient = (1, "gradient", "w")
+    assert judge.may_have_flipped(verdict({gradient: 2.0, W1: 1.0}, {gradient: 1.0, W1: 1.0}))
+    for phase in ("samples", "start", "inputs", "targets", "learning rate", "loss"):
+        found = verdict({gradient: 2.0, (1, phase, "x"): 2.0}, {gradient: 1.0, (1, phase, "x"): 1.0})
+        assert not judge.may_have_flipped(found)
+    assert not judge.may_have_flipped(verdict({W1: 1.0}, {W1: 1.0}))
+
+
+def test_what_is_nothing_in_the_reference_has_a_floor():
+    none, one = {(1, "evaluation", "accuracy"): 0.0}, {(1, "evaluation", "accuracy"): 0.1}
+    assert verdict(one, none).answer == judge.DIFFERS
+    assert verdict(one, none, Floors(permuted=[trace(one)])).answer == judge.EXACT
+
+
 def test_a_floor_is_the_largest_of_all_updates_up_to_the_next():
     reference = {(n, "weights", "w"): 1.0 for n in range(1, 5)}
     permuted = trace({(n, "weights", "w"): 1.0 + (1e-3 if n == 2 else 1e-6) for n in range(1, 5)})

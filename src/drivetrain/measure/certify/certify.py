@@ -101,30 +101,38 @@ def certify(tested: Job, reference: Job, updates: int, progress: Steps | None = 
     if same_bits(ours, theirs):
         return Certified(judge(ours, theirs, Floors()), ours, theirs, roundoff)
     refuse_random_layers(tested.run, ours, theirs)
+    recorded, recorded_tested = (partial(run_recorded, job, updates) for job in (reference, tested))
+    return Certified(verdict_on(ours, theirs, roundoff, recorded, recorded_tested, say), ours, theirs, roundoff)
+
+
+Recorded = Callable[..., Trace]  # takes further fields of record.Look
+
+
+def verdict_on(
+    ours: Trace, theirs: Trace, roundoff: float, recorded: Recorded, recorded_tested: Recorded, say: Callable[[str], None]
+) -> Verdict:
+    """Judge two traces that are not bit for bit the same, by further ones of the reference and of the tested run."""
     say("recording what the order of sums and rounding change")
     coarser = roundoff > FLOAT32
-    floors = measured_floors(partial(run_recorded, reference, updates), partial(run_recorded, tested, updates), roundoff, ours)
-    verdict = judge(ours, theirs, floors, coarser)
+    verdict = judge(ours, theirs, measured_floors(recorded, recorded_tested, roundoff, ours), coarser)
     if not coarser and may_have_flipped(verdict):
         say("recording both runs in float64")
-        if agree_in_float64(tested, reference, updates):
-            verdict = replace(verdict, answer=EXACT, first=None, flipped=True)
-    return Certified(verdict, ours, theirs, roundoff)
+        if agree_in_float64(recorded, recorded_tested):
+            return replace(verdict, answer=EXACT, first=None, flipped=True)
+    return verdict
 
 
-def agree_in_float64(tested: Job, reference: Job, updates: int) -> bool:
+def agree_in_float64(recorded: Recorded, recorded_tested: Recorded) -> bool:
     """Whether the two runs, each with its techniques, are the same in float64; False where one cannot be made there."""
-    record = partial(run_recorded, updates=updates, float64=True, techniques=True)
+    wide = {"float64": True, "techniques": True}
     try:
-        permuted = [record(reference, permute=seed) for seed in range(1, PERMUTED + 1)]
-        return same_in_float64(record(tested), record(reference), permuted)
+        permuted = [recorded(permute=seed, **wide) for seed in range(1, PERMUTED + 1)]
+        return same_in_float64(recorded_tested(**wide), recorded(**wide), permuted)
     except UserError:
         return False
 
 
-def measured_floors(
-    recorded: Callable[..., Trace], recorded_tested: Callable[..., Trace], roundoff: float, ours: Trace
-) -> Floors:  # fmt: skip
+def measured_floors(recorded: Recorded, recorded_tested: Recorded, roundoff: float, ours: Trace) -> Floors:
     """Record what the order of sums and rounding change: in the reference, and where it rounds more also in the tested run."""
     orders = range(1, PERMUTED + 1)
     return Floors(
