@@ -141,13 +141,25 @@ class Campaign:
         for each in run(enumerate(self.cover, len(self.ended)), self.folder, self.jobs, seconds):
             self.note(each)
             if each.outcome != TRAINED:
-                self.cover.failed(each.words, cause(each.words, self._fails))
+                self.cover.failed(each.words, cause(self._fewer(each), self._fails))
 
     def note(self, each: Ended) -> None:
         """Keep what a row came to."""
         self.ended.append(each)
         keep(each, self.journal)
         print(f"{len(self.cover.open)} open, {each.outcome}, {each.cpu:.1f} s: {' '.join(each.words)} {each.said}", flush=True)
+
+    def _fewer(self, failed: Ended) -> Words:
+        """Fewer of a failed row's words that fail as well, where they are found at once: without the slow ones, or as it says."""
+        words = failed.words
+        quick = tuple(word for word in words if word not in SLOW)
+        for fewer in (quick, tuple(word for word in quick if self._is_named(word, failed.said))):
+            if 1 < len(fewer) < len(words) and self._fails(fewer):
+                words = fewer
+        return words
+
+    def _is_named(self, word: str, said: str) -> bool:
+        return any(each in said for each in (word, *pairwise.needs(self.folder).get(word, [])))
 
     def _fails(self, words: Words) -> bool:
         each = next(run([(len(self.ended), words)], self.folder))

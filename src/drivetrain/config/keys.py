@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -98,8 +99,24 @@ class KeySetter:
         if owners and (group in LISTS or self.choices[group] not in owners):
             has_it = " or ".join(f"{group}={name}" for name in owners) + " has it"
             hint = has_it if present == given and not homes else f"{hint} (with {group}={', '.join(owners)})"
+        elif inside in known and inside not in LISTS and not hint.startswith(("did you mean", "it is called", "use ")):
+            hint = self._of_another_option(inside, part) or hint
         place = f"{inside}={self.choices[inside]}" if inside in known else inside or "the config"
+        if inside in known and hint == did_you_mean(part, ()):
+            return f"{key}={value}: {place} has no settings"
         return f"{place} has no '{part}' ({key}={value}): {hint}"
+
+    def _of_another_option(self, group: str, knob: str) -> str:
+        """A hint at a similar knob, which the group's chosen option does not have and another one has; "" without one."""
+        owners: dict[str, list[str]] = {}
+        for name in options(self.config_dirs)[group]:
+            for key in option_keys(group, name, self.config_dirs):
+                owners.setdefault(key, []).append(name)
+        near = get_close_matches(knob, owners, n=1)
+        if not near:
+            return ""
+        has_it = " or ".join(f"{group}={name}" for name in owners[near[0]])
+        return f"did you mean '{group}.{near[0]}'? {has_it} has it"
 
     def _groups_with(self, knob: str) -> list[str]:
         """The groups of which an option has this knob; those whose chosen option has it come first."""
