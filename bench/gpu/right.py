@@ -62,6 +62,9 @@ FORMATS = {
 EXACT = Tolerance(0.0, 0.0, 0.0, "a resumed run repeats the whole one to the last bit, with deterministic kernels")
 FAMILIES = {
     "compile": Family({name: (f"compile={name}",) for name in ("none", "inductor", "step", "cudagraph")}, FUSED),
+    "accumulation": Family(
+        {name: (f"compile={name}", "batch=accumulate", "batch.accumulation_steps=4") for name in ("none", "cudagraph")}, FUSED
+    ),
     "loader": Family({name: (f"loader={name}",) for name in ("sync", "threads", "device", "resident")}, SAME),
     **{
         f"precision {name}": Family({"fp32": ("precision=fp32",), name: (f"precision={name}",)}, t) for name, t in FORMATS.items()

@@ -2,6 +2,8 @@
 
 from collections import Counter
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 import safetensors.torch
@@ -318,6 +320,78 @@ def test_cudagraph_is_torchs_mode_that_keeps_the_parameters_in_place(monkeypatch
     assert asked == [{"mode": "reduce-overhead", "dynamic": False, "fullgraph": True}]
 
 
+class Replayed(torch.autograd.Function):
+    """A product whose weight gets its gradient in memory that each backward writes anew, as the replay of a CUDA graph does."""
+
+    memory: ClassVar[dict] = {}
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        memory = Replayed.memory.setdefault(weight.data_ptr(), torch.empty_like(weight)).copy_(grad.T @ x)
+        fresh = torch.empty(0).set_(memory.untyped_storage(), 0, memory.shape, memory.stride())  # a replay gives new tensors
+        return grad @ weight, fresh
+
+
+@pytest.mark.parametrize("zero_grad", ["none", "memset"])
+def test_gradients_in_a_graphs_memory_are_kept_until_the_update(zero_grad):
+    from drivetrain.compile.kept_gradients import KeptGradients
+
+    @dataclass
+    class Backward:
+        weights: list
+
+        def micro_batch(self, batch, loss_sum):
+            h = batch
+            for weight in self.weights:
+                h = product(h, weight).tanh()
+            h.sum().backward()
+
+        def zero_grad(self):
+            for weight in self.weights:
+                weight.grad = None if zero_grad == "none" else weight.grad.zero_()
+
+    def gradients(wrapped):
+        torch.manual_seed(0)
+        step = Backward([nn.Parameter(torch.randn(4, 4)) for _ in range(2)])
+        step, parameters = (KeptGradients(step, step.weights) if wrapped else step), step.weights
+        found = []
+        for _ in range(3):  # updates
+            for _ in range(3):  # micro-batches
+                step.micro_batch(torch.randn(5, 4), None)
+            found += [p.grad.clone() for p in parameters]
+            step.zero_grad()
+        return found
+
+    product = torch.nn.functional.linear
+    plain = gradients(False)
+    product = Replayed.apply
+    assert all(map(torch.equal, gradients(True), plain))
+    assert not all(map(torch.equal, gradients(False), plain)), "the test is to have what it guards against"
+
+
+def test_a_cuda_graph_keeps_gradients_that_are_added_up(monkeypatch):
+    from types import SimpleNamespace
+
+    from drivetrain.compile.inductor import keep_gradients
+    from drivetrain.compile.kept_gradients import KeptGradients
+
+    def kept(kind, steps, zero_grad):
+        run = SimpleNamespace(batch=SimpleNamespace(accumulation_steps=steps), runtime=SimpleNamespace(zero_grad=zero_grad))
+        context = SimpleNamespace(run=run, device=torch.device(kind), model=nn.Linear(2, 2))
+        return isinstance(keep_gradients(object(), context), KeptGradients)
+
+    assert kept("cuda", 2, "none")
+    assert kept("cuda", 1, "memset")
+    assert not kept("cuda", 1, "none"), "the update has read the gradients before the next replay"
+    assert not kept("cpu", 2, "none")
+
+
 @pytest.mark.parametrize("method", ["trace", "script"])
 def test_jit_is_torchscript_and_trains_the_same(train, make, method):
     words = [*MLP, "compile=jit", f"compile.method={method}"]
@@ -361,6 +435,7 @@ def test_what_cannot_be_is_refused_at_once(problems):
     for words, names in (
         (["compile=cudagraph"], ("compile=cudagraph", "CUDA")),
         (["compile=cudagraph", "runtime.device=cpu"], ("runtime.device=cpu", "compile=inductor")),
+        (["compile=cudagraph", "batch=accumulate", "parallel=ddp"], ("compile=cudagraph", "batch=accumulate", "parallel=ddp")),
         (["compile=step", "precision=bf16_pure", "precision.master=stochastic"], ("compile=step", "precision.master=fp32")),
         (["compile=inductor", "compile.mode=reduce-overhead", "parallel=fsdp"], ("compile=inductor", "CUDA graphs", "fsdp")),
         (["compile=inductor", "compile.mode=max-autotune", "parallel=fsdp"], ("compile=inductor", "CUDA graphs", "fsdp")),

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from drivetrain.compile.inductor import Dynamo, graphs_keep_gradients
+from drivetrain.compile.inductor import Dynamo, keep_gradients, refuse_ranks_that_keep_gradients
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
+from drivetrain.core.step import Step
 from drivetrain.core.trees import Tree
+
+if TYPE_CHECKING:
+    from drivetrain.core.context import BuildContext
 
 
 class CudaGraph(Dynamo):
@@ -32,7 +36,7 @@ class CudaGraph(Dynamo):
         yield from super().validate(run)
         if run.runtime.device == "cpu":
             yield _no_cuda("runtime.device=cpu")
-        yield from graphs_keep_gradients(run, "compile=cudagraph", "set compile=step")
+        yield from refuse_ranks_that_keep_gradients(run, "compile=cudagraph", "set compile=inductor")
 
     def validate_device(self, run: RunSpec) -> Iterator[str]:
         if run.runtime.device != "cpu" and run.runtime.device_type() != "cuda":
@@ -41,6 +45,9 @@ class CudaGraph(Dynamo):
     def apply(self, model: torch.nn.Module, example: Tree, budget: float) -> Any:
         self.prepare(budget)
         return torch.compile(model, mode="reduce-overhead", dynamic=False, fullgraph=self.fullgraph)
+
+    def wrap_step(self, step: Step, context: BuildContext) -> Step:
+        return keep_gradients(step, context)
 
 
 def _no_cuda(reason: str) -> str:

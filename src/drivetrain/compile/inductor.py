@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from drivetrain.compile import kernel_cache
 from drivetrain.compile.base import Compiled, dynamo_seconds
@@ -18,13 +18,16 @@ from drivetrain.core.forking import start_autograd_engine
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
 from drivetrain.core.paths import user_cache
+from drivetrain.core.step import Step
 from drivetrain.core.trees import Tree
+
+if TYPE_CHECKING:
+    from drivetrain.core.context import BuildContext
 
 logger = logging.getLogger(__name__)
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 GRAPH_MODES = ("reduce-overhead", "max-autotune")  # on CUDA they capture what they compile as CUDA graphs
 _USERS_CACHE = os.environ.get(CACHE_VARIABLE)
-_GRAPH_MEMORY = "CUDA graphs reuse the gradients' memory"
 
 
 class Dynamo(Compiled):
@@ -85,7 +88,7 @@ class Inductor(Dynamo):
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)
         if self.mode in GRAPH_MODES:
-            yield from graphs_keep_gradients(run, f"compile.mode={self.mode}", "set compile.mode=default, or compile=step")
+            yield from refuse_ranks_that_keep_gradients(run, f"compile.mode={self.mode}", "set compile.mode=default")
 
     def validate_device(self, run: RunSpec) -> Iterator[str]:
         kind = run.runtime.device_type()
@@ -95,6 +98,9 @@ class Inductor(Dynamo):
     def apply(self, model: torch.nn.Module, example: Tree, budget: float) -> Any:
         self.prepare(budget)
         return self._compile(model)
+
+    def wrap_step(self, step: Step, context: BuildContext) -> Step:
+        return keep_gradients(step, context) if self.mode in GRAPH_MODES else step
 
     def _compile(self, target: Any) -> Any:
         return torch.compile(target, mode=self.mode, dynamic=self.dynamic, fullgraph=self.fullgraph)
@@ -145,9 +151,25 @@ def _compiled_if_grad(compiled: Callable[..., Any], plain: Callable[..., Any]) -
     return forward
 
 
-def graphs_keep_gradients(run: RunSpec, setting: str, remedy: str) -> Iterator[str]:
-    """Yield what excludes CUDA graphs: their next replay overwrites the gradients' memory (pytorch #169545)."""
-    if run.batch.accumulation_steps != 1:
-        yield f"{setting} and {run.named('batch')} exclude each other ({_GRAPH_MEMORY}, so they cannot be added up): {remedy}"
-    if run.runtime.zero_grad == "memset":
-        yield f"{setting} and runtime.zero_grad=memset exclude each other ({_GRAPH_MEMORY}): set runtime.zero_grad=none"
+def keeps_gradients(run: RunSpec) -> bool:
+    """Whether gradients must outlive a backward: they are added up, or kept and set to zero."""
+    return bool(run.batch.accumulation_steps != 1 or run.runtime.zero_grad == "memset")
+
+
+def refuse_ranks_that_keep_gradients(run: RunSpec, setting: str, remedy: str) -> Iterator[str]:
+    """Yield what excludes CUDA graphs: gradients are copied out of a graph's memory, but not where ranks hold them in buckets."""
+    if run.parallel.ranks() > 1 and keeps_gradients(run):
+        what = run.named("batch") if run.batch.accumulation_steps != 1 else "runtime.zero_grad=memset"
+        yield (
+            f"{setting}, {what} and {run.named('parallel')} exclude each other (a CUDA graph's next replay overwrites gradients, "
+            f"and ranks reduce them in memory of their own): {remedy}"
+        )
+
+
+def keep_gradients(step: Step, context: BuildContext) -> Step:
+    """Return a step whose gradients outlive the next replay of a CUDA graph, where they have to."""
+    if not keeps_gradients(context.run) or context.device.type != "cuda":
+        return step
+    from drivetrain.compile.kept_gradients import KeptGradients
+
+    return KeptGradients(step, [p for p in context.model.parameters() if p.requires_grad])
