@@ -16,7 +16,7 @@ from drivetrain.config.catalog import options
 from drivetrain.core.errors import UserError
 from drivetrain.engine.rehearsal.fake_step import GRADIENTS, PARAMETERS, STATE, StepRecord
 from drivetrain.engine.rehearsal.recorder import OTHER
-from drivetrain.measure.forecast import examine, page
+from drivetrain.measure.forecast import examine, page, what_if
 from drivetrain.measure.forecast import forecast as forecast_module
 from drivetrain.measure.forecast.forecast import Answer, Settings, answer, command
 from drivetrain.measure.forecast.plan import plan
@@ -113,7 +113,7 @@ def test_the_largest_micro_batch_fits_and_one_tenth_more_does_not():
 def test_a_run_with_stages_is_forecast_stage_by_stage(monkeypatch):
     """Each as a run that is like it; the time of the whole run is the stages' by their shares."""
 
-    def here(planned, settings):
+    def here(planned, settings, until):
         built.append(examine.Subject.build(planned))
         return answer(planned, built[-1].trainer, settings)
 
@@ -151,6 +151,23 @@ def test_an_answer_as_text_and_as_json():
     }
     assert isinstance(found, Answer)
     assert sum(values["shares"].values()) == pytest.approx(1.0)
+
+
+def test_what_if_keeps_the_batch_of_a_preset_and_records_no_step_twice(monkeypatch):
+    """Another option of `batch` misses what the task's preset sets for the first one."""
+    words = [*(word for word in SMALL if not word.startswith("batch.")), *TEXT]
+    built.append(examine.Subject.build(plan(words, (), "h100")))
+    own = built[-1]
+    monkeypatch.setattr(what_if, "candidates", lambda _: ["compile=inductor", "batch=accumulate batch.accumulation_steps=2"])
+    base = examine.examine(own, 0.0)[0]
+    recorded = list(own.records)
+    compiled, accumulated = what_if.table(base, own, float("inf"))
+    assert base.samples == 16
+    assert accumulated.override == "batch=accumulate batch.accumulation_steps=2 batch.global_batch=16"
+    assert [*recorded, (8, 2)] == list(own.records), "a compiled step has the record of the plain one"
+    assert compiled.memory == 1
+    late = what_if.table(base, own, 0.0)
+    assert all("the time was up" in row.why_not for row in late)
 
 
 def test_ranks_divide_the_batch_and_fsdp_the_state():

@@ -85,6 +85,7 @@ class Subject:
     rehearsal: fake_step.Rehearsal
     here: bool
     timed: dict[str, Timed] = field(default_factory=dict)  # operations by signature, where it is this machine
+    records: dict[tuple[int, int], fake_step.StepRecord] = field(default_factory=dict)  # by micro-batch, and their number
     on_exit: ExitStack = field(default_factory=ExitStack)  # undoes what building changed for the whole process
 
     @classmethod
@@ -100,7 +101,12 @@ class Subject:
         return cls(plan, trainer, device, fake_step.Rehearsal(trainer, fake_step.one_sample(trainer)), here, on_exit=on_exit)
 
     def record(self, size: int, micro_batches: int) -> fake_step.StepRecord:
-        """Record updates of micro-batches of this size. Raises UserError where the step needs values."""
+        """The record of updates of micro-batches of this size. Raises UserError where the step needs values."""
+        if (size, micro_batches) not in self.records:
+            self.records[size, micro_batches] = self._recorded(size, micro_batches)
+        return self.records[size, micro_batches]
+
+    def _recorded(self, size: int, micro_batches: int) -> fake_step.StepRecord:
         try:
             with autocast_of("cpu" if self.here else "cuda"):
                 return self.rehearsal.record(size, micro_batches)

@@ -27,7 +27,7 @@ class Settings:
     """The settings of `drivetrain forecast`."""
 
     device: Literal[NAMES] = "here"  # type: ignore[valid-type]
-    seconds: Positive = 20.0  # that it may take, approximately, from when the run is built
+    seconds: Positive = 20.0  # that it may take, approximately
     what_if: bool = True
 
 
@@ -96,27 +96,30 @@ def forecast(
     overrides: Sequence[str], config_dirs: Sequence[str] = (), settings: Settings | None = None
 ) -> Answer | StagedAnswer:
     """Forecast a run, or each of its stages. Raises UserError."""
-    settings = settings or Settings()
+    settings, began = settings or Settings(), time.perf_counter()
     if settings.device != "here":
         known(settings.device)
     planned = plan(overrides, config_dirs, settings.device)
     if not planned.run.stages:
-        return _built(planned, settings)
+        return _built(planned, settings, began + settings.seconds)
     alone = planned.stages()
     settings = replace(settings, seconds=settings.seconds / len(alone), what_if=False)  # what-if is of a run with one config
-    return StagedAnswer([StageAnswer(title, share, _built(each, settings)) for title, share, each in alone])
+    ends = [began + settings.seconds * number for number in range(1, len(alone) + 1)]
+    return StagedAnswer(
+        [StageAnswer(title, share, _built(each, settings, end)) for (title, share, each), end in zip(alone, ends, strict=True)]
+    )
 
 
-def _built(planned: Plan, settings: Settings) -> Answer:
+def _built(planned: Plan, settings: Settings, until: float) -> Answer:
     """The answer of a process of its own, which builds the run."""
-    return run_isolated(lambda trainer: answer(planned, trainer, settings), planned.look())
+    return run_isolated(lambda trainer: answer(planned, trainer, settings, until), planned.look())
 
 
-def answer(planned: Plan, trainer: Any, settings: Settings) -> Answer:
-    """Forecast a plan whose trainer is built, in this process."""
+def answer(planned: Plan, trainer: Any, settings: Settings, until: float | None = None) -> Answer:
+    """Forecast a plan whose trainer is built, in this process; by `until` of time.perf_counter() it should be done."""
     from drivetrain.measure.forecast import examine, what_if
 
-    until = time.perf_counter() + settings.seconds
+    until = until or time.perf_counter() + settings.seconds
     subject = examine.Subject.build(planned, trainer)
     found, record, at_most = examine.examine(subject, LOOK_SHARE * settings.seconds)
     if planned.run.batch.fixed_micro_batches or hasattr(planned.run.batch, "memory_gb"):
