@@ -67,6 +67,7 @@ PLANS = {
     "fine_tune": Plan("accuracy>=0.9", pretrain=("data.classes=[0,1,2,3,4]", "epochs=8")),
     "large_batch": Plan("accuracy>=0.98"),
     "long_training": Plan("accuracy>=0.98"),
+    "memory_budget": Plan("bits_per_byte<=2.8"),
     "naive": Plan("accuracy>=0.98"),
 }  # fmt: skip
 
