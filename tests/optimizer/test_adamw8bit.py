@@ -121,8 +121,6 @@ def test_sparse_gradients_are_refused() -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["parallel=fsdp"], "parallel=fsdp"),
-        (["parallel=tensor"], "parallel=tensor"),
         (["compile=step"], "optimizer=adamw8bit and compile=step exclude each other"),
         (["optimizer.fused=true", "runtime.device=cpu"], "optimizer=adamw8bit has no fused implementation on cpu"),
         (["optimizer.foreach=true"], "optimizer=adamw8bit has no multi-tensor implementation"),

@@ -15,7 +15,7 @@ from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.option import RunSpec
 from drivetrain.measure.certify import shadow
 from drivetrain.measure.certify.activations import Activations, Rows
-from drivetrain.measure.certify.judge import MARGIN
+from drivetrain.measure.certify.figures import figures
 from drivetrain.measure.certify.plan import plan_of
 from drivetrain.measure.certify.trace import FLOAT32, Entry, Trace, of_numbers, of_rows, of_tensor, whole
 from drivetrain.measure.certify.watched import NotingLoader, WatchedStep
@@ -76,25 +76,11 @@ class Recorder:
         self._start()
         with self._hooks():
             trainer.fit()
-        one = self._share_of_a_sample() / MARGIN
-        for name, value in trainer.progress.final.items():
-            entry = of_numbers(value, rounding=FLOAT32)
-            counts = name.removeprefix("ema_") in self._counting()
-            self.trace.add(self.update, "evaluation", name, replace(entry, rounding=max(entry.rounding, one * counts)))
+        for name, entry in figures(trainer):
+            self.trace.add(self.update, "evaluation", name, entry)
         self._look_for_dropout()
         self.trace.notice = trainer.precision.notice()
         return self._merged(parallel.gather_object((parallel.data_world.rank, self.trace, dict(self.rows))))
-
-    def _counting(self) -> set[str]:
-        """The figures of an evaluation that count samples: rounding may move one over the threshold between two answers."""
-        evaluator = self.trainer.evaluator
-        return {*evaluator.loss.counting, *(name for meter in evaluator.meters if meter.counts for name in meter.directions)}
-
-    def _share_of_a_sample(self) -> float:
-        """What one sample of those that are evaluated is of them."""
-        evaluator, world = self.trainer.evaluator, self.trainer.parallel.data_world
-        batches = evaluator.batch.evaluation(evaluator.data.source, world)[: evaluator.max_batches]
-        return 1 / max(1, sum(map(len, batches)))
 
     def _watched(self, trainer: Any) -> Any:
         """Return the trainer of the same parts that makes the first updates, with this recorder around its step and its data."""
