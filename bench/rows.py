@@ -100,13 +100,14 @@ def _end_all(pid: int) -> None:
 
 def _forked(work: Callable[[], None]) -> int:
     """Do the work in a forked process with a session of its own, silently. Returns its id."""
-    from drivetrain.core.forking import end_openmp_threads
+    from drivetrain.core.forking import disown_garbage, end_openmp_threads
 
     sys.stdout.flush()
     end_openmp_threads()
     if (pid := os.fork()) != 0:
         return pid
     try:
+        disown_garbage()
         os.setsid()
         silent = os.open(os.devnull, os.O_WRONLY)
         for stream in (1, 2):

@@ -1,5 +1,6 @@
 """A process that is forked where torch has computed can compute too."""
 
+import gc
 import os
 import select
 import signal
@@ -48,6 +49,39 @@ def test_a_forked_process_forks():
     process.start()
     process.join(60)
     assert process.exitcode == 5
+
+
+def test_a_forked_process_leaves_its_parents_garbage():
+    """A process group of gloo waits there for its threads, for ever, when it is freed."""
+    here = os.getpid()
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.me = self
+
+        def __del__(self) -> None:
+            if os.getpid() != here:
+                os._exit(7)
+
+    def collect() -> None:
+        assert gc.isenabled()
+        Made()  # what it makes itself is collected
+        gc.collect()
+        os._exit(5 if freed else 6)
+
+    freed = []
+
+    class Made(Cycle):
+        def __del__(self) -> None:
+            freed.append(True)
+
+    process = ForkedProcess(target=collect)
+    Cycle()
+    process.start()
+    process.join(60)
+    process.kill()
+    assert process.exitcode == 5
+    assert gc.isenabled()
 
 
 @pytest.mark.usefixtures("_two_threads")

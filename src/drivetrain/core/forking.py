@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import multiprocessing
 import os
 import signal
@@ -34,7 +35,7 @@ class ForkedProcess(ForkProcess):
     def start(self) -> None:
         """Fork. A signal that comes meanwhile is delivered when both processes have set up what it does."""
         end_openmp_threads()
-        with _signals_held():
+        with _signals_held(), garbage_kept() as self._collects:
             self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # the new process has this thread alone
             try:
                 super().start()
@@ -43,6 +44,9 @@ class ForkedProcess(ForkProcess):
 
     def run(self) -> None:
         """In the forked process: call the target."""
+        disown_garbage()
+        if self._collects:
+            gc.enable()
         for number in STOP_SIGNALS:  # the handlers it has inherited are for the parent
             signal.signal(number, signal.SIG_DFL)
         end_with_parent(self._parents_end)
@@ -63,6 +67,27 @@ def _signals_held() -> Iterator[None]:
     finally:
         for number in held:
             signal.raise_signal(number)
+
+
+@contextlib.contextmanager
+def garbage_kept() -> Iterator[bool]:
+    """Collect no garbage within the context, in which this process forks. Yields whether it did. See `disown_garbage`."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield collects
+    finally:
+        if collects:
+            gc.enable()
+
+
+def disown_garbage() -> None:
+    """In a forked process: collect only what becomes garbage that was made here.
+
+    To free what the parent had can wait for a thread that the fork did not copy, as a process group of gloo does, for ever. It
+    would also copy the pages which both processes share.
+    """
+    gc.freeze()
 
 
 @contextlib.contextmanager

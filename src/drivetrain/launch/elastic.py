@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from drivetrain.core import process
 from drivetrain.core.errors import BAD_CONFIG, EXIT_OF_STATUS, FAILED, INTERRUPTED, PEER_GONE, UserError, is_peer_failure
 from drivetrain.core.files import read_json, write_json
-from drivetrain.core.forking import end_openmp_threads
+from drivetrain.core.forking import disown_garbage, end_openmp_threads
 from drivetrain.core.signals import StopFlag
 from drivetrain.launch import agent_signals, network
 from drivetrain.launch.heartbeat import FailureRecorder, HeartbeatMonitor, ended_without_result, start_heartbeat
@@ -174,6 +174,7 @@ def _rank_entry(job: Job, run_dir: Path, failures: FailureRecorder, quiet: bool)
 
     After a restart `failures` has the reason, as it was when this process was forked.
     """
+    disown_garbage()
     world, folder = world_of_environment(), failures.folder
     logs.configure(quiet, world.rank, shared=world.local_rank == 0)
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))

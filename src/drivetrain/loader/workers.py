@@ -18,7 +18,7 @@ from typing import Any
 
 from drivetrain.core import trees
 from drivetrain.core.errors import DataError, Interrupted
-from drivetrain.core.forking import parent_pid
+from drivetrain.core.forking import disown_garbage, parent_pid
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
 from drivetrain.core.option import Count, NonNegative
@@ -295,6 +295,7 @@ def _sigterm_blocked() -> Iterator[None]:
 
 def _begin_worker(_: int) -> None:
     """Set up a worker's process: it ends with the run, and not before."""
+    disown_garbage()
     torch.set_num_threads(1)  # the workers share the cores already
     before = sys.excepthook
 
