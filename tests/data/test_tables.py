@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
+from drivetrain.core.context import NO_RUN_DIR
 from drivetrain.core.errors import UserError
 from drivetrain.data import Diabetes, LabelsCsv, Tabular, Wine
 from drivetrain.data.base import Units
@@ -158,6 +159,14 @@ def test_a_text_among_numbers_of_the_test_is_named(tmp_path):
 def test_texts_are_no_targets_of_regression(houses):
     with pytest.raises(UserError, match="holds texts, such as 'a', and regression wants numbers: set task=classification"):
         asked(Tabular(houses, target="kind"), "values").load(CPU)
+
+
+def test_a_trial_without_a_directory_writes_no_encoder(make, tmp_path):
+    """As batch=auto, batch=critical and a forecast build the run."""
+    words = "task=regression", "data=diabetes", "model=mlp", "model.hidden=[8]"
+    make(*words, run_dir=NO_RUN_DIR)
+    make(*words, run_dir=tmp_path)
+    assert (tmp_path / "table.json").is_file()
 
 
 def test_scikit_learns_tables_are_its_own():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from drivetrain.core.progress import Progress
 from drivetrain.core.source import Source
 from drivetrain.core.trees import Tree
 from drivetrain.core.world import World
+
+NO_RUN_DIR = Path(os.devnull)  # of a run that keeps no files: a trial, or a rank that does not know the directory
 
 
 @dataclass

@@ -15,7 +15,7 @@ from drivetrain.batch.base import Batch
 from drivetrain.core import files, stages
 from drivetrain.core import horizon as horizons
 from drivetrain.core.clock import clock_for
-from drivetrain.core.context import BuildContext
+from drivetrain.core.context import NO_RUN_DIR, BuildContext
 from drivetrain.core.errors import UserError
 from drivetrain.core.horizon import Horizon
 from drivetrain.core.limits import check_batch
@@ -205,7 +205,7 @@ def _load_data(context: BuildContext, debug: Debug, loaded: Splits | None) -> Ba
     test = Pipeline(data.test, steps if run.data.views > 1 else (), data.normalize, context.seed, **about)
     judging = test if data.validation is None else test._replace(source=data.validation)
     context.train_data, context.judging_data, context.test_data = debug.choose_data(train, judging, test)
-    if context.world.rank == 0:
+    if context.world.rank == 0 and context.run_dir != NO_RUN_DIR:
         for name, text in data.files.items():
             files.write_text(context.run_dir / name, text)
     return batch

@@ -7,9 +7,7 @@ tensors without values, and prints the size. A wrong forecast costs trials, and 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drivetrain.launch import batch_probe
@@ -35,13 +33,13 @@ def largest_micro_batch(overrides: Sequence[str], config_dirs: Sequence[str], mo
 def main() -> None:
     """The child: read the task from standard input, and forecast."""
     task = batch_probe.receive_task()
-    from drivetrain.core.context import BuildContext
+    from drivetrain.core.context import NO_RUN_DIR, BuildContext
     from drivetrain.core.world import World
     from drivetrain.engine import build
     from drivetrain.engine.rehearsal.largest import largest_micro_batch as largest
 
     job = batch_probe.trial_job(task)
-    trainer = build.build(BuildContext(job.run, World(), Path(os.devnull)), [])
+    trainer = build.build(BuildContext(job.run, World(), NO_RUN_DIR), [])
     print(largest(trainer, task["most"], _for_tensors(trainer, task["limit_gb"])), flush=True)
 
 

@@ -7,11 +7,9 @@ updates on one device, measures every one of them, takes the time of larger and 
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterator, Sequence
 from copy import copy
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.errors import UserError
@@ -119,14 +117,14 @@ def _timed(trainer: Trainer, micro_batch: int, steps: int) -> Iterator[float]:
 def main() -> None:
     """The child: read the task from standard input, and look."""
     task = batch_probe.receive_task()
-    from drivetrain.core.context import BuildContext
+    from drivetrain.core.context import NO_RUN_DIR, BuildContext
     from drivetrain.core.world import World
     from drivetrain.engine import build
 
     job = batch_probe.trial_job(task, ["callbacks=[]", "logger=[]", "ema=none"])
     own_steps = job.run.batch.accumulation_steps
     job.run.batch.accumulation_steps = task["steps"]
-    trainer = build.build(BuildContext(job.run, World(), Path(os.devnull)), [])
+    trainer = build.build(BuildContext(job.run, World(), NO_RUN_DIR), [])
     batch_probe.limit_memory(trainer.device)
     found = look(trainer, task["updates"])
     seconds = update_seconds(trainer, task["micro_batches"], own_steps, found["noise_scale"])

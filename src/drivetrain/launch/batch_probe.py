@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.core import forking, process
@@ -124,12 +123,12 @@ def main() -> None:
     job = trial_job(task)
     if task["limit_gb"] and job.run.runtime.device_type() == "cpu":
         threading.Thread(target=_exit_above, args=(task["limit_gb"] * 2**30,), daemon=True).start()
-    from drivetrain.core.context import BuildContext
+    from drivetrain.core.context import NO_RUN_DIR, BuildContext
     from drivetrain.core.device import is_out_of_memory
     from drivetrain.core.world import World
     from drivetrain.engine import build
 
-    trainer = build.build(BuildContext(job.run, World(), Path(os.devnull)), [])
+    trainer = build.build(BuildContext(job.run, World(), NO_RUN_DIR), [])
     limit_memory(trainer.device, task["limit_gb"])
     for size in task["sizes"]:
         try:

@@ -17,6 +17,7 @@ from typing import Any
 from drivetrain.config import validate as check
 from drivetrain.config.composed_elsewhere import overrides_of
 from drivetrain.core import process
+from drivetrain.core.context import NO_RUN_DIR
 from drivetrain.core.errors import BAD_CONFIG, UserError
 from drivetrain.core.overrides import format_value, words_of
 from drivetrain.core.paths import add_import_paths
@@ -107,7 +108,7 @@ def launch(job: Job, run_dir: Path | None = None, quiet: bool = False) -> Ended:
         )
     if world.rank != 0:  # another launcher started it beside rank 0, which has the run's directory
         with StopFlag() as stop:
-            return Ended(*run_rank(job, world, Path(os.devnull), stop, quiet=True))
+            return Ended(*run_rank(job, world, NO_RUN_DIR, stop, quiet=True))
     _choose_by_trial(job, world)
     run_dir = job.run_dir or run_dir
     if job.run.parallel.nnodes > 1 and launched() is None:

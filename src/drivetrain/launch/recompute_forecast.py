@@ -7,9 +7,7 @@ tensors without values with more or fewer blocks recomputed, and prints what it 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from drivetrain.core.errors import UserError
@@ -52,13 +50,13 @@ def main() -> None:
     """The child: read the task from standard input, and forecast."""
     task = batch_probe.receive_task()
     from drivetrain.core.blocks import blocks_for
-    from drivetrain.core.context import BuildContext
+    from drivetrain.core.context import NO_RUN_DIR, BuildContext
     from drivetrain.core.world import World
     from drivetrain.engine import build
     from drivetrain.engine.rehearsal.recomputation import fewest_recomputed
 
     job = batch_probe.trial_job(task, ["checkpointing=none"])
-    trainer = build.build(BuildContext(job.run, World(), Path(os.devnull)), [])
+    trainer = build.build(BuildContext(job.run, World(), NO_RUN_DIR), [])
     blocks = blocks_for("checkpointing=blocks", "checkpointing.block", trainer.model, task["block"])
     limit = task["memory_gb"] * 2**30
     recomputed, peak = fewest_recomputed(trainer, blocks, task["micro_batch"], task["micro_batches"], limit)

@@ -55,7 +55,7 @@ class RunWriter(LogWriter, Protocol):
 def run_rank(job: Job, world: World, run_dir: Path, stop: StopFlag, quiet: bool) -> tuple[Result, int]:
     """Train one rank to its end; its result and exit code. Every exception becomes a result.
 
-    A rank other than 0 that another launcher started does not know the run's directory: its `run_dir` is os.devnull.
+    A rank other than 0 that another launcher started does not know the run's directory: its `run_dir` is NO_RUN_DIR.
     """
     result = Result(
         overrides=[environment.redact(word) for word in job.composed.overrides],

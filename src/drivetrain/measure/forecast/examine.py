@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from drivetrain.core import trees
-from drivetrain.core.context import BuildContext
+from drivetrain.core.context import NO_RUN_DIR, BuildContext
 from drivetrain.core.errors import UserError
 from drivetrain.core.world import World
 from drivetrain.engine import build
@@ -93,7 +91,7 @@ class Subject:
         """Build the plan's run in this process, unless it is given. Raises UserError."""
         on_exit = ExitStack()
         if trainer is None:
-            context = BuildContext(plan.look().run, World(), Path(os.devnull), on_exit=on_exit)
+            context = BuildContext(plan.look().run, World(), NO_RUN_DIR, on_exit=on_exit)
             trainer = build.build(context, [])
         here = plan.device == HERE
         dtype = plan.run.precision.dtype
