@@ -164,6 +164,8 @@ def _trained(words: Words, folder: Path, ranks: int) -> Ended:
         os.environ.update(RANK="0", LOCAL_RANK="0")
     came = pairwise.try_one(words, str(folder))
     for pid in others:
+        if came.status == REFUSED:  # by rank 0 alone: the others wait for it
+            os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     if came.status == "broken" and (refusals := [file.read_text() for file in Path().glob(f"{REFUSED}-*")]):
         return Ended(words, REFUSED, refusals[0])  # rank 0 knows only that the other one is gone

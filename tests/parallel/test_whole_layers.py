@@ -18,7 +18,7 @@ VIT = [
     "model=timm", "model.name=vit_tiny_patch16_224", "data.shape=[3,8,8]",
     "model.kwargs={img_size: 8, patch_size: 4, depth: 2, embed_dim: 12, num_heads: 2}",
 ]  # fmt: skip
-MLP = ["model=mlp", "model.hidden=[15,15,15]", "data.classes=3"]  # nothing of it divides into two equal parts
+MLP = ["model=mlp", "model.hidden=[15,1,15]", "data.classes=3"]  # nothing divides into two equal parts
 STRATEGIES = {
     "fsdp": [*MLP, "parallel=fsdp"],
     "tensor": [*VIT, "parallel=tensor"],

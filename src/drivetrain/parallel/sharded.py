@@ -268,12 +268,14 @@ class Sharded(ProcessGroupStrategy):
         optimizer, ema = state["optimizer"], state["ema"]
         names = parameter_names(optimizer)
         owned = self._whole.owned if self._whole is not None else {}
+        # In the order of the weights, since all ranks gather together. The order of the state differs between ranks where one of
+        # them has no element of a weight: ours give such weights a state before or after the others.
         changed = {
             i: {
                 k: change(names[i], v) if names[i] not in owned and self._is_elementwise_state(names[i], v) else v
                 for k, v in parameter_state.items()
             }
-            for i, parameter_state in optimizer["state"].items()
+            for i, parameter_state in sorted(optimizer["state"].items())
             if owned.get(names[i], True)
         }
         state = {**state, "optimizer": {**optimizer, "state": changed}}
