@@ -12,6 +12,7 @@ import drivetrain
 from drivetrain.core.errors import Diverged, UserError
 from drivetrain.core.microbatch import Request
 from drivetrain.launch import launcher
+from drivetrain.metrics import states
 from drivetrain.run import reader
 
 OWN = '''
@@ -213,6 +214,27 @@ def test_an_own_metric_that_cannot_rank_is_refused(problems, own):
 def test_an_own_metric_that_is_none_is_refused(make, own, target, says):
     with pytest.raises(UserError, match=says):
         make(*own(target)).evaluator.evaluate()
+
+
+def test_a_function_does_not_get_texts_of_several_lengths(make, own, tmp_path):
+    lines = [json.dumps({"text": "word " * n}) for n in range(2, 60)]
+    (tmp_path / "texts.jsonl").write_text("\n".join(lines))
+    words = ["task=language_modelling", "data=jsonl", f"data.path={tmp_path}/texts.jsonl", "model=gpt"]
+    words += ["model.width=16", "model.depth=1", "model.heads=2", "loss=next_token"]
+    with pytest.raises(UserError, match=r"texts of data=jsonl differ in length: name a torchmetrics.Metric class"):
+        make(*words, *own("worst"), run_dir=tmp_path)
+
+
+def test_ranks_whose_outputs_differ_in_shape_are_told(monkeypatch):
+    """One may have got the short samples, and one the long ones."""
+
+    def gathered(layouts, mine, group=None):
+        layouts[:] = [mine, ((3, 7), torch.float32)]
+
+    monkeypatch.setattr(states.dist, "get_world_size", lambda group=None: 2)
+    monkeypatch.setattr(states.dist, "all_gather_object", gathered)
+    with pytest.raises(UserError, match="differ in shape between ranks"):
+        states.gather(torch.zeros(3, 5))
 
 
 def test_a_recipe_names_no_code(tmp_path):

@@ -305,11 +305,7 @@ def _horizon(context: BuildContext, batch: Batch, known_before: bool) -> Horizon
         raise UserError(f"{context.parallel.data_world.size} ranks, but only {samples} training samples: lower parallel.nproc")
     horizon = horizons.run_horizon(run, samples, batch)
     if horizon is None:
-        raise UserError(
-            f"batch.global_batch={batch.size(run.values['epochs'] - 1)} is more than the {samples} training samples, and "
-            f"data.drop_last drops the short batch: set batch.global_batch={min(samples, facts.smaller_batch(samples))}, "
-            "or data.drop_last=false"
-        )
+        raise UserError(facts.too_few_samples(batch, batch.size(run.values["epochs"] - 1), samples))
     if not known_before and run.debug.updates is None:
         if problems := [*stages.boundary_problems(run, horizon), *run.scheduler.horizon_problems(horizon)]:
             raise UserError(problems)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from drivetrain.batch.base import Batch
 from drivetrain.core.context import BuildContext
 from drivetrain.core.lazy import torch
 from drivetrain.core.targets import TargetKind, kind_of
@@ -91,6 +92,20 @@ def advice(trainer: Trainer) -> Iterator[str]:
             f"an epoch leaves out {100 * left_out:.0f} % of its {samples:,} samples, which fill no batch of "
             f"{trainer.batch.global_batch}: set data.drop_last=false, or a smaller batch.global_batch"
         )
+
+
+def too_few_samples(batch: Batch, size: int, samples: int) -> str:
+    """Why an epoch has no update of this size, and what to set."""
+    set_smaller = f"set batch.global_batch={min(samples, smaller_batch(samples))}"
+    given = f"batch.global_batch={size} is"
+    if batch.grow_every and batch.global_batch <= samples:
+        given = f"batch.global_batch={batch.global_batch} grows to {size} by batch.grow_every={batch.grow_every}, which is"
+        grown = batch.global_batch * batch.grow_by
+        set_smaller = f"set batch.grow_until={samples}" if grown <= samples else "leave batch.grow_every out"
+    return (
+        f"{given} more than the {samples} training samples, and data.drop_last drops the short batch: {set_smaller}, or "
+        "data.drop_last=false"
+    )
 
 
 def smaller_batch(samples: int, unit: int = 1) -> int:

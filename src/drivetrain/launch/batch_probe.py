@@ -91,8 +91,9 @@ def trial_job(task: Mapping[str, Any], more: Sequence[str] = ()) -> Job:
 
     # Not compiled: a graph for each size would take minutes and memory of its own.
     off = ["parallel=single", "compile=none", "saving=none", "debug=none", *more]
-    if "checkpointing=budget" in task["overrides"]:  # it needs the compiler; without it all activations are kept
-        off.append("checkpointing=none")
+    planned = prepare(task["overrides"], task["config_dirs"])
+    if planned.run.checkpointing.chosen_by_compiler and not any(word.startswith("checkpointing=") for word in more):
+        off.append("checkpointing=none")  # without the compiler all activations are kept
     groups = {override.partition("=")[0] for override in off}
     overrides = [override for override in task["overrides"] if key_of(override).split(".")[0] not in groups]
     return prepare([*overrides, *off], task["config_dirs"])

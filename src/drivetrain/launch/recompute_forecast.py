@@ -7,6 +7,7 @@ tensors without values with more or fewer blocks recomputed, and prints what it 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -37,13 +38,25 @@ def fewest_blocks(
     if done.returncode:
         raise UserError(f"{KEY}={memory_gb:g}: the step cannot be forecast ({batch_probe.last_line(done)}): set {KEY}=null")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return within(memory_gb, share.micro_batch, found)
+
+
+def within(memory_gb: float, micro_batch: int, found: dict[str, Any]) -> dict[str, Any]:
+    """Return what was found with its limit. Raises UserError where the step takes more, with the least that is enough."""
     if found["bytes"] > memory_gb * 2**30:
         raise UserError(
-            f"{KEY}={memory_gb:g} is too little: a step of {share.micro_batch} samples is forecast to take at least "
-            f"{found['bytes'] / 2**30:.3g} GiB, with {found['recomputed']} of {found['blocks']} blocks recomputed: raise it, or "
-            "split the update into more micro-batches (batch=accumulate)"
+            f"{KEY}={memory_gb:g} is too little: a step of {micro_batch} samples is forecast to take at least "
+            f"{rounded_up(found['bytes'] / 2**30):g} GiB, with {found['recomputed']} of {found['blocks']} blocks recomputed: "
+            "raise it, or split the update into more micro-batches (batch=accumulate)"
         )
     return {"memory_gb": memory_gb, **found}
+
+
+def rounded_up(value: float) -> float:
+    """Three digits of a positive number, and no less than it."""
+    unit = 10.0 ** (math.floor(math.log10(value)) - 2)
+    rounded = float(f"{value:.3g}")
+    return rounded if rounded >= value else float(f"{rounded + unit:.3g}")
 
 
 def main() -> None:

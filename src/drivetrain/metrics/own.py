@@ -63,12 +63,14 @@ class Own(Metric):
     def create(self, context: BuildContext) -> torchmetrics.Metric:
         import torchmetrics
 
-        from drivetrain.metrics.states import Collected
+        from drivetrain.metrics.states import Collected, unlike_shapes
 
         setting = f"metrics.own.target={self.target}"
         target = user_code.load(setting, str(self.target))
         self._function: Callable[..., Any] | None = None
         if not isinstance(target, type):
+            if context.run.data.targets == "tokens" and getattr(context.data.test, "lengths", None) is not None:
+                raise UserError(unlike_shapes(f"texts of {context.run.named('data')} differ in length"))
             self._function = target
             return Collected()
         if not issubclass(target, torchmetrics.Metric):

@@ -23,18 +23,28 @@ def place(state: torchmetrics.Metric, device: torch.device, parallel: Strategy) 
 
 
 def gather(rows: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
-    """Return every rank's tensor. They may have different lengths.
+    """Return every rank's tensor. They may have different lengths. Raises UserError where they differ otherwise.
 
     torchmetrics gives an empty float32 vector for a rank without a batch, which torch cannot gather with the others' tensors.
     """
     layouts: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(layouts, (tuple(rows.shape), rows.dtype), group=group)
     filled = [(shape, dtype) for shape, dtype in layouts if 0 not in shape]
+    if len({shape[1:] for shape, _ in filled}) > 1:
+        raise UserError(unlike_shapes("they differ in shape between ranks"))
     if filled and not rows.numel():
         shape, dtype = filled[0]
         rows = torch.empty((0, *shape[1:]), dtype=dtype, device=rows.device)
     gathered: list[torch.Tensor] = gather_all_tensors(rows, group)
     return gathered
+
+
+def unlike_shapes(why: str) -> str:
+    """Return why a function cannot be the metric, and what can."""
+    return (
+        f"metrics=[own]: a function gets the outputs and targets of all samples as two tensors, and here {why}: name a "
+        "torchmetrics.Metric class, which gets each batch"
+    )
 
 
 class Sums(torchmetrics.Metric):
@@ -72,10 +82,7 @@ class Collected(torchmetrics.Metric):
         """Keep a batch. Raises UserError where it cannot be joined with the others."""
         for kept, given in ((self.outputs, output), (self.targets, target)):
             if not isinstance(given, torch.Tensor) or (kept and kept[-1].shape[1:] != given.shape[1:]):
-                raise UserError(
-                    "metrics=[own]: a function gets the outputs and targets of all samples as two tensors, and here they are no "
-                    "tensors, or differ in shape from batch to batch: name a torchmetrics.Metric class, which gets each batch"
-                )
+                raise UserError(unlike_shapes("they are no tensors, or differ in shape from batch to batch"))
         self.outputs.append(output)
         self.targets.append(target)
 

@@ -15,9 +15,12 @@ from drivetrain.config import validate
 from drivetrain.config.catalog import options
 from drivetrain.core.errors import UserError
 from drivetrain.engine.rehearsal.fake_step import GRADIENTS, PARAMETERS, STATE, StepRecord
+from drivetrain.engine.rehearsal.largest import peak_bytes
 from drivetrain.engine.rehearsal.recorder import OTHER
+from drivetrain.launch import recompute_forecast
 from drivetrain.measure.forecast import examine, page, what_if
 from drivetrain.measure.forecast import forecast as forecast_module
+from drivetrain.measure.forecast.figure import Figure
 from drivetrain.measure.forecast.forecast import Answer, Settings, answer, command
 from drivetrain.measure.forecast.plan import plan
 
@@ -110,6 +113,64 @@ def test_the_largest_micro_batch_fits_and_one_tenth_more_does_not():
     assert at <= 1.01 * limit < 1.08 * limit < more
 
 
+BLOCKS = [*TEXT, "model.depth=4", "data.shape=[64]", "checkpointing=blocks"]
+
+
+def test_a_limit_of_memory_is_forecast_with_the_blocks_that_it_makes_the_run_recompute():
+    kept, dropped = (peak_bytes(recorded(*BLOCKS[:-1], f"checkpointing={option}")) for option in ("none", "blocks"))
+    limit = (kept + dropped) / 2 / 2**30
+    made = subject(*BLOCKS, f"checkpointing.memory_gb={limit}")
+    found, _, _ = examine.examine(made, 0.0)
+    assert 0 < made.recomputed < len(made.blocks) == 4
+    assert peak_bytes(made.record(8, 1)) <= limit * 2**30
+    assert found.fits
+    with pytest.raises(UserError, match=r"is too little: .* with [34] of 4 blocks recomputed"):
+        examine.examine(subject(*BLOCKS, "checkpointing.memory_gb=1e-6"), 0.0)
+
+
+def test_the_time_of_a_run_whose_batch_grows_counts_its_samples():
+    """Epochs of 8, 4, 2 and 2 updates, since it grows to 32 samples."""
+    alike, grows = (
+        examine.examine(subject("model=mlp", "epochs=4", *more), 0.0)[0]
+        for more in ([], ["batch.grow_every=1", "batch.grow_until=32"])
+    )
+    assert (alike.updates, alike.first_updates) == (32, 32.0)
+    assert (grows.updates, grows.first_updates) == (16, 32.0)
+
+
+def test_batch_auto_is_forecast_with_the_split_that_it_will_find():
+    words = ["data.samples=1024", "data.shape=[3,32,32]", "batch=auto", "batch.global_batch=1024", "batch.memory_gb=1"]
+    made = subject(*words)
+    found = answer(made.plan, made.trainer, Settings(what_if=False)).forecast
+    assert found.fits
+    assert 1 < found.micro_batches <= 1024 / found.largest.value + 2
+    assert found.micro_batch <= found.largest.value
+    (title,) = [line for line in page.text(Answer(found, [], [])).splitlines() if line.startswith("an update has")]
+    assert title.startswith("an update has 1,024 samples: 1,024 on each rank in")
+
+
+def test_batch_auto_needs_its_limit_on_this_cpu():
+    with pytest.raises(UserError, match="batch=auto on a CPU needs a limit"):
+        plan([*SMALL, "model=mlp", "batch=auto"], (), "here")
+
+
+def test_what_a_forecast_leaves_out_is_said():
+    assert "chooses a batch of 8 to 64 samples" in plan([*SMALL, "batch=critical", "batch.max=64"], (), "h100").notes[0]
+    assert "the whole process" in plan([*SMALL, "batch=auto", "batch.memory_gb=1"], (), "here").notes[0]
+
+
+def test_no_size_is_below_none():
+    made = [(8, Figure(1e6, 9e5, 2e6)), (16, Figure(1.1e6, 1e6, 2.1e6))]
+    assert examine._crossing(made, 2, 1e5) == 0
+
+
+def test_the_least_memory_that_is_named_is_enough():
+    assert recompute_forecast.rounded_up(0.0085643) == 0.00857
+    assert recompute_forecast.rounded_up(0.00856) == 0.00856
+    assert recompute_forecast.rounded_up(9.999) == 10.0
+    assert recompute_forecast.rounded_up(123.4) == 124.0
+
+
 def test_a_run_with_stages_is_forecast_stage_by_stage(monkeypatch):
     """Each as a run that is like it; the time of the whole run is the stages' by their shares."""
 
@@ -164,7 +225,7 @@ def test_what_if_keeps_the_batch_of_a_preset_and_records_no_step_twice(monkeypat
     compiled, accumulated = what_if.table(base, own, float("inf"))
     assert base.samples == 16
     assert accumulated.override == "batch=accumulate batch.accumulation_steps=2 batch.global_batch=16"
-    assert [*recorded, (8, 2)] == list(own.records), "a compiled step has the record of the plain one"
+    assert [*recorded, (8, 2, 0)] == list(own.records), "a compiled step has the record of the plain one"
     assert compiled.memory == 1
     late = what_if.table(base, own, 0.0)
     assert all("the time was up" in row.why_not for row in late)

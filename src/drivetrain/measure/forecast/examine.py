@@ -8,12 +8,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from drivetrain.core import trees
+from drivetrain.core.blocks import blocks_for
 from drivetrain.core.context import NO_RUN_DIR, BuildContext
 from drivetrain.core.errors import UserError
 from drivetrain.core.world import World
 from drivetrain.engine import build
 from drivetrain.engine.rehearsal import fake_step
 from drivetrain.engine.rehearsal.autocast import autocast_of
+from drivetrain.engine.rehearsal.largest import peak_bytes
+from drivetrain.engine.rehearsal.recomputation import fewest, recomputed
+from drivetrain.launch.recompute_forecast import within
 from drivetrain.measure.forecast import look, roofline
 from drivetrain.measure.forecast.devices import HERE, Device, known
 from drivetrain.measure.forecast.figure import Figure
@@ -46,6 +50,7 @@ class Forecast:
     network: Figure  # seconds that it waits for other ranks
     shares: dict[str, float]  # of the time of an update, by what limits it
     updates: int
+    first_updates: float  # as many updates like the first take as long as all, of which later ones may be larger
     evaluation: Figure  # seconds of all evaluations
     samples: int  # of an update, over all ranks
     sample_bytes: float
@@ -60,7 +65,7 @@ class Forecast:
     @property
     def whole(self) -> Figure:
         """Seconds of the whole run, without start, compiling and saving."""
-        return self.step.times(self.updates) + self.evaluation
+        return self.step.times(self.first_updates) + self.evaluation
 
     @property
     def limit(self) -> str:
@@ -83,7 +88,9 @@ class Subject:
     rehearsal: fake_step.Rehearsal
     here: bool
     timed: dict[str, Timed] = field(default_factory=dict)  # operations by signature, where it is this machine
-    records: dict[tuple[int, int], fake_step.StepRecord] = field(default_factory=dict)  # by micro-batch, and their number
+    records: dict[tuple[int, int, int], fake_step.StepRecord] = field(default_factory=dict)  # and how many are recomputed
+    blocks: list[Any] = field(default_factory=list)  # of the model, where checkpointing.memory_gb says how many are recomputed
+    recomputed: int = 0  # of the blocks, the first ones
     on_exit: ExitStack = field(default_factory=ExitStack)  # undoes what building changed for the whole process
 
     @classmethod
@@ -100,9 +107,26 @@ class Subject:
 
     def record(self, size: int, micro_batches: int) -> fake_step.StepRecord:
         """The record of updates of micro-batches of this size. Raises UserError where the step needs values."""
-        if (size, micro_batches) not in self.records:
-            self.records[size, micro_batches] = self._recorded(size, micro_batches)
-        return self.records[size, micro_batches]
+        key = size, micro_batches, self.recomputed
+        if key not in self.records:
+            with recomputed(self.blocks[: self.recomputed]):
+                self.records[key] = self._recorded(size, micro_batches)
+        return self.records[key]
+
+    def choose_recomputed(self, size: int, micro_batches: int) -> None:
+        """Recompute as many blocks as the run would by checkpointing.memory_gb. Raises UserError where that is too little."""
+        option: Any = self.plan.run.checkpointing
+        if option.memory_gb is None:
+            return
+        self.blocks = blocks_for(self.plan.run.named("checkpointing"), "checkpointing.block", self.trainer.model, option.block)
+
+        def peak(count: int) -> float:
+            self.recomputed = count
+            return peak_bytes(self.record(size, micro_batches))
+
+        self.recomputed, nbytes = fewest(peak, len(self.blocks), option.memory_gb * 2**30)
+        found = {"blocks": len(self.blocks), "recomputed": self.recomputed, "bytes": nbytes}
+        within(option.memory_gb, size, found)
 
     def _recorded(self, size: int, micro_batches: int) -> fake_step.StepRecord:
         try:
@@ -128,6 +152,7 @@ def examine(subject: Subject, budget_s: float) -> tuple[Forecast, fake_step.Step
     if subject.here:
         read = trainer.batch.micro_batch(trainer.parallel.data_world)  # samples, in one process: ranks take less each
         reading = look.reading_seconds(trainer, trainer.device) * size / read
+    subject.choose_recomputed(size, micro_batches)
     record = subject.record(size, micro_batches)
     rows = look.rows(record, trainer.device, budget_s if subject.here else 0.0, subject.timed)
     at_most = max((row.at_most for row in rows), default=0)
@@ -146,10 +171,22 @@ def examine(subject: Subject, budget_s: float) -> tuple[Forecast, fake_step.Step
     found = Forecast(
         plan.device, subject.device.source, ranks.count, size, micro_batches, memory, _limit(subject),
         sum(row.flops * row.times for row in rows), sum(row.nbytes * row.times for row in rows), sum(row.times for row in rows),
-        took.seconds, waits, network, shares, trainer.max_updates, Figure.within(forward, 0.6, 1.6), plan.run.batch.size(0),
-        trees.nbytes(sample.x) / trees.length(sample.x), roofline.timed_share(rows, subject.device),
+        took.seconds, waits, network, shares, trainer.max_updates, _first_updates(trainer),
+        Figure.within(forward, 0.6, 1.6), plan.run.batch.size(0), trees.nbytes(sample.x) / trees.length(sample.x),
+        roofline.timed_share(rows, subject.device),
     )  # fmt: skip
     return found, record, at_most
+
+
+def _first_updates(trainer: Any) -> float:
+    """As how many updates of the first size a run's updates count, whose batch may grow."""
+    batch, left, found = trainer.batch, trainer.max_updates, 0.0
+    if not batch.grow_every:
+        return float(left)
+    for stretch in batch.stretches(trainer.epochs):
+        updates = min(left, len(stretch) * batch.updates(len(trainer.train_data.source), stretch.start, trainer.drop_last))
+        left, found = left - updates, found + updates * batch.size(stretch.start) / batch.size(0)
+    return found
 
 
 def _limit(subject: Subject) -> float:
@@ -187,4 +224,4 @@ def _crossing(at: list[tuple[int, Figure]], which: int, limit: float) -> float:
     """The size at which a line through two peaks meets the limit."""
     (n1, p1), (n2, p2) = at[-2:]
     slope = (p2[which] - p1[which]) / (n2 - n1)
-    return float(int(n1 + (limit - p1[which]) / slope)) if slope > 0 else 2.0**24
+    return max(0.0, float(int(n1 + (limit - p1[which]) / slope))) if slope > 0 else 2.0**24

@@ -19,6 +19,7 @@ from drivetrain.measure.profile.isolated import run_isolated
 from drivetrain.ui.output import echo
 from drivetrain.ui.progress import Steps
 
+SPLITS = 3  # with gradients that wait for the next micro-batch, the largest one is smaller than it was without
 LOOK_SHARE = 0.25  # of the time, for timing operations of the run itself
 
 
@@ -122,7 +123,15 @@ def answer(planned: Plan, trainer: Any, settings: Settings, until: float | None 
     until = until or time.perf_counter() + settings.seconds
     subject = examine.Subject.build(planned, trainer)
     found, record, at_most = examine.examine(subject, LOOK_SHARE * settings.seconds)
-    if planned.run.batch.fixed_micro_batches or hasattr(planned.run.batch, "memory_gb"):
+    batch = planned.run.batch
+    if not batch.buckets_lengths:
+        found.largest = examine.largest(subject, record, at_most, until)
+    for _ in range(SPLITS if batch.is_tried and not batch.chooses_size else 0):  # batch=auto splits an update as it must
+        if found.fits or found.largest is None:
+            break
+        subject = replace(subject, plan=planned.split(found.largest.value))
+        found, record, at_most = examine.examine(subject, LOOK_SHARE * settings.seconds)
         found.largest = examine.largest(subject, record, at_most, until)
     rows = what_if.table(found, subject, until) if settings.what_if else []
-    return Answer(found, rows, [*planned.notes])
+    chosen = [f"checkpointing.memory_gb: {subject.recomputed} of {len(subject.blocks)} blocks are recomputed"]
+    return Answer(found, rows, [*planned.notes, *(chosen if subject.blocks else [])])

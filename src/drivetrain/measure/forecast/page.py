@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
@@ -76,7 +77,7 @@ def _title(found: Any) -> Iterator[str]:
     ranks = f"{found.ranks} × " if found.ranks > 1 else ""
     split = f" in {found.micro_batches} micro-batches" if found.micro_batches > 1 else ""
     yield f"forecast for {ranks}{found.device} ({found.source})"
-    yield f"an update has {found.samples:,} samples: {found.micro_batch * found.micro_batches:,} on each rank{split}"
+    yield f"an update has {found.samples:,} samples: {math.ceil(found.samples / found.ranks):,} on each rank{split}"
 
 
 def _memory(found: Any) -> Iterator[str]:

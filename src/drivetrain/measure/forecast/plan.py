@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from drivetrain.config import validate
 from drivetrain.core import stages as of_run
 from drivetrain.core.blocks import repeated_blocks
 from drivetrain.core.errors import UserError
@@ -32,6 +33,7 @@ class Plan:
     job: Job  # as it is planned
     device: str
     notes: tuple[str, ...] = ()
+    steps: int | None = None  # micro-batches of an update that batch=auto is expected to take
 
     @property
     def run(self) -> RunSpec:
@@ -40,16 +42,22 @@ class Plan:
 
     def micro_batches(self) -> int:
         """Micro-batches of an update on one rank."""
-        return int(self.run.batch.accumulation_steps)
+        return self.steps or int(self.run.batch.accumulation_steps)
 
     def micro_batch(self) -> int:
         """Samples of one rank's forward."""
         return math.ceil(self.run.batch.size(0) / (self.micro_batches() * self.run.parallel.data_ranks()))
 
+    def split(self, largest: float) -> Plan:
+        """The plan of batch=auto, whose micro-batches have at most so many samples."""
+        samples = math.ceil(self.run.batch.size(0) / self.run.parallel.data_ranks())
+        return replace(self, steps=math.ceil(samples / max(1, int(largest))))
+
     def look(self) -> Job:
         """The run that is built here. On another device no layer is timed for this CPU's sake."""
         changes = [*ALONE, *(["runtime.device=cpu"] if self.device != HERE else [])]
-        if self.run.checkpointing.chosen_by_compiler or self.run.checkpointing.keeps_on_host:
+        checkpointing = self.run.checkpointing
+        if checkpointing.chosen_by_compiler or checkpointing.keeps_on_host or checkpointing.memory_gb is not None:
             changes.append("checkpointing=none")
         if not self.run.batch.fixed_micro_batches and not self.run.batch.buckets_lengths:  # batch=auto finds its own
             changes.append("batch=fixed")
@@ -110,21 +118,35 @@ def replace_setting(option: Any, **values: Any) -> Any:
 def plan(overrides: Sequence[str], config_dirs: Sequence[str], device: str) -> Plan:
     """Validate a run that is planned. Raises UserError."""
     _, job = arms.prepare_without_saving(overrides, config_dirs)
-    notes = []
-    if job.run.checkpointing.chosen_by_compiler:
-        notes.append("checkpointing=budget is the compiler's to choose: the peak is forecast with every activation kept")
-    if job.run.checkpointing.keeps_on_host:
-        notes.append(
-            f"{job.run.named('checkpointing')} is not recorded: the peak is forecast with every activation on the device"
-        )
-    if getattr(job.run.parallel, "offload", False):
-        notes.append("parallel.offload=true: the copies to the host, and the optimizer's step there, are not in the time")
-    if job.run.compile.active:
-        notes.append(
-            f"{job.run.named('compile')}: what it saves is assumed, not recorded (pointwise traffic × "
-            f"{FUSED_BYTES.low:g}…{FUSED_BYTES.high:g}, the host's time × {RECORDED_HOST.low:g}…{COMPILED_HOST.high:g})"
-        )
+    if device == HERE:
+        validate.validate_device(job.run)
+    notes = [*_notes(job.run, device)]
     recipe = job.composed.recipe
     if recipe is not None and recipe.claim is not None:
         notes.append(f"the recipe's own claim: {recipe.claim}")
     return Plan(tuple(overrides), tuple(config_dirs), job, device, tuple(notes))
+
+
+def _notes(run: RunSpec, device: str) -> Iterator[str]:
+    """What the forecast does not cover, or assumes."""
+    if run.checkpointing.chosen_by_compiler:
+        yield "checkpointing=budget is the compiler's to choose: the peak is forecast with every activation kept"
+    if run.checkpointing.keeps_on_host:
+        yield f"{run.named('checkpointing')} is not recorded: the peak is forecast with every activation on the device"
+    if getattr(run.parallel, "offload", False):
+        yield "parallel.offload=true: the copies to the host, and the optimizer's step there, are not in the time"
+    if run.compile.active:
+        yield (
+            f"{run.named('compile')}: what it saves is assumed, not recorded (pointwise traffic × "
+            f"{FUSED_BYTES.low:g}…{FUSED_BYTES.high:g}, the host's time × {RECORDED_HOST.low:g}…{COMPILED_HOST.high:g})"
+        )
+    batch: Any = run.batch
+    if batch.chooses_size:
+        yield (
+            f"{run.named('batch')} measures before the run, and chooses a batch of {batch.global_batch:,} to {batch.max:,} "
+            "samples: the figures are those of the smallest"
+        )
+    elif batch.is_tried and device == HERE and run.runtime.device_type() == "cpu":
+        yield f"{run.named('batch')} counts the whole process on a CPU, and the forecast its tensors: fewer samples will fit"
+    if batch.grow_every:
+        yield "batch.grow_every: an update is the first one, of the smallest batch; the time of the whole run has the growth"

@@ -88,7 +88,8 @@ def _row(override: str, base: Forecast, subject: Subject) -> Row:
 
 
 def _changed(own: Plan, override: str) -> Plan:
-    return plan(apply(own.overrides, override.split(), own.config_dirs), own.config_dirs, own.device)
+    changed = plan(apply(own.overrides, override.split(), own.config_dirs), own.config_dirs, own.device)
+    return replace(changed, steps=own.steps)
 
 
 def best(rows: list[Row]) -> tuple[Row | None, Row | None]:
