@@ -208,6 +208,21 @@ def test_the_learning_rate_is_one_schedule_over_all_stages(staged: Callable[...,
     assert rates == [(u, pytest.approx((0.05 if u <= 6 else 0.5) * schedule.lr_factor(u))) for u, _ in rates]
 
 
+def test_names_that_the_model_does_not_have_are_told_before_the_start_for_all_stages(staged: Callable[..., StagedRun]) -> None:
+    stages = "{model.freeze: [nope.*]}", "{model.freeze: ['*']}", "{optimizer.lr_multipliers: {gone: 2}}"
+    frozen = "{model.freeze: [head], optimizer.no_weight_decay: [head]}"  # nothing of the head trains there
+    ends = ", ".join(f"{{until: {n}, {stage[1:]}" for n, stage in enumerate((*stages, frozen), 2))
+    with pytest.raises(UserError) as refused:
+        staged(*SCHEDULED, f"stages=[{{until: 1}}, {ends}, {{}}]")
+    begins = [
+        "stages[1]: model.freeze: 'nope.*' matches no parameter",
+        "stages[2]: model.freeze freezes every parameter",
+        "stages[3]: optimizer.lr_multipliers: 'gone' matches no trainable parameter",
+        "stages[4]: optimizer.no_weight_decay: 'head' matches no trainable parameter",
+    ]
+    assert [problem.startswith(begin) for problem, begin in zip(refused.value.problems, begins, strict=True)] == [True] * 4
+
+
 def test_a_model_that_would_have_other_shapes_is_refused_before_the_start(staged: Callable[..., StagedRun]) -> None:
     with pytest.raises(UserError, match=r"stages\[1\].*model=mlp has parameters of another shape there \(layers.0.linear.weight"):
         staged("data=digits", "stages=[{until: 0.5, data.size: 10}, {data.size: 9}]")
@@ -234,6 +249,7 @@ def test_a_model_that_would_have_other_shapes_is_refused_before_the_start(staged
         ("[{until: 2ep}, {until: 1ep}, {until: 40}]", ["not after update 8, where the stage before", "the run ends after 12"]),
         ("[{until: 0.01}, {}]", ["stages[0].until=0.01 is update 0, the start of the run"]),
         ("[{until: 5, batch.global_batch: 24}, {}]", ["each is made of whole epochs"]),
+        ("[{until: 1.0}]", ["stages[0].until=1.0 could be the whole run or one update"]),
         ("[{until: true}]", ["stages[0].until=True: give a share"]),
         ("[{until: 5eps}]", ["stages[0].until=5eps is no length"]),
         ("[{until: 1ep, batch: auto}]", ["stages and batch=auto exclude each other"]),

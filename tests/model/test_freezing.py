@@ -185,6 +185,8 @@ SHORT = {"adamw", "muon", "schedulefree", "sgd"}  # of each kind of state one
 
 @pytest.mark.parametrize("optimizer", [pytest.param(o, marks=[] if o in SHORT else pytest.mark.slow) for o in OPTIMIZERS])
 def test_every_optimizer_takes_parameters_that_begin_later(make, optimizer):
+    if optimizer == "adamw8bit":
+        pytest.importorskip("torchao")
     hidden = "model.hidden=[5,5,5]"
     trainer = make(
         f"optimizer={optimizer}",

@@ -129,3 +129,11 @@ def test_fewer_outputs_than_classes_are_refused_before_training(make, own, besid
 @pytest.mark.parametrize("word", ["model.hidden=[0]", "model.hidden=3", "model.dropout=1.0", "model.dropout=-0.1"])
 def test_mlps_knobs_are_checked(problems, word):
     assert any(p.startswith(word.partition("=")[0]) for p in problems(word))
+
+
+def test_a_transformer_of_timm_for_images_of_another_size_is_refused_with_what_to_set(make):
+    vit = ["data.shape=[3,16,16]", "model=timm", "model.name=vit_tiny_patch16_224"]
+    with pytest.raises(UserError, match=r"takes images of 224×224, and the data gives 16×16: set model.kwargs=\{img_size: 16\}"):
+        make(*vit)
+    make(*vit, "model.kwargs={dynamic_img_size: true, depth: 1}")
+    make(*vit, "model.kwargs={img_size: 16, patch_size: 8, depth: 1}")

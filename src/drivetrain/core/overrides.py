@@ -79,6 +79,9 @@ def parse_each(overrides: Iterable[str], form: str, problems: list[str]) -> Iter
             continue
         except HydraException:
             quotes = ": put a value with ${ in quotes, as key='${…}'" if "${" in text else ""
+            inner = next((c for c in text.partition("=")[2] if c in "=<>"), None)
+            if not quotes and "{" in text and inner is not None:
+                quotes = f": a text with {inner} within braces needs quotes of its own, as in key='{{inner: \"a>=1\"}}'"
             if not quotes and "{" in text:  # shards, as train-{000..009}.tar
                 key, _, value = text.partition("=")
                 quotes = f""": a value with braces needs quotes of its own within the shell's, as '{key}="{value}"'"""

@@ -129,6 +129,12 @@ def problems(run: RunSpec) -> Iterator[str]:
         )
     if any(stage.run.checkpointing.memory_gb is not None for stage in run.stages):
         yield "stages and checkpointing.memory_gb exclude each other (it chooses once for the whole run): set it to null"
+    for number, stage in enumerate(run.stages):
+        if isinstance(stage.until, float) and stage.until == 1:
+            yield (
+                f"stages[{number}].until=1.0 could be the whole run or one update: the last stage needs no end; give one update "
+                "as 1, and a share of the run below 1"
+            )
     if run.stages and run.debug.updates is None and (horizon := run_horizon(run)) is not None:
         yield from boundary_problems(run, horizon)
 

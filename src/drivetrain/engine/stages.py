@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from drivetrain.core.stages import Boundary, Stage
 from drivetrain.engine import build
 from drivetrain.engine.out_of_memory import free_memory
 from drivetrain.engine.trainer import Trainer
+from drivetrain.optimizer.groups import check_names
 from drivetrain.saving import checkpoint_io
 from drivetrain.saving.host_copy import HostCopy
 from drivetrain.saving.writer import Writer
@@ -60,6 +61,7 @@ class StagedRun:
         if self.stages:
             self.ends = core.boundaries(self.context.run, self.context.horizon)
             self._check_models()
+            self._check_names()
             self._watch()
         return self.trainer
 
@@ -127,7 +129,8 @@ class StagedRun:
         data = context.loaded if vars(before.data) == vars(context.run.data) else None
         timer, compiled = trainer.timer, trainer.compile_seconds()
         self._free()
-        built = build.build(context, self.writers, build.PreviousStage(trainer.parallel, data, trainer.callbacks))
+        with _named(number):
+            built = build.build(context, self.writers, build.PreviousStage(trainer.parallel, data, trainer.callbacks))
         built.timer.go_on_from(timer, context.progress.samples)
         built.compile_seconds = _sum(built.compile_seconds, compiled)
         vars(trainer).update(vars(built))
@@ -165,7 +168,8 @@ class StagedRun:
         """Refuse a stage in which the model would have parameters of another shape: the weights could not go on."""
         context, first = self.context, _shapes(self.context, self.stages[0])
         for number, stage in enumerate(self.stages[1:], 1):
-            shapes = _shapes(context, stage)
+            with _named(number):
+                shapes = _shapes(context, stage)
             different = [name for name in {**first, **shapes} if first.get(name) != shapes.get(name)] if first and shapes else []
             if different:
                 shown = ", ".join(
@@ -177,6 +181,29 @@ class StagedRun:
                     f"({shown}), so that the weights cannot go on: take a model whose weights do not depend on it, such as a "
                     "convolutional network without a layer for each position"
                 )
+
+    def _check_names(self) -> None:
+        """Refuse settings of later stages that name parameters which the model does not have, all at once."""
+        model, problems = self.context.model, []
+        for number, stage in enumerate(self.stages[1:], 1):
+            context = copy.copy(self.context)
+            context.run = stage.run
+            try:
+                with _named(number):
+                    check_names(stage.run.model.trained(model, context), stage.run.optimizer)
+            except UserError as error:
+                problems += error.problems
+        if problems:
+            raise UserError(problems)
+
+
+@contextmanager
+def _named(number: int) -> Iterator[None]:
+    """Within the context the messages of a UserError begin with the stage."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError([f"stages[{number}]: {problem}" for problem in error.problems]) from None
 
 
 def _sum(seconds: Callable[[], float | None], before: float | None) -> Callable[[], float | None]:
@@ -194,5 +221,7 @@ def _shapes(context: BuildContext, stage: Stage) -> Mapping[str, tuple[int, ...]
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             return {name: tuple(p.shape) for name, p in run.model.create_for(tried).named_parameters()}
+    except UserError:
+        raise
     except Exception:  # a network that cannot be made without memory; building its stage tells what is wrong
         return {}

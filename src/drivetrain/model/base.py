@@ -174,6 +174,13 @@ class Model(Option):
 
         return freezing.freeze(model, self._schedule(model, context, freeze))
 
+    def trained(self, model: torch.nn.Module, context: BuildContext) -> list[str]:
+        """Return the names of the parameters that train at some time. Raises UserError for patterns that match nothing."""
+        from drivetrain.model import freezing
+
+        freeze, names = context.run.adapter.frozen(model, context) or self.freeze, list(dict(model.named_parameters()))
+        return freezing.trained(names, self._schedule(model, context, freeze)) if freeze else names
+
     def wrap_step(self, step: Step, context: BuildContext) -> Step:
         """Return the step, or with `unfreeze` one before whose updates parameters begin to train."""
         if not self.unfreeze:

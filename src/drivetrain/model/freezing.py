@@ -59,11 +59,7 @@ def freeze(model: torch.nn.Module, schedule: Schedule) -> Iterator[str]:
     """
     parameters = dict(model.named_parameters())
     starts = {name: schedule.start(name) for name, p in parameters.items() if p.requires_grad}
-    if 0 not in starts.values():
-        raise UserError(
-            "model.freeze freezes every parameter of the model, so that nothing trains at the start: leave out what is to be "
-            "trained (the head), or give it in model.unfreeze={head: 0}"
-        )
+    _check_some_train(starts)
     for name, start in starts.items():
         parameters[name].requires_grad_(start != NEVER)
     norms = [norm for name, norm in _norms(model) if schedule.norm_start(name, norm) == NEVER]
@@ -74,6 +70,21 @@ def freeze(model: torch.nn.Module, schedule: Schedule) -> Iterator[str]:
     statistics = f"; {len(norms)} norms keep their statistics" if norms else ""
     yield f"{frozen:,} of {total:,} parameters are frozen{statistics}"
     yield from schedule.describe()
+
+
+def trained(names: Sequence[str], schedule: Schedule) -> list[str]:
+    """Return the names of parameters that train at some time. Raises UserError if none does from the start."""
+    starts = {name: schedule.start(name) for name in names}
+    _check_some_train(starts)
+    return [name for name, start in starts.items() if start != NEVER]
+
+
+def _check_some_train(starts: Mapping[str, float]) -> None:
+    if 0 not in starts.values():
+        raise UserError(
+            "model.freeze freezes every parameter of the model, so that nothing trains at the start: leave out what is to be "
+            "trained (the head), or give it in model.unfreeze={head: 0}"
+        )
 
 
 class Unfreezing:

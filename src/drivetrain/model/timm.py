@@ -111,6 +111,11 @@ class Timm(Model):
             raise UserError(f"model.name={self.name} does not take these model.kwargs {self.kwargs}: {error}") from None
         if self.drop_path and not _drops_paths(model):
             raise self._no_drop_path()  # it takes the argument, and makes nothing of it
+        if (size := _only_size(model)) is not None and size != tuple(shape[1:]):
+            raise UserError(
+                f"model.name={self.name} takes images of {size[0]}×{size[1]}, and the data gives {shape[1]}×{shape[2]}: set "
+                f"model.kwargs={{img_size: {_shown(tuple(shape[1:]))}}}, or the data's size to {_shown(size)}"
+            )
         return model
 
     def _no_drop_path(self) -> UserError:
@@ -119,6 +124,17 @@ class Timm(Model):
             f"model.drop_path={self.drop_path}: model.name={self.name} drops no residual branches (timm's drop_path_rate): set "
             "model.drop_path=null, or a network that does, such as model.name=resnet18"
         )
+
+
+def _only_size(model: torch.nn.Module) -> tuple[int, int] | None:
+    """The height and width of the images that a transformer of timm takes; None where it takes several."""
+    embed: Any = getattr(model, "patch_embed", None)
+    size = getattr(embed, "img_size", None)
+    return tuple(size) if size is not None and getattr(embed, "strict_img_size", False) else None
+
+
+def _shown(size: tuple[int, ...]) -> str:
+    return str(size[0]) if size[0] == size[1] else str(list(size))
 
 
 def _drops_paths(model: torch.nn.Module) -> bool:

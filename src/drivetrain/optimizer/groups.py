@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from drivetrain.core.blocks import repeated_blocks
@@ -27,8 +27,8 @@ def parameter_groups(
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not named:
         raise UserError("the model has no trainable parameter: there is nothing to optimize")
+    check_names(named, option)
     multipliers = flatten(option.lr_multipliers)
-    check_patterns(named, {"optimizer.no_weight_decay": option.no_weight_decay, "optimizer.lr_multipliers": list(multipliers)})
     layer_factors = layer_decay_factors(model, option.layer_decay) if option.layer_decay is not None else {}
     models_own: set[str] = getattr(model, "no_weight_decay", set)()
     groups: dict[Any, dict[str, Any]] = {}
@@ -41,6 +41,12 @@ def parameter_groups(
         key = (factor != 1.0, not decayed, factor, *settings.values())
         groups.setdefault(key, {"params": [], "lr": lr * factor, **settings})["params"].append(p)
     return [groups[key] for key in sorted(groups, key=lambda key: key[:2])]
+
+
+def check_names(names: Collection[str], option: Hyperparameters) -> None:
+    """Raise UserError for every pattern of an optimizer's settings that matches none of the parameters that train."""
+    multipliers = flatten(option.lr_multipliers)
+    check_patterns(names, {"optimizer.no_weight_decay": option.no_weight_decay, "optimizer.lr_multipliers": list(multipliers)})
 
 
 def layer_decay_factors(model: torch.nn.Module, decay: float) -> dict[str, float]:

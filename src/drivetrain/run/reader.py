@@ -54,6 +54,7 @@ class RunFiles:
     train: Points
     evaluated: Points  # on the validation set, or on the test set where there is no other
     changed: dict[str, Any] = field(default_factory=dict)  # what the run chose otherwise than the defaults; dotted keys
+    counts_start: bool = True  # whether the seconds to a target are those that it noted, with the start of its process
 
     @cached_property
     def metric(self) -> tuple[str, bool] | None:
@@ -93,7 +94,7 @@ class RunFiles:
 
     def noted(self, target: Reach) -> tuple[float, int] | None:
         """Seconds and updates until the run's own target, as it noted them; None where `target` is another, or not reached."""
-        own = (self.result.target if self.result else None) or {}
+        own = (self.result.target if self.result and self.counts_start else None) or {}
         if own.get("reach") != str(target) or own.get("update") is None or own.get("seconds") is None:
             return None
         return own["seconds"], own["update"]
@@ -104,6 +105,17 @@ class RunFiles:
             if name in values and good(values[name]):
                 return seconds, update
         return None
+
+
+def on_one_clock(runs: Sequence[RunFiles], target: Reach) -> bool:
+    """Let all runs count the seconds to a target from their first records, if some that reached it have noted it and some not.
+
+    Returns whether they counted in one way already.
+    """
+    noted = {run.noted(target) is not None for run in runs if run.to_target(target) is not None}
+    for run in runs:
+        run.counts_start = len(noted) < 2
+    return len(noted) < 2
 
 
 def find(folders: Sequence[Path]) -> list[RunFiles]:

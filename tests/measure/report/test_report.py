@@ -152,6 +152,25 @@ def test_the_seconds_of_a_runs_own_target_are_those_that_it_noted(train):
     assert read(folder).noted(Reach.parse("accuracy>=0.1")) is None
 
 
+def test_seconds_to_a_target_are_of_one_clock_or_the_report_says_so(train, capsys):
+    """A run that has noted its target counts from the start of its process, and another one cannot."""
+    words = ["data=digits", "epochs=2", "updates=null", "batch.global_batch=128"]
+    noted, plain = (Path(train(*words, *more).run_dir) for more in (["target=accuracy>=0.1"], ["optimizer=sgd"]))
+    result = json.loads((noted / "result.json").read_text())
+    result["target"]["seconds"] = 77.5
+    (noted / "result.json").write_text(json.dumps(result))
+    assert main.main(["report", str(noted), str(plain), "out=page", "target=accuracy>=0.1"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "The seconds to the target count from each run's first record" in said
+    assert "77.5" not in said
+    assert main.main(["report", str(noted), "samples=0", "target=accuracy>=0.1"]) == 0
+    assert f"{noted.name} reached accuracy>=0.1 after {result['target']['update']} updates, 77.5 s after" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    assert main.main(["report", str(plain), "samples=0", "target=accuracy>=1"]) == 0
+    assert f"{plain.name} has not reached accuracy>=1" in capsys.readouterr().out
+
+
 def test_a_target_in_words_ranks_configs_by_the_time_to_it(capsys):
     """Seeds that do not reach it count as endlessly long, and stay in the table."""
     made = {("sgd", 0): (0.5, 0.9), ("sgd", 1): (0.4, 0.6), ("adamw", 0): (0.9, 0.95), ("adamw", 1): (0.2, 0.85)}

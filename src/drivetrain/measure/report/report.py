@@ -20,7 +20,7 @@ from drivetrain.measure import arguments
 from drivetrain.measure.cells import figure, setting
 from drivetrain.measure.report.over_seeds import Target, seconds_to, summarize_seeds
 from drivetrain.run import directory
-from drivetrain.run.reader import RunFiles, differing, find
+from drivetrain.run.reader import RunFiles, differing, find, on_one_clock
 from drivetrain.ui import terminal
 from drivetrain.ui.output import echo
 from drivetrain.ui.pages import run as run_page
@@ -59,7 +59,11 @@ def command(argv: Sequence[str]) -> int:
     if isinstance(target, Reach) and not any(target.metric in values for run in runs for values in run.evaluated.values):
         raise UserError(f"target={target}: no run has evaluated {target.metric}")
     if len(runs) == 1:
+        if target is not None:
+            echo(sentence(f"{runs[0].path.name} {alone_at(runs[0], target)}"))
         return _of_one(runs[0], table(runs, common_target(runs) if target is None else target), settings)
+    if isinstance(target, Reach) and not on_one_clock(runs, target):
+        echo("The seconds to the target count from each run's first record: not all that reached it have noted it (target=).")
     return _of_several(runs, target, settings)
 
 
@@ -190,6 +194,17 @@ def _first_at(runs: Sequence[RunFiles], names: Sequence[str], target: float | Re
         f"; {len(reached)} of them reached it" if len(reached) < len(runs) else f", and the last after {reached[-1][0]:.1f} s"
     )
     return f"{names[n]} reached {what} first, after {seconds:.1f} s{others}"
+
+
+def alone_at(run: RunFiles, target: float | Reach) -> str:
+    """When a run reached a target, in the rest of a sentence."""
+    what = str(target) if isinstance(target, Reach) else f"{target:.4g}"
+    if (reached := run.to_target(target)) is None:
+        return f"has not reached {what}"
+    seconds, update = reached
+    noted = isinstance(target, Reach) and run.noted(target) is not None
+    since = "the start of its process" if noted else "its first record"
+    return f"reached {what} after {update:,} updates, {seconds:.1f} s after {since}"
 
 
 class Table(NamedTuple):
