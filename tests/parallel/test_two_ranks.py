@@ -15,6 +15,7 @@ from drivetrain.core.world import World
 from drivetrain.parallel.pipeline_step import PipelineStep
 from drivetrain.precision import cpu_half
 from drivetrain.precision.base import Precision
+from tests.parallel.test_whole_layers import stay_together
 
 SHARDS = ["parallel=fsdp", "parallel.nproc=2", "model.hidden=[16]", "runtime.device=cpu", "runtime.threads=1"]
 
@@ -133,6 +134,28 @@ def test_shards_are_gathered_in_float32_where_layers_stay_in_it(ranks, make, mon
         return trainer.model._get_fsdp_state()._mp_policy.param_dtype
 
     assert ranks(work) == [None] * 2
+
+
+@pytest.mark.parametrize("policy", ["selective", "blocks"])
+def test_parts_of_a_recomputed_block_that_are_sharded_by_themselves(ranks, make, policy):
+    """With weights in bfloat16 a block's norms stay in float32, as shards of their own within it."""
+    words = ["model=resnet9", "model.width=4", "data.shape=[3,8,8]", "precision=bf16_pure", "optimizer=sgd", "saving=none"]
+    sharded = ["parallel=fsdp", "parallel.nproc=2", "runtime.device=cpu", "runtime.threads=1", "updates=2"]
+
+    def work(world: World) -> Any:
+        found = []
+        for option in ("none", policy):
+            trainer = make(*words, *sharded, f"checkpointing={option}", world=world)
+            stay_together()
+            trainer.fit()
+            weights, _ = trainer.parallel.full_state_dict(trainer.model, trainer.state())
+            trainer.parallel.finish_collectives()
+            found.append({n: w.tolist() for n, w in weights.items() if w is not None})
+        return found
+
+    (plain, recomputed), _ = ranks(work)
+    assert plain == recomputed
+    assert plain
 
 
 def test_an_overflow_in_one_shard_skips_the_update_on_all_ranks(ranks, make):

@@ -100,6 +100,10 @@ def my_loss(output, y):
         return torch.nn.functional.mse_loss(output, y.view_as(output))
     if y.ndim > 1 and output.ndim == y.ndim + 1:  # a class for each position of a text
         output = output.movedim(-1, 1) if output.shape[1] == y.shape[1] else output
+    elif output.ndim > y.ndim + 1:  # outputs for each pixel, and a class for the image
+        output = output.flatten(2).mean(2)
+    elif y.ndim > 1 and output.ndim == 2:  # a class for the image, and a mask
+        y = y.flatten(1)[:, 0]
     return torch.nn.functional.cross_entropy(output, y)
 """
 

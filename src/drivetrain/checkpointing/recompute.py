@@ -19,6 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
     CheckpointPolicy,
     SelectiveCheckpointContext,
     checkpoint,
@@ -43,6 +44,10 @@ _ATTENTION = tuple(
 )
 _FACTORS = {_aten.mm: (0, 1), _aten.bmm: (0, 1), _aten.addmm: (1, 2), _aten.baddbmm: (1, 2), _aten._scaled_mm: (0, 1)}
 _CONVOLUTIONS = (_aten.convolution, _aten._convolution)
+# FSDP names what its hooks do, and gathers a part of a block that was kept from the forward, or was not.
+SAC_IGNORED_OPS.update(
+    {torch.ops.profiler._record_function_enter_new.default, torch.ops.profiler._record_function_exit._RecordFunction}
+)
 
 
 def checkpoint_forward(block: torch.nn.Module, policy: Callable[[], Policy] | None = None) -> None:
