@@ -128,9 +128,10 @@ def the_end(run_dir):
     """The last checkpoint, its tensors as bytes, and all records, without the times."""
     weights, state = checkpoint_io.load(max((Path(run_dir) / "checkpoints").iterdir(), key=lambda path: int(path.name)))
     lines = [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if line["event"] not in ("stage", "resume")]  # a stage is told when a run goes on, too
     keys = ("event", "update", "epoch", "loss", "lr", "samples", "set", "ema_loss", "accuracy")
     plain = tree_map_only(torch.Tensor, lambda t: t.contiguous().numpy().tobytes(), [weights, state])
-    return plain, [[line.get(key) for key in keys] for line in lines if line["event"] != "stage"]  # told when a run goes on, too
+    return plain, [[line.get(key) for key in keys] for line in lines]
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -94,6 +94,8 @@ def run_rank(job: Job, world: World, run_dir: Path, stop: StopFlag, quiet: bool)
 def _train(trainer: Trainer, staged: StagedRun, stop: StopFlag, result: Result) -> None:
     """Train to the end, evaluate what is kept, and fill in the result."""
     trainer.callbacks.start()
+    if result.resumed_at is not None:
+        trainer.log.write("resume")  # the time since the record before it is none of the run's
     used_before = energy.used(trainer.device)
     staged.fit(stop)
     result.energy_joules = _energy(trainer, used_before)

@@ -200,13 +200,16 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _points(path: Path) -> tuple[Points, Points]:
-    """The training and the evaluation records of metrics.jsonl."""
+    """The training and the evaluation records of metrics.jsonl. Seconds count from the first, without the pause of a resume."""
     train, evaluated = Points(), Points()
-    began, samples = None, 0
+    began, last, samples = None, None, 0
     for record in records.read(path).records:
         event, update = record.pop("event", None), record.pop("update", 0)
         seconds = record.pop("time", None)
         began = seconds if began is None else began
+        if event == "resume" and None not in (seconds, last, began):
+            began += seconds - last
+        last = seconds if seconds is not None else last
         samples = record.pop("samples", samples)
         if event == "evaluate" and "weights" in record:  # at the run's end: the test set, which nothing is selected by
             continue
