@@ -145,7 +145,7 @@ def test_the_selected_metric_ranks_the_evaluations(train, capsys):
     [
         (["select=accurracy"], "select=accurracy is not evaluated: did you mean 'accuracy'?"),
         (["select=f1"], "select=f1 is not evaluated: there is: accuracy, loss (metrics=[…] adds others)"),
-        (["select=ema_loss"], "select=ema_loss is not evaluated"),
+        (["select=ema_loss"], "select=ema_loss is of averaged weights, and ema=none keeps none: set ema=ema"),
         (["select=3"], "select=3: must be a text"),
         (["metrics=[confusion_matrix]", "select=confusion_matrix"], "select=confusion_matrix is not evaluated"),
         (["metrics=[f1,rmse]"], "metrics=[rmse] measures numbers for each sample (regression), but the targets of"

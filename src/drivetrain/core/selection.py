@@ -49,7 +49,9 @@ def problems(run: RunSpec, setting: str, name: str | None) -> Iterator[str]:
     """Yield why a metric cannot rank models: it is not evaluated, or neither a high nor a low value of it is better."""
     found = evaluated(run)
     directed = [metric for metric, better in found.items() if better is not None]
-    if name is not None and name not in found:
+    if name is not None and name not in found and name.startswith("ema_") and name.removeprefix("ema_") in found:
+        yield f"{setting}={name} is of averaged weights, and {run.named('ema')} keeps none: set ema=ema"
+    elif name is not None and name not in found:
         yield f"{setting}={name} is not evaluated: {did_you_mean(name, directed)} (metrics=[…] adds others)"
     elif name is not None and found[name] is None:
         yield (
