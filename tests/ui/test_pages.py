@@ -50,6 +50,13 @@ def test_the_first_line(made, name, answer):
     assert pages.Page(made[name]).texts[0] == ("h1", answer)
 
 
+def test_the_time_of_a_resumed_run_is_told_as_that_of_its_last_part(tmp_path):
+    folder = made_pages.run_folder(tmp_path / "run", 0.1, "completed")
+    result = json.loads((folder / "result.json").read_text())
+    (folder / "result.json").write_text(json.dumps(result | {"resumed_at": 30}))
+    assert "(40 updates), of which those since 30 took 41 s with the start" in run.verdict(reader.read(folder))
+
+
 @pytest.mark.parametrize(
     ("status", "words"),
     [("diverged", "diverged after 4 epochs"), ("interrupted", "was interrupted after"), ("failed", "failed after")],

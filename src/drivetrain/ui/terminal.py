@@ -184,6 +184,11 @@ def number(value: float) -> str:
     return f"{value:.4f}" if abs(value) < 10 else f"{value:.1f}"
 
 
+def _since(result: Result) -> str:
+    """Of which part of a resumed run its time is."""
+    return f"those since {result.resumed_at:,} in " if result.resumed_at else ""
+
+
 def show_result(result: Result) -> None:
     """Show a run's result as a table."""
     rows = [("status", result.status + (f": {result.error}" if result.error else ""))]
@@ -193,7 +198,7 @@ def show_result(result: Result) -> None:
     if result.time_to_target:
         rows.append(("target", result.time_to_target))
     rows += [
-        ("updates", f"{result.updates:,} in {result.passes}, {result.wall_s:.1f} s"),
+        ("updates", f"{result.updates:,} in {result.passes}, {_since(result)}{result.wall_s:.1f} s"),
         ("samples/s", number(result.samples_per_second) if result.samples_per_second else "–"),
         ("MFU", f"{100 * result.mfu:.1f} % {result.mfu_note}" if result.mfu is not None else result.mfu_note or "–"),
         (

@@ -82,7 +82,10 @@ def verdict(run: RunFiles) -> str:
         ended = {"running": f"is still training, and at update {updates:,}", "killed": f"was killed after update {updates:,}"}
         return f"{what} {ended.get(run.status, f'left a result.json that cannot be read, after update {updates:,}')}{latest}"
     epochs = f"{result.passes} ({result.updates:,} update{'s' * (result.updates != 1)})"
-    length = f"{epochs} in {duration(result.wall_s)} with the start"
+    took = f"{duration(result.wall_s)} with the start"
+    length = (
+        f"{epochs} in {took}" if not result.resumed_at else f"{epochs}, of which those since {result.resumed_at:,} took {took}"
+    )
     on = f" on {result.world_size} × {result.device}" if result.device and result.world_size > 1 else ""
     if run.status == "completed":
         early = f"the run stopped early: {result.stopped}" if result.stopped else "the run completed"
