@@ -108,6 +108,7 @@ def my_loss(output, y):
 """
 
 TARGETS = {"bce": "Labels", "mse": "Numbers", "l1": "Numbers", "huber": "Numbers", "quantile": "Numbers", "contrastive": "Views"}
+BY_FORECAST = "checkpointing.memory_gb=4"
 Pair = frozenset[str]
 
 
@@ -168,6 +169,7 @@ def needs(folder: Path) -> dict[str, list[str]]:
         "batch=accumulate": ["batch.accumulation_steps=2"],
         "batch=auto": ["batch.memory_gb=16"],
         "checkpointing=budget": ["compile=inductor"],
+        BY_FORECAST: ["checkpointing=blocks"],
         "surgery=[fused_norm]": ["model=own"],
         "optimizer=schedulefree": ["scheduler=constant"],
         "adapter=lora": ["model=mlp"],
@@ -217,13 +219,15 @@ def prepare_folder(folder: Path) -> None:
 
 
 def factors(config_dirs: Sequence[str] = ()) -> dict[str, list[str]]:
-    """group → its options as words; a list group is off or has one of its options."""
+    """group → its options as words; a list group is off or has one of its options. And keys of the whole config."""
     found = {}
     for group, names in options(config_dirs).items():
         if group in LISTS:
             found[group] = [f"{group}=[]", *(f"{group}=[{n}]" for n in names if n != "none")]
         else:
             found[group] = [f"{group}={n}" for n in names]
+    found["checkpointing"].append(BY_FORECAST)
+    found |= {"stages": ["stages=null", "stages=[{until: 1}, {}]"], "target": ["target=null", "target=loss<=1000"]}
     return {group: words for group, words in found.items() if len(words) > 1}
 
 
