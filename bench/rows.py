@@ -128,7 +128,8 @@ def _try(words: Words, folder: Path, answer: Path, judge: Callable[[list[str], A
     try:
         overrides = [*pairwise.complete(words, folder), f"output_dir={place}"]
         job = prepare(overrides)
-        ranks = job.run.parallel.ranks()
+        before_ranks = job.run.batch.chooses_size or job.run.checkpointing.memory_gb is not None  # measured by our own launcher
+        ranks = 1 if before_ranks else job.run.parallel.ranks()
     except UserError as error:
         ended = Ended(words, REFUSED, str(error))
     except BaseException as error:

@@ -10,6 +10,7 @@ import torch
 
 import drivetrain
 from drivetrain.batch import Auto, Batch
+from drivetrain.core.context import NO_RUN_DIR
 from drivetrain.core.errors import UserError
 from drivetrain.core.world import World
 from drivetrain.engine.out_of_memory import halve_micro_batch
@@ -220,6 +221,15 @@ def test_a_trial_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_probe, "LIMIT_S", 0.01)
     with pytest.raises(UserError, match=r"batch=auto: a trial step failed: it took longer than .* and was ended"):
         batch_probe.count_fitting([*TINY, "model=mlp"], [], [2], 2, 16.0)
+
+
+def test_a_trial_may_have_averages_that_are_stored_with_checkpoints(make):
+    """It has no directory to store them in, and its updates store nothing."""
+    planned = ["data=synthetic", "data.shape=[3,8,8]", "model=mlp", "ema=post_hoc", "saving=last"]
+    job = batch_probe.trial_job({"overrides": planned, "config_dirs": []})
+    assert job.run.saving.active
+    trainer = make("ema=post_hoc", "saving=last", "updates=3", run_dir=NO_RUN_DIR)
+    batch_probe._try(trainer, 4, 3)
 
 
 @pytest.mark.slow

@@ -146,7 +146,7 @@ def needs(folder: Path) -> dict[str, list[str]]:
         "task=regression": ["data=diabetes", "loss=mse", "model=mlp"],
         "task=segmentation": ["data=masks", "model=unet"],
         "task=language_modelling": ["data=stdlib", "model=gpt", "loss=next_token"],
-        "task=text_classification": ["data=stdlib", "model=gpt", "loss=cross_entropy"],
+        "task=text_classification": ["data.max_files=200", "data=stdlib", "model=gpt", "loss=cross_entropy"],
         "task=contrastive": ["augment=[random_resized_crop]", "loss=contrastive"],
         "model=gpt": ["model.width=16", "model.depth=2", "model.heads=2", "data=stdlib", "loss=next_token"],
         "loader=dali": ["data=imagefolder"],
@@ -182,7 +182,9 @@ def needs(folder: Path) -> dict[str, list[str]]:
 
 def complete(words: Iterable[str], folder: Path) -> list[str]:
     """The words of a run, with what they need: first come, first served."""
-    done, waiting = list(SMALL), sorted(words, key=lambda word: word != "parallel=tensor")  # it knows certain models alone
+    # A tensor-parallel run knows certain models alone, and a task wants more of its data than the data by itself.
+    first = ("parallel=tensor", "task=")
+    done, waiting = list(SMALL), sorted(words, key=lambda word: not word.startswith(first))
     chosen = {_key(word): word for word in waiting}
     while waiting:
         done.append(waiting.pop(0))

@@ -90,8 +90,10 @@ def trial_job(task: Mapping[str, Any], more: Sequence[str] = ()) -> Job:
     from drivetrain.launch.job import prepare
 
     # Not compiled: a graph for each size would take minutes and memory of its own.
-    off = ["parallel=single", "compile=none", "saving=none", "debug=none", *more]
+    off = ["parallel=single", "compile=none", "debug=none", *more]
     planned = prepare(task["overrides"], task["config_dirs"])
+    # Nothing is saved, since there is no directory; averages that are stored with checkpoints want an option that saves.
+    off.append("saving=last" if planned.run.saving.active else "saving=none")
     if planned.run.checkpointing.chosen_by_compiler and not any(word.startswith("checkpointing=") for word in more):
         off.append("checkpointing=none")  # without the compiler all activations are kept
     groups = {override.partition("=")[0] for override in off}
