@@ -14,6 +14,7 @@ from drivetrain.core.context import NO_RUN_DIR
 from drivetrain.core.errors import UserError
 from drivetrain.core.world import World
 from drivetrain.engine.out_of_memory import halve_micro_batch
+from drivetrain.engine.rehearsal.largest import largest_micro_batch
 from drivetrain.launch import batch_forecast, batch_probe, launcher
 
 HUNGRY = """
@@ -229,7 +230,7 @@ def test_a_trial_may_have_averages_that_are_stored_with_checkpoints(make):
     job = batch_probe.trial_job({"overrides": planned, "config_dirs": []})
     assert job.run.saving.active
     trainer = make("ema=post_hoc", "saving=last", "updates=3", run_dir=NO_RUN_DIR)
-    batch_probe._try(trainer, 4, 3)
+    assert largest_micro_batch(trainer, 8, 2.0**40) == 8
 
 
 @pytest.mark.slow
