@@ -189,7 +189,8 @@ def document(asked: Asked, groups: dict[str, list[str]], campaign: Campaign) -> 
     lines = [
         "# Which options go together", "",
         f"{len(pairs)} pairs of options: {len(trained)} trained together, two updates and a save; {len(refused)} refused",
-        f"with a reason that names both, {alone} with an option that this machine cannot run, {left} open.",
+        f"with a reason that names both, {alone} with an option that this machine cannot run, {left} not tried yet, or listed",
+        "as open at the end.",
         f"{len(campaign.ended)} runs covered them.",
         "", f"Written by `python -m bench.pairwise` on a CPU ({harness.machine()['cpu']}).",
         "", "## Refused together", "", "| pair | reason |", "|---|---|",

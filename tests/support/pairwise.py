@@ -229,7 +229,7 @@ def factors(config_dirs: Sequence[str] = ()) -> dict[str, list[str]]:
         else:
             found[group] = [f"{group}={n}" for n in names]
     found["checkpointing"].append(BY_FORECAST)
-    found |= {"stages": ["stages=null", "stages=[{until: 1}, {}]"], "target": ["target=null", "target=loss<=1000"]}
+    found |= {"stages": ["stages=null", "stages=[{until:1},{}]"], "target": ["target=null", "target=loss<=1000"]}
     return {group: words for group, words in found.items() if len(words) > 1}
 
 
