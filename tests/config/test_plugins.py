@@ -179,6 +179,7 @@ def test_it_is_an_arm_of_a_comparison(group: str, outside: Outside) -> None:
 
 def test_it_is_among_the_pairs(outside: Outside, tmp_path: Path) -> None:
     factors = pairwise.factors(outside.config_dirs)
+    assert {factors.pop("stages")[0], factors.pop("target")[0]} == {"stages=null", "target=null"}  # keys of the whole config
     assert set(factors) == set(GROUPS)  # even those of which drivetrain has one option
     assert all(word(group) in words for group, words in factors.items())
     pair = ("optimizer=mine", "clip=norm")
