@@ -2,6 +2,8 @@
 
 import itertools
 import random
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -73,10 +75,17 @@ def test_the_words_that_make_a_row_fail_are_found(culprits: tuple[str, ...]) -> 
     assert sorted(found) == sorted(culprits)
 
 
-def test_the_campaign_covers_two_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One pair is refused by the rules, one fails when it runs, and the journal keeps what has been tried."""
-    pairwise.prepare_folder(tmp_path)
-    monkeypatch.setattr("drivetrain.optimizer.algorithms.lion.Lion.update", lambda *a: 1 / 0)
+def test_the_campaign_covers_two_groups(tmp_path: Path) -> None:
+    """One pair is refused by the rules, one fails when it runs, and the journal keeps what has been tried.
+
+    In a process of its own: rows are forked, and a test before this one may have run a backward on a device.
+    """
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        pool.submit(_campaign_of_two_groups, tmp_path).result()
+
+
+def _campaign_of_two_groups(folder: Path) -> None:
+    pairwise.prepare_folder(folder)
     groups = {
         "optimizer": ["optimizer=lion", "optimizer=sgd"],
         "data": ["data=digits", "data=wine"],
@@ -86,13 +95,15 @@ def test_the_campaign_covers_two_groups(tmp_path: Path, monkeypatch: pytest.Monk
     asked = campaign.Asked({}, {}, pairs)
 
     def run() -> campaign.Campaign:
-        cover = campaign.Cover(pairs, groups, lambda words: pairwise.refused(words, tmp_path))
-        found = campaign.Campaign(tmp_path, cover, tmp_path / "journal", 1)
+        cover = campaign.Cover(pairs, groups, lambda words: pairwise.refused(words, folder))
+        found = campaign.Campaign(folder, cover, folder / "journal", 1)
         found.resume()
         found.run(100)
         return found
 
-    done = run()
-    assert done.trained() == {pair for pair in pairs if "optimizer=lion" not in pair}
-    assert "3 not tried yet" in campaign.document(asked, groups, done)
-    assert len(run().ended) == len(done.ended)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("drivetrain.optimizer.algorithms.lion.Lion.update", lambda *a: 1 / 0)
+        done = run()
+        assert done.trained() == {pair for pair in pairs if "optimizer=lion" not in pair}
+        assert "3 not tried yet" in campaign.document(asked, groups, done)
+        assert len(run().ended) == len(done.ended)

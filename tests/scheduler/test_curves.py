@@ -418,7 +418,7 @@ REFUSED = {
     "scheduler=onecycle epochs=null": "epochs=null: must be a whole number",
     "scheduler=plateau scheduler.metric=accuracy": "set scheduler.mode=max",
     "scheduler=plateau scheduler.metric=acuracy": "did you mean 'accuracy'?",
-    "scheduler=plateau scheduler.metric=ema_loss": "did you mean 'loss'?",
+    "scheduler=plateau scheduler.metric=ema_loss": "ema=none keeps none: set ema=ema",
 }  # fmt: skip
 
 
